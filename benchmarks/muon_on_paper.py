@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from scale_model import ITEMSIZE, LLAMA_7B, LLAMA_70B, Shapes
 from zero_optim.params.layout import BucketLayout, WholeParameters, bucket_capacities, build_layout
+from zero_optim.rules import newton_schulz
 
 MODELS = {"Llama 2 7B": LLAMA_7B, "Llama 2 70B": LLAMA_70B}
 RANKS = (8, 64, 1024, 16384)
-MOST = 1.1
-"""The most that buckets may have beside what matrices take, and the rank with most to do beside the mean: times."""
+MOST_PADDING, MOST_IMBALANCE = 0.1, 1.25
+"""The iteration is a small part of a long step, so what one rank has to do beside the others matters less."""
 MOST_BYTES = 16e9
 """Of the largest bucket. A rank has two buffers as large, which are then two fifths of a GPU with 80 GB."""
 
@@ -46,12 +47,13 @@ class OnPaper:
 
     @property
     def fits(self) -> bool:
-        return max(1 + self.padding, self.imbalance) <= MOST and self.largest * ITEMSIZE <= MOST_BYTES
+        balanced = self.padding <= MOST_PADDING and self.imbalance <= MOST_IMBALANCE
+        return balanced and self.largest * ITEMSIZE <= MOST_BYTES
 
 
 def multiplications(rows: int, columns: int) -> int:
-    """Of a matrix, in a step of the iteration, but for a factor."""
-    return rows * columns * min(rows, columns)
+    """Of the iteration of a matrix, by Muon's own options."""
+    return newton_schulz.multiplications(rows, columns, newton_schulz.QUINTIC, steps=5, gram=True)
 
 
 def layouts_of(matrices: Sequence[Matrix], shards: int) -> list[BucketLayout]:

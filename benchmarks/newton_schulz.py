@@ -15,15 +15,15 @@ from muon_on_paper import multiplications
 from torch import Tensor
 from zero_optim.bench.contenders import DDP_MUON, MAKERS, Task
 from zero_optim.bench.train_step import WARM_UP_STEPS, train
-from zero_optim.rules import muon
+from zero_optim.rules import newton_schulz
 
-ITERATIONS = {True: (torch.optim._muon, "_zeropower_via_newtonschulz"), False: (muon, "orthogonalized")}
+ITERATIONS = {True: (torch.optim._muon, "_zeropower_via_newtonschulz"), False: (newton_schulz, "orthogonalized")}
 """Module and name of the iteration: torch's, and ours."""
 
 
 @dataclass
 class Iteration:
-    """What a rank has done in it. ``multiplications``: of a step of each matrix, but for a factor."""
+    """What a rank has done in it. ``multiplications``: as ours takes them."""
 
     seconds: float = 0.0
     multiplications: int = 0

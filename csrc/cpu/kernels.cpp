@@ -6,6 +6,7 @@
 #include "../rules/adamw.h"
 #include "../rules/amsgrad.h"
 #include "../rules/lion.h"
+#include "../rules/muon.h"
 #include "../rules/sgd.h"
 
 #if defined(ZK_ISA_AVX512)
@@ -590,8 +591,15 @@ constexpr StepKernel step_of(const char* rule) {
   return {rule, Rule::kStates, step<Rule>, step_encoded<Rule>};
 }
 
-const StepKernel kSteps[] = {step_of<AdamW>("adamw"), step_of<AmsGrad>("amsgrad"),    step_of<Lion>("lion"),
-                             step_of<Sgd>("sgd"),     step_of<SgdPlain>("sgd_plain"), {}};
+const StepKernel kSteps[] = {
+    step_of<AdamW>("adamw"),
+    step_of<AmsGrad>("amsgrad"),
+    step_of<Lion>("lion"),
+    step_of<Sgd>("sgd"),
+    step_of<SgdPlain>("sgd_plain"),
+    step_of<MuonLookAhead>("muon_look_ahead"),
+    step_of<MuonSubtract>("muon_subtract"),
+    {}};
 
 // ---- pack and unpack ----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@
 #include "../rules/adamw.h"
 #include "../rules/amsgrad.h"
 #include "../rules/lion.h"
+#include "../rules/muon.h"
 #include "../rules/sgd.h"
 #include "../stable.h"
 #include "grad_stats.h"
@@ -55,6 +56,8 @@ const StepEntry kSteps[] = {
     {"lion", Lion::kStates, &step_lion, &encoded_lion},
     {"sgd", Sgd::kStates, &step_sgd, &encoded_sgd},
     {"sgd_plain", SgdPlain::kStates, &step_sgd_plain, &encoded_sgd_plain},
+    {"muon_look_ahead", MuonLookAhead::kStates, &step_muon_look_ahead, &encoded_muon_look_ahead},
+    {"muon_subtract", MuonSubtract::kStates, &step_muon_subtract, &encoded_muon_subtract},
     {}};
 
 StepArgs args_of(const StepTensors& of) {

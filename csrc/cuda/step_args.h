@@ -56,7 +56,9 @@ using RunStep =
 using RunEncodedStep = void (*)(
     CUstream_st* stream, const std::vector<EncodedShard>&, const Averages&, const Encoded& of_all, DType grad,
     DType out);
-extern const RunStep step_adamw, step_amsgrad, step_lion, step_sgd, step_sgd_plain;
-extern const RunEncodedStep encoded_adamw, encoded_amsgrad, encoded_lion, encoded_sgd, encoded_sgd_plain;
+extern const RunStep step_adamw, step_amsgrad, step_lion, step_sgd, step_sgd_plain, step_muon_look_ahead,
+    step_muon_subtract;
+extern const RunEncodedStep encoded_adamw, encoded_amsgrad, encoded_lion, encoded_sgd, encoded_sgd_plain,
+    encoded_muon_look_ahead, encoded_muon_subtract;
 
 }  // namespace zero_kernels

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .optimizer import ShardedOptimizer, ShardingOptions
 from .rules.adamw import AdamW
 from .rules.lion import Lion
-from .rules.muon import QUINTIC, Muon, split_for_muon
+from .rules.muon import Muon, split_for_muon
+from .rules.newton_schulz import QUINTIC
 from .rules.sgd import SGD
 from .validate import check_keywords, warn_of_meaningless
 
@@ -179,9 +180,11 @@ class ShardedMuon(ShardedOptimizer):
             ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``. Plain slices need ``partition_dim``; see docs/muon.md.
         lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; a group's own values win.
         ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration, the same for all groups. Three coefficients,
-            or three for each step, as ``zero_optim.rules.muon.POLAR_EXPRESS`` with ``ns_steps=6``.
+            or three for each step, as ``zero_optim.rules.newton_schulz.POLAR_EXPRESS`` with ``ns_steps=6``.
         adjust_lr_fn: how the rate depends on a matrix's shape, for all groups: None, "original", "match_rms_adamw" or
             "spectral_unclamped"; see ``zero_optim.rules.muon.scale_of``.
+        ns_gram: for all groups, whether matrices with more than two columns a row, or rows a column, are made
+            orthogonal with fewer multiplications. Otherwise the operations are torch's, one by one.
 
     Raises what ``ShardedOptimizer`` raises; ParameterError also for what is no matrix, or has not those of its view.
     """
@@ -197,6 +200,7 @@ class ShardedMuon(ShardedOptimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
+        ns_gram: bool = True,
         **sharding: Unpack[ShardingOptions],
     ) -> None:
         _check(ShardedMuon, self, sharding)
@@ -209,6 +213,7 @@ class ShardedMuon(ShardedOptimizer):
             eps=eps,
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
+            ns_gram=ns_gram,
         )
         super().__init__(params, rule, **sharding)
 

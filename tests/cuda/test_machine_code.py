@@ -13,10 +13,26 @@ import pytest
 from toolchain import ARCHS, PTX_ARCHS, SOURCES, run, to_ptx
 
 # By the name of its struct: a rule.
-STRUCTS = {"AdamW": "adamw", "AmsGrad": "amsgrad", "Lion": "lion", "Sgd": "sgd", "SgdPlain": "sgd_plain"}
+STRUCTS = {
+    "AdamW": "adamw",
+    "AmsGrad": "amsgrad",
+    "Lion": "lion",
+    "Sgd": "sgd",
+    "SgdPlain": "sgd_plain",
+    "MuonLookAhead": "muon_look_ahead",
+    "MuonSubtract": "muon_subtract",
+}
 
 # (state tensors, pieces of a row of the table that are loaded whole)
-RULES = {"adamw": (2, 3), "amsgrad": (3, 3), "lion": (1, 1), "sgd": (1, 1), "sgd_plain": (0, 0)}
+RULES = {
+    "adamw": (2, 3),
+    "amsgrad": (3, 3),
+    "lion": (1, 1),
+    "sgd": (1, 1),
+    "sgd_plain": (0, 0),
+    "muon_look_ahead": (1, 0),
+    "muon_subtract": (1, 0),
+}
 
 KERNELS = {
     "step of adamw": 12,
@@ -51,6 +67,7 @@ WIDE = {
         f"encoded_step of {rule}": (2 * (2 + states) + 2 * pieces, 2 * (2 + states))
         for rule, (states, pieces) in RULES.items()
     },
+    "foreach_step of muon_look_ahead": (2, 2 * 2),  # the master is written alone
     "stats": (8 + 8 + 16, 0),
     "pack, fp32 bucket": (4, 12),
     "pack, 16-bit bucket": (16, 12),
@@ -116,7 +133,7 @@ def resources(cuobjdump: Path, library: Path) -> Mapping[tuple[str, str], tuple[
 
 def kind(name: str) -> str:
     """The key in KERNELS of a kernel's mangled name."""
-    update = re.search(r"\d(foreach_step|extended_step|encoded_step|step)_kernelI\w*?NS_\d(\w+?)E", name)
+    update = re.search(r"\d(foreach_step|extended_step|encoded_step|step)_kernelI\w*?NS_\d+(\w+?)E", name)
     if update:
         return f"{update[1]} of {STRUCTS[update[2]]}"
     return next(kind for kind in KERNELS if f"{kind}_kernel" in name)
@@ -215,13 +232,17 @@ def test_encoded_states_move_4_bytes_at_a_time_and_halves_8(
         assert found.loads[1] == found.stores[1] == 2 * 4 * (1 + states), kernel
 
 
+QUOTIENTS = {"step_adamw": 27, "step_amsgrad": 15, "step_lion": 0, "step_sgd": 0, "step_muon": 0}
+"""Kernels of each file that divide, beside those of encoded states."""
+
+
 @pytest.mark.parametrize("arch", PTX_ARCHS)
 def test_updates_divide_and_take_roots_as_ieee_does(ptx: Mapping[tuple[str, str], Path], arch: str) -> None:
-    for source, kernels in {"step_adamw": 27, "step_amsgrad": 15, "step_lion": 0, "step_sgd": 0}.items():
+    for source, kernels in QUOTIENTS.items():
         entries = re.split(r"(?=\.entry )", ptx[source, arch].read_text())
         text = "".join(entry for entry in entries if "encoded_step" not in entry.partition("(")[0])
         encoded = [entry for entry in entries if "encoded_step" in entry.partition("(")[0]]
-        assert len(encoded) == (4 if source == "step_sgd" else 2)
+        assert len(encoded) == (4 if source in ("step_sgd", "step_muon") else 2)
         if kernels:
             # Two divisions and a root for each of at least two quads of four elements.
             assert text.count("div.rn.f32") == 2 * text.count("sqrt.rn.f32") >= 2 * 2 * 4 * kernels

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 ROOT = Path(__file__).parents[2]
 ARCHS = ("80", "90", "100")
 PTX_ARCHS = ("80", "100")  # machine code for 90 is made from the PTX for 80
-STEPS = ("step_adamw", "step_amsgrad", "step_lion", "step_sgd")
+STEPS = ("step_adamw", "step_amsgrad", "step_lion", "step_sgd", "step_muon")
 SOURCES = (*STEPS, "grad_stats", "hyper_table", "pack")
 BODIES = ("step", "grad_stats", "hyper_table", "pack")
 

@@ -76,6 +76,19 @@ def lion(g: np.ndarray, p: np.ndarray, m: np.ndarray, c: Mapping[str, np.float32
     return p, m * c["beta2"] + g * c["one_minus_beta2"]
 
 
+def _lerped(start: np.ndarray, end: np.ndarray, weight: np.float32, rest: np.float32) -> np.ndarray:
+    return start + weight * (end - start) if weight < 0.5 else end - rest * (end - start)
+
+
+def muon_look_ahead(g: np.ndarray, p: np.ndarray, m: np.ndarray, c: Mapping[str, np.float32]) -> tuple[np.ndarray, ...]:
+    m = _lerped(m, g, c["share"], c["momentum"])
+    return _lerped(g, m, c["momentum"], c["share"]) if c["nesterov"] != 0 else m, m
+
+
+def muon_subtract(g: np.ndarray, p: np.ndarray, d: np.ndarray, c: Mapping[str, np.float32]) -> tuple[np.ndarray, ...]:
+    return p * c["decay"] - d, d
+
+
 def amsgrad(
     g: np.ndarray, p: np.ndarray, m: np.ndarray, v: np.ndarray, w: np.ndarray, c: Mapping[str, np.float32]
 ) -> tuple[np.ndarray, ...]:
@@ -87,7 +100,10 @@ def amsgrad(
     return p * c["decay"] - c["step_size"] * (m / (root + c["eps"])), m, v, w
 
 
-@pytest.mark.parametrize("formula", [sgd, sgd_plain, lion, amsgrad], ids=lambda formula: formula.__name__)
+FORMULAS = (sgd, sgd_plain, lion, amsgrad, muon_look_ahead, muon_subtract)
+
+
+@pytest.mark.parametrize("formula", FORMULAS, ids=lambda formula: formula.__name__)
 def test_the_reference_is_the_written_formula(formula: Callable[..., tuple[np.ndarray, ...]]) -> None:
     """Against NumPy, whose fp32 operations are each correctly rounded."""
     rule = RULES[formula.__name__]
@@ -370,7 +386,11 @@ def test_columns_of_lion_and_sgd_are_float64_rounded_once() -> None:
 
 
 BAD_ARGUMENTS = {
-    "rule": ("adagrad", ValueError, "rule must be one of adamw, amsgrad, lion, sgd, sgd_plain, got 'adagrad'"),
+    "rule": (
+        "adagrad",
+        ValueError,
+        "rule must be one of adamw, amsgrad, lion, sgd, sgd_plain, muon_look_ahead, muon_subtract, got 'adagrad'",
+    ),
     "grads": ([torch.zeros(ROW), torch.zeros(ROW).half()], TypeError, "grads must have one dtype"),
     "masters": ([torch.zeros(ROW)], ValueError, "masters must have one tensor a shard: 2 grads, 1 masters"),
     "states": (

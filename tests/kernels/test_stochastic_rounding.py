@@ -37,7 +37,8 @@ def test_same_bits_on_every_backend(rule: str) -> None:
         for isa in ISAS:
             assert all(map(same_bits, want, shards.measured(isa))), (isa, forms, number)
         shards.row_keys = None
-        assert not all(map(same_bits, want, shards.measured("reference"))) or BF16 not in forms
+        kept = rule == "muon_subtract" or BF16 not in forms  # what is stored stays as it was
+        assert kept or not all(map(same_bits, want, shards.measured("reference")))
 
 
 def test_threads_share_rows_without_changing_a_bit() -> None:

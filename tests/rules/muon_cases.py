@@ -11,7 +11,12 @@ from oracle import average
 from torch import Tensor, nn
 from zero_optim import ShardedMuon
 
-OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.875}
+"""1 - momentum is a power of two. So torch, which fuses the product in a lerp with the sum, has nothing to round once
+where we round twice."""
+
+AS_TORCH = {"ns_gram": False}
+"""With it the operations are torch's, one by one."""
 
 Gradient = Callable[[int, int, int], Tensor]
 """Of a rank, a step and a parameter's number."""

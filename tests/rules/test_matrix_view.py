@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 import zero_optim
 from guards import no_host_reads
 from harness import run_ranks
-from muon_cases import OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
+from muon_cases import AS_TORCH, OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon
 from zero_optim.rules import muon
-from zero_optim.rules.muon import LEAST_TOGETHER, QUINTIC, orthogonalized
+from zero_optim.rules.muon import LEAST_TOGETHER
+from zero_optim.rules.newton_schulz import QUINTIC, orthogonalized
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 PARAMETERS: dict[str, tuple[tuple[int, ...], dict[str, Any] | None]] = {
@@ -120,7 +122,7 @@ def _by_torch(name: str, **options: Any) -> Tensor:
 @pytest.mark.parametrize("scale", [None, "match_rms_adamw"])
 def test_each_matrix_is_torchs(scale: str | None) -> None:
     """The scale is that of the matrix, and not of the parameter."""
-    found = _train(0, 1, [*PARAMETERS], torch.float32, {"adjust_lr_fn": scale})
+    found = _train(0, 1, [*PARAMETERS], torch.float32, {"adjust_lr_fn": scale, **AS_TORCH})
     for name, master in found.items():
         torch.testing.assert_close(master, _by_torch(name, adjust_lr_fn=scale), rtol=0, atol=2e-7, msg=name)
 
@@ -178,18 +180,18 @@ def test_72_rows_in_heads_on_5_ranks() -> None:
 # -- together ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(17, 17), (64, 64), (24, 40), (130, 20), (64, 300)])
+@pytest.mark.parametrize("shape", [(17, 17), (64, 64), (24, 40), (130, 20), (17, 40), (64, 300)])
 def test_together_or_alone(shape: tuple[int, int]) -> None:
     """To the bit, with any number of threads: what several parameters have in one product rests on it."""
     assert min(shape) >= LEAST_TOGETHER
     before = torch.get_num_threads()
     matrices = torch.randn(7, *shape, generator=torch.Generator().manual_seed(0))
     try:
-        alone = [orthogonalized(matrix, QUINTIC, 5, 1e-7) for matrix in matrices]
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            for count in (1, 2, 3, 7):
-                together = orthogonalized(matrices[:count], QUINTIC, 5, 1e-7)
+        for gram in (False, True):
+            alone = [orthogonalized(matrix, QUINTIC, 5, 1e-7, gram) for matrix in matrices]
+            for threads, count in product((1, 2), (1, 2, 3, 7)):
+                torch.set_num_threads(threads)
+                together = orthogonalized(matrices[:count], QUINTIC, 5, 1e-7, gram)
                 assert all(map(torch.equal, together, alone))
     finally:
         torch.set_num_threads(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,12 +14,13 @@ import pytest
 import torch
 import zero_optim
 from harness import run_ranks
-from muon_cases import OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
+from muon_cases import AS_TORCH, OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon, StateMismatchError
 from zero_optim.grads import buckets
 from zero_optim.rules import Split8, StateTensor
-from zero_optim.rules.muon import POLAR_EXPRESS, QUINTIC, Muon, orthogonalized, scale_of
+from zero_optim.rules.muon import Muon, scale_of
+from zero_optim.rules.newton_schulz import POLAR_EXPRESS
 from zero_optim.rules.update_rule import ShardUpdate, Whole
 
 SHAPES = ((24, 40), (72, 8), (8, 72), (0, 4), (40, 40), (1, 130), (130, 3), (24, 40))
@@ -75,25 +77,35 @@ def _steps(opt: ShardedMuon, params: list[nn.Parameter], rank: int, steps: range
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_torchs(dtype: torch.dtype, scale: str | None, nesterov: bool) -> None:
     options = {"adjust_lr_fn": scale, "nesterov": nesterov}
-    for found, expected in zip(_train(0, 1, dtype, options), _oracle(1, dtype, **options), strict=True):
+    for found, expected in zip(_train(0, 1, dtype, options | AS_TORCH), _oracle(1, dtype, **options), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)  # of values below 2: a unit or two
+
+
+def test_another_momentum() -> None:
+    """The last bit of the momentum is another then. Where that makes another bf16 of it, the update differs by 2^-8. An
+    update is about lr / 5."""
+    for momentum in (0.3, 0.9, 0.95):
+        options = {"momentum": momentum, **AS_TORCH}
+        found, expected = _train(0, 1, torch.float32, options), _oracle(1, torch.float32, momentum=momentum)
+        for master, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(master, exact, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (3, 1), (2, 2), (3, 2)])
 def test_ranks_make_no_difference(world_size: int, stage: int) -> None:
     """To the bit: each matrix is made orthogonal by the same operations, on whatever rank it lies."""
-    for dtype in (torch.float32, torch.bfloat16):
-        every = run_ranks(world_size, _train, dtype, {"stage": stage})
-        for masters in every:
+    for dtype, options in product((torch.float32, torch.bfloat16), ({}, AS_TORCH)):
+        every = run_ranks(world_size, _train, dtype, {"stage": stage, **options})
+        for masters in every if options else ():
             for found, expected in zip(masters, _oracle(world_size, dtype), strict=True):
                 torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)
-        assert all(map(torch.equal, every[0], _alone(world_size, dtype)))
+        assert all(all(map(torch.equal, masters, _alone(world_size, dtype, **options))) for masters in every)
 
 
 def test_it_clips_as_torch_does() -> None:
     """Momentum is made of the clipped gradients. Muon itself forgets their size, but not beside each other."""
     expected = _oracle(2, torch.float32, max_grad_norm=0.5)
-    for masters in run_ranks(2, _train, torch.float32, {"max_grad_norm": 0.5}):
+    for masters in run_ranks(2, _train, torch.float32, {"max_grad_norm": 0.5, **AS_TORCH}):
         for found, exact in zip(masters, expected, strict=True):
             torch.testing.assert_close(found, exact, rtol=0, atol=2e-4)  # the norm is rounded otherwise, then to bf16
 
@@ -131,10 +143,10 @@ def test_a_loss_scale_makes_no_difference() -> None:
     assert all(map(torch.equal, plain, scaled))
 
 
-def _alone(world_size: int, dtype: torch.dtype) -> list[Tensor]:
+def _alone(world_size: int, dtype: torch.dtype, **options: Any) -> list[Tensor]:
     """One rank that is given the averages."""
     params = _weights(dtype)
-    return masters_alone(ShardedMuon(params, **OPTIONS), params, _gradients(dtype), world_size, range(STEPS))
+    return masters_alone(ShardedMuon(params, **OPTIONS, **options), params, _gradients(dtype), world_size, range(STEPS))
 
 
 @pytest.mark.parametrize(
@@ -457,26 +469,6 @@ def test_a_rank_loads_its_own_state() -> None:
 # -- the iteration ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (200, 50), (50, 200)])
-def test_singular_values_end_near_1(shape: tuple[int, int]) -> None:
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalized(matrix, QUINTIC, 5, 1e-7).float())
-    assert values.median() > 0.6 and values.max() < 1.3  # the smallest of a square matrix need more steps
-    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    polar = u @ v
-    found = orthogonalized(matrix, QUINTIC, 5, 1e-7).float()
-    assert (found * polar).sum() / (found.norm() * polar.norm()) > 0.97
-
-
-@pytest.mark.parametrize("shape", [(200, 50), (50, 200)])
-def test_steps_may_have_coefficients_of_their_own(shape: tuple[int, int]) -> None:
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalized(matrix, POLAR_EXPRESS, 6, 1e-7).float())
-    assert values.min() > 0.99 and values.max() < 1.01
-    alike = orthogonalized(matrix, [QUINTIC] * 5, 5, 1e-7)
-    assert torch.equal(alike, orthogonalized(matrix, QUINTIC, 5, 1e-7))
-
-
 def test_coefficients_of_steps_are_saved() -> None:
     options = {"ns_coefficients": POLAR_EXPRESS, "ns_steps": 6}
     weights = _weights(torch.float32)
@@ -491,13 +483,6 @@ def test_coefficients_of_steps_are_saved() -> None:
     with pytest.raises(StateMismatchError, match="ns_coefficients"):
         zero_optim.load_full_state_dict(other, state)
     other.close()
-
-
-def test_matrices_of_zeros_and_of_rank_one() -> None:
-    assert not orthogonalized(torch.zeros(5, 7), QUINTIC, 5, 1e-7).any()
-    matrix = torch.ones(6, 1) @ torch.ones(1, 9)
-    values = torch.linalg.svdvals(orthogonalized(matrix, QUINTIC, 5, 1e-7).float())
-    assert 0.6 < values[0] < 1.3 and values[1] < 0.05
 
 
 def test_scales() -> None:

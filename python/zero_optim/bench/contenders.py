@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ..drop_ins import ShardedAdamW, ShardedMuon
 from ..rules.adamw import AdamW
-from ..rules.muon import QUINTIC, orthogonalized, scale_of
+from ..rules.muon import scale_of
+from ..rules.newton_schulz import QUINTIC, orthogonalized
 from ..shard_module import shard_module
 from ..train.model import GPT, VOCAB, Block, ModelConfig, next_byte_loss
 from .fused_adams import HYPER

@@ -3,6 +3,7 @@ layers in neural networks", 2024), as ``torch.optim.Muon`` has it."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,19 +18,20 @@ from zero_kernels import ROW
 from ..params.joint import DIM, STRIDE, Joint, is_plain_slice, says_blocks, whole_shape
 from ..params.layout import WholeParameters, round_up
 from ..params.param_shard import plain_parameter
+from . import newton_schulz
 from .homes import TENSOR_ALL_TO_ALL, Homes, joined_parts, joined_slices
+from .kernel_rule import KernelRule
 from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view
-from .options import Fixed, Flag, Number, is_number
+from .options import Fixed, Flag, Number
 from .state_tensor import Begins, StateTensor
-from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, keys_of, lists_of, parts_of, stored_master
-
-Coefficients = Mapping[str, Tensor]
-NewRows = tuple[Tensor, Sequence[Tensor]]
-"""What is given of whole rows, as ``zero_kernels.update_rows`` takes it."""
+from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, parts_of
 
 _BUFFER = "momentum_buffer"
-_STEP = "step"
-"""What is subtracted, beside the state."""
+_DIRECTION = "direction"
+"""What is subtracted: the kernel's name of it."""
+
+_TABLE = zero_kernels.RULES["muon_look_ahead"]
+"""The kernel that reads the same table as the other does."""
 
 LEAST_TOGETHER = 17
 """Rows and columns that matrices have at least, of which several parameters go in one product on a CPU. Products of
@@ -42,26 +44,6 @@ a GPU they are more, since each launch takes time; nobody has measured that."""
 
 _Block = tuple[Tensor, int]
 """Matrices of one shape, [n, rows, columns], in place, and the parameter that they are of."""
-
-QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of torch's iteration. Singular values grow fast where they are small; most end between 0.6 and 1.25."""
-
-POLAR_EXPRESS = tuple(
-    (a / 1.01, b / 1.01**3, c / 1.01**5)
-    for a, b, c in (
-        (8.28721201814563, -23.595886519098837, 17.300387312530933),
-        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    )
-)
-"""Coefficients of six steps (Amsel et al., "The Polar Express", 2025), made for matrices 1 % larger. So where bf16
-rounds a singular value to more than 1, it does not grow."""
-
-ITERATION = ("ns_coefficients", "ns_steps", "eps")
-"""Options of the iteration, in the order of ``orthogonalized``."""
 
 SCALES = (None, "original", "match_rms_adamw", "spectral_unclamped")
 """What ``adjust_lr_fn`` may be; see ``scale_of``."""
@@ -90,14 +72,14 @@ class Muon(UpdateRule):
         Number("weight_decay", 0.1),
         Number("momentum", 0.95),
         Flag("nesterov", True),
-        Fixed("ns_coefficients", QUINTIC),
+        Fixed("ns_coefficients", newton_schulz.QUINTIC),
         Fixed("eps", 1e-7),
         Fixed("ns_steps", 5),
+        Fixed("ns_gram", True),
         _Scale("adjust_lr_fn", None),
         MatrixView(VIEW, None),
     )
     tensors = (StateTensor(MASTER, Begins.PARAMETER), StateTensor(_BUFFER))
-    own_columns = ("lr", "decay", "momentum", "share", "nesterov")
     counterparts = frozenset(("Muon",))
     needs_steps = False
     layout = WholeParameters()
@@ -105,19 +87,12 @@ class Muon(UpdateRule):
     # Where matrices are made whole: over shards, and over slices, where something is cut so. A prepared rule learns it
     # in its first update.
     _homes: tuple[Homes | None, Homes | None] | None = None
+    _passes: tuple[KernelRule, KernelRule] | None = None  # made in ``prepared``
 
     def check(self) -> None:
         super().check()
-        coefficients, steps, eps = (self.defaults[name] for name in ITERATION)
-        if type(steps) is not int or not 1 <= steps < 100:
-            raise ValueError(f"ns_steps must be a number from 1 to 99, got {steps!r}")
-        of_steps = isinstance(coefficients, tuple | list) and len(coefficients) == steps
-        if not _are_three(coefficients) and not (of_steps and all(map(_are_three, coefficients))):
-            raise ValueError(
-                f"ns_coefficients must be three numbers, or three for each of ns_steps={steps}, got {coefficients!r}"
-            )
-        if not is_number(eps) or not eps > 0:
-            raise ValueError(f"eps must be a number above 0, got {eps!r}")
+        coefficients, steps, eps, _ = (self.defaults[name] for name in newton_schulz.OPTIONS)
+        newton_schulz.check(coefficients, steps, eps)
         if self.defaults["adjust_lr_fn"] not in SCALES:
             known = ", ".join(map(repr, SCALES))
             raise ValueError(f"adjust_lr_fn must be one of {known}, got {self.defaults['adjust_lr_fn']!r}")
@@ -152,9 +127,25 @@ class Muon(UpdateRule):
             "blocks where each rank has its share of every one, as of queries, keys and values"
         )
 
-    def make_columns(self, given: Mapping[str, Tensor], steps: Tensor) -> Mapping[str, Tensor]:
-        """``decay`` multiplies the parameter, ``share`` is that of the new gradient in the momentum."""
-        return {**given, "decay": 1 - given["lr"] * given["weight_decay"], "share": 1 - given["momentum"]}
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return _TABLE.columns
+
+    def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
+        _TABLE.fill_table(by_group, group_of, steps, active, table)
+
+    def prepared(self) -> Muon:
+        made = copy.copy(self)
+        made._passes = self._make_passes()
+        return made
+
+    def _make_passes(self) -> tuple[KernelRule, KernelRule]:
+        """The kernels that go over a shard: before its matrices are made orthogonal, and after."""
+        look_ahead, subtract = (KernelRule(name) for name in (_TABLE.name, "muon_subtract"))
+        look_ahead.codecs = {name: codec for name, codec in self.codecs.items() if name != MASTER}
+        subtract.codecs = {name: codec for name, codec in self.codecs.items() if name == MASTER}
+        subtract.averages = self.averages
+        return look_ahead.prepared(), subtract.prepared()
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         """In three passes: the momentum, what is subtracted from each matrix, the subtraction. Some matrices at a time;
@@ -211,25 +202,16 @@ class Muon(UpdateRule):
 
     def _ahead(self, shard: ShardUpdate) -> Tensor:
         """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32."""
-        ahead = torch.zeros_like(shard.grad, dtype=torch.float32)
-        momentum = [shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))]
-        update, rows, keys = self._look_ahead, [shard.row_slot], keys_of([shard])
-        zero_kernels.update_rows(
-            update, self.columns, [shard.grad], [ahead], momentum, [], rows, *shard.shared, row_keys=keys
-        )
+        ahead = torch.empty_like(shard.grad, dtype=torch.float32)
+        momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))}
+        look_ahead, _ = self._passes or self._make_passes()
+        look_ahead.update([shard._replace(parameter=ahead, state=momentum, rates=None, row_stats=None)])
         return ahead
 
     def _subtract(self, shard: ShardUpdate, step: Tensor) -> None:
-        made = shard._replace(state={**shard.state, _STEP: step}, marks=None)
-        lists = lists_of([made], stored_master(self), [_STEP], self.averages)
-        zero_kernels.update_rows(_subtracted, self.columns, *lists)
-
-    def _look_ahead(self, g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Coefficients) -> NewRows:
-        """What is to be made orthogonal, in place of a new master; and the new momentum, as it is stored."""
-        codec = self.codecs.get(_BUFFER)
-        momentum = torch.lerp(stored[0] if codec is None else codec.decode(stored), g, c["share"])
-        ahead = torch.where(c["nesterov"] != 0, torch.lerp(g, momentum, c["momentum"]), momentum)
-        return ahead, [momentum] if codec is None else codec.encode_in_update(momentum, c, 0)
+        """Subtract ``step``, [shard_numel] fp32, from the masters."""
+        _, subtract = self._passes or self._make_passes()
+        subtract.update([shard._replace(state={**shard.state, _DIRECTION: step}, marks=None)])
 
     def _is_slice(self, whole: Whole) -> bool:
         """Whether the matrices of ``whole`` are those of other tensor-parallel ranks, too."""
@@ -242,11 +224,11 @@ class Muon(UpdateRule):
         over_shards = over_slices = None
         if (ranks := shards[0].ranks) is not None:
             every = [(number, cut) for number, shard in enumerate(shards) for cut in shard.cuts]
-            parts = [joined_parts(number, cut, _cost(cut.whole), ranks.rank) for number, cut in every]
+            parts = [joined_parts(number, cut, self._cost(cut.whole), ranks.rank) for number, cut in every]
             over_shards = Homes(parts, ranks, "all_to_all")
         if (ranks := shards[0].slices) is not None:
             slices = [
-                joined_slices(number, whole, _cost(whole), ranks.rank)
+                joined_slices(number, whole, self._cost(whole), ranks.rank)
                 for number, wholes in enumerate(_held(shards, over_shards))
                 for whole in wholes
                 if self._is_slice(whole)
@@ -254,6 +236,13 @@ class Muon(UpdateRule):
             over_slices = Homes(slices, ranks, TENSOR_ALL_TO_ALL) if slices else None
         self._homes = over_shards, over_slices
         return self._homes
+
+    def _cost(self, whole: Whole) -> int:
+        """How many multiplications the iteration takes. Of a slice those of the whole parameter: so tensor-parallel
+        ranks choose alike."""
+        matrices, rows, columns = matrices_of(whole.shape if whole.joint is None else whole.joint.shape)
+        coefficients, steps, _, gram = (self.defaults[name] for name in newton_schulz.OPTIONS)
+        return matrices * newton_schulz.multiplications(rows, columns, coefficients, steps, gram)
 
     def _orthogonalize_all(self, tensor: Tensor, wholes: Sequence[Whole], hyper: Tensor) -> None:
         """The same as ``_orthogonalize``, of some at a time."""
@@ -290,11 +279,11 @@ class Muon(UpdateRule):
         """Write what is subtracted from matrices of one shape where they are. ``hyper``: the table."""
         blocks = [block for block, _ in batch]
         together = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-        options = [self.defaults[name] for name in ITERATION]
+        options = [self.defaults[name] for name in newton_schulz.OPTIONS]
         if len(together) == 1:
-            directions = orthogonalized(together[0], *options).unsqueeze(0).float()
+            directions = newton_schulz.orthogonalized(together[0], *options).unsqueeze(0).float()
         else:
-            directions = orthogonalized(together, *options).float()
+            directions = newton_schulz.orthogonalized(together, *options).float()
         lr, scale = self.columns.index("lr"), scale_of(together.shape[1:], self.defaults["adjust_lr_fn"])
         parts = directions.split([len(block) for block in blocks])
         for (block, param), direction in zip(batch, parts, strict=True):
@@ -320,54 +309,10 @@ def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
         yield run
 
 
-def _are_three(numbers: Any) -> bool:
-    listed = isinstance(numbers, tuple | list) and len(numbers) == 3
-    return listed and all(is_number(number) and math.isfinite(number) for number in numbers)
-
-
 def _held(shards: Sequence[ShardUpdate], over_shards: Homes | None) -> Sequence[Sequence[Whole]]:
     """The parameters, or slices of them, that this rank has whole once those of shards are at their homes: of each
     tensor that they lie in."""
     return [shard.wholes for shard in shards] if over_shards is None else [over_shards.wholes]
-
-
-def _cost(whole: Whole) -> int:
-    """About as many multiplications as a step of the iteration takes, but for a factor. Of a slice those of the whole
-    parameter: so tensor-parallel ranks choose alike."""
-    matrices, rows, columns = matrices_of(whole.shape if whole.joint is None else whole.joint.shape)
-    return matrices * rows * columns * min(rows, columns)
-
-
-def _subtracted(g: Tensor, p: Tensor, states: Sequence[Tensor], c: Coefficients) -> NewRows:
-    return p.float() * c["decay"] - states[0], states
-
-
-def orthogonalized(matrix: Tensor, coefficients: Sequence[Any], steps: int, eps: float) -> Tensor:
-    """Make the singular values of ``matrix`` about 1, by Newton-Schulz iterations: X <- a X + (b A + c A A) X, A being
-    X X^T.
-
-    Where a matrix is zero the result is zero. The operations are those of ``torch.optim.Muon``, one by one, but for the
-    norm. That is added up within rows first: so it depends on no other matrix, and on no number of threads.
-
-    Args:
-        matrix: [rows, columns], or [n, rows, columns] of n matrices, of any floating dtype; it is not changed.
-        coefficients: (a, b, c) of all steps; or of each its own.
-        eps: the least norm that a matrix is divided by.
-
-    Returns bf16 of the same shape, in another memory format perhaps.
-    """
-    of_steps = [coefficients] * steps if _are_three(coefficients) else coefficients
-    product, added = (torch.mm, torch.addmm) if matrix.dim() == 2 else (torch.bmm, torch.baddbmm)
-    tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.to(torch.bfloat16, copy=True)
-    rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True).to(torch.bfloat16)
-    x = x.mT if tall else x
-    x = x / norm.clamp(min=eps)
-    for a, b, c in of_steps:
-        gram = product(x, x.mT)
-        x = added(x, added(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
 
 
 def scale_of(shape: Sequence[int], adjust_lr_fn: str | None) -> float:

@@ -8,6 +8,7 @@
 #include "../../../csrc/rules/adamw.h"
 #include "../../../csrc/rules/amsgrad.h"
 #include "../../../csrc/rules/lion.h"
+#include "../../../csrc/rules/muon.h"
 #include "../../../csrc/rules/sgd.h"
 
 using namespace zero_kernels;
@@ -208,6 +209,8 @@ extern "C" int step(
   if (!std::strcmp(rule, "lion")) return run<Lion>(shards, of_masters, grad, out);
   if (!std::strcmp(rule, "sgd")) return run<Sgd>(shards, of_masters, grad, out);
   if (!std::strcmp(rule, "sgd_plain")) return run<SgdPlain>(shards, of_masters, grad, out);
+  if (!std::strcmp(rule, "muon_look_ahead")) return run<MuonLookAhead>(shards, of_masters, grad, out);
+  if (!std::strcmp(rule, "muon_subtract")) return run<MuonSubtract>(shards, of_masters, grad, out);
   return -1;
 }
 
@@ -238,5 +241,7 @@ extern "C" int encoded_step(
   if (!std::strcmp(rule, "lion")) return run_encoded<Lion>(shards, of_masters, of, grad, out);
   if (!std::strcmp(rule, "sgd")) return run_encoded<Sgd>(shards, of_masters, of, grad, out);
   if (!std::strcmp(rule, "sgd_plain")) return run_encoded<SgdPlain>(shards, of_masters, of, grad, out);
+  if (!std::strcmp(rule, "muon_look_ahead")) return run_encoded<MuonLookAhead>(shards, of_masters, of, grad, out);
+  if (!std::strcmp(rule, "muon_subtract")) return run_encoded<MuonSubtract>(shards, of_masters, of, grad, out);
   return -1;
 }

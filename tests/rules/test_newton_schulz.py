@@ -1,0 +1,119 @@
+"""The Newton-Schulz iteration: where singular values end, and the Gram form beside exact arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from zero_optim.rules.newton_schulz import POLAR_EXPRESS, QUINTIC, multiplications, orthogonalized, phases
+
+QUINTICS = [QUINTIC] * 5
+in_both_forms = pytest.mark.parametrize("gram", [False, True])
+
+
+def _random(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@in_both_forms
+@pytest.mark.parametrize("shape", [(64, 64), (200, 50), (50, 200)])
+def test_singular_values_end_near_1(shape: tuple[int, int], gram: bool) -> None:
+    matrix = _random(shape)
+    values = torch.linalg.svdvals(orthogonalized(matrix, QUINTIC, 5, 1e-7, gram).float())
+    assert values.median() > 0.6 and values.max() < 1.3  # the smallest of a square matrix need more steps
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    polar = u @ v
+    found = orthogonalized(matrix, QUINTIC, 5, 1e-7, gram).float()
+    assert (found * polar).sum() / (found.norm() * polar.norm()) > 0.97
+
+
+@pytest.mark.parametrize(("gram", "most"), [(False, 0.01), (True, 0.02)])
+@pytest.mark.parametrize("shape", [(200, 50), (50, 200)])
+def test_steps_may_have_coefficients_of_their_own(shape: tuple[int, int], gram: bool, most: float) -> None:
+    matrix = _random(shape)
+    values = torch.linalg.svdvals(orthogonalized(matrix, POLAR_EXPRESS, 6, 1e-7, gram).float())
+    assert values.min() > 1 - most and values.max() < 1 + most
+    alike = orthogonalized(matrix, QUINTICS, 5, 1e-7, gram)
+    assert torch.equal(alike, orthogonalized(matrix, QUINTIC, 5, 1e-7, gram))
+
+
+@in_both_forms
+def test_matrices_of_zeros_and_of_rank_one(gram: bool) -> None:
+    assert not orthogonalized(torch.zeros(5, 17), QUINTIC, 5, 1e-7, gram).any()
+    for columns in (9, 19):
+        matrix = torch.ones(6, 1) @ torch.ones(1, columns)
+        values = torch.linalg.svdvals(orthogonalized(matrix, QUINTIC, 5, 1e-7, gram).float())
+        assert 0.6 < values[0] < 1.3 and values[1] < 0.05
+
+
+@in_both_forms
+def test_one_that_is_not_finite_is_so_alone(gram: bool) -> None:
+    matrices = _random((3, 17, 60))
+    alone = [orthogonalized(matrix, QUINTIC, 5, 1e-7, gram) for matrix in matrices]
+    matrices[1, 4, 5] = torch.inf
+    first, second, third = orthogonalized(matrices, QUINTIC, 5, 1e-7, gram)
+    assert torch.equal(first, alone[0]) and torch.equal(third, alone[2])
+    assert not second.isfinite().any()
+
+
+# -- the Gram form ----------------------------------------------------------------------------------------------------
+
+
+def _exact(matrix: Tensor, of_steps: Sequence[tuple[float, float, float]]) -> Tensor:
+    """In float64, by the singular values: each becomes what the polynomials make of it."""
+    matrix = matrix.bfloat16().double()
+    u, values, v = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+    for a, b, c in of_steps:
+        values = a * values + b * values**3 + c * values**5
+    return u * values @ v
+
+
+def _with_singular_values(values: Tensor, columns: int) -> Tensor:
+    rows = len(values)
+    u, _, v = torch.linalg.svd(_random((rows, columns)).double(), full_matrices=False)
+    return (u * values @ v).float()
+
+
+SPECTRA = {
+    "1 over its number": 1 / torch.arange(1.0, 129.0),
+    "down to a hundredth": torch.logspace(0, -2, 128),
+    "down to a ten thousandth": torch.logspace(0, -4, 128),
+    "one large": torch.full((128,), 1e-3).index_fill(0, torch.tensor([0]), 1.0),
+}
+
+
+@pytest.mark.parametrize("coefficients", [QUINTICS, POLAR_EXPRESS], ids=["quintic", "polar express"])
+@pytest.mark.parametrize("spectrum", [None, *SPECTRA])
+def test_the_gram_form_is_as_exact(spectrum: str | None, coefficients: Sequence[tuple[float, float, float]]) -> None:
+    """bf16 leaves both forms about as far from exact arithmetic. No singular value grows beyond."""
+    matrix = _random((128, 640)) if spectrum is None else _with_singular_values(SPECTRA[spectrum].double(), 640)
+    exact, steps = _exact(matrix, coefficients), len(coefficients)
+    plain, gram = (orthogonalized(matrix, coefficients, steps, 1e-7, form).double() for form in (False, True))
+    off_plain, off_gram = ((found - exact).norm() / exact.norm() for found in (plain, gram))
+    assert off_gram < 0.03 + 1.2 * off_plain
+    assert torch.linalg.svdvals(gram).max() < 0.04 + torch.linalg.svdvals(exact).max()
+    tall = orthogonalized(matrix.T.contiguous(), coefficients, steps, 1e-7, True).double()
+    assert (tall.T - exact).norm() / exact.norm() < 0.03 + 1.2 * off_plain
+
+
+def test_phases() -> None:
+    """Each as long as what rounding has put into X X^T stays small."""
+    assert [len(phase) for phase in phases(QUINTICS)] == [3, 2]
+    assert [len(phase) for phase in phases(POLAR_EXPRESS)] == [2, 2, 2]
+    assert [len(phase) for phase in phases([QUINTIC] * 8)] == [3, 2, 2, 1]
+    assert [len(phase) for phase in phases([(20.0, -1.0, 0.0)] * 3)] == [1, 1, 1]
+    for steps in range(1, 9):
+        assert [step for phase in phases([QUINTIC] * steps) for step in phase] == [QUINTIC] * steps
+
+
+def test_what_it_multiplies() -> None:
+    """As torch counts."""
+    for shape in ((40, 40), (40, 80), (40, 90), (200, 40)):
+        for coefficients, gram in ((QUINTICS, False), (QUINTICS, True), (POLAR_EXPRESS, True)):
+            steps = len(coefficients)
+            with FlopCounterMode(display=False) as counter:
+                orthogonalized(_random(shape), coefficients, steps, 1e-7, gram)
+            assert counter.get_total_flops() == 2 * multiplications(*shape, coefficients, steps, gram)
