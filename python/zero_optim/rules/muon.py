@@ -19,6 +19,7 @@ from ..params.layout import WholeParameters, round_up
 from ..params.param_shard import plain_parameter
 from .homes import TENSOR_ALL_TO_ALL, Homes, joined_parts, joined_slices
 from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view
+from .muon_in_float64 import MuonInFloat64
 from .options import Fixed, Flag, Number, is_number
 from .state_tensor import Begins, StateTensor
 from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, keys_of, lists_of, parts_of, stored_master
@@ -299,6 +300,15 @@ class Muon(UpdateRule):
         parts = directions.split([len(block) for block in blocks])
         for (block, param), direction in zip(batch, parts, strict=True):
             torch.mul(direction, hyper[param, lr] * scale, out=block)
+
+    # Of the momentum. It is lerp(m, g, share): a difference of up to 2 of the larger of the two, a product, a sum, and
+    # the gradient's two factors. Each rounds by half of 2^-23 of that, and a unit is a half to all of this.
+    ulps_an_update = 8
+
+    def matrices_in_float64(self) -> MuonInFloat64:
+        coefficients, steps, eps = (self.defaults[name] for name in ITERATION)
+        of_steps = [coefficients] * steps if _are_three(coefficients) else coefficients
+        return MuonInFloat64(_BUFFER, of_steps, eps, self.defaults["adjust_lr_fn"])
 
 
 def _most(tensor: Tensor) -> int:
