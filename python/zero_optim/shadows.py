@@ -19,14 +19,14 @@ from torch import Tensor
 from .params.joint import Joint
 from .params.layout import SlotPiece
 from .params.storage_order import view_of
-from .rules.update_rule import UpdateRule, Whole, master_of
+from .rules.update_rule import MatricesInFloat64, UpdateRule, Whole, master_of
 from .step.shard_state import ShardState
 from .step.workplace import PARAMETER
 
 POSITIONS = 1024
 """Elements of one parameter that are shadowed at most, spread evenly over it, where its rule goes by elements."""
 
-LEAST, SMALL, ROUNDINGS = 0.02, 0.2, 3.0
+LEAST, SMALL, ROUNDINGS = 0.02, 0.5, 3.0
 """By how much of itself a matrix's update may differ from the exact one: ``LEAST``, and ``SMALL`` / sqrt(elements), as
 in a small one roundings do not even out, and ``ROUNDINGS`` times what the rule says that they make of this matrix. An
 update was seen to differ by 1.12 times that at most; see docs/muon.md."""
@@ -245,30 +245,39 @@ class MatrixShadow(Shadow):
         else:
             rounded = _units_of(torch.maximum(master.abs(), live.double().abs())) * (2 + stored_ulps(self._rule))
             given = torch.stack((ahead[0], master - live.double(), rounded))
-            matrix = self._furthest(_joined(given, shard, piece), ahead[1])
+            matrix = furthest(_joined(given, shard, piece), self._exact, ahead[1])
         return Compared(ulps, live.numel(), self._count_unrounded(live), matrix)
 
-    def _furthest(self, given: Tensor, group: Mapping[str, Any]) -> Difference:
-        """The matrix that is furthest off, of a whole parameter. ``given``: [3, *shape], see ``_difference``."""
-        of_each = zip(*(self._exact.matrices(tensor, group) for tensor in given), strict=True)
-        found = (self._difference(ahead, live, rounded, group) for ahead, live, rounded in of_each)
-        return max(found, key=lambda difference: difference.of_bound)
 
-    def _difference(self, ahead: Tensor, live: Tensor, rounded: Tensor, group: Mapping[str, Any]) -> Difference:
-        """Judge one matrix, [rows, columns]. ``live``: what was subtracted from the master. ``rounded``: the most by
-        which the master, as it is stored, was rounded meanwhile."""
-        if not ahead.to(torch.bfloat16).isfinite().all():  # what is not finite spreads over all of its matrix
-            return Difference(distance=math.inf if live.isfinite().any() else 0.0)
-        exact, in_bf16 = self._exact.subtracted(ahead, group)
-        off = (live - exact).nan_to_num(nan=math.inf)
-        off = off - torch.minimum(torch.maximum(off, -rounded), rounded)
-        norm, side = float(torch.linalg.vector_norm(exact)), math.sqrt(ahead.numel())
-        if norm == 0:  # a matrix of zeros, or a rate of 0
-            return Difference(distance=math.inf if bool(off.any()) else 0.0)
-        by_rounding = float(torch.linalg.vector_norm(in_bf16 - exact)) / norm
-        bound = LEAST + SMALL / side + ROUNDINGS * by_rounding
-        distance, length = float(torch.linalg.vector_norm(off)) / norm, abs(float((off * exact).sum())) / norm**2
-        return Difference(distance, bound, length, LEAST + bound / side)
+def furthest(given: Tensor, exactly: MatricesInFloat64, group: Mapping[str, Any]) -> Difference:
+    """The matrix that is furthest off, of a whole parameter. ``given``: [3, *shape], as ``_difference`` takes them."""
+    of_each = zip(*(exactly.matrices(tensor, group) for tensor in given), strict=True)
+    found = [_difference(*of_one, exactly, group) for of_one in of_each]
+    return max(found, key=lambda difference: difference.of_bound)
+
+
+def _difference(
+    ahead: Tensor, live: Tensor, rounded: Tensor, exactly: MatricesInFloat64, group: Mapping[str, Any]
+) -> Difference:
+    """Judge one matrix, [rows, columns] float64.
+
+    Args:
+        ahead: what is to be made orthogonal.
+        live: what was subtracted from the master.
+        rounded: the most by which the master, as it is stored, was rounded meanwhile.
+    """
+    if not ahead.to(torch.bfloat16).isfinite().all():  # what is not finite spreads over all of its matrix
+        return Difference(distance=math.inf if live.isfinite().any() else 0.0)
+    exact, in_bf16 = exactly.subtracted(ahead, group)
+    off = (live - exact).nan_to_num(nan=math.inf)
+    off = off - torch.minimum(torch.maximum(off, -rounded), rounded)
+    norm, side = float(torch.linalg.vector_norm(exact)), math.sqrt(ahead.numel())
+    if norm == 0:  # a matrix of zeros, or a rate of 0
+        return Difference(distance=math.inf if off.any() else 0.0)
+    by_rounding = float(torch.linalg.vector_norm(in_bf16 - exact)) / norm
+    bound = LEAST + SMALL / side + ROUNDINGS * by_rounding
+    distance, length = float(torch.linalg.vector_norm(off)) / norm, abs(float((off * exact).sum())) / norm**2
+    return Difference(distance, bound, length, LEAST + 2 * bound / side)
 
 
 def shadow_of(shard: ShardState, piece: SlotPiece) -> Shadow:
@@ -281,7 +290,7 @@ def followed(shard: ShardState) -> list[SlotPiece]:
     also empty ones, of parameters that this rank shares: all that share one have to bring it together."""
     if shard.rule.matrices_in_float64() is None:
         return [piece for piece in shard.bucket.pieces if piece.numel]
-    here = {whole.param for whole in _wholes(shard) if math.prod(_whole_shape(whole))}
+    here = {whole.param for whole in _wholes(shard) if math.prod((_joint(shard, whole) or whole).shape)}
     return [piece for piece in shard.bucket.pieces if piece.slot.param in here]
 
 
@@ -316,10 +325,6 @@ def _wholes(shard: ShardState) -> Iterator[Whole]:
 def _joint(shard: ShardState, whole: Whole) -> Joint | None:
     """How slices make the parameter whole; None: this rank's column has all of it that its matrices need."""
     return whole.joint if whole.joint is not None and shard.rule.needs_whole(whole.joint) else None
-
-
-def _whole_shape(whole: Whole) -> Sequence[int]:
-    return whole.shape if whole.joint is None else whole.joint.shape
 
 
 def _joined(own: Tensor, shard: ShardState, piece: SlotPiece) -> Tensor:
