@@ -29,7 +29,7 @@ POSITIONS = 1024
 LEAST, SMALL, ROUNDINGS = 0.02, 0.5, 3.0
 """By how much of itself a matrix's update may differ from the exact one: ``LEAST``, and ``SMALL`` / sqrt(elements), as
 in a small one roundings do not even out, and ``ROUNDINGS`` times what the rule says that they make of this matrix. An
-update was seen to differ by 1.12 times that at most; see docs/muon.md."""
+update was seen to differ by 1.12 times that at most. docs/muon.md has what was measured."""
 
 
 class Difference(NamedTuple):
@@ -252,7 +252,7 @@ class MatrixShadow(Shadow):
 def furthest(given: Tensor, exactly: MatricesInFloat64, group: Mapping[str, Any]) -> Difference:
     """The matrix that is furthest off, of a whole parameter. ``given``: [3, *shape], as ``_difference`` takes them."""
     of_each = zip(*(exactly.matrices(tensor, group) for tensor in given), strict=True)
-    found = [_difference(*of_one, exactly, group) for of_one in of_each]
+    found = [_difference(ahead, live, rounded, exactly, group) for ahead, live, rounded in of_each]
     return max(found, key=lambda difference: difference.of_bound)
 
 

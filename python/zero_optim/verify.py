@@ -1,4 +1,4 @@
-"""The update rule in float64 beside the real one, for some elements: is what the optimizer computes what it should?"""
+"""The update rule in float64 beside the real one, of some parameters: does the optimizer compute what it should?"""
 
 from __future__ import annotations
 
@@ -77,10 +77,16 @@ class VerifyReport:
 def verify(
     opt: ShardedOptimizer, every: int = 1, parameters: Iterable[Tensor | str] | None = None, samples: int = 8
 ) -> Verifier:
-    """Shadow some parameters by the rule in float64, and compare at every ``every``-th step.
+    """Shadow some parameters by their rules in float64, and compare at every ``every``-th step.
 
     For debugging: it reads device values on the host in every step and keeps 40 bytes for each of at most 1024 elements
     of each shadowed parameter. The result is a context manager; ``close()`` ends it, ``report()`` says what was found.
+
+    Of a rule that takes whole matrices, as Muon, all elements that this rank has of a shadowed one are followed, with
+    40 bytes for each. There ``ulps`` are of the momentum, and ``direction`` is of what each single update has
+    subtracted: the shadow's master begins every step as the live one. Where it compares, it makes a singular value
+    decomposition of each matrix in float64, and a matrix that is cut over ranks is brought together on all of these. So
+    all ranks make the same call of ``verify``, or RankMismatchError is raised in ``step``.
 
     The shadow starts from the live state and is then given only what the optimizer is given: the reduced gradient, its
     coefficient (scale and clip), which parameters were used, whether the step was skipped, and ``param_groups``. Step
@@ -97,11 +103,11 @@ def verify(
     masters were changed by other means, such as ``opt.refresh_master()``.
 
     Args:
-        parameters: those to shadow, or their names; None: ``samples`` of those that this rank holds elements of,
-            evenly spread. Each rank shadows the elements that it holds.
+        parameters: those to shadow, or their names; None: of each rule ``samples`` of those that this rank holds
+            elements of, evenly spread. Each rank shadows the elements that it holds.
 
     Raises ValueError for ``every`` or ``samples`` below 1, ParameterError for one that the optimizer does not train,
-    ZeroOptimError for a rule that has no float64 counterpart, and for parameters of several rules.
+    ZeroOptimError for a rule that has no float64 counterpart.
     """
     return Verifier(opt, every, parameters, samples)
 
