@@ -16,8 +16,8 @@ from zero_optim.train.model import GPT, ModelConfig
 
 TASK = Task(ModelConfig(layers=3, hidden=32, heads=2, seq=16), torch.bfloat16, 1)
 OF_BLOCK = 32**3 * ((4 * 3 + 14) + 5 * 3 + 2 * (4 * 4 + 14))
-"""Multiplications. Queries, keys and values together, up and down are long: a polynomial of three steps and one of two take
-14 of square matrices, and in each X goes in twice. The output takes 3 in each step."""
+"""Multiplications. Queries, keys and values together, up and down are long: a polynomial of three steps and one of two
+take 14 of square matrices, and in each X goes in twice. The output takes 3 in each step."""
 
 
 def iterations(rank: int, world_size: int) -> dict[str, newton_schulz.OfRank]:

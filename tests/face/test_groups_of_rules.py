@@ -16,7 +16,7 @@ from oracle import PaperLion
 from sharded_cases import GivenNet
 from torch import Tensor, nn
 from training_cases import assert_bitwise, copies, linear_backward, make_gradients, make_parameters
-from zero_optim import ParameterError, RankMismatchError, StateMismatchError, ZeroOptimError, rules
+from zero_optim import ParameterError, RankMismatchError, StateMismatchError, rules
 
 MATRICES = ((24, 40), (72, 8), (8, 72))
 OTHERS = ((30, 8), (300,), (1,), (40,))
@@ -484,20 +484,20 @@ def test_errors(group: dict[str, Any], error: type[Exception], says: str) -> Non
         zero_optim.ShardedMuon([{"params": matrices}, {"params": others, **group}])
 
 
-def test_verify_follows_one_rule_at_a_time() -> None:
-    params = _parameters(torch.float32)
-    matrices, others = _split(params)
-    opt = _mixed(params)
-    with pytest.raises(ZeroOptimError, match="these are of Muon and AdamW: choose some by parameters="):
-        zero_optim.verify(opt)
-    with pytest.raises(ZeroOptimError, match="cannot follow Muon: .* or choose parameters of another rule"):
-        zero_optim.verify(opt, parameters=matrices)
-    with zero_optim.verify(opt, parameters=others) as verifier:
-        for step in range(STEPS):
-            _step([opt], params, 0, step)
-    report = verifier.report()
-    assert report.compared == STEPS * sum(p.numel() for p in others) and 0 < report.ulps <= report.bound
-    opt.close()
+def test_verify_follows_all_rules_or_those_of_some_parameters() -> None:
+    for chosen in (None, "matrices", "others"):
+        params = _parameters(torch.float32)
+        matrices, others = _split(params)
+        opt = _mixed(params)
+        wanted = {None: params, "matrices": matrices, "others": others}[chosen]
+        with zero_optim.verify(opt, parameters=None if chosen is None else wanted) as verifier:
+            for step in range(STEPS):
+                _step([opt], params, 0, step)
+        report = verifier.report()
+        assert report.compared == STEPS * sum(p.numel() for p in wanted) and 0 < report.ulps <= report.bound
+        assert report.ulps_an_update in {None: (8, 18), "matrices": (8,), "others": (18,)}[chosen]
+        assert (report.direction is None) == (chosen == "others")
+        opt.close()
 
 
 def _disagreeing(rank: int, world_size: int) -> None:

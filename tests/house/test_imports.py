@@ -22,7 +22,7 @@ ORDER = (
     {"validate", "admission", "settings"},
     {"grads"},
     {"step"},
-    {"stats", "asleep"},
+    {"stats", "asleep", "shadows"},
     {"engine", "shard_module"},
     {"drawing"},
     {"memory"},

@@ -32,6 +32,9 @@ THREE = ("face/test_three_dimensions.py::test_pipeline_tensor_parallelism_and_sh
 ALL_IN_CONTEXT = ("face/test_context_parallel.py::test_all_that_may_happen",)
 CONTEXT = ("face/test_context_parallel.py::test_gradients_are_averaged_over_both_dimensions", *ALL_IN_CONTEXT)
 
+MUON_SLICES = "rules/test_muon_tensor_parallel.py"
+MUON_IN_SLICES = f"{MUON_SLICES}::test_it_has_the_bits_of_whole_matrices"
+
 TESTED = {
     "training": {
         "flat": (
@@ -154,12 +157,13 @@ TESTED = {
         "flat": (
             "face/test_verify.py::test_a_right_optimizer_differs_by_rounding_alone",
             f"{UNITS}::test_verify_follows_stage_3",
+            "rules/test_muon_verified.py::test_a_right_optimizer_differs_by_rounding_alone",
         ),
-        "tensor parallel": (*CUT, f"{TENSOR}::test_a_model_from_meta_is_what_verify_expects"),
-        "hybrid": (ALL_ON_GRID,),
-        "plain slices": ALL_IN_SLICES,
-        "experts": (*OF_EXPERTS, *ALL_OF_EXPERTS),
-        "hybrid × tensor parallel": CUT_GRID,
+        "tensor parallel": (*CUT, f"{TENSOR}::test_a_model_from_meta_is_what_verify_expects", MUON_IN_SLICES),
+        "hybrid": (ALL_ON_GRID, "rules/test_muon_stage3.py::test_replicas_repeat_it"),
+        "plain slices": (*ALL_IN_SLICES, MUON_IN_SLICES),
+        "experts": (*OF_EXPERTS, *ALL_OF_EXPERTS, f"{MUON_SLICES}::test_experts_that_are_spread_over_ranks"),
+        "hybrid × tensor parallel": (*CUT_GRID, f"{MUON_SLICES}::test_replicas_repeat_it"),
         "pipeline": (ALL_IN_PIPELINE,),
         "pipeline × tensor parallel": THREE,
         "context parallel": ALL_IN_CONTEXT,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import zero_optim
 from harness import run_ranks
+from muon_cases import assert_rounding_alone
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from training_cases import error_of
@@ -99,7 +100,11 @@ def _as_at_stage_2(rank: int, world_size: int, dtype: torch.dtype, options: dict
     found, numbers = [], []
     for stage in (2, 3):
         model, opt = make(stage, dtype, **options)
-        train(model, opt, STEPS)
+        with zero_optim.verify(opt, samples=100) as shadow:
+            train(model, opt, STEPS)
+            report = shadow.report()
+        assert_rounding_alone(report)
+        assert report.compared == STEPS * sum(p.numel() for p in Model(dtype).parameters())
         if "telemetry" in options:
             numbers.append(opt.telemetry(over_ranks=True).floats())
         found.append(everything(model, opt))
@@ -127,7 +132,9 @@ def _on_a_grid(rank: int, world_size: int) -> None:
     for stage in (2, 3):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model, opt = make(stage, torch.bfloat16, mesh)
-        train(model, opt, STEPS)
+        with zero_optim.verify(opt, samples=100) as shadow:
+            train(model, opt, STEPS)
+            assert_rounding_alone(shadow.report())
         found.append(everything(model, opt))
         opt.close()
     assert_same(*found)

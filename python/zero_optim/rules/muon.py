@@ -22,6 +22,7 @@ from . import newton_schulz
 from .homes import TENSOR_ALL_TO_ALL, Homes, joined_parts, joined_slices
 from .kernel_rule import KernelRule
 from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view
+from .muon_in_float64 import MuonInFloat64
 from .options import Fixed, Flag, Number
 from .state_tensor import Begins, StateTensor
 from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, parts_of
@@ -84,6 +85,9 @@ class Muon(UpdateRule):
     needs_steps = False
     layout = WholeParameters()
     joins_parts = True
+    # Of the momentum. It is lerp(m, g, share): a difference of up to 2 of the larger of the two, a product, a sum, and
+    # the gradient's two factors. Each rounds by half of 2^-23 of that, and a unit is a half to all of this.
+    ulps_an_update = 8
     # Where matrices are made whole: over shards, and over slices, where something is cut so. A prepared rule learns it
     # in its first update.
     _homes: tuple[Homes | None, Homes | None] | None = None
@@ -288,6 +292,11 @@ class Muon(UpdateRule):
         parts = directions.split([len(block) for block in blocks])
         for (block, param), direction in zip(batch, parts, strict=True):
             torch.mul(direction, hyper[param, lr] * scale, out=block)
+
+    def matrices_in_float64(self) -> MuonInFloat64:
+        coefficients, steps, eps, gram = (self.defaults[name] for name in newton_schulz.OPTIONS)
+        of_steps = newton_schulz.listed(coefficients, steps)
+        return MuonInFloat64(_BUFFER, of_steps, eps, gram, self.defaults["adjust_lr_fn"])
 
 
 def _most(tensor: Tensor) -> int:

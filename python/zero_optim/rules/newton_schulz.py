@@ -72,7 +72,7 @@ def orthogonalized(matrix: Tensor, coefficients: Sequence[Any], steps: int, eps:
 
     Returns bf16 of the same shape, in another memory format perhaps.
     """
-    of_steps = _listed(coefficients, steps)
+    of_steps = listed(coefficients, steps)
     product, added = _products(matrix)
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.to(torch.bfloat16, copy=True)
@@ -137,13 +137,13 @@ def multiplications(rows: int, columns: int, coefficients: Sequence[Any], steps:
     """Of the iteration of a matrix."""
     short, long = sorted((rows, columns))
     square, whole = short**3, short**2 * long
-    of_steps = _listed(coefficients, steps)
+    of_steps = listed(coefficients, steps)
     if not gram or not is_long(rows, columns):
         return steps * (square + 2 * whole)
     return sum(2 * whole + (4 * len(phase) - 3) * square for phase in phases(of_steps))
 
 
-def _listed(coefficients: Sequence[Any], steps: int) -> list[Step]:
+def listed(coefficients: Sequence[Any], steps: int) -> list[Step]:
     """The coefficients of each step."""
     return [(a, b, c) for a, b, c in ([coefficients] * steps if _are_three(coefficients) else coefficients)]
 

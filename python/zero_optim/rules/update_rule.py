@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -109,6 +109,28 @@ class ShardUpdate(NamedTuple):
         return self.hyper, self.grad_scale, self.found_inf, self.marks
 
 
+class MatricesInFloat64(Protocol):
+    """How ``verify`` follows an update that takes whole matrices. All tensors are float64.
+
+    Attributes:
+        buffer: the name of the state that goes element by element, and so is compared in units in the last place.
+    """
+
+    @property
+    def buffer(self) -> str: ...
+
+    def begin(self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Do what goes element by element, exact but for coefficients rounded once to fp32: update the state, and let
+        the master decay. ``state`` by name, all [n], in place. Returns what whole matrices are taken of, [n]."""
+
+    def matrices(self, parameter: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
+        """Cut a tensor of the parameter's shape, which is whole, into its matrices, [rows, columns] each."""
+
+    def subtracted(self, matrix: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Give what is subtracted from the master where ``begin`` has given this matrix: in exact arithmetic, and with
+        roundings as the update makes them."""
+
+
 class UpdateRule:
     """An optimizer's arithmetic, and what is special to it. A rule is a subclass; ``docs/rules.md`` makes one.
 
@@ -137,7 +159,8 @@ class UpdateRule:
             tensor-parallel ranks have slices of them. Its ``update`` makes them whole then. All ranks call it, with all
             shards of a dtype at once.
         plain_slices: how many tensor-parallel ranks have plain slices of what is cut, one each.
-        ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows.
+        ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows. Where
+            it takes whole matrices, of their ``buffer``.
     """
 
     options: tuple[Option, ...] = ()
@@ -357,6 +380,10 @@ class UpdateRule:
         As the arguments of ``update_in_float64``.
         """
         return gradient.new_tensor(float(group["lr"]))
+
+    def matrices_in_float64(self) -> MatricesInFloat64 | None:
+        """Give the same for ``verify`` of a rule that takes whole matrices; None: ``update_in_float64`` is it."""
+        return None
 
 
 NewValues = tuple[Tensor, Mapping[str, Tensor]]
