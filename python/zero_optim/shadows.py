@@ -274,10 +274,13 @@ def _difference(
     norm, side = float(torch.linalg.vector_norm(exact)), math.sqrt(ahead.numel())
     if norm == 0:  # a matrix of zeros, or a rate of 0
         return Difference(distance=math.inf if off.any() else 0.0)
-    by_rounding = float(torch.linalg.vector_norm(in_bf16 - exact)) / norm
-    bound = LEAST + SMALL / side + ROUNDINGS * by_rounding
-    distance, length = float(torch.linalg.vector_norm(off)) / norm, abs(float((off * exact).sum())) / norm**2
-    return Difference(distance, bound, length, LEAST + 2 * bound / side)
+
+    def beside_exact(off: Tensor) -> tuple[float, float]:
+        return float(torch.linalg.vector_norm(off)) / norm, abs(float((off * exact).sum())) / norm**2
+
+    (distance, length), (of_rounding, longer) = beside_exact(off), beside_exact(in_bf16 - exact)
+    bound = LEAST + SMALL / side + ROUNDINGS * of_rounding
+    return Difference(distance, bound, length, LEAST + 2 * bound / side + ROUNDINGS * longer)
 
 
 def shadow_of(shard: ShardState, piece: SlotPiece) -> Shadow:

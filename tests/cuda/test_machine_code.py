@@ -68,6 +68,7 @@ WIDE = {
         for rule, (states, pieces) in RULES.items()
     },
     "foreach_step of muon_look_ahead": (2, 2 * 2),  # the master is written alone
+    "encoded_step of muon_look_ahead": (2 * 2, 2 * 3),
     "stats": (8 + 8 + 16, 0),
     "pack, fp32 bucket": (4, 12),
     "pack, 16-bit bucket": (16, 12),
@@ -227,9 +228,11 @@ def test_encoded_states_move_4_bytes_at_a_time_and_halves_8(
     bodies = {kernel: found for (of, kernel), found in accesses.items() if of == arch and kind(kernel) == name}
     assert len(bodies) == KERNELS[name]
     for kernel, found in bodies.items():
-        assert found.loads[8] >= 2 * (3 + states) and found.stores[8] >= 2 * (3 + states), kernel
-        assert found.loads[4] >= 2 * (1 + states) and found.stores[4] >= 2 * (1 + states), kernel
-        assert found.loads[1] == found.stores[1] == 2 * 4 * (1 + states), kernel
+        unread = name == "encoded_step of muon_look_ahead" and "Lb0" in kernel  # the master, which is written alone
+        assert found.loads[8] >= 2 * (3 + states - 2 * unread) and found.stores[8] >= 2 * (3 + states), kernel
+        assert found.loads[4] >= 2 * (1 + states - unread) and found.stores[4] >= 2 * (1 + states), kernel
+        assert found.loads[1] == 2 * 4 * (1 + states - unread), kernel
+        assert found.stores[1] == 2 * 4 * (1 + states), kernel
 
 
 QUOTIENTS = {"step_adamw": 27, "step_amsgrad": 15, "step_lion": 0, "step_sgd": 0, "step_muon": 0}
