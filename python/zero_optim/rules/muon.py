@@ -221,7 +221,7 @@ class Muon(UpdateRule):
 
     def _subtract(self, shard: ShardUpdate, step: Tensor) -> None:
         made = shard._replace(state={**shard.state, _STEP: step}, marks=None)
-        lists = lists_of([made], stored_master(self), [_STEP], self.averages)
+        lists = lists_of([made], stored_master(self), [_STEP], self.stored_averages)
         zero_kernels.update_rows(_subtracted, self.columns, *lists)
 
     def _look_ahead(self, g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Coefficients) -> NewRows:
