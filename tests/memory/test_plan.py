@@ -18,7 +18,8 @@ from zero_optim.memory.fit import cheapest_change
 from zero_optim.memory.plan import ON_THE_HOST
 from zero_optim.memory.shapes import ModelShapes, ParameterShape
 from zero_optim.rules.adamw import AdamW
-from zero_optim.rules.codec import Split
+from zero_optim.rules.codec import Split, StochasticBf16
+from zero_optim.rules.options import Decays
 from zero_optim.stores.offload import FRAMES, HOST_BUFFERS, Offload, Tier
 
 GB = 10**9
@@ -270,6 +271,8 @@ def test_the_cheapest_change():
     assert change(70, world=1, stage=2) == 'master="split", state_dtype="int8"'
     assert change(55, world=1, stage=2) == 'master="split8", state_dtype="int8"'
     assert change(50, world=1, stage=2) == 'state_offload="paged"'
+    averaged = AdamW().with_averages(Decays("ema_decay", (0.9,)), StochasticBf16())
+    assert change(125, world=1, stage=2, rule=averaged) == 'master="split"'
     assert change(10, world=2, stage=2) == "zero_optim.shard_module (stage 3) and 32 ranks"
     assert change(None, world=2, stage=1) == "stage=2"
     assert change(1, world=2, stage=1) is None
