@@ -613,3 +613,15 @@ def test_the_command_counts_all_ranks(capsys):
     assert made["bytes_per_rank"]["exp_avg"] == pytest.approx(4 * made["parameters"] / 32, rel=0.01)
     assert main(["plan", "--model", "gpt2", "--world", "6", "--tp", "4"]) == 2
     assert "--tp 4: a divisor of the 6 ranks" in capsys.readouterr().err
+
+
+def test_averages_in_two_bytes_are_planned(capsys):
+    command = ["plan", "--model", "gpt2", "--stage", "0", "--averages", "1", "--json"]
+    said = {}
+    for form in ("fp32", "bf16_stochastic"):
+        assert main([*command, "--ema-dtype", form]) == 0
+        said[form] = capsys.readouterr().out
+    assert '"ema": 497759232' in said["fp32"]
+    assert '"ema_bf16": 248879616' in said["bf16_stochastic"]
+    assert main(["plan", "--model", "gpt2", "--ema-dtype", "bf16_stochastic"]) == 2
+    assert "--ema-dtype bf16_stochastic: no average is kept: give --averages, too" in capsys.readouterr().err
