@@ -51,6 +51,7 @@ struct StepTensors {
     return master.scalar_type() == ScalarType::Short || master.scalar_type() == ScalarType::Char;
   }
   DType param_dtype() const { return param_out ? dtype_of(*param_out) : DType::kFloat; }
+  DType average_dtype() const { return average_count ? dtype_of(averages[0]) : DType::kFloat; }
 };
 
 // The form of a state, by its dtype.
@@ -103,8 +104,7 @@ inline void check_step(const StepTensors& of, bool in_any_form = false) {
   check_bounds("grad_scale", of.grad_scale, ScalarType::Float, 1, device);
   check_bounds("found_inf", of.found_inf, ScalarType::Float, 1, device);
   check_bounds("nonfinite_slots", of.nonfinite_slots, ScalarType::Int, slots, device);
-  for (int i = 0; i < of.average_count; ++i)
-    check_bounds("an average", of.averages[i], ScalarType::Float, numel, device);
+  for (int i = 0; i < of.average_count; ++i) check_bounds("an average", of.averages[i], numel, device);
   if (of.average_count) check_bounds("rates", *of.rates, ScalarType::Float, slots * of.average_count, device);
   if (of.row_stats)
     check_bounds("row_stats", *of.row_stats, ScalarType::Float, ceil_div(numel, kRow) * kRowStats, device);
@@ -128,6 +128,12 @@ inline std::vector<StepTensors> check_foreach_step(
   if (!params_out.empty() && params_out.size() != count)
     throw std::runtime_error("zero_kernels: params_out must be empty, or have a tensor for each gradient");
   if (of_all && !rates) throw std::runtime_error("zero_kernels: foreach_step got averages without rates");
+  for (size_t i = 0; i < of_all; ++i) {
+    ScalarType dtype = (*averages)[i].scalar_type();
+    bool known = dtype == ScalarType::Float || (dtype == ScalarType::BFloat16 && row_keys);
+    if (!known || dtype != (*averages)[0].scalar_type())
+      throw std::runtime_error("zero_kernels: averages must all be in float32, or all in bfloat16 and with row_keys");
+  }
   std::vector<StepTensors> shards;
   shards.reserve(count);
   for (size_t i = 0; i < count; ++i) {

@@ -65,6 +65,7 @@ StepArgs args_of(const StepTensors& of) {
       nullptr,
       of.rates ? data<const float>(*of.rates) : nullptr,
       of.average_count,
+      of.average_dtype(),
       of.row_stats ? data<float>(*of.row_stats) : nullptr,
       encoded_of(of)};
   for (int i = 0; i < of.state_count; ++i) args.states[i] = data<float>(*of.states[i]);
@@ -106,9 +107,9 @@ void foreach_step(
   std::vector<StepTensors> given = check_foreach_step(
       kernel.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots,
       averages, rates, row_stats, scales, row_keys);
-  std::vector<float*> of_averages;
+  std::vector<void*> of_averages;
   if (averages)
-    for (const Tensor& average : *averages) of_averages.push_back(data<float>(average));
+    for (const Tensor& average : *averages) of_averages.push_back(data<void>(average));
   std::vector<StepArgs> shards;
   std::vector<int64_t> ends;  // of each shard, in the rows of all
   int64_t rows = 0;

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_kernels import ROW, codecs
+
 FP32_EPS = 2.0**-23
 
 
@@ -109,6 +111,19 @@ def accumulate(total: Sequence[Tensor | None] | None, grads: Sequence[Tensor | N
     if total is None:
         return [None if g is None else g.clone() for g in grads]
     return [b if a is None else a if b is None else a + b for a, b in zip(total, grads, strict=True)]
+
+
+def rounded_by_noise(values: Tensor, parameter: int, step: int, state: int) -> Tensor:
+    """fp32 ``values`` of a whole contiguous parameter as an update of that number stores them in bf16, widened.
+
+    ``parameter``: its index. ``state``: the number of the state among the rule's; -1, -2, ... of averages.
+    """
+    rows = -(-values.numel() // ROW)
+    padded = torch.nn.functional.pad(values.reshape(-1), (0, rows * ROW - values.numel())).view(rows, ROW)
+    keys = codecs.row_keys(parameter, 0, rows).unsqueeze(1)
+    noise = codecs.noise_of(keys, torch.full((rows, 1), float(step)), state)
+    (stored,) = codecs.encode_bf16_stochastic(padded, noise)
+    return stored.float().view(-1)[: values.numel()].view(values.shape)
 
 
 def adamw_bound(param: Tensor, lr: float, steps: int) -> Tensor:

@@ -87,12 +87,18 @@ def noise_of(row_key: Tensor, step_number: Tensor, state: int, width: int = ROW)
     Args:
         row_key: int32 [rows, 1].
         step_number: fp32 [rows, 1]: the column of that name.
-        state: the number of the state among those of the rule.
+        state: the number of the state among those of the rule, or `number_of_average`.
     """
     of_row = mixed(row_key.to(torch.int64) & _WORD) + step_number.contiguous().view(torch.int32)
     of_state = mixed(mixed(of_row & _WORD) + state & _WORD)
     words = mixed(of_state + torch.arange(ROW // 2, device=row_key.device) * NOISE_STRIDE & _WORD)
     return torch.stack((words & 0xFFFF, words >> 16), dim=-1).view(-1, ROW)[:, :width]
+
+
+def number_of_average(average: int) -> int:
+    """Give what stands for that average of a shard in the place of a state's number: -1, -2, ... So it is none of the
+    rule's, however many states that has, and whatever form they have."""
+    return -1 - average
 
 
 def encode_bf16_stochastic(values: Tensor, noise: Tensor) -> tuple[Tensor]:

@@ -18,6 +18,7 @@ from zero_kernels.reference import ROW_STATS, averages_of, scales_of, shards_of
 from zero_kernels.rules import RULES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+AVERAGES = (torch.float32, torch.bfloat16)
 
 SCHEMAS = (
     "adam_step(Tensor grad, Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? param_out, "
@@ -114,15 +115,16 @@ def foreach_step(
         row_slots: of each shard int32 [ceil(numel / ROW)], as in `adam_step`.
         hyper: fp32 [slots, 12], with the columns of the rule, shared by all shards.
         grad_scale, found_inf, nonfinite_slots: shared by all shards, as in `adam_step`.
-        averages: of each shard as many tensors, any number, [numel] fp32: all of the first shard, then all of the
-            second, ... Where a row is updated, each becomes average + rate * (new master - average).
+        averages: of each shard as many tensors, any number, [numel] fp32, or all bf16: all of the first shard, then
+            all of the second, ... Where a row is updated, each becomes average + rate * (new master - average). In bf16
+            that is rounded stochastically, which needs `row_keys`.
         rates: fp32 [slots, averages of a shard].
         row_stats: of each shard fp32 [ceil(numel / ROW), len(ROW_STATS)], overwritten with the numbers of each row
             that `ROW_STATS` names; with zeros where a row is not updated.
         scales: of each int8 and uint8 state fp32 [ceil(numel / ROW)], one a row, in the order of `states`.
         row_keys: of each shard int32 [ceil(numel / ROW)], any numbers. Where they are given, bf16 states are rounded
             stochastically, by noise that is made of the row's key, the slot's `step_number` in `hyper`, the state and
-            the element's place in the row.
+            the element's place in the row. So are averages in bf16, by noise of their own.
 
     No two shards overlap. The bits are those of a call for each shard; those of "adamw" are those of `adam_step`.
     Raises what `adam_step` raises, and ValueError for an unknown rule, for lists of unlike lengths or without a shard.
@@ -352,7 +354,7 @@ def _check_foreach_step(
     for i, (grad, master, own, out, row_slot) in enumerate(shards_of(grads, masters, states, params_out, row_slots)):
         try:
             for k, average in enumerate(followers[i]):
-                _check_flat(f"average {k}", average, (torch.float32,), grad.device, grad.numel())
+                _check_flat(f"average {k}", average, AVERAGES, grad.device, grad.numel())
             of_names = dict(zip(names, own, strict=True))
             device = _check_shard(grad, master, of_names, out, row_slot, *shared, in_any_form=True)
             if row_stats is not None:
@@ -363,7 +365,7 @@ def _check_foreach_step(
             raise type(error)(f"shard {i}: {error}") from None
         if device != grads[0].device:
             raise ValueError(f"shard {i} is on {device}, shard 0 on {grads[0].device}: make a call for each device")
-    alike = {"grads": grads, "masters": masters, "params_out": params_out}
+    alike = {"grads": grads, "masters": masters, "params_out": params_out, "averages": averages or ()}
     alike |= {f"states {name!r}": states[i :: len(names)] for i, name in enumerate(names)}
     for name, tensors in alike.items():
         if len({tensor.dtype for tensor in tensors}) > 1:
@@ -373,6 +375,11 @@ def _check_foreach_step(
             _check_flat("a scale", scale, (torch.float32,), state.device, -(-state.numel() // ROW))
     if averages:
         _check_rates(rates, hyper.shape[0], len(followers[0]), grads[0].device)
+        if averages[0].dtype == torch.bfloat16 and row_keys is None:
+            raise ValueError(
+                "averages in bfloat16 need row_keys, by which they are rounded: rounded to nearest, an average that "
+                "moves little in each update stands still"
+            )
     return grads[0].device
 
 

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_kernels.codecs import FORMS, LOWS, encode_stochastic_in_update, join_master, split_master
+from zero_kernels.codecs import (
+    FORMS,
+    LOWS,
+    encode_stochastic_in_update,
+    join_master,
+    number_of_average,
+    split_master,
+)
 from zero_kernels.hyper import ROW, ROW_KEY
 from zero_kernels.rules import RULES
 from zero_kernels.rules.adamw import ADAMW
@@ -118,6 +125,7 @@ def update_rows(
         states: of any dtype, shard after shard, each shard's in the order that `update` has. Either [numel], which
             `update` sees as [rows, 128], or one value a row, [rows], which it sees as [rows, 1].
         row_keys: of each shard int32 [ceil(numel / ROW)], which `update` finds beside the columns, under "row_key".
+            Averages in bf16 are rounded by them.
         the rest: as in `foreach_step`.
 
     `update` is called for many rows at a time, and for the last row of a shard apart where that is shorter than 128.
@@ -165,8 +173,11 @@ def update_rows(
                 _copy_where(live, new, param_out[elements].view(shape))
             for k, follower in enumerate(followers):
                 rate = rates.index_select(0, slot.clamp(min=0))[:, k : k + 1]  # type: ignore[union-attr]
-                average = follower[elements].view(shape)
-                _copy_where(live, average + rate * (new - average), average)
+                kept = follower[elements].view(shape)
+                average = kept.float() + rate * (new - kept.float())
+                if kept.dtype == torch.bfloat16:
+                    (average,) = encode_stochastic_in_update(average.float(), c, number_of_average(k))
+                _copy_where(live, average, kept)
             for value, old in zip((written, *news), (master[elements].view(shape), *olds), strict=True):
                 _copy_where(live, value, old)
 

@@ -126,23 +126,60 @@ constexpr int64_t kMeasuredPiece = 4 * kRow;
 
 Vec nearer(Vec average, Vec p, Vec rate) { return average + rate * (p - average); }
 
-// `p`: the new masters, from element `begin` on.
+// `master`: the new masters, from element 0 on.
+void average_floats(float* average, const float* master, int64_t begin, int64_t end, Vec rate) {
+  int64_t i = begin;
+  for (; i + kPair <= end; i += kPair) {
+    prefetch_pair(average + i + kAhead);
+    Vec a = nearer(Vec::load(average + i), Vec::load(master + i), rate);
+    Vec b = nearer(Vec::load(average + i + kLanes), Vec::load(master + i + kLanes), rate);
+    store_pair(average + i, a, b);
+  }
+  for (; i < end; i += kLanes) {
+    int count = end - i < kLanes ? int(end - i) : kLanes;
+    Vec p = Vec::load_first(master + i, count);
+    nearer(Vec::load_first(average + i, count), p, rate).store_first(average + i, count);
+  }
+}
+
+// A pair of an average in bf16, rounded stochastically; `element` is the place of the first in its row.
+[[gnu::always_inline]] inline void average_pair(
+    BFloat16* average, const float* master, Vec rate, uint32_t noise, int element) {
+  Vec a = nearer(Vec::load(average), Vec::load(master), rate);
+  Vec b = nearer(Vec::load(average + kLanes), Vec::load(master + kLanes), rate);
+  store_stochastic(average, a, b, noise, element);
+}
+
+// Elements of one row. What is shorter than a pair at its end is copied, with zeros behind.
+void average_row(BFloat16* average, const float* master, int count, Vec rate, uint32_t noise) {
+  int i = 0;
+  for (; i + kPair <= count; i += kPair) {
+    prefetch_pair(average + i + kAhead);
+    average_pair(average + i, master + i, rate, noise, i);
+  }
+  if (i == count) return;
+  BFloat16 kept[kPair] = {};
+  float p[kPair] = {};
+  __builtin_memcpy(kept, average + i, (count - i) * sizeof(BFloat16));
+  __builtin_memcpy(p, master + i, (count - i) * sizeof(float));
+  average_pair(kept, p, rate, noise, i);
+  __builtin_memcpy(average + i, kept, (count - i) * sizeof(BFloat16));
+}
+
+// `p`: the new masters, from element `begin` on, which is the start of a row.
 void average_run(const StepArgs& args, const float* p, int64_t begin, int64_t end, int32_t slot) {
+  const float* master = p - begin;
   for (int k = 0; k < args.average_count; ++k) {
-    float* average = args.averages[k];
-    const float* master = p - begin;
     Vec rate(args.rates[int64_t(slot) * args.average_count + k]);
-    int64_t i = begin;
-    for (; i + kPair <= end; i += kPair) {
-      prefetch_pair(average + i + kAhead);
-      Vec a = nearer(Vec::load(average + i), Vec::load(master + i), rate);
-      Vec b = nearer(Vec::load(average + i + kLanes), Vec::load(master + i + kLanes), rate);
-      store_pair(average + i, a, b);
+    if (args.average_dtype == DType::kFloat) {
+      average_floats(static_cast<float*>(args.averages[k]), master, begin, end, rate);
+      continue;
     }
-    for (; i < end; i += kLanes) {
-      int count = end - i < kLanes ? int(end - i) : kLanes;
-      Vec p = Vec::load_first(master + i, count);
-      nearer(Vec::load_first(average + i, count), p, rate).store_first(average + i, count);
+    BFloat16* average = static_cast<BFloat16*>(args.averages[k]);
+    for (int64_t i = begin; i < end; i += kRow) {
+      uint32_t of_row = noise_of_row(args.encoded.row_keys[i / kRow], args.hyper[slot].step_number);
+      int count = end - i < kRow ? int(end - i) : int(kRow);
+      average_row(average + i, master + i, count, rate, noise_of_average(of_row, k));
     }
   }
 }

@@ -19,10 +19,11 @@ struct StepArgs {
   float grad_scale;
   DType grad_dtype;
   DType param_dtype;
-  float* const* averages;  // [average_count]
-  const float* rates;      // [slots, average_count]
+  void* const* averages;  // [average_count]
+  const float* rates;     // [slots, average_count]
   int average_count;
-  float* row_stats;  // [rows, kRowStats] or null
+  DType average_dtype;  // bf16 is rounded stochastically
+  float* row_stats;     // [rows, kRowStats] or null
   Encoded encoded;
 };
 

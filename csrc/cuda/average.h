@@ -15,7 +15,8 @@ constexpr int kMostAverages = 96;  // of a launch: their addresses are among its
 struct LaunchedAverages {
   const float* rates;  // [slots, each]
   int32_t each;        // of a shard
-  float* of[kMostAverages];
+  DType dtype;
+  void* of[kMostAverages];
 };
 
 // How many of at most `most` shards a launch takes.
@@ -26,7 +27,7 @@ inline size_t most_shards(size_t most, const Averages& averages) {
 
 // Of `count` shards from `first` on.
 inline LaunchedAverages launched(const Averages& averages, size_t first, int count) {
-  LaunchedAverages of = {averages.rates, averages.each, {}};
+  LaunchedAverages of = {averages.rates, averages.each, averages.dtype, {}};
   auto begin = averages.of.begin() + first * averages.each;
   std::copy(begin, begin + count * averages.each, of.of);
   return of;
@@ -42,12 +43,13 @@ struct NoAverages {
   ZK_HOST_DEVICE void follow(int32_t, int64_t, int, const float (&)[N], float (&)[N]) const {}
 };
 
-// The averages of one shard. The first is asked for with what the update reads; others, which are rare, behind it.
+// The averages of one shard, in fp32. The first is asked for with what the update reads; others, which are rare, behind
+// it.
 struct ShardAverages {
   const LaunchedAverages& launched;
   int shard;
 
-  ZK_HOST_DEVICE float* average(int k) const { return launched.of[shard * launched.each + k]; }
+  ZK_HOST_DEVICE float* average(int k) const { return static_cast<float*>(launched.of[shard * launched.each + k]); }
 
   template <bool kWhole, int N>
   ZK_HOST_DEVICE void ask(int64_t i, int count, float (&first)[N]) const {

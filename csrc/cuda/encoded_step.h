@@ -1,5 +1,6 @@
-// The update of shards whose states or masters are not in fp32 alone, on CUDA. A kernel for each rule, whatever the
-// forms and dtypes: what differs by them is loads, stores and conversions, and a warp takes one way through them.
+// The update of shards whose states, masters or averages are not in fp32 alone, on CUDA. A kernel for each rule,
+// whatever the forms and dtypes: what differs by them is loads, stores and conversions, and a warp takes one way
+// through them.
 #pragma once
 
 #include "step.h"
@@ -273,6 +274,53 @@ ZK_HOST_DEVICE inline void store_encoded(
   }
 }
 
+// Averages of one shard, as `ShardAverages`, in fp32 or bf16.
+struct EncodedAverages {
+  const LaunchedAverages& launched;
+  int number;  // of the shard
+  const EncodedShard& shard;
+
+  ZK_HOST_DEVICE void* average(int k) const { return launched.of[number * launched.each + k]; }
+
+  template <bool kWhole>
+  ZK_HOST_DEVICE Raw ask(int64_t i, int count, int k = 0) const {
+    return k < launched.each ? load_raw<kWhole>(average(k), size_of(launched.dtype), i, count) : Raw{};
+  }
+
+  // p: the new master. first: what was asked for.
+  template <bool kWhole>
+  ZK_HOST_DEVICE void follow(int32_t slot, int64_t i, int count, const float (&p)[kQuad], const Raw& first) const {
+    if (launched.each) one<kWhole>(0, slot, i, count, p, first);
+    for (int k = 1; k < launched.each; ++k) one<kWhole>(k, slot, i, count, p, ask<kWhole>(i, count, k));
+  }
+
+ private:
+  template <bool kWhole>
+  ZK_HOST_DEVICE void one(int k, int32_t slot, int64_t i, int count, const float (&p)[kQuad], const Raw& before) const {
+    float rate = launched.rates[int64_t(slot) * launched.each + k], e[kQuad];
+    widen_raw(launched.dtype, before, e);
+    for (int j = 0; j < kQuad; ++j) e[j] = e[j] + rate * (p[j] - e[j]);
+    Raw kept;
+    if (launched.dtype == DType::kFloat) {
+      kept = narrow_raw(DType::kFloat, e);
+    } else {
+      uint32_t of_row = noise_of_row(shard.row_keys[i / kRow], shard.step.hyper[slot].step_number);
+      kept = stochastic_raw(e, noise_of_average(of_row, k), int(i % kRow));
+    }
+    store_raw<kWhole>(average(k), size_of(launched.dtype), i, count, kept);
+  }
+};
+
+// Kernels that do the update alone.
+struct NoEncodedAverages {
+  template <bool kWhole>
+  ZK_HOST_DEVICE Raw ask(int64_t, int) const {
+    return {};
+  }
+  template <bool kWhole>
+  ZK_HOST_DEVICE void follow(int32_t, int64_t, int, const float (&)[kQuad], const Raw&) const {}
+};
+
 // The shard of a block, the thread's first element of it, and whether all of the block is whole.
 struct EncodedPlace {
   int number;
@@ -297,11 +345,11 @@ __device__ inline void encoded_quads(
     const EncodedForeachArgs& args, const EncodedPlace& at, const Measure& measure, const Averages& averages) {
   const EncodedShard& shard = at.shard;
   RawQuad<Rule> raws[kQuads];
-  float first_averages[kQuads][kQuad];
+  Raw first_averages[kQuads];
   ZK_UNROLL
   for (int q = 0; q < kQuads; ++q) {
     raws[q] = load_encoded<Rule, kWhole>(args, shard, at.first, q);
-    averages.template ask<kWhole>(raws[q].i, raws[q].count, first_averages[q]);
+    first_averages[q] = averages.template ask<kWhole>(raws[q].i, raws[q].count);
   }
   ZK_UNROLL
   for (int q = 0; q < kQuads; ++q) {
@@ -332,9 +380,9 @@ __global__ void __launch_bounds__(kThreads, kExtendedBlocksPerSm<Rule>)
       encoded_quads<Rule, false>(args, at, Measure(), averages);
   };
   if constexpr (kExtended)
-    run(ShardAverages{args.averages, at.number});
+    run(EncodedAverages{args.averages, at.number, at.shard});
   else
-    run(NoAverages());
+    run(NoEncodedAverages());
 }
 
 #endif

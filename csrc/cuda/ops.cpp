@@ -81,9 +81,10 @@ StepArgs args_of(const StepTensors& of) {
 }
 
 Averages averages_of(const std::vector<StepTensors>& given) {
-  Averages averages = {given[0].rates ? data<const float>(*given[0].rates) : nullptr, given[0].average_count, {}};
+  const float* rates = given[0].rates ? data<const float>(*given[0].rates) : nullptr;
+  Averages averages = {rates, given[0].average_count, {}, given[0].average_dtype()};
   for (const StepTensors& of : given)
-    for (int k = 0; k < of.average_count; ++k) averages.of.push_back(data<float>(of.averages[k]));
+    for (int k = 0; k < of.average_count; ++k) averages.of.push_back(data<void>(of.averages[k]));
   return averages;
 }
 
@@ -121,7 +122,7 @@ void foreach_step(
   DType grad = dtype_of(grads[0]), out = given[0].param_dtype();
   Averages of_masters = averages_of(given);
   Encoded of_all = encoded_of(given[0]);
-  if (of_all.any()) {
+  if (of_all.any() || of_masters.dtype != DType::kFloat) {
     std::vector<EncodedShard> encoded;
     for (size_t i = 0; i < given.size(); ++i) {
       Encoded of = encoded_of(given[i]);

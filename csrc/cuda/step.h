@@ -288,7 +288,8 @@ void for_launches(const std::vector<Shard>& shards, const Averages& averages, Al
     for (int i = 0; i < args.count; ++i) {
       args.shards[i] = shards[from + i];
       bool vector = aligned(shards[from + i]);
-      for (int k = 0; k < averages.each; ++k) vector &= is_aligned(averages.of[(from + i) * averages.each + k], 16);
+      for (int k = 0; k < averages.each; ++k)
+        vector &= is_aligned(averages.of[(from + i) * averages.each + k], kQuad * size_of(averages.dtype));
       step_of(args.shards[i]).vector = vector;
       args.first_block[i] = blocks;
       blocks += ceil_div(step_of(args.shards[i]).numel, kTile);

@@ -33,7 +33,7 @@ struct StepArgs {
   }
 };
 
-// A shard whose states or master are not in fp32 alone. Pointers to states are those to what is stored.
+// A shard whose states, master or averages are not in fp32 alone. Pointers to states are those to what is stored.
 struct EncodedShard {
   StepArgs step;
   float* scales[kMostStates];  // [rows], or null where the form has none
@@ -47,7 +47,8 @@ struct EncodedShard {
 struct Averages {
   const float* rates = nullptr;  // [slots, each]
   int32_t each = 0;              // of a shard
-  std::vector<float*> of;
+  std::vector<void*> of;
+  DType dtype = DType::kFloat;  // bf16 is rounded stochastically: the shards are encoded ones then, with keys of rows
 };
 
 // Of each rule: updates shards that are alike in their dtypes and share their slots. `of_all`: the forms of all.

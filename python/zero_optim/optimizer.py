@@ -72,6 +72,7 @@ class ShardingOptions(TypedDict, total=False):
     device_budget: int | str | None
     speculate: bool | None
     ema_decay: float | Sequence[float] | None
+    ema_dtype: str
     master: str
     state_dtype: str
     telemetry: bool
@@ -131,6 +132,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             is one more state tensor, updated with the parameters, and begins at what the first update makes. A
             sequence: an average for each. A group's own values win. See ``ema_state_dict`` and ``swap_to_ema``. None:
             no average.
+        ema_dtype: "fp32" or "bf16_stochastic": in which averages are stored. See ``docs/state.md``.
         master: "fp32": 16-bit parameters have an fp32 master beside them. "split": of bf16 parameters, the parameter is
             the high half of the master, and 16 bits are stored beside it. "split8": 8 bits, of a master of 24.
         state_dtype: "fp32", "bf16", "bf16_stochastic" or "int8": in which the state is stored that is no master and no
@@ -168,6 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         device_budget: int | str | None = None,
         speculate: bool | None = None,
         ema_decay: float | Sequence[float] | None = None,
+        ema_dtype: str = "fp32",
         master: str = "fp32",
         state_dtype: str = "fp32",
         telemetry: bool = False,
@@ -188,6 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             device_budget=device_budget,
             speculate=speculate,
             ema_decay=ema_decay,
+            ema_dtype=ema_dtype,
             master=master,
             state_dtype=state_dtype,
             telemetry=telemetry,

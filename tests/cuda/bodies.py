@@ -199,9 +199,9 @@ def compare(
 
 def encoded_step(folder: Path) -> int:
     """Every form for every state, beside others, bf16 also rounded stochastically; tails, misaligned shards, rows that
-    are measured, a skipped step."""
+    are measured, averages in fp32 and bf16, a skipped step."""
     body = ctypes.CDLL(str(folder / "step.so")).encoded_step
-    body.argtypes = [*step_body(folder).argtypes, ADDRESS, ADDRESS, ctypes.c_int, ADDRESS]
+    body.argtypes = [*step_body(folder).argtypes, ADDRESS, ADDRESS, ctypes.c_int, ADDRESS, ctypes.c_int]
     body.restype = ctypes.c_int
     forms, ran = tuple(codecs.FORMS), 0
     for (number, rule), form, of_low in itertools.product(enumerate(RULES), range(4), (None, *codecs.LOWS)):
@@ -210,10 +210,12 @@ def encoded_step(folder: Path) -> int:
         param = torch.bfloat16 if of_low else (*FLOATS, None)[(form + number) % 4]
         sizes = (0, 1, 4097, 127, 2048) if form else (129,) * 25
         for measured, found_inf in ((True, 0.0), (False, float(form == 1))):
+            average_dtype = torch.bfloat16 if measured and number % 2 else torch.float32
             shards = EncodedShards(
                 *(rule, sizes, FLOATS[(form + number) % 3], param, form % 2),
                 calm=measured or form == 2,
                 averages=(form + measured) % 3,
+                average_dtype=average_dtype,
                 forms=given,
                 low=of_low,
                 stochastic=measured,
@@ -246,8 +248,9 @@ def encoded_step(folder: Path) -> int:
                 *(addresses(averages or []), len(averages or []) // len(sizes), at(rates)),
                 ctypes.cast((ctypes.c_int * 3)(*(FORM_CODE[x] for x in given)), ADDRESS),
                 *(addresses(of_scales), of_low.itemsize if of_low else 0, addresses(keys) if keys else None),
+                DTYPE_CODE[average_dtype],
             )
-            case = (rule, given, of_low, sizes, measured, found_inf)
+            case = (rule, given, of_low, sizes, measured, found_inf, average_dtype)
             for place, (a, b) in enumerate(zip(want, got, strict=True)):
                 demand(same_bits(a, b), "encoded_step", place, *case)
             demand(not measured or all(map(same_bits, stats, twins)), "row_stats", *case)

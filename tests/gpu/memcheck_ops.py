@@ -59,12 +59,14 @@ def foreach_step(device: str) -> int:
         rows = [(torch.arange(-(-numel // ROW), device=device) % 3 - 1).to(torch.int32) for numel in sizes]
         zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table)
         shared, rates = (table, flag, None, slots), torch.ones(2, 2, device=device)
-        averages = [make(numel, torch.float32, device, offset) for numel in sizes for _ in range(2)]
-        zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, *shared, averages, rates)
+        for dtype, keys in ((torch.float32, None), (torch.bfloat16, rows)):
+            averages = [make(numel, dtype, device, offset) for numel in sizes for _ in range(2)]
+            lists = (grads, masters, states, outs, rows, *shared, averages, rates)
+            zero_kernels.foreach_step(rule.name, *lists, row_keys=keys)
         zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table, flag, flag, slots)
         stats = [torch.empty(len(of_shard), len(ROW_STATS), device=device) for of_shard in rows]
         zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table, row_stats=stats)
-        calls += 4
+        calls += 5
     return calls
 
 

@@ -36,7 +36,7 @@ from places import (
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import ROW, ROW_STATS, RULES, dispatch
+from zero_kernels import ROW, ROW_STATS, RULES, codecs, dispatch
 
 pytestmark = pytest.mark.gpu
 
@@ -164,6 +164,7 @@ def test_adam_step_of_a_shard_that_is_all_padding(place: Place) -> None:
 @everywhere
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_over_several_shards_at_once(rule: str, place: Place) -> None:
+    """With an average in fp32, or in bf16, which is rounded by noise."""
     names, table = RULES[rule].states, rule_table(RULES[rule])
     for sizes, (grad_dtype, param_dtype) in itertools.product(
         ((*SIZES[:6], 4097), (2049,) * 70), ((torch.bfloat16, torch.bfloat16), (torch.float16, None))
@@ -174,13 +175,15 @@ def test_every_rule_over_several_shards_at_once(rule: str, place: Place) -> None
         states = [values(numel, torch.float32, 3 + which).abs() for numel in sizes for which in range(len(names))]
         outs = [values(numel, param_dtype, 5) for numel in sizes] if param_dtype else []
         rows = [Adam(numel, grad_dtype, param_dtype).rows() for numel in sizes]
-        averages = [values(numel, torch.float32, 6) for numel in sizes]
+        averages = [values(numel, torch.float32 if param_dtype else torch.bfloat16, 6) for numel in sizes]
+        keys = [codecs.row_keys(i, 0, len(of_shard)) for i, of_shard in enumerate(rows)]
         results = []
         for where in (SPECIFICATION, place):
             lists = [[put(tensor, where) for tensor in tensors] for tensors in (grads, masters, states, outs, rows)]
             followers, rates = [put(tensor, where) for tensor in averages], put(torch.tensor([[0.5]] * 4), where)
             shared = put(table, where), put(torch.tensor([0.37]), where)
-            using(where, partial(zero_kernels.foreach_step, rule, *lists, *shared, averages=followers, rates=rates))
+            given = {"averages": followers, "rates": rates, "row_keys": [put(key, where) for key in keys]}
+            using(where, partial(zero_kernels.foreach_step, rule, *lists, *shared, **given))
             results.append([fetch(tensor) for tensors in (*lists[1:4], followers) for tensor in tensors])
         want, got = results
         check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {sizes}")

@@ -127,6 +127,7 @@ class Shards:
         offset: int = 0,
         averages: int = 0,
         calm: bool = False,
+        average_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.rule, self.table = rule, rule_table(RULES[rule])
         places = [(numel, offset + i % 5 if offset else 0) for i, numel in enumerate(sizes)]
@@ -139,7 +140,7 @@ class Shards:
         ]
         self.params = [at_offset(awkward(numel, param, 5 + i), at) for i, (numel, at) in enumerate(places) if param]
         self.averages = [
-            at_offset(awkward(numel, torch.float32, 6 + i + 5 * k), at)
+            at_offset(awkward(numel, average_dtype, 6 + i + 5 * k), at)
             for i, (numel, at) in enumerate(places)
             for k in range(averages)
         ]
@@ -174,7 +175,7 @@ class EncodedShards(Shards):
 
     Attributes:
         scales: of the states, in their order.
-        row_keys: of each shard; None: bf16 is rounded to nearest.
+        row_keys: of each shard; None: bf16 is rounded to nearest, and averages have to be fp32.
     """
 
     def __init__(

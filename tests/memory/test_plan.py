@@ -18,7 +18,8 @@ from zero_optim.memory.fit import cheapest_change
 from zero_optim.memory.plan import ON_THE_HOST
 from zero_optim.memory.shapes import ModelShapes, ParameterShape
 from zero_optim.rules.adamw import AdamW
-from zero_optim.rules.codec import Split
+from zero_optim.rules.codec import Split, StochasticBf16
+from zero_optim.rules.options import Decays
 from zero_optim.stores.offload import FRAMES, HOST_BUFFERS, Offload, Tier
 
 GB = 10**9
@@ -270,6 +271,8 @@ def test_the_cheapest_change():
     assert change(70, world=1, stage=2) == 'master="split", state_dtype="int8"'
     assert change(55, world=1, stage=2) == 'master="split8", state_dtype="int8"'
     assert change(50, world=1, stage=2) == 'state_offload="paged"'
+    averaged = AdamW().with_averages(Decays("ema_decay", (0.9,)), StochasticBf16())
+    assert change(125, world=1, stage=2, rule=averaged) == 'master="split"'
     assert change(10, world=2, stage=2) == "zero_optim.shard_module (stage 3) and 32 ranks"
     assert change(None, world=2, stage=1) == "stage=2"
     assert change(1, world=2, stage=1) is None
@@ -610,3 +613,15 @@ def test_the_command_counts_all_ranks(capsys):
     assert made["bytes_per_rank"]["exp_avg"] == pytest.approx(4 * made["parameters"] / 32, rel=0.01)
     assert main(["plan", "--model", "gpt2", "--world", "6", "--tp", "4"]) == 2
     assert "--tp 4: a divisor of the 6 ranks" in capsys.readouterr().err
+
+
+def test_averages_in_two_bytes_are_planned(capsys):
+    command = ["plan", "--model", "gpt2", "--stage", "0", "--averages", "1", "--json"]
+    said = {}
+    for form in ("fp32", "bf16_stochastic"):
+        assert main([*command, "--ema-dtype", form]) == 0
+        said[form] = capsys.readouterr().out
+    assert '"ema": 497759232' in said["fp32"]
+    assert '"ema_bf16": 248879616' in said["bf16_stochastic"]
+    assert main(["plan", "--model", "gpt2", "--ema-dtype", "bf16_stochastic"]) == 2
+    assert "--ema-dtype bf16_stochastic: no average is kept: give --averages, too" in capsys.readouterr().err

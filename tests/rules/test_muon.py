@@ -15,6 +15,7 @@ import torch
 import zero_optim
 from harness import run_ranks
 from muon_cases import AS_TORCH, OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
+from oracle import rounded_by_noise
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon, StateMismatchError
 from zero_optim.grads import buckets
@@ -217,11 +218,11 @@ def test_8_bit_momentum_is_near() -> None:
         assert (found - expected).norm() <= 0.05 * (expected - before.detach()).norm()
 
 
-def _averages(rank: int, world_size: int) -> bool:
+def _averages(rank: int, world_size: int, form: str) -> bool:
     """Whether averages are what masters make of them. A group has its own decay."""
     params = _weights(torch.bfloat16)
     groups = [{"params": params[:4]}, {"params": params[4:], "ema_decay": 0.25}]
-    opt = ShardedMuon(groups, ema_decay=0.5, **OPTIONS)
+    opt = ShardedMuon(groups, ema_decay=0.5, ema_dtype=form, **OPTIONS)
     expected: list[Tensor] = []
     for step in range(STEPS):
         _steps(opt, params, rank, range(step, step + 1), torch.bfloat16)
@@ -229,14 +230,17 @@ def _averages(rank: int, world_size: int) -> bool:
         rates = [0.5] * 4 + [0.75] * 4
         pairs = zip(expected, masters, rates, strict=True)
         expected = [e + rate * (p - e) for e, p, rate in pairs] if expected else masters
+        if form == "bf16_stochastic":
+            expected = [rounded_by_noise(average, n, step + 1, -1) for n, average in enumerate(expected)]
     state = zero_optim.full_state_dict(opt, rank=None)["state"]
     same = [torch.equal(state[n]["ema"], average) for n, average in enumerate(expected)]
     opt.close()
     return all(same)
 
 
-def test_averages_follow() -> None:
-    assert all(run_ranks(2, _averages))
+@pytest.mark.parametrize("form", ["fp32", "bf16_stochastic"])
+def test_averages_follow(form: str) -> None:
+    assert all(run_ranks(2, _averages, form))
 
 
 def test_a_skipped_update_marks_who_is_not_finite() -> None:

@@ -114,13 +114,16 @@ def _as_at_stage_2(rank: int, world_size: int, dtype: torch.dtype, options: dict
         assert numbers[0] and numbers[1] == pytest.approx(numbers[0], rel=1e-5)
 
 
+EMA = {"ema_decay": 0.5, "ema_dtype": "bf16_stochastic"}
+
+
 @pytest.mark.parametrize(
     ("world_size", "dtype", "options"),
     [
         (1, torch.bfloat16, {"max_grad_norm": 0.1}),
         (2, torch.float32, {"ema_decay": 0.9}),
         (3, torch.bfloat16, {"master": "split", "state_dtype": "int8", "telemetry": True}),
-        (5, torch.bfloat16, {"max_grad_norm": 0.1, "state_dtype": "bf16_stochastic"}),
+        (5, torch.bfloat16, {"state_dtype": "bf16_stochastic", **EMA}),
     ],
 )
 def test_it_has_the_bits_of_stage_2(world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:

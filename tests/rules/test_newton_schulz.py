@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from zero_optim.rules import newton_schulz
 from zero_optim.rules.newton_schulz import POLAR_EXPRESS, QUINTIC, multiplications, orthogonalized, phases
 
 QUINTICS = [QUINTIC] * 5
@@ -99,12 +100,37 @@ def test_the_gram_form_is_as_exact(spectrum: str | None, coefficients: Sequence[
     assert (tall.T - exact).norm() / exact.norm() < 0.03 + 1.2 * off_plain
 
 
+def _awkward(count: int, rows: int, columns: int) -> Tensor:
+    """Matrices whose singular values fall over up to six decades, more or less evenly."""
+    generator = torch.Generator().manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(count, rows, columns, generator=generator), full_matrices=False)
+    decades, bend, spread = (torch.rand(count, 1, generator=generator) for _ in range(3))
+    values = 10 ** (-6 * decades * torch.linspace(0, 1, rows) ** (0.3 + 3 * bend))
+    values = values * torch.exp(2 * spread * torch.randn(count, rows, generator=generator))
+    return u * (values / values.amax(1, keepdim=True)).unsqueeze(1) @ v
+
+
+@pytest.mark.parametrize(("coefficients", "most"), [(QUINTICS, 1.22), (POLAR_EXPRESS, 1.02)], ids=["quintic", "polar"])
+def test_no_singular_value_grows_beyond(
+    coefficients: Sequence[tuple[float, float, float]], most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of matrices that longer phases make go wrong: a direction that is all rounding grows, too."""
+    matrices = _awkward(2000, 20, 44)
+
+    def largest() -> float:
+        found = orthogonalized(matrices, coefficients, len(coefficients), 1e-7, True)
+        return float(torch.linalg.matrix_norm(found.float(), ord=2).max())
+
+    assert largest() < most
+    monkeypatch.setattr(newton_schulz, "MOST_GROWTH", 256)
+    assert largest() > 2
+
+
 def test_phases() -> None:
     """Each as long as what rounding has put into X X^T stays small."""
-    assert [len(phase) for phase in phases(QUINTICS)] == [3, 2]
-    assert [len(phase) for phase in phases(POLAR_EXPRESS)] == [2, 2, 2]
-    assert [len(phase) for phase in phases([QUINTIC] * 8)] == [3, 2, 2, 1]
-    assert [len(phase) for phase in phases([(20.0, -1.0, 0.0)] * 3)] == [1, 1, 1]
+    assert [len(phase) for phase in phases(QUINTICS)] == [2, 2, 1]
+    assert [len(phase) for phase in phases(POLAR_EXPRESS)] == [1, 1, 1, 2, 1]
+    assert [len(phase) for phase in phases([(1.5, -0.5, 0.0)] * 9)] == [4, 4, 1]
     for steps in range(1, 9):
         assert [step for phase in phases([QUINTIC] * steps) for step in phase] == [QUINTIC] * steps
 

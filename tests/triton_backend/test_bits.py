@@ -103,7 +103,8 @@ def test_foreach_step(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @interpreted
 def test_encoded_states_and_split_masters(rule: str) -> None:
-    """Every form for every state; tails and whole rows, misaligned, averages, measured rows; and a skipped step."""
+    """Every form for every state; tails and whole rows, misaligned, averages in fp32 and bf16, measured rows; and a
+    skipped step."""
     forms = tuple(codecs.FORMS)
     for number, form in enumerate(forms):
         given = (form, forms[(number + 1 + number // 2) % 4], forms[number - 1])
@@ -113,8 +114,9 @@ def test_encoded_states_and_split_masters(rule: str) -> None:
             (torch.int16, None, torch.int8, None)[number],
         )
         shards = EncodedShards(
-            *(rule, (0, 2000, 2 * ROW, 5), grad, param, number, number % 2),
+            *(rule, (0, 2000, 2 * ROW, 5), grad, param, number, (2, 1, 0, 1)[number]),
             calm=number < 2,
+            average_dtype=torch.bfloat16 if number % 3 == 0 else torch.float32,
             forms=given,
             low=low,
             stochastic=number != 1,

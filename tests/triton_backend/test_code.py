@@ -65,8 +65,9 @@ def encoded_step(
     master: torch.dtype = FP32,
     measured: bool = False,
     stochastic: bool = False,
+    averages: int = 0,
 ) -> None:
-    """States of these forms; `master`: of an integer dtype the low part of a split one."""
+    """States of these forms; `master`: of an integer dtype the low part of a split one. Averages in bf16."""
     numel = 16 * ROW
     triton.OPS["foreach_step"](
         rule,
@@ -77,7 +78,8 @@ def encoded_step(
         [torch.zeros(16, dtype=torch.int32)],
         torch.zeros(2, 12),
         *(torch.ones(1), torch.ones(1), torch.zeros(2, dtype=torch.int32)),
-        *(None, None, [torch.zeros(16, 5)] if measured else None),
+        *([torch.empty(numel, dtype=BF16) for _ in range(averages)], torch.zeros(2, averages)),
+        [torch.zeros(16, 5)] if measured else None,
         [torch.zeros(16) for form in forms if form.itemsize == 1],
         [torch.zeros(16, dtype=torch.int32)] if stochastic else None,
     )
@@ -120,6 +122,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "encoded_step-8-measured": partial(encoded_step, torch.int8, torch.uint8, master=torch.int16, measured=True),
     "encoded_step-bf16": partial(encoded_step, BF16, BF16, master=torch.int16),
     "encoded_step-stochastic": partial(encoded_step, BF16, BF16, master=torch.int16, stochastic=True),
+    "encoded_step-averages": partial(encoded_step, FP32, FP32, stochastic=True, averages=2),
     "encoded_step-lion": partial(encoded_step, torch.int8, rule="lion", master=torch.int16),
     **{f"pack-{NAMES[dtype]}": partial(pack, dtype, True) for dtype in FLOATS},
     "pack-without-flags": partial(pack, BF16, False),

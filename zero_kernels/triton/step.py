@@ -10,7 +10,16 @@ from torch import Tensor
 
 from zero_kernels.hyper import ROW
 from zero_kernels.reference import ROW_STATS, averages_of, scales_of, shards_of
-from zero_kernels.triton.codecs import decode, encode, encode_stochastic, is_encoded, join, noise_of_rows, split
+from zero_kernels.triton.codecs import (
+    decode,
+    encode,
+    encode_stochastic,
+    is_encoded,
+    join,
+    noise_of_rows,
+    number_of_average,
+    split,
+)
 from zero_kernels.triton.common import (
     ACTIVE,
     COLUMNS,
@@ -153,8 +162,14 @@ def _step_rows(
         tl.store(param_out + at, narrow(p, param_out.dtype.element_ty), mask=live)
     for k in tl.static_range(len(averages)):
         average = tl.load(averages[k] + at, mask=live)
+        if is_encoded(averages[k]):
+            average = widen(average)
         rate = tl.load(rates + tl.maximum(slot, 0).to(tl.int64)[:, None] * len(averages) + k)
-        tl.store(averages[k] + at, average + times(rate, p - average), mask=live)
+        average = average + times(rate, p - average)
+        if is_encoded(averages[k]):
+            tl.store(averages[k] + at, encode_stochastic(average, noise, number_of_average(k), element), mask=live)
+        else:
+            tl.store(averages[k] + at, average, mask=live)
     if row_stats is not None:
         _measure(row_stats + row * _ROW_STATS, g, old, p, row_live, has_row, inside)
     # Last: before the update, the branch made a kernel for compute capability 8.0 spill (Triton 3.7).

@@ -21,6 +21,7 @@ from zero_kernels import ROW
 from ..errors import CheckpointError
 from ..params.arrangement import read_arranged, slice_counts
 from ..rules.codec import CODECS, Codec
+from ..rules.options import is_average
 from ..rules.state_tensor import Per, StateTensor
 from .index import PARAMETER, Index, Key, ReadRange, SavedTensor
 
@@ -80,10 +81,11 @@ class EncodedTensor(SavedTensor):
         return of_rows or slice_counts(self.spec.shape, self.spec.cut)
 
 
-def decoded(index: Index, codecs: Mapping[str, Codec] = CODECS, *, masters_alone: bool = False) -> Index:
+def decoded(index: Index, codecs: Mapping[str, Codec] = CODECS, *, weights_alone: bool = False) -> Index:
     """``index`` with state that was stored by a codec as what it stands for.
 
-    ``codecs``: those that are known, by name. ``masters_alone``: of all state, as a model without an optimizer needs.
+    ``codecs``: those that are known, by name. ``weights_alone``: of all state, what a model without an optimizer may be
+    made of: masters and averages.
 
     Raises CheckpointError for a codec that is not known.
     """
@@ -91,7 +93,7 @@ def decoded(index: Index, codecs: Mapping[str, Codec] = CODECS, *, masters_alone
     for optimizer in index.optimizers:
         names = [name for group in optimizer.groups for name in group["params"]]
         for kind, codec_name in optimizer.codecs.items():
-            if masters_alone and kind != optimizer.master:
+            if weights_alone and kind != optimizer.master and not is_average(kind):
                 continue
             codec = codecs.get(codec_name)
             if codec is None:

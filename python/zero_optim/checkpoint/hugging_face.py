@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from ..comm.together import together
 from ..drawing.figures import count
 from ..errors import CheckpointError, StateMismatchError
 from ..params.arrangement import WHOLE, read_arranged
-from ..rules.options import EMA
+from ..rules.options import is_average
 from . import folder as folders
 from .contents import Column, Holding, Names, contents_of_model
 from .disk import OpenFiles
@@ -80,7 +79,7 @@ def export(
     Raises CheckpointError: there is no checkpoint; it is damaged; ``out`` cannot be written.
     """
     folder, index, _ = folders.newest(Path(path))
-    index = decoded(index, masters_alone=True)
+    index = decoded(index, weights_alone=True)
     weights = list(_weights(index, dtype, _check_average(index, average)))
     shards = _split(weights, max_shard_bytes)
     target = Path(out).absolute()
@@ -114,7 +113,7 @@ def export(
 
 def _check_average(index: Index, average: str | None) -> str | None:
     kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
-    averages = [kind for kind in kinds if re.fullmatch(rf"{EMA}(_\d+)?", kind)]
+    averages = [kind for kind in kinds if is_average(kind)]
     if average is not None and average not in averages:
         raise CheckpointError(f"there is no average {average!r} in the checkpoint: it has {averages or 'none'}")
     return average

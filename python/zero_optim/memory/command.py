@@ -19,7 +19,7 @@ from torch import nn
 from ..drawing.figures import SizeUnit, row, size
 from ..errors import ParameterError, UsageError
 from ..rules.adamw import AdamW
-from ..rules.codec import MASTERS, STATE_DTYPES, codecs_for
+from ..rules.codec import AVERAGES, MASTERS, STATE_DTYPES, codecs_for
 from ..rules.lion import Lion
 from ..rules.muon import Muon
 from ..rules.options import Decays
@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--master", str, "of bf16 parameters, as master= has it (fp32)", choices=tuple(MASTERS), default="fp32")
     flag("--state-dtype", str, "as state_dtype= has it (fp32)", choices=STATE_DTYPES, default="fp32")
     flag("--averages", int, "averages of the parameters, as ema_decay has them kept (0)", default=0)
+    flag("--ema-dtype", str, "of the averages, as ema_dtype= has it (fp32)", choices=tuple(AVERAGES), default="fp32")
     parser.add_argument("--telemetry", action="store_true", help="count what telemetry=True measures")
     flag("--offload", _offload, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default=Offload())
     parser.add_argument("--param-offload", action="store_true", help="stage 3: shards of parameters in host memory")
@@ -187,6 +188,8 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
         raise UsageError(f"--pp {parsed.pp}: a divisor of {parsed.world // parsed.tp}, the ranks of --world over --tp")
     if parsed.master != "fp32" and parsed.dtype in ("fp16", "fp32"):
         raise UsageError(f"--master {parsed.master}: a part of it is the bf16 parameter, and --dtype is {parsed.dtype}")
+    if parsed.ema_dtype != "fp32" and parsed.averages == 0:
+        raise UsageError(f"--ema-dtype {parsed.ema_dtype}: no average is kept: give --averages, too")
     data = parsed.world // (parsed.tp * parsed.pp)
     cut = [what for what, ranks in (("slices", parsed.tp), ("stage", parsed.pp)) if ranks > 1]
     alike = f" that have the same {' and '.join(cut)}" if cut else ""
@@ -249,7 +252,7 @@ def _flag(name: str) -> str:
 def _formed(rule: UpdateRule, parsed: argparse.Namespace) -> UpdateRule:
     """Give the rule with the form of state, and the averages, that were asked for."""
     rule = rule.with_codecs(codecs_for(rule.tensors, rule.nonnegative, parsed.master, parsed.state_dtype))
-    return rule.with_averages(Decays("ema_decay", (1.0,) * parsed.averages))
+    return rule.with_averages(Decays("ema_decay", (1.0,) * parsed.averages), AVERAGES[parsed.ema_dtype])
 
 
 def _job(parsed: argparse.Namespace, stage: int) -> Job:

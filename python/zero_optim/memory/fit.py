@@ -98,9 +98,10 @@ def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
 
 def _forms(model: ModelShapes, job: Job) -> Iterator[tuple[str, UpdateRule]]:
     """Give smaller forms of state, the more precise first, unless some of it has a form already, or there are several
-    rules."""
+    rules. Averages keep theirs."""
     rule = job.rule
-    if rule.codecs or any(job.rule_of(parameter) is not rule for parameter in model.parameters):
+    several = any(job.rule_of(parameter) is not rule for parameter in model.parameters)
+    if several or not rule.codecs.keys() <= {*rule.averages}:
         return
     masters = {parameter.dtype for parameter in model.parameters if has_master(rule, parameter.dtype)}
     forms = [("fp32", "int8")]

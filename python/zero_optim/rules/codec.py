@@ -13,6 +13,7 @@ stored depends on no number of ranks, no bucket size and no stage.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -155,7 +156,7 @@ class Bf16(Codec):
     name = "bf16"
 
     def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
-        return (StateTensor(f"{tensor.name}_{self.name}", dtype=torch.bfloat16),)
+        return (dataclasses.replace(tensor, name=f"{tensor.name}_{self.name}", dtype=torch.bfloat16),)
 
     def encode(self, values: Tensor) -> Sequence[Tensor]:
         return encode_bf16(values)
@@ -237,6 +238,20 @@ MASTERS: Mapping[str, Codec | None] = {"fp32": None, "split": Split(), "split8":
 
 STATE_DTYPES = ("fp32", "bf16", "bf16_stochastic", "int8")
 
+AVERAGES: Mapping[str, Codec | None] = {"fp32": None, "bf16_stochastic": StochasticBf16()}
+"""The codec of averages of the master, by the word for it: those that ``zero_kernels`` updates."""
+
+
+def check_ema_dtype(given: str) -> None:
+    """Raise ValueError for what is none of ``AVERAGES``."""
+    if given == "bf16":
+        raise ValueError(
+            "ema_dtype='bf16': rounded to the nearest, an average with a decay near 1 stands still, as each update "
+            "moves it by less than half a unit of bf16: give ema_dtype='bf16_stochastic', of the same size"
+        )
+    if given not in AVERAGES:
+        raise ValueError(f"ema_dtype must be one of {', '.join(map(repr, AVERAGES))}, got {given!r}")
+
 
 def codecs_for(
     tensors: Sequence[StateTensor], nonnegative: Collection[str], master: str, state_dtype: str
@@ -279,7 +294,10 @@ def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) ->
         tensor = known.get(name)
         if tensor is None:
             raise ValueError(f"there is a codec for {name!r}, and the state is {', '.join(known)}")
-        begins = Begins.PARAMETER if codec.reads_parameter else Begins.ZERO
+        average = tensor.begins is Begins.AVERAGE
+        if average and codec not in AVERAGES.values():
+            raise ValueError(f"{name!r}, an average, cannot be stored by the codec {codec.name!r}: see ema_dtype")
+        begins = Begins.AVERAGE if average else Begins.PARAMETER if codec.reads_parameter else Begins.ZERO
         if tensor.begins is not begins or tensor.per is not Per.ELEMENT or tensor.dtype != torch.float32:
             kind = "the master" if codec.reads_parameter else "fp32, a value an element, and zero at first"
             raise ValueError(f"{name!r} cannot be stored by the codec {codec.name!r}: that is for state that is {kind}")

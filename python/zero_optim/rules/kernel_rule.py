@@ -17,6 +17,9 @@ from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of
 _OF_KERNELS = (Bf16, StochasticBf16, Int8, Root8, Split, Split8)
 """Codecs that kernels know. State that is stored by another is updated by torch's ops."""
 
+_Names = tuple[str, list[str], list[str], list[str]]
+"""Of the master, of each state, of the scales of those that have one, and of the averages."""
+
 
 class KernelRule(UpdateRule):
     """A rule whose table and update are those of a kernel.
@@ -29,7 +32,7 @@ class KernelRule(UpdateRule):
         super().__init__(**values)
         self._use(kernel)
         self._step: Callable[..., None] = zero_kernels.foreach_step
-        self._names: tuple[str, list[str], list[str]] | None = None  # of what is stored; made in ``prepared``
+        self._names: _Names | None = None  # of what is stored; made in ``prepared``
 
     def _use(self, kernel: str) -> None:
         self.kernel, self._of_kernel = kernel, zero_kernels.RULES[kernel]
@@ -59,14 +62,14 @@ class KernelRule(UpdateRule):
         given = {type(codec) for codec in self.codecs.values()}
         if not given <= set(_OF_KERNELS) or given >= {Bf16, StochasticBf16}:  # a kernel rounds all bf16 in one way
             return super().update(shards)
-        master, states, scales = self._names or self._names_as_stored()
+        master, states, scales, averages = self._names or self._names_as_stored()
         of_shards = [shard.state[name] for shard in shards for name in scales]
-        *lists, row_keys = lists_of(shards, master, states, self.averages)
+        *lists, row_keys = lists_of(shards, master, states, averages)
         self._step(self.kernel, *lists, of_shards or None, row_keys)
 
-    def _names_as_stored(self) -> tuple[str, list[str], list[str]]:
-        """Of the master, of each state, and of the scales of those that have one."""
+    def _names_as_stored(self) -> _Names:
         master, *states = (
             parts_of(self.codecs, tensor) for tensor in map(StateTensor, (MASTER, *self._of_kernel.states))
         )
-        return master[0].name, [parts[0].name for parts in states], [part.name for of in states for part in of[1:]]
+        scales = [part.name for of in states for part in of[1:]]
+        return master[0].name, [parts[0].name for parts in states], scales, self.stored_averages

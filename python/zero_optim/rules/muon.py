@@ -146,8 +146,8 @@ class Muon(UpdateRule):
     def _make_passes(self) -> tuple[KernelRule, KernelRule]:
         """The kernels that go over a shard: before its matrices are made orthogonal, and after."""
         look_ahead, subtract = (KernelRule(name) for name in (_TABLE.name, "muon_subtract"))
-        look_ahead.codecs = {name: codec for name, codec in self.codecs.items() if name != MASTER}
-        subtract.codecs = {name: codec for name, codec in self.codecs.items() if name == MASTER}
+        look_ahead.codecs = {name: codec for name, codec in self.codecs.items() if name == _BUFFER}
+        subtract.codecs = {name: codec for name, codec in self.codecs.items() if name != _BUFFER}
         subtract.averages = self.averages
         return look_ahead.prepared(), subtract.prepared()
 

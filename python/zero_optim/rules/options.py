@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -15,6 +16,12 @@ EMA = "ema"
 
 EMA_DECAY = "ema_decay"
 """The option that has averages kept."""
+
+
+def is_average(kind: str) -> bool:
+    """Whether a state tensor of that name is an average of the master."""
+    return re.fullmatch(rf"{EMA}(_\d+)?", kind) is not None
+
 
 SMALLEST = 2.0**-150
 """Positive numbers below it, and it itself, are 0 in fp32."""

@@ -204,6 +204,11 @@ class UpdateRule:
         return zero_kernels.columns_of(*self.own_columns)
 
     @property
+    def stored_averages(self) -> list[str]:
+        """Names of what is stored of ``averages``."""
+        return [parts_of(self.codecs, StateTensor(name))[0].name for name in self.averages]
+
+    @property
     def fixed(self) -> dict[str, Any]:
         """What all groups have alike, by name: it decides what state there is."""
         return {option.name: self.defaults[option.name] for option in self.options if isinstance(option, Fixed)}
@@ -230,13 +235,15 @@ class UpdateRule:
         own, its = ({**vars(rule), "defaults": rule.fixed} for rule in (self, other))
         return type(self) is type(other) and own == its
 
-    def with_averages(self, decays: Decays) -> UpdateRule:
+    def with_averages(self, decays: Decays, codec: Codec | None = None) -> UpdateRule:
         """Give this rule with an exponential average of the master for each of ``decays``: e = e + (1 - decay) (p - e),
-        after an update has made p. The first update makes it p."""
+        after an update has made p. The first update makes it p. ``codec``: how they are stored; one of ``AVERAGES``.
+        What is stored is rounded in each update."""
         made = copy.copy(self)
         made.averages = decays.coefficients
         made.tensors = (*self.tensors, *(StateTensor(name, Begins.AVERAGE) for name in made.averages))
         made.options = (*self.options, decays)
+        made.codecs = self.codecs if codec is None else {**self.codecs, **dict.fromkeys(made.averages, codec)}
         return made
 
     def with_codecs(self, codecs: Mapping[str, Codec]) -> UpdateRule:
@@ -346,7 +353,7 @@ class UpdateRule:
         Parameters have one dtype, and gradients one. ``hyper`` and what follows it are the same for all.
         """
         rule = _with_codecs(self._as_kernel(), self.codecs)
-        lists = lists_of(shards, stored_master(self), rule.states, self.averages)
+        lists = lists_of(shards, stored_master(self), rule.states, self.stored_averages)
         zero_kernels.update_rows(rule.update, rule.columns, *lists)
 
     def update_rows(self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> NewValues:
@@ -395,7 +402,7 @@ def lists_of(
 ) -> tuple[Any, ...]:
     """List what ``update_rows`` takes of shards after the columns, in its order.
 
-    ``master``: its name, as it is stored. ``states``: those of the rule's own, and ``averages``, theirs.
+    ``master``: its name, as it is stored. ``states``: those of the rule's own, and ``averages``, theirs, too.
     """
     apart = master in shards[0].state  # else the parameters are their own masters
     return (

@@ -291,11 +291,12 @@ class OptimizerState:
             self._aside = [(shard.bucket, shard.bucket.param_shard.clone()) for shard in self.shards]
 
     def show(self, name: str) -> None:
-        """Collective. Make the parameters what the state ``name`` is, rounded."""
+        """Collective. Make the parameters what the average ``name`` is, rounded."""
         with self.sharding.everyone.raising_together("swap_to_ema", self.sharding.device):
             for shard in self.shards:
+                tensor = next(tensor for tensor in shard.tensors if tensor.name == name)
                 with shard.opened() as state:
-                    shard.bucket.param_shard.copy_(state[name])
+                    shard.bucket.param_shard.copy_(shard.values(tensor, state))
         self._send_out()
 
     def put_back(self, *, collective: bool = True) -> None:

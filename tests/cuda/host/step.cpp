@@ -115,15 +115,15 @@ static int run(const std::vector<StepArgs>& shards, const Averages& averages, DT
 template <class Rule, bool kWhole>
 static void encoded_warp(const EncodedForeachArgs& args, const EncodedPlace& at, MeasuredOnHost::Row* rows) {
   const EncodedShard& shard = at.shard;
-  ShardAverages averages = {args.averages, at.number};
+  EncodedAverages averages = {args.averages, at.number, shard};
   static RawQuad<Rule> raws[32][kQuads];
-  static float first_averages[32][kQuads][kQuad];
+  static Raw first_averages[32][kQuads];
   UpdatedQuad<Rule> of[32];
   for (int lane = 0; lane < 32; ++lane)
     for (int q = 0; q < kQuads; ++q) {
       RawQuad<Rule>& raw = raws[lane][q];
       raw = load_encoded<Rule, kWhole>(args, shard, at.first + lane * kQuad, q);
-      averages.ask<kWhole>(raw.i, raw.count, first_averages[lane][q]);
+      first_averages[lane][q] = averages.ask<kWhole>(raw.i, raw.count);
     }
   for (int q = 0; q < kQuads; ++q) {
     for (int lane = 0; lane < 32; ++lane) of[lane] = update_encoded<Rule, kWhole>(args, shard, raws[lane][q]);
@@ -184,8 +184,8 @@ static StepArgs args_of(
   return args;
 }
 
-static Averages averages_of(float* const* averages, int each, const float* rates, int count) {
-  return {rates, each, std::vector<float*>(averages, averages + count * each)};
+static Averages averages_of(void* const* averages, int each, const float* rates, int count, int dtype) {
+  return {rates, each, std::vector<void*>(averages, averages + count * each), DType(dtype)};
 }
 
 // rule: its name, or "adam_step". tensors: of each shard grad, master, param_out, row_slot and its states. row_stats:
@@ -193,7 +193,7 @@ static Averages averages_of(float* const* averages, int each, const float* rates
 extern "C" int step(
     const char* rule, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype, int out_dtype,
     const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots, int32_t slots,
-    float* const* row_stats, float* const* averages, int each, const float* rates) {
+    float* const* row_stats, void* const* averages, int each, const float* rates) {
   std::vector<StepArgs> shards;
   for (int i = 0; i < count; ++i) {
     shards.push_back(args_of(
@@ -201,7 +201,7 @@ extern "C" int step(
         row_stats ? row_stats[i] : nullptr));
     shards.back().out_dtype = DType(out_dtype);
   }
-  Averages of_masters = averages_of(averages, each, rates, count);
+  Averages of_masters = averages_of(averages, each, rates, count, int(DType::kFloat));
   DType grad = DType(grad_dtype), out = DType(out_dtype);
   if (!std::strcmp(rule, "adam_step")) return run_adam_step(shards[0], grad, out);
   if (!std::strcmp(rule, "adamw")) return run<AdamW>(shards, of_masters, grad, out);
@@ -216,12 +216,12 @@ extern "C" int step(
 
 // The same of encoded states. forms: of kMostStates states. scales: of each shard as many, null where there is none.
 // low_size: of an element of split masters; 0: they are not split. row_keys: of each shard; null: bf16 is rounded to
-// nearest.
+// nearest. average_dtype: of all averages.
 extern "C" int encoded_step(
     const char* rule, void* const* tensors, int states, const int64_t* numels, int count, int grad_dtype, int out_dtype,
     const float* hyper, const float* grad_scale, const float* found_inf, int32_t* nonfinite_slots, int32_t slots,
-    float* const* row_stats, float* const* averages, int each, const float* rates, const int* forms,
-    float* const* scales, int low_size, const int32_t* const* row_keys) {
+    float* const* row_stats, void* const* averages, int each, const float* rates, const int* forms,
+    float* const* scales, int low_size, const int32_t* const* row_keys, int average_dtype) {
   std::vector<EncodedShard> shards;
   for (int i = 0; i < count; ++i) {
     EncodedShard shard = {};
@@ -233,7 +233,7 @@ extern "C" int encoded_step(
     if (low_size) shard.low = std::exchange(shard.step.master, nullptr);
     shards.push_back(shard);
   }
-  Averages of_masters = averages_of(averages, each, rates, count);
+  Averages of_masters = averages_of(averages, each, rates, count, average_dtype);
   DType grad = DType(grad_dtype), out = DType(out_dtype);
   Encoded of = {{Form(forms[0]), Form(forms[1]), Form(forms[2])}, {}, nullptr, low_size ? low_size : 2, nullptr};
   if (!std::strcmp(rule, "adamw")) return run_encoded<AdamW>(shards, of_masters, of, grad, out);
