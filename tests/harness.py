@@ -179,12 +179,13 @@ def _worker_main(connection: Connection, stack_file: str, error_file: str) -> No
 
 class RankPool:
     """Worker processes, one a rank, started when first needed and thrown away after a failure. ``simulated``: the
-    simulation that they run in, see ``simulated_gpu.switch``; empty: none."""
+    simulation that they run in, see ``simulated_gpu.switch``; empty: none. ``imported``: what they have imported, where
+    it is installed, beside ``PRELOADED``."""
 
-    def __init__(self, simulated: str = "") -> None:
+    def __init__(self, simulated: str = "", imported: tuple[str, ...] = ()) -> None:
         self._simulated = simulated
         self._server = forkserver.ForkServer()
-        self._server.set_forkserver_preload(PRELOADED)
+        self._server.set_forkserver_preload([*PRELOADED, *imported])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -307,7 +308,7 @@ class RankPool:
         return worker.stack_file.read_text()
 
 
-_POOLS: dict[str, RankPool] = {}  # by simulation
+_POOLS: dict[tuple[str, tuple[str, ...]], RankPool] = {}  # by simulation, and by what is imported
 
 
 def run_ranks(
@@ -320,6 +321,7 @@ def run_ranks(
     simulated: str | None = None,
     one_order: bool = True,
     collective_timeout: float | None = None,
+    imported: tuple[str, ...] = (),
 ) -> list[Any]:
     """Results of ``fn(rank, world_size, *args)`` on ``world_size`` ranks, in rank order.
 
@@ -333,13 +335,16 @@ def run_ranks(
     ``collective_timeout``: seconds after which a collective gives up; None: those of ``TIMEOUT_SECONDS``. Where a rank
     waits in vain, its group cannot be destroyed before that.
 
+    ``imported``: modules that the ranks find imported. Ranks that import a large library themselves do so one by one.
+
     Raises RankFailure with every failed rank's traceback, and the end of its stderr, when a rank raises, dies or has
     not answered after ``timeout`` seconds.
     """
     simulated = os.environ.get(simulation.VARIABLE, "") if simulated is None else simulated
-    if simulated not in _POOLS:
-        _POOLS[simulated] = RankPool(simulated)
-    return _POOLS[simulated].run(world_size, fn, args, timeout, backend, bound, one_order, collective_timeout)
+    kind = simulated, imported
+    if kind not in _POOLS:
+        _POOLS[kind] = RankPool(*kind)
+    return _POOLS[kind].run(world_size, fn, args, timeout, backend, bound, one_order, collective_timeout)
 
 
 def new_ranks() -> None:

@@ -6,6 +6,7 @@ Clients are imported inside functions: they take seconds, which a run that colle
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -20,6 +21,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 import zero_optim
+from harness import run_ranks
 from oracle import adamw_bound
 from torch import Tensor, nn
 from training_cases import assert_bitwise
@@ -30,6 +32,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # In exact arithmetic some gradients are zero: of the keys' bias in attention for one. What is left is rounding noise,
 # and Adam's ratio of noise to noise is anything. 1e-6 is far above the noise and far below the other gradients.
 EPS = 1e-6
+
+
+# To import the three takes four seconds of a core.
+run_client_ranks = functools.partial(run_ranks, imported=("accelerate", "lightning", "transformers.trainer"))
+"""As ``run_ranks``, on ranks that have imported the clients."""
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:

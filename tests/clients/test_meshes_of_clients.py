@@ -15,11 +15,11 @@ from client_cases import (
     close,
     forget_accelerator,
     needs,
+    run_client_ranks,
     silent,
     taking_meshes,
     weights,
 )
-from harness import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -155,7 +155,7 @@ def _accelerate(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @needs("accelerate")
 def test_accelerate_by_a_parallelism_config(tmp_path: Any) -> None:
-    per_rank = run_ranks(4, _accelerate, str(tmp_path), timeout=180, collective_timeout=60)
+    per_rank = run_client_ranks(4, _accelerate, str(tmp_path), timeout=180, collective_timeout=60)
     for found in per_rank:
         refused = found["refused"]
         assert "mesh=data_parallel_mesh(accelerator)" in refused["no grid"]
@@ -237,7 +237,8 @@ def _one_process(rank: int, world_size: int, folder: str, kind: str) -> dict[str
         model = llama(kind)
         model.save_pretrained(folder)
         trainer, norms = trained(Trainer, model, f"{folder}/run", 4)
-        return {"weights": weights(trainer.model), "norms": norms}
+        names = [name for name, _ in trainer.model.named_parameters()]
+        return {"weights": weights(trainer.model), "names": names, "norms": norms}
 
 
 def _trainer(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -289,16 +290,16 @@ def test_trainer_with_models_that_are_cut(tmp_path: Any) -> None:
     from safetensors.torch import load_file
 
     wanted = {
-        kind: run_ranks(1, _one_process, str(tmp_path / kind), kind, timeout=180)[0] for kind in ("Llama", "Qwen3")
+        kind: run_client_ranks(1, _one_process, str(tmp_path / kind), kind, timeout=180)[0]
+        for kind in ("Llama", "Qwen3")
     }
-    for found in run_ranks(4, _trainer, str(tmp_path), timeout=240, collective_timeout=120):
+    for found in run_client_ranks(4, _trainer, str(tmp_path), timeout=240, collective_timeout=120):
         for name in ("Llama 2", "Qwen3 2", "Qwen3 3"):
             one = wanted[name.split()[0]]
             assert_like_adamw(found[name]["weights"], one["weights"], LR, STEPS)
             assert found[name]["norms"] == pytest.approx(one["norms"], rel=1e-5)
             saved = load_file(tmp_path / name / "model.safetensors")
-            names = [key for key, _ in llama(name.split()[0]).named_parameters()]
-            assert_bitwise([saved[key] for key in names], found[name]["weights"], f"saved: {name}")
+            assert_bitwise([saved[key] for key in one["names"]], found[name]["weights"], f"saved: {name}")
         assert "SequenceParallel(sequence_dim=2" in found["refused Qwen3"] and "q_norm" in found["refused Qwen3"]
         assert "DistributedConfig(fsdp_size=2)" in found["refused Llama"]
 
@@ -386,7 +387,7 @@ def _lightning(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @needs("lightning")
 def test_lightning_with_tensor_parallel_ranks(tmp_path: Any) -> None:
-    per_rank = run_ranks(4, _lightning, str(tmp_path), timeout=240, collective_timeout=120)
+    per_rank = run_client_ranks(4, _lightning, str(tmp_path), timeout=240, collective_timeout=120)
     for found in per_rank:
         for name, kind in (("2", "seen"), ("3", "seen"), ("theirs", "seen by theirs")):
             seen = [rank[kind] for rank in per_rank]

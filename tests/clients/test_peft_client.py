@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import zero_optim
-from client_cases import EPS, as_torchrun, assert_like_adamw, assert_ranks_alike, load_example, needs, replicate
-from harness import run_ranks
+from client_cases import (
+    EPS,
+    as_torchrun,
+    assert_like_adamw,
+    assert_ranks_alike,
+    load_example,
+    needs,
+    replicate,
+    run_client_ranks,
+)
 from torch import Tensor, nn
 from training_cases import assert_bitwise
 
@@ -75,7 +83,7 @@ def check(found: dict[str, list[Tensor]]) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", pytest.param("nf4", marks=needs("bitsandbytes"))])
 def test_adapters_train_as_with_adamw_at_every_stage(kind: str) -> None:
-    check(assert_ranks_alike(run_ranks(2, stages, kind)))
+    check(assert_ranks_alike(run_client_ranks(2, stages, kind)))
     check(stages(0, 1, kind))
 
 
@@ -87,7 +95,7 @@ def eight_bits(rank: int, world_size: int) -> dict[str, list[Tensor]]:
 
 @needs("bitsandbytes")
 def test_a_base_of_eight_bits_is_for_stages_up_to_2() -> None:
-    check(assert_ranks_alike(run_ranks(2, eight_bits)))
+    check(assert_ranks_alike(run_client_ranks(2, eight_bits)))
 
 
 def through_the_wrapper(rank: int, world_size: int, folder: str) -> None:
@@ -115,7 +123,7 @@ def through_the_wrapper(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_wrapped_and_a_merged_model_generate(tmp_path: Path) -> None:
-    run_ranks(2, through_the_wrapper, str(tmp_path))
+    run_client_ranks(2, through_the_wrapper, str(tmp_path))
 
 
 def run_example(rank: int, world_size: int, folder: str, options: list[str]) -> dict[str, Tensor]:
@@ -130,7 +138,7 @@ def test_the_example_saves_what_others_load(options: list[str], tmp_path: Path) 
     from peft import PeftModel
     from transformers import LlamaForCausalLM
 
-    whole = run_ranks(2, run_example, str(tmp_path), options)[1]
+    whole = run_client_ranks(2, run_example, str(tmp_path), options)[1]
     loaded = PeftModel.from_pretrained(load_example("peft_lora").build_base(bool(options)), tmp_path / "adapter")
     if options:
         adapters = {name: value for name, value in whole.items() if "lora_" in name}

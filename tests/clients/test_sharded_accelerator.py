@@ -16,9 +16,9 @@ from client_cases import (
     load_example,
     needs,
     reductions_a_step,
+    run_client_ranks,
     weights,
 )
-from harness import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training_cases import assert_bitwise
@@ -122,7 +122,7 @@ def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(ranks, _all_stages, str(tmp_path), timeout=180))
+    found = assert_ranks_alike(run_client_ranks(ranks, _all_stages, str(tmp_path), timeout=180))
     for stage in range(4):
         assert_like_adamw(found[f"stage {stage}"], found["expected"], LR, STEPS)
 
@@ -147,7 +147,7 @@ def _leaves(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_plain_accelerate_goes_on_with_adamw(tmp_path: Any) -> None:
-    run_ranks(2, _leaves, str(tmp_path), timeout=120)
+    run_client_ranks(2, _leaves, str(tmp_path), timeout=120)
 
 
 def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_precisions_and_what_misuse_says(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _further, str(tmp_path), timeout=180))
+    found = assert_ranks_alike(run_client_ranks(2, _further, str(tmp_path), timeout=180))
     for stage in (2, 3):
         assert_like_adamw(found[f"scaled {stage}"], found["expected"], LR, STEPS)
         for ours, torchs in zip(found[f"bf16 {stage}"], found["expected bf16"], strict=True):
@@ -214,9 +214,9 @@ def _example_goes_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_the_example(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _example, str(tmp_path), ("2", "3")))
+    found = assert_ranks_alike(run_client_ranks(2, _example, str(tmp_path), ("2", "3")))
     for stage in (2, 3):
         assert_bitwise(found[f"resumed {stage}"], found[f"straight {stage}"], f"resumed at stage {stage}")
     for ranks in (1, 3):  # at stage 2, from what two ranks saved at stage 3
-        elsewhere = assert_ranks_alike(run_ranks(ranks, _example_goes_on, str(tmp_path / str(5 - ranks))))
+        elsewhere = assert_ranks_alike(run_client_ranks(ranks, _example_goes_on, str(tmp_path / str(5 - ranks))))
         assert not any(map(torch.equal, elsewhere["on"], elsewhere["there"]))

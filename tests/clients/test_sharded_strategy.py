@@ -19,10 +19,10 @@ from client_cases import (
     load_example,
     needs,
     reductions_a_step,
+    run_client_ranks,
     silent,
     weights,
 )
-from harness import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -132,7 +132,7 @@ def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(ranks, _all_stages, str(tmp_path), timeout=180))
+    found = assert_ranks_alike(run_client_ranks(ranks, _all_stages, str(tmp_path), timeout=180))
     for stage in range(4):
         assert_like_adamw(found[f"stage {stage}"], found["expected"], LR, STEPS)
 
@@ -164,7 +164,7 @@ def _precisions(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_every_precision(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _precisions, str(tmp_path), timeout=180))
+    found = assert_ranks_alike(run_client_ranks(2, _precisions, str(tmp_path), timeout=180))
     for stage in (2, 3):
         for name, expected in (("16-mixed", "16-mixed "), ("bf16-mixed", "bf16-mixed "), ("bf16-true", "")):
             for ours, torchs in zip(found[f"{name} {stage}"], found[f"{expected}expected"], strict=True):
@@ -226,7 +226,7 @@ def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_runs_of_ddp_go_on_and_misuse_says_what_to_do(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _further, str(tmp_path), timeout=180))
+    found = assert_ranks_alike(run_client_ranks(2, _further, str(tmp_path), timeout=180))
     for stage in (2, 3):
         assert_like_adamw(found[f"from ddp {stage}"], found["straight"], LR, STEPS)
         assert_like_adamw(found[f"by hand {stage}"], found["by hand 0"], LR, STEPS)
@@ -254,12 +254,12 @@ def _example_goes_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_the_example(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _example, str(tmp_path), timeout=180))
+    found = assert_ranks_alike(run_client_ranks(2, _example, str(tmp_path), timeout=180))
     for stage in (2, 3):
         assert_bitwise(found[f"resumed {stage}"], found[f"straight {stage}"], f"resumed at stage {stage}")
     for ranks in (1, 3):  # at stage 2, from what stage 3 saved
         folder = shutil.copytree(tmp_path / "3" / "0 of 2", tmp_path / f"on {ranks}")
-        elsewhere = assert_ranks_alike(run_ranks(ranks, _example_goes_on, str(folder)))["weights"]
+        elsewhere = assert_ranks_alike(run_client_ranks(ranks, _example_goes_on, str(folder)))["weights"]
         for after, before in zip(elsewhere, found["straight 3"], strict=True):  # other batches, by Adam's steps
             assert 0 < (after - before).abs().max() < 40 * LR
 
@@ -299,5 +299,5 @@ def _averages(rank: int, world_size: int, folder: str, kind: str) -> dict[str, A
 
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_callbacks_that_average_weights_at_stage_3(kind: str, tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _averages, str(tmp_path), kind, timeout=180))
+    found = assert_ranks_alike(run_client_ranks(2, _averages, str(tmp_path), kind, timeout=180))
     assert_like_adamw(found["3"], found["expected"], LR, STEPS)

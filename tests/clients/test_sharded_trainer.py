@@ -18,9 +18,9 @@ from client_cases import (
     load_example,
     needs,
     reductions_a_step,
+    run_client_ranks,
     weights,
 )
-from harness import run_ranks
 from torch import Tensor, nn
 from training_cases import assert_bitwise
 
@@ -109,7 +109,7 @@ def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(ranks, _all_stages, str(tmp_path), timeout=180))
+    found = assert_ranks_alike(run_client_ranks(ranks, _all_stages, str(tmp_path), timeout=180))
     for stage in range(4):
         assert_like_adamw(found[f"last {stage}"], found["expected last"], LR, STEPS)
         assert_like_adamw(found[f"best {stage}"], found["expected best"], LR, 2)
@@ -163,7 +163,7 @@ def _precisions(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_every_precision(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _precisions, str(tmp_path), timeout=180))
+    found = assert_ranks_alike(run_client_ranks(2, _precisions, str(tmp_path), timeout=180))
     for stage in (2, 3):
         assert_like_adamw(found[f"scaled {stage}"], found["expected fp32"], LR, STEPS)
         for name, expected in (("bf16", "bf16"), ("plain bf16", "fp32"), ("plain fp16", "fp32")):
@@ -204,7 +204,7 @@ def _adapters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @needs("peft")
 def test_adapters_on_a_sharded_base(tmp_path: Any) -> None:
-    assert_ranks_alike(run_ranks(2, _adapters, str(tmp_path), timeout=180))
+    assert_ranks_alike(run_client_ranks(2, _adapters, str(tmp_path), timeout=180))
 
 
 # -- from and to other optimizers, and what raises -----------------------------------------------------------------
@@ -225,7 +225,7 @@ def _continued(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_run_of_adamw_in_ddp_goes_on(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _continued, str(tmp_path)))
+    found = assert_ranks_alike(run_client_ranks(2, _continued, str(tmp_path)))
     for stage in (2, 3):
         assert_like_adamw(found[f"here {stage}"], found["straight"], LR, STEPS)
 
@@ -262,7 +262,7 @@ def _buffers(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_buffers_are_the_same_on_all_ranks(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _buffers, str(tmp_path), timeout=180))
+    found = assert_ranks_alike(run_client_ranks(2, _buffers, str(tmp_path), timeout=180))
     assert all(found[f"evaluated {stage}"][0].min() > 0 for stage in (2, 3))
 
 
@@ -289,7 +289,7 @@ def _misused(rank: int, world_size: int, folder: str) -> dict[str, str]:
 
 
 def test_misuse_says_what_to_do(tmp_path: Any) -> None:
-    for found in run_ranks(2, _misused, str(tmp_path)):
+    for found in run_client_ranks(2, _misused, str(tmp_path)):
         assert found["late"].startswith("ParameterError") and "before making the optimizer" in found["late"]
         assert "make a zero_optim.ShardedAdamW" in found["torch's"]
         assert "optim='adafactor'" in found["optim"]
@@ -327,10 +327,10 @@ def _example_goes_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_example(ranks: int, tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(ranks, _example, str(tmp_path), timeout=180))
+    found = assert_ranks_alike(run_client_ranks(ranks, _example, str(tmp_path), timeout=180))
     for stage in (2, 3):
         assert_bitwise(found[f"resumed {stage}"], found[f"straight {stage}"], f"resumed at stage {stage}")
     folder = str(tmp_path / "3" / "straight")  # on another number of ranks, at stage 2
-    elsewhere = assert_ranks_alike(run_ranks(3 - ranks, _example_goes_on, folder, timeout=180))
+    elsewhere = assert_ranks_alike(run_client_ranks(3 - ranks, _example_goes_on, folder, timeout=180))
     for after, before in zip(elsewhere["weights"], elsewhere["saved"], strict=True):
         assert 0 < (after - before).abs().max() < 4 * LR

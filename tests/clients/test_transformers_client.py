@@ -19,9 +19,9 @@ from client_cases import (
     load_example,
     needs,
     replicate,
+    run_client_ranks,
     weights,
 )
-from harness import run_ranks
 from torch import nn
 from training_cases import assert_bitwise
 
@@ -98,7 +98,7 @@ def _loop(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_the_loop_on_two_ranks(tmp_path: Any) -> None:
-    found = assert_ranks_alike(run_ranks(2, _loop, str(tmp_path)))
+    found = assert_ranks_alike(run_client_ranks(2, _loop, str(tmp_path)))
     assert_like_adamw(found["ours"], found["expected"], LR, 4)
     assert_bitwise(found["overlapped"], found["ours"], "gathered during the forward")
     assert_bitwise(found["resumed"], found["straight"], "resumed")
@@ -239,7 +239,7 @@ def _generates(rank: int, world_size: int) -> None:
 
 
 def test_ranks_that_end_at_different_lengths_generate_together() -> None:
-    run_ranks(2, _generates, timeout=60)
+    run_client_ranks(2, _generates, timeout=60)
 
 
 def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -277,4 +277,4 @@ def _predicts(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_seq2seq_trainer_predicts_with_generate(tmp_path: Any) -> None:
-    run_ranks(2, _predicts, str(tmp_path), timeout=120)
+    run_client_ranks(2, _predicts, str(tmp_path), timeout=120)
