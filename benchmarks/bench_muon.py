@@ -30,6 +30,9 @@ from zero_optim.train.model import GPT
 
 NAME = "muon"
 ABOUT = "Trains a GPT by Muon, and compares time, memory and what is communicated with torch's under DDP."
+TOLERANCE = 1e-2
+"""Of the losses. bf16 leaves an update by either form of the iteration a percent from the exact one. Two percent of noise
+in torch's updates were seen to make half a percent of the loss."""
 MENU = Menu({NAME: Choices({name: said for name, said in TAKEN.items() if name != "contenders"}, gpu=True)})
 
 
@@ -40,7 +43,9 @@ def run(request: Request, device: torch.device, say: Say) -> Measured:
     tasks = {task.tokens: task for task in (make_task(numel, dtype, n, device) for n in tokens_of(request, device))}
     names = (MUON, MUON_STAGE3, DDP_MUON, FSDP2_DION)
     rounds = request.rounds or ROUNDS
-    contests = [Contest(NAME, task, names, count, DDP_MUON) for count in ranks for task in tasks.values()]
+    contests = [
+        Contest(NAME, task, names, count, DDP_MUON, tolerance=TOLERANCE) for count in ranks for task in tasks.values()
+    ]
     rows, packages = hold_all(contests, rounds, say)
     return [with_iteration(row, tasks[row.tokens or 0], rounds, say) for row in rows], packages
 

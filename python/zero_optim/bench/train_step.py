@@ -68,6 +68,7 @@ class Contest:
     Attributes:
         reference: whose losses all must have.
         baselines: of some, whose time theirs is held against; of the others it is the reference's.
+        tolerance: by how much losses may differ, of a loss; None: as ``TOLERANCE`` says.
     """
 
     op: str
@@ -76,6 +77,7 @@ class Contest:
     ranks: int
     reference: str
     baselines: Mapping[str, str] = field(default_factory=dict)
+    tolerance: float | None = None
 
     def baseline(self, name: str) -> str:
         return self.baselines.get(name, self.reference)
@@ -210,7 +212,7 @@ def most(reports: Sequence[Alone]) -> Alone:
 
 def check_losses(contest: Contest, alone: Mapping[str, Alone]) -> None:
     """Figures of trainings that differ compare nothing. Raises ZeroOptimError."""
-    reference, tolerance = contest.reference, TOLERANCE[contest.task.dtype]
+    reference, tolerance = contest.reference, contest.tolerance or TOLERANCE[contest.task.dtype]
     for name, report in alone.items():
         for step, (loss, other) in enumerate(zip(report.losses, alone[reference].losses, strict=True), start=1):
             if not math.isclose(loss, other, rel_tol=tolerance):
