@@ -31,8 +31,8 @@ from zero_optim.train.model import GPT
 NAME = "muon"
 ABOUT = "Trains a GPT by Muon, and compares time, memory and what is communicated with torch's under DDP."
 TOLERANCE = 1e-2
-"""Of the losses. bf16 leaves an update by either form of the iteration a percent from the exact one. Two percent of noise
-in torch's updates were seen to make half a percent of the loss."""
+"""Of the losses. bf16 leaves an update by either form of the iteration a percent from the exact one. Two percent of
+noise in torch's updates were seen to make half a percent of the loss."""
 MENU = Menu({NAME: Choices({name: said for name, said in TAKEN.items() if name != "contenders"}, gpu=True)})
 
 
