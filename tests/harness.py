@@ -179,8 +179,8 @@ def _worker_main(connection: Connection, stack_file: str, error_file: str) -> No
 
 class RankPool:
     """Worker processes, one a rank, started when first needed and thrown away after a failure. ``simulated``: the
-    simulation that they run in, see ``simulated_gpu.switch``; empty: none. ``imported``: what they have imported, where
-    it is installed, beside ``PRELOADED``."""
+    simulation that they run in, see ``simulated_gpu.switch``; empty: none. ``imported``: modules that they find
+    imported."""
 
     def __init__(self, simulated: str = "", imported: tuple[str, ...] = ()) -> None:
         self._simulated = simulated

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_kernels import dispatch
 from zero_kernels.codecs import FORMS, LOWS
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, Coefficient, hyper_table
-from zero_kernels.reference import ROW_STATS, averages_of, scales_of, shards_of
+from zero_kernels.reference import ROW_STATS, averages_of, check_average, scales_of, shards_of
 from zero_kernels.rules import RULES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -375,11 +375,7 @@ def _check_foreach_step(
             _check_flat("a scale", scale, (torch.float32,), state.device, -(-state.numel() // ROW))
     if averages:
         _check_rates(rates, hyper.shape[0], len(followers[0]), grads[0].device)
-        if averages[0].dtype == torch.bfloat16 and row_keys is None:
-            raise ValueError(
-                "averages in bfloat16 need row_keys, by which they are rounded: rounded to nearest, an average that "
-                "moves little in each update stands still"
-            )
+        check_average(averages[0], row_keys)
     return grads[0].device
 
 

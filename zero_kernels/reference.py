@@ -131,6 +131,8 @@ def update_rows(
     `update` is called for many rows at a time, and for the last row of a shard apart where that is shorter than 128.
     What it returns is copied where a row is live: it has a slot that is active, and `found_inf` is 0.
     """
+    for average in averages or ():
+        check_average(average, row_keys)
     if hyper.shape[0] == 0:
         for of_shard in row_stats or ():
             of_shard.zero_()
@@ -180,6 +182,17 @@ def update_rows(
                 _copy_where(live, average, kept)
             for value, old in zip((written, *news), (master[elements].view(shape), *olds), strict=True):
                 _copy_where(live, value, old)
+
+
+def check_average(average: Tensor, row_keys: Sequence[Tensor] | None) -> None:
+    """Raise TypeError for a dtype that no average has, ValueError for one in bf16 without keys."""
+    if average.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"averages must be float32 or bfloat16, got {str(average.dtype).removeprefix('torch.')}")
+    if average.dtype == torch.bfloat16 and row_keys is None:
+        raise ValueError(
+            "averages in bfloat16 need row_keys, by which they are rounded: rounded to nearest, an average that "
+            "moves little in each update stands still"
+        )
 
 
 def shards_of(

@@ -35,7 +35,8 @@ struct MuonLookAhead {
   }
 
  private:
-  // As far from `start` to `end` as `weight` says, counted from the nearer of them: as torch's lerp. `rest`: 1 - weight.
+  // As far from `start` to `end` as `weight` says, counted from the nearer of them: as torch's lerp. `rest`: 1 -
+  // weight.
   template <class V>
   ZK_HOST_DEVICE static inline V between(V start, V end, V weight, V rest, bool less) {
     V way = end - start;

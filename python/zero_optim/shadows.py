@@ -236,7 +236,8 @@ class MatrixShadow(Shadow):
         self, shard: ShardState, piece: SlotPiece, live: Tensor, ahead: tuple[Tensor, Mapping[str, Any]] | None
     ) -> Compared:
         ulps = 0.0
-        if self._exact.buffer not in self._rule.codecs:  # else it begins anew in every step
+        # One that is encoded begins anew in every step. Where nothing is updated it has to stay what it was.
+        if ahead is None or self._exact.buffer not in self._rule.codecs:
             ulps = self._ulps_off(self._exact.buffer, self._live(shard, piece, self._exact.buffer))
         master = self.state[self._master][self.held]
         if ahead is None:

@@ -84,7 +84,8 @@ def verify(
 
     Of a rule that takes whole matrices, as Muon, all elements that this rank has of a shadowed one are followed, with
     40 bytes for each. There ``ulps`` are of the momentum, and ``direction`` is of what each single update has
-    subtracted: the shadow's master begins every step as the live one. Where it compares, it makes a singular value
+    subtracted: the shadow's master begins every step as the live one. So of the master only updates of compared steps
+    are judged. Where it compares, it makes a singular value
     decomposition of each matrix in float64, and a matrix that is cut over ranks is brought together on all of these. So
     all ranks make the same call of ``verify``, or RankMismatchError is raised in ``step``.
 
@@ -164,6 +165,9 @@ class Verifier:
     @torch.no_grad()
     def before_update(self, grad_scale: Tensor | None, found_inf: Tensor) -> None:
         """Take over edits, then update the shadow by what the shards are about to be updated by."""
+        if self._chosen is None:  # a group may have brought another rule; all ranks know it
+            for rule in self._engine.rules.all:
+                _ulps_an_update(rule)
         if is_capturing(self._engine.sharding.device):
             raise ZeroOptimError("verify reads device values: close() it before capturing a step")
         used = self._engine.exchange.used.cpu()
@@ -232,15 +236,15 @@ def _ulps_an_update(rule: UpdateRule) -> int:
     """The most that rounding makes of an update of what is compared in units in the last place."""
     if rule.ulps_an_update is None:
         raise ZeroOptimError(
-            f"verify cannot follow {rule.name}: give the rule update_in_float64, and ulps_an_update, its bound; or "
-            "choose parameters of another rule by parameters="
+            f"verify cannot follow {rule.name}: give the rule update_in_float64 or matrices_in_float64, and "
+            "ulps_an_update, its bound; or choose parameters of another rule by parameters="
         )
     return rule.ulps_an_update + (stored_ulps(rule) if rule.matrices_in_float64() is None else 0)
 
 
 def _of_its_bound(report: VerifyReport) -> float:
-    """The difference beside what an update of its rule explains."""
-    return report.ulps / max(report.ulps_an_update, 1)
+    """The difference beside the most that rounding explains."""
+    return report.ulps / max(report.bound, 1)
 
 
 def _indices(known: ParameterSet, parameters: Iterable[Tensor | str]) -> set[int]:

@@ -210,7 +210,7 @@ def encoded_step(folder: Path) -> int:
         param = torch.bfloat16 if of_low else (*FLOATS, None)[(form + number) % 4]
         sizes = (0, 1, 4097, 127, 2048) if form else (129,) * 25
         for measured, found_inf in ((True, 0.0), (False, float(form == 1))):
-            average_dtype = torch.bfloat16 if measured and number % 2 else torch.float32
+            average_dtype = torch.bfloat16 if measured and (number + form) % 2 else torch.float32
             shards = EncodedShards(
                 *(rule, sizes, FLOATS[(form + number) % 3], param, form % 2),
                 calm=measured or form == 2,

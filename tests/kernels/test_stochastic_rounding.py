@@ -275,6 +275,21 @@ def test_keys_are_those_of_the_row_wherever_it_is() -> None:
     assert codecs.row_keys(7, 2**32 - 1, 2).tolist() == [int(whole[0]) - 1, int(whole[0])], "modulo 2^32"
 
 
+def test_what_does_not_fit_is_named_before_rows_are_updated() -> None:
+    """By an update in torch."""
+    master = torch.zeros(200)
+    lists = ([torch.ones(200)], [master], [], [], [torch.zeros(2, dtype=torch.int32)], rule_table(RULES["sgd_plain"]))
+    rule = RULES["sgd_plain"]
+    for dtype, error, message in (
+        (BF16, ValueError, "averages in bfloat16 need row_keys"),
+        (torch.float16, TypeError, "averages must be float32 or bfloat16, got float16"),
+    ):
+        more = {"averages": [torch.zeros(200, dtype=dtype)], "rates": torch.ones(4, 1)}
+        with pytest.raises(error, match=message):
+            zero_kernels.update_rows(rule.update, rule.columns, *lists, **more)
+        assert not master.any()
+
+
 def test_what_does_not_fit_is_named() -> None:
     lists = ([torch.zeros(200)], [torch.zeros(200)], [torch.zeros(200, dtype=BF16)], [])
     given = (*lists, [torch.zeros(2, dtype=torch.int32)], rule_table(RULES["lion"]))

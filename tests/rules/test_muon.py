@@ -83,8 +83,8 @@ def test_it_is_torchs(dtype: torch.dtype, scale: str | None, nesterov: bool) -> 
 
 
 def test_another_momentum() -> None:
-    """The last bit of the momentum is another then. Where that makes another bf16 of it, the update differs by 2^-8. An
-    update is about lr / 5."""
+    """The last bit of the momentum is another then. Where that makes another bf16 of an element, the update, of about
+    lr / 5, differs by about a percent."""
     for momentum in (0.3, 0.9, 0.95):
         options = {"momentum": momentum, **AS_TORCH}
         found, expected = _train(0, 1, torch.float32, options), _oracle(1, torch.float32, momentum=momentum)
@@ -216,6 +216,12 @@ def test_8_bit_momentum_is_near() -> None:
     assert not all(map(torch.equal, masters, exact))
     for found, expected, before in zip(masters, exact, _weights(torch.bfloat16), strict=True):
         assert (found - expected).norm() <= 0.05 * (expected - before.detach()).norm()
+
+
+def test_an_average_rounded_by_noise_leaves_a_momentum_that_is_rounded_to_nearest() -> None:
+    options = {"state_dtype": "bf16", "ema_decay": 0.5}
+    by_noise, exact = (_train(0, 1, torch.bfloat16, {**options, "ema_dtype": d}) for d in ("bf16_stochastic", "fp32"))
+    assert all(map(torch.equal, by_noise, exact))
 
 
 def _averages(rank: int, world_size: int, form: str) -> bool:
@@ -635,6 +641,7 @@ def test_original_is_the_usual_scale() -> None:
             ValueError,
             "must be three numbers, or three for each",
         ),
+        (lambda: ShardedMuon(_weights(torch.float32), ns_gram="no"), ValueError, "ns_gram must be True or False"),
         (lambda: ShardedMuon(_weights(torch.float32), eps=0.0), ValueError, "eps must be a number above 0"),
         (lambda: ShardedMuon(_weights(torch.float32), eps="a"), ValueError, "eps must be a number above 0"),
         (lambda: ShardedMuon(_weights(torch.float32), momentum=None), ValueError, "momentum of .* must be a number"),

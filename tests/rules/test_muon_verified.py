@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from training_cases import error_of, impatient, make_gradients
+from zero_optim.rules import Begins, Number, StateTensor, UpdateRule
 from zero_optim.rules.homes import Homes
 from zero_optim.rules.muon import Muon, scale_of
 from zero_optim.rules.newton_schulz import POLAR_EXPRESS, QUINTIC, orthogonalized
+from zero_optim.rules.update_rule import MASTER
 from zero_optim.shadows import furthest
 
 RUNS = (((24, 40), (72, 8), (2, 12, 20)), ((6, 4, 3, 3), (36, 30)))
@@ -144,6 +146,7 @@ FORMS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.bfloat16, {"max_grad_norm": 0.5}),
     (torch.bfloat16, {"master": "split", "state_dtype": "int8"}),
     (torch.bfloat16, {"master": "split8", "state_dtype": "bf16_stochastic", "ema_decay": 0.9}),
+    (torch.bfloat16, {"state_dtype": "bf16", "ema_decay": 0.9, "ema_dtype": "bf16_stochastic"}),
 ]
 
 
@@ -248,11 +251,13 @@ OVERFLOW = 3
 
 @dataclass(frozen=True)
 class Fault:
-    """``plant`` is called before the step of that number; ``shows``: the fact of a report that tells."""
+    """``plant`` is called before the step of that number; ``shows``: the fact of a report that tells; ``options``: of
+    the optimizer."""
 
     plant: Callable[[Any], None]
     shows: str
     step: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 UPDATE, MOMENTUM = "direction", "ulps"
@@ -269,6 +274,9 @@ FAULTS: dict[str, Fault] = {
     "momentum touched in a step that was skipped": Fault(
         _state("momentum_buffer", lambda buffer: buffer.mul_(0.999)), MOMENTUM, OVERFLOW
     ),
+    "momentum in 8 bits touched in a step that was skipped": Fault(
+        _state("momentum_buffer_int8", lambda buffer: buffer.neg_()), MOMENTUM, OVERFLOW, {"state_dtype": "int8"}
+    ),
     "a master touched in a step that was skipped": Fault(
         _state("master", lambda master: master.mul_(1 + 2.0**-20)), UPDATE, OVERFLOW
     ),
@@ -284,7 +292,7 @@ def _wrong(report: zero_optim.VerifyReport) -> dict[str, bool]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_update_is_found_out(name: str) -> None:
     fault = FAULTS[name]
-    model, opt = _make(1, torch.bfloat16, max_grad_norm=0.5, skip_nonfinite=True)
+    model, opt = _make(1, torch.bfloat16, max_grad_norm=0.5, skip_nonfinite=True, **fault.options)
     with zero_optim.verify(opt) as shadow:
         for step in range(fault.step + 1):
             if step == fault.step:
@@ -360,3 +368,31 @@ def test_a_rank_that_verifies_alone_does_not_wait_for_ever() -> None:
     found = run_ranks(2, _alone)
     assert {kind for kind, _ in found} == {"RankMismatchError"}, found
     assert "verify, which brings" in found[0][1]
+
+
+class Unfollowed(UpdateRule):
+    """A rule without a counterpart in float64."""
+
+    options = (Number("lr", 0.1, rate=True),)
+    tensors = (StateTensor(MASTER, Begins.PARAMETER),)
+    own_columns = ("lr",)
+
+    def update_rows(
+        self, g: Tensor, p: Tensor, state: Any, c: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return p - c["lr"] * g, {}
+
+
+def _brought(rank: int, world_size: int) -> tuple[str, str]:
+    """With a group that only one of two ranks has elements of."""
+    first, second = nn.Parameter(torch.ones(12, 8)), nn.Parameter(torch.ones(3))
+    opt = zero_optim.ShardedMuon([first])
+    with zero_optim.verify(opt):
+        opt.add_param_group({"params": [second], "rule": Unfollowed()})
+        first.grad, second.grad = torch.ones(12, 8), torch.ones(3)
+        return error_of(opt.step)
+
+
+def test_a_rule_that_cannot_be_followed_is_told_on_every_rank_as_a_group_brings_it() -> None:
+    for kind, text in run_ranks(2, _brought):
+        assert kind == "ZeroOptimError" and "verify cannot follow Unfollowed" in text, text

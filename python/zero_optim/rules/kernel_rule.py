@@ -65,7 +65,9 @@ class KernelRule(UpdateRule):
         master, states, scales, averages = self._names or self._names_as_stored()
         of_shards = [shard.state[name] for shard in shards for name in scales]
         *lists, row_keys = lists_of(shards, master, states, averages)
-        self._step(self.kernel, *lists, of_shards or None, row_keys)
+        # Shards have keys where any of their state needs them. Given keys, a kernel rounds all bf16 by noise.
+        by_noise = any(codec.stochastic for codec in self.codecs.values())
+        self._step(self.kernel, *lists, of_shards or None, row_keys if by_noise else None)
 
     def _names_as_stored(self) -> _Names:
         master, *states = (

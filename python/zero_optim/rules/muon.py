@@ -31,8 +31,8 @@ _BUFFER = "momentum_buffer"
 _DIRECTION = "direction"
 """What is subtracted: the kernel's name of it."""
 
-_TABLE = zero_kernels.RULES["muon_look_ahead"]
-"""The kernel that reads the same table as the other does."""
+_LOOK_AHEAD = zero_kernels.RULES["muon_look_ahead"]
+"""The first kernel. The second reads the same table."""
 
 LEAST_TOGETHER = 17
 """Rows and columns that matrices have at least, of which several parameters go in one product on a CPU. Products of
@@ -64,8 +64,8 @@ class Muon(UpdateRule):
     """One momentum, 4 bytes a parameter less than AdamW; for matrices alone.
 
     ``view`` of a parameter group says which matrices its parameters are; see ``matrix_view``. Other options of its own,
-    the same for all groups: ``ns_coefficients``, ``ns_steps`` and ``eps`` of the Newton-Schulz iteration, and
-    ``adjust_lr_fn``, by which the rate depends on a matrix's shape; see ``scale_of``.
+    the same for all groups: ``ns_coefficients``, ``ns_steps``, ``eps`` and ``ns_gram`` of the Newton-Schulz iteration,
+    and ``adjust_lr_fn``, by which the rate depends on a matrix's shape; see ``scale_of``.
     """
 
     options = (
@@ -95,8 +95,7 @@ class Muon(UpdateRule):
 
     def check(self) -> None:
         super().check()
-        coefficients, steps, eps, _ = (self.defaults[name] for name in newton_schulz.OPTIONS)
-        newton_schulz.check(coefficients, steps, eps)
+        newton_schulz.check(*(self.defaults[name] for name in newton_schulz.OPTIONS))
         if self.defaults["adjust_lr_fn"] not in SCALES:
             known = ", ".join(map(repr, SCALES))
             raise ValueError(f"adjust_lr_fn must be one of {known}, got {self.defaults['adjust_lr_fn']!r}")
@@ -133,10 +132,10 @@ class Muon(UpdateRule):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return _TABLE.columns
+        return _LOOK_AHEAD.columns
 
     def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
-        _TABLE.fill_table(by_group, group_of, steps, active, table)
+        _LOOK_AHEAD.fill_table(by_group, group_of, steps, active, table)
 
     def prepared(self) -> Muon:
         made = copy.copy(self)
@@ -145,7 +144,7 @@ class Muon(UpdateRule):
 
     def _make_passes(self) -> tuple[KernelRule, KernelRule]:
         """The kernels that go over a shard: before its matrices are made orthogonal, and after."""
-        look_ahead, subtract = (KernelRule(name) for name in (_TABLE.name, "muon_subtract"))
+        look_ahead, subtract = (KernelRule(name) for name in (_LOOK_AHEAD.name, "muon_subtract"))
         look_ahead.codecs = {name: codec for name, codec in self.codecs.items() if name == _BUFFER}
         subtract.codecs = {name: codec for name, codec in self.codecs.items() if name != _BUFFER}
         subtract.averages = self.averages
@@ -205,7 +204,8 @@ class Muon(UpdateRule):
         )
 
     def _ahead(self, shard: ShardUpdate) -> Tensor:
-        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32."""
+        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32. It means nothing in rows that
+        are not updated, from which nothing is subtracted either."""
         ahead = torch.empty_like(shard.grad, dtype=torch.float32)
         momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))}
         look_ahead, _ = self._passes or self._make_passes()
