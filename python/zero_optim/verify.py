@@ -53,7 +53,7 @@ class VerifyReport:
         unrounded: elements of 16-bit parameters that were not their master, rounded.
         edited: elements of parameters found changed between two steps; the shadow takes them over.
         ulps_an_update: the most that rounding makes of one update by the rule of that parameter, and of the master as
-            it is stored. Where several rules are followed, the largest difference is the one nearest to its bound.
+            it is stored. Where several rules are followed, the largest difference is that with most ulps over this.
         direction: of matrices, what an update has subtracted from the master; None: none was followed.
     """
 
@@ -154,7 +154,7 @@ class Verifier:
     def report(self) -> VerifyReport:
         """Collective: the same on every rank, with the largest difference of all and the counts added up."""
         found = self._engine.sharding.everyone.gather_objects(self._found, "the report of verify")
-        worst = max(found, key=_of_its_bound)
+        worst = max(found, key=_by_one_update)
         directions = [report.direction for report in found if report.direction is not None]
         furthest = max(directions, key=lambda direction: direction.of_bound, default=None)
         totals = {name: sum(getattr(r, name) for r in found) for name in ("compared", "unrounded", "edited")}
@@ -201,7 +201,7 @@ class Verifier:
         found = replace(
             self._found, ulps=compared.ulps, parameter=name, step=step, updates=updates, ulps_an_update=ulps
         )
-        if _of_its_bound(found) > _of_its_bound(self._found):
+        if _by_one_update(found) > _by_one_update(self._found):
             self._found = found
         if compared.matrix is not None:
             direction = Direction(compared.matrix, name, rank, step)
@@ -242,9 +242,9 @@ def _ulps_an_update(rule: UpdateRule) -> int:
     return rule.ulps_an_update + (stored_ulps(rule) if rule.matrices_in_float64() is None else 0)
 
 
-def _of_its_bound(report: VerifyReport) -> float:
-    """The difference beside the most that rounding explains."""
-    return report.ulps / max(report.bound, 1)
+def _by_one_update(report: VerifyReport) -> float:
+    """The difference beside what rounding makes of one update by its rule: so rules are beside each other."""
+    return report.ulps / max(report.ulps_an_update, 1)
 
 
 def _indices(known: ParameterSet, parameters: Iterable[Tensor | str]) -> set[int]:
