@@ -14,11 +14,10 @@ from torch import Tensor
 from zero_kernels import dispatch
 from zero_kernels.codecs import FORMS, LOWS
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, Coefficient, hyper_table
-from zero_kernels.reference import ROW_STATS, averages_of, check_average, scales_of, shards_of
+from zero_kernels.reference import AVERAGES, ROW_STATS, averages_of, check_average, scales_of, shards_of
 from zero_kernels.rules import RULES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-AVERAGES = (torch.float32, torch.bfloat16)
 
 SCHEMAS = (
     "adam_step(Tensor grad, Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? param_out, "

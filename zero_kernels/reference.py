@@ -31,6 +31,9 @@ STATS_LANES = 1024
 STATS_BLOCK = 8 * STATS_LANES
 """Elements of one `grad_stats` block: one partial each."""
 
+AVERAGES = (torch.float32, torch.bfloat16)
+"""Dtypes of averages of the masters."""
+
 ROW_STATS = ("grad_squares", "update_squares", "master_squares", "largest_update", "grad_zeros")
 """The numbers of a row that an update may give, in the order of the columns of `row_stats`."""
 
@@ -186,7 +189,7 @@ def update_rows(
 
 def check_average(average: Tensor, row_keys: Sequence[Tensor] | None) -> None:
     """Raise TypeError for a dtype that no average has, ValueError for one in bf16 without keys."""
-    if average.dtype not in (torch.float32, torch.bfloat16):
+    if average.dtype not in AVERAGES:
         raise TypeError(f"averages must be float32 or bfloat16, got {str(average.dtype).removeprefix('torch.')}")
     if average.dtype == torch.bfloat16 and row_keys is None:
         raise ValueError(

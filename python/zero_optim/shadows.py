@@ -119,10 +119,9 @@ class Shadow:
         parameter = self.held_of(shard.bucket.param_shard, piece)
         edited = (parameter != self.parameter[self.held]) & ~came
         with shard.opened() as state:
-            tensors = {tensor.name: tensor for tensor in shard.tensors}
             for name, mine in self.state.items():
                 master = name == self._master
-                live = self.held_of(shard.master(state) if master else shard.values(tensors[name], state), piece)
+                live = self._live_in(state, shard, piece, name)
                 if master and take_over:
                     live = torch.where(live.to(parameter.dtype) == parameter, live, parameter.to(live.dtype))
                 live = live.double()
@@ -138,10 +137,11 @@ class Shadow:
     def _live(self, shard: ShardState, piece: SlotPiece, name: str) -> Tensor:
         """A state of these elements as it is now."""
         with shard.opened() as state:
-            if name == self._master:
-                return self.held_of(shard.master(state), piece)
-            tensor = next(tensor for tensor in shard.tensors if tensor.name == name)
-            return self.held_of(shard.values(tensor, state), piece)
+            return self._live_in(state, shard, piece, name)
+
+    def _live_in(self, state: Mapping[str, Tensor], shard: ShardState, piece: SlotPiece, name: str) -> Tensor:
+        whole = shard.master(state) if name == self._master else shard.values_named(name, state)
+        return self.held_of(whole, piece)
 
     def _count_unrounded(self, master: Tensor) -> int:
         parameter = self.parameter[self.held]
@@ -276,8 +276,9 @@ def _difference(
     if norm == 0:  # a matrix of zeros, or a rate of 0
         return Difference(distance=math.inf if off.any() else 0.0)
 
-    def beside_exact(off: Tensor) -> tuple[float, float]:
-        return float(torch.linalg.vector_norm(off)) / norm, abs(float((off * exact).sum())) / norm**2
+    def beside_exact(error: Tensor) -> tuple[float, float]:
+        """Its norm, and its length along the exact update."""
+        return float(torch.linalg.vector_norm(error)) / norm, abs(float((error * exact).sum())) / norm**2
 
     (distance, length), (of_rounding, longer) = beside_exact(off), beside_exact(in_bf16 - exact)
     bound = LEAST + SMALL / side + ROUNDINGS * of_rounding

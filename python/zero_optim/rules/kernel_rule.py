@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,8 +17,21 @@ from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of
 _OF_KERNELS = (Bf16, StochasticBf16, Int8, Root8, Split, Split8)
 """Codecs that kernels know. State that is stored by another is updated by torch's ops."""
 
-_Names = tuple[str, list[str], list[str], list[str]]
-"""Of the master, of each state, of the scales of those that have one, and of the averages."""
+
+class _Stored(NamedTuple):
+    """What a kernel is given, by name.
+
+    Attributes:
+        master: as it is stored, and so ``states`` and ``averages``.
+        scales: of those states that have one.
+        by_noise: whether some of it is rounded by noise. Given keys of rows, a kernel rounds all bf16 so.
+    """
+
+    master: str
+    states: list[str]
+    scales: list[str]
+    averages: list[str]
+    by_noise: bool
 
 
 class KernelRule(UpdateRule):
@@ -32,7 +45,7 @@ class KernelRule(UpdateRule):
         super().__init__(**values)
         self._use(kernel)
         self._step: Callable[..., None] = zero_kernels.foreach_step
-        self._names: _Names | None = None  # of what is stored; made in ``prepared``
+        self._stored: _Stored | None = None  # made in ``prepared``; None also where no kernel knows the codecs
 
     def _use(self, kernel: str) -> None:
         self.kernel, self._of_kernel = kernel, zero_kernels.RULES[kernel]
@@ -52,26 +65,32 @@ class KernelRule(UpdateRule):
     def prepared(self) -> KernelRule:
         made = copy.copy(self)
         made._step = zero_kernels.Prepared("foreach_step")
-        made._names = self._names_as_stored()
+        made._stored = self._as_stored()
         return made
 
     def _as_kernel(self) -> zero_kernels.Rule:
         return self._of_kernel
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        given = {type(codec) for codec in self.codecs.values()}
-        if not given <= set(_OF_KERNELS) or given >= {Bf16, StochasticBf16}:  # a kernel rounds all bf16 in one way
+        stored = self._stored or self._as_stored()
+        if stored is None:
             return super().update(shards)
-        master, states, scales, averages = self._names or self._names_as_stored()
-        of_shards = [shard.state[name] for shard in shards for name in scales]
-        *lists, row_keys = lists_of(shards, master, states, averages)
-        # Shards have keys where any of their state needs them. Given keys, a kernel rounds all bf16 by noise.
-        by_noise = any(codec.stochastic for codec in self.codecs.values())
-        self._step(self.kernel, *lists, of_shards or None, row_keys if by_noise else None)
+        *lists, row_keys = lists_of(shards, stored.master, stored.states, stored.averages)
+        scales = [shard.state[name] for shard in shards for name in stored.scales]
+        self._step(self.kernel, *lists, scales or None, row_keys if stored.by_noise else None)
 
-    def _names_as_stored(self) -> _Names:
+    def _as_stored(self) -> _Stored | None:
+        """None where torch's ops have to update: a codec is unknown to kernels, or bf16 is rounded in two ways."""
+        given = {type(codec) for codec in self.codecs.values()}
+        if not given <= set(_OF_KERNELS) or given >= {Bf16, StochasticBf16}:
+            return None
         master, *states = (
             parts_of(self.codecs, tensor) for tensor in map(StateTensor, (MASTER, *self._of_kernel.states))
         )
-        scales = [part.name for of in states for part in of[1:]]
-        return master[0].name, [parts[0].name for parts in states], scales, self.stored_averages
+        return _Stored(
+            master[0].name,
+            [parts[0].name for parts in states],
+            [part.name for of in states for part in of[1:]],
+            self.stored_averages,
+            StochasticBf16 in given,
+        )

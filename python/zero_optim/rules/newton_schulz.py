@@ -39,9 +39,9 @@ GRAM_FROM = 2
 multiplications, up to 2 less than a tenth."""
 
 MOST_GROWTH = 12
-"""A run of steps takes in another one while a direction that is all rounding has grown by this at most. It is chosen
-for torch's steps, each of which makes 11.9 of 1: two are together. With three, one in 120 of matrices made to go wrong
-had singular values above 1.25, up to 11."""
+"""A phase takes in another step while a direction that is all rounding has grown by this at most. It is chosen for
+torch's steps, each of which makes 11.9 of 1: two are together. With three, 82 of 10,000 matrices that
+``tests/rules/test_newton_schulz.py`` makes had a singular value above 1.25, up to 400."""
 
 
 def check(coefficients: Any, steps: Any, eps: Any, gram: Any) -> None:
@@ -116,9 +116,9 @@ def _factor(square: Tensor, step: Step) -> Tensor:
 
 
 def phases(of_steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """Cut the steps into runs that are one polynomial each.
+    """Cut the steps into phases, each of which is one polynomial.
 
-    Within a run X X^T is not computed anew. A direction that X does not have, and that rounding has put into X X^T,
+    Within a phase X X^T is not computed anew. A direction that X does not have, and that rounding has put into X X^T,
     grows by the square of each a then, as a small singular value would.
     """
     phase: list[Step] = []
@@ -158,5 +158,5 @@ def _products(matrix: Tensor) -> Any:
 
 
 def _are_three(numbers: Any) -> bool:
-    listed = isinstance(numbers, tuple | list) and len(numbers) == 3
-    return listed and all(is_number(number) and math.isfinite(number) for number in numbers)
+    several = isinstance(numbers, tuple | list) and len(numbers) == 3
+    return several and all(is_number(number) and math.isfinite(number) for number in numbers)

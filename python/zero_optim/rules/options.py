@@ -17,12 +17,6 @@ EMA = "ema"
 EMA_DECAY = "ema_decay"
 """The option that has averages kept."""
 
-
-def is_average(kind: str) -> bool:
-    """Whether a state tensor of that name is an average of the master."""
-    return re.fullmatch(rf"{EMA}(_\d+)?", kind) is not None
-
-
 SMALLEST = 2.0**-150
 """Positive numbers below it, and it itself, are 0 in fp32."""
 
@@ -191,6 +185,11 @@ def of_another_optimizer(number: int, group: Mapping[str, Any], needed: str, for
         f"the state is of another optimizer: its parameter group {number} has {', '.join(found)}, and no {needed}. "
         "Load the model alone, and let the optimizer begin anew"
     )
+
+
+def is_average(kind: str) -> bool:
+    """Whether a state tensor of that name is an average of the master."""
+    return re.fullmatch(rf"{EMA}(_\d+)?", kind) is not None
 
 
 def is_number(value: Any) -> bool:

@@ -294,9 +294,8 @@ class OptimizerState:
         """Collective. Make the parameters what the average ``name`` is, rounded."""
         with self.sharding.everyone.raising_together("swap_to_ema", self.sharding.device):
             for shard in self.shards:
-                tensor = next(tensor for tensor in shard.tensors if tensor.name == name)
                 with shard.opened() as state:
-                    shard.bucket.param_shard.copy_(shard.values(tensor, state))
+                    shard.bucket.param_shard.copy_(shard.values_named(name, state))
         self._send_out()
 
     def put_back(self, *, collective: bool = True) -> None:

@@ -234,6 +234,10 @@ class ShardState:
         """The same for all of the shard."""
         return self._values(tensor, state, 0, self.numel)
 
+    def values_named(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
+        """The same of the tensor of that name."""
+        return self.values(next(tensor for tensor in self.tensors if tensor.name == name), state)
+
     def _values(self, tensor: StateTensor, state: Mapping[str, Tensor], start: int, numel: int) -> Tensor:
         codec = self.rule.codecs.get(tensor.name)
         if codec is None:
