@@ -100,11 +100,6 @@ class Settings:
         if self.ema_decay is not None:
             rule = rule.with_averages(Decays(EMA_DECAY, listed_decays(self.ema_decay)), AVERAGES[self.ema_dtype])
         rule.check()
-        if self.stage == 3 and self.state_offload is not None and not rule.layout.cuts:
-            raise ValueError(
-                f"state_offload={self.state_offload!r}: at stage 3 {rule.name} makes parameters whole, all at once, "
-                "and needs their state on the device: leave state_offload out, or take stage=2"
-            )
         return rule
 
     def described(self) -> dict[str, Any]:

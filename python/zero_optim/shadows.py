@@ -19,7 +19,7 @@ from torch import Tensor
 from .params.joint import Joint
 from .params.layout import SlotPiece
 from .params.storage_order import view_of
-from .rules.update_rule import MatricesInFloat64, UpdateRule, Whole, master_of
+from .rules.update_rule import Cut, MatricesInFloat64, UpdateRule, Whole, master_of
 from .step.shard_state import ShardState
 from .step.workplace import PARAMETER
 
@@ -324,7 +324,11 @@ def _units_of(magnitude: Tensor) -> Tensor:
 def _wholes(shard: ShardState) -> Iterator[Whole]:
     """The parameters that this rank has, or slices of them, or at stage 3 parts of either."""
     yield from shard.wholes
-    yield from (cut.whole for cut in shard.cuts)
+    yield from (cut.whole for cut in _cuts(shard))
+
+
+def _cuts(shard: ShardState) -> Sequence[Cut]:
+    return () if shard.to_join is None else shard.to_join.cuts
 
 
 def _joint(shard: ShardState, whole: Whole) -> Joint | None:
@@ -337,7 +341,7 @@ def _joined(own: Tensor, shard: ShardState, piece: SlotPiece) -> Tensor:
     Returns [tensors, *shape], whole. Every rank that shares it gets all of it."""
     sharding, whole = shard.bucket.sharding, next(w for w in _wholes(shard) if w.param == piece.slot.param)
     where = f"verify, which brings {shard.bucket.label(shard.parameters.index(whole.param))} together"
-    if shard.cuts:
+    if _cuts(shard):
         parts = sharding.sharers.gather_objects((piece.in_param, own.cpu()), where)
         own = torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])], dim=1)
     slices = torch.stack([view_of(flat, whole.shape, whole.order) for flat in own.to(shard.bucket.device)])

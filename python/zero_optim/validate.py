@@ -23,7 +23,7 @@ from .comm.together import check_same
 from .comm.topology import Topology, own_row
 from .comm.transport import used
 from .errors import ParameterError
-from .params.joint import is_plain_slice, joint_of, partition, refuse_partition
+from .params.joint import is_plain_slice, partition, refuse_partition
 from .params.marks import is_averaged, is_shared, is_slice, is_term, marked, says_anything
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
@@ -105,33 +105,22 @@ def check_master(rules: GroupRules, parameters: ParameterSet, indices: Sequence[
         )
 
 
-def check_rules_take(
-    rules: GroupRules, parameters: ParameterSet, indices: Sequence[int], stage: int, state_offload: str | None = None
-) -> None:
-    """Raise ParameterError for the first of ``indices`` that its rule cannot update.
-
-    ``state_offload``: where the state is, as the optimizer was told.
-    """
-    of_wholes = [rule for rule in rules.all if not rule.layout.cuts] if stage >= 3 else []
-    for rule in of_wholes:
-        if not rule.joins_parts:
+def check_rules_take(rules: GroupRules, parameters: ParameterSet, indices: Sequence[int], stage: int) -> None:
+    """Raise ParameterError for the first of ``indices`` that its rule cannot update."""
+    for rule in rules.all if stage >= 3 else ():
+        if not rule.layout.cuts and not rule.joins_parts:
             raise ParameterError(
                 f"{rule.name} needs whole parameters, and stage 3 cuts them at rows: take stage=2, without shard_module"
-            )
-        if any(model.offload for model in sharded_model_of(parameters.all)):
-            raise ParameterError(
-                f"{rule.name} makes parameters whole on the device, and these rest in host memory: shard_module "
-                "without param_offload"
             )
     for index in indices:
         parameter, label, rule = parameters.all[index], parameters.labels[index], rules.of(index)
         if not rule.layout.cuts and is_cut(parameter):
-            _check_joins(rule, parameter, label, state_offload)
+            _check_joins(rule, parameter, label)
         if (reason := rule.refuse_parameter(parameter, parameters.group(index))) is not None:
             raise ParameterError(f"{label} {reason}")
 
 
-def _check_joins(rule: UpdateRule, parameter: Tensor, label: str, state_offload: str | None) -> None:
+def _check_joins(rule: UpdateRule, parameter: Tensor, label: str) -> None:
     """Raise ParameterError where ``rule``, which needs whole parameters, cannot have all slices of this one."""
     other = 'give it to a group with another rule, as {"params": others, "rule": rules.AdamW()}'
     if not rule.joins_parts:
@@ -140,12 +129,6 @@ def _check_joins(rule: UpdateRule, parameter: Tensor, label: str, state_offload:
         )
     if rule.plain_slices > 1 and is_plain_slice(parameter) and (reason := refuse_partition(parameter)) is not None:
         raise ParameterError(f"{label} {reason}")
-    joint = joint_of(parameter, rule.plain_slices)
-    if joint is not None and rule.needs_whole(joint) and state_offload is not None:
-        raise ParameterError(
-            f"{label} is cut over the tensor-parallel ranks, where {rule.name} makes it whole, and needs its state on "
-            f"the device: leave out state_offload={state_offload!r}, or {other}"
-        )
 
 
 def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> None:

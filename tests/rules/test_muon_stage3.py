@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from training_cases import error_of
 from zero_optim import ParameterError, rules
 from zero_optim.params.layout import WholeParameters
 from zero_optim.rules.homes import _homes
+from zero_optim.step import batches
 
 STEPS = 3
 
@@ -62,11 +65,15 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def make(
-    stage: int, dtype: torch.dtype, mesh: dist.DeviceMesh | None = None, **options: Any
+    stage: int,
+    dtype: torch.dtype,
+    mesh: dist.DeviceMesh | None = None,
+    param_offload: str | None = None,
+    **options: Any,
 ) -> tuple[Model, zero_optim.ShardedMuon]:
     model = Model(dtype)
     if stage == 3:
-        zero_optim.shard_module(model, (Block,), mesh=mesh)
+        zero_optim.shard_module(model, (Block,), mesh=mesh, param_offload=param_offload)
     return model, zero_optim.ShardedMuon(groups_of(model), lr=0.02, stage=stage, mesh=mesh, **options)
 
 
@@ -218,18 +225,73 @@ def test_a_rule_that_does_not_join_parts_stays_below() -> None:
         zero_optim.ShardedOptimizer(model.named_parameters(), ByWholes())
 
 
-def _refuses(rank: int, world_size: int) -> list[tuple[str, str]]:
-    model = Model(torch.bfloat16)
-    zero_optim.shard_module(model, (Block,))
-    offloaded = Model(torch.bfloat16)
-    zero_optim.shard_module(offloaded, (Block,), param_offload="cpu")
-    return [
-        error_of(lambda: zero_optim.ShardedMuon(groups_of(model), lr=0.02, state_offload="cpu")),
-        error_of(lambda: zero_optim.ShardedMuon(groups_of(offloaded), lr=0.02)),
-    ]
+STORES = {
+    "cpu": {"state_offload": "cpu"},
+    "paged": {"state_offload": "paged", "device_budget": 0},
+    "nvme": {"state_offload": "nvme"},
+    "parameters": {"param_offload": "cpu"},
+    "all on the host": {"param_offload": "cpu", "state_offload": "cpu", "master": "split", "state_dtype": "int8"},
+    "nvme, small": {"state_offload": "nvme", "state_dtype": "bf16_stochastic", **EMA},
+}
 
 
-def test_state_and_parameters_stay_on_the_device() -> None:
-    for state, parameters in run_ranks(2, _refuses):
-        assert state[0] == "ValueError" and "state_offload='cpu': at stage 3 Muon makes parameters whole" in state[1]
-        assert parameters[0] == "ParameterError" and "shard_module without param_offload" in parameters[1]
+def _stored(rank: int, world_size: int, folder: str) -> list[dict[str, int]]:
+    """Against the same of everything on the device. Each unit is a batch of its own, as those of large models are."""
+    sent = []
+    batches.JOINED_ON_A_PROCESSOR = 1
+    for options in STORES.values():
+        options = {**options}
+        if options.get("state_offload") == "nvme":
+            options["state_offload"] = f"nvme:{folder}"
+        found = []
+        for moved in (("param_offload", "state_offload", "device_budget"), ()):
+            given = {name: value for name, value in options.items() if name not in moved}
+            batches.PARAMETERS_A_RANK = 100 if moved else 1
+            model, opt = make(3, torch.bfloat16, max_grad_norm=0.1, **given)
+            with zero_optim.verify(opt, samples=8) as shadow:
+                train(model, opt, 1)
+                train(model, opt, 1, overflow=True)
+                with torch.no_grad(), zero_optim.gather_parameters(model, writeback=True):
+                    next(model.parameters()).mul_(1.5)
+                train(model, opt, 1)
+                report = shadow.report()
+            assert report.ulps <= report.bound and report.direction is not None and report.direction.of_bound < 1
+            sent.append(opt.stats()["collectives"].get("all_to_all", {"bytes": 0, "calls": 0}))
+            found.append(everything(model, opt))
+            opt.close()
+        assert_same(*found)
+    return sent
+
+
+def test_state_and_parameters_off_the_device(tmp_path: Path) -> None:
+    ranks, steps = run_ranks(3, _stored, str(tmp_path), timeout=180), 3
+    for number in range(len(STORES)):
+        at_once, in_batches = ([of_rank[2 * number + which] for of_rank in ranks] for which in (0, 1))
+        assert sum(sent["bytes"] for sent in in_batches) == sum(sent["bytes"] for sent in at_once)
+        assert [sent["calls"] for sent in in_batches] == [2 * steps * 3] * 3
+        assert [sent["calls"] for sent in at_once] == [2 * steps] * 3
+
+
+def test_state_and_parameters_off_the_device_of_one_rank(tmp_path: Path) -> None:
+    run_ranks(1, _stored, str(tmp_path))
+
+
+def _loses(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
+    model, opt = make(3, torch.bfloat16, state_offload=f"nvme:{folder}")
+    train(model, opt, 1)
+    opt.engine.store.wait()
+    if rank == 1:
+        os.truncate(f"/proc/self/fd/{opt.engine.store._homes.file._file.file}", 4096)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [error_of(lambda: train(model, opt, 1)) for _ in range(3)]
+    opt.close()
+    return found
+
+
+def test_a_lost_page_is_told_on_every_rank_and_nobody_waits(tmp_path: Path) -> None:
+    others, loser, *_ = run_ranks(3, _loses, str(tmp_path))
+    for kind, says in loser[1:]:
+        assert kind == "OffloadError" and "lost" in says, loser
+    for kind, says in others[1:]:
+        assert kind in ("OffloadError", "RankMismatchError") and "another rank" in says, others

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from training_cases import error_of
 from zero_optim import rules
 from zero_optim.params.joint import Joint
+from zero_optim.step import batches
 
 STEPS, TENSOR = 3, 2
 
@@ -296,6 +297,26 @@ def test_it_has_the_bits_of_whole_matrices(world_size: int, cells: Sequence[Cell
             assert_same(cell, results[rank][number], wanted, rank)
 
 
+OFF_THE_DEVICE = [
+    Cell(stage, dtype=torch.bfloat16, options={"state_offload": store})
+    for stage, store in ((0, "cpu"), (2, "paged"), (3, "cpu"))
+]
+
+
+def _train_in_batches(rank: int, world_size: int) -> list[Found]:
+    """Each bucket, or unit, by itself."""
+    batches.JOINED_ON_A_PROCESSOR, batches.PARAMETERS_A_RANK = 1, 0
+    return _train_cells(rank, world_size, OFF_THE_DEVICE)
+
+
+def test_state_off_the_device_and_several_batches() -> None:
+    results = run_ranks(4, _train_in_batches, timeout=180)
+    for number, cell in enumerate(OFF_THE_DEVICE):
+        wanted = Alone(cell, 2).train(range(STEPS)).found()
+        for rank in range(4):
+            assert_same(cell, results[rank][number], wanted, rank)
+
+
 def test_replicas_repeat_it() -> None:
     """Two replicas of two shards of two slices."""
     cells = [Cell(stage, EVEN, dtype=torch.bfloat16, replicas=2) for stage in (1, 3)]
@@ -475,7 +496,6 @@ def _refuses(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
         "blocks": told(muon, {"params": [slice_with(partition_dim=0)], "view": {"rows": 2}}),
         "view": told(muon, {"params": [slice_with(**rows)], "view": {"rows": (4, 4)}}),
         "ranks": told(muon, {"params": [slice_with(partition_dim=rank % TENSOR)]}),
-        "offload": told(muon, {"params": [slice_with(**rows)]}, state_offload="paged"),
         "rule": told(
             lambda groups, **options: zero_optim.ShardedOptimizer(groups, ByWholes(), **options),
             {"params": [slice_with(**rows)]},
@@ -502,7 +522,6 @@ SAYS = {
     "blocks": ("ParameterError", "set partition_stride = 1 on the parameter where slices follow each other"),
     "view": ("ParameterError", "lengths that add up to 16. It is a slice of shape (8, 6), and a view is of the whole"),
     "ranks": ("RankMismatchError", "partition_dim = 1"),
-    "offload": ("ParameterError", "leave out state_offload='paged'"),
     "rule": ("ParameterError", "is cut over the tensor-parallel ranks, and ByWholes needs whole parameters"),
     "experts": ("ParameterError", "is in a group of experts, of which tensor-parallel ranks are not known, and Muon"),
     "view in step": ("ValueError", "has 16 rows by its shape (16, 6), and its group has view={'rows': 5}"),

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import sys
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import zero_optim
 from torch import nn
+from zero_optim import OffloadError
 from zero_optim.rules.adamw import AdamW
 from zero_optim.step import batches
-from zero_optim.step.batches import Batch, batches_of
+from zero_optim.step.batches import Batch, JoinedBatch, batches_of
+from zero_optim.step.trouble import Condition, Trouble
+from zero_optim.step.workplace import Coefficients
 
 import zero_kernels
 
+SHARDS = 5
 MOST = {"cpu": batches.ON_A_PROCESSOR, "cuda": batches.ON_A_GPU}
 
 
@@ -33,6 +39,24 @@ class Rule:
         if self.fails:
             raise OSError
 
+    def before_joining(self, shard: Shard) -> torch.Tensor:
+        if self.fails:
+            raise OSError
+        return torch.full((shard.numel,), float(shard.numel))
+
+    def join(self, held: list[torch.Tensor], shards: list[Any], hyper: torch.Tensor) -> None:
+        self.updated.append([tensor.tolist() for tensor in held])
+        for tensor in held:
+            tensor.neg_()
+
+    def after_joining(self, shard: Shard, joined: torch.Tensor) -> None:
+        self.updated.append(joined.tolist())
+
+
+class Ranks:
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
 
 @dataclass
 class Shard:
@@ -43,12 +67,28 @@ class Shard:
     device: torch.device = torch.device("cpu")
     fails: str = ""
     rule: Rule = field(default_factory=Rule)
-    joins_parts: bool = False
+    joining: tuple[Ranks | None, Ranks | None] = (None, None)
+    params: int = 1
+    lookahead: int = 0
     done: list[str] = field(default_factory=list)
 
     @property
+    def to_join(self) -> object | None:
+        return None if self.joining == (None, None) else self
+
+    @property
+    def bucket(self) -> Any:
+        return SimpleNamespace(layout=SimpleNamespace(shards=SHARDS), sharding=SimpleNamespace(device=self.device))
+
+    @property
     def parameters(self) -> list[int]:
-        return [self.numel]
+        return [self.numel] * self.params
+
+    def prefetch(self) -> None:
+        self.done.append("prefetch")
+
+    def is_joined_like(self, other: Shard) -> bool:
+        return (self.dtypes, self.joining) == (other.dtypes, other.joining)
 
     def is_updated_like(self, other: Shard) -> bool:
         return self.dtypes == other.dtypes
@@ -59,15 +99,21 @@ class Shard:
             raise OSError
         return None if self.fails == "made already" else self
 
-    def end_update(self) -> None:
-        self.done.append("end")
+    def begin_pass(self, by: Any) -> Any:
+        self.done.append("begin")
+        if self.fails == "lost":
+            raise OffloadError("gone")
+        return self
+
+    def end_update(self, *, last: bool = True) -> None:
+        self.done.append("end" if last else "end of a pass")
 
     def give_up_update(self) -> None:
         self.done.append("give up")
 
 
 def sizes_of(shards: list[Shard]) -> list[list[int]]:
-    return [[shard.numel for shard in batch.shards] for batch in batches_of(shards)]
+    return [[shard.numel for shard in batch.shards] for batch in batches_of(shards, Trouble())]
 
 
 @pytest.mark.parametrize("device", MOST)
@@ -84,34 +130,86 @@ def test_other_dtypes_are_apart_and_the_order_stays():
     assert sizes_of(shards) == [[1, 2], [3], [4, 5]]
 
 
-def test_what_is_made_whole_is_all_together_and_first():
-    big = 2 * MOST["cpu"]
-    shards = [Shard(1), Shard(big, joins_parts=True), Shard(2), Shard(3, "fp32", joins_parts=True)]
-    shards += [Shard(big, joins_parts=True), Shard(4)]
-    assert sizes_of(shards) == [[big, big], [3], [1, 2, 4]]
+def test_what_is_made_whole_comes_first_and_is_alike():
+    big, ranks = 2 * MOST["cpu"], (Ranks(2), None)
+    shards = [Shard(1), Shard(big, joining=ranks), Shard(2), Shard(3, "fp32", joining=ranks)]
+    shards += [Shard(big, joining=ranks), Shard(4), Shard(5, joining=(ranks[0], Ranks(2)))]
+    assert sizes_of(shards) == [[big, big], [3], [5], [1, 2, 4]]
+
+
+@pytest.mark.parametrize(
+    ("joining", "ranks"), [((Ranks(4), None), 4), ((Ranks(4), Ranks(3)), 12), ((None, Ranks(3)), 3 * SHARDS)]
+)
+def test_what_is_made_whole_is_cut_where_both_parts_are_worth_it(joining, ranks, monkeypatch):
+    """Below stage 3 a rank has the parameters of its shard alone."""
+    monkeypatch.setattr(batches, "JOINED_ON_A_PROCESSOR", 100)
+    enough = batches.PARAMETERS_A_RANK * ranks
+    shard = partial(Shard, joining=joining)
+    assert sizes_of([shard(100, params=enough)] * 3) == [[100]] * 3
+    assert sizes_of([shard(99, params=enough)] * 3) == [[99] * 3]
+    assert sizes_of([shard(99, params=enough)] * 4) == [[99, 99]] * 2
+    assert sizes_of([shard(100, params=enough - 1)] * 3) == [[100] * 3]
+    assert sizes_of([shard(100, params=enough - 1)] * 5) == [[100, 100], [100] * 3]
+
+
+def joined_batch(shards: list[Shard]) -> tuple[JoinedBatch, Trouble]:
+    for shard in shards:
+        shard.rule, shard.joining = shards[0].rule, (Ranks(2), None)
+    trouble = Trouble()
+    return JoinedBatch(shards, trouble), trouble
+
+
+BY = Coefficients({}, None, None, *[torch.zeros(1)] * 4, take_over=True)
+
+
+def test_pages_come_before_parameters_are_whole_and_after():
+    shards = [Shard(1, lookahead=1), Shard(2, lookahead=1)]
+    batch, _ = joined_batch(shards)
+    batch.prefetch()
+    batch.update(replace(BY, hyper={shards[0].rule: torch.zeros(1)}))
+    assert shards[0].rule.updated == [[[1], [2, 2]], [-1], [-2, -2]]
+    assert [shard.done for shard in shards] == [["prefetch", "begin", "end of a pass", "prefetch", "begin", "end"]] * 2
+
+
+def test_a_rank_that_lost_a_page_goes_on_with_zeros():
+    shards = [Shard(1), Shard(2, fails="lost"), Shard(3)]
+    batch, trouble = joined_batch(shards)
+    with pytest.warns(UserWarning, match="gone"):
+        batch.update(replace(BY, hyper={shards[0].rule: torch.zeros(1)}))
+    assert shards[0].rule.updated == [[[1], [0, 0], [3, 3, 3]], [-1], [-3, -3, -3]]
+    assert [shard.done for shard in shards][1] == ["begin"]
+    assert trouble.parameters == {2} and trouble.condition is Condition.LOST
+
+
+def test_a_pass_that_fails_leaves_no_page_fetched():
+    shards = [Shard(1, rule=Rule(fails=True)), Shard(2)]
+    batch, _ = joined_batch(shards)
+    with pytest.raises(OSError):
+        batch.update(BY)
+    assert [shard.done for shard in shards] == [["begin", "give up"], []]
 
 
 def test_what_was_updated_already_is_left_out():
     rule = Rule()
     shards = [Shard(1, rule=rule), Shard(2, fails="made already", rule=rule), Shard(3, rule=rule)]
-    Batch(shards).update(None)
+    Batch(shards, Trouble()).update(None)
     assert rule.updated == [[shards[0], shards[2]]]
     assert [shard.done for shard in shards] == [["begin", "end"], ["begin"], ["begin", "end"]]
     rule.updated.clear()
-    Batch(shards[1:2]).update(None)
+    Batch(shards[1:2], Trouble()).update(None)
     assert rule.updated == []
 
 
 def test_an_update_that_fails_leaves_no_page_fetched():
     shards = [Shard(1), Shard(2, fails="begin"), Shard(3)]
     with pytest.raises(OSError):
-        Batch(shards).update(None)
+        Batch(shards, Trouble()).update(None)
     assert [shard.done for shard in shards] == [["begin", "give up"], ["begin"], []]
     shards = [Shard(size, rule=Rule(fails=True)) for size in (1, 2)]
     with pytest.raises(OSError):
-        Batch(shards).update(None)
+        Batch(shards, Trouble()).update(None)
     assert [shard.done for shard in shards] == [["begin", "give up"]] * 2
-    assert Batch(shards).parameters == [1, 2]
+    assert Batch(shards, Trouble()).parameters == [1, 2]
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 6, (torch.bfloat16, torch.float32) * 3, (torch.float32,) * 6])

@@ -25,7 +25,7 @@ from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matr
 from .muon_in_float64 import MuonInFloat64
 from .options import Fixed, Flag, Number
 from .state_tensor import Begins, StateTensor
-from .update_rule import MASTER, ShardUpdate, UpdateRule, Whole, parts_of
+from .update_rule import MASTER, ShardUpdate, ToJoin, UpdateRule, Whole, parts_of
 
 _BUFFER = "momentum_buffer"
 _DIRECTION = "direction"
@@ -151,37 +151,43 @@ class Muon(UpdateRule):
         return look_ahead.prepared(), subtract.prepared()
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        """In three passes: the momentum, what is subtracted from each matrix, the subtraction. Some matrices at a time;
-        or where they are cut over ranks, all of them."""
-        if shards[0].ranks is not None or shards[0].slices is not None:
-            return self._update_cut(shards)
+        """In three passes: the momentum, what is subtracted from each matrix, the subtraction. Some matrices at a
+        time."""
         for shard in shards:
             for wholes in _together(shard.wholes, _most(shard.grad)):
                 run = self._run(shard, wholes)
-                step = self._ahead(run)
+                step = self.before_joining(run)
                 self._orthogonalize(step, run.wholes, run.hyper)
-                self._subtract(run, step)
+                self.after_joining(run, step)
 
-    def _update_cut(self, shards: Sequence[ShardUpdate]) -> None:
+    def before_joining(self, shard: ShardUpdate) -> Tensor:
+        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32. It means nothing in rows that
+        are not updated, from which nothing is subtracted either."""
+        ahead = torch.empty_like(shard.grad, dtype=torch.float32)
+        momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))}
+        look_ahead, _ = self._passes or self._make_passes()
+        look_ahead.update([shard._replace(parameter=ahead, state=momentum, rates=None, row_stats=None)])
+        return ahead
+
+    def join(self, held: Sequence[Tensor], shards: Sequence[ToJoin], hyper: Tensor) -> None:
         """Collective. Parts of matrices go to their homes among the ranks that share them; then slices, to theirs among
-        the tensor-parallel ranks. What is made of them comes back the other way round.
-
-        ``held``: the tensors in which this rank has matrices, or slices, whole after the first exchange.
-        """
-        hyper, sent_in = shards[0].hyper, torch.bfloat16  # in which the iteration begins
-        steps = [self._ahead(shard) for shard in shards]
+        the tensor-parallel ranks. What is subtracted comes back the other way round."""
+        sent_in = torch.bfloat16  # in which the iteration begins
         over_shards, over_slices = self._homes_of(shards)
-        held = steps if over_shards is None else [over_shards.bring(steps, sent_in)]
-        for tensor, wholes in zip(held, _held(shards, over_shards), strict=True):
-            self._orthogonalize_all(tensor, [whole for whole in wholes if not self._is_slice(whole)], hyper)
+        whole = held if over_shards is None else [over_shards.bring(held, sent_in)]
+        for tensor, wholes in zip(whole, _held(shards, over_shards), strict=True):
+            self._orthogonalize_all(tensor, [each for each in wholes if not self._is_slice(each)], hyper)
         if over_slices is not None:
-            here = over_slices.bring(held, sent_in)
+            here = over_slices.bring(whole, sent_in)
             self._orthogonalize_all(here, over_slices.wholes, hyper)
-            over_slices.give_back(here, held)
+            over_slices.give_back(here, whole)
         if over_shards is not None:
-            over_shards.give_back(held[0], steps)
-        for shard, step in zip(shards, steps, strict=True):
-            self._subtract(shard, step)
+            over_shards.give_back(whole[0], held)
+
+    def after_joining(self, shard: ShardUpdate, joined: Tensor) -> None:
+        """Subtract ``joined``, [shard_numel] fp32, from the masters."""
+        _, subtract = self._passes or self._make_passes()
+        subtract.update([shard._replace(state={**shard.state, _DIRECTION: joined}, marks=None)])
 
     def _run(self, shard: ShardUpdate, wholes: Sequence[Whole]) -> ShardUpdate:
         """What ``shard`` has of ``wholes``, which follow each other in it: views."""
@@ -203,25 +209,11 @@ class Muon(UpdateRule):
             wholes=[whole._replace(start=whole.start - start) for whole in wholes],
         )
 
-    def _ahead(self, shard: ShardUpdate) -> Tensor:
-        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32. It means nothing in rows that
-        are not updated, from which nothing is subtracted either."""
-        ahead = torch.empty_like(shard.grad, dtype=torch.float32)
-        momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))}
-        look_ahead, _ = self._passes or self._make_passes()
-        look_ahead.update([shard._replace(parameter=ahead, state=momentum, rates=None, row_stats=None)])
-        return ahead
-
-    def _subtract(self, shard: ShardUpdate, step: Tensor) -> None:
-        """Subtract ``step``, [shard_numel] fp32, from the masters."""
-        _, subtract = self._passes or self._make_passes()
-        subtract.update([shard._replace(state={**shard.state, _DIRECTION: step}, marks=None)])
-
     def _is_slice(self, whole: Whole) -> bool:
         """Whether the matrices of ``whole`` are those of other tensor-parallel ranks, too."""
         return whole.joint is not None and self.needs_whole(whole.joint)
 
-    def _homes_of(self, shards: Sequence[ShardUpdate]) -> tuple[Homes | None, Homes | None]:
+    def _homes_of(self, shards: Sequence[ToJoin]) -> tuple[Homes | None, Homes | None]:
         """Where each matrix that is cut is made orthogonal: over the shards, and over the slices."""
         if self._homes is not None:
             return self._homes
@@ -318,7 +310,7 @@ def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
         yield run
 
 
-def _held(shards: Sequence[ShardUpdate], over_shards: Homes | None) -> Sequence[Sequence[Whole]]:
+def _held(shards: Sequence[ToJoin], over_shards: Homes | None) -> Sequence[Sequence[Whole]]:
     """The parameters, or slices of them, that this rank has whole once those of shards are at their homes: of each
     tensor that they lie in."""
     return [shard.wholes for shard in shards] if over_shards is None else [over_shards.wholes]

@@ -62,6 +62,22 @@ class Cut(NamedTuple):
     parts: tuple[tuple[int, SlotPiece], ...]
 
 
+class ToJoin(NamedTuple):
+    """What a shard has of parameters that a rule needs whole, and that are cut over ranks.
+
+    Attributes:
+        wholes: the parameters in it, or slices of them, that no other shard has parts of.
+        cuts: the parameters in it of which other shards have parts.
+        ranks: those that have these shards; None: no parameter is in several.
+        slices: the tensor-parallel ranks, which have the slices; None: there are no slices.
+    """
+
+    wholes: Sequence[Whole]
+    cuts: Sequence[Cut]
+    ranks: Comm | None
+    slices: Comm | None
+
+
 class ShardUpdate(NamedTuple):
     """The tensors that an update reads and writes.
 
@@ -80,10 +96,6 @@ class ShardUpdate(NamedTuple):
         row_stats: [shard_numel / ROW, 5] fp32, receives what ``zero_kernels.ROW_STATS`` names of each row; None: it is
             not wanted.
         wholes: the parameters in it, where the rule has them whole, or a slice of each.
-        cuts: the parameters in it of which other shards have parts, where the rule needs them whole.
-        ranks: those that have these shards; None: no parameter is in several.
-        slices: the tensor-parallel ranks, which have the slices; None: nothing is cut over them that the rule needs
-            whole.
         row_keys: [shard_numel / ROW] int32, of which the noise of each row is made; None: nothing is rounded by noise.
     """
 
@@ -98,9 +110,6 @@ class ShardUpdate(NamedTuple):
     rates: Tensor | None = None
     row_stats: Tensor | None = None
     wholes: Sequence[Whole] = ()
-    cuts: Sequence[Cut] = ()
-    ranks: Comm | None = None
-    slices: Comm | None = None
     row_keys: Tensor | None = None
 
     @property
@@ -156,8 +165,8 @@ class UpdateRule:
         layout: where in a bucket parameters lie, at stages 0 to 2. ``WholeParameters`` is for a rule that needs whole
             matrices. Such a rule brings an ``update`` of its own.
         joins_parts: whether such a rule works at stage 3, too, where all parameters are cut over ranks, and where
-            tensor-parallel ranks have slices of them. Its ``update`` makes them whole then. All ranks call it, with all
-            shards of a dtype at once.
+            tensor-parallel ranks have slices of them. It brings ``before_joining``, ``join`` and ``after_joining``
+            then, which take the place of ``update`` there.
         plain_slices: how many tensor-parallel ranks have plain slices of what is cut, one each.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows. Where
             it takes whole matrices, of their ``buffer``.
@@ -355,6 +364,22 @@ class UpdateRule:
         rule = _with_codecs(self._as_kernel(), self.codecs)
         lists = lists_of(shards, stored_master(self), rule.states, self.stored_averages)
         zero_kernels.update_rows(rule.update, rule.columns, *lists)
+
+    def before_joining(self, shard: ShardUpdate) -> Tensor:
+        """Do what an update does before parameters are made whole. Returns [shard_numel] fp32, along the shard: what is
+        to be made whole, in the update's device."""
+        raise NotImplementedError(f"{self.name} joins parts, and has no before_joining")
+
+    def join(self, held: Sequence[Tensor], shards: Sequence[ToJoin], hyper: Tensor) -> None:
+        """Collective. Make parameters whole, each on one rank, and give back what becomes of them there, in place.
+
+        ``held``: what ``before_joining`` gave of each of these shards, on the device. ``hyper``: see ``ShardUpdate``.
+        """
+        raise NotImplementedError(f"{self.name} joins parts, and has no join")
+
+    def after_joining(self, shard: ShardUpdate, joined: Tensor) -> None:
+        """Do the rest of the update of this shard, by what ``join`` has made."""
+        raise NotImplementedError(f"{self.name} joins parts, and has no after_joining")
 
     def update_rows(self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> NewValues:
         """Give the new master and state of whole rows: the arithmetic, in torch, of a rule written in Python.

@@ -4,29 +4,68 @@ A call costs the host some time, and a launch costs a GPU some, however few elem
 a bucket that is more than the update itself takes. But the parameters of a shard are sent out when its update has been
 launched. So a batch has no more elements than are updated in about that time.
 
-Where an update makes parameters whole that are cut over ranks, one call has all of them: then each rank has as much to
-do as the others.
+Where an update makes parameters whole that are cut over ranks, a batch has some parameters for each rank at least, and
+some elements: then each rank has about as much to do as the others, and no message is small. It is not much larger
+either, since what is sent and received takes memory. Its pages come twice: before parameters are whole, and after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
 
 from ..rules.update_rule import ShardUpdate
 from .shard_state import ShardState
+from .trouble import Trouble
 from .workplace import Coefficients
 
 ON_A_GPU, ON_A_PROCESSOR = 2**22, 2**16
 """Elements of a batch, at most. By the bytes that it moves, such an update takes some 30 µs on an H200. Nobody has
 measured that. On two threads of a processor 2^20 elements took 290 µs, so 2^16 take some 20."""
 
+JOINED_ON_A_GPU, JOINED_ON_A_PROCESSOR = 2**24, 2**20
+"""Elements of a shard that are made whole together, at least: they take 16 bytes each meanwhile. On a GPU nobody has
+measured how long small messages take."""
+
+PARAMETERS_A_RANK = 4
+"""Parameters that are made whole together, at least, for each rank. Of as many as there are ranks, one that is twice as
+dear would keep the others waiting."""
+
+
+class Prefetched(Protocol):
+    def prefetch(self) -> None: ...
+
+
+T = TypeVar("T", bound=Prefetched)
+Done = TypeVar("Done")
+
+
+def in_turn(things: Sequence[T], ahead: int) -> Iterator[T]:
+    """Give one after the other, each when ``ahead`` of those that follow have been prefetched. 0: none ever is."""
+    for thing in things[:ahead]:
+        thing.prefetch()
+    for number, thing in enumerate(things):
+        for later in things[number + ahead : number + ahead + 1] if ahead else ():
+            later.prefetch()
+        yield thing
+
 
 class Batch:
-    """Shards that are updated together, or one alone."""
+    """Shards that are updated together, or one alone.
 
-    def __init__(self, shards: Sequence[ShardState]) -> None:
+    Args:
+        trouble: told of state that is lost on the way.
+    """
+
+    def __init__(self, shards: Sequence[ShardState], trouble: Trouble) -> None:
         self.shards = shards
-        self._rule = shards[0].rule.prepared()
+        self._trouble, self._rule = trouble, shards[0].rule.prepared()
 
     @property
     def parameters(self) -> list[int]:
@@ -35,46 +74,121 @@ class Batch:
 
     def prefetch(self) -> None:
         """``update`` will follow soon."""
-        for shard in self.shards:
-            shard.prefetch()
+        with self._trouble.losing(self):
+            for shard in self.shards:
+                shard.prefetch()
 
     def update(self, by: Coefficients) -> None:
         """One fused pass: unscale, clip, update, cast into the buckets' parameters. See ``ShardUpdate``."""
         begun: list[ShardState] = []
         updates: list[ShardUpdate] = []
-        try:
-            for shard in self.shards:
-                update = shard.begin_update(by)
-                if update is not None:
-                    begun.append(shard)
-                    updates.append(update)
-            if updates:
-                self._rule.update(updates)
-        except BaseException:
+        with self._trouble.losing(self):
+            try:
+                for shard in self.shards:
+                    update = shard.begin_update(by)
+                    if update is not None:
+                        begun.append(shard)
+                        updates.append(update)
+                if updates:
+                    self._rule.update(updates)
+            except BaseException:
+                for shard in begun:
+                    shard.give_up_update()
+                raise
             for shard in begun:
+                shard.end_update()
+
+
+class JoinedBatch(Batch):
+    """Shards whose parameters are made whole together, each on one rank. Collective: a rank that cannot read a page
+    goes on with zeros in its place, and all ranks raise in the next step."""
+
+    def prefetch(self) -> None:
+        """Nothing: pages come one by one within ``update``."""
+
+    def update(self, by: Coefficients) -> None:
+        rule = self._rule
+        begun = [self._pass(shard, by, rule.before_joining, last=False) for shard in self._in_turn()]
+        held = [_on_device(shard, tensor) for shard, tensor in zip(self.shards, begun, strict=True)]
+        to_join = [shard.to_join for shard in self.shards if shard.to_join is not None]
+        rule.join(held, to_join, by.hyper[self.shards[0].rule].to(held[0].device))
+        edits_taken = replace(by, take_over=False)
+        for shard, tensor, before in zip(self._in_turn(), held, begun, strict=True):
+            if before is not None:
+                joined = tensor.to(shard.device)
+                self._pass(shard, edits_taken, partial(rule.after_joining, joined=joined), last=True)
+
+    def _in_turn(self) -> Iterator[ShardState]:
+        return in_turn(self.shards, self.shards[0].lookahead)
+
+    def _pass(
+        self, shard: ShardState, by: Coefficients, do: Callable[[ShardUpdate], Done], *, last: bool
+    ) -> Done | None:
+        """Have the page of a shard for what ``do`` does with it. None: it is lost."""
+        with self._trouble.losing(shard):
+            update = shard.begin_pass(by)
+            try:
+                done = do(update)
+            except BaseException:
                 shard.give_up_update()
-            raise
-        for shard in begun:
-            shard.end_update()
+                raise
+            shard.end_update(last=last)
+            return done
+        return None
 
 
-def batches_of(shards: Sequence[ShardState]) -> list[Batch]:
+def _on_device(shard: ShardState, tensor: Tensor | None) -> Tensor:
+    """What of ``shard`` is made whole, where ranks exchange it. None: it is lost, so nobody waits for it."""
+    device = shard.bucket.sharding.device
+    if tensor is None:
+        return torch.zeros(shard.numel, dtype=torch.float32, device=device)
+    return tensor.to(device)
+
+
+def batches_of(shards: Sequence[ShardState], trouble: Trouble) -> list[Batch]:
     """Cut ``shards`` into batches: those that are to be made whole first, the others in their order."""
-    joining = [shard for shard in shards if shard.joins_parts]
-    others = [shard for shard in shards if not shard.joins_parts]
-    return [Batch(batch) for batch in (*_alike(joining), *_neighbours(others))]
+    joining = [shard for shard in shards if shard.to_join is not None]
+    others = [shard for shard in shards if shard.to_join is None]
+    joined = (part for alike in _alike(joining) for part in _parts(alike))
+    return [
+        *(JoinedBatch(batch, trouble) for batch in joined),
+        *(Batch(batch, trouble) for batch in _neighbours(others)),
+    ]
 
 
 def _alike(shards: Sequence[ShardState]) -> list[list[ShardState]]:
-    """All that one call may update, wherever they are."""
-    batches: list[list[ShardState]] = []
+    """Those that can be made whole together, wherever they are."""
+    found: list[list[ShardState]] = []
     for shard in shards:
-        batch = next((batch for batch in batches if shard.is_updated_like(batch[0])), None)
+        batch = next((batch for batch in found if shard.is_joined_like(batch[0])), None)
         if batch is None:
-            batches.append([shard])
+            found.append([shard])
         else:
             batch.append(shard)
-    return batches
+    return found
+
+
+def _parts(shards: Sequence[ShardState]) -> Iterator[list[ShardState]]:
+    """Cut them into batches. By sizes that all ranks know alike, what a rank has of each apart. The last takes in what
+    would be too little by itself."""
+    part: list[ShardState] = []
+    for number, shard in enumerate(shards):
+        part.append(shard)
+        if _are_enough(part) and _are_enough(shards[number + 1 :]):
+            yield part
+            part = []
+    yield part
+
+
+def _are_enough(shards: Sequence[ShardState]) -> bool:
+    """Whether they are worth a batch of their own."""
+    if not shards:
+        return False
+    least = JOINED_ON_A_PROCESSOR if shards[0].bucket.sharding.device.type == "cpu" else JOINED_ON_A_GPU
+    ranks = prod(ranks.world_size for ranks in shards[0].joining if ranks is not None)
+    shares = shards[0].bucket.layout.shards if shards[0].joining[0] is None else 1
+    parameters = sum(len(shard.parameters) for shard in shards)
+    return parameters >= PARAMETERS_A_RANK * ranks * shares and sum(shard.numel for shard in shards) >= least
 
 
 def _neighbours(shards: Sequence[ShardState]) -> list[list[ShardState]]:

@@ -24,7 +24,7 @@ from ..rules.update_rule import has_master
 from ..stores.host_store import HostStore
 from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
-from .batches import Batch, batches_of
+from .batches import Batch, batches_of, in_turn
 from .hidden_edits import HiddenEdits
 from .shard_state import ShardState
 from .speculation import Speculator
@@ -92,7 +92,7 @@ class OptimizerState:
     def _follow_shards(self) -> None:
         """There are other shards than before, or none."""
         # In the order in which the next forward wants the parameters.
-        self._batches = batches_of(self.shards[::-1])
+        self._batches = batches_of(self.shards[::-1], self.trouble)
         self._hidden.lay_out(self.shards)
 
     def close(self, *, wait: bool = True) -> None:
@@ -163,19 +163,11 @@ class OptimizerState:
     def update(self, by: Coefficients) -> Iterator[ShardState]:
         """Update every shard, in the order in which the next forward wants the parameters, and yield each once its
         parameters can be sent out. The state of those that follow is on its way meanwhile."""
-        batches, ahead = self._batches, self._store.lookahead
-        for batch in batches[:ahead]:
-            with self.trouble.losing(batch):
-                batch.prefetch()
         host = self._store if isinstance(self._store, HostStore) else None
         here = by if host is None else by.on_host()
         with nullcontext() if host is None else host_threads(host.threads):
-            for number, batch in enumerate(batches):
-                for later in batches[number + ahead : number + ahead + 1] if ahead else ():
-                    with self.trouble.losing(later):
-                        later.prefetch()
-                with self.trouble.losing(batch):
-                    batch.update(here)
+            for batch in in_turn(self._batches, self._store.lookahead):
+                batch.update(here)
                 for shard in batch.shards:
                     self._hidden.keep(shard)
                     yield shard

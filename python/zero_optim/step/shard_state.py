@@ -24,7 +24,7 @@ from ..params.storage_order import view_of
 from ..params.tensor_slice import shown_as
 from ..rules.codec import Codec
 from ..rules.state_tensor import Begins, Per, StateTensor
-from ..rules.update_rule import Cut, ShardUpdate, UpdateRule, Whole, has_master, stored_for, tensors_for
+from ..rules.update_rule import Cut, ShardUpdate, ToJoin, UpdateRule, Whole, has_master, stored_for, tensors_for
 from ..stores.host_store import HostStore
 from ..stores.state_store import StateStore
 from .speculation import Speculation, Speculator
@@ -43,8 +43,7 @@ class ShardState:
         page: its number in the store.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
         wholes: the parameters in it, where the rule has them whole, or a slice of each.
-        cuts: the parameters in it of which other shards have parts, where the rule needs them whole.
-        joins_parts: whether its update makes parameters whole that are cut over ranks.
+        to_join: what of it an update makes whole that is cut over ranks; None: nothing.
         row_keys: [shard_numel / ROW] int32, of which the noise of each row is made; None: nothing is rounded by noise.
         row_stats: [shard_numel / ROW, 5] fp32, what the last update has measured of each row; None: it measures none.
     """
@@ -71,14 +70,14 @@ class ShardState:
         self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
-        self.cuts = self._cuts(group) if self._joins_shards else ()
         self.wholes = () if rule.layout.cuts or self._joins_shards else self._wholes(group)
-        self.joins_parts = self._joins_shards or self._joins_slices
+        self.to_join = self._to_join(group)
         self.row_keys = self._keys(len(rows)) if any(codec.stochastic for codec in rule.codecs.values()) else None
         self.row_stats: Tensor | None = None
         if measures:
             self.row_stats = torch.zeros(len(rows), len(ROW_STATS), device=store.works_on)
-        if speculator is not None and isinstance(self._place, OnHost) and has_master(rule, bucket.dtype):
+        alone = self.to_join is None and has_master(rule, bucket.dtype)
+        if speculator is not None and isinstance(self._place, OnHost) and alone:
             assert isinstance(store, HostStore)
             spare_stats = None if self.row_stats is None else torch.zeros_like(self.row_stats)
             self._speculation = Speculation(
@@ -101,6 +100,13 @@ class ShardState:
             # A slice may be empty here, and have elements on other tensor-parallel ranks, at the same place.
             if piece.numel or (self._is_joined(whole.joint) and piece.slot.offset // self.numel == shard)
         )
+
+    def _to_join(self, group: Callable[[int], Mapping[str, Any]]) -> ToJoin | None:
+        if not self._joins_shards and not self._joins_slices:
+            return None
+        sharding = self.bucket.sharding
+        cuts, ranks = (self._cuts(group), sharding.sharers) if self._joins_shards else ((), None)
+        return ToJoin(self.wholes, cuts, ranks, None if sharding.tensor_ranks is None else sharding.tensor_ranks.slices)
 
     def _cuts(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Cut, ...]:
         layout = self.bucket.layout
@@ -159,6 +165,10 @@ class ShardState:
         elif self._speculation is not None and self._speculation.confirm(by):
             self.row_stats, self._speculation.row_stats = self._speculation.row_stats, self.row_stats
             return None
+        return self.begin_pass(by)
+
+    def begin_pass(self, by: Coefficients) -> ShardUpdate:
+        """The same of an update in several passes, each of which has the page."""
         state = self._store.fetch(self.page)
         try:
             if by.take_over:
@@ -175,37 +185,38 @@ class ShardState:
                 by.rates,
                 self.row_stats,
                 self.wholes,
-                self.cuts,
-                self.bucket.sharding.sharers if self._joins_shards else None,
-                self._slices,
                 self.row_keys,
             )
         except BaseException:
             self.give_up_update()
             raise
 
-    def end_update(self) -> None:
-        """The update has been launched."""
+    def end_update(self, *, last: bool = True) -> None:
+        """The update has been launched. ``last``: and no other pass follows."""
         self._store.commit(self.page)
-        self._place.updated()
+        if last:
+            self._place.updated()
 
     def give_up_update(self) -> None:
         """The update has failed."""
         self._store.discard(self.page)
 
-    @property
-    def _slices(self) -> Comm | None:
-        """The tensor-parallel ranks, where its update makes parameters whole."""
-        ranks = self.bucket.sharding.tensor_ranks
-        return ranks.slices if self.joins_parts and ranks is not None else None
-
     def is_updated_like(self, other: ShardState) -> bool:
         """True if one call may update both: their pages stay where they are updated, and their rules and dtypes are the
-        same, and the ranks that make their parameters whole."""
+        same."""
+        return self._store.keeps_views and self.is_joined_like(other)
+
+    def is_joined_like(self, other: ShardState) -> bool:
+        """True if the same ranks make their parameters whole, where any do, and their rules and dtypes are the same."""
         own, its = (
-            (shard.rule, shard.bucket.dtype, shard.bucket.grad_shard.dtype, shard._slices) for shard in (self, other)
+            (shard.rule, shard.bucket.dtype, shard.bucket.grad_shard.dtype, shard.joining) for shard in (self, other)
         )
-        return self._store.keeps_views and own == its
+        return own == its
+
+    @property
+    def joining(self) -> tuple[Comm | None, Comm | None]:
+        """The ranks that make its parameters whole together, of parts and of slices; None: these are not cut."""
+        return (None, None) if self.to_join is None else (self.to_join.ranks, self.to_join.slices)
 
     # -- its parts -----------------------------------------------------------------------------------------------
 
@@ -281,6 +292,11 @@ class ShardState:
     def device(self) -> torch.device:
         """The device where it is updated."""
         return self._store.works_on
+
+    @property
+    def lookahead(self) -> int:
+        """How many pages are worth prefetching while one is updated."""
+        return self._store.lookahead
 
     @property
     def parameters(self) -> list[int]:
