@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,8 @@ MOST = {"cpu": batches.ON_A_PROCESSOR, "cuda": batches.ON_A_GPU}
 
 
 class Rule:
+    joined_in = torch.float32
+
     def __init__(self, fails: bool = False) -> None:
         self.fails, self.updated = fails, []
 
@@ -44,12 +46,13 @@ class Rule:
             raise OSError
         return torch.full((shard.numel,), float(shard.numel))
 
-    def join(self, held: list[torch.Tensor], shards: list[Any], hyper: torch.Tensor) -> None:
+    def join(self, held: list[torch.Tensor], shards: list[Any]) -> None:
         self.updated.append([tensor.tolist() for tensor in held])
         for tensor in held:
             tensor.neg_()
 
-    def after_joining(self, shard: Shard, joined: torch.Tensor) -> None:
+    def after_joining(self, shard: Shard, to_join: Any, joined: torch.Tensor) -> None:
+        assert to_join is shard
         self.updated.append(joined.tolist())
 
 
@@ -166,7 +169,7 @@ def test_pages_come_before_parameters_are_whole_and_after():
     shards = [Shard(1, lookahead=1), Shard(2, lookahead=1)]
     batch, _ = joined_batch(shards)
     batch.prefetch()
-    batch.update(replace(BY, hyper={shards[0].rule: torch.zeros(1)}))
+    batch.update(BY)
     assert shards[0].rule.updated == [[[1], [2, 2]], [-1], [-2, -2]]
     assert [shard.done for shard in shards] == [["prefetch", "begin", "end of a pass", "prefetch", "begin", "end"]] * 2
 
@@ -175,7 +178,7 @@ def test_a_rank_that_lost_a_page_goes_on_with_zeros():
     shards = [Shard(1), Shard(2, fails="lost"), Shard(3)]
     batch, trouble = joined_batch(shards)
     with pytest.warns(UserWarning, match="gone"):
-        batch.update(replace(BY, hyper={shards[0].rule: torch.zeros(1)}))
+        batch.update(BY)
     assert shards[0].rule.updated == [[[1], [0, 0], [3, 3, 3]], [-1], [-3, -3, -3]]
     assert [shard.done for shard in shards][1] == ["begin"]
     assert trouble.parameters == {2} and trouble.condition is Condition.LOST

@@ -558,7 +558,7 @@ def _traffic(laid: _Laid, job: Job, sharding: Sharding) -> dict[str, int]:
 
 def _there_and_back(elements: Iterable[int]) -> int:
     """Count what is sent to where parameters are made whole, and back, where all ranks have as much."""
-    return sum(elements) * (torch.bfloat16.itemsize + torch.float32.itemsize)
+    return 2 * sum(elements) * torch.bfloat16.itemsize
 
 
 def _terms(cut: ModelShapes, job: Job) -> int:

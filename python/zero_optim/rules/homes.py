@@ -108,8 +108,19 @@ class _Side:
         self._numels = [piece.numel for piece in self._pieces]
         self.counts = [sum(piece.numel for piece in pieces) for pieces in by_rank]
 
-    def pairs(self, message: Tensor, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Cut ``message``, which has all pieces one after another, into these; and the pieces of ``tensors``: views."""
+    def taken(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A message with all pieces of ``tensors``, one after another."""
+        message = tensors[0].new_empty(sum(self.counts))
+        parts, there = self._pairs(message, tensors)
+        _copy(parts, there)
+        return message
+
+    def put(self, message: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write what such a message has into the pieces of ``tensors``."""
+        parts, there = self._pairs(message, tensors)
+        _copy(there, parts)
+
+    def _pairs(self, message: Tensor, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         there = [piece.of(tensors) for piece in self._pieces]
         parts = message.split(self._numels)
         return [part.view(piece.shape) for part, piece in zip(parts, there, strict=True)], there
@@ -142,25 +153,22 @@ class Homes:
                 self._numel += of.whole.numel
         self._leaving, self._arriving = _Side(leaving), _Side(arriving)
 
-    def bring(self, shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Collective. Give [numel] fp32, the ``wholes`` of what lies in ``shards``, flat tensors, in the parts of all
-        ranks. It is sent in ``dtype``."""
-        whole = shards[0].new_empty(self._numel, dtype=torch.float32)
-        self._exchange(shards, self._leaving, [whole], self._arriving, dtype)
+    def bring(self, shards: Sequence[Tensor]) -> Tensor:
+        """Collective. Give [numel], the ``wholes`` of what lies in ``shards``, flat tensors of one dtype, in the parts
+        of all ranks."""
+        answer = self._sent(shards, self._leaving, self._arriving)
+        whole = answer.new_empty(self._numel)
+        self._arriving.put(answer, [whole])
         return whole
 
     def give_back(self, whole: Tensor, shards: Sequence[Tensor]) -> None:
-        """Collective. Let ``shards`` have what the homes of their parameters have made of these, in fp32."""
-        self._exchange([whole], self._arriving, shards, self._leaving, torch.float32)
+        """Collective. Let ``shards`` have what the homes of their parameters have made of these."""
+        self._leaving.put(self._sent([whole], self._arriving, self._leaving), shards)
 
-    def _exchange(
-        self, source: Sequence[Tensor], sent: _Side, target: Sequence[Tensor], received: _Side, dtype: torch.dtype
-    ) -> None:
-        message = source[0].new_empty(sum(sent.counts), dtype=dtype)
-        _copy(*sent.pairs(message, source))
-        answer = self._ranks.all_to_all(message, sent.counts, received.counts, self._kind)
-        parts, there = received.pairs(answer, target)
-        _copy(there, parts)
+    def _sent(self, source: Sequence[Tensor], sent: _Side, received: _Side) -> Tensor:
+        """What all ranks have sent to this one, piece by piece."""
+        message = sent.taken(source)
+        return self._ranks.all_to_all(message, sent.counts, received.counts, self._kind)
 
 
 def _copy(to: list[Tensor], of: list[Tensor]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 import zero_kernels
 from zero_kernels import ROW
 
+from ..comm.collectives import Comm
 from ..params.joint import DIM, STRIDE, Joint, is_plain_slice, says_blocks, whole_shape
 from ..params.layout import WholeParameters, round_up
 from ..params.param_shard import plain_parameter
@@ -43,8 +44,16 @@ ON_A_PROCESSOR, ON_A_GPU = 2**18, 2**22
 """Elements of matrices that are updated together, at most, or one parameter. On a processor they stay in its cache. On
 a GPU they are more, since each launch takes time; nobody has measured that."""
 
-_Block = tuple[Tensor, int]
-"""Matrices of one shape, [n, rows, columns], in place, and the parameter that they are of."""
+
+class _Part(NamedTuple):
+    """What a shard has of a parameter: ``numel`` elements, in the shard from ``start`` on, as the parameter lies from
+    ``in_param`` on."""
+
+    whole: Whole
+    start: int
+    in_param: int
+    numel: int
+
 
 SCALES = (None, "original", "match_rms_adamw", "spectral_unclamped")
 """What ``adjust_lr_fn`` may be; see ``scale_of``."""
@@ -84,7 +93,7 @@ class Muon(UpdateRule):
     counterparts = frozenset(("Muon",))
     needs_steps = False
     layout = WholeParameters()
-    joins_parts = True
+    joins_parts, joined_in = True, torch.bfloat16
     # Of the momentum. It is lerp(m, g, share): a difference of up to 2 of the larger of the two, a product, a sum, and
     # the gradient's two factors. Each rounds by half of 2^-23 of that, and a unit is a half to all of this.
     ulps_an_update = 8
@@ -156,38 +165,32 @@ class Muon(UpdateRule):
         for shard in shards:
             for wholes in _together(shard.wholes, _most(shard.grad)):
                 run = self._run(shard, wholes)
-                step = self.before_joining(run)
-                self._orthogonalize(step, run.wholes, run.hyper)
-                self.after_joining(run, step)
+                ahead = self._look_ahead(run)
+                self._orthogonalize(ahead, run.wholes)
+                self._subtract(run, [_Part(whole, whole.start, 0, whole.numel) for whole in run.wholes], ahead)
 
     def before_joining(self, shard: ShardUpdate) -> Tensor:
-        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32. It means nothing in rows that
-        are not updated, from which nothing is subtracted either."""
-        ahead = torch.empty_like(shard.grad, dtype=torch.float32)
-        momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))}
-        look_ahead, _ = self._passes or self._make_passes()
-        look_ahead.update([shard._replace(parameter=ahead, state=momentum, rates=None, row_stats=None)])
-        return ahead
+        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] bf16, in which the iteration
+        begins."""
+        return self._look_ahead(shard).to(self.joined_in)
 
-    def join(self, held: Sequence[Tensor], shards: Sequence[ToJoin], hyper: Tensor) -> None:
+    def join(self, held: Sequence[Tensor], shards: Sequence[ToJoin]) -> None:
         """Collective. Parts of matrices go to their homes among the ranks that share them; then slices, to theirs among
-        the tensor-parallel ranks. What is subtracted comes back the other way round."""
-        sent_in = torch.bfloat16  # in which the iteration begins
+        the tensor-parallel ranks. What is made of them comes back the other way round."""
         over_shards, over_slices = self._homes_of(shards)
-        whole = held if over_shards is None else [over_shards.bring(held, sent_in)]
+        whole = held if over_shards is None else [over_shards.bring(held)]
         for tensor, wholes in zip(whole, _held(shards, over_shards), strict=True):
-            self._orthogonalize_all(tensor, [each for each in wholes if not self._is_slice(each)], hyper)
+            self._orthogonalize_all(tensor, [each for each in wholes if not self._is_slice(each)])
         if over_slices is not None:
-            here = over_slices.bring(whole, sent_in)
-            self._orthogonalize_all(here, over_slices.wholes, hyper)
+            here = over_slices.bring(whole)
+            self._orthogonalize_all(here, over_slices.wholes)
             over_slices.give_back(here, whole)
         if over_shards is not None:
             over_shards.give_back(whole[0], held)
 
-    def after_joining(self, shard: ShardUpdate, joined: Tensor) -> None:
-        """Subtract ``joined``, [shard_numel] fp32, from the masters."""
-        _, subtract = self._passes or self._make_passes()
-        subtract.update([shard._replace(state={**shard.state, _DIRECTION: joined}, marks=None)])
+    def after_joining(self, shard: ShardUpdate, to_join: ToJoin, joined: Tensor) -> None:
+        """Subtract orthogonal ``joined``, [shard_numel], from the masters."""
+        self._subtract(shard, [*_parts_of(to_join)], joined.float(), to_join.slices)
 
     def _run(self, shard: ShardUpdate, wholes: Sequence[Whole]) -> ShardUpdate:
         """What ``shard`` has of ``wholes``, which follow each other in it: views."""
@@ -208,6 +211,55 @@ class Muon(UpdateRule):
             row_keys=None if shard.row_keys is None else shard.row_keys[rows],
             wholes=[whole._replace(start=whole.start - start) for whole in wholes],
         )
+
+    def _look_ahead(self, shard: ShardUpdate) -> Tensor:
+        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32. It means nothing in rows that
+        are not updated, from which nothing is subtracted either."""
+        ahead = torch.empty_like(shard.grad, dtype=torch.float32)
+        momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))}
+        look_ahead, _ = self._passes or self._make_passes()
+        look_ahead.update([shard._replace(parameter=ahead, state=momentum, rates=None, row_stats=None)])
+        return ahead
+
+    def _subtract(
+        self, shard: ShardUpdate, parts: Sequence[_Part], direction: Tensor, slices: Comm | None = None
+    ) -> None:
+        """Subtract ``direction``, [shard_numel] fp32, times rate and scale, from the masters. It is overwritten.
+
+        ``parts``: what the shard has of parameters. ``slices``: the ranks that have slices of them.
+        """
+        lr = self.columns.index("lr")
+        for whole, start, in_param, numel in parts:
+            scale = self._scale(whole, direction.device, slices)
+            if isinstance(scale, Tensor):
+                scale = scale.narrow(0, in_param, numel)
+            direction.narrow(0, start, numel).mul_(shard.hyper[whole.param, lr] * scale)
+        _, subtract = self._passes or self._make_passes()
+        subtract.update([shard._replace(state={**shard.state, _DIRECTION: direction}, marks=None)])
+
+    def _scale(self, whole: Whole, device: torch.device, slices: Comm | None) -> float | Tensor:
+        """What multiplies the rate: of the parameter, or where its matrices differ in that of each element, [numel] as
+        it lies."""
+        joint = whole.joint if self._is_slice(whole) else None
+        shape, adjust = whole.shape if joint is None else joint.shape, self.defaults["adjust_lr_fn"]
+        matrices = torch.empty(matrices_of(shape), device="meta")
+        blocks = blocks_of(matrices, whole.group.get(VIEW))
+        scales = [scale_of(block.shape[1:], adjust) for block in blocks]
+        if len({*scales}) == 1:
+            return scales[0]
+        by_element = torch.empty(shape, device=device)
+        of_blocks = blocks_of(by_element.view(matrices_of(shape)), whole.group.get(VIEW))
+        for block, scale in zip(of_blocks, scales, strict=True):
+            block.fill_(scale)
+        flat = torch.empty(whole.numel, device=device)
+        if joint is None:
+            whole.shaped(flat).copy_(by_element)
+        else:
+            assert slices is not None
+            for in_whole, in_slice, length in joint.shares(slices.rank):
+                own = by_element.narrow(joint.dim, in_whole, length)
+                whole.shaped(flat).narrow(joint.dim, in_slice, length).copy_(own)
+        return flat
 
     def _is_slice(self, whole: Whole) -> bool:
         """Whether the matrices of ``whole`` are those of other tensor-parallel ranks, too."""
@@ -240,19 +292,19 @@ class Muon(UpdateRule):
         coefficients, steps, _, gram = (self.defaults[name] for name in newton_schulz.OPTIONS)
         return matrices * newton_schulz.multiplications(rows, columns, coefficients, steps, gram)
 
-    def _orthogonalize_all(self, tensor: Tensor, wholes: Sequence[Whole], hyper: Tensor) -> None:
+    def _orthogonalize_all(self, tensor: Tensor, wholes: Sequence[Whole]) -> None:
         """The same as ``_orthogonalize``, of some at a time."""
         for run in _together([whole for whole in wholes if whole.numel], _most(tensor)):
-            self._orthogonalize(tensor, run, hyper)
+            self._orthogonalize(tensor, run)
 
-    def _orthogonalize(self, step: Tensor, wholes: Sequence[Whole], hyper: Tensor) -> None:
-        """Make of each matrix in ``step``, flat fp32, what is subtracted from it, in place.
+    def _orthogonalize(self, step: Tensor, wholes: Sequence[Whole]) -> None:
+        """Make each matrix in ``step``, flat, orthogonal, in place.
 
         Matrices of one shape are made orthogonal together, those of one parameter as a rule. What one becomes must not
         depend on those beside it, since which are on a rank depends on the number of ranks. So those of several
         parameters are together only where their bits are those of each alone; see ``LEAST_TOGETHER``.
         """
-        batches: dict[tuple[int, ...], list[_Block]] = {}
+        batches: dict[tuple[int, ...], list[Tensor]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         for whole in wholes:
             shaped = whole.shaped(whole.of(step))
@@ -263,27 +315,23 @@ class Muon(UpdateRule):
                 alike = tuple(block.shape[1:])
                 alone = step.device.type != "cpu" or min(alike) < LEAST_TOGETHER
                 first, *others = block.split(max(1, _most(step) // block[0].numel()))
-                batches.setdefault((*alike, whole.param) if alone else alike, []).append((first, whole.param))
+                batches.setdefault((*alike, whole.param) if alone else alike, []).append(first)
                 for part in others:
-                    self._step([(part, whole.param)], hyper)
+                    self._orthogonalize_batch([part])
         for batch in batches.values():
-            self._step(batch, hyper)
+            self._orthogonalize_batch(batch)
         for shaped, matrices in copies:
             shaped.copy_(matrices.view(shaped.shape))
 
-    def _step(self, batch: Sequence[_Block], hyper: Tensor) -> None:
-        """Write what is subtracted from matrices of one shape where they are. ``hyper``: the table."""
-        blocks = [block for block, _ in batch]
-        together = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+    def _orthogonalize_batch(self, blocks: Sequence[Tensor]) -> None:
+        """Make matrices of one shape orthogonal where they are."""
+        together = torch.cat([*blocks]) if len(blocks) > 1 else blocks[0]
         options = [self.defaults[name] for name in newton_schulz.OPTIONS]
         if len(together) == 1:
-            directions = newton_schulz.orthogonalized(together[0], *options).unsqueeze(0).float()
+            made = newton_schulz.orthogonalized(together[0], *options).unsqueeze(0)
         else:
-            directions = newton_schulz.orthogonalized(together, *options).float()
-        lr, scale = self.columns.index("lr"), scale_of(together.shape[1:], self.defaults["adjust_lr_fn"])
-        parts = directions.split([len(block) for block in blocks])
-        for (block, param), direction in zip(batch, parts, strict=True):
-            torch.mul(direction, hyper[param, lr] * scale, out=block)
+            made = newton_schulz.orthogonalized(together, *options)
+        torch._foreach_copy_([*blocks], made.split([len(block) for block in blocks]))
 
     def matrices_in_float64(self) -> MuonInFloat64:
         coefficients, steps, eps, gram = (self.defaults[name] for name in newton_schulz.OPTIONS)
@@ -308,6 +356,16 @@ def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
         numel += whole.numel
     if run:
         yield run
+
+
+def _parts_of(to_join: ToJoin) -> Iterator[_Part]:
+    """What this rank has of the parameters of a shard."""
+    for whole in to_join.wholes:
+        yield _Part(whole, whole.start, 0, whole.numel)
+    for cut in to_join.cuts:
+        for rank, piece in cut.parts:
+            if to_join.ranks is not None and rank == to_join.ranks.rank:
+                yield _Part(cut.whole, piece.in_shard, piece.in_param, piece.numel)
 
 
 def _held(shards: Sequence[ToJoin], over_shards: Homes | None) -> Sequence[Sequence[Whole]]:

@@ -167,6 +167,7 @@ class UpdateRule:
         joins_parts: whether such a rule works at stage 3, too, where all parameters are cut over ranks, and where
             tensor-parallel ranks have slices of them. It brings ``before_joining``, ``join`` and ``after_joining``
             then, which take the place of ``update`` there.
+        joined_in: the dtype in which ranks exchange what is made whole.
         plain_slices: how many tensor-parallel ranks have plain slices of what is cut, one each.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows. Where
             it takes whole matrices, of their ``buffer``.
@@ -185,6 +186,7 @@ class UpdateRule:
     averages: tuple[str, ...] = ()
     layout: LayoutPolicy = CUT_AT_ROWS
     joins_parts = False
+    joined_in = torch.float32
     plain_slices = 1
 
     def __init__(self, **values: Any) -> None:
@@ -366,18 +368,18 @@ class UpdateRule:
         zero_kernels.update_rows(rule.update, rule.columns, *lists)
 
     def before_joining(self, shard: ShardUpdate) -> Tensor:
-        """Do what an update does before parameters are made whole. Returns [shard_numel] fp32, along the shard: what is
-        to be made whole, in the update's device."""
+        """Do what an update does before parameters are made whole. Returns [shard_numel] in ``joined_in``, along the
+        shard: what is to be made whole."""
         raise NotImplementedError(f"{self.name} joins parts, and has no before_joining")
 
-    def join(self, held: Sequence[Tensor], shards: Sequence[ToJoin], hyper: Tensor) -> None:
+    def join(self, held: Sequence[Tensor], shards: Sequence[ToJoin]) -> None:
         """Collective. Make parameters whole, each on one rank, and give back what becomes of them there, in place.
 
-        ``held``: what ``before_joining`` gave of each of these shards, on the device. ``hyper``: see ``ShardUpdate``.
+        ``held``: what ``before_joining`` gave of each of these shards, on the device.
         """
         raise NotImplementedError(f"{self.name} joins parts, and has no join")
 
-    def after_joining(self, shard: ShardUpdate, joined: Tensor) -> None:
+    def after_joining(self, shard: ShardUpdate, to_join: ToJoin, joined: Tensor) -> None:
         """Do the rest of the update of this shard, by what ``join`` has made."""
         raise NotImplementedError(f"{self.name} joins parts, and has no after_joining")
 
