@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from training_cases import error_of
 from zero_optim import ParameterError, rules
 from zero_optim.params.layout import WholeParameters
+from zero_optim.rules import homes
 from zero_optim.rules.homes import _homes
-from zero_optim.step import batches
 
 STEPS = 3
 
@@ -238,7 +238,7 @@ STORES = {
 
 def _eventful(parameters: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int]]:
     """A skipped step and an edit between two others. ``parameters``: of a rank in a batch, at least."""
-    with mock.patch.multiple(batches, JOINED_ON_A_PROCESSOR=1, PARAMETERS_A_RANK=parameters):
+    with mock.patch.multiple(homes, JOINED_ON_A_PROCESSOR=1, PARAMETERS_A_RANK=parameters):
         model, opt = make(3, torch.bfloat16, max_grad_norm=0.1, **options)
         with zero_optim.verify(opt, samples=8) as shadow:
             train(model, opt, 1)

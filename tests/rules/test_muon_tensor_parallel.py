@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from training_cases import error_of
 from zero_optim import rules
 from zero_optim.params.joint import Joint
-from zero_optim.step import batches
+from zero_optim.rules import homes
 
 STEPS, TENSOR = 3, 2
 
@@ -306,7 +306,7 @@ OFF_THE_DEVICE = [
 
 def _train_in_batches(rank: int, world_size: int) -> list[Found]:
     """Each bucket, or unit, by itself."""
-    with mock.patch.multiple(batches, JOINED_ON_A_PROCESSOR=1, PARAMETERS_A_RANK=0):
+    with mock.patch.multiple(homes, JOINED_ON_A_PROCESSOR=1, PARAMETERS_A_RANK=0):
         return _train_cells(rank, world_size, OFF_THE_DEVICE)
 
 

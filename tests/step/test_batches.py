@@ -15,6 +15,7 @@ import torch
 import zero_optim
 from torch import nn
 from zero_optim import OffloadError
+from zero_optim.rules import homes
 from zero_optim.rules.adamw import AdamW
 from zero_optim.step import batches
 from zero_optim.step.batches import Batch, JoinedBatch, batches_of
@@ -145,8 +146,8 @@ def test_what_is_made_whole_comes_first_and_is_alike():
 )
 def test_what_is_made_whole_is_cut_where_both_parts_are_worth_it(joining, ranks, monkeypatch):
     """Below stage 3 a rank has the parameters of its shard alone."""
-    monkeypatch.setattr(batches, "JOINED_ON_A_PROCESSOR", 100)
-    enough = batches.PARAMETERS_A_RANK * ranks
+    monkeypatch.setattr(homes, "JOINED_ON_A_PROCESSOR", 100)
+    enough = homes.PARAMETERS_A_RANK * ranks
     shard = partial(Shard, joining=joining)
     assert sizes_of([shard(100, params=enough)] * 3) == [[100]] * 3
     assert sizes_of([shard(99, params=enough)] * 3) == [[99] * 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 
@@ -15,7 +16,8 @@ from ..comm.tensor_ranks import TensorRanks
 from ..grads.buckets import Kind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket, round_up
 from ..rules.adamw import AdamW
-from ..rules.homes import TENSOR_ALL_TO_ALL
+from ..rules.homes import TENSOR_ALL_TO_ALL, Size, batch_lengths
+from ..rules.muon import ON_A_GPU, ON_A_PROCESSOR
 from ..rules.state_tensor import StateTensor
 from ..rules.update_rule import UpdateRule, has_master, stored_for, stored_names
 from ..stats import PAGES, TELEMETRY, FlatBytes, count_bucket, no_memory, row_stats_nbytes, state_nbytes
@@ -27,6 +29,9 @@ ON_THE_HOST = 2**63
 """As a device's memory: that of a CPU, which is the host's, and as much as the process is given."""
 
 LOCAL = "local_gradients"
+MATRICES = "whole_matrices"
+_ITERATION = 10
+"""Bytes of an element while it is made orthogonal: what it is made of, in fp32, and three copies in bf16."""
 TERMS = "tensor_parallel"
 """The kind of traffic that adds up terms over tensor-parallel ranks."""
 
@@ -109,6 +114,8 @@ class Plan:
             - ``local_gradients``: what autograd has computed of buckets that have not left yet;
             - ``activations``: by the formula of ``activation_bytes``; 0 where no batch was given;
             - ``unsharded``: at stage 3, the root and the units gathered ahead, of which there are most at a time;
+            - ``whole_matrices``: what an update of them takes meanwhile, in so far as it is more than a backward's
+              activations, units and local gradients, which are gone by then;
             - ``telemetry``: where the optimizer has it, what each update measures;
             - ``pages``: of state that is offloaded, what stays on the device, and the places that the rest takes turns
               in; the kinds of the state are 0 then.
@@ -277,6 +284,8 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
         memory["unsharded"] = _unsharded(laid, job, sharding)
     memory[LOCAL] = _local_gradients(laid, job, sharding)
     memory["activations"] = _activations(model, job, stage)
+    gone = sum(memory.get(kind, 0) for kind in ("unsharded", LOCAL, "activations"))
+    memory[MATRICES] = max(0, _in_update(laid, job, sharding) - gone)
     measured = sum(row_stats_nbytes(flat.layout) for flat in laid.buckets) if job.telemetry else 0
     if job.telemetry:
         memory[TELEMETRY] = 0 if job.offload.tier is Tier.CPU else measured
@@ -526,6 +535,31 @@ def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding
     shared = sharding.shard_count > 1
     mirrors = _mirrors(laid, job, sharding)
     return footprint(job.offload, pages, mirrors, sum(spares) if shared else 0, visiting, room=room)
+
+
+def _in_update(laid: _Laid, job: Job, sharding: Sharding) -> int:
+    """Count what an update of whole matrices takes: of a batch that ranks make whole together, both ends of a message,
+    in bf16, and of one parameter the iteration, or of some small ones."""
+    flats = [flat for flat in laid.buckets if not flat.rule.layout.cuts]
+    if not flats:
+        return 0
+    device = torch.device("cpu" if job.host_waits else "cuda")
+    together = ON_A_PROCESSOR if job.host_waits else ON_A_GPU
+    largest = max(slot.numel for flat in flats for slot in flat.layout.slots)
+    iteration = _ITERATION * min(max(largest, together), sum(flat.layout.shard_numel for flat in flats))
+    over_shards = job.stage >= 3 and sharding.shard_count > 1
+    alike: dict[tuple[UpdateRule, torch.dtype, bool], list[_Flat]] = {}
+    for flat in flats[::-1]:
+        if over_shards or flat.joined:
+            alike.setdefault((flat.rule, flat.dtype, bool(flat.joined)), []).append(flat)
+    most = 0
+    for (*_, slices), of_kind in alike.items():
+        sizes = [Size(flat.layout.shard_numel, len(flat.layout.slots)) for flat in of_kind]
+        ranks, rest = sharding.shard_count * (job.tensor if slices else 1), iter(sizes)
+        each = (3 + over_shards + bool(slices)) * torch.bfloat16.itemsize
+        for length in batch_lengths(sizes, ranks, device):
+            most = max(most, each * sum(size.numel for size in islice(rest, length)))
+    return most + iteration
 
 
 # -- what is communicated ------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from ..drawing.figures import SizeUnit, count, row, size, unit_for
 from ..stats import TELEMETRY
 from ..stores.offload import Tier
 from .fit import Change, cheapest_change
-from .plan import LOCAL, PAGES, Job, Plan
+from .plan import LOCAL, MATRICES, PAGES, Job, Plan
 
-_LAST = ("unsharded", LOCAL, TELEMETRY, PAGES, "activations", "padding")
+_LAST = ("unsharded", LOCAL, TELEMETRY, PAGES, "activations", MATRICES, "padding")
 
 
 def unit_of(plans: Sequence[Plan]) -> SizeUnit:

@@ -19,7 +19,8 @@ of one parameter have the same home, or below stage 3 the same place in a bucket
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,45 @@ from .update_rule import Cut, Whole
 
 TENSOR_ALL_TO_ALL = "tensor_all_to_all"
 """What tensor-parallel ranks send each other, in the account of collectives."""
+
+
+JOINED_ON_A_GPU, JOINED_ON_A_PROCESSOR = 2**24, 2**20
+"""Elements of a rank that are made whole together, at least. Muon's take 8 bytes each meanwhile. On a GPU nobody has
+measured how long small messages take."""
+
+PARAMETERS_A_RANK = 4
+"""Parameters that are made whole together, at least, for each rank. Of as many as there are ranks, one that is twice as
+dear would keep the others waiting."""
+
+
+class Size(NamedTuple):
+    """How large a shard is: elements of a rank, and parameters, of all ranks together."""
+
+    numel: int
+    parameters: int
+
+
+def batch_lengths(shards: Sequence[Size], ranks: int, device: torch.device) -> Iterator[int]:
+    """Cut shards into batches whose parameters are made whole together: how many each has, in their order. Where what
+    is left would not be worth a batch, the last takes it in. Sizes are the same on all ranks.
+
+    ``ranks``: that share the parameters. ``device``: where that is.
+    """
+    least = Size(JOINED_ON_A_PROCESSOR if device.type == "cpu" else JOINED_ON_A_GPU, PARAMETERS_A_RANK * ranks)
+    left = _total(shards)
+    taken: list[Size] = []
+    for shard in shards:
+        taken.append(shard)
+        here = _total(taken)
+        rest = Size(left.numel - here.numel, left.parameters - here.parameters)
+        if all(map(operator.ge, here, least)) and all(map(operator.ge, rest, least)):
+            yield len(taken)
+            left, taken = rest, []
+    yield len(taken)
+
+
+def _total(sizes: Sequence[Size]) -> Size:
+    return Size(sum(size.numel for size in sizes), sum(size.parameters for size in sizes))
 
 
 class Piece(NamedTuple):

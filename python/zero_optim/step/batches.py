@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..rules.homes import Size, batch_lengths
 from ..rules.update_rule import ShardUpdate
 from .shard_state import ShardState
 from .trouble import Trouble
@@ -28,14 +30,6 @@ from .workplace import Coefficients
 ON_A_GPU, ON_A_PROCESSOR = 2**22, 2**16
 """Elements of a batch, at most. By the bytes that it moves, such an update takes some 30 µs on an H200. Nobody has
 measured that. On two threads of a processor 2^20 elements took 290 µs, so 2^16 take some 20."""
-
-JOINED_ON_A_GPU, JOINED_ON_A_PROCESSOR = 2**24, 2**20
-"""Elements of a shard that are made whole together, at least: Muon's take 8 bytes each meanwhile. On a GPU nobody has
-measured how long small messages take."""
-
-PARAMETERS_A_RANK = 4
-"""Parameters that are made whole together, at least, for each rank. Of as many as there are ranks, one that is twice as
-dear would keep the others waiting."""
 
 
 class Prefetched(Protocol):
@@ -169,26 +163,14 @@ def _alike(shards: Sequence[ShardState]) -> list[list[ShardState]]:
 
 
 def _parts(shards: Sequence[ShardState]) -> Iterator[list[ShardState]]:
-    """Cut them into batches. By sizes that all ranks know alike, what a rank has of each apart. The last takes in what
-    would be too little by itself."""
-    part: list[ShardState] = []
-    for number, shard in enumerate(shards):
-        part.append(shard)
-        if _are_enough(part) and _are_enough(shards[number + 1 :]):
-            yield part
-            part = []
-    yield part
-
-
-def _are_enough(shards: Sequence[ShardState]) -> bool:
-    """Whether they are worth a batch of their own."""
-    if not shards:
-        return False
-    least = JOINED_ON_A_PROCESSOR if shards[0].bucket.sharding.device.type == "cpu" else JOINED_ON_A_GPU
-    ranks = prod(ranks.world_size for ranks in shards[0].joining if ranks is not None)
-    shares = shards[0].bucket.layout.shards if shards[0].joining[0] is None else 1
-    parameters = sum(len(shard.parameters) for shard in shards)
-    return parameters >= PARAMETERS_A_RANK * ranks * shares and sum(shard.numel for shard in shards) >= least
+    """Cut them into batches. Below stage 3 a rank has some of the parameters of each alone."""
+    first, bucket = shards[0], shards[0].bucket
+    ranks = prod(ranks.world_size for ranks in first.joining if ranks is not None)
+    shares = bucket.layout.shards if first.joining[0] is None else 1
+    sizes = [Size(shard.numel, len(shard.parameters)) for shard in shards]
+    rest = iter(shards)
+    for length in batch_lengths(sizes, ranks * shares, bucket.sharding.device):
+        yield [*islice(rest, length)]
 
 
 def _neighbours(shards: Sequence[ShardState]) -> list[list[ShardState]]:
