@@ -63,12 +63,13 @@ class MuonInFloat64:
         tall = matrix.shape[0] > matrix.shape[1]
         x = _in_bf16(matrix.mT if tall else matrix)
         x = _in_bf16(x / _in_bf16(torch.linalg.matrix_norm(x)).clamp(min=self.eps))
-        if self.gram and is_long(*matrix.shape):
-            for phase in phases(self.coefficients):
-                x = _in_bf16(_rounded_factor(x, phase) @ x)
-        else:
-            for a, b, c in self.coefficients:
-                gram = _in_bf16(x @ x.mT)
+        together = self.gram and is_long(*matrix.shape)
+        for phase in phases(self.coefficients) if together else [[step] for step in self.coefficients]:
+            gram = _in_bf16(x @ x.mT)
+            if len(phase) > 1:
+                x = _in_bf16(_rounded_factor(gram, phase) @ x)
+            else:
+                ((a, b, c),) = phase
                 x = _in_bf16(a * x + _in_bf16(b * gram + c * gram @ gram) @ x)
         return x.mT if tall else x
 
@@ -79,10 +80,9 @@ class MuonInFloat64:
         return math.sqrt(ratio if self.adjust_lr_fn == "spectral_unclamped" else max(ratio, 1.0))
 
 
-def _rounded_factor(x: Tensor, steps: Sequence[Step]) -> Tensor:
-    """What these steps multiply ``x`` by: the product of a factor for each. The next X X^T is this one between two such
-    factors."""
-    gram = _in_bf16(x @ x.mT)
+def _rounded_factor(gram: Tensor, steps: Sequence[Step]) -> Tensor:
+    """What these steps multiply X by, whose X X^T ``gram`` is: the product of a factor for each. The next X X^T is this
+    one between two such factors."""
     product = identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     for a, b, c in steps:
         factor = _in_bf16(a * identity + _in_bf16(b * gram + c * gram @ gram))

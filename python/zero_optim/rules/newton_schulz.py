@@ -83,20 +83,19 @@ def orthogonalized(matrix: Tensor, coefficients: Sequence[Any], steps: int, eps:
     norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True).to(torch.bfloat16)
     x = x.mT if tall else x
     x = x / norm.clamp(min=eps)
-    if gram and is_long(*x.shape[-2:]):
-        for phase in phases(of_steps):
-            x = product(_polynomial(x, phase), x)
-    else:
-        for a, b, c in of_steps:
-            square = product(x, x.mT)
+    for phase in phases(of_steps) if gram and is_long(*x.shape[-2:]) else [[step] for step in of_steps]:
+        square = product(x, x.mT)
+        if len(phase) > 1:
+            x = product(_polynomial(square, phase), x)
+        else:
+            ((a, b, c),) = phase
             x = added(x, added(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
-def _polynomial(x: Tensor, phase: Sequence[Step]) -> Tensor:
-    """Give what these steps multiply ``x`` by, [..., rows, rows]."""
-    product, _ = _products(x)
-    square = product(x, x.mT)
+def _polynomial(square: Tensor, phase: Sequence[Step]) -> Tensor:
+    """Give what these steps multiply X by, of ``square`` = X X^T."""
+    product, _ = _products(square)
     made = factor = _factor(square, phase[0])
     for step in phase[1:]:
         square = product(product(square, factor), factor)
