@@ -105,8 +105,7 @@ WHAT: Mapping[str, Sequence[int]] = {
     "parameters on the host, updated there": (3,),
     "parameters on the host, updated there, edited": (3,),
     "several rules, clipped": ALL,  # biases are SGD's: at stage 3 a unit has two buckets
-    "several rules, saved and loaded": ALL,
-    "paged, several rules": ALL,
+    "paged, several rules, saved and loaded": ALL,
 }
 """What a program does, and the stages at which it is allowed. A name may begin with one of STORES."""
 
