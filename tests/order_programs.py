@@ -1,8 +1,8 @@
 """Small trainings whose result depends on the order of work, on a device and over ranks, and what they must give.
 
 ``train(rank, world_size, program, device)`` runs one rank of a program; ``expected(program, world_size, rank)`` is that
-rank's result by ``torch.optim.AdamW`` in one process on the CPU, from the mean of all ranks' gradients; ``check``
-compares the two. A program is correct: it keeps the library's rules, and orders its own streams as CUDA asks.
+rank's result by ``torch.optim`` in one process on the CPU, from the mean of all ranks' gradients; ``check`` compares
+the two. A program is correct: it keeps the library's rules, and orders its own streams as CUDA asks.
 
 Everything is fp32. Inputs are multiples of 1/4, made on the CPU. Arithmetic is not exact: matrix products and the norm
 add up in an order that depends on the device. ``eps`` is large beside the rounding of a gradient, so that Adam divides
@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from training_cases import Planned, maybe_no_sync, raise_in_backward
 
 LR, EPS, WEIGHT_DECAY, MAX_NORM = 1e-2, 1e-3, 0.1, 0.05
+SGD = {"lr": 0.3, "momentum": 0.9}  # a step moves a bias by as much as AdamW does
 TOLERANCE = 2e-6
 STEPS, DEPTH, ROWS = 4, 3, 4
 SAVED = 1  # the step before which "saved and loaded" saves
@@ -103,12 +104,14 @@ WHAT: Mapping[str, Sequence[int]] = {
     "parameters on the host, paged": (3,),
     "parameters on the host, updated there": (3,),
     "parameters on the host, updated there, edited": (3,),
+    "several rules, clipped": ALL,  # biases are SGD's: at stage 3 a unit has two buckets
+    "paged, several rules, saved and loaded": ALL,
 }
 """What a program does, and the stages at which it is allowed. A name may begin with one of STORES."""
 
 MICRO_BATCHES = {"micro-batches": 3, "no_sync": 3, "zeroed between": 3, "zeroed, then no_sync": 2}
 MICRO_BATCHES |= {"thawed, no_sync": 3, "half thawed, no_sync": 3, "zeroed locally": 3, "two optimizers, locally": 3}
-CLIPPED = ("clipped", "raised at the end")
+CLIPPED = ("clipped", "raised at the end", "several rules, clipped")
 SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "kept, on two streams": {"reshard_after_forward": False},
@@ -162,6 +165,10 @@ class OrderProgram:
     @property
     def models(self) -> int:
         return 2 if self.act.startswith("two optimizers") else 1
+
+    def by_sgd(self, name: str) -> bool:
+        """Whether the parameter of this name has a rule of its own."""
+        return self.act.startswith("several rules") and name.endswith("bias")
 
     @property
     def overlaps(self) -> bool:
@@ -662,8 +669,11 @@ def _owned(program: OrderProgram, named: Sequence[tuple[str, Any]]) -> list[list
 def _make_optimizer(program: OrderProgram, named: Sequence[tuple[str, Any]], process_group: Any) -> Any:
     import zero_optim
 
+    groups: list[Any] = [{"params": [entry for entry in named if not program.by_sgd(entry[0])]}]
+    if of_sgd := [entry for entry in named if program.by_sgd(entry[0])]:
+        groups.append({"params": of_sgd, "rule": zero_optim.rules.SGD(**SGD)})
     return zero_optim.ShardedAdamW(
-        named,
+        groups,
         lr=LR,
         eps=EPS,
         weight_decay=WEIGHT_DECAY,
@@ -695,8 +705,13 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
     """Of every rank. Stages, streams and most of what programs do change nothing here."""
     model = make_model(program)
     named = dict(model.named_parameters())
-    owned = [[p for _, p in entries] for entries in _owned(program, list(named.items()))]
-    optimizers = [torch.optim.AdamW(own, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY) for own in owned]
+    entries_of = _owned(program, list(named.items()))
+    owned = [[p for _, p in entries] for entries in entries_of]
+    optimizers: list[Any] = []
+    for entries in entries_of:
+        of_adam, of_sgd = ([p for name, p in entries if program.by_sgd(name) is sgd] for sgd in (False, True))
+        optimizers.append(torch.optim.AdamW(of_adam, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY))
+        optimizers += [torch.optim.SGD(of_sgd, **SGD)] if of_sgd else []
     losses: list[list[float]] = [[] for _ in range(world_size)]
     norms: list[float] = []
     gradients: list[dict[str, Part]] = []

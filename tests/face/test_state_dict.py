@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, averages
+from sharded_cases import Given, GivenNet
 from torch import Tensor, nn
 from training_cases import (
     SHAPES,
     TINY_CAP_MB,
     assert_bitwise,
     copies,
+    error_of,
     linear_backward,
     make_gradients,
     make_parameters,
@@ -236,3 +239,100 @@ def _saved_bytes(rank: int, world_size: int) -> bytes:
 def test_another_world_size_is_refused_in_words():
     saved = run_ranks(3, _saved_bytes)
     assert all("rank" in text for text in run_ranks(2, _another_world, saved))
+
+
+# -- what rank 0 alone has saved ---------------------------------------------------------------------------------------
+
+RUNS = (((24, 40), (300,)), ((5,), (2, 12, 20)), ((36, 30), (1,)))
+
+
+class _Sharded:
+    """A model of units. ``muon``: its matrices are Muon's, and the rest AdamW's."""
+
+    def __init__(self, rank: int, stage: int, muon: bool) -> None:
+        import zero_optim
+
+        self.rank, self.model = rank, GivenNet(RUNS, torch.bfloat16)
+        if stage == 3:
+            zero_optim.shard_module(self.model, (Given,))
+        every = [*self.model.named_parameters()]
+        matrices = [entry for entry in every if entry[1].dim() > 1]
+        others = {"params": [entry for entry in every if entry[1].dim() < 2]}
+        if muon:
+            others["rule"] = zero_optim.rules.AdamW(lr=1e-2)
+        make = zero_optim.ShardedMuon if muon else zero_optim.ShardedAdamW
+        options = {"lr": 1e-2, "max_grad_norm": 0.5, "bucket_cap_mb": 0.004}
+        self.opt = make([{"params": matrices}, others], stage=stage, **options)
+
+    def step(self, step: int) -> None:
+        shapes = [shape for run in RUNS for shape in run]
+        self.model(make_gradients([torch.empty(shape).bfloat16() for shape in shapes], self.rank, step)).backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def seen(self) -> list[Tensor]:
+        """Collective. State and parameters, whole."""
+        import zero_optim
+
+        state = zero_optim.full_state_dict(self.opt, rank=None)["state"]
+        tensors = [value for index in sorted(state) for value in state[index].values()]
+        return copies([*tensors, *zero_optim.full_model_state_dict(self.model, rank=None).values()])
+
+
+def _saved_by_rank_0(rank: int, world_size: int, stage: int, muon: bool, fresh: bool) -> tuple[str, str]:
+    """What loading it raises on this rank; the optimizer must be as before. ``fresh``: it has not stepped."""
+    buffer, straight = io.BytesIO(), _Sharded(rank, stage, muon)
+    straight.step(0)
+    if rank == 0:
+        torch.save(straight.opt.state_dict(), buffer)
+    sent = [buffer.getvalue()]
+    dist.broadcast_object_list(sent)
+    straight.opt.close()
+    ends = []
+    for disturbed in (True, False):
+        run = _Sharded(rank, stage, muon)
+        if not fresh:
+            run.step(1)
+        if disturbed:
+            before = run.seen()
+            state = torch.load(io.BytesIO(sent[0]), weights_only=True)
+            told = error_of(lambda run=run, state=state: run.opt.load_state_dict(state))
+            assert_bitwise(run.seen(), before, "after a load that was refused")
+        run.step(2)
+        run.step(3)
+        ends.append(run.seen())
+        run.opt.close()
+    assert_bitwise(*ends, "a training with a load that was refused")
+    return told
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "muon", "fresh"),
+    [(2, 1, True, True), (2, 2, False, True), (3, 2, True, False), (3, 3, True, True), (2, 3, False, False)],
+)
+def test_what_rank_0_alone_has_saved_is_refused_on_every_rank(world_size, stage, muon, fresh):
+    """As a script for DDP saves it: the file has the shards of one rank. The error says what to save."""
+    first, *others = run_ranks(world_size, _saved_by_rank_0, stage, muon, fresh)
+    assert first[0] == "RankMismatchError" and "rank 1 failed with StateMismatchError" in first[1]
+    assert {kind for kind, _ in others} == {"StateMismatchError"}
+    for _, text in (first, *others):
+        assert "was saved as FlatShard" in text and "or save zero_optim.full_state_dict(opt)" in text
+
+
+def _whole_at_stage_0(rank: int, world_size: int) -> None:
+    straight = _Sharded(rank, 0, muon=True)
+    straight.step(0)
+    sent = [straight.opt.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(sent)
+    again = _Sharded(rank, 0, muon=True)
+    again.model.load_state_dict(straight.model.state_dict())
+    again.opt.load_state_dict(sent[0])
+    assert_bitwise(again.seen(), straight.seen(), "loaded")
+    for step in (1, 2):
+        straight.step(step)
+        again.step(step)
+    assert_bitwise(again.seen(), straight.seen(), "resumed")
+
+
+def test_at_stage_0_rank_0_has_all_of_it():
+    run_ranks(2, _whole_at_stage_0)

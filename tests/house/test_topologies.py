@@ -34,6 +34,7 @@ CONTEXT = ("face/test_context_parallel.py::test_gradients_are_averaged_over_both
 
 MUON_SLICES = "rules/test_muon_tensor_parallel.py"
 MUON_IN_SLICES = f"{MUON_SLICES}::test_it_has_the_bits_of_whole_matrices"
+MUON_ANYWHERE = "face/test_muon_on_topologies.py::test_verify_finds_what_is_wrong_on_one_rank_and_nothing_else"
 
 TESTED = {
     "training": {
@@ -69,7 +70,11 @@ TESTED = {
         "hybrid": (f"{GRIDS}::test_an_overflow_on_one_rank_skips_the_step_on_all", ALL_ON_GRID),
         "tensor parallel": CUT,
         "experts": OF_EXPERTS,
-        "pipeline": (f"{PIPELINES}::test_what_is_not_finite_on_one_stage_skips_the_step_of_all", ALL_IN_PIPELINE),
+        "pipeline": (
+            f"{PIPELINES}::test_what_is_not_finite_on_one_stage_skips_the_step_of_all",
+            ALL_IN_PIPELINE,
+            "face/test_muon_on_topologies.py::test_what_is_not_finite_on_one_stage_leaves_no_trace_on_any",
+        ),
         "plain slices": PLAIN,
         "hybrid × tensor parallel": CUT_GRID,
         "pipeline × tensor parallel": THREE,
@@ -160,13 +165,18 @@ TESTED = {
             "rules/test_muon_verified.py::test_a_right_optimizer_differs_by_rounding_alone",
         ),
         "tensor parallel": (*CUT, f"{TENSOR}::test_a_model_from_meta_is_what_verify_expects", MUON_IN_SLICES),
-        "hybrid": (ALL_ON_GRID, "rules/test_muon_stage3.py::test_replicas_repeat_it"),
-        "plain slices": (*ALL_IN_SLICES, MUON_IN_SLICES),
-        "experts": (*OF_EXPERTS, *ALL_OF_EXPERTS, f"{MUON_SLICES}::test_experts_that_are_spread_over_ranks"),
+        "hybrid": (ALL_ON_GRID, "rules/test_muon_stage3.py::test_replicas_repeat_it", MUON_ANYWHERE),
+        "plain slices": (*ALL_IN_SLICES, MUON_IN_SLICES, MUON_ANYWHERE),
+        "experts": (
+            *OF_EXPERTS,
+            *ALL_OF_EXPERTS,
+            f"{MUON_SLICES}::test_experts_that_are_spread_over_ranks",
+            MUON_ANYWHERE,
+        ),
         "hybrid × tensor parallel": (*CUT_GRID, f"{MUON_SLICES}::test_replicas_repeat_it"),
-        "pipeline": (ALL_IN_PIPELINE,),
+        "pipeline": (ALL_IN_PIPELINE, MUON_ANYWHERE),
         "pipeline × tensor parallel": THREE,
-        "context parallel": ALL_IN_CONTEXT,
+        "context parallel": (*ALL_IN_CONTEXT, MUON_ANYWHERE),
     },
 }
 """The tests of each cell, by feature and topology. They are parametrized by its stages, or walk them."""
