@@ -125,6 +125,9 @@ def check_rules_take(
             )
     for index in indices:
         parameter, label, rule = parameters.all[index], parameters.labels[index], rules.of(index)
+        where = torch.device("cpu") if state_offload == "cpu" else parameter.device
+        if (reason := rule.refuse_device(where)) is not None:
+            raise ParameterError(f"{label} cannot be updated by {rule.name}: {reason}")
         if not rule.layout.cuts and is_cut(parameter):
             _check_joins(rule, parameter, label, state_offload)
         if (reason := rule.refuse_parameter(parameter, parameters.group(index))) is not None:
