@@ -11,6 +11,8 @@ import torch
 from interpreter import interpreted
 from torch import Tensor, nn
 
+pytest.importorskip("triton.language", reason="triton is not installed")
+
 import zero_kernels
 from zero_kernels import BackendError, symmetric_product
 from zero_kernels.triton import symmetric
