@@ -363,8 +363,8 @@ def test_symmetric_product_is_made_by_tensor_cores(arch: int, name: str) -> None
 
 @pytest.mark.parametrize("arch", [90, 100])
 def test_two_tiles_of_a_product_share_a_multiprocessor(arch: int) -> None:
-    """Which has 228 KiB of shared memory, of which each takes one for itself, and 64 Ki registers: one tile multiplies
-    while the other one is written. With something added, registers have room for one."""
+    """Which has 64 Ki registers, and 228 KiB of shared memory, of which each tile takes one more than it asks for. So
+    one multiplies while the other is written. With something added, registers have room for one."""
     (launch,) = launches(arch, "symmetric_product-4096-bare")
     assert 2 * (launch.shared + 1024) <= 228 * 1024 and 2 * 256 * launch.resources["REG"] <= 2**16
 
