@@ -68,7 +68,7 @@ bench: .venv/built  ## time the kernels against torch and the memory; ARGS goes 
 	@$(BIN)/zero-optim bench $(ARGS)
 
 .PHONY: gpu-check
-gpu-check:  ## on a GPU, with PYTHON as it is: ARGS="--part a" (kernels), b (bits), c (NCCL) or d (training), 9 minutes each
+gpu-check:  ## on a GPU, with PYTHON as it is: ARGS="--part a" (kernels), b (bits), c (NCCL), d (training) or e (Muon), 9 minutes each
 	@OUT="$(OUT)" $(PYTHON) "$(CURDIR)/benchmarks/gpu_check.py" $(ARGS)
 
 .PHONY: doctor

@@ -4,7 +4,7 @@
     make gpu-check PYTHON=python3 ARGS="--part c --nccl /path/to/libnccl.so.2"
     python benchmarks/gpu_check.py --only build test_capture
 
-There are four parts, of at most nine minutes each; `gpu_phases.py` says what is in them. Without --part all of them
+There are five parts, of at most nine minutes each; `gpu_phases.py` says what is in them. Without --part all of them
 run, one after another. Each phase is a process with a limit of its own: one that hangs is ended with its children, one
 that fails does not stop those after it. What a phase says is in the log as it says it, and what it has measured is on
 disk within a second, whatever ends the run. <date>-<commit>-gpu-<part>.json and .png go to $OUT, else to

@@ -1,4 +1,4 @@
-"""What `make gpu-check` runs: four parts, each of at most nine minutes and useful by itself.
+"""What `make gpu-check` runs: five parts, each of at most nine minutes and useful by itself.
 
 A part is a list of groups, and the phases of a group run at the same time. A group takes as long as the longest of its
 phases may; the sum over a part's groups, and KEPT, are no more than SECONDS.
@@ -26,6 +26,7 @@ STORES = ("paged 0", "cpu", "torchao")  # of the contenders of offload
 FEW = {"ZERO_KERNELS_ORDER_PROGRAMS": "few"}  # of the programs of test_work_order
 SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # all streams share one queue to the device
+INTERPRETED = {"TRITON_INTERPRET": "1"}  # so that a CPU has Triton's kernels
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}  # ranks on one GPU; NVLS can't be had there
 ON_RANKS, ALONE = "gpu and ranks", "gpu and not ranks"  # marks of tests
 TWO_RANKS = "test_programs and 2-"
@@ -36,6 +37,7 @@ PARTS = {
     "b": "the same bits, stores, units, checkpoints; compute-sanitizer; more than 2^31 elements",
     "c": "NCCL: several ranks on one GPU, and every collective on one rank",
     "d": "the order of work under the sanitizer, memory, training, a training step",
+    "e": "Muon's symmetric products in Triton: right, and where they are faster than torch's",
 }
 
 
@@ -69,6 +71,7 @@ def groups_of(part: str, scratch: Path, *, rehearse: bool, nccl: Path | None = N
         "b": lambda: bits(scratch, device),
         "c": lambda: nccl_ranks(device, ranks),
         "d": lambda: training(scratch, device),
+        "e": lambda: products(scratch, device),
     }[part]()
     if not rehearse:
         return groups
@@ -171,6 +174,12 @@ def training(scratch: Path, device: str) -> list[Group]:
         [_bench(scratch, "step", 90, device, "--dtypes", "bf16", script="bench_gpt_step.py")],
         [_bench(scratch, "offload", 65, device, "--numel", "2^27", "--rounds", "5", "--contenders", *STORES)],
     ]
+
+
+def products(scratch: Path, device: str) -> list[Group]:
+    how = {} if device == "cuda" else INTERPRETED
+    measured = _script(scratch, "products", "gpu_products.py", 200, device)
+    return [[_tests("test_symmetric_product", 120, device, how)], [replace(measured, environment=how)]]
 
 
 # ---- a phase ---------------------------------------------------------------------------------------------------------

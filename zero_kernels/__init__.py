@@ -11,6 +11,7 @@ from zero_kernels.ops import adam_step, foreach_step, fused_adamw_, grad_stats, 
 from zero_kernels.prepared import Prepared
 from zero_kernels.reference import ROW_STATS, update_rows
 from zero_kernels.rules import RULES, Rule
+from zero_kernels.symmetric import symmetric_product, why_no_symmetric_product
 
 __version__ = "0.1.0"
 
@@ -34,7 +35,9 @@ __all__ = [
     "hyper_table",
     "is_capturing",
     "pack",
+    "symmetric_product",
     "unpack",
     "update_rows",
     "use_backend",
+    "why_no_symmetric_product",
 ]

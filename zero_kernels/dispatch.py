@@ -74,6 +74,11 @@ def unusable_backends(device: torch.device | str = "cpu") -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
+def why_unusable(name: str, device: torch.device) -> str | None:
+    """None when the backend can run on tensors of `device`, else the reason in words."""
+    return _why_unusable(REGISTRY[name], device.type)
+
+
 def available_backends(device: torch.device | str = "cpu") -> list[str]:
     """Names of the backends usable on tensors of `device`, in order of preference."""
     unusable = unusable_backends(device)

@@ -29,6 +29,7 @@ class Admission:
         rules: of its groups, the new ones among them.
         where: the call, for messages.
         first_group: the number of the first parameter group that is new.
+        state_offload: where the state is, as the optimizer was told.
     """
 
     everyone: Comm
@@ -38,6 +39,7 @@ class Admission:
     rules: GroupRules
     where: str
     first_group: int = 0
+    state_offload: str | None = None
 
     def check(self, parameters: ParameterSet, said: Mapping[int, Mapping[str, Any]], row: Row | None = None) -> Experts:
         """Check what this rank was given.
@@ -54,7 +56,7 @@ class Admission:
         for number, group in enumerate(parameters.groups[new], self.first_group):
             validate.warn_of_misspelt(self.rules.by_group[number], number, group)
         validate.check_sharded(parameters, indices, self.stage, self.everyone, self.topology, row)
-        validate.check_rules_take(self.rules, parameters, indices, self.stage)
+        validate.check_rules_take(self.rules, parameters, indices, self.stage, self.state_offload)
         validate.check_parameters(parameters, indices)
         validate.check_master(self.rules, parameters, indices, whole=self.pipeline_stages == 1)
         validate.check_backend(self.everyone, parameters.all[0].device)

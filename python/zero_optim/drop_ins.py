@@ -185,6 +185,9 @@ class ShardedMuon(ShardedOptimizer):
             "spectral_unclamped"; see ``zero_optim.rules.muon.scale_of``.
         ns_gram: for all groups, whether matrices with more than two columns a row, or rows a column, are made
             orthogonal with fewer multiplications. Otherwise the operations are torch's, one by one.
+        ns_product: for all groups, what makes those products of the iteration that are symmetric: "torch", or "triton",
+            which calculates half of each, on GPUs alone. Nobody has measured yet where it is faster. State loads from
+            one into the other.
 
     Raises what ``ShardedOptimizer`` raises; ParameterError also for what is no matrix, or has not those of its view.
     """
@@ -201,6 +204,7 @@ class ShardedMuon(ShardedOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         ns_gram: bool = True,
+        ns_product: str = "torch",
         **sharding: Unpack[ShardingOptions],
     ) -> None:
         _check(ShardedMuon, self, sharding)
@@ -214,6 +218,7 @@ class ShardedMuon(ShardedOptimizer):
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
             ns_gram=ns_gram,
+            ns_product=ns_product,
         )
         super().__init__(params, rule, **sharding)
 

@@ -223,6 +223,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 stages.world_size,
                 rules,
                 "the constructor",
+                state_offload=settings.state_offload,
             )
             experts = admission.check(parameters, said, row)
         experts = admission.agree(parameters, experts, settings.described())
@@ -532,6 +533,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             rules,
             "add_param_group",
             first_group=before,
+            state_offload=self.engine.settings.state_offload,
         )
         (param_group,), of_group = split_off([param_group])
         said = dict(zip([before], of_group.values(), strict=False))

@@ -105,8 +105,13 @@ def check_master(rules: GroupRules, parameters: ParameterSet, indices: Sequence[
         )
 
 
-def check_rules_take(rules: GroupRules, parameters: ParameterSet, indices: Sequence[int], stage: int) -> None:
-    """Raise ParameterError for the first of ``indices`` that its rule cannot update."""
+def check_rules_take(
+    rules: GroupRules, parameters: ParameterSet, indices: Sequence[int], stage: int, state_offload: str | None = None
+) -> None:
+    """Raise ParameterError for the first of ``indices`` that its rule cannot update.
+
+    ``state_offload``: where the state is, as the optimizer was told.
+    """
     for rule in rules.all if stage >= 3 else ():
         if not rule.layout.cuts and not rule.joins_parts:
             raise ParameterError(
@@ -114,6 +119,9 @@ def check_rules_take(rules: GroupRules, parameters: ParameterSet, indices: Seque
             )
     for index in indices:
         parameter, label, rule = parameters.all[index], parameters.labels[index], rules.of(index)
+        where = torch.device("cpu") if state_offload == "cpu" else parameter.device
+        if (reason := rule.refuse_device(where)) is not None:
+            raise ParameterError(f"{label} cannot be updated by {rule.name}: {reason}")
         if not rule.layout.cuts and is_cut(parameter):
             _check_joins(rule, parameter, label)
         if (reason := rule.refuse_parameter(parameter, parameters.group(index))) is not None:

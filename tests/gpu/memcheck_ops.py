@@ -108,6 +108,16 @@ def hyper_table(device: str) -> int:
     return 6
 
 
+def symmetric_product(device: str) -> int:
+    """Tiles with a rest, of whole ones and of one element, beside each other in memory and transposed."""
+    shapes = ((1, 1), (33, 70), (64, 64), (130, 65), (300, 48), (1040, 16))
+    for rows, columns in shapes:
+        x, d = (torch.ones(2, *shape, dtype=torch.bfloat16, device=device) for shape in ((rows, columns), (rows, rows)))
+        zero_kernels.symmetric_product(x, x.mT, d, alpha=0.5, beta=2.0)
+        zero_kernels.symmetric_product(x.mT, x)
+    return 2 * len(shapes)
+
+
 def out_of_bounds(device: str) -> int:
     """Not one of the ops: a kernel that writes past its tensor, to see that the checker sees it."""
     import triton
@@ -133,8 +143,9 @@ OPS: dict[str, Callable[[str], int]] = {
 
 def main(backend: str, device: str, *ops: str) -> None:
     zero_kernels.use_backend(backend)
-    for op in ops or OPS:
-        calls = out_of_bounds(device) if op == "out_of_bounds" else OPS[op](device)
+    known = OPS | ({"symmetric_product": symmetric_product} if backend == "triton" else {})
+    for op in ops or known:
+        calls = out_of_bounds(device) if op == "out_of_bounds" else known[op](device)
         if device == "cuda":
             torch.cuda.synchronize()
         print(f"{op}: {calls} calls", flush=True)

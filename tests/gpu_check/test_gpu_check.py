@@ -61,6 +61,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 REHEARSED = ("build", "bench_adam_step", "profile", "test_large", "nccl_two_ranks", "test_each_collective")
 REHEARSED += ("test_nccl_ranks", "test_work_order", "memory", "trainer", "bench_step", "bench_offload")
+REHEARSED += ("test_symmetric_product", "products")
 """In the order in which they run. The tests of the other phases take longer, and need no process of their own."""
 
 
@@ -88,6 +89,7 @@ def test_phases_are_rehearsed(rehearsal: tuple[Path, subprocess.CompletedProcess
     assert "nccl_two_ranks| two ranks have each other's sums\n" in done.stdout, "its lines are shown as they come"
     assert {row["op"] for row in record["rows"]} == {"adam_step", "step", "train_step", "offload"}
     assert [share["stage"] for share in record["memory"]["stages"]] == [1, 2, 3]
+    assert [of["shape"] for of in record["products"]["shapes"]] == [[1, 32, 32], [2, 20, 50]]
     (trained,) = record["trainer"]["runs"]
     assert trained["run"] == {"device": "cpu", "dtype": "bf16", "stage": 0} and trained["problem"] is None
     assert trained["steps"] == 3 and trained["difference"] == 0.0  # stages 0 and 2 on one rank are the same arithmetic
@@ -129,7 +131,8 @@ def test_the_parts_cover_all_tests_and_no_phase_is_in_two() -> None:
     assert len(names) == len(set(names)) and names[0] == "build"
     given = {word for phase in phases_of(PARTS).values() for word in phase.command}
     assert {str(path) for path in (ROOT / "tests/gpu").glob("test_*.py")} <= given
-    assert {"trainer", "memory", "profile", "nccl_two_ranks", *(f"bench_{op}" for op in (*OPS, "step"))} <= set(names)
+    assert {"trainer", "memory", "profile", "products", "nccl_two_ranks"} <= set(names)
+    assert {f"bench_{op}" for op in (*OPS, "step")} <= set(names)
 
 
 def test_figures_come_first() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,12 +19,14 @@ from harness import run_ranks
 from muon_cases import AS_TORCH, OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
 from oracle import rounded_by_noise
 from torch import Tensor, nn
-from zero_optim import ParameterError, ShardedMuon, StateMismatchError
+from zero_optim import ParameterError, ShardedMuon, StateMismatchError, validate
 from zero_optim.grads import buckets
 from zero_optim.rules import Split8, StateTensor
 from zero_optim.rules.muon import Muon, scale_of
 from zero_optim.rules.newton_schulz import POLAR_EXPRESS
 from zero_optim.rules.update_rule import ShardUpdate, Whole
+
+import zero_kernels
 
 SHAPES = ((24, 40), (72, 8), (8, 72), (0, 4), (40, 40), (1, 130), (130, 3), (24, 40))
 STEPS = 4
@@ -642,6 +646,16 @@ def test_original_is_the_usual_scale() -> None:
             "must be three numbers, or three for each",
         ),
         (lambda: ShardedMuon(_weights(torch.float32), ns_gram="no"), ValueError, "ns_gram must be True or False"),
+        (
+            lambda: ShardedMuon(_weights(torch.float32), ns_product="x"),
+            ValueError,
+            "ns_product must be one of 'torch', ",
+        ),
+        (
+            lambda: ShardedMuon(_weights(torch.float32), ns_product="triton"),
+            ParameterError,
+            "parameter 0 .*Muon: ns_product='triton' needs Triton on a GPU, and runs on cuda .*: leave ns_product out",
+        ),
         (lambda: ShardedMuon(_weights(torch.float32), eps=0.0), ValueError, "eps must be a number above 0"),
         (lambda: ShardedMuon(_weights(torch.float32), eps="a"), ValueError, "eps must be a number above 0"),
         (lambda: ShardedMuon(_weights(torch.float32), momentum=None), ValueError, "momentum of .* must be a number"),
@@ -660,3 +674,37 @@ def test_original_is_the_usual_scale() -> None:
 def test_errors(make: Callable[[], object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         make()
+
+
+def _refused(rank: int, world_size: int, options: dict[str, Any]) -> str:
+    with pytest.raises((ParameterError, zero_optim.RankMismatchError)) as refusal:
+        ShardedMuon(_weights(torch.float32), **options)
+    return str(refusal.value)
+
+
+def test_a_product_that_cannot_be_had_is_refused_on_every_rank() -> None:
+    """Before anything is trained, also where an update would be on the host."""
+    for options in ({}, {"stage": 0}, {"state_offload": "cpu"}):
+        for said in run_ranks(2, _refused, {"ns_product": "triton", **options}):
+            assert "ns_product='triton' needs Triton on a GPU, and runs on cuda tensors, not on cpu" in said
+
+
+def test_a_device_is_where_the_update_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``state_offload="cpu"`` that is the host, whatever the parameters are on."""
+    rule = Muon(ns_product="triton")
+    monkeypatch.setattr(zero_kernels, "why_no_symmetric_product", lambda device: f"this is {device}")
+    assert rule.refuse_device(torch.device("cuda", 1)) == (
+        "ns_product='triton' needs Triton on a GPU, and this is cuda:1: leave ns_product out"
+    )
+    assert Muon().refuse_device(torch.device("cpu")) is None
+    monkeypatch.setattr(
+        zero_kernels, "why_no_symmetric_product", lambda device: "host" if device.type == "cpu" else None
+    )
+    assert rule.refuse_device(torch.device("cuda")) is None
+    weights = [nn.Parameter(weight.to("meta")) for weight in _weights(torch.float32)]
+    parameters = SimpleNamespace(all=weights, labels=["w"] * len(weights), group=lambda index: {})
+    check = partial(validate.check_rules_take, SimpleNamespace(all=[rule], of=lambda index: rule), parameters, [0], 2)
+    check(None)
+    check("paged")
+    with pytest.raises(ParameterError, match="and host: leave"):
+        check("cpu")

@@ -43,6 +43,7 @@ class Launch:
     ttir: str
     ptx: str
     cubin: bytes
+    shared: int  # bytes of shared memory that the launch asks for
 
     @functools.cached_property
     def sass(self) -> str:
@@ -72,7 +73,7 @@ def compiling_for(arch: int, **options: Any) -> Iterator[list[Launch]]:
     def compile_only(self: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs | options)
         asm = kernel.asm
-        launches.append(Launch(kernel.name, grid, asm["ttir"], asm["ptx"], asm["cubin"]))
+        launches.append(Launch(kernel.name, grid, asm["ttir"], asm["ptx"], asm["cubin"], kernel.metadata.shared))
 
     before = driver._active
     driver.set_active(_Driver(arch))

@@ -83,7 +83,7 @@ class Recorder:
 
 def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the process's default is: the option is said at every launch. Nor does a launch read a value."""
-    modules = (triton.step, triton.pack, triton.grad_stats, triton.hyper_table)
+    modules = (triton.step, triton.pack, triton.grad_stats, triton.hyper_table, triton.symmetric)
     recorders: dict[str, Recorder] = {}
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -98,6 +98,7 @@ def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
         triton.OPS["unpack"](torch.ones(128), [0], [x], 1.0)
         triton.OPS["grad_stats"]([x], 2.0)
         triton.OPS["hyper_table"](fp64, rows, fp64[0], rows == 0, torch.zeros(1, 12))
+        triton.symmetric.symmetric_product(torch.ones(2, 3), torch.ones(3, 2), None, 1.0, 1.0)
     launches = {name: len(recorder.options) for name, recorder in recorders.items()}
     assert launches == {
         "_step_kernel": 3,
@@ -106,6 +107,7 @@ def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
         "_large_kernel": 0,
         "_shard_kernel": 1,
         "_hyper_table_kernel": 1,
+        "_symmetric_kernel": 1,
     }
     assert all(asked["enable_fp_fusion"] is False for recorder in recorders.values() for asked in recorder.options)
 

@@ -104,6 +104,11 @@ def hyper_table(full: bool) -> None:
     triton.OPS["hyper_table"](coefficients, group if full else None, step, active if full else None, torch.empty(3, 12))
 
 
+def symmetric_product(rows: int, columns: int, added: bool = True, transposed: bool = False) -> None:
+    x = torch.empty(2, columns, rows, dtype=BF16).mT if transposed else torch.empty(2, rows, columns, dtype=BF16)
+    triton.symmetric.symmetric_product(x, x.mT, torch.empty(2, rows, rows, dtype=BF16) if added else None, 2.0, -3.0)
+
+
 partial = functools.partial
 CALLS: dict[str, Callable[[], None]] = {
     **{
@@ -131,6 +136,13 @@ CALLS: dict[str, Callable[[], None]] = {
     **{f"grad_stats-{norm}-large": partial(grad_stats, norm, 2**28) for norm in (2.0, float("inf"))},
     "hyper_table": partial(hyper_table, True),
     "hyper_table-bare": partial(hyper_table, False),
+    "symmetric_product-256": partial(symmetric_product, 256, 512),
+    "symmetric_product-1024": partial(symmetric_product, 1024, 1024),
+    "symmetric_product-4096": partial(symmetric_product, 4096, 4096),
+    "symmetric_product-4096-bare": partial(symmetric_product, 4096, 11008, False),
+    "symmetric_product-4096-transposed": partial(symmetric_product, 4096, 11008, True, True),
+    "symmetric_product-odd": partial(symmetric_product, 1999, 4001, True, True),
+    "symmetric_product-odd-small": partial(symmetric_product, 33, 45),
 }
 
 every_call = pytest.mark.parametrize("name", CALLS)
@@ -328,6 +340,42 @@ def test_hyper_table_divides_and_takes_roots_as_ieee_wants(arch: int) -> None:
     assert sum(instructions(launch.ptx, "cvt.rn.f32.f64").values()) == 10
 
 
+MMA = {80: "mma.sync.aligned.m16n8k16", 90: "wgmma.mma_async.sync.aligned.m64n", 100: "tcgen05.mma"}
+"""The widest product of tensor cores."""
+SASS = {80: "HMMA.16816.F32.BF16", 90: "HGMMA.64x128x16.F32.BF16", 100: "UTCHMMA"}
+
+
+@every_arch
+@pytest.mark.parametrize("name", ["4096", "4096-bare", "4096-transposed", "1024", "odd"])
+def test_symmetric_product_is_made_by_tensor_cores(arch: int, name: str) -> None:
+    """By nothing else; and where rows are whole 32 bytes, what they multiply is on its way meanwhile, 16 bytes at a
+    time, and so is each of the two places of a tile written."""
+    (launch,) = launches(arch, f"symmetric_product-{name}")
+    assert instructions(launch.ptx, MMA[arch]) and not instructions(launch.sass, "FFMA")
+    machine = SASS[arch].replace("128", {"1024": "64", "odd": "32"}.get(name, "128"))
+    assert machine in launch.sass, instructions(launch.sass, "HMMA", "HGMMA", "UTCHMMA")
+    if name != "odd":
+        loads, stores = instructions(launch.ptx, "ld.global", "cp.async.cg"), instructions(launch.ptx, "st.global")
+        assert set(loads) <= {"cp.async.cg.shared.global", "ld.global.v4.b32"} and loads["cp.async.cg.shared.global"]
+        assert ("ld.global.v4.b32" in loads) == (name != "4096-bare"), "what is added"
+        assert set(stores) == {"st.global.v4.b32"}, stores
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_two_tiles_of_a_product_share_a_multiprocessor(arch: int) -> None:
+    """Which has 64 Ki registers, and 228 KiB of shared memory, of which each tile takes one more than it asks for. So
+    one multiplies while the other is written. With something added, registers have room for one."""
+    (launch,) = launches(arch, "symmetric_product-4096-bare")
+    assert 2 * (launch.shared + 1024) <= 228 * 1024 and 2 * 256 * launch.resources["REG"] <= 2**16
+
+
+def test_symmetric_product_launches_half_of_the_tiles() -> None:
+    with aot.compiling_for(90) as made:
+        for rows in (1040, 2048, 4096):
+            symmetric_product(rows, 64)
+    assert [launch.grid for launch in made] == [(2 * n * (n + 1) // 2,) for n in (9, 16, 32)]
+
+
 @every_arch
 @every_call
 def test_registers_leave_room_for_many_warps(arch: int, name: str) -> None:
@@ -340,9 +388,10 @@ def test_registers_leave_room_for_many_warps(arch: int, name: str) -> None:
         "unpack": 64,
         "grad_stats": 128,
         "hyper_table": 128,
+        "symmetric_product": 192,  # of which 64 are sums; the odd ones have an address for each element
     }
-    slow = name in ("adam_step-ragged", "adam_step-misaligned")
-    most = 128 if slow else bounds[name.partition("-")[0]]
+    slow = {"adam_step-ragged": 128, "adam_step-misaligned": 128, "symmetric_product-odd": 255}
+    most = slow.get(name) or bounds[name.partition("-")[0]]
     for launch in launches(arch, name):
         if launch.kernel not in ("_large_kernel", "_shard_kernel"):  # few programs: an SM has one, if any
             assert launch.resources["REG"] <= most, launch.kernel

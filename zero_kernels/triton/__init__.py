@@ -16,7 +16,7 @@ OPS: dict[str, Callable[..., Any]] = {}
 try:
     from triton.runtime.driver import driver
 
-    from zero_kernels.triton import common, grad_stats, hyper_table, pack, step
+    from zero_kernels.triton import common, grad_stats, hyper_table, pack, step, symmetric  # noqa: F401  (for who imports it from here)
 except (ImportError, AttributeError) as error:  # the latter from an older triton
     _import_error = f"triton can't be imported or is too old: {error}"
 else:

@@ -106,9 +106,15 @@ def load_groups(groups: Groups, saved: Groups, rules: Sequence[UpdateRule] = ())
     ``rules``: of each group; empty for an optimizer of torch's.
     """
     for group, options, rule in itertools.zip_longest(groups, saved, rules):
-        stay = {option.name for option in rule.options if option.stays} if rule is not None else set()
-        kept = {name: value for name, value in options.items() if name not in {*_FIXED_OPTIONS, *stay}}
+        taken = options if rule is None else _taken(options, rule)
+        kept = {name: value for name, value in taken.items() if name not in _FIXED_OPTIONS}
         group.update(copy.deepcopy(kept))
+
+
+def _taken(options: Mapping[str, Any], rule: UpdateRule) -> dict[str, Any]:
+    """What a load takes over of a saved group's ``options``."""
+    stay = {option.name for option in rule.options if option.stays}
+    return {name: value for name, value in options.items() if name not in stay}
 
 
 def _check_form(state_dict: Any) -> None:
@@ -134,8 +140,9 @@ def check_groups_fit(saved: Groups, groups: Groups, rules: Sequence[UpdateRule])
     for number, (rule, options) in enumerate(zip(rules, saved, strict=True)):
         if (refusal := rule.refuse_saved(number, options)) is not None:
             raise StateMismatchError(refusal)
+    taken = [_taken(options, rule) for options, rule in zip(saved, rules, strict=True)]
     try:
-        check_groups(rules, [{**group, **options} for group, options in zip(groups, saved, strict=True)])
+        check_groups(rules, [{**group, **options} for group, options in zip(groups, taken, strict=True)])
     except (TypeError, ValueError) as error:
         raise StateMismatchError(f"in the state's parameter groups, {error}") from error
 

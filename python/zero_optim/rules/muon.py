@@ -69,12 +69,18 @@ class _Scale(Fixed):
         return (value or "original") == (other or "original")
 
 
+class _Product(Fixed):
+    """``ns_product``. State that was made with the other loads: it differs by rounding alone."""
+
+    stays = True
+
+
 class Muon(UpdateRule):
     """One momentum, 4 bytes a parameter less than AdamW; for matrices alone.
 
     ``view`` of a parameter group says which matrices its parameters are; see ``matrix_view``. Other options of its own,
-    the same for all groups: ``ns_coefficients``, ``ns_steps``, ``eps`` and ``ns_gram`` of the Newton-Schulz iteration,
-    and ``adjust_lr_fn``, by which the rate depends on a matrix's shape; see ``scale_of``.
+    the same for all groups: ``ns_coefficients``, ``ns_steps``, ``eps``, ``ns_gram`` and ``ns_product`` of the
+    Newton-Schulz iteration, and ``adjust_lr_fn``, by which the rate depends on a matrix's shape; see ``scale_of``.
     """
 
     options = (
@@ -86,6 +92,7 @@ class Muon(UpdateRule):
         Fixed("eps", 1e-7),
         Fixed("ns_steps", 5),
         Fixed("ns_gram", True),
+        _Product("ns_product", newton_schulz.TORCH),
         _Scale("adjust_lr_fn", None),
         MatrixView(VIEW, None),
     )
@@ -117,6 +124,12 @@ class Muon(UpdateRule):
             f"parameter group {number} of the state has {foreign}: it is of another optimizer, whose momentum means "
             "something else than Muon's. Load the model alone, and let the momentum begin anew"
         )
+
+    def refuse_device(self, device: torch.device) -> str | None:
+        if self.defaults["ns_product"] != newton_schulz.TRITON:
+            return None
+        reason = zero_kernels.why_no_symmetric_product(device)
+        return reason and f"ns_product='triton' needs Triton on a GPU, and {reason}: leave ns_product out"
 
     def needs_whole(self, joint: Joint) -> bool:
         """A stack of matrices that is cut between them has whole ones in each slice."""
@@ -289,7 +302,7 @@ class Muon(UpdateRule):
         """How many multiplications the iteration takes. Of a slice those of the whole parameter: so tensor-parallel
         ranks choose alike."""
         matrices, rows, columns = matrices_of(whole.shape if whole.joint is None else whole.joint.shape)
-        coefficients, steps, _, gram = (self.defaults[name] for name in newton_schulz.OPTIONS)
+        coefficients, steps, _, gram, _ = (self.defaults[name] for name in newton_schulz.OPTIONS)
         return matrices * newton_schulz.multiplications(rows, columns, coefficients, steps, gram)
 
     def _orthogonalize_all(self, tensor: Tensor, wholes: Sequence[Whole]) -> None:
@@ -334,7 +347,7 @@ class Muon(UpdateRule):
         torch._foreach_copy_([*blocks], made.split([len(block) for block in blocks]))
 
     def matrices_in_float64(self) -> MuonInFloat64:
-        coefficients, steps, eps, gram = (self.defaults[name] for name in newton_schulz.OPTIONS)
+        coefficients, steps, eps, gram, _ = (self.defaults[name] for name in newton_schulz.OPTIONS)
         of_steps = newton_schulz.listed(coefficients, steps)
         return MuonInFloat64(_BUFFER, of_steps, eps, gram, self.defaults["adjust_lr_fn"])
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+import zero_kernels
 
 from .options import is_number
 
@@ -31,8 +33,11 @@ POLAR_EXPRESS = tuple(
 """Coefficients of six steps (Amsel et al., "The Polar Express", 2025), made for matrices 1 % larger. So where bf16
 rounds a singular value to more than 1, it does not grow."""
 
-OPTIONS = ("ns_coefficients", "ns_steps", "eps", "ns_gram")
+OPTIONS = ("ns_coefficients", "ns_steps", "eps", "ns_gram", "ns_product")
 """Names of a rule's options of the iteration, in the order of ``orthogonalized``."""
+
+TORCH, TRITON = PRODUCTS = ("torch", "triton")
+"""What makes those products that are symmetric: torch all of each, or a kernel the half of it."""
 
 GRAM_FROM = 2
 """Above so many columns a row, or rows a column, matrices go by the Gram form. From 1.5 on it takes fewer
@@ -44,7 +49,7 @@ torch's steps, each of which makes 11.9 of 1: two are together. With three, 82 o
 ``tests/rules/test_newton_schulz.py`` makes had a singular value above 1.25, up to 400."""
 
 
-def check(coefficients: Any, steps: Any, eps: Any, gram: Any) -> None:
+def check(coefficients: Any, steps: Any, eps: Any, gram: Any, product: Any) -> None:
     """Raise ValueError for options that no iteration can have."""
     if type(steps) is not int or not 1 <= steps < 100:
         raise ValueError(f"ns_steps must be a number from 1 to 99, got {steps!r}")
@@ -57,9 +62,13 @@ def check(coefficients: Any, steps: Any, eps: Any, gram: Any) -> None:
         raise ValueError(f"eps must be a number above 0, got {eps!r}")
     if type(gram) is not bool:
         raise ValueError(f"ns_gram must be True or False, got {gram!r}")
+    if product not in PRODUCTS:
+        raise ValueError(f"ns_product must be one of {', '.join(map(repr, PRODUCTS))}, got {product!r}")
 
 
-def orthogonalized(matrix: Tensor, coefficients: Sequence[Any], steps: int, eps: float, gram: bool = False) -> Tensor:
+def orthogonalized(
+    matrix: Tensor, coefficients: Sequence[Any], steps: int, eps: float, gram: bool = False, product: str = TORCH
+) -> Tensor:
     """Make the singular values of ``matrix`` about 1: X <- a X + (b A + c A A) X, A being X X^T, step by step.
 
     Where a matrix is zero the result is zero. Without ``gram`` the operations are those of ``torch.optim.Muon``, one by
@@ -72,11 +81,12 @@ def orthogonalized(matrix: Tensor, coefficients: Sequence[Any], steps: int, eps:
         eps: the least norm that a matrix is divided by.
         gram: whether several steps of long matrices are made one polynomial of A, by which X is multiplied once. It is
             the same in exact arithmetic (Zhang et al., "Gram Newton-Schulz", 2026).
+        product: one of ``PRODUCTS``: what makes those that are symmetric.
 
     Returns bf16 of the same shape, in another memory format perhaps.
     """
     of_steps = listed(coefficients, steps)
-    product, added = _products(matrix)
+    of = _products(matrix, product)
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.to(torch.bfloat16, copy=True)
     rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -84,31 +94,29 @@ def orthogonalized(matrix: Tensor, coefficients: Sequence[Any], steps: int, eps:
     x = x.mT if tall else x
     x = x / norm.clamp(min=eps)
     for phase in phases(of_steps) if gram and is_long(*x.shape[-2:]) else [[step] for step in of_steps]:
-        square = product(x, x.mT)
+        square = of.symmetric(x, x.mT)
         if len(phase) > 1:
-            x = product(_polynomial(square, phase), x)
+            x = of.product(_polynomial(square, phase, of), x)
         else:
             ((a, b, c),) = phase
-            x = added(x, added(square, square, square, beta=b, alpha=c), x, beta=a)
+            x = of.added(x, of.symmetric(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
-def _polynomial(square: Tensor, phase: Sequence[Step]) -> Tensor:
+def _polynomial(square: Tensor, phase: Sequence[Step], of: _Products) -> Tensor:
     """Give what these steps multiply X by, of ``square`` = X X^T."""
-    product, _ = _products(square)
-    made = factor = _factor(square, phase[0])
+    made = factor = _factor(square, phase[0], of)
     for step in phase[1:]:
-        square = product(product(square, factor), factor)
-        factor = _factor(square, step)
-        made = product(factor, made)
+        square = of.symmetric(of.symmetric(square, factor), factor)
+        factor = _factor(square, step, of)
+        made = of.symmetric(factor, made)
     return made
 
 
-def _factor(square: Tensor, step: Step) -> Tensor:
+def _factor(square: Tensor, step: Step, of: _Products) -> Tensor:
     """a I + b A + c A A, of A = ``square``."""
     a, b, c = step
-    _, added = _products(square)
-    made = added(square, square, square, beta=b, alpha=c)
+    made = of.symmetric(square, square, square, beta=b, alpha=c)
     diagonal = made.diagonal(dim1=-2, dim2=-1)
     diagonal.copy_(diagonal.float() + a)  # added to bf16, torch would round a itself first
     return made
@@ -151,9 +159,23 @@ def listed(coefficients: Sequence[Any], steps: int) -> list[Step]:
     return [(a, b, c) for a, b, c in ([coefficients] * steps if _are_three(coefficients) else coefficients)]
 
 
-def _products(matrix: Tensor) -> Any:
-    """The product of matrices, and that with something added: of one, or of several."""
-    return (torch.mm, torch.addmm) if matrix.dim() == 2 else (torch.bmm, torch.baddbmm)
+class _Products(NamedTuple):
+    """``product(a, b)``; ``added(d, a, b, beta=, alpha=)``; ``symmetric(a, b)`` or ``symmetric(a, b, d, beta=,
+    alpha=)``, where that is symmetric in exact arithmetic."""
+
+    product: Callable[..., Tensor]
+    added: Callable[..., Tensor]
+    symmetric: Callable[..., Tensor]
+
+
+def _products(matrix: Tensor, backend: str) -> _Products:
+    """Those of one matrix, or of several."""
+    product, added = (torch.mm, torch.addmm) if matrix.dim() == 2 else (torch.bmm, torch.baddbmm)
+
+    def symmetric(a: Tensor, b: Tensor, d: Tensor | None = None, **factors: Any) -> Tensor:
+        return product(a, b) if d is None else added(d, a, b, **factors)
+
+    return _Products(product, added, symmetric if backend == TORCH else zero_kernels.symmetric_product)
 
 
 def _are_three(numbers: Any) -> bool:

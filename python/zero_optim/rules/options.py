@@ -34,7 +34,8 @@ class Option:
     """Whether a group may be without, as those of older checkpoints, and has the default then."""
 
     stays: ClassVar[bool] = False
-    """Whether a load leaves it as it is: it says what a parameter is, and nothing of the training."""
+    """Whether a load leaves it as it is, and asks for nothing of what was saved: it says what a parameter is, or what
+    calculates, and nothing of the training."""
 
     name: str
     default: Any

@@ -297,6 +297,10 @@ class UpdateRule:
         """Say why this parameter of ``group`` cannot be updated by the rule, and what to do. None: it can."""
         return None
 
+    def refuse_device(self, device: torch.device) -> str | None:
+        """Say why it cannot update where state is on ``device``, and what to do. None: it can."""
+        return None
+
     def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
         """Say why state of a group with these options means something else here. None: it does not."""
         return None
@@ -312,8 +316,8 @@ class UpdateRule:
 
     def describe(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """What ``group`` says its parameters are, where it says something: ``refuse_parameter`` goes by it."""
-        said = [(option.name, group.get(option.name)) for option in self.options if option.stays]
-        return tuple(f"{name}={value!r}" for name, value in said if value is not None)
+        said = [(option, group.get(option.name, option.default)) for option in self.options if option.stays]
+        return tuple(f"{option.name}={value!r}" for option, value in said if value != option.default)
 
     # -- the table -----------------------------------------------------------------------------------------------
 
