@@ -332,7 +332,7 @@ def test_muon_is_for_the_matrices_of_layers(capsys):
         assert kinds["exp_avg"] == kinds["exp_avg_sq"] == pytest.approx(4 * others / shared, rel=1e-4)
         assert made["collectives"].get("all_to_all", 0) == (4 * matrices // 8 if made["stage"] == 3 else 0)
     for made in json.loads(command(capsys, *flags, "--tp", "2")):  # slices to where they are made whole, and back
-        of_rank = 6 * matrices // (8 if made["stage"] else 2)
+        of_rank = 4 * matrices // (8 if made["stage"] else 2)
         assert made["collectives"]["tensor_all_to_all"] == of_rank
         assert made["collectives"].get("all_to_all", 0) == (of_rank if made["stage"] == 3 else 0)
         assert made["communicated_along_slices_bytes"] == made["collectives"]["tensor_parallel"] + of_rank // 2

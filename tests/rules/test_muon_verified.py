@@ -309,8 +309,8 @@ def _swapped(rank: int, world_size: int) -> list[zero_optim.VerifyReport]:
     """At stage 3, and of slices: the home of the first matrix has the halves of it in the wrong order."""
     right, reports = Homes.bring, []
 
-    def bring(homes: Homes, shards: Any, dtype: torch.dtype) -> Tensor:
-        brought = right(homes, shards, dtype)
+    def bring(homes: Homes, shards: Any) -> Tensor:
+        brought = right(homes, shards)
         if homes.wholes:
             _swap_halves(homes.wholes[0].of(brought))
         return brought
