@@ -101,7 +101,7 @@ def kernels(scratch: Path, device: str) -> list[Group]:
         [_bench(scratch, "pack", 50, device, "--dtypes", "bf16", *sizes)],
         [_bench(scratch, "grad_stats", 50, device, "--dtypes", "bf16", *sizes)],
         [_script(scratch, "profile", "gpu_profile.py", 50, device)],
-        [_tests("test_no_sync", 60, device), _tests("test_capture", 60, device)],
+        [_tests(name, 60, device) for name in ("test_no_sync", "test_capture", "test_muon_steps")],
     ]
 
 
