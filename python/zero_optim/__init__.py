@@ -22,6 +22,7 @@ from .full_parameters import iter_full_parameters
 from .full_state import full_state_dict, load_full_state_dict
 from .gather_parameters import gather_parameters
 from .grad_scaler import GradScaler
+from .muon_state import state_for_muon
 from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .shard_module import shard_module
@@ -61,6 +62,7 @@ __all__ = [
     "register_forward_method",
     "rules",
     "shard_module",
+    "state_for_muon",
     "sync_buffers",
     "verify",
 ]

@@ -29,7 +29,7 @@ ORDER = (
     {"checkpoint"},
     {"averages"},
     {"optimizer", "gather_parameters", "forward_method", "sync_buffers"},
-    {"drop_ins", "full_parameters", "full_model_state", "full_state", "grad_scaler", "verify"},
+    {"drop_ins", "full_parameters", "full_model_state", "full_state", "muon_state", "grad_scaler", "verify"},
     {"integrations"},
     {"cli", "memory.command", "train", "bench", "report", "doctor", "__main__", "__init__"},
 )

@@ -28,7 +28,8 @@ from .options import Fixed, Flag, Number
 from .state_tensor import Begins, StateTensor
 from .update_rule import MASTER, ShardUpdate, ToJoin, UpdateRule, Whole, parts_of
 
-_BUFFER = "momentum_buffer"
+BUFFER = "momentum_buffer"
+"""The name of the momentum, an exponential average of gradients."""
 _DIRECTION = "direction"
 """What is subtracted: the kernel's name of it."""
 
@@ -96,7 +97,7 @@ class Muon(UpdateRule):
         _Scale("adjust_lr_fn", None),
         MatrixView(VIEW, None),
     )
-    tensors = (StateTensor(MASTER, Begins.PARAMETER), StateTensor(_BUFFER))
+    tensors = (StateTensor(MASTER, Begins.PARAMETER), StateTensor(BUFFER))
     counterparts = frozenset(("Muon",))
     needs_steps = False
     layout = WholeParameters()
@@ -122,7 +123,7 @@ class Muon(UpdateRule):
             return None
         return (
             f"parameter group {number} of the state has {foreign}: it is of another optimizer, whose momentum means "
-            "something else than Muon's. Load the model alone, and let the momentum begin anew"
+            "something else than Muon's. Convert it by zero_optim.state_for_muon, or let the momentum begin anew"
         )
 
     def refuse_device(self, device: torch.device) -> str | None:
@@ -167,8 +168,8 @@ class Muon(UpdateRule):
     def _make_passes(self) -> tuple[KernelRule, KernelRule]:
         """The kernels that go over a shard: before its matrices are made orthogonal, and after."""
         look_ahead, subtract = (KernelRule(name) for name in (_LOOK_AHEAD.name, "muon_subtract"))
-        look_ahead.codecs = {name: codec for name, codec in self.codecs.items() if name == _BUFFER}
-        subtract.codecs = {name: codec for name, codec in self.codecs.items() if name != _BUFFER}
+        look_ahead.codecs = {name: codec for name, codec in self.codecs.items() if name == BUFFER}
+        subtract.codecs = {name: codec for name, codec in self.codecs.items() if name != BUFFER}
         subtract.averages = self.averages
         return look_ahead.prepared(), subtract.prepared()
 
@@ -229,7 +230,7 @@ class Muon(UpdateRule):
         """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32. It means nothing in rows that
         are not updated, from which nothing is subtracted either."""
         ahead = torch.empty_like(shard.grad, dtype=torch.float32)
-        momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(_BUFFER))}
+        momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(BUFFER))}
         look_ahead, _ = self._passes or self._make_passes()
         look_ahead.update([shard._replace(parameter=ahead, state=momentum, rates=None, row_stats=None)])
         return ahead
@@ -349,7 +350,7 @@ class Muon(UpdateRule):
     def matrices_in_float64(self) -> MuonInFloat64:
         coefficients, steps, eps, gram, _ = (self.defaults[name] for name in newton_schulz.OPTIONS)
         of_steps = newton_schulz.listed(coefficients, steps)
-        return MuonInFloat64(_BUFFER, of_steps, eps, gram, self.defaults["adjust_lr_fn"])
+        return MuonInFloat64(BUFFER, of_steps, eps, gram, self.defaults["adjust_lr_fn"])
 
 
 def _most(tensor: Tensor) -> int:

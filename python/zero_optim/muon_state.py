@@ -1,0 +1,92 @@
+"""The state of AdamW or SGD, made what ``ShardedMuon`` loads: from one recipe to another in mid-training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint.state_dict import pack_groups
+from .errors import StateMismatchError
+from .optimizer import ShardedOptimizer
+from .params.flat_shard import FlatShard
+from .params.parameter_set import own_names
+from .rules.muon import BUFFER, Muon
+from .rules.state_tensor import Begins
+from .rules.update_rule import tensors_for
+
+
+def state_for_muon(opt: ShardedOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Give ``state`` as ``load_full_state_dict(opt, ...)`` takes it. Not collective: rank 0 alone needs it.
+
+    Muon's momentum is an exponential average of gradients. So is the ``exp_avg`` of Adam, AdamW and Lion, which becomes
+    it. The ``momentum_buffer`` of SGD is a sum, and becomes an average as it is multiplied by
+    (1 - momentum) / (1 - dampening). Where ``opt`` updates a parameter by another rule, what that keeps stays; where
+    something of it was not saved, it begins anew. Masters stay. Groups and their options are those of ``opt``.
+
+    Args:
+        opt: a ``ShardedMuon``, with other rules in some groups perhaps. Parameters are matched by name.
+        state: what ``full_state_dict`` gave, or ``state_dict()`` of the optimizers of torch.
+
+    Raises StateMismatchError for parameters without names, tensors that are not whole, and a state of ``maximize``.
+    """
+    saved = _by_name(state)
+    converted: dict[int, dict[str, Any]] = {}
+    for index, name in enumerate(own_names(opt.param_groups)):
+        if name is None:
+            raise StateMismatchError(_unnamed(f"parameter {index} of the optimizer", "opt"))
+        if name in saved:
+            group, entry = saved[name]
+            converted[index] = _converted(opt, index, group, entry)
+    return {"state": converted, "param_groups": pack_groups(opt.param_groups)}
+
+
+def _by_name(state: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The saved group of each parameter that has state, and that state."""
+    groups = state["param_groups"]
+    names, keys = own_names([*groups]), [(group, key) for group in groups for key in group["params"]]
+    found = {}
+    for name, (group, key) in zip(names, keys, strict=True):
+        entry = state["state"].get(key) or state["state"].get(name) or {}
+        if not any(isinstance(value, Tensor) for kind, value in entry.items() if kind != "step"):
+            continue
+        if name is None:
+            raise StateMismatchError(_unnamed(f"parameter {key} of the state", "the optimizer that saves"))
+        if group.get("maximize"):
+            raise StateMismatchError(
+                f"{name} was trained with maximize=True, and Muon minimizes: its momentum is of no use"
+            )
+        cut = next((kind for kind, value in entry.items() if isinstance(value, FlatShard)), None)
+        if cut is not None:
+            raise StateMismatchError(f"{cut} of {name} is a part: give the state that zero_optim.full_state_dict gave")
+        found[name] = group, entry
+    return found
+
+
+def _unnamed(which: str, optimizer: str) -> str:
+    return f"{which} has no name of its own, by which states are matched: give {optimizer} model.named_parameters()"
+
+
+def _converted(opt: ShardedOptimizer, index: int, group: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    rule = opt.engine.rules.of(index)
+    tensors = tensors_for(rule, opt.engine.parameters.all[index].dtype)
+    made = {tensor.name: entry[tensor.name] for tensor in tensors if entry.get(tensor.name) is not None}
+    if isinstance(rule, Muon) and (average := _average(group, entry)) is not None:
+        made[BUFFER] = average
+    lacking = [tensor for tensor in tensors if tensor.begins is Begins.ZERO and tensor.name not in made]
+    whole = next(value for kind, value in entry.items() if kind != "step" and isinstance(value, Tensor))
+    for tensor in lacking:
+        made[tensor.name] = torch.zeros(tensor.shape(whole.shape, whole.numel()), dtype=tensor.dtype)
+    return {**made, "step": 0.0 if lacking else float(entry.get("step", 1))}
+
+
+def _average(group: Mapping[str, Any], entry: Mapping[str, Any]) -> Tensor | None:
+    """The exponential average of gradients that ``entry`` has; None: it has none."""
+    if "exp_avg" in entry:
+        return entry["exp_avg"]
+    total = entry.get(BUFFER)
+    if total is None or "dampening" not in group:
+        return total
+    return total * ((1 - float(group["momentum"])) / (1 - float(group["dampening"])))
