@@ -41,7 +41,7 @@ HEADER_INCHES, FOOTER_INCHES = 0.75, 0.55
 WIDTH_INCHES, LINES_INCHES, BAR_INCHES, AROUND_BARS_INCHES = 6.3, 3.0, 0.27, 1.1
 GAP = 0.6  # of a bar, between groups
 FIRST_COLUMN, COLUMN = 36, 52  # points: right edge of the first column of figures beside bars, and to the next
-LONG = 12  # letters of a heading, from which on it is in two lines
+LONG = 11  # letters of a heading, from which on it is in two lines
 DASHES = (0, (5, 2))
 NUMBERS = FuncFormatter(lambda value, _: short(value, 6))
 NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
@@ -125,7 +125,7 @@ def _draw_bars(bars: Bars, axes: Axes) -> None:
     axes.barh(heights, values, height=0.62, color=[OF_ROLES[bar.role] for bar in bars.bars], zorder=2)
     axes.errorbar(values, heights, xerr=[below, above], fmt="none", ecolor=ROOF, elinewidth=1, capsize=2.5, capthick=1,
                   zorder=3)  # fmt: skip
-    names = [name if len(name) < LONG else name.replace(", ", ",\n") for name in bars.headings]
+    names = [name if len(name) < LONG else name.replace(", ", ",\n").replace("vs ", "vs\n") for name in bars.headings]
     _figures(axes, -0.55, names, FAINT)
     axes.set_yticks(heights, [bar.name for bar in bars.bars], fontsize=8.5)
     longest = max(max(bar.value, *bar.ends) for bar in bars.bars)
