@@ -1,6 +1,6 @@
 """What trains as well? ``zero-optim train`` on the same text from several seeds, by each form of state or optimizer.
 
-    python benchmarks/bench_convergence.py --steps 500 --seeds 0,1,2
+    python benchmarks/bench_convergence.py --steps 500 --seeds 0,1,2 --lr 0.001
     python benchmarks/bench_convergence.py --compare optimizers
 
 Of the optimizers the first seed trains with each learning rate, and the other seeds with the best one. Writes losses
@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -61,6 +61,7 @@ class ConvergenceRow:
     Attributes:
         validation_loss: at the end.
         losses: the means of ``MEAN_OF`` steps each.
+        lr: the learning rate, where it is not that of ``zero-optim train``.
         validation_losses: after each ``VALIDATE_EVERY`` steps; empty where forms of state are compared.
     """
 
@@ -71,6 +72,7 @@ class ConvergenceRow:
     validation_loss: float
     losses: Sequence[float]
     validation_losses: Sequence[float] = ()
+    lr: float | None = None
 
 
 def train(name: str, flags: Sequence[str], seed: int, ranks: int, steps: int, *, validate: bool) -> ConvergenceRow:
@@ -177,7 +179,8 @@ def steps_to_adamw(rows: Sequence[ConvergenceRow]) -> float | None:
 
 def _note(rows: Sequence[ConvergenceRow], how: str) -> str:
     seeds = len({row.seed for row in rows})
-    return f"{seeds} seeds, {rows[0].ranks} ranks, {how}; zero-optim train's own model and text"
+    rate = "" if rows[0].lr is None else f", lr {rows[0].lr}"
+    return f"{seeds} seeds, {rows[0].ranks} ranks{rate}, {how}; zero-optim train's own model and text"
 
 
 def _mean_losses(rows: Sequence[ConvergenceRow], name: str) -> list[float]:
@@ -192,11 +195,14 @@ def sheet_of(rows: Sequence[ConvergenceRow]) -> Sheet:
     return draw_optimizers(rows) if rows[0].validation_losses else draw_forms(rows)
 
 
-def compare_forms(forms: Sequence[str], seeds: Sequence[int], ranks: int, steps: int) -> list[ConvergenceRow]:
+def compare_forms(
+    forms: Sequence[str], seeds: Sequence[int], ranks: int, steps: int, lr: float | None
+) -> list[ConvergenceRow]:
     rows: list[ConvergenceRow] = []
+    rate = () if lr is None else ("--lr", str(lr))
     for seed in seeds:
         for form in forms:
-            rows.append(train(form, FORMS[form], seed, ranks, steps, validate=False))
+            rows.append(replace(train(form, (*FORMS[form], *rate), seed, ranks, steps, validate=False), lr=lr))
             exact = next(row.validation_loss for row in rows if row.seed == seed)
             found = rows[-1].validation_loss
             print(f"seed {seed}  {form:12} validation loss {found:.4f}, {found / exact:.4f} of fp32", flush=True)
@@ -232,6 +238,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=500, help="of each training (500)")
     parser.add_argument("--seeds", default="0,1,2", help="as in 0,1,2 (0,1,2)")
+    parser.add_argument("--lr", type=float, help="of all forms (that of zero-optim train)")
     parser.add_argument("--ranks", type=int, default=2, help="of each training (2)")
     parser.add_argument(
         "--out", type=Path, default="convergence", help="folder of the JSON and the picture (convergence)"
@@ -248,7 +255,7 @@ def main() -> None:
         rows = compare_optimizers(seeds, given.ranks, given.steps)
     else:
         rows = compare_forms(
-            ["fp32", *(form for form in given.forms if form != "fp32")], seeds, given.ranks, given.steps
+            ["fp32", *(form for form in given.forms if form != "fp32")], seeds, given.ranks, given.steps, given.lr
         )
     path = write(make_record(rows, torch.device("cpu"), {}), given.out, given.compare)
     png(sheet_of(rows), path.with_suffix(".png"))
