@@ -19,6 +19,7 @@ from zero_optim.memory.plan import ON_THE_HOST
 from zero_optim.memory.shapes import ModelShapes, ParameterShape
 from zero_optim.rules.adamw import AdamW
 from zero_optim.rules.codec import Split, StochasticBf16
+from zero_optim.rules.muon import Muon
 from zero_optim.rules.options import Decays
 from zero_optim.stores.offload import FRAMES, HOST_BUFFERS, Offload, Tier
 
@@ -336,6 +337,34 @@ def test_muon_is_for_the_matrices_of_layers(capsys):
         assert made["collectives"]["tensor_all_to_all"] == of_rank
         assert made["collectives"].get("all_to_all", 0) == (of_rank if made["stage"] == 3 else 0)
         assert made["communicated_along_slices_bytes"] == made["collectives"]["tensor_parallel"] + of_rank // 2
+
+
+def matrices(count: int, numel: int, slices: int = 1) -> ModelShapes:
+    """Each is a unit. ``slices``: a rank has one of so many of each."""
+    shape = ParameterShape(numel // slices, torch.bfloat16, cut=slices > 1, joined=slices)
+    return ModelShapes("matrices", (shape,) * count, ((), *((number,) for number in range(count))))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "stage", "exchanged", "iterated"),
+    [
+        (matrices(4, 2**20), 2, 2, 0, 10),
+        (matrices(4, 2**20), 2, 3, 16, 8 + 10),
+        (matrices(8, 2**20), 2, 3, 32, 16 + 10),
+        (matrices(16, 2**20), 2, 3, 32, 16 + 10),  # a batch has four for each rank
+        (matrices(1, 2**20), 4, 3, 2, 1 + 10),  # one rank has all of it
+        (matrices(4, 2**20, 2), 1, 2, 16, 8 + 10),
+        (matrices(8, 2**20, 2), 1, 2, 32, 16 + 10),
+        (matrices(32, 2**20, 4), 1, 2, 32, 16 + 10),
+        (matrices(16, 2**20, 2), 2, 3, 40, 24 + 10),
+    ],
+)
+def test_what_whole_matrices_take(model, ranks, stage, exchanged, iterated):
+    """In MiB. An exchange has both ends of a message, in bf16, beside what is made whole. The iteration has the
+    copies of one matrix, at another time."""
+    planned = plan(model, Job(world=ranks, stage=stage, host_waits=True, rule=Muon())).memory
+    gone = sum(planned.get(kind, 0) for kind in ("unsharded", "local_gradients", "activations"))
+    assert planned["whole_matrices"] == max(0, max(exchanged, iterated) * 2**20 - gone)
 
 
 def test_replicas_share_less_and_are_told_of_by_link(capsys):

@@ -138,6 +138,20 @@ def test_it_has_the_bits_of_stage_2(world_size: int, dtype: torch.dtype, options
     run_ranks(world_size, _as_at_stage_2, dtype, options)
 
 
+@pytest.mark.parametrize("options", [{}, {"state_offload": "cpu"}])
+def test_parameters_in_host_memory_without_a_process_group(options: dict[str, Any]) -> None:
+    found = []
+    for stage, where in ((2, None), (3, "cpu")):
+        model, opt = make(stage, torch.bfloat16, param_offload=where, **options)
+        for _ in range(STEPS):
+            model(torch.ones(6, 20, dtype=torch.bfloat16)).float().square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        found.append(everything(model, opt))
+        opt.close()
+    assert_same(*found)
+
+
 def _on_a_grid(rank: int, world_size: int) -> None:
     found = []
     for stage in (2, 3):

@@ -88,10 +88,11 @@ def _other_rule(engine: Engine, index: int) -> UpdateRule | None:
     return None if rule is engine.rules.all[0] else rule
 
 
-def _joined(engine: Engine, index: int, parameter: Tensor) -> bool:
+def _joined(engine: Engine, index: int, parameter: Tensor) -> int:
+    """See ``ParameterShape``."""
     rule = engine.rules.of(index)
     joint = joint_of(parameter, engine.shardings.of(index).plain_slices) if rule.joins_parts else None
-    return joint is not None and rule.needs_whole(joint)
+    return joint.ranks if joint is not None and rule.needs_whole(joint) else 1
 
 
 def _sharers(engine: Engine, index: int) -> tuple[int, int] | None:
@@ -119,7 +120,7 @@ def _shapes_of_units(engine: Engine, units: Sequence[Unit]) -> ModelShapes:
         first = len(shapes)
         every = [(p, flat.trained) for flat in unit.flats for p in flat.params]
         shapes += [
-            replace(shape_of(p, trained=trained), rule=rules.get(id(p)), joined=joined.get(id(p), False))
+            replace(shape_of(p, trained=trained), rule=rules.get(id(p)), joined=joined.get(id(p), 1))
             for p, trained in every
         ]
         of_units.append(tuple(range(first, len(shapes))))

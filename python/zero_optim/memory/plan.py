@@ -190,7 +190,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Flat:
-    """A flat tensor of parameters to be. ``joined``: elements of slices that are made whole for its rule."""
+    """A flat tensor of parameters to be.
+
+    Attributes:
+        joined: elements of slices that are made whole for its rule.
+        slices: of how many ranks these are.
+    """
 
     layout: BucketLayout
     dtype: torch.dtype
@@ -198,6 +203,7 @@ class _Flat:
     sharding: Sharding
     rule: UpdateRule
     joined: int = 0
+    slices: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -387,7 +393,7 @@ def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
             True,
             kind.sharding,
             kind.rule,
-            _joined([parameters[slot.param] for slot in layout.slots], kind.rule),
+            *_joined([parameters[slot.param] for slot in layout.slots], kind.rule),
         )
         for layout, kind in layouts
     ]
@@ -403,12 +409,14 @@ def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding, job: J
     for (dtype, _, trained, rule), of_kind in kinds.items():
         layout = one_bucket([parameter.room for parameter in of_kind], sharding.shard_count)
         numels = {number: parameter.numel for number, parameter in enumerate(of_kind)}
-        yield _Flat(layout.holding(numels), dtype, trained, sharding, rule, _joined(of_kind, rule) if trained else 0)
+        joined = _joined(of_kind, rule) if trained else (0, 1)
+        yield _Flat(layout.holding(numels), dtype, trained, sharding, rule, *joined)
 
 
-def _joined(parameters: Sequence[ParameterShape], rule: UpdateRule) -> int:
-    """Count elements of slices that are made whole."""
-    return sum(p.numel for p in parameters if p.joined) if rule.joins_parts else 0
+def _joined(parameters: Sequence[ParameterShape], rule: UpdateRule) -> tuple[int, int]:
+    """Count elements of slices that are made whole, and the ranks that have them."""
+    joined = [p for p in parameters if p.joined > 1 and rule.joins_parts]
+    return sum(p.numel for p in joined), max((p.joined for p in joined), default=1)
 
 
 def _alone(parameter: ParameterShape, sharding: Sharding, job: Job) -> _Flat:
@@ -539,27 +547,28 @@ def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding
 
 def _in_update(laid: _Laid, job: Job, sharding: Sharding) -> int:
     """Count what an update of whole matrices takes: of a batch that ranks make whole together, both ends of a message,
-    in bf16, and of one parameter the iteration, or of some small ones."""
+    in bf16; or what is made whole then, without a message, and of one parameter the iteration, or of some small
+    ones."""
     flats = [flat for flat in laid.buckets if not flat.rule.layout.cuts]
     if not flats:
         return 0
     device = torch.device("cpu" if job.host_waits else "cuda")
     together = ON_A_PROCESSOR if job.host_waits else ON_A_GPU
-    largest = max(slot.numel for flat in flats for slot in flat.layout.slots)
-    iteration = _ITERATION * min(max(largest, together), sum(flat.layout.shard_numel for flat in flats))
+    largest = max(slot.numel * flat.slices for flat in flats for slot in flat.layout.slots)
+    iteration = _ITERATION * max(largest, min(together, sum(flat.layout.shard_numel for flat in flats)))
     over_shards = job.stage >= 3 and sharding.shard_count > 1
-    alike: dict[tuple[UpdateRule, torch.dtype, bool], list[_Flat]] = {}
+    alike: dict[tuple[UpdateRule, torch.dtype, int], list[_Flat]] = {}
     for flat in flats[::-1]:
         if over_shards or flat.joined:
-            alike.setdefault((flat.rule, flat.dtype, bool(flat.joined)), []).append(flat)
-    most = 0
+            alike.setdefault((flat.rule, flat.dtype, flat.slices), []).append(flat)
+    most = iteration
     for (*_, slices), of_kind in alike.items():
         sizes = [Size(flat.layout.shard_numel, len(flat.layout.slots)) for flat in of_kind]
-        ranks, rest = sharding.shard_count * (job.tensor if slices else 1), iter(sizes)
-        each = (3 + over_shards + bool(slices)) * torch.bfloat16.itemsize
-        for length in batch_lengths(sizes, ranks, device):
-            most = max(most, each * sum(size.numel for size in islice(rest, length)))
-    return most + iteration
+        rest, held = iter(sizes), torch.bfloat16.itemsize * (1 + over_shards + (slices > 1))
+        for length in batch_lengths(sizes, sharding.shard_count * slices, device):
+            numel = sum(size.numel for size in islice(rest, length))
+            most = max(most, held * numel + max(2 * torch.bfloat16.itemsize * numel, iteration))
+    return most
 
 
 # -- what is communicated ------------------------------------------------------------------------------------------

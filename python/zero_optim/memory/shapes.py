@@ -37,7 +37,8 @@ class ParameterShape:
         sharers: of an expert, how many ranks share its state, and which of them it is; None: as all other parameters.
         rule: which updates it; None: that of the job.
         matrix: whether it is a matrix of a hidden layer, which Muon is for.
-        joined: whether a rule that needs whole parameters has its slices made whole.
+        joined: over how many tensor-parallel ranks its slices are made whole, for a rule that needs whole parameters;
+            1: they are not.
     """
 
     numel: int
@@ -48,7 +49,7 @@ class ParameterShape:
     sharers: tuple[int, int] | None = None
     rule: UpdateRule | None = None
     matrix: bool = False
-    joined: bool = False
+    joined: int = 1
 
     @property
     def room(self) -> int:
@@ -118,7 +119,7 @@ def cut_over(model: ModelShapes, ranks: int) -> ModelShapes:
         )
     hidden = model.width.hidden
     parameters = [
-        p if p.numel <= hidden else replace(p, numel=-(-p.numel // ranks), cut=True, joined=True)
+        p if p.numel <= hidden else replace(p, numel=-(-p.numel // ranks), cut=True, joined=ranks)
         for p in model.parameters
     ]
     return replace(model, parameters=tuple(parameters))

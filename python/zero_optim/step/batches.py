@@ -24,7 +24,7 @@ from torch import Tensor
 from ..rules.homes import Size, batch_lengths
 from ..rules.update_rule import ShardUpdate
 from .shard_state import ShardState
-from .trouble import Trouble
+from .trouble import Holder, Trouble
 from .workplace import Coefficients
 
 ON_A_GPU, ON_A_PROCESSOR = 2**22, 2**16
@@ -32,7 +32,7 @@ ON_A_GPU, ON_A_PROCESSOR = 2**22, 2**16
 measured that. On two threads of a processor 2^20 elements took 290 µs, so 2^16 take some 20."""
 
 
-class Prefetched(Protocol):
+class Prefetched(Holder, Protocol):
     def prefetch(self) -> None: ...
 
 
@@ -40,14 +40,17 @@ T = TypeVar("T", bound=Prefetched)
 Done = TypeVar("Done")
 
 
-def in_turn(things: Sequence[T], ahead: int) -> Iterator[T]:
-    """Give one after the other, each when ``ahead`` of those that follow have been prefetched. 0: none ever is."""
-    for thing in things[:ahead]:
-        thing.prefetch()
-    for number, thing in enumerate(things):
+def in_turn(things: Sequence[T], ahead: int, trouble: Trouble) -> Iterator[T]:
+    """Give one after the other, each when ``ahead`` of those that follow have been prefetched. 0: none ever is.
+
+    ``trouble``: told of state that is lost on the way.
+    """
+    for number in range(-ahead, len(things)):
         for later in things[number + ahead : number + ahead + 1] if ahead else ():
-            later.prefetch()
-        yield thing
+            with trouble.losing(later):
+                later.prefetch()
+        if number >= 0:
+            yield things[number]
 
 
 class Batch:
@@ -68,9 +71,8 @@ class Batch:
 
     def prefetch(self) -> None:
         """``update`` will follow soon."""
-        with self._trouble.losing(self):
-            for shard in self.shards:
-                shard.prefetch()
+        for shard in self.shards:
+            shard.prefetch()
 
     def update(self, by: Coefficients) -> None:
         """One fused pass: unscale, clip, update, cast into the buckets' parameters. See ``ShardUpdate``."""
@@ -113,7 +115,7 @@ class JoinedBatch(Batch):
                 self._pass(shard, edits_taken, after, last=True)
 
     def _in_turn(self) -> Iterator[ShardState]:
-        return in_turn(self.shards, self.shards[0].lookahead)
+        return in_turn(self.shards, self.shards[0].lookahead, self._trouble)
 
     def _pass(
         self, shard: ShardState, by: Coefficients, do: Callable[[ShardUpdate], Done], *, last: bool

@@ -166,7 +166,7 @@ class OptimizerState:
         host = self._store if isinstance(self._store, HostStore) else None
         here = by if host is None else by.on_host()
         with nullcontext() if host is None else host_threads(host.threads):
-            for batch in in_turn(self._batches, self._store.lookahead):
+            for batch in in_turn(self._batches, self._store.lookahead, self.trouble):
                 batch.update(here)
                 for shard in batch.shards:
                     self._hidden.keep(shard)

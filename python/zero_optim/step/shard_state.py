@@ -125,7 +125,9 @@ class ShardState:
 
     @property
     def _joins_shards(self) -> bool:
-        return not self.rule.layout.cuts and self.bucket.flat.sharded
+        # A rank alone has whole parameters, in host memory perhaps, where they count as sharded, too.
+        sharded = self.bucket.flat.sharded and self.bucket.sharding.shard_count > 1
+        return not self.rule.layout.cuts and sharded
 
     @property
     def _joins_slices(self) -> bool:
