@@ -360,3 +360,21 @@ def test_decays_of_a_checkpoint_hold_for_as_many_averages(tmp_path: Any) -> None
 def test_a_decay_in_a_group_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="ema_decay of parameter group 0: the optimizer keeps no averages"):
         zero_optim.ShardedAdamW([{"params": [nn.Parameter(torch.ones(3))], "ema_decay": 0.9}])
+
+
+@pytest.mark.parametrize("store", [None, "cpu"])
+def test_averages_that_had_no_update_when_they_were_saved_begin_with_the_next(store: str | None) -> None:
+    """Until then they are what the parameters are, which may have changed since."""
+    parameter = nn.Parameter(torch.full((300,), -1.0))
+    opt = zero_optim.ShardedAdamW([("p", parameter)], lr=0.5, ema_decay=0.9, state_offload=store)
+    saved = copy.deepcopy(opt.state_dict())
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        opt.step()
+    opt.load_state_dict(saved)
+    now = parameter.detach().clone()
+    with opt.swap_to_ema():
+        assert torch.equal(parameter, now)
+    opt.step()
+    assert torch.equal(opt.ema_state_dict()["p"], parameter) and not torch.equal(parameter, now)
+    opt.close()

@@ -94,10 +94,10 @@ class HyperTable:
         return self._averages[row - self._width] if row >= self._width else self._rules[group].coefficients[row]
 
     def take_over(self, saved: SavedState) -> None:
-        """Take over loaded steps. Averages that were not brought begin with the next update: the model may be loaded
-        until then."""
+        """Take over loaded steps. Averages that were not brought, or had no update yet, begin with the next one: the
+        model may be loaded until then."""
         self.steps.copy_(saved.steps)
-        brought = [saved.tensors.get(index, ()) for index in range(len(self.steps))]
+        brought = [saved.tensors.get(index, ()) if step else () for index, step in enumerate(saved.steps.tolist())]
         begins = [[name not in names for name in self._averages] for names in brought]
         self.begins.copy_(torch.tensor(begins, dtype=torch.bool, device="cpu").view_as(self.begins))
 
