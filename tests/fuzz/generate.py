@@ -261,8 +261,7 @@ class _Generator:
         groups = tuple(group(part) for part in parts)
         late = tuple(group(given.params) for given in late)
         made = replace(optim, shapes=tuple(shapes), groups=groups, late=late, rule=rule)
-        on_device = made.stage == 3 and "muon" in made.rules
-        store = rng.choice((*STORES,)) if self.chance(0.3) and not on_device else ""
+        store = rng.choice((*STORES,)) if self.chance(0.3) else ""
         return replace(made, store=store, ema_decay=0.5 if self.chance(0.2) else None)
 
     def of_matrices(self, params: Sequence[int], rule: str | None, shapes: list[Shape]) -> Group:

@@ -549,7 +549,6 @@ class Law:
         state.trained, state.thawed = state.given & state.requires_grad, set()
         need(state.trained, "nothing to train")
         need(op.store in STORES, "no such store")
-        need(op.stage != 3 or not op.store or "muon" not in state.optim.rules, "Muon off the device at stage 3")
         state.stage = op.stage
 
     def _addgroup(self, op: AddGroup) -> None:
@@ -669,7 +668,6 @@ def _rules_fit(optim: Optim) -> None:
             need(group.view is None or fits(shape, group.view), "a view that does not fit")
     if "muon" in optim.rules:
         need(not optim.cut, "a slice of a matrix")
-        need(optim.stage != 3 or not (optim.store or optim.param_offload), "Muon off the device at stage 3")
 
 
 def _raises_before_units(chain: tuple[object, ...] | None, o: int) -> bool:

@@ -31,7 +31,7 @@ RULES = {  # of the update, and the optimizer and its arguments
     "nesterov": ("ShardedSGD", "momentum=0.5, nesterov=True"),
     "sgd": ("ShardedSGD", ""),
     "lion": ("ShardedLion", ""),
-    "muon": ("ShardedMuon", "momentum=0.5"),
+    "muon": ("ShardedMuon", "momentum=0.5, ns_gram=False"),  # the operations are torch's then
 }
 
 
