@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,3 +83,9 @@ def test_ranks_that_hang_are_ended_and_their_stacks_shown():
     run_ranks(2, _sum_of_ranks, 0)
     with pytest.raises(RankFailure, match="_wait_for_ever"):
         run_ranks(2, _wait_for_ever, timeout=1)
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by it, and collects the first alone. It shows only where both are collected."""
+    names = [file.name for file in Path(__file__).parents[1].rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
