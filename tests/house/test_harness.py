@@ -87,5 +87,6 @@ def test_ranks_that_hang_are_ended_and_their_stacks_shown():
 
 def test_no_two_files_of_tests_have_one_name() -> None:
     """pytest imports them by it, and collects the first alone. It shows only where both are collected."""
-    names = [file.name for file in Path(__file__).parents[1].rglob("test_*.py")]
+    files = Path(__file__).parents[1].rglob("test_*.py")
+    names = [file.name for file in files if not (file.parent / "__init__.py").exists()]
     assert sorted(names) == sorted(set(names))
