@@ -10,6 +10,7 @@ A step has four phases, each a method of ``Engine``::
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -408,7 +409,10 @@ class Engine:
         self.hyper.take_over(nothing)
 
     def begin_load(self, saved: SavedState) -> None:
-        """Make anew the state that is not brought."""
+        """Make anew the state that is not brought. A warning says what is rounded, once."""
+        if saved.rounded and self.sharding.rank == 0:
+            names = ", ".join(sorted(saved.rounded))
+            warnings.warn(f"{names}: saved in more bits than are kept here, and rounded (docs/state.md)", stacklevel=2)
         self.states.restart(set(self.parameters.trained) - set(saved.tensors))
         for rule in self.rules.all:
             own = {index: names for index, names in saved.tensors.items() if self.rules.of(index) is rule}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,66 @@ def test_a_plan_of_what_the_optimizer_refuses_is_refused(capsys: pytest.CaptureF
     assert "--master split8: a part of it is the bf16 parameter, and --dtype is fp32" in capsys.readouterr().err
     assert main(["plan", "--params", "1e9", "--master", "split8", "--state-dtype", "int8", "--stage", "0"]) == 0
     assert "master_low8" in capsys.readouterr().out
+
+
+# ---- what a load says ------------------------------------------------------------------------------------------------
+
+EIGHT, MOMENTS = {"state_dtype": "int8"}, {"exp_avg", "exp_avg_sq"}
+SAID: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
+    ({}, {**EIGHT, "master": "split8"}, {*MOMENTS, "master"}),
+    ({}, {"master": "split"}, set()),
+    ({"master": "split8"}, {"master": "split"}, set()),
+    ({"master": "split"}, {"master": "split8"}, {"master"}),
+    (EIGHT, {}, set()),
+    (EIGHT, EIGHT, set()),
+    ({"state_dtype": "bf16"}, {"state_dtype": "bf16_stochastic"}, set()),
+    ({"state_dtype": "bf16_stochastic"}, EIGHT, MOMENTS),
+    ({"ema_decay": 0.9}, {"ema_decay": 0.9, "ema_dtype": "bf16_stochastic"}, {"ema"}),
+]
+
+
+def _said(rank: int, world_size: int, folder: str) -> list[list[list[str]]]:
+    """Of each pair and each way to load, the warnings."""
+    import zero_optim
+
+    found = []
+    for number, (saved_by, loaded_by, _) in enumerate(SAID):
+        of_pair = []
+        for way in ("state dict", "full state", "checkpoint"):
+            model, opt = _job(2, "ShardedAdamW", lr=1e-2, **saved_by)
+            _train(rank, model, opt, range(1))
+            path = Path(folder, f"{number}")
+            state = opt.state_dict() if way == "state dict" else zero_optim.full_state_dict(opt)
+            if way == "checkpoint":
+                zero_optim.checkpoint.save(path, model, opt)
+            opt.close()
+            its_model, its = _job(2, "ShardedAdamW", lr=1e-2, **loaded_by)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                if way == "state dict":
+                    its.load_state_dict(state)
+                elif way == "full state":
+                    zero_optim.load_full_state_dict(its, state)
+                else:
+                    zero_optim.checkpoint.load(path, its_model, its)
+            of_pair.append([str(one.message) for one in told])
+            its.close()
+        found.append(of_pair)
+    return found
+
+
+def test_a_load_into_fewer_bits_says_so_once(tmp_path: Path) -> None:
+    """A full state is in fp32, whatever it is made of."""
+    first, second = run_ranks(2, _said, str(tmp_path))
+    assert all(told == [] for of_pair in second for told in of_pair)
+    for (saved_by, loaded_by, names), (by_dict, by_full, by_checkpoint) in zip(SAID, first, strict=True):
+        said = [f"{', '.join(sorted(names))}: saved in more bits than are kept here"] if names else []
+        assert [told.partition(", and rounded")[0] for told in by_dict] == said, (saved_by, loaded_by)
+        assert [told.partition(", and rounded")[0] for told in by_checkpoint] == said, (saved_by, loaded_by)
+        narrow = {*MOMENTS} if "state_dtype" in loaded_by else set()
+        narrow |= {"master"} if loaded_by.get("master") == "split8" else set()
+        narrow |= {"ema"} if "ema_dtype" in loaded_by else set()
+        assert [told.split(":")[0] for told in by_full] == ([", ".join(sorted(narrow))] if narrow else [])
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

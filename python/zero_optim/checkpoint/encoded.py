@@ -81,6 +81,11 @@ class EncodedTensor(SavedTensor):
         return of_rows or slice_counts(self.spec.shape, self.spec.cut)
 
 
+def codec_of(saved: SavedTensor) -> Codec | None:
+    """What ``saved`` is stored by; None: it has the values themselves."""
+    return saved.codec if isinstance(saved, EncodedTensor) else None
+
+
 def decoded(index: Index, codecs: Mapping[str, Codec] = CODECS, *, weights_alone: bool = False) -> Index:
     """``index`` with state that was stored by a codec as what it stands for.
 

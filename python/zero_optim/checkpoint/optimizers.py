@@ -19,8 +19,9 @@ from ..params.arrangement import slice_counts
 from ..rules.options import EMA_DECAY, listed_decays
 from ..rules.state_tensor import Per, StateTensor
 from ..rules.update_rule import UpdateRule, master_of, stored_for, tensors_for
-from ..step.saved_state import SavedState
+from ..step.saved_state import SavedState, is_rounded
 from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
+from .encoded import codec_of
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
 from .index_reading import SHARDED, same_state
 from .matching import Match, Wanted
@@ -210,14 +211,21 @@ class ShardedPart:
 
     def _saved_state(self, matched: Match) -> SavedState:
         steps = torch.zeros(len(self._names), dtype=torch.float64, device="cpu")
-        tensors = {}
+        tensors, rounded = {}, set()
         for index, parameter in self._engine.parameters.trained.items():
-            name = self._names[index]
+            name, rule = self._names[index], self._engine.rules.of(index)
             if name not in matched.fresh:
                 steps[index] = matched.steps.get(name, 0)
-                kinds = [tensor.name for tensor in tensors_for(self._engine.rules.of(index), parameter.dtype)]
+                kinds = [tensor.name for tensor in tensors_for(rule, parameter.dtype)]
                 tensors[index] = [kind for kind in kinds if (kind, name) not in matched.begun]
-        return SavedState(tensors, steps)
+                saved = {kind: matched.source.get((kind, name)) for kind in tensors[index]}
+                rounded |= {
+                    kind
+                    for kind, source in saved.items()
+                    if source is not None and source.spec.dtype == torch.float32
+                    if is_rounded(kind, rule, codec_of(source))
+                }
+        return SavedState(tensors, steps, frozenset(rounded))
 
     def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
         load_groups(self._groups, groups, self._engine.rules.by_group)

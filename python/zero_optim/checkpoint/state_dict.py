@@ -18,7 +18,7 @@ from ..params.parameter_set import ParameterSet, own_names
 from ..rules.codec import saved_codec
 from ..rules.group_rules import GroupRules
 from ..rules.update_rule import UpdateRule
-from ..step.saved_state import SavedState, tensors_of
+from ..step.saved_state import SavedState, is_rounded, tensors_of
 from ..validate import check_groups
 
 Groups = Sequence[dict[str, Any]]
@@ -92,12 +92,14 @@ def saved_order(saved: Mapping[int, Mapping[str, Any]]) -> list[int]:
 def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: ParameterSet, rules: GroupRules) -> SavedState:
     """What ``match_state`` has matched."""
     steps = torch.zeros(len(parameters.labels), dtype=torch.float64, device="cpu")
-    tensors = {}
+    tensors, rounded = {}, set()
     for index, entry in saved.items():
         steps[index] = float(entry.get("step", 1))  # of a rule that can do without: state comes of an update
-        dtype = parameters.trained[index].dtype
-        tensors[index] = [tensor.name for tensor, _ in tensors_of(entry, rules.of(index), dtype)]
-    return SavedState(tensors, steps)
+        rule = rules.of(index)
+        forms = tensors_of(entry, rule, parameters.trained[index].dtype)
+        tensors[index] = [tensor.name for tensor, _ in forms]
+        rounded |= {tensor.name for tensor, codec in forms if is_rounded(tensor.name, rule, codec)}
+    return SavedState(tensors, steps, frozenset(rounded))
 
 
 def load_groups(groups: Groups, saved: Groups, rules: Sequence[UpdateRule] = ()) -> None:

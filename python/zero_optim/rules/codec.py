@@ -79,6 +79,10 @@ class Codec:
         stored of it and of its row alone."""
         raise NotImplementedError
 
+    def keeps(self, saved: Codec | None) -> bool:
+        """Whether values that were stored by ``saved`` stay what they are. None: they were fp32."""
+        return saved == self
+
     # -- flat ------------------------------------------------------------------------------------------------------
 
     def read_of(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
@@ -164,6 +168,9 @@ class Bf16(Codec):
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         return decode_bf16(*parts)
 
+    def keeps(self, saved: Codec | None) -> bool:
+        return isinstance(saved, Bf16)
+
 
 class StochasticBf16(Bf16):
     """What ``Bf16`` stores. But an update rounds each value to one of its two neighbours, by noise: to the nearer with
@@ -210,6 +217,9 @@ class Split(Codec):
         low, parameter = parts
         return join_master(parameter, low)
 
+    def keeps(self, saved: Codec | None) -> bool:
+        return True  # but for the last place of one in 65536
+
 
 class Split8(Split):
     """A master of 24 bits, whose high 16 are the bf16 parameter itself: 8 bits are stored beside it.
@@ -222,6 +232,9 @@ class Split8(Split):
 
     name, ulps = "split8", 256
     low, dtype = "low8", torch.int8
+
+    def keeps(self, saved: Codec | None) -> bool:
+        return isinstance(saved, Split8)
 
 
 PARAMETER = StateTensor("parameter", dtype=torch.bfloat16)

@@ -31,10 +31,12 @@ class SavedState:
     Attributes:
         tensors: by parameter index, the names of those that it has. What it does not have begins anew.
         steps: [parameters] float64 on the CPU, the updates that each has had.
+        rounded: names of those that were saved with more bits than are kept here.
     """
 
     tensors: Mapping[int, Collection[str]]
     steps: Tensor
+    rounded: frozenset[str] = frozenset()
 
 
 def tensors_of(
@@ -44,6 +46,12 @@ def tensors_of(
     by. One that begins as the parameter, or as its master, may be missing."""
     forms = [(tensor, saved_codec(tensor, entry, rule.codecs)) for tensor in tensors_for(rule, dtype)]
     return [(t, codec) for t, codec in forms if t.begins is Begins.ZERO or codec is not None or t.name in entry]
+
+
+def is_rounded(name: str, rule: UpdateRule, saved: Codec | None) -> bool:
+    """Whether the state ``name``, stored by ``saved``, loses something as ``rule`` stores it."""
+    own = rule.codecs.get(name)
+    return own is not None and not own.keeps(saved)
 
 
 def check_rows(tensors: Iterable[StateTensor], entry: Mapping[str, Any], order: StorageOrder, label: str) -> None:
