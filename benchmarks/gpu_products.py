@@ -108,9 +108,7 @@ def measure(shape: tuple[int, int, int], device: torch.device, peak: float, roun
     tiles = -(-rows // block)
     made = {TORCH: n * rows * rows, TRITON: n * tiles * (tiles + 1) // 2 * block * block}  # elements
     depth = {SQUARE: columns, POLYNOMIAL: rows}
-    gram = newton_schulz.is_long(rows, columns)
-    phases = newton_schulz.phases([QUINTIC] * STEPS) if gram else [[QUINTIC]] * STEPS
-    lengths = [len(phase) for phase in phases]
+    lengths = [len(phase) for phase in newton_schulz.phases(rows, columns, [QUINTIC] * STEPS, gram=True)]
     symmetric_ms = sum(ms[f"{SQUARE} {TORCH}"] + (4 * length - 3) * ms[f"{POLYNOMIAL} {TORCH}"] for length in lengths)
     return Figures(
         shape,

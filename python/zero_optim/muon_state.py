@@ -13,9 +13,13 @@ from .errors import StateMismatchError
 from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .params.parameter_set import own_names
+from .rules.codec import saved_codec
 from .rules.muon import BUFFER, Muon
-from .rules.state_tensor import Begins
+from .rules.state_tensor import Begins, StateTensor
 from .rules.update_rule import tensors_for
+
+_MOMENTA = ("exp_avg", BUFFER)
+"""Names of the state that a momentum is made of."""
 
 
 def state_for_muon(opt: ShardedOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,6 +65,11 @@ def _by_name(state: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], Map
         cut = next((kind for kind, value in entry.items() if isinstance(value, FlatShard)), None)
         if cut is not None:
             raise StateMismatchError(f"{cut} of {name} is a part: give the state that zero_optim.full_state_dict gave")
+        encoded = next((kind for kind in _MOMENTA if saved_codec(StateTensor(kind), entry, {}) is not None), None)
+        if encoded is not None:
+            raise StateMismatchError(
+                f"{encoded} of {name} is in fewer bits than fp32: give the state that zero_optim.full_state_dict gave"
+            )
         found[name] = group, entry
     return found
 

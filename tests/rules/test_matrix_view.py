@@ -18,6 +18,7 @@ from muon_cases import AS_TORCH, OPTIONS, Gradient, masters_alone, masters_of, m
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon
 from zero_optim.rules import muon
+from zero_optim.rules.matrix_view import blocks_of, matrices_of, shapes_of
 from zero_optim.rules.muon import LEAST_TOGETHER
 from zero_optim.rules.newton_schulz import QUINTIC, orthogonalized
 
@@ -379,3 +380,10 @@ def test_split_takes_convolutions_and_experts() -> None:
     weights = {"places", "patches.weight", "series.weight", "up.weight", "head.weight"}
     biases = {f"{module}.bias" for module in ("patches", "convolution", "series", "up", "head")}
     assert {name for name, _ in others} == weights | biases
+
+
+@pytest.mark.parametrize("view", [None, {"rows": 4}, {"rows": (3, 9)}, {"columns": 5}, {"columns": [1, 9]}])
+@pytest.mark.parametrize("shape", [(12, 10), (3, 12, 10), (12, 2, 5, 1)])
+def test_shapes_are_those_of_the_blocks(shape: tuple[int, ...], view: dict[str, Any] | None) -> None:
+    blocks = blocks_of(torch.empty(matrices_of(shape)), view)
+    assert shapes_of(shape, view) == [tuple(block.shape[1:]) for block in blocks]

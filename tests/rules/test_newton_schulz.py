@@ -12,6 +12,7 @@ from zero_optim.rules import newton_schulz
 from zero_optim.rules.newton_schulz import POLAR_EXPRESS, QUINTIC, multiplications, orthogonalized, phases
 
 QUINTICS = [QUINTIC] * 5
+LONG = (40, 90)
 in_both_forms = pytest.mark.parametrize("gram", [False, True])
 
 
@@ -128,11 +129,12 @@ def test_no_singular_value_grows_beyond(
 
 def test_phases() -> None:
     """Each as long as what rounding has put into X X^T stays small."""
-    assert [len(phase) for phase in phases(QUINTICS)] == [2, 2, 1]
-    assert [len(phase) for phase in phases(POLAR_EXPRESS)] == [1, 1, 1, 2, 1]
-    assert [len(phase) for phase in phases([(1.5, -0.5, 0.0)] * 9)] == [4, 4, 1]
+    assert [len(phase) for phase in phases(*LONG, QUINTICS, True)] == [2, 2, 1]
+    assert [len(phase) for phase in phases(*LONG, POLAR_EXPRESS, True)] == [1, 1, 1, 2, 1]
+    assert [len(phase) for phase in phases(*LONG, [(1.5, -0.5, 0.0)] * 9, True)] == [4, 4, 1]
     for steps in range(1, 9):
-        assert [step for phase in phases([QUINTIC] * steps) for step in phase] == [QUINTIC] * steps
+        assert [step for phase in phases(*LONG, [QUINTIC] * steps, True) for step in phase] == [QUINTIC] * steps
+    assert phases(*LONG, QUINTICS, False) == phases(40, 80, QUINTICS, True) == [[step] for step in QUINTICS]
 
 
 def test_what_it_multiplies() -> None:

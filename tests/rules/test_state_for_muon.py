@@ -168,6 +168,19 @@ def test_what_cannot_be_converted_is_told() -> None:
         zero_optim.state_for_muon(nameless, unnamed.state_dict() | {"state": {}})
 
 
+def test_a_momentum_in_fewer_bits_is_not_left_out() -> None:
+    model = make_model()
+    adamw = zero_optim.ShardedAdamW(model.named_parameters(), state_dtype="int8")
+    take_steps(model, adamw, [0])
+    saved, full = adamw.state_dict(), zero_optim.full_state_dict(adamw)
+    adamw.close()
+    muon = make_muon(model, rules.AdamW(lr=0.01))
+    with pytest.raises(StateMismatchError, match="exp_avg of 0.weight is in fewer bits than fp32: give the state"):
+        zero_optim.state_for_muon(muon, saved)
+    zero_optim.load_full_state_dict(muon, zero_optim.state_for_muon(muon, full))
+    assert all(momentum.any() for momentum in momenta(muon).values())
+
+
 def _parts(rank: int, world_size: int) -> None:
     model = make_model()
     adamw = zero_optim.ShardedAdamW(model.named_parameters(), stage=1)

@@ -111,8 +111,11 @@ class Shard:
             raise OffloadError("gone")
         return self
 
-    def end_update(self, *, last: bool = True) -> None:
-        self.done.append("end" if last else "end of a pass")
+    def end_pass(self) -> None:
+        self.done.append("end of a pass")
+
+    def end_update(self) -> None:
+        self.done.append("end")
 
     def give_up_update(self) -> None:
         self.done.append("give up")

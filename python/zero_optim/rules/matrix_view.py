@@ -103,3 +103,14 @@ def blocks_of(matrices: Tensor, view: Mapping[str, Any] | None) -> list[Tensor]:
         return [matrices.view(count * blocks, length // blocks, columns)]
     lengths = matrices.shape[_DIMS[cut]] // blocks if isinstance(blocks, int) else [*blocks]
     return list(matrices.split(lengths, _DIMS[cut]))
+
+
+def shapes_of(shape: Sequence[int], view: Mapping[str, Any] | None) -> list[tuple[int, int]]:
+    """Give (rows, columns) of each of ``blocks_of``, for a parameter of this shape."""
+    _, rows, columns = matrices_of(shape)
+    if view is None:
+        return [(rows, columns)]
+    ((cut, blocks),) = view.items()
+    length = rows if cut == ROWS else columns
+    lengths = [length // blocks] * (1 if cut == ROWS else blocks) if isinstance(blocks, int) else blocks
+    return [(block, columns) if cut == ROWS else (rows, block) for block in lengths]

@@ -22,7 +22,7 @@ from ..params.param_shard import plain_parameter
 from . import newton_schulz
 from .homes import TENSOR_ALL_TO_ALL, Homes, joined_parts, joined_slices
 from .kernel_rule import KernelRule
-from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view
+from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
 from .muon_in_float64 import MuonInFloat64
 from .options import Fixed, Flag, Number
 from .state_tensor import Begins, StateTensor
@@ -255,15 +255,12 @@ class Muon(UpdateRule):
         """What multiplies the rate: of the parameter, or where its matrices differ in that of each element, [numel] as
         it lies."""
         joint = whole.joint if self._is_slice(whole) else None
-        shape, adjust = whole.shape if joint is None else joint.shape, self.defaults["adjust_lr_fn"]
-        matrices = torch.empty(matrices_of(shape), device="meta")
-        blocks = blocks_of(matrices, whole.group.get(VIEW))
-        scales = [scale_of(block.shape[1:], adjust) for block in blocks]
+        shape, view = whole.shape if joint is None else joint.shape, whole.group.get(VIEW)
+        scales = [scale_of(of_block, self.defaults["adjust_lr_fn"]) for of_block in shapes_of(shape, view)]
         if len({*scales}) == 1:
             return scales[0]
         by_element = torch.empty(shape, device=device)
-        of_blocks = blocks_of(by_element.view(matrices_of(shape)), whole.group.get(VIEW))
-        for block, scale in zip(of_blocks, scales, strict=True):
+        for block, scale in zip(blocks_of(by_element.view(matrices_of(shape)), view), scales, strict=True):
             block.fill_(scale)
         flat = torch.empty(whole.numel, device=device)
         if joint is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .matrix_view import VIEW, blocks_of, matrices_of
-from .newton_schulz import Step, is_long, phases
+from .newton_schulz import Step, phases
 from .update_rule import MASTER, in_fp32
 
 
@@ -63,8 +63,7 @@ class MuonInFloat64:
         tall = matrix.shape[0] > matrix.shape[1]
         x = _in_bf16(matrix.mT if tall else matrix)
         x = _in_bf16(x / _in_bf16(torch.linalg.matrix_norm(x)).clamp(min=self.eps))
-        together = self.gram and is_long(*matrix.shape)
-        for phase in phases(self.coefficients) if together else [[step] for step in self.coefficients]:
+        for phase in phases(len(matrix), matrix.shape[1], self.coefficients, self.gram):
             gram = _in_bf16(x @ x.mT)
             if len(phase) > 1:
                 x = _in_bf16(_rounded_factor(gram, phase) @ x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +93,7 @@ def orthogonalized(
     norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True).to(torch.bfloat16)
     x = x.mT if tall else x
     x = x / norm.clamp(min=eps)
-    for phase in phases(of_steps) if gram and is_long(*x.shape[-2:]) else [[step] for step in of_steps]:
+    for phase in phases(matrix.shape[-2], matrix.shape[-1], of_steps, gram):
         square = of.symmetric(x, x.mT)
         if len(phase) > 1:
             x = of.product(_polynomial(square, phase, of), x)
@@ -122,21 +122,24 @@ def _factor(square: Tensor, step: Step, of: _Products) -> Tensor:
     return made
 
 
-def phases(of_steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """Cut the steps into phases, each of which is one polynomial.
+def phases(rows: int, columns: int, of_steps: Sequence[Step], gram: bool) -> list[list[Step]]:
+    """Cut the steps for a matrix into phases, each of which multiplies X once. Without ``gram``, and where the matrix
+    is not long, each step is one.
 
     Within a phase X X^T is not computed anew. A direction that X does not have, and that rounding has put into X X^T,
     grows by the square of each a then, as a small singular value would.
     """
-    phase: list[Step] = []
-    growth = 1.0
+    if not gram or not is_long(rows, columns):
+        return [[step] for step in of_steps]
+    cut: list[list[Step]] = []
+    growth = math.inf
     for step in of_steps:
-        if phase and growth > MOST_GROWTH:
-            yield phase
-            phase, growth = [], 1.0
-        phase.append(step)
+        if growth > MOST_GROWTH:
+            cut.append([])
+            growth = 1.0
+        cut[-1].append(step)
         growth *= step[0] ** 2
-    yield phase
+    return cut
 
 
 def is_long(rows: int, columns: int) -> bool:
@@ -148,10 +151,8 @@ def multiplications(rows: int, columns: int, coefficients: Sequence[Any], steps:
     """Of the iteration of a matrix."""
     short, long = sorted((rows, columns))
     square, whole = short**3, short**2 * long
-    of_steps = listed(coefficients, steps)
-    if not gram or not is_long(rows, columns):
-        return steps * (square + 2 * whole)
-    return sum(2 * whole + (4 * len(phase) - 3) * square for phase in phases(of_steps))
+    cut = phases(rows, columns, listed(coefficients, steps), gram)
+    return sum(2 * whole + (4 * len(phase) - 3) * square for phase in cut)
 
 
 def listed(coefficients: Sequence[Any], steps: int) -> list[Step]:

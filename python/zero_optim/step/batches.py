@@ -99,28 +99,31 @@ class JoinedBatch(Batch):
     """Shards whose parameters are made whole together, each on one rank. Collective: a rank that cannot read a page
     goes on with zeros in its place, and all ranks raise in the next step."""
 
+    def __init__(self, shards: Sequence[ShardState], trouble: Trouble) -> None:
+        super().__init__(shards, trouble)
+        self._to_join = [shard.to_join for shard in shards if shard.to_join is not None]
+
     def prefetch(self) -> None:
         """Nothing: pages come one by one within ``update``."""
 
     def update(self, by: Coefficients) -> None:
         rule = self._rule
-        begun = [self._pass(shard, by, rule.before_joining, last=False) for shard in self._in_turn()]
+        begun = [self._pass(shard, by, rule.before_joining, shard.end_pass) for shard in self._in_turn()]
         held = [_on_device(shard, tensor) for shard, tensor in zip(self.shards, begun, strict=True)]
-        to_join = [shard.to_join for shard in self.shards if shard.to_join is not None]
-        rule.join(held, to_join)
+        rule.join(held, self._to_join)
         edits_taken = replace(by, take_over=False)
-        for shard, joined, tensor, before in zip(self._in_turn(), to_join, held, begun, strict=True):
+        for shard, to_join, tensor, before in zip(self._in_turn(), self._to_join, held, begun, strict=True):
             if before is not None:
-                after = partial(rule.after_joining, to_join=joined, joined=tensor.to(shard.device))
-                self._pass(shard, edits_taken, after, last=True)
+                after = partial(rule.after_joining, to_join=to_join, joined=tensor.to(shard.device))
+                self._pass(shard, edits_taken, after, shard.end_update)
 
     def _in_turn(self) -> Iterator[ShardState]:
         return in_turn(self.shards, self.shards[0].lookahead, self._trouble)
 
     def _pass(
-        self, shard: ShardState, by: Coefficients, do: Callable[[ShardUpdate], Done], *, last: bool
+        self, shard: ShardState, by: Coefficients, do: Callable[[ShardUpdate], Done], end: Callable[[], None]
     ) -> Done | None:
-        """Have the page of a shard for what ``do`` does with it. None: it is lost."""
+        """Have the page of a shard for what ``do`` does with it, and ``end`` that. None: it is lost."""
         with self._trouble.losing(shard):
             update = shard.begin_pass(by)
             try:
@@ -128,7 +131,7 @@ class JoinedBatch(Batch):
             except BaseException:
                 shard.give_up_update()
                 raise
-            shard.end_update(last=last)
+            end()
             return done
         return None
 

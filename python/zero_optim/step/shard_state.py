@@ -193,11 +193,14 @@ class ShardState:
             self.give_up_update()
             raise
 
-    def end_update(self, *, last: bool = True) -> None:
-        """The update has been launched. ``last``: and no other pass follows."""
+    def end_pass(self) -> None:
+        """A pass has been launched, and another follows."""
         self._store.commit(self.page)
-        if last:
-            self._place.updated()
+
+    def end_update(self) -> None:
+        """The update has been launched, or the last of its passes."""
+        self.end_pass()
+        self._place.updated()
 
     def give_up_update(self) -> None:
         """The update has failed."""
