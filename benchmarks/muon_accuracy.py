@@ -2,8 +2,8 @@
 
     python benchmarks/muon_accuracy.py
 
-Of matrices of 20 x 60 to 768 x 3072, three of each size: the distance from the iteration in float64 by Frobenius,
-and by how much the result is longer along it. In less than a minute.
+Of matrices of 20 x 60 to 768 x 3072, three of each size: the distance from the iteration in float64, by the norm of
+Frobenius, and by how much the result is longer along it. In less than a minute.
 """
 
 from __future__ import annotations
