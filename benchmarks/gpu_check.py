@@ -3,6 +3,7 @@
     make gpu-check PYTHON=python3 ARGS="--part a"
     make gpu-check PYTHON=python3 ARGS="--part c --nccl /path/to/libnccl.so.2"
     python benchmarks/gpu_check.py --only build test_capture
+    python benchmarks/gpu_check.py --at-once --seconds 120 --only test_capture test_no_sync test_stores
 
 There are five parts, of at most nine minutes each; `gpu_phases.py` says what is in them. Without --part all of them
 run, one after another. Each phase is a process with a limit of its own: one that hangs is ended with its children, one
@@ -31,6 +32,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import gpu_nccl
@@ -122,7 +124,11 @@ def _listen(process: subprocess.Popen[bytes], phase: Phase, log: Log, said: list
 def run_group(group: Group, left: float, log: Log, results: Results) -> list[Outcome]:
     """Its phases at the same time, each for as long as it may, and ``left`` seconds at most."""
 
+    cores = max(1, (os.cpu_count() or 1) // len(group))
+    shared = {"OMP_NUM_THREADS": str(cores)} if len(group) > 1 else {}
+
     def run(phase: Phase) -> Outcome:
+        phase = replace(phase, environment={**shared, **phase.environment})
         needed = results.result_of(phase.after) if phase.after is not None else None
         if needed not in (None, Verdict.OK):  # None: it is not among the phases that were asked for
             result = needed if needed is Verdict.SKIPPED else Verdict.NOT_RUN
@@ -161,10 +167,13 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End the process, where it still runs, and all that it started, in whatever sessions they are."""
+    """End the process, where it still runs, and all that it started, in whatever sessions they are.
+
+    It is interrupted first, as by Ctrl-C: pytest then tells what has failed so far.
+    """
     children = descendants(process.pid) if process.poll() is None else []
     if process.poll() is None:
-        _signal_group(process.pid, signal.SIGTERM)
+        _signal_group(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
     _signal_group(process.pid, signal.SIGKILL)
@@ -226,15 +235,16 @@ def _chosen(options: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, l
     """A name for the files, and the groups: of a part, of all, or the phases that were named."""
     how = {"rehearse": options.rehearse, "nccl": options.nccl}
     if options.only and not options.part:
-        yield "some", _only(all_groups(scratch, **how), options.only)
+        yield "some", _only(all_groups(scratch, **how), options)
         return
     for part in options.part or PARTS:
-        yield part, _only(groups_of(part, scratch / part, **how), options.only)
+        yield part, _only(groups_of(part, scratch / part, **how), options)
 
 
-def _only(groups: Sequence[Group], names: Sequence[str] | None) -> list[Group]:
-    kept = ([phase for phase in group if not names or phase.name in names] for group in groups)
-    return [group for group in kept if group]
+def _only(groups: Sequence[Group], options: argparse.Namespace) -> list[Group]:
+    kept = ([phase for phase in group if not options.only or phase.name in options.only] for group in groups)
+    found = [group for group in kept if group]
+    return [[phase for group in found for phase in group]] if options.at_once and found else found
 
 
 def check(groups: Sequence[Group], results: Results, log: Log, seconds: float) -> int:
@@ -260,6 +270,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     every = (phase.name for how in (False, True) for group in all_groups(Path(), rehearse=how) for phase in group)
     names = list(dict.fromkeys(every))
     parser.add_argument("--only", nargs="+", choices=names, metavar="PHASE", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--at-once", action="store_true", help="all of these phases at the same time: for tests; figures need it quiet"
+    )
     parser.add_argument("--seconds", type=float, help=f"time for a part ({SECONDS:.0f})")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU at tiny sizes: shows that the phases run")
     parser.add_argument(

@@ -30,6 +30,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}  # so that a CPU has Triton's kernels
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}  # ranks on one GPU; NVLS can't be had there
 ON_RANKS, ALONE = "gpu and ranks", "gpu and not ranks"  # marks of tests
 TWO_RANKS = "test_programs and 2-"
+SLOW = 50  # seconds after which a test that still runs is told, with what each of its threads does
 BITS_IN = 4  # processes: one alone takes too long
 
 PARTS = {
@@ -187,6 +188,7 @@ def products(scratch: Path, device: str) -> list[Group]:
 
 def _tests(name: str, limit: float, device: str, environment: Mapping[str, str] | None = None, *flags: str) -> Phase:
     pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=5"]
+    pytest += ["-o", f"faulthandler_timeout={SLOW}"]
     command = [*pytest, *_in_this_process(), str(TESTS / f"{name}.py"), *flags]
     return Phase(name, command, limit, {"ZERO_KERNELS_GPU_TESTS_ON": device, **(environment or {})})
 

@@ -99,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("ncu is not on the PATH", flush=True)
         return SKIP_CODE
     command = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off"]
+    command += ["--clock-control", "none"]  # the GPU is measured as it is, and may be others', too
     command += ["--metrics", ",".join(METRICS.values()), sys.executable, __file__, "launch"]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)

@@ -12,10 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from cases import FLOATS, SIZES, Shards, rule_table
+from cases import FLOATS, SIZES, EncodedShards, Shards, rule_table
 from places import (
     ADAM_NAMES,
     DEVICE,
@@ -206,6 +207,41 @@ def test_rows_are_measured_by_every_rule(rule: str, place: Place) -> None:
             results.append([fetch(tensor) for tensors in (*lists[1:4], stats) for tensor in tensors])
         want, got = results
         check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {sizes}")
+
+
+def encoded(shards: EncodedShards, place: Place) -> list[Tensor]:
+    """What a call writes, and the numbers of rows. Tensors are as far from the start of an allocation as on the CPU."""
+    stats = [torch.full((len(rows), len(ROW_STATS)), 7.0) for rows in shards.row_slots]
+    lists, written = shards.lists(stats)
+    moved: dict[int, Tensor] = {}
+
+    def there(given: Any) -> Any:
+        if isinstance(given, list):
+            return [there(tensor) for tensor in given]
+        return None if given is None else moved.setdefault(id(given), put(given, place, given.storage_offset()))
+
+    arguments = there(lists)
+    using(place, lambda: torch.ops.zero_kernels.foreach_step(shards.rule, *arguments))
+    return [fetch(moved[id(tensor)]) for tensor in (*written, *stats)]
+
+
+@everywhere
+@pytest.mark.parametrize("rule", RULES)
+def test_smaller_state_by_every_rule(rule: str, place: Place) -> None:
+    """Each form beside another, and masters that are whole or split; with averages, and rows that are measured."""
+    forms, lows = tuple(codecs.FORMS), (None, *codecs.LOWS)
+    for number in range(len(forms)):
+        low = lows[number % len(lows)]
+        shards = EncodedShards(
+            *(rule, sizes_at(place, (2000, 1, 0, 127, 129, 4097)), torch.bfloat16),
+            *(torch.bfloat16 if low or number % 2 else None, number % 2 * 3, number % 2),
+            calm=number != 0,
+            forms=[forms[(number + i) % len(forms)] for i in range(len(RULES[rule].states))],
+            low=low,
+            stochastic=number == 2,
+        )
+        want, got = encoded(shards, SPECIFICATION), encoded(shards, place)
+        check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {number=}")
 
 
 # ---- pack and unpack -------------------------------------------------------------------------------------------------

@@ -330,7 +330,7 @@ def test_why_tests_were_skipped_is_told_once(tmp_path: Path, capsys: pytest.Capt
 HANGS = """
 import signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 print(child.pid, flush=True)
 signal.pause()
 """
