@@ -26,6 +26,12 @@ def _scales(magnitudes: Tensor, smallest: float) -> Tensor:
     return torch.where(largest < smallest, 0.0, largest)
 
 
+def _over(stored: Tensor, divisor: float) -> Tensor:
+    """fp32 quotients. By a number torch divides on CUDA by multiplying with its reciprocal, which rounds twice."""
+    values = stored.float()
+    return values / torch.full_like(values, divisor)
+
+
 def encode_int8(values: Tensor) -> tuple[Tensor, Tensor]:
     """Give int8 [rows, 128] and the scales: finest close to 0. A row that is not finite is stored as zeros, with such a
     scale."""
@@ -36,7 +42,7 @@ def encode_int8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_int8(stored: Tensor, scale: Tensor) -> Tensor:
-    y = stored.float() / 127
+    y = _over(stored, 127)
     return y / (2 - y.abs()) * scale
 
 
@@ -51,7 +57,7 @@ def encode_root8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_root8(stored: Tensor, scale: Tensor) -> Tensor:
-    root = stored.float() / 255 * scale
+    root = _over(stored, 255) * scale
     return root * root
 
 

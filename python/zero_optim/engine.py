@@ -211,7 +211,7 @@ class Engine:
             validate.check_kinds(self.parameters, thawed)
             used = self.reducer.finish()
             self._run_exchange(used, norm_type, thawed)
-            if not thawed and not self.reducer.leftover:
+            if self.exchange.failed or not (thawed or self.reducer.leftover):
                 self.exchange.share_with_stages(norm_type, stats=self._wants_stats)
                 return
             if thawed:

@@ -79,25 +79,22 @@ def _scale(magnitudes, inside, smallest):
 
 @triton.jit
 def encode(values, inside, dtype: tl.constexpr):
-    """What is stored of fp32, and the scales, [ROWS, 1], or None."""
-    if dtype == tl.bfloat16:
-        return narrow(values, dtype), None
+    """What is stored of fp32 in 8 bits, and the scales, [ROWS, 1]."""
+    inside = inside & (tl.zeros_like(values) == 0)
+    if dtype == tl.int8:
+        scale = _scale(values, inside, _INT8_SMALLEST)
     else:
-        inside = inside & (tl.zeros_like(values) == 0)
-        if dtype == tl.int8:
-            scale = _scale(values, inside, _INT8_SMALLEST)
-        else:
-            values = tl.sqrt_rn(values)
-            scale = _scale(values, inside, _ROOT8_SMALLEST)
-        usable = (scale > 0) & (scale < float("inf")) & inside
-        x = tl.where(usable, tl.div_rn(values, scale + tl.zeros_like(values)), 0.0)
-        if dtype == tl.int8:
-            y = tl.div_rn(x + x, 1.0 + tl.abs(x))
-            return _nearest(times(127.0 + tl.zeros_like(y), y)).to(tl.int8), scale
-        else:
-            near = _nearest(times(255.0 + tl.zeros_like(x), x))
-            lost = usable & (near == 0) & (values > 0)
-            return tl.where(lost, 1, near).to(tl.uint8), scale
+        values = tl.sqrt_rn(values)
+        scale = _scale(values, inside, _ROOT8_SMALLEST)
+    usable = (scale > 0) & (scale < float("inf")) & inside
+    x = tl.where(usable, tl.div_rn(values, scale + tl.zeros_like(values)), 0.0)
+    if dtype == tl.int8:
+        y = tl.div_rn(x + x, 1.0 + tl.abs(x))
+        return _nearest(times(127.0 + tl.zeros_like(y), y)).to(tl.int8), scale
+    else:
+        near = _nearest(times(255.0 + tl.zeros_like(x), x))
+        lost = usable & (near == 0) & (values > 0)
+        return tl.where(lost, 1, near).to(tl.uint8), scale
 
 
 @triton.jit

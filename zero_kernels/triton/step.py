@@ -151,13 +151,14 @@ def _step_rows(
     for i in tl.static_range(len(states)):
         if states[i].dtype.element_ty == tl.bfloat16 and row_keys is not None:
             tl.store(states[i] + at, encode_stochastic(after[i], noise, i, element), mask=live)
-        elif is_encoded(states[i]):
+        elif not is_encoded(states[i]):
+            tl.store(states[i] + at, after[i], mask=live)
+        elif scales[i] is None:
+            tl.store(states[i] + at, narrow(after[i], tl.bfloat16), mask=live)
+        else:
             values, scale_of_row = encode(after[i], inside, states[i].dtype.element_ty)
             tl.store(states[i] + at, values, mask=live)
-            if scales[i] is not None:
-                tl.store(scales[i] + row[:, None], scale_of_row, mask=row_live & has_row[:, None])
-        else:
-            tl.store(states[i] + at, after[i], mask=live)
+            tl.store(scales[i] + row[:, None], scale_of_row, mask=row_live & has_row[:, None])
     if param_out is not None and not is_split:
         tl.store(param_out + at, narrow(p, param_out.dtype.element_ty), mask=live)
     for k in tl.static_range(len(averages)):

@@ -34,7 +34,7 @@ from ..comm.sharding import Sharding
 from ..comm.streams import keep_tensors_of
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
-from .alarms import About, alarms
+from .alarms import About, Alarm, alarms
 from .exchange_vector import ExchangeVector, OwnUse
 from .nonfinite import NonFinite
 from .pipeline import Pipeline
@@ -88,6 +88,8 @@ class Exchange:
         self.state = Exchanged.OUTDATED
         self.norm_type: float | None = None
         self._edited: set[int] = set()  # parameters, since the last exchange
+        self._raised: Alarm | None = None  # is known here, and told in the next step, where the other ranks hear of it
+        self._own_reasons: Mapping[str, Sequence[str]] = {}  # by alarm, of the last exchange
         self._make_room()
 
     def _make_room(self) -> None:
@@ -150,8 +152,9 @@ class Exchange:
             own: by alarm, this rank's reasons in words.
             flags: which slots were not finite as they were packed, and the parameters of the slots.
 
-        Raises what the alarms raise, on every rank, before anything is updated. On CUDA a rank without a part in it
-        raises one step later, and the step in between is skipped: the host reads nothing from the device.
+        Raises what the alarms raise, on every rank, before anything is updated. On CUDA every rank raises it one step
+        later, in one call, and the step in between is skipped: as a rule the host reads nothing from the device. A rank
+        that has a part in it does, as it must know whether to go on: see ``failed``.
         """
         self.check_alarms()
         about, self._edited = {**about, "edited": self._edited}, set()
@@ -167,8 +170,11 @@ class Exchange:
         self.sharding.exchange(vector.all, maximum=norm_type == math.inf)
         if self._alarms and not is_capturing(self.sharding.device):  # a replayed graph has no host to raise anything
             vector.alarms.send()
-            if vector.alarms.immediate or self._at_once or any(about.values()):
-                self._raise_alarm(own)
+            self._own_reasons = own
+            if vector.alarms.immediate or self._at_once:
+                self.check_alarms()
+            elif any(about.values()):
+                self._raised = vector.alarms.read_first_raised()
         torch.gt(vector.use(), 0, out=self.used)
         self.state, self.norm_type = Exchanged.COUNTED if stats else Exchanged.USED, norm_type
 
@@ -183,21 +189,26 @@ class Exchange:
         totals = self._vector.totals
         if failed:
             totals.zero_()[1].fill_(1.0)
+        elif self._alarms:
+            totals[1:] += self._vector.alarms.raised_on_device()
         self._pipeline.share(totals, norm_type)
+
+    @property
+    def failed(self) -> bool:
+        """True on a rank that has a part in an alarm, and knows already that it is raised: the step is skipped."""
+        return self._raised is not None
 
     def check_alarms(self) -> None:
         """Raise what a GPU has reported of the last step. It has arrived, or the host is a step ahead and waits."""
-        if self._alarms and not is_capturing(self.sharding.device):
-            self._raise_alarm({})
-
-    def _raise_alarm(self, own: Mapping[str, Sequence[str]]) -> None:
-        alarm = self._vector.alarms.read_first_raised()
+        if not self._alarms or is_capturing(self.sharding.device):
+            return
+        alarm, self._raised = self._raised or self._vector.alarms.read_first_raised(), None
         if alarm is not None:
             named = self._vector.named()
             names = ", ".join(self.labels[index] for index in named) or "a parameter"
             dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
             self.outdate()
-            raise alarm.error(About(names, own.get(alarm.name, ()), " or ".join(sorted(dtypes))))
+            raise alarm.error(About(names, self._own_reasons.get(alarm.name, ()), " or ".join(sorted(dtypes))))
 
     def overflowed(self) -> Tensor:
         """[1] fp32: not 0 where a gradient of any rank is not finite."""

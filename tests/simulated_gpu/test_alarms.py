@@ -1,0 +1,103 @@
+"""Errors that one rank has a part in: on CUDA every rank raises them one step later, in the same call, and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from harness import run_ranks
+from oracle import Hyper, MasterAdamW
+from torch import Tensor, nn
+from training_cases import assert_bitwise, copies, linear_backward, make_gradients, make_parameters
+
+from . import switch
+
+SHAPES = ((17, 9), (40, 3), (5,))
+STEPS, WRONG = 7, 3  # the second one learns in which order gradients come
+ON_CUDA, ON_CPU = "streams:never", "held"
+
+
+def _twice(params: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
+    """A second backward within the first, after the bucket of the last parameter has left."""
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> Tensor:
+            with torch.enable_grad():
+                (params[-1] * grads[-1]).sum().backward()
+            return grad
+
+    total = sum((Again.apply(p) * g).sum() for p, g in zip(params, grads, strict=True))
+    assert isinstance(total, Tensor)
+    total.backward()
+
+
+def _thawed(params: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
+    frozen = params[0]
+    frozen.requires_grad_(True)
+    linear_backward(params, grads)
+
+
+def _assigned(params: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
+    linear_backward(params, grads)
+    params[-1].grad = torch.ones_like(params[-1])
+
+
+FAULTS: dict[str, tuple[Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None], str]] = {
+    "late": (_twice, "GradientError"),
+    "thawed": (_thawed, "RankMismatchError"),
+    "leftover": (_assigned, "GradientError"),
+}
+
+
+def _gradients(rank: int, step: int) -> list[Tensor]:
+    return list(make_gradients(make_parameters(SHAPES, torch.float32), rank, step, grid=2))
+
+
+def _train(rank: int, world_size: int, fault: str, stage: int) -> tuple[list[tuple[int, str]], list[Tensor]]:
+    """The steps that raised, and what; the parameters at the end. Rank 1 does something wrong in one step."""
+    import zero_optim
+
+    chosen = switch.chosen()
+    device = "cuda" if chosen is not None and chosen.kind == "streams" else "cpu"
+    params = [nn.Parameter(p.detach().to(device)) for p in make_parameters(SHAPES, torch.float32)]
+    params[0].requires_grad_(fault != "thawed")
+    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=1e-5)
+    raised = []
+    for step in range(STEPS):
+        grads = [grad.to(device) for grad in _gradients(rank, step)]
+        trained = range(len(params))[fault == "thawed" :]
+        try:
+            if rank == 1 and step == WRONG:
+                FAULTS[fault][0](params, grads)
+            else:
+                linear_backward([params[i] for i in trained], [grads[i] for i in trained])
+            opt.step()
+        except zero_optim.ZeroOptimError as error:
+            raised.append((step, type(error).__name__))
+        finally:
+            params[0].requires_grad_(fault != "thawed")
+            opt.zero_grad()
+    result = [p.cpu() for p in copies(params)]
+    opt.close()
+    return raised, result
+
+
+@pytest.mark.parametrize("simulated", [ON_CUDA, ON_CPU])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_ranks_raise_in_the_same_step_and_train_on(device: None, fault: str, stage: int, simulated: str) -> None:
+    told = WRONG + (simulated == ON_CUDA)
+    oracle = MasterAdamW(make_parameters(SHAPES, torch.float32), Hyper(lr=1e-2))
+    for step in range(STEPS):
+        if step not in (WRONG, told):
+            mean = [(a + b) / 2 for a, b in zip(_gradients(0, step), _gradients(1, step), strict=True)]
+            oracle.step([None, *mean[1:]] if fault == "thawed" else mean)
+    for raised, params in run_ranks(2, _train, fault, stage, simulated=simulated):
+        assert raised == [(told, FAULTS[fault][1])]
+        assert_bitwise(params, oracle.params, fault)
