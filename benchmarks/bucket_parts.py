@@ -15,15 +15,18 @@ from zero_kernels import ROW
 
 BUCKETS, GRADIENTS = 64, 12
 RANKS = 8
+CPU = torch.device("cpu")
 PARTS = ("pack", "adam_step", "all_gather")
 
 
-def measure(rounds: int) -> dict[str, float]:
+def measure(rounds: int, device: torch.device = CPU) -> dict[str, float]:
     """Microseconds of the thread for each of ``PARTS``, within a process group of ``RANKS``.
 
     The kernels run, on gradients of a row each: so they take next to nothing.
     """
-    parameters = [nn.Parameter(torch.zeros(ROW, dtype=torch.bfloat16)) for _ in range(BUCKETS * GRADIENTS)]
+    parameters = [
+        nn.Parameter(torch.zeros(ROW, dtype=torch.bfloat16, device=device)) for _ in range(BUCKETS * GRADIENTS)
+    ]
     cap_mb = GRADIENTS * ROW * torch.bfloat16.itemsize / 2**20
     opt = ShardedAdamW(parameters, stage=2, bucket_cap_mb=cap_mb, **HYPER)
     clock = HostClock(time.thread_time)
@@ -40,7 +43,7 @@ def _job(opt: ShardedAdamW) -> Job:
     gradients: list[list[tuple[int, Tensor]]] = [
         [(index, torch.ones_like(parameter)) for index, parameter in enumerate(bucket.params)] for bucket in buckets
     ]
-    full = torch.empty(buckets[0].layout.numel, dtype=torch.bfloat16)
+    full = torch.empty(buckets[0].layout.numel, dtype=torch.bfloat16, device=engine.sharding.device)
     by = Coefficients(
         engine.hyper.tables, None, None, exchange.found_inf, exchange.nonfinite.marks, exchange.used, engine.hyper.steps
     )

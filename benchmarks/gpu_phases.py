@@ -23,7 +23,7 @@ REHEARSED_SLOWER = 4  # times the limits: on a CPU there are few cores, and no G
 
 SIZES = tuple(f"2^{power}" for power in range(20, 31, 2))
 STORES = ("paged 0", "cpu", "torchao")  # of the contenders of offload
-FEW = {"ZERO_KERNELS_ORDER_PROGRAMS": "few"}  # of the programs of test_work_order
+FEW = {"ZERO_KERNELS_ORDER_PROGRAMS": "few"}  # of the order programs: all of them take longer than there is time
 SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # all streams share one queue to the device
 INTERPRETED = {"TRITON_INTERPRET": "1"}  # so that a CPU has Triton's kernels
@@ -70,7 +70,7 @@ def groups_of(part: str, scratch: Path, *, rehearse: bool, nccl: Path | None = N
     groups: list[Group] = {
         "a": lambda: kernels(scratch, device),
         "b": lambda: bits(scratch, device),
-        "c": lambda: nccl_ranks(device, ranks),
+        "c": lambda: nccl_ranks(scratch, device, ranks),
         "d": lambda: training(scratch, device),
         "e": lambda: products(scratch, device),
     }[part]()
@@ -93,14 +93,15 @@ def seconds_of(groups: Sequence[Group]) -> float:
 
 def kernels(scratch: Path, device: str) -> list[Group]:
     on_gpu = device == "cuda"
-    build = Phase("build", [sys.executable, str(HERE / "gpu_build.py"), device], 150, told=True)
+    build = Phase("build", [sys.executable, str(HERE / "gpu_build.py"), device], 100, told=True)
     sizes = ("--numel", *SIZES) if on_gpu else ("--numel", "4096", "--rounds", "2")
     return [
         [build],
         [_smoke(backend, device) for backend in (("cuda", "triton") if on_gpu else ("cpu",))],
         [_bench(scratch, "adam_step", 80, device, "--dtypes", "bf16", *sizes)],
-        [_bench(scratch, "pack", 50, device, "--dtypes", "bf16", *sizes)],
-        [_bench(scratch, "grad_stats", 50, device, "--dtypes", "bf16", *sizes)],
+        [_bench(scratch, "pack", 40, device, "--dtypes", "bf16", *sizes)],
+        [_bench(scratch, "grad_stats", 40, device, "--dtypes", "bf16", *sizes)],
+        [_script(scratch, "host_time", "gpu_host_time.py", 30, device)],
         [_script(scratch, "profile", "gpu_profile.py", 50, device)],
         [_tests(name, 60, device) for name in ("test_no_sync", "test_capture", "test_muon_steps")],
     ]
@@ -121,7 +122,7 @@ def bits(scratch: Path, device: str) -> list[Group]:
     return [*at_once, [_tests("test_memcheck", 170, device)], [_tests("test_large", 80, device)]]
 
 
-def nccl_ranks(device: str, ranks: Mapping[str, str]) -> list[Group]:
+def nccl_ranks(scratch: Path, device: str, ranks: Mapping[str, str]) -> list[Group]:
     """First of all whether two ranks can share the GPU: what needs that is left out where they cannot."""
 
     def on_ranks(name: str, tests: str, limit: float, more: Mapping[str, str], *flags: str) -> Phase:
@@ -134,21 +135,22 @@ def nccl_ranks(device: str, ranks: Mapping[str, str]) -> list[Group]:
         [_tests("test_each_collective", 60, device, {}, "-m", ALONE)],
         [
             *(
-                [on_ranks("collectives_ranks", "test_each_collective", 110, {}, "-m", ON_RANKS)]
+                [on_ranks("collectives_ranks", "test_each_collective", 80, {}, "-m", ON_RANKS)]
                 if device == "cuda"
                 else []
             ),
-            on_ranks("test_buffers", "test_buffers", 110, {}),
-            on_ranks("optimizer_ranks", "test_optimizer", 110, {}, "-m", ON_RANKS),
-            on_ranks("units_ranks", "test_units", 110, {}, "-m", ON_RANKS),
+            on_ranks("test_buffers", "test_buffers", 80, {}),
+            on_ranks("optimizer_ranks", "test_optimizer", 80, {}, "-m", ON_RANKS),
+            on_ranks("units_ranks", "test_units", 80, {}, "-m", ON_RANKS),
         ],
-        [on_ranks("test_nccl_ranks", "test_nccl_ranks", 160, {})],
+        [on_ranks("test_nccl_ranks", "test_nccl_ranks", 120, FEW)],
+        [replace(_script(scratch, "overlap", "gpu_overlap.py", 80, device), environment=ranks, after=pair.name)],
     ]
     if device == "cpu":
         return groups
     again = [
-        on_ranks("nccl_one_queue", "test_nccl_ranks", 120, ONE_QUEUE, "-k", TWO_RANKS),
-        on_ranks("nccl_sanitized", "test_nccl_ranks", 120, SANITIZER, "-k", TWO_RANKS),
+        on_ranks("nccl_one_queue", "test_nccl_ranks", 100, ONE_QUEUE | FEW, "-k", TWO_RANKS),
+        on_ranks("nccl_sanitized", "test_nccl_ranks", 100, SANITIZER | FEW, "-k", TWO_RANKS),
     ]
     return [*groups, again]
 
@@ -165,7 +167,7 @@ def training(scratch: Path, device: str) -> list[Group]:
             [_bench(scratch, "offload", 60, device, *tiny, "--contenders", STORES[0])],
         ]
     return [
-        [_tests("test_work_order", 100, device)],
+        [_tests("test_work_order", 100, device, FEW)],
         [
             _again("order_sanitized", "test_work_order", 100, SANITIZER | FEW),
             _again("order_one_queue", "test_work_order", 100, SANITIZER | ONE_QUEUE | FEW),
@@ -207,7 +209,7 @@ def _again(name: str, tests: str, limit: float, environment: Mapping[str, str]) 
 def _smoke(backend: str, device: str) -> Phase:
     """Every op once at small and odd sizes: whether it runs at all. Triton compiles most of its kernels for it."""
     command = [sys.executable, str(TESTS / "memcheck_ops.py"), backend, device]
-    return Phase(f"smoke_{backend}", command, 70, told=True)
+    return Phase(f"smoke_{backend}", command, 100, told=True)
 
 
 def _script(scratch: Path, name: str, script: str, limit: float, device: str, *flags: str) -> Phase:

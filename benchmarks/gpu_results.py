@@ -15,7 +15,7 @@ from gpu_phases import Phase
 
 SKIP_CODE = 77  # of a script that cannot do its work here; its last line says why
 NO_TESTS = 5  # pytest's, where it has run none
-OWN_RESULTS = ("trainer", "memory", "profile", "products")  # phases whose JSON is no table of rows
+OWN_RESULTS = ("trainer", "memory", "profile", "products", "host_time", "overlap")  # phases without a table of rows
 
 
 class Verdict(enum.Enum):
