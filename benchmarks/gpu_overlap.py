@@ -74,7 +74,11 @@ def train(stage: int, device: torch.device) -> dict[str, dict[str, float]]:
         model = GPT(MODELS[device.type], torch.bfloat16)
     if stage == 3:
         shard_module(model, (Block,))
-    opt = ShardedAdamW(model.named_parameters(), lr=1e-4, stage=stage, max_grad_norm=1.0)
+    overlapped = stage in (1, 2)  # at stage 0 nothing is gathered, and at stage 3 always within forward and backward
+    opt = ShardedAdamW(
+        model.named_parameters(), lr=1e-4, stage=stage, max_grad_norm=1.0, overlap_param_gather=overlapped
+    )
+    opt.attach(model)
     windows = torch.randint(VOCAB, (BATCH, MODELS[device.type].seq + 1), device=device)
 
     def step() -> None:

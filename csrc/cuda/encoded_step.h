@@ -17,14 +17,134 @@ struct EncodedForeachArgs {
   EncodedShard shards[kMostShards];
   LaunchedAverages averages;
 
-  // As StepArgs::state.
-  ZK_HOST_DEVICE Form form(int i) const { return i == 0 ? forms[0] : i == 1 ? forms[1] : forms[2]; }
 };
 static_assert(sizeof(EncodedForeachArgs) <= kMostBytes);
 
 namespace {
 
+// ---- kinds --------------------------------------------------------------------------------------------------------
+
+// The dtypes and forms of a launch: told by its arguments. A thread then takes 1.3 to 1.9 times the instructions.
+struct AnyKinds {
+  const EncodedForeachArgs& args;
+  ZK_HOST_DEVICE explicit AnyKinds(const EncodedForeachArgs& args) : args(args) {}
+
+  ZK_HOST_DEVICE DType grad() const { return args.grad; }
+  ZK_HOST_DEVICE DType out() const { return args.out; }
+  ZK_HOST_DEVICE int low_size() const { return args.low_size; }
+  ZK_HOST_DEVICE bool is_split(const EncodedShard& shard) const { return shard.low != nullptr; }
+
+  // As StepArgs::state.
+  ZK_HOST_DEVICE Form form(int i) const { return i == 0 ? args.forms[0] : i == 1 ? args.forms[1] : args.forms[2]; }
+};
+
+// The usual ones, of a rule with two states, known as it is compiled. kLow: bytes of a split master's low half, or 0.
+template <int kLow, Form kFirst, Form kSecond>
+struct UsualKinds {
+  ZK_HOST_DEVICE explicit UsualKinds(const EncodedForeachArgs&) {}
+
+  ZK_HOST_DEVICE static constexpr DType grad() { return DType::kBFloat16; }
+  ZK_HOST_DEVICE static constexpr DType out() { return DType::kBFloat16; }
+  ZK_HOST_DEVICE static constexpr int low_size() { return kLow; }
+  ZK_HOST_DEVICE static constexpr bool is_split(const EncodedShard&) { return kLow != 0; }
+  ZK_HOST_DEVICE static constexpr Form form(int i) { return i == 0 ? kFirst : kSecond; }
+
+  static bool are(const Encoded& of_all, DType grad, DType out) {
+    return grad == DType::kBFloat16 && out == DType::kBFloat16 && (of_all.low ? of_all.low_size : 0) == kLow &&
+           of_all.forms[0] == kFirst && of_all.forms[1] == kSecond;
+  }
+};
+
+// Calls run(Type<Kinds>): of the first of Usual that a launch has, else AnyKinds.
+template <class... Usual>
+struct KindsOf {
+  template <class Run>
+  static void choose(const Encoded& of_all, DType grad, DType out, Run run) {
+    bool found = false;
+    ((!found && Usual::are(of_all, grad, out) ? (found = true, run(Type<Usual>())) : void()), ...);
+    if (!found) run(Type<AnyKinds>());
+  }
+};
+
+template <Form kFirst, Form kSecond>
+using Split = UsualKinds<2, kFirst, kSecond>;
+template <Form kFirst, Form kSecond>
+using Split8 = UsualKinds<1, kFirst, kSecond>;
+template <Form kFirst, Form kSecond>
+using Whole = UsualKinds<0, kFirst, kSecond>;
+
+// A kernel for each set of kinds: so only AdamW, the rule of two states, has more than one.
+template <class Rule>
+using RuleKinds = std::conditional_t<
+    Rule::kStates == 2,
+    KindsOf<
+        Whole<Form::kBFloat16, Form::kBFloat16>, Whole<Form::kInt8, Form::kRoot8>, Split<Form::kFloat, Form::kFloat>,
+        Split<Form::kBFloat16, Form::kBFloat16>, Split<Form::kInt8, Form::kRoot8>, Split8<Form::kFloat, Form::kFloat>,
+        Split8<Form::kBFloat16, Form::kBFloat16>, Split8<Form::kInt8, Form::kRoot8>>,
+    KindsOf<>>;
+
 // ---- kernel -------------------------------------------------------------------------------------------------------
+
+// Within 2^-22 of the reciprocal, and of the root, of what is neither very small nor very large.
+ZK_HOST_DEVICE inline float near_reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1.0f / x;
+#endif
+}
+ZK_HOST_DEVICE inline float near_root(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return std::sqrt(x);
+#endif
+}
+
+// As `unscaled_int8`. The divisor is from 1 to 2, so a quotient that is corrected once by its rest is rounded as the
+// division rounds it: the tests try all of them, with reciprocals that are off as far as they may be.
+ZK_HOST_DEVICE inline float corrected_quotient(float a, float b, float near_one_over_b) {
+  float quotient = a * near_one_over_b;
+  return fmaf(fmaf(-b, quotient, a), near_one_over_b, quotient);
+}
+ZK_HOST_DEVICE inline float quick_unscaled_int8(float stored) {
+  float y = over_127(stored), divisor = 2.0f - magnitude(y);
+  return corrected_quotient(y, divisor, near_reciprocal(divisor));
+}
+
+// What of a row is stored in eight bits, by estimates, as codecs.h has it. Where an integer is not sure, or where the
+// scale is one at which reciprocals and roots are flushed to 0, `encoded` says it.
+#if defined(__CUDACC__)
+__noinline__ __host__ __device__ int32_t surely_stored(Form form, float value, float scale) {
+  return nearest(encoded(form, value, scale));
+}
+#else
+inline int32_t surely_stored(Form form, float value, float scale) { return nearest(encoded(form, value, scale)); }
+#endif
+
+struct Estimate {
+  Form form;
+  float scale, factor;
+  bool usual;
+
+  ZK_HOST_DEVICE Estimate(Form form, float scale)
+      : form(form),
+        scale(scale),
+        factor(form == Form::kInt8 ? 254.0f : 255.0f / scale),
+        usual(scale > 0x1p-50f && scale < 0x1p124f) {}
+
+  ZK_HOST_DEVICE int32_t stored(float value) const {
+    float x = form == Form::kInt8 ? value * near_reciprocal(scale + magnitude(value)) : near_root(value);
+    x = x * factor;
+    int32_t low = nearest(x * kLess), high = nearest(x * kMore);
+    if (low != high || !usual) return surely_stored(form, value, scale);
+    return form == Form::kRoot8 && low == 0 && value > 0.0f ? 1 : low;  // 0 is for 0 alone
+  }
+};
 
 // Four elements of a tensor as they are stored: 4, 8 or 16 bytes. Nothing is converted until all have been asked for.
 struct Raw {
@@ -123,7 +243,7 @@ ZK_HOST_DEVICE inline void decode_raw(Form form, const Raw& raw, float scale, fl
     return widen_raw(form == Form::kFloat ? DType::kFloat : DType::kBFloat16, raw, x);
   ZK_UNROLL
   for (int j = 0; j < kQuad; ++j)
-    x[j] = form == Form::kInt8 ? unscaled_int8(float(int8_t(byte(raw, j)))) * scale
+    x[j] = form == Form::kInt8 ? quick_unscaled_int8(float(int8_t(byte(raw, j)))) * scale
                                : decoded_root8(float(byte(raw, j)), scale);
 }
 
@@ -131,9 +251,10 @@ ZK_HOST_DEVICE inline Raw encode_raw(Form form, const float (&x)[kQuad], float s
   if (form == Form::kFloat || form == Form::kBFloat16)
     return narrow_raw(form == Form::kFloat ? DType::kFloat : DType::kBFloat16, x);
   Raw raw = {};
+  if (!is_usable(scale)) return raw;
+  Estimate estimate(form, scale);
   ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j)
-    raw.words[0] |= is_usable(scale) ? uint32_t(uint8_t(nearest(encoded(form, x[j], scale)))) << (j * 8) : 0;
+  for (int j = 0; j < kQuad; ++j) raw.words[0] |= uint32_t(uint8_t(estimate.stored(x[j]))) << (j * 8);
   return raw;
 }
 
@@ -168,51 +289,50 @@ struct UpdatedQuad {
   bool live;
 };
 
-template <class Rule, bool kWhole>
-ZK_HOST_DEVICE inline RawQuad<Rule> load_encoded(
-    const EncodedForeachArgs& args, const EncodedShard& shard, int64_t first, int q) {
+template <class Rule, bool kWhole, class Kinds>
+ZK_HOST_DEVICE inline RawQuad<Rule> load_encoded(const Kinds& kinds, const EncodedShard& shard, int64_t first, int q) {
   const StepArgs& step = shard.step;
   RawQuad<Rule> raw;
   raw.i = first + int64_t(q) * kThreads * kQuad;
   int64_t left = step.numel - raw.i;
   raw.count = kWhole || left > kQuad ? kQuad : left > 0 ? int(left) : 0;
   raw.slot = kWhole || left > 0 ? step.row_slot[raw.i / kRow] : -1;
-  raw.grad = load_raw<kWhole>(step.grad, size_of(args.grad), raw.i, raw.count);
+  raw.grad = load_raw<kWhole>(step.grad, size_of(kinds.grad()), raw.i, raw.count);
   raw.high = {};
-  if (shard.low) {
-    raw.master = load_raw<kWhole>(shard.low, args.low_size, raw.i, raw.count);
+  if (kinds.is_split(shard)) {
+    raw.master = load_raw<kWhole>(shard.low, kinds.low_size(), raw.i, raw.count);
     raw.high = load_raw<kWhole>(step.param_out, sizeof(BFloat16), raw.i, raw.count);
   } else {
     raw.master = load_raw<kWhole>(step.master, sizeof(float), raw.i, raw.count);
   }
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s)
-    raw.states[s] = load_raw<kWhole>(step.state(s), size_of(args.form(s)), raw.i, raw.count);
+    raw.states[s] = load_raw<kWhole>(step.state(s), size_of(kinds.form(s)), raw.i, raw.count);
   return raw;
 }
 
-template <class Rule, bool kWhole>
+template <class Rule, bool kWhole, class Kinds>
 ZK_HOST_DEVICE inline UpdatedQuad<Rule> update_encoded(
-    const EncodedForeachArgs& args, const EncodedShard& shard, const RawQuad<Rule>& raw) {
+    const Kinds& kinds, const EncodedShard& shard, const RawQuad<Rule>& raw) {
   const StepArgs& step = shard.step;
   UpdatedQuad<Rule> of;
   if (raw.slot >= step.slots) stop();
   HyperRow row = load_row<kWhole>(step.hyper + (raw.slot < 0 ? 0 : raw.slot));
   Coefficients<Rule, float> c(row, step.grad_scale ? *step.grad_scale : 1.0f);
   of.scale = c.grad_scale;
-  widen_raw(args.grad, raw.grad, of.quad.g);
+  widen_raw(kinds.grad(), raw.grad, of.quad.g);
   bool skip = step.found_inf && *step.found_inf != 0.0f;
   // Threads that share a slot all write the same 1.
   if (skip && step.nonfinite_slots && raw.slot >= 0 && any_nonfinite(of.quad.g, of.scale))
     step.nonfinite_slots[raw.slot] = 1;
   ZK_UNROLL
   for (int j = 0; j < kQuad; ++j)
-    of.quad.p[j] = shard.low ? join({{half_word(raw.high, j)}, low_half(args.low_size, raw.master, j)})
-                             : bits_float(raw.master.words[j]);
+    of.quad.p[j] = kinds.is_split(shard) ? join({{half_word(raw.high, j)}, low_half(kinds.low_size(), raw.master, j)})
+                                         : bits_float(raw.master.words[j]);
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s) {
-    float scale = has_scale(args.form(s)) && raw.count > 0 ? shard.scale(s)[raw.i / kRow] : 0.0f;
-    decode_raw(args.form(s), raw.states[s], scale, of.quad.states[s]);
+    float scale = has_scale(kinds.form(s)) && raw.count > 0 ? shard.scale(s)[raw.i / kRow] : 0.0f;
+    decode_raw(kinds.form(s), raw.states[s], scale, of.quad.states[s]);
   }
   ZK_UNROLL
   for (int j = 0; j < kQuad; ++j) of.before[j] = of.quad.p[j];
@@ -222,7 +342,7 @@ ZK_HOST_DEVICE inline UpdatedQuad<Rule> update_encoded(
     of.bounds[s] = 0;
     ZK_UNROLL
     for (int j = 0; j < kQuad; ++j) {
-      uint32_t bound = float_bits(bound_of(args.form(s), of.quad.states[s][j]));
+      uint32_t bound = float_bits(bound_of(kinds.form(s), of.quad.states[s][j]));
       if (j < raw.count && bound > of.bounds[s]) of.bounds[s] = bound;
     }
   }
@@ -231,16 +351,16 @@ ZK_HOST_DEVICE inline UpdatedQuad<Rule> update_encoded(
 }
 
 // The master becomes what is kept of it.
-template <class Rule, bool kWhole>
+template <class Rule, bool kWhole, class Kinds>
 ZK_HOST_DEVICE inline void store_encoded(
-    const EncodedForeachArgs& args, const EncodedShard& shard, const RawQuad<Rule>& raw, UpdatedQuad<Rule>& of) {
+    const Kinds& kinds, const EncodedShard& shard, const RawQuad<Rule>& raw, UpdatedQuad<Rule>& of) {
   const StepArgs& step = shard.step;
   Raw high = {}, low = {};
-  if (shard.low) {
+  if (kinds.is_split(shard)) {
     ZK_UNROLL
     for (int j = 0; j < kQuad; ++j) {
       Halves halves = split(of.quad.p[j]);
-      if (args.low_size == 1) {
+      if (kinds.low_size() == 1) {
         halves.low = in_8_bits(halves.low);
         low.words[0] |= uint32_t(uint16_t(halves.low) >> 8) << (j * 8);
       } else {
@@ -251,20 +371,20 @@ ZK_HOST_DEVICE inline void store_encoded(
     }
   }
   if (!of.live) return;
-  if (shard.low) {
+  if (kinds.is_split(shard)) {
     store_raw<kWhole>(step.param_out, sizeof(BFloat16), raw.i, raw.count, high);
-    store_raw<kWhole>(shard.low, args.low_size, raw.i, raw.count, low);
+    store_raw<kWhole>(shard.low, kinds.low_size(), raw.i, raw.count, low);
   } else {
     store_raw<kWhole>(step.master, sizeof(float), raw.i, raw.count, narrow_raw(DType::kFloat, of.quad.p));
     if (step.param_out)
-      store_raw<kWhole>(step.param_out, size_of(args.out), raw.i, raw.count, narrow_raw(args.out, of.quad.p));
+      store_raw<kWhole>(step.param_out, size_of(kinds.out()), raw.i, raw.count, narrow_raw(kinds.out(), of.quad.p));
   }
   // Loaded anew: kept since the update, the number of the step took registers where nobody needs it.
   uint32_t noise = 0;
   if (shard.row_keys) noise = noise_of_row(shard.row_keys[raw.i / kRow], step.hyper[raw.slot].step_number);
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s) {
-    Form form = args.form(s);
+    Form form = kinds.form(s);
     float scale = has_scale(form) ? scale_of(form, bits_float(of.bounds[s])) : 0.0f;
     if (has_scale(form) && raw.i % kRow == 0 && raw.count > 0) shard.scale(s)[raw.i / kRow] = scale;
     Raw kept = form == Form::kBFloat16 && shard.row_keys
@@ -340,24 +460,24 @@ ZK_HOST_DEVICE inline EncodedPlace place_of(const EncodedForeachArgs& args, int6
 #if defined(__CUDACC__)
 
 // All threads of a warp come here together: a block has one shard, and one way.
-template <class Rule, bool kWhole, class Measure, class Averages>
+template <class Rule, bool kWhole, class Kinds, class Measure, class Averages>
 __device__ inline void encoded_quads(
-    const EncodedForeachArgs& args, const EncodedPlace& at, const Measure& measure, const Averages& averages) {
+    const Kinds& kinds, const EncodedPlace& at, const Measure& measure, const Averages& averages) {
   const EncodedShard& shard = at.shard;
   RawQuad<Rule> raws[kQuads];
   Raw first_averages[kQuads];
   ZK_UNROLL
   for (int q = 0; q < kQuads; ++q) {
-    raws[q] = load_encoded<Rule, kWhole>(args, shard, at.first, q);
+    raws[q] = load_encoded<Rule, kWhole>(kinds, shard, at.first, q);
     first_averages[q] = averages.template ask<kWhole>(raws[q].i, raws[q].count);
   }
   ZK_UNROLL
   for (int q = 0; q < kQuads; ++q) {
-    UpdatedQuad<Rule> of = update_encoded<Rule, kWhole>(args, shard, raws[q]);
+    UpdatedQuad<Rule> of = update_encoded<Rule, kWhole>(kinds, shard, raws[q]);
     ZK_UNROLL
     for (int s = 0; s < Rule::kStates; ++s)
-      if (has_scale(args.form(s))) of.bounds[s] = InWarp::largest(of.bounds[s]);
-    store_encoded<Rule, kWhole>(args, shard, raws[q], of);
+      if (has_scale(kinds.form(s))) of.bounds[s] = InWarp::largest(of.bounds[s]);
+    store_encoded<Rule, kWhole>(kinds, shard, raws[q], of);
     if (of.live) averages.template follow<kWhole>(raws[q].slot, raws[q].i, raws[q].count, of.quad.p, first_averages[q]);
     if constexpr (Measure::kMeasures) {
       if (shard.step.row_stats)
@@ -368,21 +488,30 @@ __device__ inline void encoded_quads(
   }
 }
 
-template <class Rule, bool kExtended>
-__global__ void __launch_bounds__(kThreads, kExtendedBlocksPerSm<Rule>)
-    encoded_step_kernel(const __grid_constant__ EncodedForeachArgs args) {
-  using Measure = std::conditional_t<kExtended, MeasuredInWarp, Unmeasured>;
-  EncodedPlace at = place_of(args, blockIdx.x, threadIdx.x);
-  auto run = [&](const auto& averages) {
-    if (at.whole)
-      encoded_quads<Rule, true>(args, at, Measure(), averages);
-    else
-      encoded_quads<Rule, false>(args, at, Measure(), averages);
-  };
-  if constexpr (kExtended)
-    run(EncodedAverages{args.averages, at.number, at.shard});
+template <class Rule, class Kinds, class Measure, class Averages>
+__device__ inline void encoded_step_thread(
+    const EncodedForeachArgs& args, const EncodedPlace& at, const Measure& measure, const Averages& averages) {
+  if (at.whole)
+    encoded_quads<Rule, true>(Kinds(args), at, measure, averages);
   else
-    run(NoEncodedAverages());
+    encoded_quads<Rule, false>(Kinds(args), at, measure, averages);
+}
+
+template <class Rule, class Kinds>
+constexpr int kEncodedBlocksPerSm = std::is_same_v<Kinds, AnyKinds> ? kExtendedBlocksPerSm<Rule> : 3;
+
+template <class Rule, class Kinds>
+__global__ void __launch_bounds__(kThreads, kEncodedBlocksPerSm<Rule, Kinds>)
+    encoded_step_kernel(const __grid_constant__ EncodedForeachArgs args) {
+  EncodedPlace at = place_of(args, blockIdx.x, threadIdx.x);
+  encoded_step_thread<Rule, Kinds>(args, at, Unmeasured(), NoEncodedAverages());
+}
+
+template <class Rule>
+__global__ void __launch_bounds__(kThreads, kExtendedBlocksPerSm<Rule>)
+    extended_encoded_step_kernel(const __grid_constant__ EncodedForeachArgs args) {
+  EncodedPlace at = place_of(args, blockIdx.x, threadIdx.x);
+  encoded_step_thread<Rule, AnyKinds>(args, at, MeasuredInWarp(), EncodedAverages{args.averages, at.number, at.shard});
 }
 
 #endif
@@ -418,10 +547,16 @@ template <class Rule>
 void run_encoded_step(
     CUstream_st* stream, const std::vector<EncodedShard>& shards, const Averages& averages, const Encoded& of_all,
     DType grad, DType out) {
-  auto kernel = is_extended(shards, averages) ? encoded_step_kernel<Rule, true> : encoded_step_kernel<Rule, false>;
-  launch_encoded(shards, averages, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
-    on_stream(stream, "foreach_step", kernel, blocks, kThreads, args);
-  });
+  auto run = [&](auto kernel) {
+    launch_encoded(shards, averages, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+      on_stream(stream, "foreach_step", kernel, blocks, kThreads, args);
+    });
+  };
+  if (is_extended(shards, averages))
+    run(extended_encoded_step_kernel<Rule>);
+  else
+    RuleKinds<Rule>::choose(
+        of_all, grad, out, [&](auto kinds) { run(encoded_step_kernel<Rule, typename decltype(kinds)::type>); });
 }
 
 #endif

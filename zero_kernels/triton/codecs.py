@@ -4,13 +4,16 @@ import triton
 import triton.language as tl
 
 from zero_kernels import codecs
-from zero_kernels.triton.common import narrow, times, widen
+from zero_kernels.triton.common import INTERPRETED, narrow, times, widen
 
 _FIXED = tl.constexpr(codecs.CUT_FROM)
 _STRIDE = tl.constexpr(codecs.NOISE_STRIDE)
 
 _INT8_SMALLEST = tl.constexpr(codecs.INT8_SMALLEST)
 _ROOT8_SMALLEST = tl.constexpr(codecs.ROOT8_SMALLEST)
+_OVER_127, _REST_127 = tl.constexpr(float.fromhex("0x1.0204p-7")), tl.constexpr(float.fromhex("0x1.020408p-28"))
+_OVER_255, _REST_255 = tl.constexpr(float.fromhex("0x1.01p-8")), tl.constexpr(float.fromhex("0x1.010102p-24"))
+_INTERPRETED = tl.constexpr(INTERPRETED)
 _SHIFT = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no fraction left
 
 
@@ -32,13 +35,30 @@ def _nearest(x):
 
 
 @triton.jit
+def _over(stored, first, second):
+    """stored / 127 or stored / 255, by the halves of their reciprocals: csrc/rules/codecs.h."""
+    return times(first + tl.zeros_like(stored), stored) + times(second + tl.zeros_like(stored), stored)
+
+
+@triton.jit
+def _quotient(a, b):
+    """a / b where b is from 1 to 2: an estimate, corrected once by its rest. csrc/cuda/encoded_step.h has it, too."""
+    if _INTERPRETED:
+        return tl.div_rn(a, b)
+    else:
+        near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], tl.float32, True, 1)
+        quotient = times(a, near)
+        return tl.fma(tl.fma(-b, quotient, a), near, quotient)
+
+
+@triton.jit
 def decode(stored, scale):
     """fp32 of what is stored; scale: [ROWS, 1], or None of a form without."""
     if stored.dtype == tl.int8:
-        y = tl.div_rn(stored.to(tl.float32), 127.0)
-        return times(tl.div_rn(y, 2.0 - tl.abs(y)), scale)
+        y = _over(stored.to(tl.float32), _OVER_127, _REST_127)
+        return times(_quotient(y, 2.0 - tl.abs(y)), scale)
     elif stored.dtype == tl.uint8:
-        root = times(tl.div_rn(stored.to(tl.float32), 255.0), scale)
+        root = times(_over(stored.to(tl.float32), _OVER_255, _REST_255), scale)
         return times(root, root)
     else:
         return widen(stored)

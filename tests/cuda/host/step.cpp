@@ -112,9 +112,10 @@ static int run(const std::vector<StepArgs>& shards, const Averages& averages, DT
 }
 
 // The threads of a warp together: each loads, each updates, the largest of theirs is that of the row, each stores.
-template <class Rule, bool kWhole>
+template <class Rule, bool kWhole, class Kinds>
 static void encoded_warp(const EncodedForeachArgs& args, const EncodedPlace& at, MeasuredOnHost::Row* rows) {
   const EncodedShard& shard = at.shard;
+  Kinds kinds(args);
   EncodedAverages averages = {args.averages, at.number, shard};
   static RawQuad<Rule> raws[32][kQuads];
   static Raw first_averages[32][kQuads];
@@ -122,11 +123,11 @@ static void encoded_warp(const EncodedForeachArgs& args, const EncodedPlace& at,
   for (int lane = 0; lane < 32; ++lane)
     for (int q = 0; q < kQuads; ++q) {
       RawQuad<Rule>& raw = raws[lane][q];
-      raw = load_encoded<Rule, kWhole>(args, shard, at.first + lane * kQuad, q);
+      raw = load_encoded<Rule, kWhole>(kinds, shard, at.first + lane * kQuad, q);
       first_averages[lane][q] = averages.ask<kWhole>(raw.i, raw.count);
     }
   for (int q = 0; q < kQuads; ++q) {
-    for (int lane = 0; lane < 32; ++lane) of[lane] = update_encoded<Rule, kWhole>(args, shard, raws[lane][q]);
+    for (int lane = 0; lane < 32; ++lane) of[lane] = update_encoded<Rule, kWhole>(kinds, shard, raws[lane][q]);
     for (int s = 0; s < Rule::kStates; ++s) {
       uint32_t largest = 0;
       for (const UpdatedQuad<Rule>& quad : of) largest = std::max(largest, quad.bounds[s]);
@@ -134,7 +135,7 @@ static void encoded_warp(const EncodedForeachArgs& args, const EncodedPlace& at,
     }
     for (int lane = 0; lane < 32; ++lane) {
       const RawQuad<Rule>& raw = raws[lane][q];
-      store_encoded<Rule, kWhole>(args, shard, raw, of[lane]);
+      store_encoded<Rule, kWhole>(kinds, shard, raw, of[lane]);
       if (of[lane].live) averages.follow<kWhole>(raw.slot, raw.i, raw.count, of[lane].quad.p, first_averages[lane][q]);
       if (!shard.step.row_stats) continue;
       bool there = kWhole || raw.i < shard.step.numel;
@@ -149,18 +150,25 @@ template <class Rule>
 static int run_encoded(
     const std::vector<EncodedShard>& shards, const Averages& averages, const Encoded& of_all, DType grad, DType out) {
   int launches = 0;
-  launch_encoded(shards, averages, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
-    ++launches;
-    MeasuredOnHost::Row rows[kQuads];
-    for (int64_t block = 0; block < blocks; ++block)
-      for (int thread = 0; thread < kThreads; thread += 32) {
-        EncodedPlace at = place_of(args, block, thread);
-        if (at.whole)
-          encoded_warp<Rule, true>(args, at, rows);
-        else
-          encoded_warp<Rule, false>(args, at, rows);
-      }
-  });
+  auto run = [&](auto kinds) {
+    using Kinds = typename decltype(kinds)::type;
+    launch_encoded(shards, averages, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+      ++launches;
+      MeasuredOnHost::Row rows[kQuads];
+      for (int64_t block = 0; block < blocks; ++block)
+        for (int thread = 0; thread < kThreads; thread += 32) {
+          EncodedPlace at = place_of(args, block, thread);
+          if (at.whole)
+            encoded_warp<Rule, true, Kinds>(args, at, rows);
+          else
+            encoded_warp<Rule, false, Kinds>(args, at, rows);
+        }
+    });
+  };
+  if (is_extended(shards, averages))
+    run(Type<AnyKinds>());
+  else
+    RuleKinds<Rule>::choose(of_all, grad, out, run);
   return launches;
 }
 
