@@ -31,7 +31,7 @@ SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}  # ranks o
 ON_RANKS, ALONE = "gpu and ranks", "gpu and not ranks"  # marks of tests
 TWO_RANKS = "test_programs and 2-"
 SLOW = 50  # seconds after which a test that still runs is told, with what each of its threads does
-BITS_IN = 4  # processes: one alone takes too long
+BITS_IN = 5  # processes: one alone takes too long. Not 4, as there are backends: one would have all of Triton's
 
 PARTS = {
     "a": "the kernels: build, smoke, figures, one profiled launch each, no waits, capture",

@@ -49,19 +49,23 @@ struct UsualKinds {
   ZK_HOST_DEVICE static constexpr bool is_split(const EncodedShard&) { return kLow != 0; }
   ZK_HOST_DEVICE static constexpr Form form(int i) { return i == 0 ? kFirst : kSecond; }
 
-  static bool are(const Encoded& of_all, DType grad, DType out) {
-    return grad == DType::kBFloat16 && out == DType::kBFloat16 && (of_all.low ? of_all.low_size : 0) == kLow &&
+  static bool are(const Encoded& of_all, bool is_split, DType grad, DType out) {
+    return grad == DType::kBFloat16 && out == DType::kBFloat16 && (is_split ? of_all.low_size : 0) == kLow &&
            of_all.forms[0] == kFirst && of_all.forms[1] == kSecond;
   }
 };
 
-// Calls run(Type<Kinds>): of the first of Usual that a launch has, else AnyKinds.
+// Calls run(Type<Kinds>): of the one of Usual that the shards have, else AnyKinds. Shards without elements have no
+// addresses, so one alone does not tell whether masters are split.
 template <class... Usual>
 struct KindsOf {
   template <class Run>
-  static void choose(const Encoded& of_all, DType grad, DType out, Run run) {
+  static void choose(
+      const std::vector<EncodedShard>& shards, [[maybe_unused]] const Encoded& of_all, [[maybe_unused]] DType grad,
+      [[maybe_unused]] DType out, Run run) {
+    [[maybe_unused]] bool is_split = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.low; });
     bool found = false;
-    ((!found && Usual::are(of_all, grad, out) ? (found = true, run(Type<Usual>())) : void()), ...);
+    ((!found && Usual::are(of_all, is_split, grad, out) ? (found = true, run(Type<Usual>())) : void()), ...);
     if (!found) run(Type<AnyKinds>());
   }
 };
@@ -116,16 +120,9 @@ ZK_HOST_DEVICE inline float quick_unscaled_int8(float stored) {
   return corrected_quotient(y, divisor, near_reciprocal(divisor));
 }
 
-// What of a row is stored in eight bits, by estimates, as codecs.h has it. Where an integer is not sure, or where the
-// scale is one at which reciprocals and roots are flushed to 0, `encoded` says it.
-#if defined(__CUDACC__)
-__noinline__ __host__ __device__ int32_t surely_stored(Form form, float value, float scale) {
-  return nearest(encoded(form, value, scale));
-}
-#else
-inline int32_t surely_stored(Form form, float value, float scale) { return nearest(encoded(form, value, scale)); }
-#endif
-
+// What of a row is stored in eight bits, by estimates, as codecs.h has it. The scales at which reciprocals and roots
+// would be flushed to 0 are not usual.
+constexpr int32_t kUnsure = -1000;
 struct Estimate {
   Form form;
   float scale, factor;
@@ -137,14 +134,30 @@ struct Estimate {
         factor(form == Form::kInt8 ? 254.0f : 255.0f / scale),
         usual(scale > 0x1p-50f && scale < 0x1p124f) {}
 
-  ZK_HOST_DEVICE int32_t stored(float value) const {
-    float x = form == Form::kInt8 ? value * near_reciprocal(scale + magnitude(value)) : near_root(value);
-    x = x * factor;
+  // near: the reciprocal of the scale and the value's magnitude together, or the value's root.
+  ZK_HOST_DEVICE int32_t stored(float value, float near) const {
+    float x = (form == Form::kInt8 ? value * near : near) * factor;
     int32_t low = nearest(x * kLess), high = nearest(x * kMore);
-    if (low != high || !usual) return surely_stored(form, value, scale);
+    if (low != high || !usual) return kUnsure;
     return form == Form::kRoot8 && low == 0 && value > 0.0f ? 1 : low;  // 0 is for 0 alone
   }
 };
+
+// In a function of its own: it is as long as all the rest, and one value in thousands needs it.
+#if defined(__CUDACC__)
+#define ZK_APART __noinline__ __host__ __device__
+#else
+#define ZK_APART inline
+#endif
+ZK_APART int32_t surely_stored(Form form, float value, float scale) {
+  return nearest(encoded(form, value, scale));
+}
+
+ZK_HOST_DEVICE inline int32_t stored_by(const Estimate& of, float value) {
+  float near = of.form == Form::kInt8 ? near_reciprocal(of.scale + magnitude(value)) : near_root(value);
+  int32_t stored = of.stored(value, near);
+  return stored == kUnsure ? surely_stored(of.form, value, of.scale) : stored;
+}
 
 // Four elements of a tensor as they are stored: 4, 8 or 16 bytes. Nothing is converted until all have been asked for.
 struct Raw {
@@ -254,7 +267,7 @@ ZK_HOST_DEVICE inline Raw encode_raw(Form form, const float (&x)[kQuad], float s
   if (!is_usable(scale)) return raw;
   Estimate estimate(form, scale);
   ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j) raw.words[0] |= uint32_t(uint8_t(estimate.stored(x[j]))) << (j * 8);
+  for (int j = 0; j < kQuad; ++j) raw.words[0] |= uint32_t(uint8_t(stored_by(estimate, x[j]))) << (j * 8);
   return raw;
 }
 
@@ -556,7 +569,7 @@ void run_encoded_step(
     run(extended_encoded_step_kernel<Rule>);
   else
     RuleKinds<Rule>::choose(
-        of_all, grad, out, [&](auto kinds) { run(encoded_step_kernel<Rule, typename decltype(kinds)::type>); });
+        shards, of_all, grad, out, [&](auto kinds) { run(encoded_step_kernel<Rule, typename decltype(kinds)::type>); });
 }
 
 #endif

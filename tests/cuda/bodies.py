@@ -267,6 +267,24 @@ def addresses(tensors: list[Tensor | None]) -> ctypes.c_void_p:
 # ---- pack and unpack ------------------------------------------------------------------------------------------------
 
 
+def eight_bits(folder: Path) -> int:
+    """What is read and stored in 8 bits by estimates, with reciprocals and roots that are off as far as a GPU's are."""
+    library = ctypes.CDLL(str(folder / "step.so"))
+    demand(library.wrong_quotients(4) == 0, "quotients")
+    library.unsure_estimates.argtypes = [ctypes.c_int, ADDRESS, ADDRESS, LONG, ctypes.c_int]
+    library.unsure_estimates.restype = LONG
+    generator, count = torch.Generator().manual_seed(3), 200_000
+    for form, root in ((2, False), (3, True)):
+        exponents = torch.randint(-49, 60 if root else 120, (count,), generator=generator)
+        scales = torch.ldexp(1 + torch.rand(count, generator=generator), exponents)
+        small = torch.ldexp(torch.ones(count), -torch.randint(0, 30, (count,), generator=generator) * (exponents % 2))
+        values = scales * torch.rand(count, generator=generator) * small
+        values = values * values if root else values * torch.randint(0, 2, (count,), generator=generator).mul(2).sub(1)
+        unsure = library.unsure_estimates(form, at(values), at(scales), count, 3)
+        demand(0 <= unsure < 3 * count / 1000, "estimates", form, unsure)
+    return 2
+
+
 def pack(folder: Path) -> int:
     body = ctypes.CDLL(str(folder / "pack.so")).pack
     body.argtypes = [ctypes.c_int, *[ADDRESS] * 4, ctypes.c_int, ADDRESS, LONG, ctypes.c_int, ctypes.c_float, ADDRESS]
@@ -463,6 +481,7 @@ OPS = {
     "adam_step": adam_step,
     "foreach_step": foreach_step,
     "encoded_step": encoded_step,
+    "eight_bits": eight_bits,
     "pack": pack,
     "grad_stats": grad_stats,
     "hyper_table": hyper,

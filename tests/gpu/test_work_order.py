@@ -40,17 +40,34 @@ def _device() -> torch.device:
     return torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["", "bound"])
-def group(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A default process group of this rank alone. ``bound``: NCCL is given the GPU as ``device_id``."""
-    bound = {"device_id": torch.device("cuda", 0)} if request.param and ON_GPU else {}
-    backend, seconds = "nccl" if ON_GPU else "gloo", timedelta(seconds=SECONDS)
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=seconds, **bound)
-    if ON_GPU:
-        dist.all_reduce(torch.ones(1, device=_device()))  # else NCCL begins with the first collective, if there is one
-    few_objects()
-    yield request.param
-    dist.destroy_process_group()
+_group: list[str] = []  # the name of the default process group, while there is one
+
+
+def _leave_group() -> None:
+    if _group:
+        dist.destroy_process_group()
+        _group.clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    _leave_group()
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> str:
+    """A default process group of this rank alone, which tests share. ``bound``: NCCL has the GPU as ``device_id``."""
+    if _group != [request.param]:
+        _leave_group()
+        bound = {"device_id": torch.device("cuda", 0)} if request.param and ON_GPU else {}
+        backend, seconds = "nccl" if ON_GPU else "gloo", timedelta(seconds=SECONDS)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=seconds, **bound)
+        _group.append(request.param)
+        if ON_GPU:
+            dist.all_reduce(torch.ones(1, device=_device()))  # else NCCL begins with the first collective, if any
+        few_objects()
+    return request.param
 
 
 def _cases() -> list[tuple[str, OrderProgram]]:

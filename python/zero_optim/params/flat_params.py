@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import operator
+import os
 from collections.abc import Sequence
 from math import prod
 
