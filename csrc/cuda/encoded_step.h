@@ -521,7 +521,7 @@ __global__ void __launch_bounds__(kThreads, kEncodedBlocksPerSm<Rule, Kinds>)
 }
 
 template <class Rule>
-__global__ void __launch_bounds__(kThreads, kExtendedBlocksPerSm<Rule>)
+__global__ void __launch_bounds__(kThreads, 2)
     extended_encoded_step_kernel(const __grid_constant__ EncodedForeachArgs args) {
   EncodedPlace at = place_of(args, blockIdx.x, threadIdx.x);
   encoded_step_thread<Rule, AnyKinds>(args, at, MeasuredInWarp(), EncodedAverages{args.averages, at.number, at.shard});
