@@ -177,8 +177,10 @@ def test_nothing_is_spilled(arch: int, name: str) -> None:
 @every_arch
 @every_call
 def test_each_operation_rounds_on_its_own(arch: int, name: str) -> None:
+    """But for the quotients by which 8 bits are read: an estimate, corrected by its rest."""
+    quotients = {"rcp.approx.ftz.f32", "fma.rn.f32", "fma.rn.f32x2"} if name.startswith("encoded_step") else set()
     for launch in launches(arch, name):
-        assert not inexact(launch.ptx), launch.kernel
+        assert set(inexact(launch.ptx)) <= quotients, launch.kernel
 
 
 @jit
@@ -282,8 +284,8 @@ def test_encoded_states_are_read_and_written_once(arch: int, name: str, of_8_byt
     Divisions, roots as written."""
     (launch,) = launches(arch, name)
     found = instructions(launch.ptx, "div.rn", "sqrt.rn")
-    # Divisions: two of adamw, two and one of decoding, two and one of encoding, whose root is that of the update.
-    assert found == {"div.rn.f32": 4 * 8, "sqrt.rn.f32": 4}
+    # Divisions: two of adamw, two and one of encoding, whose root is that of the update.
+    assert found == {"div.rn.f32": 4 * 5, "sqrt.rn.f32": 4}
     loads, stores = instructions(launch.ptx, "ld.global"), instructions(launch.ptx, "st.global")
     assert loads["ld.global.v2.b32"] == of_8_bytes and "ld.global.v4.b32" not in loads, loads
     assert stores["st.global.v2.b32"] == of_8_bytes - 1 and not set(stores) - {"st.global.v2.b32", "st.global.b32"}, (
