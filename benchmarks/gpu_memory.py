@@ -27,7 +27,7 @@ from zero_optim.bench.live_memory import watch
 RANKS = 64
 PARAMETERS = 7.5e9
 STAGES = (1, 2, 3)
-TOLERANCE = 0.01
+TOLERANCE = {"cpu": 0.01, "cuda": 0.03}  # torch's allocator of a GPU gives whole blocks: 2.3 % more on an H100
 IN_BACKWARD = ("local_gradients", "unsharded")
 
 
@@ -141,10 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.write_text(json.dumps({**about, "stages": [asdict(share) for share in shares]}, indent=1) + "\n")
     worst = max(abs(share.difference) for share in shares)
     print(f"planned against allocated, rank 0 of {RANKS}: {worst:.2%} apart at most")
-    if worst > TOLERANCE and options.device == "cuda":
-        print(f"Uncalibrated: {worst:.2%} is more than {TOLERANCE:.0%}, which was measured on a CPU")
-        return 0
-    return 0 if worst <= TOLERANCE else 1
+    return 0 if worst <= TOLERANCE[options.device] else 1
 
 
 if __name__ == "__main__":

@@ -244,8 +244,9 @@ class RankPool:
 
     def _start(self) -> _Worker:
         """A worker is forked from a process that has imported torch, and has done nothing with it: that takes 0.1
-        seconds instead of 4. Each pool has one of its own: a simulated GPU has to be there before torch."""
-        context = multiprocessing.get_context("forkserver")
+        seconds instead of 4. Each pool has one of its own: a simulated GPU has to be there before torch. Torch's
+        sanitizer begins with CUDA as it is imported, and CUDA survives no fork."""
+        context = multiprocessing.get_context("spawn" if "TORCH_CUDA_SANITIZER" in os.environ else "forkserver")
         here, there = context.Pipe()
         stack_file = Path(self._directory.name, f"stack-{next(self._serial)}")
         error_file = stack_file.with_suffix(".stderr")

@@ -40,7 +40,7 @@ from .rules.group_rules import GroupRules
 from .rules.state_tensor import Begins
 from .settings import Settings
 from .stats import TELEMETRY, memory_by_kind
-from .step.clip import Clip
+from .step.clip import Clip, unscale_in_place
 from .step.exchange import Exchange
 from .step.hyper_table import HyperTable
 from .step.norms import KERNEL_NORMS
@@ -328,11 +328,8 @@ class Engine:
             return
         self.exchange.outdate()
         present = [bucket.grad_buffer for bucket in self.reducer.buckets if bucket.state is not GradState.EMPTY]
-        # The op wants somewhere to write what it finds: ``decide`` overwrites it in ``step``.
-        for dtype in {buffer.dtype for buffer in present}:
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                [buffer for buffer in present if buffer.dtype == dtype], self.exchange.found_inf, inverse_scale
-            )
+        # torch's op wants somewhere to write what it finds: ``decide`` overwrites it in ``step``.
+        unscale_in_place(present, inverse_scale, self.exchange.found_inf)
 
     def forget_coefficients(self) -> None:
         """The gradients were applied, or are gone: nothing that multiplies them holds any more."""

@@ -125,13 +125,15 @@ def run_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, s
 
 
 def check_results(contest: Contest, alone: Mapping[str, Alone]) -> None:
-    """Figures of what differs compare nothing. Ours must agree bit by bit, and others' losses but for rounding.
+    """Figures of what differs compare nothing. Ours must agree bit by bit, and others' losses but for rounding. So must
+    ours in a training on CUDA, where attention adds up gradients in whatever order its blocks come.
 
     Raises ZeroOptimError.
     """
     expected = alone[NONE].results
+    exact = contest.part != "train" or contest.work.device.type != "cuda"
     for name, report in alone.items():
-        if name in OURS:
+        if name in OURS and exact:
             same = report.results == expected
         else:
             alike = functools.partial(math.isclose, rel_tol=TOLERANCE[contest.work.dtype])

@@ -58,8 +58,8 @@ def commit() -> str | None:
 
     An installed package may lie inside the checkout of another project: git must know this file.
     """
-    if os.environ.get(COMMIT_ENVIRONMENT):
-        return os.environ[COMMIT_ENVIRONMENT]
+    if given := os.environ.get(COMMIT_ENVIRONMENT):
+        return given[:10] if re.fullmatch("[0-9a-f]{40}", given) else given
     try:
         _git("ls-files", "--error-unmatch", "../__init__.py")
         head = _git("rev-parse", "--short=10", "HEAD")

@@ -19,6 +19,31 @@ from .norms import Norms, norms_over, root
 from .pipeline import Pipeline
 
 
+PART = 2**24  # elements that are widened at a time
+
+
+def unscale_in_place(buffers: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply gradients by ``inverse_scale``, [1] fp32, as ``torch.amp.GradScaler`` does: in fp32, rounded once.
+
+    Args:
+        found_inf: [1] fp32, where torch's op writes whether it has found an inf or a NaN; or leaves it alone, of bf16
+            on CUDA, for which torch has no such op.
+    """
+    for dtype in {buffer.dtype for buffer in buffers}:
+        alike = [buffer for buffer in buffers if buffer.dtype == dtype]
+        if dtype == torch.bfloat16 and inverse_scale.is_cuda:
+            for buffer in alike:
+                multiply_in_parts(buffer, inverse_scale)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse_scale)
+
+
+def multiply_in_parts(buffer: Tensor, factor: Tensor) -> None:
+    """``buffer``: [numel]. Each product is in fp32 and rounded once."""
+    for part in buffer.split(PART):
+        part.copy_(part.float() * factor)
+
+
 class Clip:
     """The factors of one step.
 
