@@ -115,8 +115,11 @@ def test_the_commit(monkeypatch, answers, expected):
 
 
 def test_the_commit_of_copied_sources_is_told_by_the_environment(monkeypatch):
-    monkeypatch.setenv(records.COMMIT_ENVIRONMENT, "abcdef0123")
-    assert records.commit() == "abcdef0123"
+    for given in ("abcdef0123", "abcdef0123" + 30 * "4"):
+        monkeypatch.setenv(records.COMMIT_ENVIRONMENT, given)
+        assert records.commit() == "abcdef0123"
+    monkeypatch.setenv(records.COMMIT_ENVIRONMENT, "a-branch-of-40-characters-that-is-no-hash")
+    assert records.commit() == "a-branch-of-40-characters-that-is-no-hash"
 
 
 def test_a_second_run_overwrites_nothing(tmp_path):
@@ -259,6 +262,9 @@ def test_the_plot_is_drawn(tmp_path, numels):
     shapes = [[type(drawing) for drawing in line] for line in sheet.grid]
     assert shapes == [[Bars if len(numels) == 1 else Lines] * 2, [Bars, type(None)]]
     assert plot.draw(record, tmp_path / "plot.png") == [tmp_path / "plot.png"]
+    way = [replace(row, backend=f"{row.backend}, zeros") for row in make_rows("pack", 2**20, ("cat",))]
+    sheets = sheets_of(make([*rows, *way, *make_rows("pack", 2**22, ("cat",))])).values()
+    assert [type(line[0]) for sheet in sheets for line in sheet.grid][1:] == [Lines, Bars], "ways are bars of their own"
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
 
 

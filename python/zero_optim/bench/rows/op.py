@@ -232,16 +232,36 @@ def _ranks(row: JsonRow) -> str:
 
 
 def _bandwidth_sheet(rows: Sequence[JsonRow]) -> Sheet:
-    """An op a line and a dtype beside another: speed over the sizes, or bars where there is one size."""
+    """An op a line and a dtype beside another: speed over the sizes, or bars where there is one size.
+
+    Of an op that is called in several ways, which would be as many lines, the bars at the largest size are below."""
     rows = [row for row in rows if row["gbps"] is not None]
     ops, dtypes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("op", "dtype"))
-    grid = [[_speed([row for row in rows if (row["op"], row["dtype"]) == (o, d)]) for d in dtypes] for o in ops]
+    grid: list[list[Drawing | None]] = []
+    for op in ops:
+        of_op = [[row for row in rows if (row["op"], row["dtype"]) == (op, dtype)] for dtype in dtypes]
+        plain, largest = [_plainly_called(some) for some in of_op], [_of_the_largest(some) for some in of_op]
+        grid.append([_speed(some) for some in plain])
+        if plain != of_op:
+            grid.append([_speed(some) for some in largest])
     yardsticks = dict.fromkeys(row["yardstick"] for row in rows)
     note = (
         "GB/s: the bytes that the op must move over the median time; p20 to p80 shaded or as whiskers.\n"
         f"Dashed: {' or '.join(yardsticks)}, which moves as many and computes nothing; beside a line its share of that."
     )
     return Sheet(grid, note)
+
+
+def _plainly_called(rows: list[JsonRow]) -> list[JsonRow]:
+    """Without other ways, which stand behind a comma; all where there is one size, whose bars have room."""
+    if len({row["numel"] for row in rows}) < 2:
+        return rows
+    return [row for row in rows if ", " not in row["backend"]]
+
+
+def _of_the_largest(rows: Sequence[JsonRow]) -> list[JsonRow]:
+    largest = max((row["numel"] for row in rows), default=0)
+    return [row for row in rows if row["numel"] == largest]
 
 
 def _speed(rows: Sequence[JsonRow]) -> Drawing | None:
