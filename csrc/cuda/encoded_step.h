@@ -16,7 +16,6 @@ struct EncodedForeachArgs {
   int64_t first_block[kMostShards];
   EncodedShard shards[kMostShards];
   LaunchedAverages averages;
-
 };
 static_assert(sizeof(EncodedForeachArgs) <= kMostBytes);
 
@@ -65,7 +64,8 @@ struct KindsOf {
   static void choose(
       const std::vector<EncodedShard>& shards, [[maybe_unused]] const Encoded& of_all, [[maybe_unused]] DType grad,
       [[maybe_unused]] DType out, Run run) {
-    [[maybe_unused]] bool is_split = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.low; });
+    [[maybe_unused]] bool is_split =
+        std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.low; });
     bool found = false;
     ((!found && Usual::are(of_all, is_split, grad, out) ? (found = true, run(Type<Usual>())) : void()), ...);
     if (!found) run(Type<AnyKinds>());
@@ -151,9 +151,7 @@ struct Estimate {
 #else
 #define ZK_APART inline
 #endif
-ZK_APART int32_t surely_stored(Form form, float value, float scale) {
-  return nearest(encoded(form, value, scale));
-}
+ZK_APART int32_t surely_stored(Form form, float value, float scale) { return nearest(encoded(form, value, scale)); }
 
 ZK_HOST_DEVICE inline int32_t stored_by(const Estimate& of, float value) {
   float near = of.form == Form::kInt8 ? near_reciprocal(of.scale + magnitude(value)) : near_root(value);
@@ -513,7 +511,8 @@ __device__ inline void encoded_step_thread(
 }
 
 // Of the usual kinds four blocks share a multiprocessor, but where masters are split beside moments of 16 bits or more:
-// these kernels would spill. An H100 had 0.88 of a copy's bandwidth with four for moments of 8 bits, and 0.75 with three.
+// these kernels would spill. An H100 had 0.88 of a copy's bandwidth with four for moments of 8 bits, and 0.75 with
+// three.
 template <class Rule, class Kinds>
 constexpr int kEncodedBlocksPerSm = Kinds::kFour ? 4 : 3;
 template <class Rule>

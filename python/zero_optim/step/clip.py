@@ -18,7 +18,6 @@ from .exchange import Exchange
 from .norms import Norms, norms_over, root
 from .pipeline import Pipeline
 
-
 PART = 2**24  # elements that are widened at a time
 
 
