@@ -4,7 +4,8 @@
 
 Both start from the same weights and see the same windows. Their matrix products round differently, so losses may differ
 by UNITS units in the last place of the training's dtype, relative to the loss; loss scales may not differ at all.
-(Seen between two builds of torch on one CPU: 9e-5 of the loss in fp16, 4e-4 in bf16, after 50 steps of this model.)
+(Seen after 50 steps of this model, of the loss: on an H100 3e-5 in fp16 and 1e-3 in bf16; between two builds of torch on
+one CPU 9e-5 and 4e-4.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TINY = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "16", "--bat
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 UNITS = 2
-BEYOND = "beyond rounding"  # of UNITS, which no GPU was asked for: it is reported, and fails nothing
+BEYOND = "beyond rounding"
 AT_ONCE = 4  # trainings under way: each has a process group and a device context of its own
 
 Log = list[dict[str, Any]]
@@ -129,13 +130,9 @@ def main() -> int:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     for comparison in compared:
         print(comparison.line())
-    for comparison in compared:
-        if comparison.problem == BEYOND:
-            print(f"Uncalibrated: {comparison.line()}")
-    failed = sum(comparison.problem not in (None, BEYOND) for comparison in compared)
     right = sum(comparison.problem is None for comparison in compared)
     print(f"{right} of {len(compared)} trainings gave the CPU's losses within rounding")
-    return 1 if failed else 0
+    return 0 if right == len(compared) else 1
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ class Engine:
         mode: what may be called now.
         asleep: what ``sleep`` has taken off the device.
         measured: what the last update has measured; None: it measures nothing.
+        pipeline: the other stages of the model; None: there are none.
         steps: calls of ``step`` so far.
         watchers: told of every update; ``zero_optim.verify`` adds one.
         offload: where the state lives, as it was asked for.
@@ -126,7 +127,7 @@ class Engine:
         self.measured: Measured | None = None
         if settings.telemetry:
             self.measured = Measured(self.states, parameters, shardings, on_host=isinstance(store, HostStore))
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self.exchange = Exchange(
             sharding,
             labels,
@@ -156,7 +157,7 @@ class Engine:
     @property
     def stages_of_pipeline(self) -> int:
         """How many stages the model is cut into."""
-        return 1 if self._pipeline is None else self._pipeline.stages
+        return 1 if self.pipeline is None else self.pipeline.stages
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -321,7 +322,7 @@ class Engine:
         """Divide gradients where ``.grad`` shows them, a dtype at a time; else note it for ``step``."""
         self.clip.scaled = True
         # Thawed parameters get slots. Of a pipeline one stage alone may have some, and all exchange alike.
-        if self._pipeline is not None or self.parameters.thawed():
+        if self.pipeline is not None or self.parameters.thawed():
             self.finish_and_exchange(None)
         if not self.reducer.make_readable():
             self.clip.inverse_scale = inverse_scale

@@ -22,7 +22,7 @@ from batch_norm_cases import (
 )
 from harness import run_ranks
 from oracle import adamw_bound
-from places import DEVICE, ON_GPU, why_not_nccl_ranks, within
+from places import DEVICE, ON_GPU, why_not_nccl_ranks
 from torch import Tensor, nn
 from training_cases import assert_bitwise
 
@@ -47,7 +47,7 @@ def test_sync_batch_norm(stage: int) -> None:
     assert_bitwise(buffers_1, buffers)
     for ours, theirs in zip(weights, expected, strict=True):
         off, bound = (ours - theirs).abs(), NEAR * adamw_bound(theirs, LR, STEPS)
-        within(bool((off <= bound).all()), f"a weight is off by {float((off / bound).max()):.2g} times the bound")
+        assert bool((off <= bound).all()), f"a weight is off by {float((off / bound).max()):.2g} times the bound"
     for ours, theirs in zip(buffers, statistics, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 

@@ -14,7 +14,7 @@ from device_programs import SHAPES, Program, Result, expected, on, parameters, t
 from guards import storages_of
 from harness import RankFailure, run_ranks
 from oracle import Hyper, MasterAdamW, adamw_bound
-from places import DEVICE, ON_GPU, Place, needs_gpu, on_kernels, why_not_nccl_ranks, within
+from places import DEVICE, ON_GPU, Place, needs_gpu, on_kernels, why_not_nccl_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from training_cases import (
@@ -116,7 +116,7 @@ def test_nothing_is_allocated_after_the_second_step(dtype: torch.dtype, scaled: 
     assert in_use[2:] == in_use[1:2] * 4
     assert storages[2:] == storages[1:2] * 4
     most = max(temporary[2:])  # the smallest shard has 1 Mi elements
-    within(most < 256 * 1024, f"a step takes {most:,} bytes for itself")
+    assert most < 256 * 1024, f"a step takes {most:,} bytes for itself"
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from device_programs import Program, on, parameters, state_of, train
-from places import DEVICE, needs_gpu, within
+from places import DEVICE, needs_gpu
 from test_units import ROWS, STEPS, WIDTH, Block, Net
 from torch import Tensor
 from training_cases import assert_bitwise, linear_loss, make_gradients
@@ -149,7 +149,7 @@ def test_nothing_is_allocated_after_the_second_step(store: str) -> None:
     big.opt.close()
     assert in_use[2:] == in_use[1:2] * 4 and host[2:] == host[1:2] * 4
     most = max(temporary[2:])  # a page has 12 Mi bytes
-    within(most < 256 * 1024, f"a step takes {most:,} bytes for itself")
+    assert most < 256 * 1024, f"a step takes {most:,} bytes for itself"
 
 
 # ---- what is made once -----------------------------------------------------------------------------------------------

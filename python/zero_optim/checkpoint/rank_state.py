@@ -18,6 +18,9 @@ from .state_dict import (
     with_torch_options,
 )
 
+PLACE = "place"
+"""What a state dict has beside torch's two keys, where other ranks have other parameters of the same names."""
+
 
 def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
     """Tensors are views of the live state. ``as_torch``: with the options of torch's counterpart, and no names."""
@@ -30,7 +33,38 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
     exported = engine.states.export()
     # A load lays out the same buckets by this order. In a bucket parameters may lie in another one.
     in_order = {index: exported[index] for index in engine.reducer.layout.order}
-    return make_state_dict(groups, in_order, engine.hyper.steps.float())
+    state_dict = make_state_dict(groups, in_order, engine.hyper.steps.float())
+    place = _place(engine)
+    return state_dict if as_torch or not place else {**state_dict, PLACE: place}
+
+
+STAGE = "stage"
+
+
+def _place(engine: Engine) -> dict[str | int, list[int]]:
+    """What tells this rank's state from others': the numbers of its stage of a pipeline, and by index of its slices or
+    experts, each with how many there are. Empty where nothing does."""
+    place: dict[str | int, list[int]] = {}
+    if engine.pipeline is not None:
+        place[STAGE] = [engine.pipeline.stage, engine.pipeline.stages]
+    for index in range(len(engine.parameters.labels)):
+        number, count = engine.shardings.slice_of(index)
+        if count > 1:
+            place[index] = [number, count]
+    return place
+
+
+def _check_place(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Raise StateMismatchError where a state dict is of another stage, slice or expert. One without a word fits any."""
+    own = _place(engine)
+    for what, (number, count) in saved.get(PLACE, {}).items():
+        if (here := own.get(what)) != [number, count]:
+            name = "the stage of a pipeline" if what == STAGE else f"the slice of {engine.parameters.labels[what]}"
+            ours = "there is none here" if here is None else f"{here[0]} of {here[1]} here"
+            raise StateMismatchError(
+                f"the state is of another rank: {name} is number {number} of {count} there, and {ours}. Each rank loads "
+                "what itself has saved; zero_optim.checkpoint.save and load do that on any number of ranks"
+            )
 
 
 def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
@@ -40,6 +74,7 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     copies: list[Copy] = []
     with everyone.raising_together("load_state_dict"):
         saved = match_state(state_dict, parameters, engine.rules)
+        _check_place(engine, state_dict)
     # The keys stand in the order of the layout, unless another has sorted them as the groups are, as
     # torch.distributed.checkpoint does: a state that fits as it is needs no other layout then.
     here = (_fits(engine, saved), saved_order(saved))

@@ -38,6 +38,13 @@ class Shardings:
         sharding = self.of(index)
         return (sharding.slice_count, sharding.slice_index) if self.is_apart(index) else (1, 0)
 
+    def slice_of(self, index: int) -> tuple[int, int]:
+        """The number of this rank's slice of a parameter, or of its experts, and how many ranks have others; (0, 1) of
+        what all ranks have alike."""
+        sharding = self.of(index)
+        cut = is_cut(self._parameters.all[index]) or sharding.of_experts
+        return (sharding.slice_index, sharding.slice_count) if cut else (0, 1)
+
     def check_joined(self, where: str) -> None:
         """Raise ParameterError for the first plain slice: ``where`` takes what ranks have under one name for parts of
         one tensor, and would keep one slice."""

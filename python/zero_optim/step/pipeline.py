@@ -43,6 +43,11 @@ class Pipeline:
         """How many there are."""
         return self._comm.world_size
 
+    @property
+    def stage(self) -> int:
+        """The number of this rank's."""
+        return self._comm.rank
+
     def share(self, totals: Tensor, norm_type: float | None) -> None:
         """Collective. Make of the ``totals`` of each stage those of all, in place.
 
