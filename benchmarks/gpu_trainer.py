@@ -4,8 +4,8 @@
 
 Both start from the same weights and see the same windows. Their matrix products round differently, so losses may differ
 by UNITS units in the last place of the training's dtype, relative to the loss; loss scales may not differ at all.
-(Seen after 50 steps of this model, of the loss: on an H100 3e-5 in fp16 and 1e-3 in bf16; between two builds of torch on
-one CPU 9e-5 and 4e-4.)
+(Seen after 50 steps of this model, of the loss: on an H100 3e-5 in fp16 and 1e-3 in bf16; between two builds of torch
+on one CPU 9e-5 and 4e-4.)
 """
 
 from __future__ import annotations

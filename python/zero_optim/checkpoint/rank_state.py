@@ -62,8 +62,8 @@ def _check_place(engine: Engine, saved: Mapping[str, Any]) -> None:
             name = "the stage of a pipeline" if what == STAGE else f"the slice of {engine.parameters.labels[what]}"
             ours = "there is none here" if here is None else f"{here[0]} of {here[1]} here"
             raise StateMismatchError(
-                f"the state is of another rank: {name} is number {number} of {count} there, and {ours}. Each rank loads "
-                "what itself has saved; zero_optim.checkpoint.save and load do that on any number of ranks"
+                f"the state is of another rank: {name} is number {number} of {count} there, and {ours}. Each rank "
+                "loads what itself has saved; zero_optim.checkpoint.save and load do that on any number of ranks"
             )
 
 
