@@ -169,13 +169,15 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 def end(process: subprocess.Popen[bytes]) -> None:
     """End the process, where it still runs, and all that it started, in whatever sessions they are.
 
-    It is interrupted first, as by Ctrl-C: pytest then tells what has failed so far.
+    It is interrupted first, as by Ctrl-C: pytest then tells what has failed so far. One that ignores that, as what was
+    started in the background may, is asked to end.
     """
     children = descendants(process.pid) if process.poll() is None else []
-    if process.poll() is None:
-        _signal_group(process.pid, signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
+    for request in (signal.SIGINT, signal.SIGTERM):
+        if process.poll() is None:
+            _signal_group(process.pid, request)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
     _signal_group(process.pid, signal.SIGKILL)
     for child in children:
         with contextlib.suppress(OSError):
@@ -244,7 +246,12 @@ def _chosen(options: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, l
 def _only(groups: Sequence[Group], options: argparse.Namespace) -> list[Group]:
     kept = ([phase for phase in group if not options.only or phase.name in options.only] for group in groups)
     found = [group for group in kept if group]
-    return [[phase for group in found for phase in group]] if options.at_once and found else found
+    if not options.at_once:
+        return found
+    together = [phase for group in found for phase in group]
+    names = {phase.name for phase in together}
+    first = [phase for phase in together if phase.after not in names]
+    return [group for group in (first, [phase for phase in together if phase not in first]) if group]
 
 
 def check(groups: Sequence[Group], results: Results, log: Log, seconds: float) -> int:

@@ -259,7 +259,8 @@ class Engine:
         On several ranks this takes no message. If only some ranks had edits, only they would send it.
         """
         edits = self.reducer.follow_edits()
-        if self.sharding.reduces and edits.assigned:
+        # Of a step that failed on this rank, what came late or was assigned is known: all ranks hear of it in the next.
+        if self.sharding.reduces and edits.assigned and not self.exchange.failed:
             raise GradientError(
                 "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
             )
@@ -324,6 +325,8 @@ class Engine:
         # Thawed parameters get slots. Of a pipeline one stage alone may have some, and all exchange alike.
         if self.pipeline is not None or self.parameters.thawed():
             self.finish_and_exchange(None)
+            if self.pipeline is None and self.exchange.failed:  # other ranks have not exchanged here, and can't now
+                self.exchange.check_alarms()
         if not self.reducer.make_readable():
             self.clip.inverse_scale = inverse_scale
             return
@@ -517,6 +520,7 @@ class Engine:
             self.param_gather.wait()
             self.mode.now = Mode.OWN
         self.param_gather.close()
+        self._tell_last_alarm()
         try:
             self.reducer.close(collective=collective)
             self.states.close(wait=not self.reducer.out_of_step)
@@ -524,6 +528,16 @@ class Engine:
             self.parameters.release()
             self.sharding.everyone.close()
             self.asleep.close()
+
+    def _tell_last_alarm(self) -> None:
+        """Warn of an error of the last step, which no step after it has raised."""
+        try:
+            if not self.reducer.out_of_step:
+                self.exchange.check_alarms()
+        except ZeroOptimError as error:
+            warnings.warn(f"the last step was skipped: {error}", stacklevel=3)
+        except RuntimeError:  # the device is in trouble: whoever used it has seen that
+            pass
 
 
 def open_engines() -> list[Engine]:

@@ -10,7 +10,8 @@ import ctypes
 import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -197,74 +198,104 @@ def compare(
     return launches
 
 
+USUAL = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.int8, torch.uint8)]
+"""Forms of AdamW's moments that have kernels of their own, with bf16 gradients and parameters, where nothing is
+measured and nothing follows."""
+
+
+@dataclass(frozen=True)
+class EncodedCase:
+    """``form``: a number, by which sizes, dtypes and values are chosen."""
+
+    rule: str
+    form: int
+    given: Sequence[torch.dtype]
+    low: torch.dtype | None
+    grad: torch.dtype
+    param: torch.dtype | None
+    measured: bool
+    found_inf: float
+    averages: int
+    average_dtype: torch.dtype
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (0, 1, 4097, 127, 2048) if self.form else (129,) * 25
+
+
+def encoded_cases() -> Iterator[EncodedCase]:
+    forms = tuple(codecs.FORMS)
+    for (number, rule), form, low in itertools.product(enumerate(RULES), range(4), (None, *codecs.LOWS)):
+        given = [forms[(form + i * (1 + form % 2)) % 4] for i in range(len(RULES[rule].states))]
+        param = torch.bfloat16 if low else (*FLOATS, None)[(form + number) % 4]
+        for measured, found_inf in ((True, 0.0), (False, float(form == 1))):
+            average_dtype = torch.bfloat16 if measured and (number + form) % 2 else torch.float32
+            of = (rule, form, given, low, FLOATS[(form + number) % 3], param, measured, found_inf)
+            yield EncodedCase(*of, (form + measured) % 3, average_dtype)
+    for given, low, form in itertools.product(USUAL, (None, *codecs.LOWS), range(4)):
+        of = ("adamw", form, given, low, torch.bfloat16, torch.bfloat16, False, float(form == 1))
+        yield EncodedCase(*of, 0, torch.float32)
+
+
 def encoded_step(folder: Path) -> int:
     """Every form for every state, beside others, bf16 also rounded stochastically; tails, misaligned shards, rows that
-    are measured, averages in fp32 and bf16, a skipped step."""
+    are measured, averages in fp32 and bf16, a skipped step; and the usual forms of AdamW."""
     body = ctypes.CDLL(str(folder / "step.so")).encoded_step
     body.argtypes = [*step_body(folder).argtypes, ADDRESS, ADDRESS, ctypes.c_int, ADDRESS, ctypes.c_int]
     body.restype = ctypes.c_int
-    forms, ran = tuple(codecs.FORMS), 0
-    for (number, rule), form, of_low in itertools.product(enumerate(RULES), range(4), (None, *codecs.LOWS)):
-        count = len(RULES[rule].states)
-        given = [forms[(form + i * (1 + form % 2)) % 4] for i in range(count)]
-        param = torch.bfloat16 if of_low else (*FLOATS, None)[(form + number) % 4]
-        sizes = (0, 1, 4097, 127, 2048) if form else (129,) * 25
-        for measured, found_inf in ((True, 0.0), (False, float(form == 1))):
-            average_dtype = torch.bfloat16 if measured and (number + form) % 2 else torch.float32
-            shards = EncodedShards(
-                *(rule, sizes, FLOATS[(form + number) % 3], param, form % 2),
-                calm=measured or form == 2,
-                averages=(form + measured) % 3,
-                average_dtype=average_dtype,
-                forms=given,
-                low=of_low,
-                stochastic=measured,
-            )
-            marks = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
-            stats, twins = ([torch.full((-(-n // ROW), 5), 7.0) for n in sizes] for _ in range(2))
-            # Where the scale is inf, elements that do not exist are NaN, and the others inf.
-            found, scale = torch.tensor([found_inf]), torch.tensor([math.inf if form == 2 and not measured else 0.25])
-            if of_low and measured and form == 3:  # masters stay, and all are ties
-                for grad, low, high in zip(shards.grads, shards.masters, shards.params, strict=True):
-                    grad.zero_()
-                    low.fill_(torch.iinfo(low.dtype).min)
-                    high.fill_(1.5)
-            optional = {"grad_scale": scale, "found_inf": found, "nonfinite_slots": marks[0]}
-            lists, want = shards.lists(row_stats=twins if measured else None, **optional)
-            reference.foreach_step(rule, *lists)
-            lists, got = shards.lists()
-            _, masters, states, params, rows, table, *_, averages, rates, _, scales, keys = lists
-            left = list(scales or ())
-            of_states = [left.pop(0) if state.element_size() == 1 else None for state in states]
-            tensors, of_scales = [], []
-            for i in range(len(sizes)):
-                own = states[i * count : (i + 1) * count]
-                tensors += [shards.grads[i], masters[i], params[i] if params else None, rows[i], *own]
-                of_scales += [*of_states[i * count : (i + 1) * count], *[None] * (3 - count)]
-            launches = body(
-                *(rule.encode(), addresses(tensors), count, ctypes.cast((LONG * len(sizes))(*sizes), ADDRESS)),
-                *(len(sizes), DTYPE_CODE[shards.grads[0].dtype], DTYPE_CODE[param or torch.float32]),
-                *(at(table), at(scale), at(found), at(marks[1]), len(table), addresses(stats) if measured else None),
-                *(addresses(averages or []), len(averages or []) // len(sizes), at(rates)),
-                ctypes.cast((ctypes.c_int * 3)(*(FORM_CODE[x] for x in given)), ADDRESS),
-                *(addresses(of_scales), of_low.itemsize if of_low else 0, addresses(keys) if keys else None),
-                DTYPE_CODE[average_dtype],
-            )
-            case = (rule, given, of_low, sizes, measured, found_inf, average_dtype)
-            for place, (a, b) in enumerate(zip(want, got, strict=True)):
-                demand(same_bits(a, b), "encoded_step", place, *case)
-            demand(not measured or all(map(same_bits, stats, twins)), "row_stats", *case)
-            demand(torch.equal(*marks), "flags", *case)
-            demand(launches == -(-len(sizes) // 20), "launches", launches, *case)
-            ran += 1
+    ran = 0
+    for case in encoded_cases():
+        rule, form, sizes, measured, count = case.rule, case.form, case.sizes, case.measured, len(case.given)
+        shards = EncodedShards(
+            *(rule, sizes, case.grad, case.param, form % 2),
+            calm=measured or form == 2,
+            averages=case.averages,
+            average_dtype=case.average_dtype,
+            forms=case.given,
+            low=case.low,
+            stochastic=measured or (not case.averages and form == 3),
+        )
+        marks = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
+        stats, twins = ([torch.full((-(-n // ROW), 5), 7.0) for n in sizes] for _ in range(2))
+        # Where the scale is inf, elements that do not exist are NaN, and the others inf.
+        found, scale = torch.tensor([case.found_inf]), torch.tensor([math.inf if form == 2 and not measured else 0.25])
+        if case.low and measured and form == 3:  # masters stay, and all are ties
+            for grad, low, high in zip(shards.grads, shards.masters, shards.params, strict=True):
+                grad.zero_()
+                low.fill_(torch.iinfo(low.dtype).min)
+                high.fill_(1.5)
+        optional = {"grad_scale": scale, "found_inf": found, "nonfinite_slots": marks[0]}
+        lists, want = shards.lists(row_stats=twins if measured else None, **optional)
+        reference.foreach_step(rule, *lists)
+        lists, got = shards.lists()
+        _, masters, states, params, rows, table, *_, averages, rates, _, scales, keys = lists
+        left = list(scales or ())
+        of_states = [left.pop(0) if state.element_size() == 1 else None for state in states]
+        tensors, of_scales = [], []
+        for i in range(len(sizes)):
+            own = states[i * count : (i + 1) * count]
+            tensors += [shards.grads[i], masters[i], params[i] if params else None, rows[i], *own]
+            of_scales += [*of_states[i * count : (i + 1) * count], *[None] * (3 - count)]
+        launches = body(
+            *(rule.encode(), addresses(tensors), count, ctypes.cast((LONG * len(sizes))(*sizes), ADDRESS)),
+            *(len(sizes), DTYPE_CODE[case.grad], DTYPE_CODE[case.param or torch.float32]),
+            *(at(table), at(scale), at(found), at(marks[1]), len(table), addresses(stats) if measured else None),
+            *(addresses(averages or []), len(averages or []) // len(sizes), at(rates)),
+            ctypes.cast((ctypes.c_int * 3)(*(FORM_CODE[x] for x in case.given)), ADDRESS),
+            *(addresses(of_scales), case.low.itemsize if case.low else 0, addresses(keys) if keys else None),
+            DTYPE_CODE[case.average_dtype],
+        )
+        for place, (a, b) in enumerate(zip(want, got, strict=True)):
+            demand(same_bits(a, b), "encoded_step", place, case)
+        demand(not measured or all(map(same_bits, stats, twins)), "row_stats", case)
+        demand(torch.equal(*marks), "flags", case)
+        demand(launches == -(-len(sizes) // 20), "launches", launches, case)
+        ran += 1
     return ran
 
 
 def addresses(tensors: list[Tensor | None]) -> ctypes.c_void_p:
     return ctypes.cast((ctypes.c_void_p * len(tensors))(*map(at, tensors)), ADDRESS)
-
-
-# ---- pack and unpack ------------------------------------------------------------------------------------------------
 
 
 def eight_bits(folder: Path) -> int:
@@ -283,6 +314,9 @@ def eight_bits(folder: Path) -> int:
         unsure = library.unsure_estimates(form, at(values), at(scales), count, 3)
         demand(0 <= unsure < 3 * count / 1000, "estimates", form, unsure)
     return 2
+
+
+# ---- pack and unpack ------------------------------------------------------------------------------------------------
 
 
 def pack(folder: Path) -> int:

@@ -71,6 +71,21 @@ def foreach_step(device: str) -> int:
     return calls
 
 
+def smaller_state(device: str) -> int:
+    """The usual forms of AdamW's moments, masters that are split, and masters that are not."""
+    calls, table = 0, torch.ones(2, len(HYPER_COLUMNS), device=device)
+    forms = ((torch.bfloat16, torch.bfloat16), (torch.int8, torch.uint8), (torch.float32, torch.float32))
+    for of_states, low, offset in itertools.product(forms, (None, torch.int16, torch.int8), (0, 1)):
+        grads, params = ([make(numel, torch.bfloat16, device, offset) for numel in SIZES] for _ in range(2))
+        masters = [make(numel, low or torch.float32, device, offset) for numel in SIZES]
+        states = [make(numel, dtype, device, offset) for numel in SIZES for dtype in of_states]
+        rows = [(torch.arange(-(-numel // ROW), device=device) % 3 - 1).to(torch.int32) for numel in SIZES]
+        scales = [make(-(-len(state) // ROW), torch.float32, device) for state in states if state.itemsize == 1]
+        zero_kernels.foreach_step("adamw", grads, masters, states, params, rows, table, scales=scales or None)
+        calls += 1
+    return calls
+
+
 def pack(device: str) -> int:
     """Gradients of odd sizes with gaps between them, and once more of them than a launch takes."""
     calls = 0
@@ -136,6 +151,7 @@ def write_past_the_end(at):
 OPS: dict[str, Callable[[str], int]] = {
     "adam_step": adam_step,
     "foreach_step": foreach_step,
+    "smaller_state": smaller_state,
     "pack": pack,
     "grad_stats": grad_stats,
     "hyper_table": hyper_table,

@@ -209,10 +209,10 @@ def test_rows_are_measured_by_every_rule(rule: str, place: Place) -> None:
         check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {sizes}")
 
 
-def encoded(shards: EncodedShards, place: Place) -> list[Tensor]:
+def encoded(shards: EncodedShards, place: Place, *, measured: bool = True) -> list[Tensor]:
     """What a call writes, and the numbers of rows. Tensors are as far from the start of an allocation as on the CPU."""
-    stats = [torch.full((len(rows), len(ROW_STATS)), 7.0) for rows in shards.row_slots]
-    lists, written = shards.lists(stats)
+    stats = [torch.full((len(rows), len(ROW_STATS)), 7.0) for rows in shards.row_slots] if measured else []
+    lists, written = shards.lists(stats or None)
     moved: dict[int, Tensor] = {}
 
     def there(given: Any) -> Any:
@@ -242,6 +242,23 @@ def test_smaller_state_by_every_rule(rule: str, place: Place) -> None:
         )
         want, got = encoded(shards, SPECIFICATION), encoded(shards, place)
         check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {number=}")
+
+
+@everywhere
+@pytest.mark.parametrize("low", (None, *codecs.LOWS), ids=str)
+@pytest.mark.parametrize("forms", (FLOATS[1:2] * 2, (torch.int8, torch.uint8), FLOATS[2:] * 2), ids=str)
+def test_the_usual_forms_of_adamw(forms: tuple[torch.dtype, ...], low: torch.dtype | None, place: Place) -> None:
+    """Where nothing is measured and nothing follows: CUDA has kernels of their own for these."""
+    for calm, offset, stochastic in ((False, 0, False), (True, 0, True), (True, 3, False)):
+        shards = EncodedShards(
+            *("adamw", sizes_at(place, (2000, 1, 0, 127, 129, 4097, 3 * 2048)), torch.bfloat16, torch.bfloat16, offset),
+            calm=calm,
+            forms=forms,
+            low=low,
+            stochastic=stochastic,
+        )
+        want, got = (encoded(shards, where, measured=False) for where in (SPECIFICATION, place))
+        check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {forms}, {low}, {calm=}, {offset=}")
 
 
 # ---- pack and unpack -------------------------------------------------------------------------------------------------

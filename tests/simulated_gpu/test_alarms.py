@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -59,8 +60,11 @@ def _gradients(rank: int, step: int) -> list[Tensor]:
     return list(make_gradients(make_parameters(SHAPES, torch.float32), rank, step, grid=2))
 
 
-def _train(rank: int, world_size: int, fault: str, stage: int) -> tuple[list[tuple[int, str]], list[Tensor]]:
-    """The steps that raised, and what; the parameters at the end. Rank 1 does something wrong in one step."""
+def _train(
+    rank: int, world_size: int, fault: str, stage: int, how: str = ""
+) -> tuple[list[tuple[int, str]], list[Tensor]]:
+    """The steps that raised, and what; the parameters at the end. Rank 1 does something wrong in one step. ``how``:
+    words, what is called before ``step``."""
     import zero_optim
 
     chosen = switch.chosen()
@@ -68,6 +72,8 @@ def _train(rank: int, world_size: int, fault: str, stage: int) -> tuple[list[tup
     params = [nn.Parameter(p.detach().to(device)) for p in make_parameters(SHAPES, torch.float32)]
     params[0].requires_grad_(fault != "thawed")
     opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=1e-5)
+    scaler = zero_optim.GradScaler(init_scale=1.0, enabled="unscale_" in how)
+    scaler.scale(torch.ones(1, device=device))
     raised = []
     for step in range(STEPS):
         grads = [grad.to(device) for grad in _gradients(rank, step)]
@@ -77,11 +83,17 @@ def _train(rank: int, world_size: int, fault: str, stage: int) -> tuple[list[tup
                 FAULTS[fault][0](params, grads)
             else:
                 linear_backward([params[i] for i in trained], [grads[i] for i in trained])
-            opt.step()
+            if "unscale_" in how:
+                scaler.unscale_(opt)
+            if "clip" in how:
+                opt.clip_grad_norm_(1e9)
+            scaler.step(opt)
         except zero_optim.ZeroOptimError as error:
             raised.append((step, type(error).__name__))
         finally:
             params[0].requires_grad_(fault != "thawed")
+            if scaler.is_enabled():
+                scaler.update(1.0)
             opt.zero_grad()
     result = [p.cpu() for p in copies(params)]
     opt.close()
@@ -101,3 +113,35 @@ def test_ranks_raise_in_the_same_step_and_train_on(device: None, fault: str, sta
     for raised, params in run_ranks(2, _train, fault, stage, simulated=simulated):
         assert raised == [(told, FAULTS[fault][1])]
         assert_bitwise(params, oracle.params, fault)
+
+
+@pytest.mark.parametrize("how", ["clip", "unscale_", "unscale_ and clip"])
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("fault", ["late", "leftover"])
+def test_they_do_whatever_comes_before_step(device: None, fault: str, stage: int, how: str) -> None:
+    for raised, _ in run_ranks(2, _train, fault, stage, how, simulated=ON_CUDA):
+        assert [step for step, _ in raised] == [WRONG + 1]
+
+
+def _closes_early(rank: int, world_size: int) -> list[str]:
+    """What the close after a step in which rank 1 has assigned a gradient warns of."""
+    import zero_optim
+
+    params = [nn.Parameter(p.detach().to("cuda")) for p in make_parameters(SHAPES, torch.float32)]
+    opt = zero_optim.ShardedAdamW(params, lr=1e-2)
+    for step in range(2):
+        linear_backward(params, [grad.to("cuda") for grad in _gradients(rank, step)])
+        if (rank, step) == (1, 1):
+            params[-1].grad = torch.ones_like(params[-1])
+        opt.step()
+        if step == 0:
+            opt.zero_grad()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        opt.close()
+    return [str(warning.message) for warning in told]
+
+
+def test_an_error_of_the_last_step_is_told_by_close(device: None) -> None:
+    for told in run_ranks(2, _closes_early, simulated=ON_CUDA):
+        assert [text for text in told if "the last step was skipped: a gradient of" in text]

@@ -40,7 +40,7 @@ def unscale_in_place(buffers: Sequence[Tensor], inverse_scale: Tensor, found_inf
 def multiply_in_parts(buffer: Tensor, factor: Tensor) -> None:
     """``buffer``: [numel]. Each product is in fp32 and rounded once."""
     for part in buffer.split(PART):
-        part.copy_(part.float() * factor)
+        part.copy_(part.float().mul_(factor))
 
 
 class Clip:

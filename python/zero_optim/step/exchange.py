@@ -90,6 +90,9 @@ class Exchange:
         self._edited: set[int] = set()  # parameters, since the last exchange
         self._raised: Alarm | None = None  # is known here, and told in the next step, where the other ranks hear of it
         self._own_reasons: Mapping[str, Sequence[str]] = {}  # by alarm, of the last exchange
+        self._failed_stages = torch.zeros_like(
+            self.found_inf
+        )  # more than 0 where a stage of the pipeline takes no step
         self._make_room()
 
     def _make_room(self) -> None:
@@ -184,14 +187,16 @@ class Exchange:
         ``failed``: an alarm was raised, so this stage takes no step. Then the others skip theirs: else the stages would
         have parted before anybody sees the error.
         """
-        if self._pipeline is None or (norm_type is None and not stats):
+        if self._pipeline is None:
             return
         totals = self._vector.totals
-        if failed:
-            totals.zero_()[1].fill_(1.0)
-        elif self._alarms:
-            totals[1:] += self._vector.alarms.raised_on_device()
-        self._pipeline.share(totals, norm_type)
+        if norm_type is None and not stats:
+            totals.zero_()
+        told = torch.ones_like(self.found_inf) if failed else self._vector.alarms.raised_on_device()
+        shared = torch.cat((torch.zeros_like(totals) if failed else totals, told))
+        self._pipeline.share(shared, norm_type)
+        totals.copy_(shared[:2])
+        self._failed_stages = shared[2:]
 
     @property
     def failed(self) -> bool:
@@ -217,7 +222,7 @@ class Exchange:
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in found_inf. What an alarm is raised for always skips; a non-finite gradient if asked."""
         nonfinite = self._vector.totals[1:] if skip_nonfinite else 0.0
-        self.found_inf.copy_(self._vector.alarms.raised_on_device() + nonfinite > 0)
+        self.found_inf.copy_(self._vector.alarms.raised_on_device() + self._failed_stages + nonfinite > 0)
         self.nonfinite.note(self._vector.reports, self.found_inf)
 
     def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:

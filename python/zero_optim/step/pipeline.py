@@ -52,7 +52,7 @@ class Pipeline:
         """Collective. Make of the ``totals`` of each stage those of all, in place.
 
         Args:
-            totals: [2] fp32, the norm term and the count of values that are not finite.
+            totals: [3] fp32, the norm term, the count of values that are not finite, and whether an alarm is raised.
             norm_type: of the norm term; None: there is none.
         """
         self._comm.exchange(totals, maximum=norm_type == math.inf)
