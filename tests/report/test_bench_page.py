@@ -74,7 +74,8 @@ def test_every_result_here_is_drawn(path: Path, tmp_path: Path) -> None:
     assert [[(line["name"], line["x"], line["y"]) for line in chart["lines"]] for chart in page.data["charts"]] == [
         [(line.name, line.x, line.y) for line in drawing.all_lines] for drawing in lines
     ]
-    assert len(page.drawings) == len(drawings) > 0
+    assert len(page.drawings) == len(drawings)
+    assert drawings or (record["phases"] and not record["rows"]), "only tests on a GPU have nothing to draw"
     for drawing, words in zip(drawings, page.drawings, strict=True):
         assert not _said_by(drawing) - Counter(words)
 

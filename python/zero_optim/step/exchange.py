@@ -90,9 +90,7 @@ class Exchange:
         self._edited: set[int] = set()  # parameters, since the last exchange
         self._raised: Alarm | None = None  # is known here, and told in the next step, where the other ranks hear of it
         self._own_reasons: Mapping[str, Sequence[str]] = {}  # by alarm, of the last exchange
-        self._failed_stages = torch.zeros_like(
-            self.found_inf
-        )  # more than 0 where a stage of the pipeline takes no step
+        self._failed_stages = torch.zeros_like(self.found_inf)  # above 0 where another stage takes no step
         self._make_room()
 
     def _make_room(self) -> None:
