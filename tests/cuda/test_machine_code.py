@@ -219,7 +219,7 @@ def test_ptxas_spills_nothing(resources: Mapping[tuple[str, str], tuple[int, int
 @pytest.mark.parametrize("arch", PTX_ARCHS)
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_operation_is_rounded_on_its_own(ptx: Mapping[tuple[str, str], Path], name: str, arch: str) -> None:
-    """But for estimates of what is stored in 8 bits, and the quotients that are read from these: encoded_step.h."""
+    """But for estimates of what is stored in 8 bits, and the quotients that are read from these: estimates.h."""
     for entry in re.split(r"(?=\.entry )", ptx[name, arch].read_text()):
         # ptxas contracts pairs (f32x2) on sm_100 whatever it is told.
         found = {*re.findall(r"\bfma\S+|\S+\.ftz\S*|\S+\.approx\S*|\S+\.f32x2", entry)}

@@ -42,7 +42,7 @@ def _over(stored, first, second):
 
 @triton.jit
 def _quotient(a, b):
-    """a / b where b is from 1 to 2: an estimate, corrected once by its rest. csrc/cuda/encoded_step.h has it, too."""
+    """a / b where b is from 1 to 2: an estimate, corrected once by its rest. csrc/cuda/estimates.h has it, too."""
     if _INTERPRETED:
         return tl.div_rn(a, b)
     else:

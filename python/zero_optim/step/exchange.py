@@ -220,7 +220,10 @@ class Exchange:
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in found_inf. What an alarm is raised for always skips; a non-finite gradient if asked."""
         nonfinite = self._vector.totals[1:] if skip_nonfinite else 0.0
-        self.found_inf.copy_(self._vector.alarms.raised_on_device() + self._failed_stages + nonfinite > 0)
+        raised = self._vector.alarms.raised_on_device()
+        if self._pipeline is not None:
+            raised = raised + self._failed_stages
+        self.found_inf.copy_(raised + nonfinite > 0)
         self.nonfinite.note(self._vector.reports, self.found_inf)
 
     def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:
