@@ -55,16 +55,16 @@ def _place(engine: Engine) -> dict[str | int, list[int]]:
 
 
 def _check_place(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Raise StateMismatchError where a state dict is of another stage, slice or expert. Where one of the two says nothing,
-    as an optimizer without ``pipeline=``, any fits."""
+    """Raise StateMismatchError where a state dict is of another stage, slice or expert. Where one of the two says
+    nothing, as an optimizer without ``pipeline=``, any fits."""
     own = _place(engine)
     for what, (number, count) in saved.get(PLACE, {}).items():
         if (here := own.get(what, [number, count])) != [number, count]:
             name = "the stage of a pipeline" if what == STAGE else f"the slice of {engine.parameters.labels[what]}"
             raise StateMismatchError(
                 f"the state is of another rank: {name} is number {number} of {count} there, and {here[0]} of {here[1]} "
-                "here. Each rank loads what itself has saved; zero_optim.checkpoint.save and load do that on any number "
-                "of ranks"
+                "here. Each rank loads what itself has saved; zero_optim.checkpoint.save and load do that on any "
+                "number of ranks"
             )
 
 
