@@ -11,7 +11,7 @@ OUT    ?=
 BASE   ?= main
 ARGS   ?=
 SECONDS ?= 600
-WORKERS ?= 2
+WORKERS ?= 4
 
 BIN      := .venv/bin
 SOURCES  := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
@@ -31,7 +31,7 @@ train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA 
 	@$(BIN)/zero-optim train $(TRAINING)
 
 .PHONY: test
-test: $(DEVELOPED)  ## run the test suite, a file at a time on each of WORKERS (2) workers; ARGS goes to pytest
+test: $(DEVELOPED)  ## run the test suite, a file at a time on each of WORKERS (4) workers; ARGS goes to pytest
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: quick
@@ -47,8 +47,9 @@ race-check: $(DEVELOPED)  ## the order of everything launched, on simulated GPUs
 	@cd tests && ../$(BIN)/python -m simulated_gpu $(ARGS)
 
 .PHONY: cuda-check
-cuda-check: $(DEVELOPED)  ## look into what nvcc and Triton make of the kernels; part of `make test`, needs no GPU
-	@$(BIN)/python -m pytest tests/cuda tests/triton_backend $(ARGS)
+cuda-check: $(DEVELOPED)  ## look into what nvcc and Triton make of the kernels for every architecture; needs no GPU
+	@ZERO_KERNELS_EVERY_ARCHITECTURE=1 $(BIN)/python -m pytest tests/cuda tests/triton_backend $(ARGS)
+	@$(if $(ARGS),,$(BIN)/python tests/checked.py)
 
 .PHONY: lint
 lint: $(DEVELOPED)  ## ruff, clang-format and mypy, as CI runs them

@@ -6,14 +6,14 @@ import importlib.util
 import os
 import runpy
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import checked
 import kept
 import pytest
 from library_cache import PTX, cached_library
-from toolchain import PTX_ARCHS, ROOT, SOURCES, to_ptx
+from toolchain import ARCH_LIST, ONE, PTX_ARCHS, ROOT, SOURCES
 
 
 @pytest.fixture(scope="session")
@@ -43,25 +43,21 @@ def cuobjdump() -> Path:
 
 @pytest.fixture(scope="session")
 def library(setup_py: SimpleNamespace, nvcc: str) -> Path:
-    """The CUDA library of these sources, whether or not the package was installed with one."""
-    try:
-        return cached_library(setup_py, nvcc, kept.folder("cuda"))
-    except setup_py.BuildError as failure:
-        pytest.fail(str(failure))
+    """The CUDA library of these sources, whether or not the package was installed with one. It is for one architecture
+    where that will do: see ``checked``."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not os.environ.get(ARCH_LIST) and not checked.every_architecture("cuda", checked.of_cuda(nvcc)):
+            patch.setenv(ARCH_LIST, ONE)
+        try:
+            return cached_library(setup_py, nvcc, kept.folder("cuda"))
+        except setup_py.BuildError as failure:
+            pytest.fail(str(failure))
 
 
 @pytest.fixture(scope="session")
-def ptx(
-    setup_py: SimpleNamespace, nvcc: str, library: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[tuple[str, str], Path]:
-    """The PTX that each op's source becomes for each architecture: that of the library, or where it has another list of
-    architectures, made for the purpose."""
-    folder = tmp_path_factory.mktemp("ptx")
-    wanted = [(name, arch) for name in SOURCES for arch in PTX_ARCHS]
-
-    def kept_or_made(name: str, arch: str) -> Path:
-        kept = library.parent / PTX / f"{name}.compute_{arch}.ptx"
-        return kept if kept.exists() else to_ptx(setup_py, nvcc, name, arch, folder / f"{name}-{arch}.ptx")
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(wanted, pool.map(lambda of: kept_or_made(*of), wanted), strict=True))
+def ptx(library: Path) -> Mapping[tuple[str, str], Path]:
+    """The PTX that each op's source became on the way to the library, by architecture and name."""
+    places = {
+        (arch, name): library.parent / PTX / f"{name}.compute_{arch}.ptx" for arch in PTX_ARCHS for name in SOURCES
+    }
+    return {of: place for of, place in places.items() if place.exists()}

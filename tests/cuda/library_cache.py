@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ def cached_library(setup_py: SimpleNamespace, nvcc: str, cache: Path) -> Path:
         if not folder.exists():
             # Under another name until it is whole. What a killed build has left there, ninja completes.
             unfinished = folder.with_suffix(".unfinished")
-            with keeping_ptx(unfinished / PTX):
+            with keeping_ptx(unfinished / PTX, setup_py.arch_flags()):
                 setup_py.build(library, unfinished)
             unfinished.rename(folder)
         used(folder)
@@ -33,8 +34,9 @@ def cached_library(setup_py: SimpleNamespace, nvcc: str, cache: Path) -> Path:
 
 
 @contextmanager
-def keeping_ptx(folder: Path) -> Iterator[None]:
-    """nvcc leaves in ``folder`` the PTX that it makes on the way to machine code: ``adam.compute_80.ptx``.
+def keeping_ptx(folder: Path, arch_flags: Sequence[str]) -> Iterator[None]:
+    """nvcc leaves in ``folder`` the PTX that it makes on the way to machine code: ``pack.compute_80.ptx``. For one
+    architecture alone it calls it ``pack.ptx``, which is given the longer name.
 
     To have it make the PTX once more takes half as long as the library.
     """
@@ -47,9 +49,12 @@ def keeping_ptx(folder: Path) -> Iterator[None]:
         os.environ.pop(NVCC_FLAGS)
         if before is not None:
             os.environ[NVCC_FLAGS] = before
+        made_for = re.findall(r"arch=(compute_\w+)", " ".join(arch_flags))
         for left in folder.iterdir():
             if left.suffix != ".ptx":
                 left.unlink()
+            elif len(made_for) == 1 and ".compute_" not in left.name:
+                left.rename(left.with_suffix(f".{made_for[0]}.ptx"))
 
 
 def key(setup_py: SimpleNamespace, library: object, nvcc: str, root: Path = ROOT) -> str:

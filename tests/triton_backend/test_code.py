@@ -13,6 +13,7 @@ from cases import FLOATS
 pytest.importorskip("triton.language", reason="triton is not installed")
 
 import aot
+import checked
 import triton.language as tl
 from triton import jit
 
@@ -146,7 +147,8 @@ CALLS: dict[str, Callable[[], None]] = {
 }
 
 every_call = pytest.mark.parametrize("name", CALLS)
-every_arch = pytest.mark.parametrize("arch", aot.ARCHS)
+ARCHS = aot.ARCHS if checked.every_architecture("triton", checked.of_triton()) else aot.ONE
+every_arch = pytest.mark.parametrize("arch", ARCHS)
 
 
 def launches(arch: int, name: str) -> tuple[aot.Launch, ...]:
