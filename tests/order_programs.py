@@ -30,7 +30,9 @@ from training_cases import Planned, maybe_no_sync, raise_in_backward
 
 LR, EPS, WEIGHT_DECAY, MAX_NORM = 1e-2, 1e-3, 0.1, 0.05
 SGD = {"lr": 0.3, "momentum": 0.9}  # a step moves a bias by as much as AdamW does
+MUON = {"lr": LR, "weight_decay": WEIGHT_DECAY, "momentum": 0.9}  # a step moves a weight by up to 7e-3
 TOLERANCE = 2e-6
+OF_MUON = 1.5e-3  # TOLERANCE where weights are Muon's: its iteration in bf16 makes much of the last bits. Seen: 8e-4
 STEPS, DEPTH, ROWS = 4, 3, 4
 SAVED = 1  # the step before which "saved and loaded" saves
 CAP_MB = 0.002  # several buckets at the smallest width; never more than a quarter of the parameters in any case
@@ -106,12 +108,15 @@ WHAT: Mapping[str, Sequence[int]] = {
     "parameters on the host, updated there, edited": (3,),
     "several rules, clipped": ALL,  # biases are SGD's: at stage 3 a unit has two buckets
     "paged, several rules, saved and loaded": ALL,
+    "muon, clipped": ALL,  # weights are Muon's, and biases AdamW's
+    "paged, muon, saved and loaded": ALL,
+    "parameters on the host, muon": (3,),
 }
 """What a program does, and the stages at which it is allowed. A name may begin with one of STORES."""
 
 MICRO_BATCHES = {"micro-batches": 3, "no_sync": 3, "zeroed between": 3, "zeroed, then no_sync": 2}
 MICRO_BATCHES |= {"thawed, no_sync": 3, "half thawed, no_sync": 3, "zeroed locally": 3, "two optimizers, locally": 3}
-CLIPPED = ("clipped", "raised at the end", "several rules, clipped")
+CLIPPED = ("clipped", "raised at the end", "several rules, clipped", "muon, clipped")
 SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "kept, on two streams": {"reshard_after_forward": False},
@@ -166,9 +171,23 @@ class OrderProgram:
     def models(self) -> int:
         return 2 if self.act.startswith("two optimizers") else 1
 
-    def by_sgd(self, name: str) -> bool:
-        """Whether the parameter of this name has a rule of its own."""
-        return self.act.startswith("several rules") and name.endswith("bias")
+    @property
+    def by_muon(self) -> bool:
+        return self.act.startswith("muon")
+
+    def has_other_rule(self, name: str) -> bool:
+        """Whether the parameter of this name is Muon's or SGD's, and not AdamW's."""
+        weight = name.endswith("weight")
+        return weight if self.by_muon else self.act.startswith("several rules") and not weight
+
+    @property
+    def rows(self) -> int:
+        """Of an input. Of few rows a weight's gradient is of low rank, and Muon's update of it is noise."""
+        return 2 * self.width if self.by_muon else ROWS
+
+    @property
+    def tolerance(self) -> float:
+        return OF_MUON if self.by_muon else TOLERANCE
 
     @property
     def overlaps(self) -> bool:
@@ -308,9 +327,9 @@ def make_model(program: OrderProgram) -> nn.Sequential:
 
 
 def make_input(program: OrderProgram, rank: int, step: int, micro: int) -> Tensor:
-    """[ROWS, width] on the CPU, multiples of 1/4."""
+    """[rows, width] on the CPU, multiples of 1/4."""
     generator = torch.Generator().manual_seed((rank * 100 + step) * 100 + micro)
-    return torch.randint(-4, 5, (ROWS, program.width), generator=generator) / 4
+    return torch.randint(-4, 5, (program.rows, program.width), generator=generator) / 4
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -669,9 +688,10 @@ def _owned(program: OrderProgram, named: Sequence[tuple[str, Any]]) -> list[list
 def _make_optimizer(program: OrderProgram, named: Sequence[tuple[str, Any]], process_group: Any) -> Any:
     import zero_optim
 
-    groups: list[Any] = [{"params": [entry for entry in named if not program.by_sgd(entry[0])]}]
-    if of_sgd := [entry for entry in named if program.by_sgd(entry[0])]:
-        groups.append({"params": of_sgd, "rule": zero_optim.rules.SGD(**SGD)})
+    groups: list[Any] = [{"params": [entry for entry in named if not program.has_other_rule(entry[0])]}]
+    if others := [entry for entry in named if program.has_other_rule(entry[0])]:
+        rule = zero_optim.rules.Muon(**MUON) if program.by_muon else zero_optim.rules.SGD(**SGD)
+        groups.append({"params": others, "rule": rule})
     return zero_optim.ShardedAdamW(
         groups,
         lr=LR,
@@ -709,9 +729,10 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
     owned = [[p for _, p in entries] for entries in entries_of]
     optimizers: list[Any] = []
     for entries in entries_of:
-        of_adam, of_sgd = ([p for name, p in entries if program.by_sgd(name) is sgd] for sgd in (False, True))
+        of_adam, others = ([p for name, p in entries if program.has_other_rule(name) is has] for has in (False, True))
         optimizers.append(torch.optim.AdamW(of_adam, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY))
-        optimizers += [torch.optim.SGD(of_sgd, **SGD)] if of_sgd else []
+        if others:
+            optimizers.append(torch.optim.Muon(others, **MUON) if program.by_muon else torch.optim.SGD(others, **SGD))
     losses: list[list[float]] = [[] for _ in range(world_size)]
     norms: list[float] = []
     gradients: list[dict[str, Part]] = []
@@ -737,25 +758,27 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
     return [Trained(parameters, losses[rank], norms, gradients) for rank in range(world_size)]
 
 
-def difference(got: Trained, want: Trained) -> str:
-    """Empty when all is within TOLERANCE; else what is not, and by how much."""
-    found = list(_differences(got, want))
+def difference(got: Trained, want: Trained, tolerance: float = TOLERANCE) -> str:
+    """Empty when all is within ``tolerance``; else what is not, and by how much."""
+    found = list(_differences(got, want, tolerance))
     return "; ".join(found[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
 
 
-def _differences(got: Trained, want: Trained) -> Iterator[str]:
-    yield from _of_tensors("parameter", got.parameters, want.parameters)
+def _differences(got: Trained, want: Trained, tolerance: float) -> Iterator[str]:
+    yield from _of_tensors("parameter", got.parameters, want.parameters, tolerance)
     for name, a, b in (("losses", got.losses, want.losses), ("norms", got.norms, want.norms)):
-        yield from _of_tensors(name, {"": torch.tensor(a)}, {"": torch.tensor(b)})
+        yield from _of_tensors(name, {"": torch.tensor(a)}, {"": torch.tensor(b)}, tolerance)
     if len(got.gradients) != len(want.gradients):
         yield f"gradients were read in {len(got.gradients)} steps instead of {len(want.gradients)}"
         return
     for step, (parts, whole) in enumerate(zip(got.gradients, want.gradients, strict=True)):
         wanted = {n: whole[n].values[part.start : part.start + part.values.numel()] for n, part in parts.items()}
-        yield from _of_tensors(f"step {step}, gradient", {n: part.values for n, part in parts.items()}, wanted)
+        yield from _of_tensors(
+            f"step {step}, gradient", {n: part.values for n, part in parts.items()}, wanted, tolerance
+        )
 
 
-def _of_tensors(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> Iterator[str]:
+def _of_tensors(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float) -> Iterator[str]:
     if got.keys() != want.keys():
         yield f"{what}s {sorted(got.keys() ^ want.keys())} are on one side alone"
         return
@@ -763,8 +786,8 @@ def _of_tensors(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor]
         a = got[name]
         if a.shape != b.shape:
             yield f"{what} {name}: {tuple(a.shape)} instead of {tuple(b.shape)}"
-        elif a.numel() and not bool(((off := (a.double() - b.double()).abs()) <= TOLERANCE).all()):
-            yield f"{what} {name}: off by {float(off.max()):.2g} in {int((~(off <= TOLERANCE)).sum())} of {a.numel()}"
+        elif a.numel() and not bool(((off := (a.double() - b.double()).abs()) <= tolerance).all()):
+            yield f"{what} {name}: off by {float(off.max()):.2g} in {int((~(off <= tolerance)).sum())} of {a.numel()}"
 
 
 def wrong(by_rank: Sequence[Sequence[Trained]], programs: Sequence[OrderProgram]) -> list[str]:
@@ -775,5 +798,7 @@ def wrong(by_rank: Sequence[Sequence[Trained]], programs: Sequence[OrderProgram]
 
 def check(results: Sequence[Trained], program: OrderProgram) -> str:
     """Empty when every rank's result is right; else what is wrong, rank by rank."""
-    found = [difference(got, expected(program, len(results), rank)) for rank, got in enumerate(results)]
+    found = [
+        difference(got, expected(program, len(results), rank), program.tolerance) for rank, got in enumerate(results)
+    ]
     return "\n".join(f"{program}: rank {rank}: {text}" for rank, text in enumerate(found) if text)

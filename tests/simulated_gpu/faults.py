@@ -57,9 +57,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         fault(
             "Comm.all_to_all: self._pending(...).wait()",
-            one("plain", 3),
+            one("muon, clipped", 3),
             new='self._pending(issued, "all_to_all", sent)',
-            unseen="Muon at stage 3 alone sends so. Random programs with rules by group show it: tests/fuzz.",
         ),
     ),
     *within(

@@ -103,8 +103,9 @@ class SimulatedTransport(StreamTransport, ABC):
         """The same memory, as a CPU tensor without autograd."""
         return tensor.detach()
 
-    def _issue(self, collective: Collective) -> Work:
-        group = self._record(collective.kind, collective.group, collective.sent.numel())
+    def _issue(self, collective: Collective, numel: int | None = None) -> Work:
+        """``numel``: see ``Entry``; None: as many as it sends."""
+        group = self._record(collective.kind, collective.group, collective.sent.numel() if numel is None else numel)
         queue = self.queues.setdefault(group.group_name, [])
         queue.append(self.begin(collective, group.group_name))
         return queue[-1]
@@ -157,10 +158,21 @@ class SimulatedTransport(StreamTransport, ABC):
     def all_to_all(
         self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: Group
     ) -> Issued:
-        """The result is not held back: who calls it waits at once."""
-        self._record("all_to_all", group)
+        """gloo carries to all ranks what each sends, as long as the longest."""
+        this = dist.get_rank(group)
         with self.at_memory():
-            return super().all_to_all(self.memory_of(sent), counts, self.memory_of(received), of_each, group)
+            own = self.memory_of(sent)
+            by_rank = [torch.empty(len(counts), dtype=torch.int64, device="cpu") for _ in counts]
+            dist.all_gather(by_rank, torch.tensor([*counts], device="cpu"), group=group)
+            carried = own.new_zeros(max(int(of_rank.sum()) for of_rank in by_rank))
+            carried[: own.numel()] = own
+
+        def finish(parts: Sequence[Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+            cut = [part[: int(of.sum())].split(of.tolist()) for part, of in zip(parts, by_rank, strict=True)]
+            return [(received, torch.cat([of_rank[this] for of_rank in cut]))]
+
+        collective = Collective("all_to_all", group, carried, [sent], [received], finish)
+        return Issued(self._issue(collective, numel=0))
 
     def broadcast(self, tensor: Tensor, group: Group) -> None:
         sends = dist.get_rank(group) == 0
