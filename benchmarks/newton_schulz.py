@@ -11,11 +11,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from muon_on_paper import multiplications
 from torch import Tensor
 from zero_optim.bench.contenders import DDP_MUON, MAKERS, Task
 from zero_optim.bench.train_step import WARM_UP_STEPS, train
-from zero_optim.rules import newton_schulz
+from zero_optim.rules import Muon, newton_schulz
 
 ITERATIONS = {True: (torch.optim._muon, "_zeropower_via_newtonschulz"), False: (newton_schulz, "orthogonalized")}
 """Module and name of the iteration: torch's, and ours."""
@@ -49,7 +48,7 @@ def watched(name: str, device: torch.device) -> Iterator[Iteration]:
         result = real(matrix, *options)
         seen.seconds += _now(device) - begin
         several = matrix.numel() // (matrix.shape[-2] * matrix.shape[-1])
-        seen.multiplications += several * multiplications(*matrix.shape[-2:])
+        seen.multiplications += several * Muon().cost(tuple(matrix.shape[-2:]))
         return result
 
     with mock.patch.object(module, of, run):

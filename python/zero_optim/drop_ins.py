@@ -175,8 +175,7 @@ class ShardedMuon(ShardedOptimizer):
     through a load.
 
     Args:
-        params, sharding: as ``ShardedAdamW`` takes them; not with ``state_offload`` at stage 3, nor where matrices
-            are cut over tensor-parallel ranks. What is no hidden matrix goes to a group with another rule:
+        params, sharding: as ``ShardedAdamW`` takes them. What is no hidden matrix goes to a group with another rule:
             ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``. Plain slices need ``partition_dim``; see docs/muon.md.
         lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; a group's own values win.
         ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration, the same for all groups. Three coefficients,
@@ -188,6 +187,9 @@ class ShardedMuon(ShardedOptimizer):
         ns_product: for all groups, what makes those products of the iteration that are symmetric: "torch", or "triton",
             which calculates half of each, on GPUs alone. Nobody has measured yet where it is faster. State loads from
             one into the other.
+        ns_replicas: for all groups, what ranks do that have the same matrices, as at stage 0, or as replicas of a mesh
+            of two dimensions: "share" the work, and send each other what they have made, or "repeat" it. The bits are
+            the same. See docs/muon.md for when sharing pays.
 
     Raises what ``ShardedOptimizer`` raises; ParameterError also for what is no matrix, or has not those of its view.
     """
@@ -205,6 +207,7 @@ class ShardedMuon(ShardedOptimizer):
         adjust_lr_fn: str | None = None,
         ns_gram: bool = True,
         ns_product: str = "torch",
+        ns_replicas: str = "share",
         **sharding: Unpack[ShardingOptions],
     ) -> None:
         _check(ShardedMuon, self, sharding)
@@ -219,6 +222,7 @@ class ShardedMuon(ShardedOptimizer):
             adjust_lr_fn=adjust_lr_fn,
             ns_gram=ns_gram,
             ns_product=ns_product,
+            ns_replicas=ns_replicas,
         )
         super().__init__(params, rule, **sharding)
 

@@ -41,8 +41,17 @@ def test_what_ranks_multiply_is_what_their_matrices_take():
 
 def test_three_matrices_on_two_ranks_and_on_four():
     three = [(128, 256)] * 3
-    assert on_paper(three, 2) == OnPaper(2, 1, 4 * 128 * 256, pytest.approx(1 / 3), pytest.approx(4 / 3), 0)
-    assert on_paper(three, 4) == OnPaper(4, 1, 4 * 128 * 256, pytest.approx(1 / 3), pytest.approx(4 / 3), 1)
+    padding, imbalance = pytest.approx(1 / 3), pytest.approx(4 / 3)
+    one = 5 * (2 * 128**2 * 256 + 128**3)  # multiplications of a matrix
+    assert on_paper(three, 2) == OnPaper(2, 1, 4 * 128 * 256, padding, imbalance, 0, 1.5 * 128 * 256, 2 * one)
+    assert on_paper(three, 4) == OnPaper(4, 1, 4 * 128 * 256, padding, imbalance, 1, 0.75 * 128 * 256, one)
+
+
+def test_replicas_share_where_a_message_takes_less_than_it_saves():
+    of = OnPaper(2, 1, 0, 0.0, 1.0, 0, numel=1e9, multiplied=10**15)
+    # Two send half of 2 GB each; half of 2e15 operations takes 2.5 s.
+    assert of.pays_from(2) == pytest.approx(1e9 / 2.5)
+    assert of.pays_from(64) == pytest.approx(2e9 * 63 / 64 / (2e15 * 0.75 / 400e12))
 
 
 def test_fewer_ranks_share_where_all_of_them_do_not_fit(monkeypatch):
@@ -59,12 +68,17 @@ def test_the_layout_on_paper_is_the_optimizers(ranks):
     parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
     with fake_ranks(ranks):
         optimizer = ShardedMuon(parameters, stage=2)
-        layouts = [bucket.layout.numel for bucket in optimizer.engine.reducer.buckets]
+        layouts = [bucket.layout for bucket in optimizer.engine.reducer.buckets]
         optimizer.close()
-    assert sorted(layouts) == sorted(bucket.numel for bucket in muon_on_paper.layouts_of(shapes[::-1], ranks))
+    on_paper = muon_on_paper.layouts_of(shapes[::-1], ranks)
+    assert [*map(_places, layouts)] == [*map(_places, on_paper)]
+
+
+def _places(layout):
+    return layout.numel, [(slot.offset, slot.numel) for slot in layout.slots]
 
 
 def test_the_table_has_a_line_for_each_choice():
     lines = muon_on_paper.table({"a model": muon_on_paper.LLAMA_7B}, [8, 128])
-    assert lines[2] == "| a model | 8 | 8 | 1 | 13 | 2.8 % | 1.4 | 1.03 | 0 |"
+    assert lines[2] == "| a model | 8 | 8 | 1 | 13 | 2.8 % | 1.4 | 1.00 | 0 |  |"
     assert [line.split(" | ")[1:4] for line in lines[3:]] == [["128", "128", "1"], ["128", "64", "2"]]

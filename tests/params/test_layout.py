@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from zero_optim import rules
 from zero_optim.params.layout import ROW, BucketLayout, Slot, WholeParameters, bucket_capacities, build_layout
 
 
@@ -95,11 +96,11 @@ def test_a_policy_decides_where_shards_cut():
     assert [[piece.numel for piece in usual.pieces(shard)] for shard in (0, 1)] == [[3 * ROW, 0], [2 * ROW, 3]]
 
 
-def _of_whole_parameters(numels, order, shards):
+def _of_whole_parameters(numels, order, shards, costs=None):
     kinds = dict.fromkeys(range(len(numels)), "bf16")
     sizes = dict(enumerate(numels))
     capacities = bucket_capacities(sizes, kinds, None, {"bf16": 2}, shards)
-    return build_layout(sizes, kinds, order, capacities, shards, {"bf16": WholeParameters()})
+    return build_layout(sizes, kinds, order, capacities, shards, {"bf16": WholeParameters()}, costs or {})
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8, 16])
@@ -119,14 +120,59 @@ def test_whole_parameters_are_in_one_shard_each(shards):
                     assert piece.slot.param not in found
                     found[piece.slot.param] = shard
     assert sorted(found) == [index for index, numel in enumerate(numels) if numel]
-    # Of any order within a bucket comes the same layout, so that a saved one can be laid out again.
+    # Of any order within a bucket come the same shards.
     if shards > 1:
         whole = WholeParameters()
         for layout in layouts:
-            there = {slot.param: slot.offset for slot in layout.slots}
-            params = list(reversed(list(there)))
+            params = [slot.param for slot in reversed(layout.slots)]
             offsets, numel = whole.place(params, dict(enumerate(numels)), shards)
-            assert dict(zip(params, offsets, strict=True)) == there and numel == layout.numel
+            there = {(param, *divmod(offset, numel // shards)) for param, offset in zip(params, offsets, strict=True)}
+            here = {(slot.param, *divmod(slot.offset, layout.shard_numel)) for slot in layout.slots if slot.numel}
+            assert numel == layout.numel and _piles(here) == _piles(of for of in there if numels[of[0]])
+
+
+def _piles(places):
+    """(parameter, shard, where it begins there) of each, whatever the number of the shard."""
+    piles = {}
+    for param, shard, start in places:
+        piles.setdefault(shard, set()).add((param, start))
+    return {frozenset(pile) for pile in piles.values()}
+
+
+@pytest.mark.parametrize("costs", [{}, {0: 1, 1: 9, 2: 5, 3: 1, 4: 9, 5: 5}], ids=["elements", "costs"])
+def test_who_has_least_to_do_gets_the_dearest_shard_of_the_next_bucket(costs):
+    """Three buckets of two, each with a large and a small parameter, for two ranks."""
+    numels, kinds = {i: (5 if i % 2 else 2) * ROW for i in range(6)}, dict.fromkeys(range(6), "a")
+    layouts = build_layout(numels, kinds, [*range(6)], {"a": 3 * ROW}, 2, {"a": _TwoByTwo()}, costs)
+    homes = [{slot.param: layout.shard_of(slot) for slot in layout.slots} for layout in layouts]
+    if costs:  # 9 and 1, then 5 and 1, then 9 and 5
+        assert homes == [{0: 1, 1: 0}, {2: 1, 3: 0}, {4: 1, 5: 0}]
+    else:  # 5 and 2 each
+        assert homes == [{0: 1, 1: 0}, {2: 0, 3: 1}, {4: 1, 5: 0}]
+    assert all(layout.numel == 10 * ROW for layout in layouts)
+
+
+class _TwoByTwo(WholeParameters):
+    def split(self, params, numels, capacity, shards):
+        return [[*params[start : start + 2]] for start in range(0, len(params), 2)]
+
+
+def test_a_shard_with_an_empty_parameter_at_its_end_is_dealt():
+    layout = BucketLayout((Slot(0, 0, ROW), Slot(1, ROW, 7), Slot(2, 2 * ROW, 0)), 2, 2 * ROW)
+    assert layout.dealt([1, 0]).slots == (Slot(1, 0, 7), Slot(2, ROW, 0), Slot(0, ROW, ROW))
+
+
+@pytest.mark.parametrize(("shards", "most"), [(2, 1.01), (3, 1.01), (4, 1.01), (8, 1.01), (16, 1.02), (32, 1.06)])
+def test_ranks_multiply_about_as_much(shards, most):
+    """The matrices of Llama 2 70B."""
+    shapes = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), *[(28672, 8192)] * 2, (8192, 28672)] * 80
+    costs = {number: rules.Muon().cost(shape) for number, shape in enumerate(shapes)}
+    layouts = _of_whole_parameters([rows * columns for rows, columns in shapes], [*costs][::-1], shards, costs)
+    multiplied = [0] * shards
+    for layout in layouts:
+        for slot in layout.slots:
+            multiplied[layout.shard_of(slot)] += costs[slot.param]
+    assert max(multiplied) * shards <= most * sum(multiplied)
 
 
 def test_an_empty_parameter_comes_before_the_slot_that_begins_where_it_lies():

@@ -108,16 +108,19 @@ class Sharding:
         """The number of this rank's part among them."""
         return self.sharers.rank if self.stage >= 1 else 0
 
+    @property
+    def replicas(self) -> Comm | None:
+        """The ranks that repeat this rank's part of the state, this one included; None: nobody does."""
+        if self.shard_count == 1:
+            return self.data_parallel if self.world_size > 1 else None
+        return None if self.grid is None else self.grid.across
+
     def holders(self, *, cut: bool) -> tuple[int, int]:
         """How many ranks hold what this rank holds of some state, and which of them this is.
 
         ``cut``: whether its parameters are cut over the tensor-parallel ranks; else all of these have them.
         """
-        count, number = 1, 0
-        if self.shard_count == 1:
-            count, number = self.world_size, self.data_parallel.rank
-        elif self.grid is not None:
-            count, number = self.grid.across.world_size, self.grid.across.rank
+        count, number = (1, 0) if self.replicas is None else (self.replicas.world_size, self.replicas.rank)
         if self.tensor_ranks is not None and not cut and not self.of_experts:
             slices = self.tensor_ranks.slices
             count, number = count * slices.world_size, number * slices.world_size + slices.rank

@@ -140,8 +140,9 @@ def buckets_by_size(
     kinds = {i: Kind(p.dtype, is_cut(p), shardings.of(i), rules.of(i)) for i, p in parameters.items()}
     rooms = {index: room_of(parameter) for index, parameter in parameters.items()}
     numels = {index: local_of(parameter).numel() for index, parameter in parameters.items()}
+    costs = {index: kinds[index].rule.cost(tuple(parameter.shape)) for index, parameter in parameters.items()}
     made = []
-    laid_out = layouts_by_size(rooms, kinds, bucket_cap_mb, order)
+    laid_out = layouts_by_size(rooms, kinds, bucket_cap_mb, order, costs)
     warn_of_padding(laid_out)
     for of, kind in laid_out:
         layout = of.holding(numels)
@@ -155,8 +156,12 @@ def layouts_by_size(
     kinds: Mapping[int, Kind],
     bucket_cap_mb: float | None,
     order: Sequence[int],
+    costs: Mapping[int, int],
 ) -> list[tuple[BucketLayout, Kind]]:
-    """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors."""
+    """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors.
+
+    ``costs``: see ``build_layout``.
+    """
     cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
     policies: dict[Hashable, LayoutPolicy] = {kind: kind.rule.layout for kind in kinds.values()}
     found: list[BucketLayout] = []
@@ -165,7 +170,7 @@ def layouts_by_size(
         itemsizes = {kind: sharding.reduce_dtype(kind.dtype).itemsize for kind in own.values()}
         capacities = bucket_capacities(numels, own, cap_bytes, itemsizes, sharding.shard_count)
         placed = [index for index in order if index in own]
-        found += build_layout(numels, own, placed, capacities, sharding.shard_count, policies)
+        found += build_layout(numels, own, placed, capacities, sharding.shard_count, policies, costs)
     place = {index: number for number, index in enumerate(order)}
     found.sort(key=lambda layout: max(place[slot.param] for slot in layout.slots))
     return [(layout, kinds[layout.slots[0].param]) for layout in found]

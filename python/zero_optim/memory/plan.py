@@ -16,7 +16,7 @@ from ..comm.tensor_ranks import TensorRanks
 from ..grads.buckets import Kind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket, round_up
 from ..rules.adamw import AdamW
-from ..rules.homes import TENSOR_ALL_TO_ALL, Size, batch_lengths
+from ..rules.homes import REPLICA_ALL_TO_ALL, TENSOR_ALL_TO_ALL, Size, batch_lengths
 from ..rules.muon import ON_A_GPU, ON_A_PROCESSOR
 from ..rules.state_tensor import StateTensor
 from ..rules.update_rule import UpdateRule, has_master, stored_for, stored_names
@@ -177,15 +177,17 @@ class Plan:
 
     @property
     def sent_across(self) -> int:
-        """Those to ranks that repeat what it has: 2 (N-1)/N of its shards. 0 where nobody does."""
+        """Those to ranks that repeat what it has: 2 (N-1)/N of its shards, and what it has made of matrices that they
+        share the work of. 0 where nobody does."""
         return self._sent(self.job.replicas, across=True)
 
     def _sent(self, ranks: int, *, across: bool) -> int:
         on_grid = self.job.replicas > 1 and self.job.stage >= 1
-        of_shares = {kind: nbytes for kind, nbytes in self.traffic.items() if kind not in (TERMS, TENSOR_ALL_TO_ALL)}
+        made = self.traffic.get(REPLICA_ALL_TO_ALL, 0) if on_grid is across else 0
+        of_shares = {kind: nbytes for kind, nbytes in self.traffic.items() if kind in _ON_WIRE}
         kinds = {kind: nbytes for kind, nbytes in of_shares.items() if (on_grid and kind == "all_reduce") is across}
         ranks = ranks if on_grid else self.job.data
-        return sum(_ON_WIRE[kind] * nbytes for kind, nbytes in kinds.items()) * (ranks - 1) // ranks
+        return made + sum(_ON_WIRE[kind] * nbytes for kind, nbytes in kinds.items()) * (ranks - 1) // ranks
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,12 @@ class _Flat:
     rule: UpdateRule
     joined: int = 0
     slices: int = 1
+
+    @property
+    def working(self) -> int:
+        """How many ranks share the work of its update."""
+        replicas = self.sharding.replicas if self.rule.shares_work else None
+        return 1 if replicas is None else replicas.world_size
 
     @property
     def nbytes(self) -> int:
@@ -310,6 +318,8 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     traffic = _traffic(laid, job, sharding)
     if any(flat.joined for flat in laid.buckets):
         traffic[TENSOR_ALL_TO_ALL] = _there_and_back(flat.joined // flat.sharding.shard_count for flat in laid.buckets)
+    if shared := sum(map(_made_for_others, laid.buckets)):
+        traffic[REPLICA_ALL_TO_ALL] = shared
     if job.tensor > 1:
         traffic[TERMS] = _terms(cut, job)
     return Plan(
@@ -385,7 +395,9 @@ def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
         index: Kind(p.dtype, p.cut, sharding if p.sharers is None else of_experts[p.sharers], job.rule_of(p))
         for index, p in ((index, parameters[index]) for index in order)
     }
-    layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order)
+    shapes = {index: shape for index in order if (shape := parameters[index].shape) is not None}
+    costs = {index: job.rule_of(parameters[index]).cost(shape) for index, shape in shapes.items()}
+    layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order, costs)
     flats = [
         _Flat(
             layout.holding(numels),
@@ -559,7 +571,7 @@ def _in_update(laid: _Laid, job: Job, sharding: Sharding) -> int:
     over_shards = job.stage >= 3 and sharding.shard_count > 1
     alike: dict[tuple[UpdateRule, torch.dtype, int], list[_Flat]] = {}
     for flat in flats[::-1]:
-        if over_shards or flat.joined:
+        if over_shards or flat.joined or flat.working > 1:
             alike.setdefault((flat.rule, flat.dtype, flat.slices), []).append(flat)
     most = iteration
     for (*_, slices), of_kind in alike.items():
@@ -602,6 +614,13 @@ def _traffic(laid: _Laid, job: Job, sharding: Sharding) -> dict[str, int]:
 def _there_and_back(elements: Iterable[int]) -> int:
     """Count what is sent to where parameters are made whole, and back, where all ranks have as much."""
     return 2 * sum(elements) * torch.bfloat16.itemsize
+
+
+def _made_for_others(flat: _Flat) -> int:
+    """Count what a rank sends to replicas, with which it shares the work: to each what it has made itself, if all make
+    as much."""
+    elements = sum(slot.numel for slot in flat.layout.slots) // flat.layout.shards
+    return torch.bfloat16.itemsize * elements * (flat.working - 1) // flat.working
 
 
 def _terms(cut: ModelShapes, job: Job) -> int:

@@ -37,6 +37,7 @@ class ParameterShape:
         sharers: of an expert, how many ranks share its state, and which of them it is; None: as all other parameters.
         rule: which updates it; None: that of the job.
         matrix: whether it is a matrix of a hidden layer, which Muon is for.
+        shape: by which a rule may tell what its update takes; None: nobody knows.
         joined: over how many tensor-parallel ranks its slices are made whole, for a rule that needs whole parameters;
             1: they are not.
     """
@@ -49,6 +50,7 @@ class ParameterShape:
     sharers: tuple[int, int] | None = None
     rule: UpdateRule | None = None
     matrix: bool = False
+    shape: tuple[int, ...] | None = None
     joined: int = 1
 
     @property
@@ -60,7 +62,7 @@ class ParameterShape:
 def shape_of(parameter: Tensor, *, trained: bool) -> ParameterShape:
     """What this rank has of a parameter that is there."""
     numel, dtype = local_of(parameter).numel(), parameter.dtype
-    return ParameterShape(numel, dtype, trained, is_cut(parameter), room_of(parameter))
+    return ParameterShape(numel, dtype, trained, is_cut(parameter), room_of(parameter), shape=tuple(parameter.shape))
 
 
 @dataclass(frozen=True)

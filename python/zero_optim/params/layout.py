@@ -13,11 +13,14 @@ element does not mind. By ``WholeParameters`` it cuts no parameter, for an updat
 
     bucket  | slot 1 ............ | slot 3 .. |//| slot 0 ............... | slot 2 .. |
     shards  | rank 0                             | rank 1                             |
+
+Such updates are dear, and shards of a bucket differ in what theirs take. So the dearest shard of a bucket goes to the
+rank that has least to do in the buckets before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -71,6 +74,15 @@ class BucketLayout:
     def holding(self, numels: Mapping[int, int]) -> BucketLayout:
         """The same places for parameters that have less here than the room they were given: ``numels`` of each."""
         return replace(self, slots=tuple(replace(slot, numel=numels[slot.param]) for slot in self.slots))
+
+    def shard_of(self, slot: Slot) -> int:
+        """The shard in which ``slot`` begins."""
+        return min(slot.offset // self.shard_numel, self.shards - 1)  # an empty slot may lie at the very end
+
+    def dealt(self, ranks: Sequence[int]) -> BucketLayout:
+        """The same shards in another order: ``ranks`` has the new number of each. None of them cuts a slot."""
+        moved = {slot: (ranks[self.shard_of(slot)] - self.shard_of(slot)) * self.shard_numel for slot in self.slots}
+        return replace(self, slots=_in_order(replace(slot, offset=slot.offset + by) for slot, by in moved.items()))
 
     def pieces(self, shard: int) -> Iterator[SlotPiece]:
         """Cut out what ``shard`` holds of every slot, empty pieces included."""
@@ -231,6 +243,7 @@ def build_layout(
     capacities: Mapping[Hashable, int],
     shards: int,
     policies: Mapping[Hashable, LayoutPolicy] = MappingProxyType({}),
+    costs: Mapping[int, int] = MappingProxyType({}),
 ) -> list[BucketLayout]:
     """Fill buckets with the parameters in ``order``; a bucket's index follows the place of its last slot in it.
 
@@ -241,6 +254,8 @@ def build_layout(
         capacities: elements a bucket of each kind may hold, or about as many; the policy says.
         shards: parts that every bucket splits into.
         policies: by kind, which parameters share a bucket, and where they lie in it. Of others ``CUT_AT_ROWS``.
+        costs: what the update of a parameter that is not cut takes, by index, in any unit; else as much as it has
+            elements.
     """
     place = {param: number for number, param in enumerate(order)}
     buckets: list[list[int]] = []
@@ -248,7 +263,26 @@ def build_layout(
         of_kind = [param for param in order if kinds[param] == kind]
         buckets += policies.get(kind, CUT_AT_ROWS).split(of_kind, numels, capacities[kind], shards)
     buckets.sort(key=lambda params: place[params[-1]])
-    return [_layout(params, numels, shards, policies.get(kinds[params[0]], CUT_AT_ROWS)) for params in buckets]
+    to_do = [0] * shards  # of each rank, in buckets whose parameters are whole
+    layouts = []
+    for params in buckets:
+        policy = policies.get(kinds[params[0]], CUT_AT_ROWS)
+        layout = _layout(params, numels, shards, policy)
+        layouts.append(layout if policy.cuts else _deal(layout, costs, to_do))
+    return layouts
+
+
+def _deal(layout: BucketLayout, costs: Mapping[int, int], to_do: list[int]) -> BucketLayout:
+    """Give the dearest shard to the rank that has least ``to_do``, and so on. What they have then is added there."""
+    takes = [0] * layout.shards
+    for slot in layout.slots:
+        takes[layout.shard_of(slot)] += costs.get(slot.param, slot.numel)
+    every = range(layout.shards)
+    dearest, idlest = sorted(every, key=lambda shard: -takes[shard]), sorted(every, key=to_do.__getitem__)
+    rank_of = dict(zip(dearest, idlest, strict=True))
+    for shard, rank in rank_of.items():
+        to_do[rank] += takes[shard]
+    return layout.dealt([rank_of[shard] for shard in every])
 
 
 def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:
@@ -260,6 +294,10 @@ def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:
 
 def _layout(params: Sequence[int], numels: Mapping[int, int], shards: int, policy: LayoutPolicy) -> BucketLayout:
     offsets, numel = policy.place(params, numels, shards)
-    slots = [Slot(param, offset, numels[param]) for param, offset in zip(params, offsets, strict=True)]
-    # One without elements may lie where the next begins: it comes first.
-    return BucketLayout(tuple(sorted(slots, key=lambda slot: (slot.offset, slot.numel))), shards, numel)
+    slots = (Slot(param, offset, numels[param]) for param, offset in zip(params, offsets, strict=True))
+    return BucketLayout(_in_order(slots), shards, numel)
+
+
+def _in_order(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """One without elements may lie where the next begins: it comes first."""
+    return tuple(sorted(slots, key=lambda slot: (slot.offset, slot.numel)))

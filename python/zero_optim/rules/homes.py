@@ -14,13 +14,18 @@ of one parameter have the same home, or below stage 3 the same place in a bucket
                      slice 0        slice 1
     data-parallel 0  a0 b0     <->  a1 b1       each of a and b is made whole on one of the two
     data-parallel 1  c0        <->  c1
+
+Replicas all have the same parameters whole, by now. Each updates some of them, and sends the others what it has made::
+
+    replica 0   a b c  ──>  makes a     ── all-to-all ──>  what a b c become
+    replica 1   a b c  ──>  makes b, c                     what a b c become
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +36,8 @@ from .update_rule import Cut, Whole
 
 TENSOR_ALL_TO_ALL = "tensor_all_to_all"
 """What tensor-parallel ranks send each other, in the account of collectives."""
-
+REPLICA_ALL_TO_ALL = "replica_all_to_all"
+"""What replicas send each other there."""
 
 JOINED_ON_A_GPU, JOINED_ON_A_PROCESSOR = 2**24, 2**20
 """Elements of a rank that are made whole together, at least. Muon's take 8 bytes each meanwhile. On a GPU nobody has
@@ -109,7 +115,7 @@ class Joined(NamedTuple):
 
 def joined_parts(number: int, cut: Cut, cost: int, rank: int) -> Joined:
     """A parameter of which the shards have parts. ``number``: of this rank's shard. ``rank``: this one."""
-    flat = cut.whole._replace(shape=torch.Size((cut.whole.numel,)), order=None)
+    flat = _flat(cut.whole)
     own = [
         Piece(number, flat._replace(start=part.in_shard, shape=torch.Size((part.numel,))), 0, 0, part.numel)
         for other, part in cut.parts
@@ -209,6 +215,47 @@ class Homes:
         """What all ranks have sent to this one, piece by piece."""
         message = sent.taken(source)
         return self._ranks.all_to_all(message, sent.counts, received.counts, self._kind)
+
+
+class Shares:
+    """Which of some parameters, that several ranks have whole, each of them updates: chosen as ``Homes`` does.
+
+    Args:
+        wholes: by the tensor in which they lie.
+        cost: how dear one is, in any unit.
+        ranks: that all have them; None: this rank alone does.
+
+    Attributes:
+        own: those that this rank updates, as ``wholes``.
+    """
+
+    def __init__(self, wholes: Sequence[Sequence[Whole]], cost: Callable[[Whole], int], ranks: Comm | None) -> None:
+        self.own, self._ranks = wholes, ranks
+        if ranks is None:
+            return
+        every = [(number, whole) for number, of_tensor in enumerate(wholes) for whole in of_tensor if whole.numel]
+        made: list[list[Piece]] = [[] for _ in range(ranks.world_size)]
+        own: list[list[Whole]] = [[] for _ in wholes]
+        for (number, whole), rank in zip(every, _homes([cost(of) for _, of in every], ranks.world_size), strict=True):
+            made[rank].append(Piece(number, _flat(whole), 0, 0, whole.numel))
+            if rank == ranks.rank:
+                own[number].append(whole)
+        self.own = own
+        others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+        self._leaving = _Side([made[ranks.rank] if rank in others else [] for rank in range(ranks.world_size)])
+        self._arriving = _Side([made[rank] if rank in others else [] for rank in range(ranks.world_size)])
+
+    def exchange(self, tensors: Sequence[Tensor]) -> None:
+        """Collective. Let ``tensors`` have what the other ranks have made of theirs."""
+        if self._ranks is not None and tensors:
+            message = self._leaving.taken(tensors)
+            counts = self._leaving.counts, self._arriving.counts
+            self._arriving.put(self._ranks.all_to_all(message, *counts, REPLICA_ALL_TO_ALL), tensors)
+
+
+def _flat(whole: Whole) -> Whole:
+    """The same elements in a row, as they lie."""
+    return whole._replace(shape=torch.Size((whole.numel,)), order=None)
 
 
 def _copy(to: list[Tensor], of: list[Tensor]) -> None:

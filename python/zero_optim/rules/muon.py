@@ -20,7 +20,7 @@ from ..params.joint import DIM, STRIDE, Joint, is_plain_slice, says_blocks, whol
 from ..params.layout import WholeParameters, round_up
 from ..params.param_shard import plain_parameter
 from . import newton_schulz
-from .homes import TENSOR_ALL_TO_ALL, Homes, joined_parts, joined_slices
+from .homes import TENSOR_ALL_TO_ALL, Homes, Shares, joined_parts, joined_slices
 from .kernel_rule import KernelRule
 from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
 from .muon_in_float64 import MuonInFloat64
@@ -56,8 +56,27 @@ class _Part(NamedTuple):
     numel: int
 
 
+class _Places(NamedTuple):
+    """Where each matrix is made orthogonal.
+
+    Attributes:
+        over_shards: homes of those that are cut over the ranks that share them; None: none is.
+        of_wholes: of what this rank has whole then, what it makes.
+        over_slices: homes of those that tensor-parallel ranks have slices of; None: there are none.
+        of_slices: of those whose home this rank is, what it makes.
+    """
+
+    over_shards: Homes | None
+    of_wholes: Shares
+    over_slices: Homes | None
+    of_slices: Shares
+
+
 SCALES = (None, "original", "match_rms_adamw", "spectral_unclamped")
 """What ``adjust_lr_fn`` may be; see ``scale_of``."""
+
+SHARE, REPEAT = REPLICAS = ("share", "repeat")
+"""What ``ns_replicas`` may be."""
 
 _HEADS = ("head", "lm_head", "output", "classifier", "score")
 """Names of modules that ``split_for_muon`` takes for heads."""
@@ -70,8 +89,8 @@ class _Scale(Fixed):
         return (value or "original") == (other or "original")
 
 
-class _Product(Fixed):
-    """``ns_product``. State that was made with the other loads: it differs by rounding alone."""
+class _Way(Fixed):
+    """How the iteration is made. State that was made in another way loads: it differs by rounding alone, if at all."""
 
     stays = True
 
@@ -80,8 +99,9 @@ class Muon(UpdateRule):
     """One momentum, 4 bytes a parameter less than AdamW; for matrices alone.
 
     ``view`` of a parameter group says which matrices its parameters are; see ``matrix_view``. Other options of its own,
-    the same for all groups: ``ns_coefficients``, ``ns_steps``, ``eps``, ``ns_gram`` and ``ns_product`` of the
-    Newton-Schulz iteration, and ``adjust_lr_fn``, by which the rate depends on a matrix's shape; see ``scale_of``.
+    the same for all groups: ``ns_coefficients``, ``ns_steps``, ``eps``, ``ns_gram``, ``ns_product`` and ``ns_replicas``
+    of the Newton-Schulz iteration, and ``adjust_lr_fn``, by which the rate depends on a matrix's shape; see
+    ``scale_of``.
     """
 
     options = (
@@ -93,7 +113,8 @@ class Muon(UpdateRule):
         Fixed("eps", 1e-7),
         Fixed("ns_steps", 5),
         Fixed("ns_gram", True),
-        _Product("ns_product", newton_schulz.TORCH),
+        _Way("ns_product", newton_schulz.TORCH),
+        _Way("ns_replicas", SHARE),
         _Scale("adjust_lr_fn", None),
         MatrixView(VIEW, None),
     )
@@ -105,9 +126,8 @@ class Muon(UpdateRule):
     # Of the momentum. It is lerp(m, g, share): a difference of up to 2 of the larger of the two, a product, a sum, and
     # the gradient's two factors. Each rounds by half of 2^-23 of that, and a unit is a half to all of this.
     ulps_an_update = 8
-    # Where matrices are made whole: over shards, and over slices, where something is cut so. A prepared rule learns it
-    # in its first update.
-    _homes: tuple[Homes | None, Homes | None] | None = None
+    # A prepared rule learns it in its first update.
+    _places: _Places | None = None
     _passes: tuple[KernelRule, KernelRule] | None = None  # made in ``prepared``
 
     def check(self) -> None:
@@ -116,6 +136,9 @@ class Muon(UpdateRule):
         if self.defaults["adjust_lr_fn"] not in SCALES:
             known = ", ".join(map(repr, SCALES))
             raise ValueError(f"adjust_lr_fn must be one of {known}, got {self.defaults['adjust_lr_fn']!r}")
+        if self.defaults["ns_replicas"] not in REPLICAS:
+            known = ", ".join(map(repr, REPLICAS))
+            raise ValueError(f"ns_replicas must be one of {known}, got {self.defaults['ns_replicas']!r}")
 
     def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
         foreign = next((name for name in ("betas", "dampening") if name in group), None)
@@ -131,6 +154,10 @@ class Muon(UpdateRule):
             return None
         reason = zero_kernels.why_no_symmetric_product(device)
         return reason and f"ns_product='triton' needs Triton on a GPU, and {reason}: leave ns_product out"
+
+    @property
+    def shares_work(self) -> bool:
+        return bool(self.defaults["ns_replicas"] == SHARE)
 
     def needs_whole(self, joint: Joint) -> bool:
         """A stack of matrices that is cut between them has whole ones in each slice."""
@@ -190,14 +217,16 @@ class Muon(UpdateRule):
 
     def join(self, held: Sequence[Tensor], shards: Sequence[ToJoin]) -> None:
         """Collective. Parts of matrices go to their homes among the ranks that share them; then slices, to theirs among
-        the tensor-parallel ranks. What is made of them comes back the other way round."""
-        over_shards, over_slices = self._homes_of(shards)
+        the tensor-parallel ranks. Of what replicas all have then, each makes some orthogonal. What is made comes back
+        the other way round."""
+        if self._places is None:
+            self._places = self._places_of(shards)
+        over_shards, of_wholes, over_slices, of_slices = self._places
         whole = held if over_shards is None else [over_shards.bring(held)]
-        for tensor, wholes in zip(whole, _held(shards, over_shards), strict=True):
-            self._orthogonalize_all(tensor, [each for each in wholes if not self._is_slice(each)])
+        self._orthogonalize_shared(whole, of_wholes)
         if over_slices is not None:
             here = over_slices.bring(whole)
-            self._orthogonalize_all(here, over_slices.wholes)
+            self._orthogonalize_shared([here], of_slices)
             over_slices.give_back(here, whole)
         if over_shards is not None:
             over_shards.give_back(whole[0], held)
@@ -276,37 +305,45 @@ class Muon(UpdateRule):
         """Whether the matrices of ``whole`` are those of other tensor-parallel ranks, too."""
         return whole.joint is not None and self.needs_whole(whole.joint)
 
-    def _homes_of(self, shards: Sequence[ToJoin]) -> tuple[Homes | None, Homes | None]:
-        """Where each matrix that is cut is made orthogonal: over the shards, and over the slices."""
-        if self._homes is not None:
-            return self._homes
+    def _places_of(self, shards: Sequence[ToJoin]) -> _Places:
         over_shards = over_slices = None
         if (ranks := shards[0].ranks) is not None:
             every = [(number, cut) for number, shard in enumerate(shards) for cut in shard.cuts]
             parts = [joined_parts(number, cut, self._cost(cut.whole), ranks.rank) for number, cut in every]
             over_shards = Homes(parts, ranks, "all_to_all")
+        # What this rank has whole, or a slice of, by the tensor that it lies in.
+        held = [shard.wholes for shard in shards] if over_shards is None else [over_shards.wholes]
         if (ranks := shards[0].slices) is not None:
             slices = [
                 joined_slices(number, whole, self._cost(whole), ranks.rank)
-                for number, wholes in enumerate(_held(shards, over_shards))
+                for number, wholes in enumerate(held)
                 for whole in wholes
                 if self._is_slice(whole)
             ]
             over_slices = Homes(slices, ranks, TENSOR_ALL_TO_ALL) if slices else None
-        self._homes = over_shards, over_slices
-        return self._homes
+        wholes = [[whole for whole in of_tensor if not self._is_slice(whole)] for of_tensor in held]
+        of_slices = [] if over_slices is None else [over_slices.wholes]
+        of_all, of_joined = (Shares(of, self._cost, shards[0].replicas) for of in (wholes, of_slices))
+        return _Places(over_shards, of_all, over_slices, of_joined)
 
-    def _cost(self, whole: Whole) -> int:
-        """How many multiplications the iteration takes. Of a slice those of the whole parameter: so tensor-parallel
-        ranks choose alike."""
-        matrices, rows, columns = matrices_of(whole.shape if whole.joint is None else whole.joint.shape)
+    def cost(self, shape: tuple[int, ...]) -> int:
+        """How many multiplications the iteration takes."""
+        if len(shape) < 2:  # refused, but for a plan
+            return super().cost(shape)
+        matrices, rows, columns = matrices_of(shape)
         coefficients, steps, _, gram, _ = (self.defaults[name] for name in newton_schulz.OPTIONS)
         return matrices * newton_schulz.multiplications(rows, columns, coefficients, steps, gram)
 
-    def _orthogonalize_all(self, tensor: Tensor, wholes: Sequence[Whole]) -> None:
-        """The same as ``_orthogonalize``, of some at a time."""
-        for run in _together([whole for whole in wholes if whole.numel], _most(tensor)):
-            self._orthogonalize(tensor, run)
+    def _cost(self, whole: Whole) -> int:
+        """Of a slice that of the whole parameter: so tensor-parallel ranks choose alike."""
+        return self.cost(whole.shape if whole.joint is None else whole.joint.shape)
+
+    def _orthogonalize_shared(self, tensors: Sequence[Tensor], shares: Shares) -> None:
+        """The same as ``_orthogonalize``, of some at a time, and of those that other ranks make there. Collective."""
+        for tensor, wholes in zip(tensors, shares.own, strict=True):
+            for run in _together([whole for whole in wholes if whole.numel], _most(tensor)):
+                self._orthogonalize(tensor, run)
+        shares.exchange(tensors)
 
     def _orthogonalize(self, step: Tensor, wholes: Sequence[Whole]) -> None:
         """Make each matrix in ``step``, flat, orthogonal, in place.
@@ -377,12 +414,6 @@ def _parts_of(to_join: ToJoin) -> Iterator[_Part]:
         for rank, piece in cut.parts:
             if to_join.ranks is not None and rank == to_join.ranks.rank:
                 yield _Part(cut.whole, piece.in_shard, piece.in_param, piece.numel)
-
-
-def _held(shards: Sequence[ToJoin], over_shards: Homes | None) -> Sequence[Sequence[Whole]]:
-    """The parameters, or slices of them, that this rank has whole once those of shards are at their homes: of each
-    tensor that they lie in."""
-    return [shard.wholes for shard in shards] if over_shards is None else [over_shards.wholes]
 
 
 def scale_of(shape: Sequence[int], adjust_lr_fn: str | None) -> float:

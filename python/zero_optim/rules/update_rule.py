@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -70,12 +71,14 @@ class ToJoin(NamedTuple):
         cuts: the parameters in it of which other shards have parts.
         ranks: those that have these shards; None: no parameter is in several.
         slices: the tensor-parallel ranks, which have the slices; None: there are no slices.
+        replicas: ranks that have the same, and share the work; None: there are none.
     """
 
     wholes: Sequence[Whole]
     cuts: Sequence[Cut]
     ranks: Comm | None
     slices: Comm | None
+    replicas: Comm | None
 
 
 class ShardUpdate(NamedTuple):
@@ -168,6 +171,7 @@ class UpdateRule:
             tensor-parallel ranks have slices of them. It brings ``before_joining``, ``join`` and ``after_joining``
             then, which take the place of ``update`` there.
         joined_in: the dtype in which ranks exchange what is made whole.
+        shares_work: whether ranks that have the same parameters share the work by ``join``, too.
         plain_slices: how many tensor-parallel ranks have plain slices of what is cut, one each.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows. Where
             it takes whole matrices, of their ``buffer``.
@@ -188,6 +192,10 @@ class UpdateRule:
     joins_parts = False
     joined_in = torch.float32
     plain_slices = 1
+
+    @property
+    def shares_work(self) -> bool:
+        return False
 
     def __init__(self, **values: Any) -> None:
         known = {option.name: option.default for option in self.options}
@@ -237,6 +245,10 @@ class UpdateRule:
         """Give the rule for these parameter groups, the first that the optimizer has: they may decide what state there
         is. Raises ValueError."""
         return self
+
+    def cost(self, shape: tuple[int, ...]) -> int:
+        """What an update of a parameter of this shape takes, in any unit. By it whole parameters go to ranks."""
+        return math.prod(shape)
 
     def is_like(self, other: UpdateRule) -> bool:
         """Whether one rule can take the place of both: they differ in defaults alone, of which a group may have its

@@ -170,7 +170,8 @@ def _alike(shards: Sequence[ShardState]) -> list[list[ShardState]]:
 def _parts(shards: Sequence[ShardState]) -> Iterator[list[ShardState]]:
     """Cut them into batches. Below stage 3 a rank has some of the parameters of each alone."""
     first, bucket = shards[0], shards[0].bucket
-    ranks = prod(ranks.world_size for ranks in first.joining if ranks is not None)
+    of_parts, of_slices, _ = first.joining  # with more parameters for replicas a batch would take more memory
+    ranks = prod(ranks.world_size for ranks in (of_parts, of_slices) if ranks is not None)
     shares = bucket.layout.shards if first.joining[0] is None else 1
     sizes = [Size(shard.numel, len(shard.parameters)) for shard in shards]
     rest = iter(shards)

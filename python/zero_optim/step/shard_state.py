@@ -102,11 +102,13 @@ class ShardState:
         )
 
     def _to_join(self, group: Callable[[int], Mapping[str, Any]]) -> ToJoin | None:
-        if not self._joins_shards and not self._joins_slices:
-            return None
         sharding = self.bucket.sharding
+        replicas = sharding.replicas if self.rule.shares_work else None
+        if not self._joins_shards and not self._joins_slices and replicas is None:
+            return None
         cuts, ranks = (self._cuts(group), sharding.sharers) if self._joins_shards else ((), None)
-        return ToJoin(self.wholes, cuts, ranks, None if sharding.tensor_ranks is None else sharding.tensor_ranks.slices)
+        slices = None if sharding.tensor_ranks is None else sharding.tensor_ranks.slices
+        return ToJoin(self.wholes, cuts, ranks, slices, replicas)
 
     def _cuts(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Cut, ...]:
         layout = self.bucket.layout
@@ -219,9 +221,11 @@ class ShardState:
         return own == its
 
     @property
-    def joining(self) -> tuple[Comm | None, Comm | None]:
-        """The ranks that make its parameters whole together, of parts and of slices; None: these are not cut."""
-        return (None, None) if self.to_join is None else (self.to_join.ranks, self.to_join.slices)
+    def joining(self) -> tuple[Comm | None, Comm | None, Comm | None]:
+        """The ranks that make its parameters whole together, of parts and of slices, and those that share that work;
+        None: there are none."""
+        of = self.to_join
+        return (None, None, None) if of is None else (of.ranks, of.slices, of.replicas)
 
     # -- its parts -----------------------------------------------------------------------------------------------
 
