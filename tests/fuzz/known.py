@@ -391,4 +391,15 @@ KNOWN: dict[str, Program] = {
             Step(1),
         ),
     ),
+    "stage 3 over a grid, a raise before the first unit on all ranks but one, zeroed in place": Program(
+        4,
+        (_optim(3, stage=3, mesh=True),),
+        (
+            Zero(0, to_none=False),
+            Backward(
+                ((*_net(0, 1, 2), Boom()),) * 3 + ((Net(0, (Unit(0, ((0, 0.5),)), Boom(), Unit(1, ()), Unit(2, ()))),),)
+            ),
+            Zero(0, to_none=False),
+        ),
+    ),
 }
