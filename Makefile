@@ -11,7 +11,7 @@ OUT    ?=
 BASE   ?= main
 ARGS   ?=
 SECONDS ?= 600
-WORKERS ?= 4
+WORKERS ?= 2
 
 BIN      := .venv/bin
 SOURCES  := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
@@ -31,7 +31,7 @@ train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA 
 	@$(BIN)/zero-optim train $(TRAINING)
 
 .PHONY: test
-test: $(DEVELOPED)  ## run the test suite, a file at a time on each of WORKERS (4) workers; ARGS goes to pytest
+test: $(DEVELOPED)  ## run the test suite, a file at a time on each of WORKERS (2) workers; ARGS goes to pytest
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: quick

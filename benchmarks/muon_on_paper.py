@@ -60,8 +60,9 @@ class OnPaper:
         return balanced and self.largest * ITEMSIZE <= MOST_BYTES
 
     def pays_from(self, replicas: int) -> float:
-        """Bytes a second of a rank's link, from which on replicas save time where they share the work."""
-        sent = ITEMSIZE * self.numel * (replicas - 1) / replicas
+        """Bytes a second of a rank's link, from which on replicas save time where they share the work: an all-reduce of
+        what a rank has sends it twice, but for the part of one."""
+        sent = 2 * ITEMSIZE * self.numel * (replicas - 1) / replicas
         saved = 2 * self.multiplied * (1 - 1 / min(replicas, PARAMETERS_A_RANK)) / PEAK
         return sent / saved
 

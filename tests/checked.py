@@ -48,12 +48,14 @@ def _name(compiler: str, patterns: Iterable[str], root: Path) -> str:
 
 
 def main() -> None:
-    """What is not here has not been looked into: its name stays."""
+    """What is not here has not been looked into, nor what a list of architectures has left out: its name stays. Triton
+    brings the disassembler."""
     names = json.loads(RECORD.read_text())
-    if nvcc := runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["nvcc"]():
-        names["cuda"] = of_cuda(nvcc)
     if importlib.util.find_spec("triton") is not None:
         names["triton"] = of_triton()
+        nvcc = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["nvcc"]()
+        if nvcc is not None and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+            names["cuda"] = of_cuda(nvcc)
     RECORD.write_text(json.dumps(names, indent=1) + "\n")
 
 

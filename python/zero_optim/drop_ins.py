@@ -188,8 +188,8 @@ class ShardedMuon(ShardedOptimizer):
             which calculates half of each, on GPUs alone. Nobody has measured yet where it is faster. State loads from
             one into the other.
         ns_replicas: for all groups, what ranks do that have the same matrices, as at stage 0, or as replicas of a mesh
-            of two dimensions: "share" the work, and send each other what they have made, or "repeat" it. The bits are
-            the same. See docs/muon.md for when sharing pays.
+            of two dimensions: "share" the work, and send each other what they have made, or "repeat" it, with the same
+            bits. State off the device has them repeat it below stage 3. See docs/muon.md for when sharing pays.
 
     Raises what ``ShardedOptimizer`` raises; ParameterError also for what is no matrix, or has not those of its view.
     """

@@ -49,9 +49,9 @@ def test_three_matrices_on_two_ranks_and_on_four():
 
 def test_replicas_share_where_a_message_takes_less_than_it_saves():
     of = OnPaper(2, 1, 0, 0.0, 1.0, 0, numel=1e9, multiplied=10**15)
-    # Two send half of 2 GB each; half of 2e15 operations takes 2.5 s.
-    assert of.pays_from(2) == pytest.approx(1e9 / 2.5)
-    assert of.pays_from(64) == pytest.approx(2e9 * 63 / 64 / (2e15 * 0.75 / 400e12))
+    # 2 GB go through an all-reduce; half of 2e15 operations takes 2.5 s.
+    assert of.pays_from(2) == pytest.approx(2e9 / 2.5)
+    assert of.pays_from(64) == pytest.approx(4e9 * 63 / 64 / (2e15 * 0.75 / 400e12))
 
 
 def test_fewer_ranks_share_where_all_of_them_do_not_fit(monkeypatch):

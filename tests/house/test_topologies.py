@@ -165,7 +165,7 @@ TESTED = {
             "rules/test_muon_verified.py::test_a_right_optimizer_differs_by_rounding_alone",
         ),
         "tensor parallel": (*CUT, f"{TENSOR}::test_a_model_from_meta_is_what_verify_expects", MUON_IN_SLICES),
-        "hybrid": (ALL_ON_GRID, "rules/test_muon_stage3.py::test_replicas_repeat_it", MUON_ANYWHERE),
+        "hybrid": (ALL_ON_GRID, "rules/test_muon_stage3.py::test_replicas_have_the_same", MUON_ANYWHERE),
         "plain slices": (*ALL_IN_SLICES, MUON_IN_SLICES, MUON_ANYWHERE),
         "experts": (
             *OF_EXPERTS,
@@ -173,7 +173,7 @@ TESTED = {
             f"{MUON_SLICES}::test_experts_that_are_spread_over_ranks",
             MUON_ANYWHERE,
         ),
-        "hybrid × tensor parallel": (*CUT_GRID, f"{MUON_SLICES}::test_replicas_repeat_it"),
+        "hybrid × tensor parallel": (*CUT_GRID, f"{MUON_SLICES}::test_replicas_have_the_same"),
         "pipeline": (ALL_IN_PIPELINE, MUON_ANYWHERE),
         "pipeline × tensor parallel": THREE,
         "context parallel": (*ALL_IN_CONTEXT, MUON_ANYWHERE),

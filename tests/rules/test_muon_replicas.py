@@ -20,7 +20,7 @@ from zero_optim.rules import homes, newton_schulz
 
 STEPS, OVERFLOW = 4, 1
 WIDTHS = (24, 40, 64, 20, 48, 32, 40, 56)
-KIND = homes.REPLICA_ALL_TO_ALL
+KIND = homes.REPLICA_ALL_REDUCE
 
 
 class Net(nn.Module):
@@ -121,8 +121,8 @@ def test_it_has_the_bits_of_ranks_that_repeat_the_work(ranks: int, stage: int, s
 
 
 STORED = {
-    "state on the host": (2, {"state_offload": "cpu"}),
-    "pages": (0, {"state_offload": "paged", "device_budget": 0, "state_dtype": "int8", "master": "split"}),
+    "state on the host": (3, {"state_offload": "cpu"}),
+    "pages": (3, {"state_offload": "paged", "device_budget": 0, "state_dtype": "int8", "master": "split"}),
     "averages, measured": (1, {"ema_decay": 0.9, "telemetry": True}),
 }
 
@@ -130,8 +130,15 @@ STORED = {
 @pytest.mark.parametrize("name", STORED)
 def test_wherever_state_is(name: str) -> None:
     stage, options = STORED[name]
+    _check_alike(run_ranks(4, _alike, stage, 2, torch.bfloat16, options), 2)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_comes_in_pages_below_stage_3_is_made_by_all(stage: int) -> None:
+    """They would come twice."""
     ranks, shards = (4, 2) if stage else (2, 1)
-    _check_alike(run_ranks(ranks, _alike, stage, shards, torch.bfloat16, options), 2)
+    for _, made, sent, planned in run_ranks(ranks, _run, stage, shards, torch.bfloat16, {"state_offload": "cpu"}):
+        assert made and KIND not in sent and KIND not in planned
 
 
 def _without_messages(rank: int, world_size: int) -> bool:
@@ -150,12 +157,10 @@ def test_each_makes_some_and_tells_the_others(ranks: int, stage: int, shards: in
     replicas = ranks // shards
     matrices = [(2 * width, width) for width in WIDTHS] + [(24, 20)] * 5
     assert sorted(shape for _, made, *_ in found for shape in made) == sorted(matrices * STEPS)
-    # Each sends to all others what it has made, in bf16.
-    for _, made, sent, _ in found:
-        numel = sum(rows * columns for rows, columns in made)
-        assert sent[KIND]["bytes"] == 2 * numel * (replicas - 1)
-    planned = sum(plan[KIND] for *_, plan in found)
-    assert planned * STEPS == pytest.approx(sum(sent[KIND]["bytes"] for _, _, sent, _ in found), rel=0.01)
+    # All that a rank has, in bf16, goes through the sum.
+    numel = sum(rows * columns for rows, columns in matrices)
+    assert sum(sent[KIND]["bytes"] for _, _, sent, _ in found) == 2 * numel * replicas * STEPS
+    assert sum(plan[KIND] for *_, plan in found) == pytest.approx(2 * numel * replicas, rel=0.01)
     costs = [sum(rules.Muon().cost(shape) for shape in made) for _, made, *_ in found]
     if stage == 0:  # a stack stays together, so the largest of six that follow each other may be alone
         assert max(costs) < sum(costs) * 0.8

@@ -165,7 +165,7 @@ def _on_a_grid(rank: int, world_size: int) -> None:
     assert_same(*found)
 
 
-def test_replicas_repeat_it() -> None:
+def test_replicas_have_the_same() -> None:
     run_ranks(4, _on_a_grid)
 
 

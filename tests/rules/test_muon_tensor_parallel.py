@@ -318,7 +318,7 @@ def test_state_off_the_device_and_several_batches() -> None:
             assert_same(cell, results[rank][number], wanted, rank)
 
 
-def test_replicas_repeat_it() -> None:
+def test_replicas_have_the_same() -> None:
     """Two replicas of two shards of two slices."""
     cells = [Cell(stage, EVEN, dtype=torch.bfloat16, replicas=2) for stage in (1, 3)]
     results = run_ranks(8, _train_cells, cells, timeout=180)

@@ -617,8 +617,9 @@ class Reducer:
                 bucket.launch_zeros()
         # Whoever launches zeros waits for the sum. Over a grid that takes the second leg of all, which on the others
         # nobody issues until they wait, too.
-        for bucket in self.buckets if min(launched) < max(launched) else ():
-            bucket.wait()
+        if min(launched) < max(launched):
+            for bucket in self.buckets:
+                bucket.wait()
 
     def observe(self) -> None:
         """Let the next synchronised backward count anew how often each gradient becomes ready. The layout stays."""

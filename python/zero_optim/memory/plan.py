@@ -16,7 +16,7 @@ from ..comm.tensor_ranks import TensorRanks
 from ..grads.buckets import Kind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket, round_up
 from ..rules.adamw import AdamW
-from ..rules.homes import REPLICA_ALL_TO_ALL, TENSOR_ALL_TO_ALL, Size, batch_lengths
+from ..rules.homes import REPLICA_ALL_REDUCE, TENSOR_ALL_TO_ALL, Size, batch_lengths
 from ..rules.muon import ON_A_GPU, ON_A_PROCESSOR
 from ..rules.state_tensor import StateTensor
 from ..rules.update_rule import UpdateRule, has_master, stored_for, stored_names
@@ -35,7 +35,8 @@ _ITERATION = 10
 TERMS = "tensor_parallel"
 """The kind of traffic that adds up terms over tensor-parallel ranks."""
 
-_ON_WIRE = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "node_all_gather": 1, "all_to_all": 1}
+_ACROSS = ("all_reduce", REPLICA_ALL_REDUCE)
+_ON_WIRE = {"reduce_scatter": 1, "all_gather": 1, "node_all_gather": 1, "all_to_all": 1, **dict.fromkeys(_ACROSS, 2)}
 
 
 @dataclass(frozen=True)
@@ -183,11 +184,10 @@ class Plan:
 
     def _sent(self, ranks: int, *, across: bool) -> int:
         on_grid = self.job.replicas > 1 and self.job.stage >= 1
-        made = self.traffic.get(REPLICA_ALL_TO_ALL, 0) if on_grid is across else 0
         of_shares = {kind: nbytes for kind, nbytes in self.traffic.items() if kind in _ON_WIRE}
-        kinds = {kind: nbytes for kind, nbytes in of_shares.items() if (on_grid and kind == "all_reduce") is across}
+        kinds = {kind: nbytes for kind, nbytes in of_shares.items() if (on_grid and kind in _ACROSS) is across}
         ranks = ranks if on_grid else self.job.data
-        return made + sum(_ON_WIRE[kind] * nbytes for kind, nbytes in kinds.items()) * (ranks - 1) // ranks
+        return sum(_ON_WIRE[kind] * nbytes for kind, nbytes in kinds.items()) * (ranks - 1) // ranks
 
 
 @dataclass(frozen=True)
@@ -207,11 +207,11 @@ class _Flat:
     joined: int = 0
     slices: int = 1
 
-    @property
-    def working(self) -> int:
-        """How many ranks share the work of its update."""
-        replicas = self.sharding.replicas if self.rule.shares_work else None
-        return 1 if replicas is None else replicas.world_size
+    def is_shared(self, job: Job) -> bool:
+        """Whether several ranks share the work of its update: where it takes no page, or makes parameters whole."""
+        joins = bool(self.joined) or (job.stage >= 3 and self.layout.shards > 1)
+        shares = self.rule.shares_work and (joins or job.offload.tier is Tier.DEVICE)
+        return shares and self.sharding.replicas is not None
 
     @property
     def nbytes(self) -> int:
@@ -318,8 +318,9 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     traffic = _traffic(laid, job, sharding)
     if any(flat.joined for flat in laid.buckets):
         traffic[TENSOR_ALL_TO_ALL] = _there_and_back(flat.joined // flat.sharding.shard_count for flat in laid.buckets)
-    if shared := sum(map(_made_for_others, laid.buckets)):
-        traffic[REPLICA_ALL_TO_ALL] = shared
+    if shared := [flat for flat in laid.buckets if flat.is_shared(job)]:
+        elements = sum(slot.numel for flat in shared for slot in flat.layout.slots) // shared[0].layout.shards
+        traffic[REPLICA_ALL_REDUCE] = torch.bfloat16.itemsize * elements
     if job.tensor > 1:
         traffic[TERMS] = _terms(cut, job)
     return Plan(
@@ -559,8 +560,8 @@ def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding
 
 def _in_update(laid: _Laid, job: Job, sharding: Sharding) -> int:
     """Count what an update of whole matrices takes: of a batch that ranks make whole together, both ends of a message,
-    in bf16; or what is made whole then, without a message, and of one parameter the iteration, or of some small
-    ones."""
+    in bf16, or where they only share the work, the message; or what is made whole then, without a message, and of one
+    parameter the iteration, or of some small ones."""
     flats = [flat for flat in laid.buckets if not flat.rule.layout.cuts]
     if not flats:
         return 0
@@ -571,7 +572,7 @@ def _in_update(laid: _Laid, job: Job, sharding: Sharding) -> int:
     over_shards = job.stage >= 3 and sharding.shard_count > 1
     alike: dict[tuple[UpdateRule, torch.dtype, int], list[_Flat]] = {}
     for flat in flats[::-1]:
-        if over_shards or flat.joined or flat.working > 1:
+        if over_shards or flat.joined or flat.is_shared(job):
             alike.setdefault((flat.rule, flat.dtype, flat.slices), []).append(flat)
     most = iteration
     for (*_, slices), of_kind in alike.items():
@@ -579,7 +580,8 @@ def _in_update(laid: _Laid, job: Job, sharding: Sharding) -> int:
         rest, held = iter(sizes), torch.bfloat16.itemsize * (1 + over_shards + (slices > 1))
         for length in batch_lengths(sizes, sharding.shard_count * slices, device):
             numel = sum(size.numel for size in islice(rest, length))
-            most = max(most, held * numel + max(2 * torch.bfloat16.itemsize * numel, iteration))
+            ends = 2 if over_shards or slices > 1 else 1
+            most = max(most, held * numel + max(ends * torch.bfloat16.itemsize * numel, iteration))
     return most
 
 
@@ -614,13 +616,6 @@ def _traffic(laid: _Laid, job: Job, sharding: Sharding) -> dict[str, int]:
 def _there_and_back(elements: Iterable[int]) -> int:
     """Count what is sent to where parameters are made whole, and back, where all ranks have as much."""
     return 2 * sum(elements) * torch.bfloat16.itemsize
-
-
-def _made_for_others(flat: _Flat) -> int:
-    """Count what a rank sends to replicas, with which it shares the work: to each what it has made itself, if all make
-    as much."""
-    elements = sum(slot.numel for slot in flat.layout.slots) // flat.layout.shards
-    return torch.bfloat16.itemsize * elements * (flat.working - 1) // flat.working
 
 
 def _terms(cut: ModelShapes, job: Job) -> int:

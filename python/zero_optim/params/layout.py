@@ -163,7 +163,7 @@ MOST_PADDING = 0.05
 class WholeParameters:
     """No shard cuts a parameter. The largest comes first, each goes to the shard that has least, and all shards are as
     long as the fullest. So a bucket grows until it has parameters for all shards: its padding is ``MOST_PADDING`` at
-    most, but for that of the last bucket. Where a parameter lies does not depend on the order."""
+    most, but for that of the last bucket. What a shard has does not depend on the order."""
 
     cuts = False
 
@@ -254,8 +254,8 @@ def build_layout(
         capacities: elements a bucket of each kind may hold, or about as many; the policy says.
         shards: parts that every bucket splits into.
         policies: by kind, which parameters share a bucket, and where they lie in it. Of others ``CUT_AT_ROWS``.
-        costs: what the update of a parameter that is not cut takes, by index, in any unit; else as much as it has
-            elements.
+        costs: what the update of a parameter that is not cut takes, by index, in a unit that all have; else as much as
+            it has elements.
     """
     place = {param: number for number, param in enumerate(order)}
     buckets: list[list[int]] = []

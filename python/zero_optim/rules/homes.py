@@ -15,10 +15,11 @@ of one parameter have the same home, or below stage 3 the same place in a bucket
     data-parallel 0  a0 b0     <->  a1 b1       each of a and b is made whole on one of the two
     data-parallel 1  c0        <->  c1
 
-Replicas all have the same parameters whole, by now. Each updates some of them, and sends the others what it has made::
+Replicas all have the same parameters whole, by now. Each updates some of them. What it leaves to the others it takes
+for zero, and the sum over replicas is exact::
 
-    replica 0   a b c  ──>  makes a     ── all-to-all ──>  what a b c become
-    replica 1   a b c  ──>  makes b, c                     what a b c become
+    replica 0   a b c  ──>  a' 0  0     ── all-reduce ──>  a' b' c'
+    replica 1   a b c  ──>  0  b' c'                       a' b' c'
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .update_rule import Cut, Whole
 
 TENSOR_ALL_TO_ALL = "tensor_all_to_all"
 """What tensor-parallel ranks send each other, in the account of collectives."""
-REPLICA_ALL_TO_ALL = "replica_all_to_all"
+REPLICA_ALL_REDUCE = "replica_all_reduce"
 """What replicas send each other there."""
 
 JOINED_ON_A_GPU, JOINED_ON_A_PROCESSOR = 2**24, 2**20
@@ -166,10 +167,13 @@ class _Side:
         parts, there = self._pairs(message, tensors)
         _copy(there, parts)
 
+    def parts(self, message: Tensor) -> tuple[Tensor, ...]:
+        """What such a message has of each piece, flat."""
+        return message.split(self._numels)
+
     def _pairs(self, message: Tensor, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         there = [piece.of(tensors) for piece in self._pieces]
-        parts = message.split(self._numels)
-        return [part.view(piece.shape) for part, piece in zip(parts, there, strict=True)], there
+        return [part.view(piece.shape) for part, piece in zip(self.parts(message), there, strict=True)], there
 
 
 class Homes:
@@ -231,26 +235,29 @@ class Shares:
 
     def __init__(self, wholes: Sequence[Sequence[Whole]], cost: Callable[[Whole], int], ranks: Comm | None) -> None:
         self.own, self._ranks = wholes, ranks
-        if ranks is None:
-            return
         every = [(number, whole) for number, of_tensor in enumerate(wholes) for whole in of_tensor if whole.numel]
-        made: list[list[Piece]] = [[] for _ in range(ranks.world_size)]
+        if ranks is None or not every:  # none has any then
+            self._ranks = None
+            return
+        homes = _homes([cost(whole) for _, whole in every], ranks.world_size)
+        self._is_own = [home == ranks.rank for home in homes]
+        self._pieces = _Side([[Piece(number, _flat(whole), 0, 0, whole.numel) for number, whole in every]])
         own: list[list[Whole]] = [[] for _ in wholes]
-        for (number, whole), rank in zip(every, _homes([cost(of) for _, of in every], ranks.world_size), strict=True):
-            made[rank].append(Piece(number, _flat(whole), 0, 0, whole.numel))
-            if rank == ranks.rank:
+        for (number, whole), is_own in zip(every, self._is_own, strict=True):
+            if is_own:
                 own[number].append(whole)
         self.own = own
-        others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-        self._leaving = _Side([made[ranks.rank] if rank in others else [] for rank in range(ranks.world_size)])
-        self._arriving = _Side([made[rank] if rank in others else [] for rank in range(ranks.world_size)])
 
     def exchange(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Let ``tensors`` have what the other ranks have made of theirs."""
-        if self._ranks is not None and tensors:
-            message = self._leaving.taken(tensors)
-            counts = self._leaving.counts, self._arriving.counts
-            self._arriving.put(self._ranks.all_to_all(message, *counts, REPLICA_ALL_TO_ALL), tensors)
+        if self._ranks is None:
+            return
+        message = self._pieces.taken(tensors)
+        others = [part for part, is_own in zip(self._pieces.parts(message), self._is_own, strict=True) if not is_own]
+        if others:
+            torch._foreach_zero_(others)
+        self._ranks.exchange(message, kind=REPLICA_ALL_REDUCE)
+        self._pieces.put(message, tensors)
 
 
 def _flat(whole: Whole) -> Whole:

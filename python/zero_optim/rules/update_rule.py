@@ -247,7 +247,8 @@ class UpdateRule:
         return self
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """What an update of a parameter of this shape takes, in any unit. By it whole parameters go to ranks."""
+        """What an update of a parameter of this shape takes, in multiplications or another unit that the rules of one
+        optimizer share. By it whole parameters go to ranks."""
         return math.prod(shape)
 
     def is_like(self, other: UpdateRule) -> bool:

@@ -43,7 +43,8 @@ class ShardState:
         page: its number in the store.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
         wholes: the parameters in it, where the rule has them whole, or a slice of each.
-        to_join: what of it an update makes whole that is cut over ranks; None: nothing.
+        to_join: what of it an update makes whole that is cut over ranks, or shares with ranks that have the same; None:
+            nothing.
         row_keys: [shard_numel / ROW] int32, of which the noise of each row is made; None: nothing is rounded by noise.
         row_stats: [shard_numel / ROW, 5] fp32, what the last update has measured of each row; None: it measures none.
     """
@@ -102,12 +103,15 @@ class ShardState:
         )
 
     def _to_join(self, group: Callable[[int], Mapping[str, Any]]) -> ToJoin | None:
-        sharding = self.bucket.sharding
-        replicas = sharding.replicas if self.rule.shares_work else None
-        if not self._joins_shards and not self._joins_slices and replicas is None:
+        sharding, tensor_ranks = self.bucket.sharding, self.bucket.sharding.tensor_ranks
+        joins = self._joins_shards or self._joins_slices
+        # What comes in pages would come twice for it, and what is updated on the host would go to the device and back.
+        shares = self.rule.shares_work and (joins or self._store.keeps_views)
+        replicas = sharding.replicas if shares else None
+        if not joins and replicas is None:
             return None
         cuts, ranks = (self._cuts(group), sharding.sharers) if self._joins_shards else ((), None)
-        slices = None if sharding.tensor_ranks is None else sharding.tensor_ranks.slices
+        slices = tensor_ranks.slices if tensor_ranks is not None and self._joins_slices else None
         return ToJoin(self.wholes, cuts, ranks, slices, replicas)
 
     def _cuts(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Cut, ...]:
