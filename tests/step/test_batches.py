@@ -62,6 +62,9 @@ class Ranks:
         self.world_size = world_size
 
 
+NOBODY = (None, None, None)
+
+
 @dataclass
 class Shard:
     """As much of a ``ShardState`` as a batch asks for."""
@@ -71,14 +74,14 @@ class Shard:
     device: torch.device = torch.device("cpu")
     fails: str = ""
     rule: Rule = field(default_factory=Rule)
-    joining: tuple[Ranks | None, Ranks | None] = (None, None)
+    joining: tuple[Ranks | None, Ranks | None, Ranks | None] = NOBODY
     params: int = 1
     lookahead: int = 0
     done: list[str] = field(default_factory=list)
 
     @property
     def to_join(self) -> object | None:
-        return None if self.joining == (None, None) else self
+        return None if self.joining == NOBODY else self
 
     @property
     def bucket(self) -> Any:
@@ -140,17 +143,24 @@ def test_other_dtypes_are_apart_and_the_order_stays():
 
 
 def test_what_is_made_whole_comes_first_and_is_alike():
-    big, ranks = 2 * MOST["cpu"], (Ranks(2), None)
+    big, ranks = 2 * MOST["cpu"], (Ranks(2), None, None)
     shards = [Shard(1), Shard(big, joining=ranks), Shard(2), Shard(3, "fp32", joining=ranks)]
-    shards += [Shard(big, joining=ranks), Shard(4), Shard(5, joining=(ranks[0], Ranks(2)))]
+    shards += [Shard(big, joining=ranks), Shard(4), Shard(5, joining=(ranks[0], Ranks(2), None))]
     assert sizes_of(shards) == [[big, big], [3], [5], [1, 2, 4]]
 
 
 @pytest.mark.parametrize(
-    ("joining", "ranks"), [((Ranks(4), None), 4), ((Ranks(4), Ranks(3)), 12), ((None, Ranks(3)), 3 * SHARDS)]
+    ("joining", "ranks"),
+    [
+        ((Ranks(4), None, None), 4),
+        ((Ranks(4), Ranks(3), None), 12),
+        ((None, Ranks(3), None), 3 * SHARDS),
+        ((None, None, Ranks(8)), SHARDS),
+        ((Ranks(4), None, Ranks(8)), 4),
+    ],
 )
 def test_what_is_made_whole_is_cut_where_both_parts_are_worth_it(joining, ranks, monkeypatch):
-    """Below stage 3 a rank has the parameters of its shard alone."""
+    """Below stage 3 a rank has the parameters of its shard alone. For replicas a batch is no larger."""
     monkeypatch.setattr(homes, "JOINED_ON_A_PROCESSOR", 100)
     enough = homes.PARAMETERS_A_RANK * ranks
     shard = partial(Shard, joining=joining)
@@ -163,7 +173,7 @@ def test_what_is_made_whole_is_cut_where_both_parts_are_worth_it(joining, ranks,
 
 def joined_batch(shards: list[Shard]) -> tuple[JoinedBatch, Trouble]:
     for shard in shards:
-        shard.rule, shard.joining = shards[0].rule, (Ranks(2), None)
+        shard.rule, shard.joining = shards[0].rule, (Ranks(2), None, None)
     trouble = Trouble()
     return JoinedBatch(shards, trouble), trouble
 
