@@ -178,8 +178,8 @@ class Plan:
 
     @property
     def sent_across(self) -> int:
-        """Those to ranks that repeat what it has: 2 (N-1)/N of its shards, and what it has made of matrices that they
-        share the work of. 0 where nobody does."""
+        """Those to ranks that repeat what it has: 2 (N-1)/N of its shards, and of the matrices whose work they share. 0
+        where nobody does."""
         return self._sent(self.job.replicas, across=True)
 
     def _sent(self, ranks: int, *, across: bool) -> int:
@@ -207,10 +207,14 @@ class _Flat:
     joined: int = 0
     slices: int = 1
 
+    def is_joined(self, job: Job) -> bool:
+        """Whether its update makes parameters whole that are cut over ranks."""
+        over_shards = job.stage >= 3 and self.layout.shards > 1
+        return not self.rule.layout.cuts and (over_shards or bool(self.joined))
+
     def is_shared(self, job: Job) -> bool:
         """Whether several ranks share the work of its update: where it takes no page, or makes parameters whole."""
-        joins = bool(self.joined) or (job.stage >= 3 and self.layout.shards > 1)
-        shares = self.rule.shares_work and (joins or job.offload.tier is Tier.DEVICE)
+        shares = self.rule.shares_work and (self.is_joined(job) or job.offload.tier is Tier.DEVICE)
         return shares and self.sharding.replicas is not None
 
     @property
@@ -319,8 +323,8 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     if any(flat.joined for flat in laid.buckets):
         traffic[TENSOR_ALL_TO_ALL] = _there_and_back(flat.joined // flat.sharding.shard_count for flat in laid.buckets)
     if shared := [flat for flat in laid.buckets if flat.is_shared(job)]:
-        elements = sum(slot.numel for flat in shared for slot in flat.layout.slots) // shared[0].layout.shards
-        traffic[REPLICA_ALL_REDUCE] = torch.bfloat16.itemsize * elements
+        elements = (sum(slot.numel for slot in flat.layout.slots) // flat.layout.shards for flat in shared)
+        traffic[REPLICA_ALL_REDUCE] = torch.bfloat16.itemsize * sum(elements)
     if job.tensor > 1:
         traffic[TERMS] = _terms(cut, job)
     return Plan(
@@ -572,7 +576,7 @@ def _in_update(laid: _Laid, job: Job, sharding: Sharding) -> int:
     over_shards = job.stage >= 3 and sharding.shard_count > 1
     alike: dict[tuple[UpdateRule, torch.dtype, int], list[_Flat]] = {}
     for flat in flats[::-1]:
-        if over_shards or flat.joined or flat.is_shared(job):
+        if flat.is_joined(job) or flat.is_shared(job):
             alike.setdefault((flat.rule, flat.dtype, flat.slices), []).append(flat)
     most = iteration
     for (*_, slices), of_kind in alike.items():

@@ -116,7 +116,7 @@ class Joined(NamedTuple):
 
 def joined_parts(number: int, cut: Cut, cost: int, rank: int) -> Joined:
     """A parameter of which the shards have parts. ``number``: of this rank's shard. ``rank``: this one."""
-    flat = _flat(cut.whole)
+    flat = cut.whole._replace(shape=torch.Size((cut.whole.numel,)), order=None)
     own = [
         Piece(number, flat._replace(start=part.in_shard, shape=torch.Size((part.numel,))), 0, 0, part.numel)
         for other, part in cut.parts
@@ -167,13 +167,10 @@ class _Side:
         parts, there = self._pairs(message, tensors)
         _copy(there, parts)
 
-    def parts(self, message: Tensor) -> tuple[Tensor, ...]:
-        """What such a message has of each piece, flat."""
-        return message.split(self._numels)
-
     def _pairs(self, message: Tensor, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         there = [piece.of(tensors) for piece in self._pieces]
-        return [part.view(piece.shape) for part, piece in zip(self.parts(message), there, strict=True)], there
+        parts = message.split(self._numels)
+        return [part.view(piece.shape) for part, piece in zip(parts, there, strict=True)], there
 
 
 class Homes:
@@ -234,35 +231,30 @@ class Shares:
     """
 
     def __init__(self, wholes: Sequence[Sequence[Whole]], cost: Callable[[Whole], int], ranks: Comm | None) -> None:
-        self.own, self._ranks = wholes, ranks
         every = [(number, whole) for number, of_tensor in enumerate(wholes) for whole in of_tensor if whole.numel]
-        if ranks is None or not every:  # none has any then
-            self._ranks = None
+        self.own, self._every = wholes, every
+        self._ranks = ranks if every else None  # none of them has any then
+        if self._ranks is None:
             return
-        homes = _homes([cost(whole) for _, whole in every], ranks.world_size)
-        self._is_own = [home == ranks.rank for home in homes]
-        self._pieces = _Side([[Piece(number, _flat(whole), 0, 0, whole.numel) for number, whole in every]])
+        homes = _homes([cost(whole) for _, whole in every], self._ranks.world_size)
+        self._made = [place for place, home in enumerate(homes) if home == self._ranks.rank]
+        self._awaited = [place for place, home in enumerate(homes) if home != self._ranks.rank]
         own: list[list[Whole]] = [[] for _ in wholes]
-        for (number, whole), is_own in zip(every, self._is_own, strict=True):
-            if is_own:
-                own[number].append(whole)
+        for number, whole in map(every.__getitem__, self._made):
+            own[number].append(whole)
         self.own = own
 
     def exchange(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Let ``tensors`` have what the other ranks have made of theirs."""
         if self._ranks is None:
             return
-        message = self._pieces.taken(tensors)
-        others = [part for part, is_own in zip(self._pieces.parts(message), self._is_own, strict=True) if not is_own]
-        if others:
-            torch._foreach_zero_(others)
+        there = [whole.of(tensors[number]) for number, whole in self._every]
+        numels = [whole.numel for _, whole in self._every]
+        message = tensors[0].new_zeros(sum(numels))
+        parts = message.split(numels)
+        _copy([parts[place] for place in self._made], [there[place] for place in self._made])
         self._ranks.exchange(message, kind=REPLICA_ALL_REDUCE)
-        self._pieces.put(message, tensors)
-
-
-def _flat(whole: Whole) -> Whole:
-    """The same elements in a row, as they lie."""
-    return whole._replace(shape=torch.Size((whole.numel,)), order=None)
+        _copy([there[place] for place in self._awaited], [parts[place] for place in self._awaited])
 
 
 def _copy(to: list[Tensor], of: list[Tensor]) -> None:

@@ -171,7 +171,6 @@ class UpdateRule:
             tensor-parallel ranks have slices of them. It brings ``before_joining``, ``join`` and ``after_joining``
             then, which take the place of ``update`` there.
         joined_in: the dtype in which ranks exchange what is made whole.
-        shares_work: whether ranks that have the same parameters share the work by ``join``, too.
         plain_slices: how many tensor-parallel ranks have plain slices of what is cut, one each.
         ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows. Where
             it takes whole matrices, of their ``buffer``.
@@ -192,10 +191,6 @@ class UpdateRule:
     joins_parts = False
     joined_in = torch.float32
     plain_slices = 1
-
-    @property
-    def shares_work(self) -> bool:
-        return False
 
     def __init__(self, **values: Any) -> None:
         known = {option.name: option.default for option in self.options}
@@ -245,6 +240,11 @@ class UpdateRule:
         """Give the rule for these parameter groups, the first that the optimizer has: they may decide what state there
         is. Raises ValueError."""
         return self
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether ranks that have the same whole parameters share the work of their update, by ``join``."""
+        return False
 
     def cost(self, shape: tuple[int, ...]) -> int:
         """What an update of a parameter of this shape takes, in multiplications or another unit that the rules of one
