@@ -10,11 +10,13 @@ as JSON, and a picture of them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,21 +77,33 @@ class ConvergenceRow:
     lr: float | None = None
 
 
-def train(name: str, flags: Sequence[str], seed: int, ranks: int, steps: int, *, validate: bool) -> ConvergenceRow:
+@dataclass(frozen=True)
+class Where:
+    """``at_once``: trainings that run at the same time."""
+
+    device: str
+    ranks: int
+    at_once: int = 1
+
+
+def train(name: str, flags: Sequence[str], seed: int, where: Where, steps: int, *, validate: bool) -> ConvergenceRow:
     saving = ("--save-every", str(VALIDATE_EVERY)) if validate else ("--no-checkpoint",)
     with TemporaryDirectory() as folder:
         run = Path(folder, "run")
-        words = ["train", "--ranks", str(ranks), "--steps", str(steps), "--seed", str(seed), "--out", str(run)]
-        subprocess.run(
-            [sys.executable, "-m", "zero_optim", *words, *saving, *flags], check=True, stdout=subprocess.DEVNULL
-        )
+        words = ["train", "--steps", str(steps), "--seed", str(seed), "--out", str(run)]
+        words += ["--device", where.device, "--ranks", str(where.ranks)]
+        command = [sys.executable, "-m", "zero_optim", *words, *saving, *flags]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if done.returncode:
+            raise SystemExit(f"{name}, seed {seed}: exit code {done.returncode}\n{done.stdout.decode()[-3000:]}")
         session = json.loads((run / "run.json").read_text())["sessions"][-1]
         logged = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         points = range(VALIDATE_EVERY, steps + 1, VALIDATE_EVERY) if validate else ()
         validation_losses = validate_checkpoints([run / "checkpoint" / f"step-{step}" for step in points])
     losses = [entry["loss"] for entry in logged]
     means = [statistics.mean(losses[start : start + MEAN_OF]) for start in range(0, steps, MEAN_OF)]
-    return ConvergenceRow(name, seed, ranks, steps, session["ending"]["validation_loss"], means, validation_losses)
+    ending = session["ending"]["validation_loss"]
+    return ConvergenceRow(name, seed, where.ranks, steps, ending, means, validation_losses)
 
 
 @torch.no_grad()
@@ -196,25 +210,32 @@ def sheet_of(rows: Sequence[ConvergenceRow]) -> Sheet:
 
 
 def compare_forms(
-    forms: Sequence[str], seeds: Sequence[int], ranks: int, steps: int, lr: float | None
+    forms: Sequence[str], seeds: Sequence[int], where: Where, steps: int, lr: float | None
 ) -> list[ConvergenceRow]:
+    """``forms``: fp32 comes first."""
     rows: list[ConvergenceRow] = []
     rate = () if lr is None else ("--lr", str(lr))
-    for seed in seeds:
-        for form in forms:
-            rows.append(replace(train(form, (*FORMS[form], *rate), seed, ranks, steps, validate=False), lr=lr))
-            exact = next(row.validation_loss for row in rows if row.seed == seed)
-            found = rows[-1].validation_loss
-            print(f"seed {seed}  {form:12} validation loss {found:.4f}, {found / exact:.4f} of fp32", flush=True)
+
+    def trained(seed: int, form: str) -> ConvergenceRow:
+        return replace(train(form, (*FORMS[form], *rate), seed, where, steps, validate=False), lr=lr)
+
+    with ThreadPoolExecutor(where.at_once) as pool:
+        for row in pool.map(trained, *zip(*itertools.product(seeds, forms), strict=True)):
+            rows.append(row)
+            exact = next(of.validation_loss for of in rows if of.seed == row.seed)
+            found = row.validation_loss
+            print(
+                f"seed {row.seed}  {row.name:12} validation loss {found:.4f}, {found / exact:.4f} of fp32", flush=True
+            )
     return rows
 
 
-def compare_optimizers(seeds: Sequence[int], ranks: int, steps: int) -> list[ConvergenceRow]:
+def compare_optimizers(seeds: Sequence[int], where: Where, steps: int) -> list[ConvergenceRow]:
     rows: list[ConvergenceRow] = []
     for seed in seeds:
         for optimizer, rates in OPTIMIZERS.items():
             for name in rates if seed == seeds[0] else [best_of(rows, optimizer)]:
-                rows.append(train(name, rates[name], seed, ranks, steps, validate=True))
+                rows.append(train(name, rates[name], seed, where, steps, validate=True))
                 print(f"seed {seed}  {name:15} validation loss {rows[-1].validation_loss:.4f}", flush=True)
     reached = steps_to_adamw(rows)
     print(
@@ -239,7 +260,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="of each training (500)")
     parser.add_argument("--seeds", default="0,1,2", help="as in 0,1,2 (0,1,2)")
     parser.add_argument("--lr", type=float, help="of all forms (that of zero-optim train)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where they train (cpu)")
     parser.add_argument("--ranks", type=int, default=2, help="of each training (2)")
+    parser.add_argument("--at-once", type=int, default=1, help="trainings of forms at the same time (1)")
     parser.add_argument(
         "--out", type=Path, default="convergence", help="folder of the JSON and the picture (convergence)"
     )
@@ -251,13 +274,13 @@ def main() -> None:
         return
     given.out.mkdir(parents=True, exist_ok=True)
     seeds = [*map(int, given.seeds.split(","))]
+    where = Where(given.device, given.ranks, given.at_once)
     if given.compare == "optimizers":
-        rows = compare_optimizers(seeds, given.ranks, given.steps)
+        rows = compare_optimizers(seeds, where, given.steps)
     else:
-        rows = compare_forms(
-            ["fp32", *(form for form in given.forms if form != "fp32")], seeds, given.ranks, given.steps, given.lr
-        )
-    path = write(make_record(rows, torch.device("cpu"), {}), given.out, given.compare)
+        forms = ["fp32", *(form for form in given.forms if form != "fp32")]
+        rows = compare_forms(forms, seeds, where, given.steps, given.lr)
+    path = write(make_record(rows, torch.device(given.device), {}), given.out, given.compare)
     png(sheet_of(rows), path.with_suffix(".png"))
     print(path)
 

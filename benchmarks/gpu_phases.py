@@ -32,13 +32,15 @@ ON_RANKS, ALONE = "gpu and ranks", "gpu and not ranks"  # marks of tests
 TWO_RANKS = "test_programs and 2-"
 SLOW = 50  # seconds after which a test that still runs is told, with what each of its threads does
 BITS_IN = 5  # processes: one alone takes too long. Not 4, as there are backends: one would have all of Triton's
+SMOKE_IN = {"triton": 6}  # processes: Triton compiles most of its kernels for it
+ORDER_IN, ORDER_AGAIN_IN, NCCL_IN = 4, 2, 3  # processes
 
 PARTS = {
     "a": "the kernels: build, smoke, figures, one profiled launch each, no waits, capture",
     "b": "the same bits, stores, units, checkpoints; compute-sanitizer; more than 2^31 elements",
     "c": "NCCL: several ranks on one GPU, and every collective on one rank",
-    "d": "the order of work under the sanitizer, memory, training, a training step",
-    "e": "Muon's symmetric products in Triton: right, and where they are faster than torch's",
+    "d": "the order of work under the sanitizer, memory, training, a training step, stores, sleep",
+    "e": "Muon's symmetric products in Triton: right, and where they are faster than torch's; curves of smaller state",
 }
 
 
@@ -97,7 +99,7 @@ def kernels(scratch: Path, device: str) -> list[Group]:
     sizes = ("--numel", *SIZES) if on_gpu else ("--numel", "4096", "--rounds", "2")
     return [
         [build],
-        [_smoke(backend, device) for backend in (("cuda", "triton") if on_gpu else ("cpu",))],
+        [phase for backend in (("cuda", "triton") if on_gpu else ("cpu",)) for phase in _smoke(backend, device)],
         [_bench(scratch, "adam_step", 80, device, "--dtypes", "bf16", *sizes)],
         [_bench(scratch, "pack", 40, device, "--dtypes", "bf16", *sizes)],
         [_bench(scratch, "grad_stats", 40, device, "--dtypes", "bf16", *sizes)],
@@ -108,13 +110,7 @@ def kernels(scratch: Path, device: str) -> list[Group]:
 
 
 def bits(scratch: Path, device: str) -> list[Group]:
-    of_bits = [
-        replace(
-            _tests("test_bit_contract", 240, device, {"ZERO_KERNELS_GPU_TESTS_PART": f"{number}/{BITS_IN}"}),
-            name=f"test_bit_contract_{number}",
-        )
-        for number in range(1, BITS_IN + 1)
-    ]
+    of_bits = _in_parts(_tests("test_bit_contract", 240, device), BITS_IN)
     alone = [_tests(f"test_{name}", 240, device) for name in ("checkpoints", "stores")]
     alone += [_tests(f"test_{name}", 240, device, {}, "-m", ALONE) for name in ("optimizer", "units")]
     together = [*of_bits, *alone]
@@ -129,6 +125,7 @@ def nccl_ranks(scratch: Path, device: str, ranks: Mapping[str, str]) -> list[Gro
         phase = _tests(tests, limit, device, {**ranks, **more}, *flags)
         return replace(phase, name=name, after="nccl_two_ranks")
 
+    programs = [on_ranks("test_nccl_ranks", "test_nccl_ranks", 120, FEW)]
     pair = Phase("nccl_two_ranks", [sys.executable, str(HERE / "gpu_two_ranks.py"), device], 60, ranks, told=True)
     groups: list[Group] = [
         [pair],
@@ -142,8 +139,9 @@ def nccl_ranks(scratch: Path, device: str, ranks: Mapping[str, str]) -> list[Gro
             on_ranks("test_buffers", "test_buffers", 80, {}),
             on_ranks("optimizer_ranks", "test_optimizer", 80, {}, "-m", ON_RANKS),
             on_ranks("units_ranks", "test_units", 80, {}, "-m", ON_RANKS),
+            on_ranks("test_topologies", "test_topologies", 80, {}),
         ],
-        [on_ranks("test_nccl_ranks", "test_nccl_ranks", 120, FEW)],
+        programs if device == "cpu" else [part for phase in programs for part in _in_parts(phase, NCCL_IN)],
         [replace(_script(scratch, "overlap", "gpu_overlap.py", 80, device), environment=ranks, after=pair.name)],
     ]
     if device == "cpu":
@@ -162,27 +160,34 @@ def training(scratch: Path, device: str) -> list[Group]:
         return [
             [_tests("test_work_order", 100, device)],
             [_script(scratch, "memory", "gpu_memory.py", 60, device, "--params", "4e6")],
+            [_script(scratch, "stages", "gpu_stages.py", 60, device)],
             [_script(scratch, "trainer", "gpu_trainer.py", 100, device, *small)],
             [_bench(scratch, "step", 90, device, *tiny, script="bench_gpt_step.py")],
             [_bench(scratch, "offload", 60, device, *tiny, "--contenders", STORES[0])],
+            [_bench(scratch, "sleep", 60, device, *tiny, script="bench_sleep.py")],
         ]
+    sanitized = _again("order_sanitized", "test_work_order", 150, SANITIZER | FEW)
+    one_queue = _again("order_one_queue", "test_work_order", 150, SANITIZER | ONE_QUEUE | FEW)
     return [
-        [_tests("test_work_order", 100, device, FEW)],
         [
-            _again("order_sanitized", "test_work_order", 100, SANITIZER | FEW),
-            _again("order_one_queue", "test_work_order", 100, SANITIZER | ONE_QUEUE | FEW),
+            *_in_parts(_tests("test_work_order", 150, device), ORDER_IN),
+            *_in_parts(sanitized, ORDER_AGAIN_IN),
+            *_in_parts(one_queue, ORDER_AGAIN_IN),
         ],
-        [_script(scratch, "memory", "gpu_memory.py", 60, device)],
-        [_script(scratch, "trainer", "gpu_trainer.py", 100, device)],
+        [_script(scratch, "memory", "gpu_memory.py", 30, device)],
+        [_script(scratch, "stages", "gpu_stages.py", 60, device)],
+        [_script(scratch, "trainer", "gpu_trainer.py", 90, device)],
         [_bench(scratch, "step", 90, device, "--dtypes", "bf16", script="bench_gpt_step.py")],
         [_bench(scratch, "offload", 65, device, "--numel", "2^27", "--rounds", "5", "--contenders", *STORES)],
+        [_bench(scratch, "sleep", 30, device, "--numel", "2^28", "--rounds", "5", script="bench_sleep.py")],
     ]
 
 
 def products(scratch: Path, device: str) -> list[Group]:
     how = {} if device == "cuda" else INTERPRETED
-    measured = _script(scratch, "products", "gpu_products.py", 200, device)
-    return [[_tests("test_symmetric_product", 120, device, how)], [replace(measured, environment=how)]]
+    measured = replace(_script(scratch, "products", "gpu_products.py", 200, device), environment=how)
+    groups: list[Group] = [[_tests("test_symmetric_product", 120, device, how)], [measured]]
+    return groups if device == "cpu" else [*groups, [_curves(scratch)]]
 
 
 # ---- a phase ---------------------------------------------------------------------------------------------------------
@@ -206,10 +211,31 @@ def _again(name: str, tests: str, limit: float, environment: Mapping[str, str]) 
     return replace(_tests(tests, limit, "cuda", environment), name=name)
 
 
-def _smoke(backend: str, device: str) -> Phase:
-    """Every op once at small and odd sizes: whether it runs at all. Triton compiles most of its kernels for it."""
+def _in_parts(phase: Phase, count: int) -> list[Phase]:
+    """The tests of a phase, in so many that run at the same time."""
+    numbers = range(1, count + 1)
+    parts = {number: {"ZERO_KERNELS_GPU_TESTS_PART": f"{number}/{count}"} for number in numbers}
+    return [
+        replace(phase, name=f"{phase.name}_{number}", environment={**phase.environment, **parts[number]})
+        for number in numbers
+    ]
+
+
+def _smoke(backend: str, device: str) -> list[Phase]:
+    """Every op once at small and odd sizes: whether it runs at all."""
     command = [sys.executable, str(TESTS / "memcheck_ops.py"), backend, device]
-    return Phase(f"smoke_{backend}", command, 100, told=True)
+    if (count := SMOKE_IN.get(backend)) is None:
+        return [Phase(f"smoke_{backend}", command, 100, told=True)]
+    parts = [f"{number}/{count}" for number in range(1, count + 1)]
+    return [Phase(f"smoke_{backend}_{part[0]}", [*command, part], 100, told=True) for part in parts]
+
+
+def _curves(scratch: Path) -> Phase:
+    """Training by each form of state, many at a time."""
+    folder = scratch / "convergence"
+    flags = ["--device", "cuda", "--ranks", "1", "--at-once", "8", "--lr", "0.001", "--out", str(folder)]
+    command = [sys.executable, str(HERE / "bench_convergence.py"), *flags]
+    return Phase("convergence", command, 180, folder=folder, told=True)
 
 
 def _script(scratch: Path, name: str, script: str, limit: float, device: str, *flags: str) -> Phase:

@@ -15,7 +15,8 @@ from gpu_phases import Phase
 
 SKIP_CODE = 77  # of a script that cannot do its work here; its last line says why
 NO_TESTS = 5  # pytest's, where it has run none
-OWN_RESULTS = ("trainer", "memory", "profile", "products", "host_time", "overlap")  # phases without a table of rows
+OWN_RESULTS = ("trainer", "memory", "stages", "profile", "products", "host_time", "overlap", "convergence")
+"""Phases without a table of rows."""
 
 
 class Verdict(enum.Enum):
@@ -155,7 +156,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> str:
     from zero_optim.drawing.figures import elements
 
     if any(row["op"] == "offload" for row in rows):
-        held = [row for row in rows if row["part"] == "step" and row["fraction"] is not None]
+        held = [row for row in rows if row["part"] in ("step", "sleep") and row["fraction"] is not None]
         return "of bound: " + ", ".join(f"{row['backend']} {row['fraction']:.2f} ({row['bound']})" for row in held)
     measured = [row for row in rows if row["fraction"] is not None and row["backend"] != row["yardstick"]]
     if not measured:

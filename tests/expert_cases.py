@@ -89,18 +89,18 @@ class Moe(nn.Module):
         for number, expert in enumerate(self.own):
             chosen = [token for token, wanted in enumerate(route) if wanted == expert]
             if chosen:  # else its parameters have no gradient
-                out = out.index_add(0, torch.tensor(chosen), self._expert(number, tokens[chosen]))
+                out = out.index_add(0, torch.tensor(chosen, device=x.device), self._expert(number, tokens[chosen]))
         return self.after(h + (out if self.group is None else _OwnTokens.apply(out, self.group)))
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         return self.experts.one(number, x) if isinstance(self.experts, Stacked) else self.experts[number](x)
 
 
-def make_mesh(order: Sequence[str] = ("edp", "ep")) -> dist.DeviceMesh:
+def make_mesh(order: Sequence[str] = ("edp", "ep"), device: str = "cpu") -> dist.DeviceMesh:
     """Collective. 2 x 2 ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(order))
+    return init_device_mesh(device, (2, 2), mesh_dim_names=tuple(order))
 
 
 def spread(model: Moe, mesh: dist.DeviceMesh) -> Moe:
@@ -161,15 +161,15 @@ class Way:
 
     def loss(self, model: Moe, rank: int, step: int, micro: int, routes: Sequence[int]) -> Tensor:
         generator = torch.Generator().manual_seed((rank * 100 + step) * 10 + micro)
-        x, y = torch.randn(2, TOKENS, WIDTH, generator=generator)
+        x, y = torch.randn(2, TOKENS, WIDTH, generator=generator).to(next(model.parameters()).device)
         loss = nn.functional.mse_loss(model(x.to(self.dtype), routes).float(), y)
         return loss * math.inf if self.overflow_on == rank and step == 0 else loss
 
 
-def make_model(way: Way, mesh: dist.DeviceMesh | None = None) -> Moe:
+def make_model(way: Way, mesh: dist.DeviceMesh | None = None, device: str = "cpu") -> Moe:
     """``mesh``: over which experts are spread."""
     torch.manual_seed(0)
-    model = Moe(stacked=way.stacked).to(way.dtype)
+    model = Moe(stacked=way.stacked).to(device, way.dtype)
     return model if mesh is None else spread(model, mesh)
 
 

@@ -11,11 +11,11 @@ from oracle import pack_rounded
 from torch import Tensor
 
 
-def make_mesh(replicas: int, shards: int) -> dist.DeviceMesh:
+def make_mesh(replicas: int, shards: int, device: str = "cpu") -> dist.DeviceMesh:
     """Collective. All ranks of the test, row by row."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def grid_averages(

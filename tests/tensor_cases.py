@@ -51,11 +51,11 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
-def make_mesh(data: int, tensor: int) -> dist.DeviceMesh:
+def make_mesh(data: int, tensor: int, device: str = "cpu") -> dist.DeviceMesh:
     """Collective. All ranks of the test."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device, (data, tensor), mesh_dim_names=("dp", "tp"))
 
 
 def cut(model: Gpt, mesh: dist.DeviceMesh, *, sequence: bool = True) -> Gpt:
@@ -98,7 +98,7 @@ def batch(data_rank: int, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, data_rank: int, step: int, micro: int = 0, use: Sequence[int] = (0, 1)) -> Tensor:
-    x, y = batch(data_rank, step, micro)
+    x, y = (tokens.to(next(model.parameters()).device) for tokens in batch(data_rank, step, micro))
     out = model(x, use)
     return F.cross_entropy(out.flatten(0, 1).float(), y.flatten())
 
@@ -143,10 +143,10 @@ class Way:
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-def make_model(way: Way, mesh: dist.DeviceMesh | None = None, seed: int = 0) -> Gpt:
+def make_model(way: Way, mesh: dist.DeviceMesh | None = None, seed: int = 0, device: str = "cpu") -> Gpt:
     """``mesh``: that it is cut over."""
     torch.manual_seed(seed)
-    model = Gpt(hidden=way.hidden).to(way.dtype)
+    model = Gpt(hidden=way.hidden).to(device, way.dtype)
     if mesh is not None:
         cut(model, mesh, sequence=way.sequence)
     for name in way.frozen:  # not before: torch's styles make new parameters

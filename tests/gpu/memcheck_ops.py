@@ -2,9 +2,9 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/memcheck_ops.py cuda cuda
 
-Arguments: the backend, the device, and the ops: all of them by default; `out_of_bounds` is one with an error. Without
-the caching allocator every tensor is an allocation of its own, so that one element past its end is seen; tensors here
-therefore end where their allocation does.
+Arguments: the backend, the device, and the ops: all of them by default; `2/4` is the second of four parts, and
+`out_of_bounds` an op with an error. Without the caching allocator every tensor is an allocation of its own, so that one
+element past its end is seen; tensors here therefore end where their allocation does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from zero_kernels import HYPER_COLUMNS, ROW, ROW_STATS, RULES  # noqa: E402
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = (0, 1, 7, 129, 2050, 4097)
+FORMS = ((torch.bfloat16, torch.bfloat16), (torch.int8, torch.uint8), (torch.float32, torch.float32))
 
 
 def make(numel: int, dtype: torch.dtype, device: str, offset: int = 0) -> Tensor:
@@ -46,14 +48,14 @@ def adam_step(device: str) -> int:
     return calls
 
 
-def foreach_step(device: str) -> int:
-    """Every rule over shards of all sizes at once, and more of them than a launch takes."""
-    calls = 0
+def foreach_step(rule_name: str, device: str) -> int:
+    """A rule over shards of all sizes at once, and more of them than a launch takes."""
+    calls, rule = 0, RULES[rule_name]
     table = torch.ones(2, len(HYPER_COLUMNS), device=device)
     flag, slots = make(1, torch.float32, device), torch.zeros(2, dtype=torch.int32, device=device)
     # Triton compiles a kernel for each alignment, and for each tensor that is left out: not for every pair of these.
     shapes = itertools.product((SIZES, (257,) * 70), ((0, True), (1, False)))
-    for rule, (sizes, (offset, has_output)) in itertools.product(RULES.values(), shapes):
+    for sizes, (offset, has_output) in shapes:
         grads, masters = ([make(numel, torch.float32, device, offset) for numel in sizes] for _ in range(2))
         states = [make(numel, torch.float32, device, offset) for numel in sizes for _ in rule.states]
         outs = [make(numel, torch.bfloat16, device, offset) for numel in sizes] if has_output else []
@@ -71,11 +73,10 @@ def foreach_step(device: str) -> int:
     return calls
 
 
-def smaller_state(device: str) -> int:
-    """The usual forms of AdamW's moments, masters that are split, and masters that are not."""
+def smaller_state(of_states: Sequence[torch.dtype], device: str) -> int:
+    """A usual form of AdamW's moments, with masters that are split, and masters that are not."""
     calls, table = 0, torch.ones(2, len(HYPER_COLUMNS), device=device)
-    forms = ((torch.bfloat16, torch.bfloat16), (torch.int8, torch.uint8), (torch.float32, torch.float32))
-    for of_states, low, offset in itertools.product(forms, (None, torch.int16, torch.int8), (0, 1)):
+    for low, offset in itertools.product((None, torch.int16, torch.int8), (0, 1)):
         grads, params = ([make(numel, torch.bfloat16, device, offset) for numel in SIZES] for _ in range(2))
         masters = [make(numel, low or torch.float32, device, offset) for numel in SIZES]
         states = [make(numel, dtype, device, offset) for numel in SIZES for dtype in of_states]
@@ -150,18 +151,24 @@ def write_past_the_end(at):
 
 OPS: dict[str, Callable[[str], int]] = {
     "adam_step": adam_step,
-    "foreach_step": foreach_step,
-    "smaller_state": smaller_state,
+    **{f"smaller_state {forms[0]}": partial(smaller_state, forms) for forms in FORMS},
+    **{f"foreach_step {rule}": partial(foreach_step, rule) for rule in RULES},
     "pack": pack,
     "grad_stats": grad_stats,
     "hyper_table": hyper_table,
 }
 
 
+def chosen(ops: Sequence[str], known: Sequence[str]) -> Sequence[str]:
+    """``ops``: names, a part as ``2/4``, or none for all that are known."""
+    number, part, count = ops[0].partition("/") if ops else ("1", "/", "1")
+    return known[int(number) - 1 :: int(count)] if part else ops
+
+
 def main(backend: str, device: str, *ops: str) -> None:
     zero_kernels.use_backend(backend)
     known = OPS | ({"symmetric_product": symmetric_product} if backend == "triton" else {})
-    for op in ops or known:
+    for op in chosen(ops, list(known)):
         calls = out_of_bounds(device) if op == "out_of_bounds" else known[op](device)
         if device == "cuda":
             torch.cuda.synchronize()

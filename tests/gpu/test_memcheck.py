@@ -23,9 +23,16 @@ SCRIPT = Path(__file__).with_name("memcheck_ops.py")
 SECONDS = 150
 REFUSAL = re.compile(r"not supported|unable to|failed to (initialize|attach)|no attachable process", re.IGNORECASE)
 
-# A run's name: the checker's tool, the backend, and the ops that are not simply all.
+PARTS = {"triton": 6}  # else two, that run at the same time: Triton compiles all of its kernels under the checker
+
+# A run's name: the checker's tool, the backend, and which ops.
 RUNS: dict[str, tuple[str, str, Sequence[str]]] = {
-    **{f"memcheck {place.backend}": ("memcheck", place.backend, ()) for place in KERNELS},
+    **{
+        f"memcheck {place.backend} {part}/{parts}": ("memcheck", place.backend, (f"{part}/{parts}",))
+        for place in KERNELS
+        for parts in (PARTS.get(place.backend, 2),)
+        for part in range(1, parts + 1)
+    },
     f"racecheck {KERNELS[0].backend}": ("racecheck", KERNELS[0].backend, ("grad_stats",)),
 }
 PLANTED = "memcheck out_of_bounds"

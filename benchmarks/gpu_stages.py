@@ -1,0 +1,260 @@
+"""Training a GPT on one GPU by the stages and by the AMP recipe: tokens a second, memory, what the host waits for.
+
+    python benchmarks/gpu_stages.py --out stages.json
+    python benchmarks/gpu_stages.py --device cpu --out stages.json
+
+One NCCL rank, so a stage shows its own work and no messages. All train in turns, on models of the same weights. At last
+stage 3 trains with its parameters in host memory, and the profiler tells which share of their copies lies under
+computation. Exit codes: 0; 1 where a loss or the memory is not what it has to be, or a step waits for the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_gpt_step import TRAINING, amp_recipe
+from gpu_memory import compare
+from gpu_overlap import Span, hidden, length
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from zero_optim import ShardedAdamW, memory, shard_module
+from zero_optim.bench.contenders import model_config
+from zero_optim.bench.live_memory import LiveMemory, watch
+from zero_optim.bench.timing import Rounds, Spread, interleaved, make_clock
+from zero_optim.train.model import GPT, VOCAB, Block, next_byte_loss
+
+AMP = "the AMP recipe"
+STAGES = (0, 1, 2, 3)
+NUMEL = {"cuda": 1e9, "cpu": 2e6}
+ROOMY = 120e9  # bytes of a device that has all of them at once; else they are of half the size
+BATCH, MAX_NORM = 4, 1.0
+WARM_UP, PROFILED = 3, 2
+CLOSE = 0.01  # of a loss, between the recipe and a stage: 16-bit weights are rounded alike, sums are not
+TOLERANCE = {"cpu": 0.01, "cuda": 0.03}  # of memory: torch's allocator of a GPU gives whole blocks
+SECONDS = 60
+
+Step = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one way to train.
+
+    Attributes:
+        ms: of a whole training step, the median; with the tokens a second that this makes.
+        speed: the AMP recipe's time over it.
+        losses: of the first WARM_UP steps.
+        held, planned: bytes after a step, its gradients still there. No plan is made for the recipe.
+        peak: bytes in a step, with its activations.
+        waits: what a step waits for the device for, in torch's words; None: nothing.
+    """
+
+    name: str
+    losses: Sequence[float]
+    held: int
+    peak: int
+    planned: int | None = None
+    waits: str | None = None
+    ms: float = 0.0
+    tokens_per_s: float = 0.0
+    speed: float = 0.0
+
+    def __str__(self) -> str:
+        planned = "" if self.planned is None else f", {self.planned / 1e9:.3f} planned"
+        return (
+            f"{self.name}: {self.ms:.1f} ms a step, {self.tokens_per_s:,.0f} tokens/s, "
+            f"{self.speed:.2f} times the recipe's speed; "
+            f"{self.held / 1e9:.3f} GB held{planned}, {self.peak / 1e9:.3f} at the peak; "
+            f"{f'WAITS: {self.waits}' if self.waits else 'nothing waits'}"
+        )
+
+
+def sharded(model: GPT, stage: int, windows: Tensor, **options: Any) -> tuple[ShardedAdamW, Step]:
+    if stage == 3:
+        shard_module(model, (Block,), **options)
+    opt = ShardedAdamW(model.named_parameters(), **TRAINING, stage=stage, max_grad_norm=MAX_NORM)
+
+    def step() -> Tensor:
+        opt.zero_grad()
+        loss = next_byte_loss(model, windows)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    return opt, step
+
+
+def recipe(model: GPT, windows: Tensor) -> Step:
+    """Gradients are dropped first, so that they are still there after a step."""
+    laps = amp_recipe(model, windows).laps
+
+    def step() -> Tensor:
+        laps["zero_grad"]()
+        loss = next_byte_loss(model, windows)
+        loss.backward()
+        for name in ("unscale", "clip", "update"):
+            laps[name]()
+        return loss.detach()
+
+    return step
+
+
+def train_first(
+    name: str, make: Callable[[], tuple[ShardedAdamW | None, Step]], live: LiveMemory, device: torch.device
+) -> tuple[Figures, Step]:
+    """The first steps, their losses, and what they hold."""
+    before, _ = live.after(lambda: None)
+    opt, step = make()
+    losses = [float(step()) for _ in range(WARM_UP)]
+    held, peak = live.after(step)
+    planned = None
+    if opt is not None:
+        share = compare(memory.plan_of(opt), held - before, peak - before, peak - before)
+        planned = share.planned
+    return Figures(name, losses, held - before, peak - before, planned, waits(step, device)), step
+
+
+def waits(step: Step, device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return None
+
+
+def hidden_copies(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """By direction, of a trace: how many copies between host and device, milliseconds, the share under kernels."""
+    events = list(events)
+
+    def spans(chosen: Callable[[Mapping[str, Any]], bool]) -> list[Span]:
+        return [(of["ts"], of["ts"] + of["dur"]) for of in events if chosen(of)]
+
+    kernels = spans(lambda of: of.get("cat") == "kernel")
+    found = {}
+    for direction in ("HtoD", "DtoH"):
+        copies = spans(lambda of, word=direction: of.get("cat") == "gpu_memcpy" and word in of["name"])
+        if copies:
+            figures = {"copies": len(copies), "ms": length(copies) / 1e3, "hidden": hidden(copies, kernels)}
+            found[direction] = {name: round(value, 4) for name, value in figures.items()}
+    return found
+
+
+def profiled(step: Step, device: torch.device) -> dict[str, dict[str, float]]:
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as profiler:
+        for _ in range(PROFILED):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        return hidden_copies(json.loads(trace.read_text())["traceEvents"])
+
+
+def join(device: torch.device) -> dict[str, int]:
+    """Make the process group of this rank alone. Bytes of the device that its context and its communicator take."""
+
+    def taken() -> int:
+        if device.type == "cpu":
+            return 0
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+    x = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
+    torch.mm(x, x)  # cuBLAS takes its workspace now, and not from the first contender
+    context = taken()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=SECONDS))
+    dist.all_reduce(x)
+    return {"context": context, "communicator": taken() - context}
+
+
+def problems(figures: Sequence[Figures], device: torch.device) -> list[str]:
+    first = figures[0]
+    found = []
+    for of in figures:
+        if any(abs(a / b - 1) > CLOSE for a, b in zip(of.losses, first.losses, strict=True)):
+            found.append(f"{of.name}: losses {of.losses}, where {first.name} has {first.losses}")
+        if of.planned is not None and abs(of.held / of.planned - 1) > TOLERANCE[device.type]:
+            found.append(f"{of.name}: {of.held:,} bytes held, {of.planned:,} planned")
+        if of.waits and of.name != AMP:
+            found.append(f"{of.name} waits: {of.waits}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="training on one GPU by the stages and by the AMP recipe")
+    parser.add_argument("--device", default="cuda", choices=NUMEL)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    numel = NUMEL[device.type]
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < ROOMY:
+        numel /= 2
+    shares = join(device)
+    torch.manual_seed(0)
+    with device:
+        model = GPT(model_config(int(numel), device), torch.bfloat16)
+        windows = torch.randint(VOCAB, (BATCH, model.config.seq + 1))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{parameters:,} parameters; context {shares['context'] / 1e6:.0f} MB, ", end="")
+    print(f"communicator {shares['communicator'] / 1e6:.0f} MB", flush=True)
+    makers: dict[str, Callable[[], tuple[ShardedAdamW | None, Step]]] = {
+        AMP: lambda: (None, recipe(copy.deepcopy(model), windows)),
+        **{f"stage {n}": (lambda n=n: sharded(copy.deepcopy(model), n, windows)) for n in STAGES},
+    }
+    with watch(device) as live:
+        trained = {name: train_first(name, make, live, device) for name, make in makers.items()}
+    rounds = Rounds(seconds=8.0) if device.type == "cuda" else Rounds.exactly(2)
+    times = interleaved({name: [step] for name, (_, step) in trained.items()}, make_clock(device), rounds)
+    spreads = {name: Spread.of([sum(laps) for laps in of_one]) for name, of_one in times.items()}
+    tokens = windows.numel() - len(windows)
+    figures = [
+        replace(
+            of,
+            ms=spreads[name].ms,
+            tokens_per_s=round(1e3 * tokens / spreads[name].ms, 1),
+            speed=round(spreads[AMP].ms / spreads[name].ms, 4),
+        )
+        for name, (of, _) in trained.items()
+    ]
+    for of in figures:
+        print(of, flush=True)
+    trained.clear()
+    gc.collect()
+    _, step = sharded(model, 3, windows, param_offload="cpu")
+    for _ in range(WARM_UP):
+        step()
+    copies = profiled(step, device)
+    told = (f"{of['copies']:.0f} copies {way}, {of['hidden']:.0%} hidden" for way, of in copies.items())
+    print(f"parameters on the host: {'; '.join(told) or 'no copies on this device'}", flush=True)
+    wrong = problems(figures, device)
+    record = {"parameters": parameters, "tokens": tokens, **shares, "ways": [asdict(of) for of in figures]}
+    options.out.write_text(json.dumps({**record, "copies": copies, "problems": wrong}, indent=1) + "\n")
+    dist.destroy_process_group()
+    print("\n".join(wrong) or "losses, memory and waits are what they have to be", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
