@@ -487,6 +487,7 @@ class Reducer:
         complete_raised_backwards(self.thread)
         for reducer in chosen:  # only now, when all are launched
             reducer._wait_for_averages()
+            reducer._streams.join()  # autograd does so where a backward ends, and not where it raises
 
     def _not_in_backward(self) -> list[Reducer]:
         """This reducer, and those of this thread that no running backward has come to: what is open there has raised.
