@@ -27,6 +27,8 @@ NUMEL, ROUNDS = {"cpu": 2**26, "cuda": 2**30}, 11
 PARAMETER = 2**22  # elements of each, a layer's
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WHAT = {"state": False, "all": True}  # whether the parameters sleep, too
+if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # torch before 2.13
+    del WHAT["all"]
 
 
 class Sleeper:

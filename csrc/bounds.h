@@ -78,7 +78,7 @@ inline Encoded encoded_of(const StepTensors& of) {
     encoded.scales[i] = of.scales[i] ? data<float>(*of.scales[i]) : nullptr;
   }
   encoded.low = of.is_split() ? data<void>(of.master) : nullptr;
-  encoded.low_size = of.master.scalar_type() == ScalarType::Char ? 1 : 2;
+  encoded.low_size = !of.is_split() ? 0 : of.master.scalar_type() == ScalarType::Char ? 1 : 2;
   encoded.row_keys = of.row_keys ? data<const int32_t>(*of.row_keys) : nullptr;
   return encoded;
 }

@@ -53,24 +53,20 @@ struct UsualKinds {
   ZK_HOST_DEVICE static constexpr bool is_split(const EncodedShard&) { return kLow != 0; }
   ZK_HOST_DEVICE static constexpr Form form(int i) { return i == 0 ? kFirst : kSecond; }
 
-  static bool are(const Encoded& of_all, bool is_split, DType grad, DType out) {
-    return grad == DType::kBFloat16 && out == DType::kBFloat16 && (is_split ? of_all.low_size : 0) == kLow &&
+  static bool are(const Encoded& of_all, DType grad, DType out) {
+    return grad == DType::kBFloat16 && out == DType::kBFloat16 && of_all.low_size == kLow &&
            of_all.forms[0] == kFirst && of_all.forms[1] == kSecond;
   }
 };
 
-// Calls run(Type<Kinds>): of the one of Usual that the shards have, else AnyKinds. Shards without elements have no
-// addresses, so one alone does not tell whether masters are split.
+// Calls run(Type<Kinds>): of the one of Usual that the shards have, else AnyKinds.
 template <class... Usual>
 struct KindsOf {
   template <class Run>
   static void choose(
-      const std::vector<EncodedShard>& shards, [[maybe_unused]] const Encoded& of_all, [[maybe_unused]] DType grad,
-      [[maybe_unused]] DType out, Run run) {
-    [[maybe_unused]] bool is_split =
-        std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.low; });
+      [[maybe_unused]] const Encoded& of_all, [[maybe_unused]] DType grad, [[maybe_unused]] DType out, Run run) {
     bool found = false;
-    ((!found && Usual::are(of_all, is_split, grad, out) ? (found = true, run(Type<Usual>())) : void()), ...);
+    ((!found && Usual::are(of_all, grad, out) ? (found = true, run(Type<Usual>())) : void()), ...);
     if (!found) run(Type<AnyKinds>());
   }
 };
@@ -469,7 +465,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
 inline bool all_aligned(const EncodedShard& shard, const Encoded& of_all, int64_t grad_size, int64_t out_size) {
-  bool aligned = is_aligned(shard.low, kQuad * of_all.low_size);
+  bool aligned = !of_all.low_size || is_aligned(shard.low, kQuad * of_all.low_size);
   for (int s = 0; s < kMostStates; ++s) aligned &= is_aligned(shard.step.states[s], kQuad * size_of(of_all.forms[s]));
   return aligned && is_aligned(shard.step.grad, kQuad * grad_size) &&
          is_aligned(shard.step.param_out, kQuad * out_size) && is_aligned(shard.step.master, 16) &&
@@ -506,7 +502,7 @@ void run_encoded_step(
     run(extended_encoded_step_kernel<Rule>);
   else
     RuleKinds<Rule>::choose(
-        shards, of_all, grad, out, [&](auto kinds) { run(encoded_step_kernel<Rule, typename decltype(kinds)::type>); });
+        of_all, grad, out, [&](auto kinds) { run(encoded_step_kernel<Rule, typename decltype(kinds)::type>); });
 }
 
 #endif

@@ -20,10 +20,13 @@ struct Encoded {
   Form forms[kMostStates];
   float* scales[kMostStates];  // [rows], or null where the form has none
   void* low;                   // of a split master, whose high halves are the parameters; or null
-  int low_size;                // 2: int16; 1: int8
+  int low_size;                // 2: int16; 1: int8; 0: masters are not split
   const int32_t* row_keys;     // [rows], by which bf16 is rounded stochastically; or null: it is rounded to nearest
 
-  bool any() const { return low || forms[0] != Form::kFloat || forms[1] != Form::kFloat || forms[2] != Form::kFloat; }
+  // A shard without elements has no addresses, so that `low` does not tell.
+  bool any() const {
+    return low_size || forms[0] != Form::kFloat || forms[1] != Form::kFloat || forms[2] != Form::kFloat;
+  }
 };
 
 // The hash lowbias32 (Wellons, "Prospecting for Hash Functions", 2018).

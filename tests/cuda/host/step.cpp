@@ -168,7 +168,7 @@ static int run_encoded(
   if (is_extended(shards, averages))
     run(Type<AnyKinds>());
   else
-    RuleKinds<Rule>::choose(shards, of_all, grad, out, run);
+    RuleKinds<Rule>::choose(of_all, grad, out, run);
   return launches;
 }
 
@@ -243,7 +243,7 @@ extern "C" int encoded_step(
   }
   Averages of_masters = averages_of(averages, each, rates, count, average_dtype);
   DType grad = DType(grad_dtype), out = DType(out_dtype);
-  Encoded of = {{Form(forms[0]), Form(forms[1]), Form(forms[2])}, {}, nullptr, low_size ? low_size : 2, nullptr};
+  Encoded of = {{Form(forms[0]), Form(forms[1]), Form(forms[2])}, {}, nullptr, low_size, nullptr};
   if (!std::strcmp(rule, "adamw")) return run_encoded<AdamW>(shards, of_masters, of, grad, out);
   if (!std::strcmp(rule, "amsgrad")) return run_encoded<AmsGrad>(shards, of_masters, of, grad, out);
   if (!std::strcmp(rule, "lion")) return run_encoded<Lion>(shards, of_masters, of, grad, out);
