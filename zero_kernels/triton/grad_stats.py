@@ -42,9 +42,16 @@ _FIELDS = tl.constexpr(FIELDS)
 
 @triton.jit
 def _fold(lanes):
-    """[1024] fp32 to a scalar: lane j gets lane j + h, for h = 512, 256, ... 1. Each sum is of two numbers."""
-    lanes = tl.reshape(lanes, (2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
-    for _ in tl.static_range(10):
+    """[1024] fp32 to a scalar: lane j gets lane j + h, for h = 512, 256, ... 1. Each sum is of two numbers.
+
+    For the first three sums a thread gets both numbers of all its pairs: one exchange in place of one for each sum.
+    """
+    lanes = tl.permute(tl.reshape(lanes, (2, 2, 2, 128)), (3, 2, 1, 0))
+    for _ in tl.static_range(3):
+        one, other = tl.split(lanes)
+        lanes = one + other
+    lanes = tl.reshape(lanes, (2, 2, 2, 2, 2, 2, 2))
+    for _ in tl.static_range(7):
         lanes = tl.sum(lanes, axis=0)
     return lanes
 
