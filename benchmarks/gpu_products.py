@@ -3,7 +3,8 @@
     python benchmarks/gpu_products.py --out products.json
     TRITON_INTERPRET=1 python benchmarks/gpu_products.py --device cpu
 
-For each shape, in turns: X X^T by `torch.bmm`, b A + c A A by `torch.baddbmm`, and the whole iteration as Muon runs it.
+For each shape, in turns: X X^T by `torch.bmm`, b A + c A A by `torch.baddbmm`, and the whole iteration. Muon takes the
+kernel for large matrices alone; here it makes those of all shapes.
 The peak is what `torch.mm` of large square matrices comes to in the same run. Exit codes: 0; 77 without Triton.
 """
 
@@ -78,13 +79,18 @@ def jobs_of(given: Tensor, blocks: Sequence[int]) -> dict[str, Callable[[], obje
     out[f"{SQUARE} {TRITON}"] = lambda: product(x, x.mT)
     out[f"{POLYNOMIAL} {TORCH}"] = lambda: torch.baddbmm(a, a, a, beta=b, alpha=c)
     out[f"{POLYNOMIAL} {TRITON}"] = lambda: product(a, a, a, beta=b, alpha=c)
+    whole = given[0] if len(given) == 1 else given
     for backend in PRODUCTS:
-        whole = given[0] if len(given) == 1 else given
-        iteration = newton_schulz.orthogonalized
-        out[f"{ITERATION} {backend}"] = partial(iteration, whole, QUINTIC, STEPS, 1e-7, True, backend)
+        iteration = partial(newton_schulz.orthogonalized, whole, QUINTIC, STEPS, 1e-7, True, backend)
+        out[f"{ITERATION} {backend}"] = partial(for_all_shapes, iteration)
     for block in blocks:
         out[f"tile {block}"] = partial(with_tile, block, lambda: product(x, x.mT))
     return out
+
+
+def for_all_shapes(work: Callable[[], object]) -> None:
+    with mock.patch.object(newton_schulz, "TRITON_FROM", 0):
+        work()
 
 
 def with_tile(block: int, work: Callable[[], object]) -> None:

@@ -185,8 +185,8 @@ class ShardedMuon(ShardedOptimizer):
         ns_gram: for all groups, whether matrices with more than two columns a row, or rows a column, are made
             orthogonal with fewer multiplications. Otherwise the operations are torch's, one by one.
         ns_product: for all groups, what makes those products of the iteration that are symmetric: "torch", or "triton",
-            which calculates half of each, on GPUs alone. Nobody has measured yet where it is faster. State loads from
-            one into the other.
+            a kernel that calculates half of each, on GPUs alone. It makes those of matrices with 4096 rows and columns
+            or more, where it was measured to be faster. State loads from one into the other.
         ns_replicas: for all groups, what ranks do that have the same matrices, as at stage 0, or as replicas of a mesh
             of two dimensions: "share" the work, and send each other what they have made, or "repeat" it, with the same
             bits. State off the device has them repeat it below stage 3. See docs/muon.md for when sharing pays.

@@ -127,7 +127,7 @@ def hyper_table(device: str) -> int:
 
 def symmetric_product(device: str) -> int:
     """Tiles with a rest, of whole ones and of one element, beside each other in memory and transposed."""
-    shapes = ((1, 1), (33, 70), (64, 64), (130, 65), (300, 48), (1040, 16))
+    shapes = ((1, 1), (33, 70), (64, 64), (130, 65), (300, 48), (2064, 16))
     for rows, columns in shapes:
         x, d = (torch.ones(2, *shape, dtype=torch.bfloat16, device=device) for shape in ((rows, columns), (rows, rows)))
         zero_kernels.symmetric_product(x, x.mT, d, alpha=0.5, beta=2.0)

@@ -3,6 +3,8 @@
 
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,7 +23,7 @@ BF16 = torch.bfloat16
 
 # Rows and columns: of 1 to 9 rows of tiles, whole ones and with a rest, of each size of tiles.
 SHAPES = ((1, 1), (5, 3), (33, 70), (64, 64), (65, 130), (128, 64), (300, 33))
-LARGE = (1040, 16)
+LARGE = (2064, 16)
 WAYS = ("contiguous", "transposed", "with gaps")
 
 
@@ -169,12 +171,35 @@ def test_it_says_why_it_cannot_run_here() -> None:
 
 
 def test_tiles_go_by_the_shape() -> None:
-    shapes = [(64, 64), (257, 64), (1024, 4096), (1040, 4096), (4096, 4096), (4096, 4100), (1030, 4096), (33, 45)]
+    shapes = [(64, 64), (257, 64), (2048, 4096), (2064, 4096), (4096, 4096), (4096, 4100), (1030, 4096), (33, 45)]
     tiles = [(32, 4), (64, 8), (64, 4), (128, 8), (128, 8), (64, 8), (64, 8), (32, 8)]
     assert [symmetric.tile_of(*shape) for shape in shapes] == tiles
 
 
 # -- Muon's iteration by it --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted(least: int = 1) -> Iterator[mock.MagicMock]:
+    """The kernel, of whose calls it notes the number. It makes the products of matrices of ``least`` rows on."""
+    from zero_optim.rules import newton_schulz
+
+    with (
+        mock.patch.object(newton_schulz, "TRITON_FROM", least),
+        mock.patch.object(zero_kernels, "symmetric_product", side_effect=symmetric_product) as made,
+    ):
+        yield made
+
+
+@interpreted
+def test_small_matrices_are_torchs() -> None:
+    from zero_optim.rules.newton_schulz import QUINTIC, orthogonalized
+
+    matrix = torch.randn((40, 48), generator=torch.Generator().manual_seed(0))
+    for least, calls in ((41, 0), (40, 10)):
+        with counted(least) as made:
+            orthogonalized(matrix, QUINTIC, 5, 1e-7, True, "triton")
+        assert made.call_count == calls
 
 
 @pytest.mark.parametrize("gram", [False, True])
@@ -189,7 +214,7 @@ def test_the_iteration_is_as_exact(shape: tuple[int, ...], gram: bool) -> None:
     for a, b, c in listed(QUINTIC, 5):
         values = a * values + b * values**3 + c * values**5
     exact = u * values.unsqueeze(-2) @ v
-    with mock.patch.object(zero_kernels, "symmetric_product", side_effect=symmetric_product) as made:
+    with counted() as made:
         got = orthogonalized(matrix, QUINTIC, 5, 1e-7, gram, "triton")
     own = orthogonalized(matrix, QUINTIC, 5, 1e-7, gram, "torch")
     assert made.call_count == (14 if gram and is_long(*shape[-2:]) else 10)
@@ -219,7 +244,7 @@ def _trained(state: Any = None, **options: Any) -> tuple[list[Tensor], Any]:
 @interpreted
 def test_muon_trains_by_it_and_state_goes_from_one_to_the_other() -> None:
     """Updates differ by what bf16 rounds: about a percent of 0.02 each. Each run keeps its own choice."""
-    with mock.patch.object(zero_kernels, "symmetric_product", side_effect=symmetric_product) as made:
+    with counted() as made:
         plain, of_plain = _trained()
         assert made.call_count == 0
         fused, of_fused = _trained(ns_product="triton")
