@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 from harness import run_ranks
-from order_programs import ALL, STREAMS, WHAT, OrderProgram, few_programs, wrong
+from order_programs import ALL, STREAMS, WHAT, OrderProgram, all_programs, few_programs, wrong
 
 from simulated_gpu.faults import FAULTS
 from simulated_gpu.programs import train_all
@@ -19,8 +19,8 @@ KINDS_REVEALING = {program.what for program in REVEALING}
 SAMPLE = [*REVEALING, *(program for program in few_programs(each=1) if program.what not in KINDS_REVEALING)]
 
 
-def _check(programs: Sequence[OrderProgram], simulated: str) -> None:
-    found = wrong(run_ranks(2, train_all, programs, simulated=simulated), programs)
+def _check(programs: Sequence[OrderProgram], simulated: str, ranks: int = 2) -> None:
+    found = wrong(run_ranks(ranks, train_all, programs, simulated=simulated), programs)
     assert not found, "\n".join(found)
 
 
@@ -33,6 +33,13 @@ def test_the_sample_has_every_kind() -> None:
 @pytest.mark.parametrize("what", WHAT)
 def test_with_streams(device: None, what: str) -> None:
     _check([program for program in SAMPLE if program.what == what], "streams:never")
+
+
+@pytest.mark.parametrize("what", [what for what in WHAT if what.startswith("raised")])
+def test_a_rank_alone_waits_for_what_a_raised_backward_has_left(device: None, what: str) -> None:
+    """Autograd waits for its streams where a backward ends, and not where it raises. Two ranks wait for each other."""
+    several = [program for program in all_programs() if program.made_on != program.trained_on]
+    _check([program for program in several if program.what == what], "streams:never", ranks=1)
 
 
 @pytest.mark.parametrize("what", WHAT)
