@@ -139,7 +139,7 @@ def nccl_ranks(scratch: Path, device: str, ranks: Mapping[str, str]) -> list[Gro
             on_ranks("test_buffers", "test_buffers", 80, {}),
             on_ranks("optimizer_ranks", "test_optimizer", 80, {}, "-m", ON_RANKS),
             on_ranks("units_ranks", "test_units", 80, {}, "-m", ON_RANKS),
-            on_ranks("test_topologies", "test_topologies", 80, {}),
+            on_ranks("test_nccl_topologies", "test_nccl_topologies", 80, {}),
         ],
         programs if device == "cpu" else [part for phase in programs for part in _in_parts(phase, NCCL_IN)],
         [replace(_script(scratch, "overlap", "gpu_overlap.py", 80, device), environment=ranks, after=pair.name)],

@@ -1,11 +1,14 @@
-"""`gpu_overlap.py`: which share of collectives lies under computation, from the events of a trace."""
+"""`gpu_overlap.py` and `gpu_stages.py`: which share of collectives, and of copies, lies under computation, from a trace;
+and what is wrong with a stage."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 from gpu_overlap import hidden, shares, union
+from gpu_stages import AMP, Figures, hidden_copies, problems
 
 
 def kernel(name: str, start: float, end: float) -> dict[str, Any]:
@@ -37,3 +40,25 @@ def test_kernels_of_a_trace_are_told_by_their_names() -> None:
         "gathers": {"kernels": 1, "ms": 2.0, "hidden": 0.0},
     }
     assert shares([kernel("gemm", 0, 1)]) == {}
+
+
+def test_copies_of_a_trace_are_told_by_their_direction() -> None:
+    copies = [
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 0, "dur": 2000},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 5000, "dur": 1000},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "ts": 0, "dur": 9000},
+    ]
+    assert hidden_copies([*copies, kernel("gemm", 1500, 4000)]) == {
+        "HtoD": {"copies": 1, "ms": 2.0, "hidden": 0.25},
+        "DtoH": {"copies": 1, "ms": 1.0, "hidden": 0.0},
+    }
+    assert hidden_copies([kernel("gemm", 0, 1)]) == {}
+
+
+def test_what_is_wrong_with_a_stage_is_told() -> None:
+    gpu, losses = torch.device("cuda"), (5.0, 4.0)
+    recipe = Figures(AMP, losses, held=200, peak=300, waits="its own affair")
+    assert problems([recipe, Figures("stage 1", losses, held=102, peak=150, planned=100)], gpu) == []
+    wrong = Figures("stage 2", (5.0, 4.1), held=104, peak=150, planned=100, waits="called a synchronizing operation")
+    loss, memory, waits = problems([recipe, wrong], gpu)
+    assert "stage 2: losses" in loss and "104 bytes held, 100 planned" in memory and "stage 2 waits" in waits
