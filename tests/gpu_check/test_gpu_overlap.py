@@ -1,5 +1,5 @@
-"""`gpu_overlap.py` and `gpu_stages.py`: which share of collectives, and of copies, lies under computation, from a trace;
-and what is wrong with a stage."""
+"""`gpu_overlap.py` and `gpu_stages.py`: which share of collectives, and of copies, lies under computation; and what is
+wrong with a stage."""
 
 from __future__ import annotations
 
