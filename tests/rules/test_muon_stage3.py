@@ -312,3 +312,16 @@ def test_a_lost_page_is_told_on_every_rank_and_nobody_waits(tmp_path: Path) -> N
         assert kind == "OffloadError" and "lost" in says, loser
     for kind, says in others[1:]:
         assert kind in ("OffloadError", "RankMismatchError") and "another rank" in says, others
+
+
+def _in_host_memory(rank: int, world_size: int) -> tuple[int, int]:
+    _, opt = make(3, torch.bfloat16, state_offload="cpu")
+    held, planned = opt.stats()["state_offload"]["host"], zero_optim.memory.plan_of(opt).host
+    opt.close()
+    return held, planned
+
+
+def test_the_planner_knows_that_matrices_are_not_updated_ahead() -> None:
+    """Their update needs other ranks, so there is no spare state for it."""
+    for held, planned in run_ranks(2, _in_host_memory):
+        assert held == planned

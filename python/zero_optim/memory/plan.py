@@ -554,7 +554,8 @@ def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding
     """Count what the state takes of each memory. ``others``: bytes of all else on the device."""
     visiting = [flat.shard_nbytes for flat in laid.buckets] if job.params_on_host else []
     twice = zip(pages, visiting or [0] * len(pages), laid.buckets, strict=True)
-    spares = [page + guest for page, guest, flat in twice if has_master(flat.rule, flat.dtype)]
+    ahead = (of for of in twice if has_master(of[2].rule, of[2].dtype) and not of[2].is_joined(job))
+    spares = [page + guest for page, guest, _ in ahead]
     left = max(0, (job.device_memory or 0) - others)
     room = left if sum(pages) <= left else max(0, left - FRAMES * max(pages, default=0))
     shared = sharding.shard_count > 1
