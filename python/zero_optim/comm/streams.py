@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_kernels import is_capturing
+
 
 def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
     """Within it ``device`` is the current one, where it is a GPU: for calls to which torch tells no device.
@@ -63,11 +65,13 @@ class GradStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.several = device.type == "cuda"
+        self._device = device
         self._index = (
             None if not self.several else torch.cuda.current_device() if device.index is None else device.index
         )
         self._adding: set[torch.Stream] = set()  # in a backward that has not ended
         self._added: set[torch.Stream] = set()  # since ``forget``
+        self._called_on: torch.Stream | None = None  # where the program has stepped or zeroed; None: nowhere yet
 
     def note(self) -> None:
         """A gradient was added to, on the current stream. For every gradient: it must be quick."""
@@ -88,14 +92,22 @@ class GradStreams:
 
     def keep(self, gradients: Iterable[Tensor]) -> None:
         """The current stream has read these, which are about to be dropped. Where it is the one that added them up,
-        autograd has told the allocator of it."""
-        if self._index is not None and (self._added | self._adding) - {self._current()}:
+        autograd has told the allocator of it; but not where they were the program's, made on the stream that it uses.
+        """
+        if self._index is None:
+            return
+        current = self._current()
+        # A capture has a stream of its own. All gradients are made in it then, and memory that is told of two streams
+        # would stay taken until it ends.
+        programs = self._called_on != current and not is_capturing(self._device)
+        if programs or (self._added | self._adding) - {current}:
             keep_for_current_stream(*gradients)
 
     def forget(self) -> None:
-        """Nothing is left to be packed."""
+        """Nothing is left to be packed. The program calls it."""
         self._adding.clear()
         self._added.clear()
+        self._called_on = None if self._index is None else self._current()
 
     def _current(self) -> torch.Stream:
         assert self._index is not None
