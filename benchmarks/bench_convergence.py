@@ -15,7 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from zero_optim import checkpoint
-from zero_optim.bench.record import make_record, write
+from zero_optim.bench.record import make_record, write, write_anew
 from zero_optim.drawing.plot import png
 from zero_optim.drawing.sheet import Bar, Bars, Line, Lines, Marks, Role, Scale, Sheet
 from zero_optim.train.config import TrainConfig
@@ -211,7 +211,7 @@ def sheet_of(rows: Sequence[ConvergenceRow]) -> Sheet:
 
 def compare_forms(
     forms: Sequence[str], seeds: Sequence[int], where: Where, steps: int, lr: float | None
-) -> list[ConvergenceRow]:
+) -> Iterator[ConvergenceRow]:
     """``forms``: fp32 comes first."""
     rows: list[ConvergenceRow] = []
     rate = () if lr is None else ("--lr", str(lr))
@@ -224,29 +224,28 @@ def compare_forms(
             rows.append(row)
             exact = next(of.validation_loss for of in rows if of.seed == row.seed)
             found = row.validation_loss
-            print(
-                f"seed {row.seed}  {row.name:12} validation loss {found:.4f}, {found / exact:.4f} of fp32", flush=True
-            )
-    return rows
+            told = f"validation loss {found:.4f}, {found / exact:.4f} of fp32"
+            print(f"seed {row.seed}  {row.name:12} {told}", flush=True)
+            yield row
 
 
-def compare_optimizers(seeds: Sequence[int], where: Where, steps: int) -> list[ConvergenceRow]:
+def compare_optimizers(seeds: Sequence[int], where: Where, steps: int) -> Iterator[ConvergenceRow]:
     rows: list[ConvergenceRow] = []
     for seed in seeds:
         for optimizer, rates in OPTIMIZERS.items():
             for name in rates if seed == seeds[0] else [best_of(rows, optimizer)]:
                 rows.append(train(name, rates[name], seed, where, steps, validate=True))
                 print(f"seed {seed}  {name:15} validation loss {rows[-1].validation_loss:.4f}", flush=True)
+                yield rows[-1]
     reached = steps_to_adamw(rows)
     print(
         "Muon does not come down to AdamW's last loss"
         if reached is None
         else f"Muon has AdamW's last loss after {reached:.0f} steps"
     )
-    return rows
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--compare", choices=("forms", "optimizers"), default="forms", help="what is compared (forms)")
     parser.add_argument(
@@ -267,7 +266,11 @@ def main() -> None:
         "--out", type=Path, default="convergence", help="folder of the JSON and the picture (convergence)"
     )
     parser.add_argument("--redraw", type=Path, metavar="FILE.json", help="train nothing: draw this file again")
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    given = parse()
     if given.redraw is not None:
         read = [ConvergenceRow(**row) for row in json.loads(given.redraw.read_text())["rows"]]
         png(sheet_of(read), given.redraw.with_suffix(".png"))
@@ -276,11 +279,20 @@ def main() -> None:
     seeds = [*map(int, given.seeds.split(","))]
     where = Where(given.device, given.ranks, given.at_once)
     if given.compare == "optimizers":
-        rows = compare_optimizers(seeds, where, given.steps)
+        trained = compare_optimizers(seeds, where, given.steps)
     else:
         forms = ["fp32", *(form for form in given.forms if form != "fp32")]
-        rows = compare_forms(forms, seeds, where, given.steps, given.lr)
-    path = write(make_record(rows, torch.device(given.device), {}), given.out, given.compare)
+        trained = compare_forms(forms, seeds, where, given.steps, given.lr)
+    rows: list[ConvergenceRow] = []
+    path: Path | None = None
+    for row in trained:  # each is on disk at once, whatever ends the run
+        rows.append(row)
+        record = make_record(rows, torch.device(given.device), {})
+        if path is None:
+            path = write(record, given.out, given.compare)
+        else:
+            write_anew(record, path)
+    assert path is not None  # there is a seed
     png(sheet_of(rows), path.with_suffix(".png"))
     print(path)
 

@@ -33,7 +33,7 @@ TWO_RANKS = "test_programs and 2-"
 SLOW = 50  # seconds after which a test that still runs is told, with what each of its threads does
 BITS_IN = 5  # processes: one alone takes too long. Not 4, as there are backends: one would have all of Triton's
 SMOKE_IN = {"triton": 6}  # processes: Triton compiles most of its kernels for it
-ORDER_IN, ORDER_AGAIN_IN, NCCL_IN = 4, 2, 3  # processes
+ORDER_IN, ORDER_AGAIN_IN, NCCL_IN, NCCL_AGAIN_IN = 4, 5, 3, 2  # processes
 
 PARTS = {
     "a": "the kernels: build, smoke, figures, one profiled launch each, no waits, capture",
@@ -125,11 +125,12 @@ def nccl_ranks(scratch: Path, device: str, ranks: Mapping[str, str]) -> list[Gro
         phase = _tests(tests, limit, device, {**ranks, **more}, *flags)
         return replace(phase, name=name, after="nccl_two_ranks")
 
-    programs = [on_ranks("test_nccl_ranks", "test_nccl_ranks", 120, FEW)]
-    pair = Phase("nccl_two_ranks", [sys.executable, str(HERE / "gpu_two_ranks.py"), device], 60, ranks, told=True)
+    pair = Phase("nccl_two_ranks", [sys.executable, str(HERE / "gpu_two_ranks.py"), device], 30, ranks, told=True)
+    programs = on_ranks("test_nccl_ranks", "test_nccl_ranks", 130, FEW)
+    topologies = on_ranks("test_nccl_topologies", "test_nccl_topologies", 80, {})
     groups: list[Group] = [
         [pair],
-        [_tests("test_each_collective", 60, device, {}, "-m", ALONE)],
+        [_tests("test_each_collective", 50, device, {}, "-m", ALONE)],
         [
             *(
                 [on_ranks("collectives_ranks", "test_each_collective", 80, {}, "-m", ON_RANKS)]
@@ -139,10 +140,9 @@ def nccl_ranks(scratch: Path, device: str, ranks: Mapping[str, str]) -> list[Gro
             on_ranks("test_buffers", "test_buffers", 80, {}),
             on_ranks("optimizer_ranks", "test_optimizer", 80, {}, "-m", ON_RANKS),
             on_ranks("units_ranks", "test_units", 80, {}, "-m", ON_RANKS),
-            on_ranks("test_nccl_topologies", "test_nccl_topologies", 80, {}),
         ],
-        programs if device == "cpu" else [part for phase in programs for part in _in_parts(phase, NCCL_IN)],
-        [replace(_script(scratch, "overlap", "gpu_overlap.py", 80, device), environment=ranks, after=pair.name)],
+        *([phase] if device == "cpu" else _in_parts(phase, NCCL_IN) for phase in (programs, topologies)),
+        [replace(_script(scratch, "overlap", "gpu_overlap.py", 40, device), environment=ranks, after=pair.name)],
     ]
     if device == "cpu":
         return groups
@@ -150,7 +150,7 @@ def nccl_ranks(scratch: Path, device: str, ranks: Mapping[str, str]) -> list[Gro
         on_ranks("nccl_one_queue", "test_nccl_ranks", 100, ONE_QUEUE | FEW, "-k", TWO_RANKS),
         on_ranks("nccl_sanitized", "test_nccl_ranks", 100, SANITIZER | FEW, "-k", TWO_RANKS),
     ]
-    return [*groups, again]
+    return [*groups, [part for phase in again for part in _in_parts(phase, NCCL_AGAIN_IN)]]
 
 
 def training(scratch: Path, device: str) -> list[Group]:

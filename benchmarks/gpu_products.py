@@ -29,7 +29,7 @@ from zero_optim.rules.newton_schulz import PRODUCTS, QUINTIC, TORCH, TRITON
 import zero_kernels
 
 SHAPES = {  # matrices, rows, columns
-    "cuda": [*((1, side, side) for side in (256, 512, 1024, 2048, 4096)), (1, 4096, 11008), (1, 11008, 4096)]
+    "cuda": [*((1, side, side) for side in (256, 512, 1024, 2048, 3072, 4096)), (1, 4096, 11008), (1, 11008, 4096)]
     + [(1, 1024, 4096), (16, 1024, 1024), (64, 256, 256)],
     "cpu": [(1, 32, 32), (2, 20, 50)],
 }

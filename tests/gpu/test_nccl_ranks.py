@@ -95,7 +95,7 @@ def test_muon_at_stage_3_has_the_bits_of_stage_2() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_programs(world_size: int, stage: int) -> None:
-    """Several optimizers and a backward that raises on one rank among them."""
+    """On two ranks several optimizers and a backward that raises on one rank are among those of every stage."""
     programs = [program for program in of_ranks(world_size) if program.stage == stage]
     _assert_right(_on_ranks(world_size, _train_all, programs), programs)
 

@@ -149,9 +149,13 @@ def test_experts(stage: int) -> None:
 # ---- Muon ------------------------------------------------------------------------------------------------------------
 
 
-def _by_muon(rank: int, world_size: int, stage: int, replicas: str) -> Weights:
+def _muons_model() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(72, 72) for _ in range(3))).to(DEVICE, torch.bfloat16)
+    return nn.Sequential(*(nn.Linear(72, 72) for _ in range(3))).to(torch.bfloat16)
+
+
+def _by_muon(rank: int, world_size: int, stage: int, replicas: str) -> Weights:
+    model = _muons_model().to(DEVICE)
     mesh = grid_cases.make_mesh(2, 2, DEVICE)
     if stage == 3:
         zero_optim.shard_module(model, (nn.Linear,), mesh=mesh)
@@ -174,3 +178,5 @@ def test_replicas_that_share_muons_work_have_the_bits_of_those_that_repeat_it(st
     shared, repeated = (_on_ranks(_by_muon, stage, replicas) for replicas in ("share", "repeat"))
     for found in (*shared, *repeated):
         assert all(torch.equal(value, shared[0][name]) for name, value in found.items())
+    began = _muons_model().state_dict()
+    assert all(not torch.equal(value, began[name]) for name, value in shared[0].items())

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import bench_convergence
 import gpu_build
 import gpu_check
 import gpu_nccl
@@ -132,8 +133,13 @@ def test_the_parts_cover_all_tests_and_no_phase_is_in_two() -> None:
     assert len(names) == len(set(names)) and names[0] == "build"
     given = {word for phase in phases_of(PARTS).values() for word in phase.command}
     assert {str(path) for path in (ROOT / "tests/gpu").glob("test_*.py")} <= given
-    assert {"trainer", "memory", "profile", "products", "nccl_two_ranks"} <= set(names)
-    assert {f"bench_{op}" for op in (*OPS, "step")} <= set(names)
+    assert {"trainer", "memory", "stages", "profile", "products", "convergence", "nccl_two_ranks"} <= set(names)
+    assert {f"bench_{op}" for op in (*OPS, "step", "sleep")} <= set(names)
+
+
+def test_curves_have_flags_that_their_script_knows() -> None:
+    given = bench_convergence.parse(phases_of("e")["convergence"].command[2:])
+    assert (given.device, given.ranks, given.at_once, given.compare) == ("cuda", 1, 8, "forms")
 
 
 def test_figures_come_first() -> None:
@@ -170,18 +176,19 @@ def test_what_several_processes_share_is_all_of_it(tmp_path: Path) -> None:
 
 def test_programs_run_again_under_the_sanitizer_and_in_one_queue() -> None:
     phases = phases_of(PARTS)
-    sanitized, one_queue = ([f"order_{how}_{part}" for part in (1, 2)] for how in ("sanitized", "one_queue"))
-    again = {**dict.fromkeys((*sanitized, *one_queue), "test_work_order"), "nccl_one_queue": "test_nccl_ranks"}
-    for name, tests in {**again, "nccl_sanitized": "test_nccl_ranks"}.items():
+    sanitized, one_queue = ([f"order_{how}_{part}" for part in range(1, 6)] for how in ("sanitized", "one_queue"))
+    of_ranks = [f"nccl_{how}_{part}" for how in ("one_queue", "sanitized") for part in (1, 2)]
+    again = {**dict.fromkeys((*sanitized, *one_queue), "test_work_order"), **dict.fromkeys(of_ranks, "test_nccl_ranks")}
+    for name, tests in again.items():
         assert str(ROOT / "tests/gpu" / f"{tests}.py") in phases[name].command
     assert {name for name, phase in phases.items() if "TORCH_CUDA_SANITIZER" in phase.environment} == {
         *sanitized,
         *one_queue,
-        "nccl_sanitized",
+        *of_ranks[2:],
     }
     assert {name for name, phase in phases.items() if "CUDA_DEVICE_MAX_CONNECTIONS" in phase.environment} == {
         *one_queue,
-        "nccl_one_queue",
+        *of_ranks[:2],
     }
 
 

@@ -99,7 +99,7 @@ class GradStreams:
         current = self._current()
         # A capture has a stream of its own. All gradients are made in it then, and memory that is told of two streams
         # would stay taken until it ends.
-        called_here = self._called_on is not None and self._called_on == current  # torch has None equal to any stream
+        called_here = self._called_on is not None and self._called_on == current  # of None torch says neither == nor !=
         programs = not called_here and not is_capturing(self._device)
         if programs or (self._added | self._adding) - {current}:
             keep_for_current_stream(*gradients)
