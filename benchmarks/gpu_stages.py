@@ -77,8 +77,8 @@ class Figures:
     def __str__(self) -> str:
         planned = "" if self.planned is None else f", {self.planned / 1e9:.3f} planned"
         return (
-            f"{self.name}: {self.ms:.1f} ms a step ({self.p20:.1f} to {self.p80:.1f}), {self.tokens_per_s:,.0f} tokens/s, "
-            f"{self.speed:.2f} times the recipe's speed; "
+            f"{self.name}: {self.ms:.1f} ms a step ({self.p20:.1f} to {self.p80:.1f}), "
+            f"{self.tokens_per_s:,.0f} tokens/s, {self.speed:.2f} times the recipe's speed; "
             f"{self.held / 1e9:.3f} GB held{planned}, {self.peak / 1e9:.3f} at the peak; "
             f"{f'WAITS: {self.waits}' if self.waits else 'nothing waits'}"
         )
