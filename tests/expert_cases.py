@@ -166,10 +166,12 @@ class Way:
         return loss * math.inf if self.overflow_on == rank and step == 0 else loss
 
 
-def make_model(way: Way, mesh: dist.DeviceMesh | None = None, device: str = "cpu") -> Moe:
+def make_model(way: Way, mesh: dist.DeviceMesh | None = None, device: str | None = None) -> Moe:
     """``mesh``: over which experts are spread."""
     torch.manual_seed(0)
-    model = Moe(stacked=way.stacked).to(device, way.dtype)
+    model = Moe(stacked=way.stacked).to(way.dtype)
+    if device is not None:
+        model.to(device)
     return model if mesh is None else spread(model, mesh)
 
 

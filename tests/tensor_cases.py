@@ -143,10 +143,12 @@ class Way:
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-def make_model(way: Way, mesh: dist.DeviceMesh | None = None, seed: int = 0, device: str = "cpu") -> Gpt:
+def make_model(way: Way, mesh: dist.DeviceMesh | None = None, seed: int = 0, device: str | None = None) -> Gpt:
     """``mesh``: that it is cut over."""
     torch.manual_seed(seed)
-    model = Gpt(hidden=way.hidden).to(device, way.dtype)
+    model = Gpt(hidden=way.hidden).to(way.dtype)
+    if device is not None:
+        model.to(device)
     if mesh is not None:
         cut(model, mesh, sequence=way.sequence)
     for name in way.frozen:  # not before: torch's styles make new parameters
