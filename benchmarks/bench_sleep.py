@@ -16,6 +16,7 @@ import torch
 from script import run_script
 from torch import Tensor, nn
 from zero_optim import ShardedAdamW
+from zero_optim.asleep import MOVES_STORAGES
 from zero_optim.bench.contest import Say, settle
 from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.rows.offload import OffloadRow
@@ -26,9 +27,7 @@ from zero_optim.stores.host_memory import HostMemory
 NUMEL, ROUNDS = {"cpu": 2**26, "cuda": 2**30}, 11
 PARAMETER = 2**22  # elements of each, a layer's
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-WHAT = {"state": False, "all": True}  # whether the parameters sleep, too
-if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # torch before 2.13
-    del WHAT["all"]
+WHAT = {"state": False, **({"all": True} if MOVES_STORAGES else {})}  # whether the parameters sleep, too
 
 
 class Sleeper:

@@ -110,10 +110,17 @@ def measure(decoder: memory.Decoder, stage: int, device: torch.device) -> Share:
     return share
 
 
-def compare(plan: memory.Plan, held: int, peak: int, first_peak: int) -> Share:
-    """At stage 3 communication buffers have memory while a backward runs alone, as units and local gradients have."""
+def held_by(plan: memory.Plan) -> int:
+    """Bytes after a step, its gradients still there.
+
+    At stage 3 communication buffers have memory while a backward runs alone, as units and local gradients have.
+    """
     passing = (*IN_BACKWARD, "communication") if plan.job.stage == 3 else IN_BACKWARD
-    planned = sum(nbytes for kind, nbytes in plan.memory.items() if kind not in passing)
+    return sum(nbytes for kind, nbytes in plan.memory.items() if kind not in passing)
+
+
+def compare(plan: memory.Plan, held: int, peak: int, first_peak: int) -> Share:
+    planned = held_by(plan)
     peaks = (peak, plan.total, first_peak, plan.most)
     return Share(plan.job.stage, held, planned, held / planned - 1, *peaks, dict(plan.memory))
 

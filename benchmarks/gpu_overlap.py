@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,20 @@ def shares(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
+def traced(step: Callable[[], object], count: int, device: torch.device) -> list[dict[str, Any]]:
+    """The events of the profiler's trace of so many steps."""
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as profiler:
+        for _ in range(count):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        return json.loads(trace.read_text())["traceEvents"]
+
+
 def train(stage: int, device: torch.device) -> dict[str, dict[str, float]]:
     """Of STEPS steps, after WARM_UP of them."""
     torch.manual_seed(0)
@@ -88,17 +102,9 @@ def train(stage: int, device: torch.device) -> dict[str, dict[str, float]]:
 
     for _ in range(WARM_UP):
         step()
-    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as profiler:
-        for _ in range(STEPS):
-            step()
-        if on_gpu:
-            torch.cuda.synchronize()
+    events = traced(step, STEPS, device)
     opt.close()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        return shares(json.loads(trace.read_text())["traceEvents"])
+    return shares(events)
 
 
 def rank(number: int, device: str, out: Path, store: str) -> None:

@@ -15,9 +15,8 @@ import copy
 import gc
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_gpt_step import TRAINING, amp_recipe
-from gpu_memory import compare
-from gpu_overlap import Span, hidden, length
+from gpu_memory import TOLERANCE, held_by
+from gpu_overlap import Span, hidden, length, traced
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from zero_optim import ShardedAdamW, memory, shard_module
 from zero_optim.bench.contenders import model_config
 from zero_optim.bench.live_memory import LiveMemory, watch
@@ -42,19 +40,16 @@ BYTES_OF_ALL = 120  # of a device, for each parameter of a model: all train in t
 BATCH, MAX_NORM = 4, 1.0
 WARM_UP, PROFILED = 3, 2
 CLOSE = 1e-3  # of a loss, between the recipe and a stage, whose sums have another order. 4e-5 was seen on an H200
-TOLERANCE = {"cpu": 0.01, "cuda": 0.03}  # of memory: torch's allocator of a GPU gives whole blocks
 SECONDS = 60
 
 Step = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Of one way to train.
+class Trained:
+    """What the first steps of one way to train have shown.
 
     Attributes:
-        ms, p20, p80, rounds: of a whole training step; with the tokens a second that the median makes.
-        speed: the AMP recipe's time over it.
         losses: of the first WARM_UP steps.
         held, planned: bytes after a step, its gradients still there. No plan is made for the recipe.
         peak: bytes in a step, with its activations.
@@ -67,20 +62,30 @@ class Figures:
     peak: int
     planned: int | None = None
     waits: str | None = None
-    ms: float = 0.0
-    p20: float = 0.0
-    p80: float = 0.0
-    rounds: int = 0
-    tokens_per_s: float = 0.0
-    speed: float = 0.0
 
     def __str__(self) -> str:
         planned = "" if self.planned is None else f", {self.planned / 1e9:.3f} planned"
         return (
-            f"{self.name}: {self.ms:.1f} ms a step ({self.p20:.1f} to {self.p80:.1f}), "
-            f"{self.tokens_per_s:,.0f} tokens/s, {self.speed:.2f} times the recipe's speed; "
             f"{self.held / 1e9:.3f} GB held{planned}, {self.peak / 1e9:.3f} at the peak; "
             f"{f'WAITS: {self.waits}' if self.waits else 'nothing waits'}"
+        )
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Of whole training steps: their times, the tokens a second of the median, and the AMP recipe's time over it."""
+
+    ms: float
+    p20: float
+    p80: float
+    rounds: int
+    tokens_per_s: float
+    speed: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ms:.1f} ms a step ({self.p20:.1f} to {self.p80:.1f}), {self.tokens_per_s:,.0f} tokens/s, "
+            f"{self.speed:.2f} times the recipe's speed"
         )
 
 
@@ -116,17 +121,24 @@ def recipe(model: GPT, windows: Tensor) -> Step:
 
 def train_first(
     name: str, make: Callable[[], tuple[ShardedAdamW | None, Step]], live: LiveMemory, device: torch.device
-) -> tuple[Figures, Step]:
-    """The first steps, their losses, and what they hold."""
+) -> tuple[Trained, Step]:
     before, _ = live.after(lambda: None)
     opt, step = make()
     losses = [float(step()) for _ in range(WARM_UP)]
     held, peak = live.after(step)
-    planned = None
-    if opt is not None:
-        share = compare(memory.plan_of(opt), held - before, peak - before, peak - before)
-        planned = share.planned
-    return Figures(name, losses, held - before, peak - before, planned, waits(step, device)), step
+    planned = None if opt is None else held_by(memory.plan_of(opt))
+    return Trained(name, losses, held - before, peak - before, planned, waits(step, device)), step
+
+
+def time_in_turns(steps: Mapping[str, Step], tokens: int, device: torch.device) -> dict[str, Timed]:
+    """``tokens``: of a step."""
+    rounds = Rounds(seconds=8.0) if device.type == "cuda" else Rounds.exactly(2)
+    times = interleaved({name: [step] for name, step in steps.items()}, make_clock(device), rounds)
+    spreads = {name: Spread.of([sum(laps) for laps in of_one]) for name, of_one in times.items()}
+    return {
+        name: Timed(**asdict(of), tokens_per_s=round(1e3 * tokens / of.ms, 1), speed=round(spreads[AMP].ms / of.ms, 4))
+        for name, of in spreads.items()
+    }
 
 
 def waits(step: Step, device: torch.device) -> str | None:
@@ -160,19 +172,6 @@ def hidden_copies(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, fl
     return found
 
 
-def profiled(step: Step, device: torch.device) -> dict[str, dict[str, float]]:
-    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as profiler:
-        for _ in range(PROFILED):
-            step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        return hidden_copies(json.loads(trace.read_text())["traceEvents"])
-
-
 def join(device: torch.device) -> dict[str, int]:
     """Make the process group of this rank alone. Bytes of the device that its context and its communicator take."""
 
@@ -192,10 +191,10 @@ def join(device: torch.device) -> dict[str, int]:
     return {"context": context, "communicator": taken() - context}
 
 
-def problems(figures: Sequence[Figures], device: torch.device) -> list[str]:
-    first = figures[0]
+def problems(trained: Sequence[Trained], device: torch.device) -> list[str]:
+    first = trained[0]
     found = []
-    for of in figures:
+    for of in trained:
         if any(abs(a / b - 1) > CLOSE for a, b in zip(of.losses, first.losses, strict=True)):
             found.append(f"{of.name}: losses {of.losses}, where {first.name} has {first.losses}")
         if of.planned is not None and abs(of.held / of.planned - 1) > TOLERANCE[device.type]:
@@ -227,32 +226,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **{f"stage {n}": (lambda n=n: sharded(copy.deepcopy(model), n, windows)) for n in STAGES},
     }
     with watch(device) as live:
-        trained = {name: train_first(name, make, live, device) for name, make in makers.items()}
-    rounds = Rounds(seconds=8.0) if device.type == "cuda" else Rounds.exactly(2)
-    times = interleaved({name: [step] for name, (_, step) in trained.items()}, make_clock(device), rounds)
-    spreads = {name: Spread.of([sum(laps) for laps in of_one]) for name, of_one in times.items()}
+        found = [train_first(name, make, live, device) for name, make in makers.items()]
     tokens = windows.numel() - len(windows)
-    figures = [
-        replace(
-            of,
-            **asdict(spreads[name]),
-            tokens_per_s=round(1e3 * tokens / spreads[name].ms, 1),
-            speed=round(spreads[AMP].ms / spreads[name].ms, 4),
-        )
-        for name, (of, _) in trained.items()
-    ]
-    for of in figures:
-        print(of, flush=True)
-    trained.clear()
+    timed = time_in_turns({of.name: step for of, step in found}, tokens, device)
+    trained = [of for of, _ in found]
+    for of in trained:
+        print(f"{of.name}: {timed[of.name]}; {of}", flush=True)
+    found.clear()  # their models, before the next is made
     gc.collect()
     _, step = sharded(model, 3, windows, param_offload="cpu")
     for _ in range(WARM_UP):
         step()
-    copies = profiled(step, device)
+    copies = hidden_copies(traced(step, PROFILED, device))
     told = (f"{of['copies']:.0f} copies {way}, {of['hidden']:.0%} hidden" for way, of in copies.items())
     print(f"parameters on the host: {'; '.join(told) or 'no copies on this device'}", flush=True)
-    wrong = problems(figures, device)
-    record = {"parameters": parameters, "tokens": tokens, **shares, "ways": [asdict(of) for of in figures]}
+    wrong = problems(trained, device)
+    ways = [{**asdict(of), **asdict(timed[of.name])} for of in trained]
+    record = {"parameters": parameters, "tokens": tokens, **shares, "ways": ways}
     options.out.write_text(json.dumps({**record, "copies": copies, "problems": wrong}, indent=1) + "\n")
     dist.destroy_process_group()
     print("\n".join(wrong) or "losses, memory and waits are what they have to be", flush=True)

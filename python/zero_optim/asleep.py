@@ -34,6 +34,9 @@ from .stores.rests import Rest, Rests
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
+MOVES_STORAGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Whether parameters can sleep at stages 0 to 2, which takes torch 2.13."""
+
 
 class Asleep:
     """What one optimizer has put to rest. Its mode says whether it has.
@@ -116,7 +119,7 @@ class Asleep:
     def _check_in_place(self) -> None:
         """Raise where a parameter is no view of its flat tensor any more: its values would stay."""
         plain = [flat for flat in self._flats_there() if not flat.sharded]
-        if plain and not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        if plain and not MOVES_STORAGES:
             raise ZeroOptimError(f"sleep(parameters=True) at stages 0 to 2 needs torch 2.13, not {torch.__version__}")
         moved = {id(flat.params[number]) for flat in plain for number in flat.elsewhere()}
         for index, parameter in enumerate(self._parameters.all):

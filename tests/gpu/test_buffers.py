@@ -5,9 +5,6 @@ On the CPU a stand-in takes the place of SyncBatchNorm, and gloo that of NCCL.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import zero_optim
@@ -20,9 +17,9 @@ from batch_norm_cases import (
     train_in_one_process,
     train_on_ranks,
 )
-from harness import run_ranks
+from nccl_ranks import on_nccl_ranks
 from oracle import adamw_bound
-from places import DEVICE, ON_GPU, why_not_nccl_ranks
+from places import DEVICE, ON_GPU
 from torch import Tensor, nn
 from training_cases import assert_bitwise
 
@@ -32,17 +29,11 @@ EPS = 1e-3  # far above the rounding noise of gradients that are nearly zero, an
 NEAR = 64 if ON_GPU else 8  # times the bound: the oracle is on the CPU, and sums in another order
 
 
-def _on_ranks(fn: Callable[..., Any], *args: Any) -> Any:
-    if reason := why_not_nccl_ranks(2):
-        pytest.skip(reason)
-    return run_ranks(2, fn, *args, timeout=60, backend="nccl" if ON_GPU else "gloo")
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sync_batch_norm(stage: int) -> None:
     """As one process on the whole batch."""
     expected, statistics = train_in_one_process(2, EPS)
-    (weights, buffers), (weights_1, buffers_1) = _on_ranks(train_on_ranks, stage, DEVICE, EPS)
+    (weights, buffers), (weights_1, buffers_1) = on_nccl_ranks(2, train_on_ranks, stage, DEVICE, EPS)
     assert_bitwise(weights_1, weights)
     assert_bitwise(buffers_1, buffers)
     for ours, theirs in zip(weights, expected, strict=True):
@@ -74,7 +65,7 @@ def _sync(rank: int, world_size: int, how: str) -> list[Tensor]:
 
 @pytest.mark.parametrize(("how", "factor"), [("broadcast", 1.0), ("mean", 1.5)])
 def test_sync_buffers(how: str, factor: float) -> None:
-    for buffers in _on_ranks(_sync, how):
+    for buffers in on_nccl_ranks(2, _sync, how):
         for place, buffer in enumerate(buffers):
             number = place // 5
             values = torch.arange(5)

@@ -5,14 +5,13 @@ the package gives it. On a CPU there are two ranks over gloo, which is never ask
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
-from places import ON_GPU, why_not_nccl_ranks
+from nccl_ranks import on_nccl_ranks
+from places import ON_GPU
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -135,7 +134,7 @@ def _every_collective(rank: int, world_size: int, dtype: torch.dtype) -> list[st
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_collective(world_size: int, dtype: torch.dtype, bound: bool) -> None:
     """`bound`: `init_process_group(device_id=...)`, by which groups are split from each other."""
-    for called in _on_ranks(world_size, _every_collective, dtype, bound=bound):
+    for called in on_nccl_ranks(world_size, _every_collective, dtype, bound=bound):
         assert called == sorted(OF_TRANSPORT)
 
 
@@ -177,11 +176,4 @@ def _on_streams(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_waits_on_another_stream(world_size: int) -> None:
-    _on_ranks(world_size, _on_streams)
-
-
-def _on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, bound: bool = False) -> list[Any]:
-    if reason := why_not_nccl_ranks(world_size):
-        pytest.skip(reason)
-    nccl = {"backend": "nccl", "bound": bound} if ON_GPU else {}
-    return run_ranks(world_size, fn, *args, timeout=50, **nccl)
+    on_nccl_ranks(world_size, _on_streams)

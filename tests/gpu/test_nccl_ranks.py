@@ -8,15 +8,17 @@ and the failure has where each of them was, with the end of its stderr, which na
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from chosen_programs import WIDTH, of_ranks
-from harness import RankFailure, run_ranks
+from harness import RankFailure
+from nccl_ranks import on_nccl_ranks
 from order_programs import (
     SIDE,
     Inputs,
@@ -29,7 +31,7 @@ from order_programs import (
     train,
     wrong,
 )
-from places import ON_GPU, why_not_nccl_ranks
+from places import ON_GPU
 
 pytestmark = pytest.mark.gpu
 
@@ -38,13 +40,7 @@ LIMIT = 110  # seconds for the programs of one test
 AWAY_SECONDS = 10 if ON_GPU else 3  # of the group of which a rank stays away
 
 
-def _on_ranks(world_size: int, fn: Callable[..., Any], *args: Any, bound: bool = False, timeout: float = LIMIT) -> Any:
-    """`run_ranks` over NCCL. Skips the test, with the reason, where this machine can't. On a CPU, over gloo."""
-    if reason := why_not_nccl_ranks(world_size):
-        pytest.skip(reason)
-    if not ON_GPU:
-        return run_ranks(world_size, fn, *args, timeout=timeout)
-    return run_ranks(world_size, fn, *args, timeout=timeout, backend="nccl", bound=bound)
+_on_ranks = partial(on_nccl_ranks, timeout=LIMIT)
 
 
 def _device() -> torch.device:

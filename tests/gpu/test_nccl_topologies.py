@@ -4,6 +4,7 @@ parallelism, experts, and replicas that share Muon's work."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import expert_cases
@@ -13,8 +14,8 @@ import sharded_cases
 import tensor_cases
 import torch
 import zero_optim
-from harness import run_ranks
-from places import DEVICE, ON_GPU, why_not_nccl_ranks
+from nccl_ranks import on_nccl_ranks
+from places import DEVICE
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.gpu
@@ -25,16 +26,22 @@ TOLERANCE = 2e-5  # of parameters: sums of a GPU have another order
 Weights = dict[str, Tensor]
 
 
-def _on_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """`run_ranks` over NCCL. Skips the test, with the reason, where this machine can't. On a CPU, over gloo."""
-    if reason := why_not_nccl_ranks(RANKS):
-        pytest.skip(reason)
-    return run_ranks(RANKS, fn, *args, timeout=110, backend="nccl" if ON_GPU else "gloo")
+_on_ranks = partial(on_nccl_ranks, RANKS, timeout=110)
 
 
-def _whole(model: nn.Module) -> Weights:
-    """Collective."""
-    return {name: value.cpu().clone() for name, value in zero_optim.iter_full_parameters(model)}
+def _train(opt: zero_optim.ShardedOptimizer, loss_of: Callable[[int], Tensor]) -> None:
+    for step in range(STEPS):
+        loss_of(step).backward()
+        opt.step()
+        opt.zero_grad()
+    opt.wait_for_parameters()
+
+
+def _whole(model: nn.Module, opt: zero_optim.ShardedOptimizer) -> Weights:
+    """Collective. The optimizer is closed."""
+    found = {name: value.cpu().clone() for name, value in zero_optim.iter_full_parameters(model)}
+    opt.close()
+    return found
 
 
 def _check(found: Weights, wanted: Weights) -> None:
@@ -65,13 +72,8 @@ def _grid(rank: int, world_size: int, stage: int, offload: str | None) -> Weight
         zero_optim.shard_module(model, (sharded_cases.Block,), mesh=mesh)
     given = {} if stage == 3 else {"mesh": mesh, "bucket_cap_mb": 0.02}
     opt = zero_optim.ShardedAdamW(model.named_parameters(), **HYPER, **given, stage=stage, state_offload=offload)
-    for step in range(STEPS):
-        sharded_cases.loss_of(model, sharded_cases.tokens(rank, step).to(DEVICE)).backward()
-        opt.step()
-        opt.zero_grad()
-    found = _whole(model)
-    opt.close()
-    return found
+    _train(opt, lambda step: sharded_cases.loss_of(model, sharded_cases.tokens(rank, step).to(DEVICE)))
+    return _whole(model, opt)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(1, None), (2, None), (2, "cpu"), (3, None)])
@@ -97,14 +99,9 @@ def _tensor_parallel(rank: int, world_size: int, stage: int) -> Weights:
         zero_optim.shard_module(model, (tensor_cases.Block,), mesh=mesh["dp"])
     given = {} if stage == 3 else {"mesh": mesh["dp"]}
     opt = zero_optim.ShardedAdamW(model.named_parameters(), **HYPER, **given, stage=stage)
-    for step in range(STEPS):
-        with tensor_cases.losses(sequence=True):
-            tensor_cases.loss_of(model, rank // 2, step).backward()
-        opt.step()
-        opt.zero_grad()
-    found = _whole(model)
-    opt.close()
-    return found
+    with tensor_cases.losses(sequence=True):
+        _train(opt, lambda step: tensor_cases.loss_of(model, rank // 2, step))
+    return _whole(model, opt)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -122,11 +119,7 @@ def _experts(rank: int, world_size: int, stage: int) -> tuple[int, Weights]:
     way, mesh = expert_cases.Way(stage=stage, steps=STEPS), expert_cases.make_mesh(device=DEVICE)
     model = expert_cases.make_model(way, mesh, DEVICE)
     opt = zero_optim.ShardedAdamW(expert_cases.groups_of(model, mesh), **HYPER, stage=stage)
-    for step in range(STEPS):
-        way.loss(model, rank, step, 0, way.routes(mesh, step)).backward()
-        opt.step()
-        opt.zero_grad()
-    opt.wait_for_parameters()
+    _train(opt, lambda step: way.loss(model, rank, step, 0, way.routes(mesh, step)))
     found = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
     opt.close()
     return mesh.get_local_rank("ep"), found
@@ -163,14 +156,13 @@ def _by_muon(rank: int, world_size: int, stage: int, replicas: str) -> Weights:
     matrices, others = zero_optim.ShardedMuon.split(model)
     groups = [{"params": matrices}, {"params": others, "rule": zero_optim.rules.AdamW(lr=1e-2)}]
     opt = zero_optim.ShardedMuon(groups, lr=0.02, stage=stage, max_grad_norm=1.0, ns_replicas=replicas, **given)
-    for step in range(STEPS):
+
+    def loss_of(step: int) -> Tensor:
         x = torch.randn(8, 72, generator=torch.Generator().manual_seed(10 * step + rank))
-        model(x.to(DEVICE, torch.bfloat16)).float().square().mean().backward()
-        opt.step()
-        opt.zero_grad()
-    found = _whole(model)
-    opt.close()
-    return found
+        return model(x.to(DEVICE, torch.bfloat16)).float().square().mean()
+
+    _train(opt, loss_of)
+    return _whole(model, opt)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

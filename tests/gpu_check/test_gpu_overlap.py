@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_overlap import hidden, shares, union
-from gpu_stages import AMP, Figures, hidden_copies, problems
+from gpu_stages import AMP, Trained, hidden_copies, problems
 
 
 def kernel(name: str, start: float, end: float) -> dict[str, Any]:
@@ -57,8 +57,8 @@ def test_copies_of_a_trace_are_told_by_their_direction() -> None:
 
 def test_what_is_wrong_with_a_stage_is_told() -> None:
     gpu, losses = torch.device("cuda"), (5.0, 4.0)
-    recipe = Figures(AMP, losses, held=200, peak=300, waits="its own affair")
-    assert problems([recipe, Figures("stage 1", losses, held=102, peak=150, planned=100)], gpu) == []
-    wrong = Figures("stage 2", (5.0, 4.1), held=104, peak=150, planned=100, waits="called a synchronizing operation")
+    recipe = Trained(AMP, losses, held=200, peak=300, waits="its own affair")
+    assert problems([recipe, Trained("stage 1", losses, held=102, peak=150, planned=100)], gpu) == []
+    wrong = Trained("stage 2", (5.0, 4.1), held=104, peak=150, planned=100, waits="called a synchronizing operation")
     loss, memory, waits = problems([recipe, wrong], gpu)
     assert "stage 2: losses" in loss and "104 bytes held, 100 planned" in memory and "stage 2 waits" in waits
