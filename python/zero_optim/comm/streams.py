@@ -54,7 +54,8 @@ class GradStreams:
 
     Autograd adds up a gradient on the stream that was current when the node for that was made: with our hooks, in the
     optimizer's constructor. It orders that stream before the one that called backward when the backward ends, and not
-    earlier. A bucket that leaves within the backward, from a hook on another node, must wait by itself::
+    earlier; where the backward raises, not at all. Who comes after that must wait, and so must a bucket that leaves
+    within the backward, from a hook on another node::
 
         default stream   the optimizer is made            .grad += ...
         side stream                            backward                 pack: must wait for the line above
