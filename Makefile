@@ -47,8 +47,8 @@ race-check: $(DEVELOPED)  ## the order of everything launched, on simulated GPUs
 	@cd tests && ../$(BIN)/python -m simulated_gpu $(ARGS)
 
 .PHONY: cuda-check
-cuda-check: $(DEVELOPED)  ## look into what nvcc and Triton make of the kernels for every architecture; needs no GPU
-	@ZERO_KERNELS_EVERY_ARCHITECTURE=1 $(BIN)/python -m pytest tests/cuda tests/triton_backend $(ARGS)
+cuda-check: $(DEVELOPED)  ## the tests of CUDA and Triton code, for every architecture; needs no GPU, and `make test` skips what it has run
+	@ZERO_KERNELS_CHECK_KERNELS=1 $(BIN)/python -m pytest tests/cuda tests/triton_backend $(ARGS)
 	@$(if $(ARGS),,$(BIN)/python tests/checked.py)
 
 .PHONY: lint

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 ROOT = Path(__file__).parents[2]
 ARCHS = ("80", "90", "100")
 PTX_ARCHS = ("80", "90", "100")  # where code is made for 80 too, that for 90 is made from its PTX
-ARCH_LIST = "TORCH_CUDA_ARCH_LIST"  # an environment variable of setup.py's
-ONE = "9.0"  # the architecture of libraries that are for one, as torch writes it
 STEPS = ("step_adamw", "step_amsgrad", "step_lion", "step_sgd", "step_muon")
 SOURCES = (*STEPS, "grad_stats", "hyper_table", "pack")
 BODIES = ("step", "grad_stats", "hyper_table", "pack")

@@ -1,4 +1,4 @@
-"""Machine code for every architecture is looked into wherever it may have changed since ``make cuda-check``."""
+"""Tests of kernels run wherever something that they depend on has changed since ``make cuda-check``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(checked.EVERY, raising=False)
+    monkeypatch.delenv(checked.ALWAYS, raising=False)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def nvcc(tmp_path: Path) -> Path:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """What machine code depends on, and its tests."""
-    for folder in ("csrc", "zero_kernels", "tests/cuda", "tests/triton_backend"):
+    for folder in ("csrc", "zero_kernels", "tests/cuda", "tests/kernels", "tests/triton_backend"):
         shutil.copytree(checked.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(checked.ROOT / "setup.py", tmp_path)
     return tmp_path
@@ -37,21 +37,37 @@ def test_a_copy_of_the_sources_has_been_checked_as_well(root: Path, nvcc: Path) 
 
 
 @pytest.mark.parametrize(
-    "change", ["csrc/cuda/pack.cu", "csrc/types.h", "csrc/rules/adamw.h", "setup.py", "tests/cuda/toolchain.py", "nvcc"]
+    "change",
+    [
+        "csrc/cuda/pack.cu",
+        "csrc/types.h",
+        "csrc/rules/adamw.h",
+        "setup.py",
+        "tests/cuda/toolchain.py",
+        "tests/cuda/host/pack.cpp",
+        "zero_kernels/reference.py",
+        "nvcc",
+    ],
 )
-def test_a_change_has_cuda_checked_for_every_architecture(root: Path, nvcc: Path, tmp_path: Path, change: str) -> None:
+def test_a_change_has_cuda_checked_again(root: Path, nvcc: Path, tmp_path: Path, change: str) -> None:
     before = checked.of_cuda(str(nvcc), root)
     (tmp_path / "record.json").write_text(json.dumps({"cuda": before}))
-    assert not checked.every_architecture("cuda", before, tmp_path / "record.json")
+    assert checked.is_checked("cuda", before, tmp_path / "record.json")
     with (root / change).open("a") as file:
         file.write("\n" if change != "nvcc" else "echo more\n")
-    assert checked.every_architecture("cuda", checked.of_cuda(str(nvcc), root), tmp_path / "record.json")
+    assert not checked.is_checked("cuda", checked.of_cuda(str(nvcc), root), tmp_path / "record.json")
 
 
 @pytest.mark.parametrize(
-    "change", ["zero_kernels/triton/common.py", "zero_kernels/codecs.py", "tests/triton_backend/test_code.py"]
+    "change",
+    [
+        "zero_kernels/triton/common.py",
+        "zero_kernels/codecs.py",
+        "tests/triton_backend/test_code.py",
+        "tests/kernels/cases.py",
+    ],
 )
-def test_a_change_has_triton_checked_for_every_architecture(root: Path, change: str) -> None:
+def test_a_change_has_triton_checked_again(root: Path, change: str) -> None:
     pytest.importorskip("triton")
     before = checked.of_triton(root)
     with (root / change).open("a") as file:
@@ -59,13 +75,13 @@ def test_a_change_has_triton_checked_for_every_architecture(root: Path, change: 
     assert checked.of_triton(root) != before
 
 
-def test_all_are_checked_where_nothing_is_on_record_or_it_is_asked_for(
+def test_nothing_is_skipped_where_nothing_is_on_record_or_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     record = tmp_path / "record.json"
     record.write_text("{}")
-    assert checked.every_architecture("triton", "name", record)
+    assert not checked.is_checked("triton", "name", record)
     record.write_text(json.dumps({"triton": "name"}))
-    assert not checked.every_architecture("triton", "name", record)
-    monkeypatch.setenv(checked.EVERY, "1")
-    assert checked.every_architecture("triton", "name", record)
+    assert checked.is_checked("triton", "name", record)
+    monkeypatch.setenv(checked.ALWAYS, "1")
+    assert not checked.is_checked("triton", "name", record)

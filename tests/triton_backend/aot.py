@@ -16,7 +16,6 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 ARCHS = (80, 90, 100)
-ONE = (90,)  # where not all are looked into: see ``checked``
 
 
 class _Driver:

@@ -19,6 +19,8 @@ from triton import jit
 
 from zero_kernels import ROW, RULES, triton
 
+pytestmark = checked.unless_checked("triton", checked.of_triton())
+
 if triton.OPS and triton.common.INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1: nothing is compiled in this process", allow_module_level=True)
 
@@ -147,8 +149,7 @@ CALLS: dict[str, Callable[[], None]] = {
 }
 
 every_call = pytest.mark.parametrize("name", CALLS)
-ARCHS = aot.ARCHS if checked.every_architecture("triton", checked.of_triton()) else aot.ONE
-every_arch = pytest.mark.parametrize("arch", ARCHS)
+every_arch = pytest.mark.parametrize("arch", aot.ARCHS)
 
 
 def launches(arch: int, name: str) -> tuple[aot.Launch, ...]:
