@@ -34,6 +34,10 @@ train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA 
 test: $(DEVELOPED)  ## run the test suite, a file at a time on each of WORKERS (2) workers; ARGS goes to pytest
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
+.PHONY: test-all
+test-all:  ## the test suite with its slow tests: every cell of every table
+	@$(MAKE) --no-print-directory test ARGS='-m "" $(ARGS)'
+
 .PHONY: quick
 quick: $(DEVELOPED)  ## the tests nearest to what differs from BASE, 90 seconds at most; ARGS goes to pytest
 	@$(BIN)/python tests/quick.py --base "$(BASE)" $(ARGS)
