@@ -99,7 +99,7 @@ def _store(port: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
-_ENDED: queue.SimpleQueue[list[dist.ProcessGroup]] = queue.SimpleQueue()  # groups of calls before
+_ENDED: queue.Queue[list[dist.ProcessGroup]] = queue.Queue()  # groups of calls before
 
 
 def _let_go() -> None:
@@ -108,6 +108,12 @@ def _let_go() -> None:
     while True:
         groups = _ENDED.get()
         del groups
+        _ENDED.task_done()
+
+
+def await_ended_groups() -> None:
+    """On a rank: until the process groups of calls before are gone, with their threads and files."""
+    _ENDED.join()
 
 
 @contextlib.contextmanager

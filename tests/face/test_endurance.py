@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero_optim
-from harness import new_ranks, run_ranks
+from harness import await_ended_groups, new_ranks, run_ranks
 from torch import Tensor, nn
 from training_cases import TINY_CAP_MB, Planned, maybe_no_sync, raise_in_backward
 from zero_optim.comm.standstill import Wait, standstill_of
@@ -140,6 +140,7 @@ def same_as(before: str) -> str:
 
 def train(rank: int, world_size: int, stage: int) -> list[dict[str, int]]:
     """The counts after the warm-up, and after each period."""
+    await_ended_groups()  # their files are counted, and would close meanwhile
     gc.freeze()  # what is imported is not counted: that takes half a second
     loop, texts = Loop(rank, stage), [""] * (1 + PERIODS)
     for _ in range(WARM_UP_PERIODS):
