@@ -26,7 +26,7 @@ from zero_optim.bench.masters import Masters
 from zero_optim.bench.request import DTYPES, Choices, Menu
 from zero_optim.bench.rows.op import Row
 from zero_optim.bench.run import Op
-from zero_optim.bench.timing import Clock, Job, Rounds, Spread, interleaved
+from zero_optim.bench.timing import Clock, Job, Spread, TimedRounds, interleaved
 from zero_optim.errors import ZeroOptimError
 from zero_optim.grad_scaler import GradScaler
 from zero_optim.train.model import GPT, VOCAB, ModelConfig, next_byte_loss
@@ -56,7 +56,7 @@ class Contender:
         return [self.laps[name] for name in LAPS]
 
 
-def measure(setting: Setting, clock: Clock, rounds: Rounds) -> list[Row]:
+def measure(setting: Setting, clock: Clock, rounds: TimedRounds) -> list[Row]:
     """Rows of ``step`` and of ``train_step``. ``setting.numel`` is how many parameters the model has, about."""
     model = make_model(model_config(setting.numel, setting.device), setting)
     setting = replace(setting, numel=sum(parameter.numel() for parameter in model.parameters()))

@@ -18,11 +18,11 @@ from script import run_script
 from torch import Tensor
 from zero_optim.bench.contest import Say
 from zero_optim.bench.offload_contenders import PAGES
-from zero_optim.bench.offload_links import Disk
+from zero_optim.bench.offload_links import DiskLink
 from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.rows.offload import OffloadRow
 from zero_optim.bench.run import Measured
-from zero_optim.bench.timing import HostClock, Rounds, Spread, interleaved
+from zero_optim.bench.timing import HostClock, Spread, TimedRounds, interleaved
 from zero_optim.stores.disk_homes import LOOKAHEAD
 from zero_optim.stores.extents import Extent
 from zero_optim.stores.host_memory import HostMemory
@@ -64,13 +64,13 @@ class Pages:
 def measure_pages(numel: int, dtype: str, folder: Path, rounds: int) -> list[OffloadRow]:
     """A row each way."""
     nbytes = 12 * numel
-    disk, pages = Disk(folder, nbytes), Pages(folder, numel)
+    disk, pages = DiskLink(folder, nbytes), Pages(folder, numel)
     jobs = {}
     for way, (read, written) in WAYS.items():
         jobs[f"disk {way}"] = [lambda r=read, w=written: disk.move(r * nbytes, w * nbytes)]
         jobs[f"pages {way}"] = [lambda r=read, w=written: pages.move(read=r, written=w)]
     try:
-        times = interleaved(jobs, HostClock(), Rounds.exactly(rounds))
+        times = interleaved(jobs, HostClock(), TimedRounds.exactly(rounds))
     finally:
         pages.file.close()
     laps = {name: [sum(of_round) for of_round in of_job] for name, of_job in times.items()}

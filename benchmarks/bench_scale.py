@@ -39,7 +39,7 @@ from zero_optim.bench.contest import Say
 from zero_optim.bench.fused_adams import HYPER
 from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.run import Measured
-from zero_optim.bench.timing import HostClock, Job, Rounds, Spread, interleaved
+from zero_optim.bench.timing import HostClock, Job, Spread, TimedRounds, interleaved
 from zero_optim.comm import transport
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport
 from zero_optim.shard_module import shard_module
@@ -196,7 +196,7 @@ def _row(shapes: Shapes, ranks: int, replicas: int, stage: int, nowhere: Nowhere
     }
     once = {when: _once(of_it, nowhere) for when, of_it in work.items()}
     clock = HostClock(time.thread_time)  # not what other processes take, nor torch's other threads
-    times = interleaved({"ours": ours.job, "plain": plain.job}, clock, Rounds.exactly(rounds))
+    times = interleaved({"ours": ours.job, "plain": plain.job}, clock, TimedRounds.exactly(rounds))
     laps = {name: [Spread.of(lap).ms for lap in zip(*times[name], strict=True)] for name in times}
     buckets = layouts(shapes, shards, stage)
     stats = ours.opt.stats() if ours.opt is not None else {}

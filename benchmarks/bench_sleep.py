@@ -21,7 +21,7 @@ from zero_optim.bench.contest import Say, settle
 from zero_optim.bench.request import Choices, Menu, Request
 from zero_optim.bench.rows.offload import OffloadRow
 from zero_optim.bench.run import Measured
-from zero_optim.bench.timing import HostClock, Rounds, Spread, interleaved
+from zero_optim.bench.timing import HostClock, Spread, TimedRounds, interleaved
 from zero_optim.stores.host_memory import HostMemory
 
 NUMEL, ROUNDS = {"cpu": 2**26, "cuda": 2**30}, 11
@@ -105,7 +105,7 @@ def measure(numel: int, dtype: str, device: torch.device, rounds: int) -> list[O
     for what, nbytes in sleeper.nbytes.items():
         jobs[f"opt {what}"] = sleeper.laps(what)
         jobs[f"copy {what}"] = copies.laps(nbytes)
-    times = interleaved(jobs, HostClock(), Rounds.exactly(rounds))
+    times = interleaved(jobs, HostClock(), TimedRounds.exactly(rounds))
     sleeper.opt.close()
     return [row for what in WHAT for row in _rows(what, sleeper, times, numel, dtype)]
 

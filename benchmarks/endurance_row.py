@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_optim.bench.columns import JsonRow, RankRow, of_ranks
-from zero_optim.bench.drawings import Kind
+from zero_optim.bench.drawings import RowKind
 from zero_optim.drawing.figures import elements
 from zero_optim.drawing.sheet import Line, Lines, Scale, Sheet
 
@@ -84,4 +84,4 @@ def _since_first(figures: Sequence[float]) -> list[float]:
     return [figure - figures[0] for figure in figures]
 
 
-KIND = Kind("endurance", "samples", _table, _sheet)
+KIND = RowKind("endurance", "samples", _table, _sheet)

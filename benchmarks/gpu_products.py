@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from gpu_results import SKIP_CODE
 from torch import Tensor
-from zero_optim.bench.timing import Rounds, Spread, interleaved, make_clock
+from zero_optim.bench.timing import Spread, TimedRounds, interleaved, make_clock
 from zero_optim.rules import newton_schulz
 from zero_optim.rules.newton_schulz import PRODUCTS, QUINTIC, TORCH, TRITON
 
@@ -100,7 +100,7 @@ def with_tile(block: int, work: Callable[[], object]) -> None:
         work()
 
 
-def measure(shape: tuple[int, int, int], device: torch.device, peak: float, rounds: Rounds) -> Figures:
+def measure(shape: tuple[int, int, int], device: torch.device, peak: float, rounds: TimedRounds) -> Figures:
     """``peak``: multiplications a millisecond."""
     from zero_kernels.triton import symmetric
 
@@ -126,7 +126,7 @@ def measure(shape: tuple[int, int, int], device: torch.device, peak: float, roun
     )
 
 
-def peak_of(device: torch.device, rounds: Rounds) -> float:
+def peak_of(device: torch.device, rounds: TimedRounds) -> float:
     """Multiplications a millisecond of ``torch.mm``."""
     side = SIDE[device.type]
     x = torch.randn(side, side, device=device).bfloat16()
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (reason := zero_kernels.why_no_symmetric_product(device)) is not None:
         print(f"Triton has no symmetric product here: {reason}", flush=True)
         return SKIP_CODE
-    rounds = Rounds(seconds=2.0) if device.type == "cuda" else Rounds.exactly(2)
+    rounds = TimedRounds(seconds=2.0) if device.type == "cuda" else TimedRounds.exactly(2)
     peak, found = peak_of(device, rounds), []
     print(f"peak: torch.mm of {SIDE[device.type]}, {2 * peak / 1e9:.4g} TFLOP/s", flush=True)
     for shape in SHAPES[device.type]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from zero_optim import ShardedAdamW, memory, shard_module
 from zero_optim.bench.contenders import model_config
 from zero_optim.bench.live_memory import LiveMemory, watch
-from zero_optim.bench.timing import Rounds, Spread, interleaved, make_clock
+from zero_optim.bench.timing import Spread, TimedRounds, interleaved, make_clock
 from zero_optim.train.model import GPT, VOCAB, Block, next_byte_loss
 
 AMP = "the AMP recipe"
@@ -132,7 +132,7 @@ def train_first(
 
 def time_in_turns(steps: Mapping[str, Step], tokens: int, device: torch.device) -> dict[str, Timed]:
     """``tokens``: of a step."""
-    rounds = Rounds(seconds=8.0) if device.type == "cuda" else Rounds.exactly(2)
+    rounds = TimedRounds(seconds=8.0) if device.type == "cuda" else TimedRounds.exactly(2)
     times = interleaved({name: [step] for name, step in steps.items()}, make_clock(device), rounds)
     spreads = {name: Spread.of([sum(laps) for laps in of_one]) for name, of_one in times.items()}
     return {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_optim.bench.columns import Column, JsonRow, RankRow, at, milliseconds, of_ranks, whole
-from zero_optim.bench.drawings import Kind, bars_of
+from zero_optim.bench.drawings import RowKind, bars_of
 from zero_optim.drawing.figures import elements
 from zero_optim.drawing.sheet import Sheet
 
@@ -86,4 +86,4 @@ def _sheet(rows: Sequence[JsonRow]) -> Sheet:
     return Sheet([[python, padding]], NOTE)
 
 
-KIND = Kind("scale", "timed", _table, _sheet)
+KIND = RowKind("scale", "timed", _table, _sheet)

@@ -9,7 +9,7 @@ from typing import Any
 from . import validate
 from .comm.collectives import Comm
 from .comm.expert_ranks import ExpertRanks, read_expert_ranks, told_each_other
-from .comm.tensor_ranks import Row
+from .comm.tensor_ranks import RowRanks
 from .comm.topology import Topology
 from .params.parameter_set import ParameterSet
 from .rules.group_rules import GroupRules
@@ -41,7 +41,9 @@ class Admission:
     first_group: int = 0
     state_offload: str | None = None
 
-    def check(self, parameters: ParameterSet, said: Mapping[int, Mapping[str, Any]], row: Row | None = None) -> Experts:
+    def check(
+        self, parameters: ParameterSet, said: Mapping[int, Mapping[str, Any]], row: RowRanks | None = None
+    ) -> Experts:
         """Check what this rank was given.
 
         Args:

@@ -29,7 +29,7 @@ from .comm.collectives import Comm, make_comm
 from .comm.expert_ranks import make_expert_shardings, split_off
 from .comm.grid import group_of, read_rows
 from .comm.sharding import Sharding, make_sharding
-from .comm.tensor_ranks import Row, read_row
+from .comm.tensor_ranks import RowRanks, read_row
 from .comm.topology import Topology, read_topology
 from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
@@ -712,7 +712,7 @@ def optimizers_of(model: nn.Module) -> list[ShardedOptimizer]:
 
 
 def _group_and_topology(
-    averaging: dist.ProcessGroup | None, row: Row | None, model: ShardedModel | None, *, told: bool
+    averaging: dist.ProcessGroup | None, row: RowRanks | None, model: ShardedModel | None, *, told: bool
 ) -> tuple[dist.ProcessGroup | None, Topology]:
     """Collective. See ``read_topology``. A sharded model has both, and its grid holds also where a group is given."""
     if model is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .params.joint import Joint
 from .params.layout import SlotPiece
 from .params.storage_order import view_of
-from .rules.update_rule import Cut, MatricesInFloat64, UpdateRule, Whole, master_of
+from .rules.update_rule import CutParameter, MatricesInFloat64, UpdateRule, Whole, master_of
 from .step.shard_state import ShardState
 from .step.workplace import PARAMETER
 
@@ -327,7 +327,7 @@ def _wholes(shard: ShardState) -> Iterator[Whole]:
     yield from (cut.whole for cut in _cuts(shard))
 
 
-def _cuts(shard: ShardState) -> Sequence[Cut]:
+def _cuts(shard: ShardState) -> Sequence[CutParameter]:
     return () if shard.to_join is None else shard.to_join.cuts
 
 

@@ -18,7 +18,7 @@ import zero_kernels
 from .comm.collectives import Comm
 from .comm.expert_ranks import ExpertRanks
 from .comm.grid import Rows
-from .comm.tensor_ranks import Row
+from .comm.tensor_ranks import RowRanks
 from .comm.together import check_same
 from .comm.topology import Topology, own_row
 from .comm.transport import used
@@ -216,7 +216,7 @@ def check_sharded(
     stage: int,
     comm: Comm,
     topology: Topology,
-    row: Row | None = None,
+    row: RowRanks | None = None,
 ) -> None:
     """Raise unless, at stage 3, the parameters are those of one sharded model, and before it, of none.
 

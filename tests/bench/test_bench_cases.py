@@ -37,7 +37,7 @@ def run_job(job: case.Job) -> object:
 # -- adam_step ---------------------------------------------------------------------------------------------------------
 
 
-def same_shards(setting: Setting, count: int) -> list[adam_step.Shard]:
+def same_shards(setting: Setting, count: int) -> list[adam_step.UpdateTensors]:
     shards = []
     for _ in range(count):
         torch.manual_seed(0)

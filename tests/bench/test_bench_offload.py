@@ -16,9 +16,9 @@ from harness import run_ranks
 from test_bench_train_step import call
 from zero_optim import ShardedAdamW
 from zero_optim.bench import contest, offload, offload_contenders, offload_links, train_step
-from zero_optim.bench.offload import Alone, Contest, held_to, hidden, make_rows
+from zero_optim.bench.offload import OffloadAlone, OffloadContest, held_to, hidden, make_rows
 from zero_optim.bench.offload_contenders import CPU, NAMES, NONE, NVME, PAGED, SMALL_PAGED, WAITING, Training, Update
-from zero_optim.bench.offload_links import BLOCK_BYTES, Disk, Link
+from zero_optim.bench.offload_links import BLOCK_BYTES, DiskLink, Link
 from zero_optim.bench.rows.op import WIDTH
 from zero_optim.bench.timing import HostClock
 from zero_optim.errors import ZeroOptimError
@@ -28,7 +28,7 @@ from zero_optim.stores.paged_store import PagedStore
 
 CPU_DEVICE = torch.device("cpu")
 UPDATE = Update(4096, torch.bfloat16, CPU_DEVICE, Path("nowhere"))
-ALONE = Alone((5.0,), 7, dict.fromkeys(("to_device", "to_host", "read", "written"), 3), {"device": 1}, None)
+ALONE = OffloadAlone((5.0,), 7, dict.fromkeys(("to_device", "to_host", "read", "written"), 3), {"device": 1}, None)
 
 # -- what a step is held to --------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def test_a_step_is_held_to_the_longest_of_its_parts():
 
 def test_rows():
     laps = {NONE: [2.0] * 3, PAGED: [4.0] * 3, f"{PAGED}/copies": [3.0] * 3}
-    step = Contest("step", UPDATE, [NONE, PAGED], 1)
+    step = OffloadContest("step", UPDATE, [NONE, PAGED], 1)
     none, paged = make_rows(step, "bf16", {NONE: ALONE, PAGED: ALONE}, laps)
     assert (none.versus, none.bound, none.fraction, none.hidden, none.beside) == (1.0, None, None, None, {})
     assert (paged.versus, paged.bound, paged.fraction) == (0.5, "copies", 0.75)
@@ -68,7 +68,7 @@ def test_the_rank_that_needs_most_counts():
 
 
 def test_a_store_that_computes_something_else_gives_no_figures():
-    contest = Contest("train", UPDATE, [NONE, CPU, "deepspeed"], 1)
+    contest = OffloadContest("train", UPDATE, [NONE, CPU, "deepspeed"], 1)
     other = replace(ALONE, results=(5.0001,))
     offload.check_results(contest, {NONE: ALONE, CPU: ALONE, "deepspeed": other})
     with pytest.raises(ZeroOptimError, match=r"train: cpu gives \(5.0001,\), and None \(5.0,\)"):
@@ -114,7 +114,7 @@ def test_the_link_copies_as_many_bytes(monkeypatch):
 
 def test_the_disk_moves_as_many_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(offload_links, "BLOCK_BYTES", 8192)
-    disk = Disk(tmp_path, 5 * 8192)
+    disk = DiskLink(tmp_path, 5 * 8192)
     moved: dict[str, list[tuple[int, int]]] = {"read": [], "write": []}
     for way in moved:
         real = getattr(DirectFile, way)

@@ -31,7 +31,7 @@ from zero_optim.bench.contenders import (
 from zero_optim.bench.rows.op import WIDTH
 from zero_optim.bench.rows.phase import PhaseRow
 from zero_optim.bench.table import table
-from zero_optim.bench.traffic import Traffic
+from zero_optim.bench.traffic import CountedTraffic
 from zero_optim.bench.train_step import Alone, Contest
 
 TASK = Task(train_step.TINY, torch.bfloat16, batch=2)
@@ -59,7 +59,7 @@ def communicate(rank: int, world_size: int, task: Task, names: tuple[str, ...]) 
             contender = MAKERS[name](task)
             train_step.train(contender, 2)
             before = own_bytes() if name in OURS else 0
-            with Traffic() as traffic:
+            with CountedTraffic() as traffic:
                 train_step.train(contender, 1)
             counted[name] = (traffic.bytes, own_bytes() - before if name in OURS else 0)
     return counted
@@ -130,7 +130,7 @@ def reduce_functionally(rank: int, world_size: int) -> list[int]:
         lambda: dist.all_gather_into_tensor(torch.zeros(8), torch.zeros(4)),
         lambda: DTensor.from_local(torch.zeros(5), init_device_mesh("cpu", (2,)), [Shard(0)]).full_tensor(),
     ):
-        with Traffic() as traffic:
+        with CountedTraffic() as traffic:
             work()
         sums.append(traffic.bytes)
     return sums

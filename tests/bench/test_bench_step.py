@@ -12,7 +12,7 @@ import pytest
 import torch
 from zero_optim.bench.case import COPY, TORCH, Setting, choose_backends
 from zero_optim.bench.contenders import model_config
-from zero_optim.bench.timing import HostClock, Rounds
+from zero_optim.bench.timing import HostClock, TimedRounds
 from zero_optim.errors import ZeroOptimError
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_the_norm_that_both_clip_to_is_the_same():
 
 def test_rows_of_the_step_and_of_the_whole():
     setting = tiny()
-    rows = gpt_step.measure(setting, HostClock(), Rounds.exactly(2))
+    rows = gpt_step.measure(setting, HostClock(), TimedRounds.exactly(2))
     ours = setting.backends[0]
     assert [(row.op, row.backend) for row in rows] == [
         ("step", ours),
@@ -111,7 +111,7 @@ def test_phases_are_medians_and_totals_are_of_rounds():
 def test_a_run_with_skipped_steps_gives_no_figures(monkeypatch):
     monkeypatch.setattr(gpt_step, "SCALE", 2.0**40)
     with pytest.raises(ZeroOptimError, match="overflowed and were skipped"):
-        gpt_step.measure(tiny(dtype="fp16"), HostClock(), Rounds.exactly(1))
+        gpt_step.measure(tiny(dtype="fp16"), HostClock(), TimedRounds.exactly(1))
 
 
 @pytest.mark.parametrize(("numel", "tolerance"), [(10**9, 0.01), (2**24, 0.1), (125_000_000, 0.05)])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from zero_optim.bench import timing
-from zero_optim.bench.timing import EventClock, HostClock, Job, Rounds, Spread, interleaved
+from zero_optim.bench.timing import EventClock, HostClock, Job, Spread, TimedRounds, interleaved
 
 
 class CountingClock:
@@ -30,7 +30,7 @@ class CountingClock:
 def test_every_round_runs_all_jobs_and_starts_at_the_next():
     calls: list[str] = []
     jobs = {name: [lambda name=name: calls.append(name)] for name in "abc"}
-    times = interleaved(jobs, CountingClock(), Rounds.exactly(4))
+    times = interleaved(jobs, CountingClock(), TimedRounds.exactly(4))
     rounds = ["".join(calls[i : i + 3]) for i in range(0, len(calls), 3)]
     assert rounds == ["abc", "bca", "cab", "abc", "bca", "cab"]
     assert timing.WARM_UP_ROUNDS == 2
@@ -45,12 +45,12 @@ def test_every_round_runs_all_jobs_and_starts_at_the_next():
     [(9, 100.0, False), (10, 4.9, False), (10, 5.0, True), (50, 0.0, False), (51, 0.0, True)],
 )
 def test_rounds_stop_by_time_within_bounds(done, seconds, enough):
-    assert Rounds(least=10, most=51, seconds=5.0).enough(done, seconds) is enough
+    assert TimedRounds(least=10, most=51, seconds=5.0).enough(done, seconds) is enough
 
 
 def test_an_exact_number_of_rounds_ignores_time():
-    assert not Rounds.exactly(3).enough(2, 1e9)
-    assert Rounds.exactly(3).enough(3, 0.0)
+    assert not TimedRounds.exactly(3).enough(2, 1e9)
+    assert TimedRounds.exactly(3).enough(3, 0.0)
 
 
 def test_the_host_clock_times_laps_one_after_the_other():

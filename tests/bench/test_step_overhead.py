@@ -24,7 +24,7 @@ from zero_optim.bench.step_overhead import (
     measure,
     time_on_rank,
 )
-from zero_optim.bench.timing import HostClock, Rounds
+from zero_optim.bench.timing import HostClock, TimedRounds
 
 CPU = torch.device("cpu")
 
@@ -75,7 +75,7 @@ class LapClock(HostClock):
 
 def test_what_the_rows_hold():
     clock = LapClock()
-    rows = measure(CPU, 1000, ("fp32", "bf16"), (1,), clock, Rounds.exactly(2), counts=(10, 4))
+    rows = measure(CPU, 1000, ("fp32", "bf16"), (1,), clock, TimedRounds.exactly(2), counts=(10, 4))
     assert sorted(set(clock.jobs)) == [4, 10] and len(clock.jobs) == 2 * 6 * 4
     assert [(row.op, row.dtype, row.parameters, row.backend) for row in rows] == [
         (op, dtype, count, name) for op in OPS for dtype in ("fp32", "bf16") for count in (10, 4) for name in ALONE
@@ -102,8 +102,8 @@ def test_on_two_ranks_torch_is_ddp(monkeypatch):
         return [laps_of(1.0), laps_of(2.0)]
 
     monkeypatch.setattr(step_overhead, "on_ranks", on_ranks)
-    rows = measure(CPU, 1000, ("fp32",), (2,), LapClock(), Rounds.exactly(2), counts=(10, 4))
-    assert asked == [(2, time_on_rank, 1000, "fp32", (10, 4), Rounds.exactly(2))]
+    rows = measure(CPU, 1000, ("fp32",), (2,), LapClock(), TimedRounds.exactly(2), counts=(10, 4))
+    assert asked == [(2, time_on_rank, 1000, "fp32", (10, 4), TimedRounds.exactly(2))]
     assert {(row.ranks, row.backend, row.baseline, *row.vs) for row in rows} == {(2, OURS, DDP), (2, DDP, DDP)}
     assert {row.ms for row in rows if (row.op, row.parameters) == ("step_overhead", 10)} == {20.0}, "the slower rank's"
 

@@ -15,7 +15,7 @@ from harness import run_ranks
 from sharded_cases import full_state, gathered
 from torch import nn
 from zero_optim import ShardedAdamW, checkpoint, shard_module
-from zero_optim.checkpoint.rank_file import Block, Files
+from zero_optim.checkpoint.rank_file import ChecksumBlock, Files
 from zero_optim.errors import CheckpointError
 
 
@@ -86,7 +86,7 @@ def read_by_kind(patch: pytest.MonkeyPatch, folder: Path, model: nn.Module, opt:
     found: Counter[str] = Counter()
     read_block = Files.read_block
 
-    def counted(files: Files, block: Block) -> bytes:
+    def counted(files: Files, block: ChecksumBlock) -> bytes:
         found[block.spec.kind] += block.nbytes
         return read_block(files, block)
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from zero_optim import FlatShard, ShardAccessError
 from zero_optim.params.param_shard import ParamShard, StateDictShard
-from zero_optim.params.remedies import REMEDIES, Kind, Use
+from zero_optim.params.remedies import REMEDIES, ShardKind, Use
 
 CLIP, SCALER, LOCAL = "opt.clip_grad_norm_", "zero_optim.GradScaler", "`.local`"
 GATHER, WRITEBACK = "gather_parameters", "writeback=True"
@@ -23,21 +23,21 @@ WEIGHTS, SAVE = "zero_optim.full_model_state_dict", "zero_optim.checkpoint.save"
 WORDS = {CLIP, SCALER, LOCAL, GATHER, WRITEBACK, STATE, LOAD_STATE, WEIGHTS, SAVE}
 
 FITTING = {
-    Kind.GRADIENT: {
+    ShardKind.GRADIENT: {
         Use.NORM: {CLIP},
         Use.READ: {LOCAL, CLIP},
         Use.EDIT: {CLIP, SCALER},
         Use.VIEW: {LOCAL},
         Use.COPY: {LOCAL},
     },
-    Kind.PARAMETER: {
+    ShardKind.PARAMETER: {
         Use.NORM: {GATHER},
         Use.READ: {GATHER},
         Use.EDIT: {GATHER, WRITEBACK},
         Use.VIEW: {GATHER},
         Use.COPY: {GATHER, WEIGHTS, SAVE},
     },
-    Kind.STATE: {
+    ShardKind.STATE: {
         Use.NORM: {STATE, LOCAL},
         Use.READ: {STATE, LOCAL},
         Use.EDIT: {STATE, LOAD_STATE},
@@ -127,13 +127,13 @@ OF_GRADIENTS: dict[Use, dict[str, Try]] = {
 }
 
 
-def shards(kind: Kind) -> list[FlatShard]:
+def shards(kind: ShardKind) -> list[FlatShard]:
     """[2, 4], of which elements 2 to 5 are here."""
     local = torch.arange(3.0)
-    if kind is Kind.PARAMETER:
+    if kind is ShardKind.PARAMETER:
         parameter = ParamShard(local, 2, nn.Parameter(torch.zeros(2, 4)), "fc.weight")
         return [parameter, StateDictShard(local, 2, (2, 4), parameter.label)]
-    return [FlatShard(local, 2, (2, 4), f"{'gradient' if kind is Kind.GRADIENT else 'exp_avg'} of 'fc.weight'")]
+    return [FlatShard(local, 2, (2, 4), f"{'gradient' if kind is ShardKind.GRADIENT else 'exp_avg'} of 'fc.weight'")]
 
 
 def named(message: str) -> set[str]:
@@ -143,16 +143,16 @@ def named(message: str) -> set[str]:
 
 CASES = [
     pytest.param(kind, use, attempt, id=f"{kind.name}-{name}")
-    for kind in Kind
+    for kind in ShardKind
     for use in Use
-    for name, attempt in {**USES[use], **(OF_GRADIENTS.get(use, {}) if kind is Kind.GRADIENT else {})}.items()
+    for name, attempt in {**USES[use], **(OF_GRADIENTS.get(use, {}) if kind is ShardKind.GRADIENT else {})}.items()
 ]
 
 
 @pytest.mark.parametrize(("kind", "use", "attempt"), CASES)
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
 def test_what_is_refused_names_what_fits_and_nothing_else(
-    kind: Kind, use: Use, attempt: Try, grad: Callable[[], Any], tmp_path: Path
+    kind: ShardKind, use: Use, attempt: Try, grad: Callable[[], Any], tmp_path: Path
 ) -> None:
     for shard in shards(kind):
         before = shard.local.clone()
@@ -183,11 +183,11 @@ def test_all_and_nothing_are_said_as_that(shape: tuple[int, ...], here: int, sai
 
 
 def test_there_is_a_remedy_for_all() -> None:
-    assert {kind: set(of) for kind, of in REMEDIES.items()} == {kind: set(Use) for kind in Kind}
+    assert {kind: set(of) for kind, of in REMEDIES.items()} == {kind: set(Use) for kind in ShardKind}
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_a_storage_of_hugging_face_is_told_where_shards_can_go(kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ShardKind)
+def test_a_storage_of_hugging_face_is_told_where_shards_can_go(kind: ShardKind, tmp_path: Path) -> None:
     for shard in shards(kind):
         with pytest.warns(UserWarning, match="single process"), pytest.raises(dcp.api.CheckpointException) as raised:
             _hugging_face(shard, tmp_path)
@@ -198,7 +198,7 @@ def test_a_storage_of_hugging_face_is_told_where_shards_can_go(kind: Kind, tmp_p
 
 @pytest.mark.parametrize(("shape", "there"), [((4, 2), "(4, 2)"), ((8,), "(8,)"), ((1, 4), "(1, 4)")])
 def test_a_parameter_takes_no_tensor_of_another_shape(shape: tuple[int, ...], there: str) -> None:
-    parameter, _ = shards(Kind.PARAMETER)
+    parameter, _ = shards(ShardKind.PARAMETER)
     with torch.no_grad(), pytest.raises(ShardAccessError) as raised:
         parameter.copy_(torch.ones(shape))
     assert there in str(raised.value) and "give it a whole tensor of shape (2, 4)" in str(raised.value)

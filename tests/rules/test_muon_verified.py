@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from training_cases import error_of, impatient, make_gradients
 from zero_optim.rules import Begins, Number, StateTensor, UpdateRule
-from zero_optim.rules.homes import Homes
+from zero_optim.rules.homes import MatrixHomes
 from zero_optim.rules.muon import Muon, scale_of
 from zero_optim.rules.newton_schulz import POLAR_EXPRESS, QUINTIC, orthogonalized
 from zero_optim.rules.update_rule import MASTER
@@ -307,9 +307,9 @@ def test_a_wrong_update_is_found_out(name: str) -> None:
 
 def _swapped(rank: int, world_size: int) -> list[zero_optim.VerifyReport]:
     """At stage 3, and of slices: the home of the first matrix has the halves of it in the wrong order."""
-    right, reports = Homes.bring, []
+    right, reports = MatrixHomes.bring, []
 
-    def bring(homes: Homes, shards: Any) -> Tensor:
+    def bring(homes: MatrixHomes, shards: Any) -> Tensor:
         brought = right(homes, shards)
         if homes.wholes:
             _swap_halves(homes.wholes[0].of(brought))
@@ -330,7 +330,7 @@ def _swapped(rank: int, world_size: int) -> list[zero_optim.VerifyReport]:
         with zero_optim.verify(own) as shadow:
             train(0)
             assert_rounding_alone(shadow.report())
-            with mock.patch.object(Homes, "bring", bring):
+            with mock.patch.object(MatrixHomes, "bring", bring):
                 train(1)
             reports.append(shadow.report())
         own.close()

@@ -102,8 +102,8 @@ _OF_STATE = within(
     "step",
     fault("shard_state.ShardState.opened: wait_for_visitors(...)", one("parameters on the host, saved and loaded", 3)),
     # A page leaves before it is updated; parameters are sent before they are.
-    fault("batches.Batch.update: _rule.update(updates)", one("paged", 2), new=_LEAVES_FIRST),
-    fault("batches.Batch.update: _rule.update(updates)", one("updated on the host", 2), new=_LEAVES_FIRST),
+    fault("batches.ShardBatch.update: _rule.update(updates)", one("paged", 2), new=_LEAVES_FIRST),
+    fault("batches.ShardBatch.update: _rule.update(updates)", one("updated on the host", 2), new=_LEAVES_FIRST),
 )
 
 _ON_HOST = within(

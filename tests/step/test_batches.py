@@ -18,7 +18,7 @@ from zero_optim import OffloadError
 from zero_optim.rules import homes
 from zero_optim.rules.adamw import AdamW
 from zero_optim.step import batches
-from zero_optim.step.batches import Batch, JoinedBatch, batches_of
+from zero_optim.step.batches import JoinedBatch, ShardBatch, batches_of
 from zero_optim.step.trouble import Condition, Trouble
 from zero_optim.step.workplace import Coefficients
 
@@ -212,24 +212,24 @@ def test_a_pass_that_fails_leaves_no_page_fetched():
 def test_what_was_updated_already_is_left_out():
     rule = Rule()
     shards = [Shard(1, rule=rule), Shard(2, fails="made already", rule=rule), Shard(3, rule=rule)]
-    Batch(shards, Trouble()).update(None)
+    ShardBatch(shards, Trouble()).update(None)
     assert rule.updated == [[shards[0], shards[2]]]
     assert [shard.done for shard in shards] == [["begin", "end"], ["begin"], ["begin", "end"]]
     rule.updated.clear()
-    Batch(shards[1:2], Trouble()).update(None)
+    ShardBatch(shards[1:2], Trouble()).update(None)
     assert rule.updated == []
 
 
 def test_an_update_that_fails_leaves_no_page_fetched():
     shards = [Shard(1), Shard(2, fails="begin"), Shard(3)]
     with pytest.raises(OSError):
-        Batch(shards, Trouble()).update(None)
+        ShardBatch(shards, Trouble()).update(None)
     assert [shard.done for shard in shards] == [["begin", "give up"], ["begin"], []]
     shards = [Shard(size, rule=Rule(fails=True)) for size in (1, 2)]
     with pytest.raises(OSError):
-        Batch(shards, Trouble()).update(None)
+        ShardBatch(shards, Trouble()).update(None)
     assert [shard.done for shard in shards] == [["begin", "give up"]] * 2
-    assert Batch(shards, Trouble()).parameters == [1, 2]
+    assert ShardBatch(shards, Trouble()).parameters == [1, 2]
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 6, (torch.bfloat16, torch.float32) * 3, (torch.float32,) * 6])

@@ -8,7 +8,7 @@ import pytest
 from tables import table
 from zero_optim.errors import OffloadError
 from zero_optim.stores import patience
-from zero_optim.stores.patience import PATIENCE_SECONDS, Disk, Patience
+from zero_optim.stores.patience import PATIENCE_SECONDS, DiskState, Patience
 
 CELLS = table(patience.__doc__, "event")
 
@@ -25,7 +25,7 @@ class _Transfer:
 
 def _with(disk: str) -> Patience:
     of = Patience()
-    of.disk = Disk[disk]
+    of.disk = DiskState[disk]
     return of
 
 
@@ -34,7 +34,7 @@ def _wait(of: Patience, verb: str, transfer: Any) -> None:
 
 
 def test_the_table_has_every_state():
-    assert {state for _, state in CELLS} == {state.name for state in Disk}
+    assert {state for _, state in CELLS} == {state.name for state in DiskState}
 
 
 @pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in CELLS.items()])
@@ -46,7 +46,7 @@ def test_what_an_outcome_makes_of_a_disk(event: str, before: str, after: str):
         else:
             with pytest.raises(OffloadError, match="not over"):
                 _wait(of, verb, _Transfer(ends=False))
-        assert of.disk is Disk[after], verb
+        assert of.disk is DiskState[after], verb
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_who_was_not_waited_for_says_why(disk: str, verb: str):
         _wait(_with(disk), verb, _Transfer(ends=False))
 
 
-@pytest.mark.parametrize("disk", [disk.name for disk in Disk])
+@pytest.mark.parametrize("disk", [disk.name for disk in DiskState])
 @pytest.mark.parametrize("verb", ("read", "write"))
 def test_a_disk_that_says_that_it_has_failed_answers(verb: str, disk: str):
     of = _with(disk)
     with pytest.raises(OffloadError, match="has failed"):
         _wait(of, verb, _Transfer(ends=True, fails=True))
-    assert of.disk is Disk.ANSWERS
+    assert of.disk is DiskState.ANSWERS

@@ -18,7 +18,7 @@ from torch import nn
 from zero_optim.units import backwards_due, order
 from zero_optim.units import schedule as module
 from zero_optim.units.backwards_due import Course
-from zero_optim.units.cycle import Direction
+from zero_optim.units.cycle import Pass
 from zero_optim.units.order import Known
 from zero_optim.units.schedule import UnitSchedule
 from zero_optim.units.unit import Unit, UnitState
@@ -231,7 +231,7 @@ def happens(bench: Bench, event: str, number: int | None, *, again: bool = False
 
 
 def test_the_tables_have_every_state_and_every_event():
-    assert {cycle for _, cycle in CYCLE} == {"none", *(direction.name for direction in Direction)}
+    assert {cycle for _, cycle in CYCLE} == {"none", *(direction.name for direction in Pass)}
     methods = {name for name, value in vars(UnitSchedule).items() if callable(value) and not name.startswith("_")}
     told = {"before_forward", "forward_ended", "after_forward", "before_backward", "complete_backward"}  # by modules
     about_others = {

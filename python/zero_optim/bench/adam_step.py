@@ -60,7 +60,7 @@ SMALLER = {
 
 
 @dataclass(frozen=True)
-class Shard:
+class UpdateTensors:
     """The tensors that one update works on."""
 
     grad: Tensor  # [numel] 16-bit
@@ -72,12 +72,12 @@ class Shard:
     param: Tensor  # [numel] 16-bit
 
 
-def make_shard(setting: Setting) -> Shard:
+def make_shard(setting: Setting) -> UpdateTensors:
     def fp32() -> Tensor:
         return setting.random(setting.numel, dtype=torch.float32)
 
     master = fp32()
-    return Shard(
+    return UpdateTensors(
         grad=setting.random(setting.numel),
         grad_scale=torch.full((1,), 0.5, device=setting.device),
         wide_grad=torch.empty_like(master),
@@ -118,26 +118,26 @@ def make_case(setting: Setting) -> Case:
     )
 
 
-def with_zeros(shard: Shard) -> Shard:
+def with_zeros(shard: UpdateTensors) -> UpdateTensors:
     zeros = {name: torch.zeros_like(getattr(shard, name)) for name in ("grad", "exp_avg", "exp_avg_sq")}
     return replace(shard, **zeros)
 
 
-def ours(shard: Shard) -> Callable[[], None]:
+def ours(shard: UpdateTensors) -> Callable[[], None]:
     return partial(zero_kernels.adam_step, *_tensors(shard), *_shared(shard))
 
 
-def parts_of(shard: Shard) -> list[Shard]:
+def parts_of(shard: UpdateTensors) -> list[UpdateTensors]:
     """``shard`` in ``PARTS`` that end where rows do; some may be empty."""
     size = -(-shard.grad.numel() // (PARTS * ROW)) * ROW
-    wholes = {field.name: getattr(shard, field.name) for field in fields(Shard) if field.name != "grad_scale"}
+    wholes = {field.name: getattr(shard, field.name) for field in fields(UpdateTensors) if field.name != "grad_scale"}
     return [
         replace(shard, **{name: whole[part * size : (part + 1) * size] for name, whole in wholes.items()})
         for part in range(PARTS)
     ]
 
 
-def ours_in_parts(shard: Shard) -> Callable[[], None]:
+def ours_in_parts(shard: UpdateTensors) -> Callable[[], None]:
     calls = [partial(zero_kernels.adam_step, *_tensors(part), *_shared(shard)) for part in parts_of(shard)]
 
     def run() -> None:
@@ -147,21 +147,21 @@ def ours_in_parts(shard: Shard) -> Callable[[], None]:
     return run
 
 
-def ours_at_once(shard: Shard) -> Callable[[], None]:
+def ours_at_once(shard: UpdateTensors) -> Callable[[], None]:
     grads, masters, exp_avgs, exp_avg_sqs, params, rows = zip(*map(_tensors, parts_of(shard)), strict=True)
     states = [state for pair in zip(exp_avgs, exp_avg_sqs, strict=True) for state in pair]
     lists, shared = [list(column) for column in (grads, masters, states, params, rows)], _shared(shard)
     return lambda: torch.ops.zero_kernels.foreach_step("adamw", *lists, *shared)
 
 
-def ours_measured(shard: Shard, measured: bool) -> Callable[[], None]:
+def ours_measured(shard: UpdateTensors, measured: bool) -> Callable[[], None]:
     grad, master, *states, param, rows = _tensors(shard)
     stats = [torch.empty(len(rows), len(ROW_STATS), device=grad.device)] if measured else None
     lists, shared = ([grad], [master], states, [param], [rows]), _shared(shard)
     return lambda: torch.ops.zero_kernels.foreach_step("adamw", *lists, *shared, None, None, None, stats)
 
 
-def ours_smaller(shard: Shard, of: Smaller) -> Callable[[], None]:
+def ours_smaller(shard: UpdateTensors, of: Smaller) -> Callable[[], None]:
     grad, master, *moments, param, rows = _tensors(shard)
     states, scales = [], []
     for values, dtype in zip(moments, (of.exp_avg, of.exp_avg_sq), strict=True):
@@ -175,20 +175,20 @@ def ours_smaller(shard: Shard, of: Smaller) -> Callable[[], None]:
     return lambda: torch.ops.zero_kernels.foreach_step("adamw", *lists, *shared, *more)
 
 
-def _tensors(shard: Shard) -> tuple[Tensor, ...]:
+def _tensors(shard: UpdateTensors) -> tuple[Tensor, ...]:
     """List the arguments of ``adam_step`` that are tensors, in its order."""
     row_slot = torch.zeros(-(-shard.grad.numel() // ROW), dtype=torch.int32, device=shard.grad.device)
     return (shard.grad, shard.master, shard.exp_avg, shard.exp_avg_sq, shard.param, row_slot)
 
 
-def _shared(shard: Shard) -> tuple[Tensor, ...]:
+def _shared(shard: UpdateTensors) -> tuple[Tensor, ...]:
     """The hyper table, the scale, and that nothing is inf."""
     device = shard.grad.device
     hyper = zero_kernels.hyper_table(**HYPER, step=STEP, device=device)
     return (hyper, shard.grad_scale, torch.zeros(1, device=device))
 
 
-def stream_job(setting: Setting, shard: Shard) -> dict[str, Job]:
+def stream_job(setting: Setting, shard: UpdateTensors) -> dict[str, Job]:
     """Read and write what the op does, by its own loop, with nothing computed: on a CPU with the compiled library.
 
     torch's copy is no ceiling there: the processor reads every line before it is overwritten, which is not counted.
@@ -199,12 +199,12 @@ def stream_job(setting: Setting, shard: Shard) -> dict[str, Job]:
     return {STREAM: [lambda: torch.ops.zero_kernels_C.stream(shard.grad, *state, shard.param)]}
 
 
-def torch_pipeline(shard: Shard) -> Callable[[], None]:
+def torch_pipeline(shard: UpdateTensors) -> Callable[[], None]:
     step = torch.tensor(STEP - 1.0, device=shard.master.device)
     return pipeline(shard, lambda parameters: torch.optim.AdamW(parameters, fused=True, **HYPER), step)
 
 
-def pipeline(shard: Shard, make: Maker, step: Tensor | int) -> Callable[[], None]:
+def pipeline(shard: UpdateTensors, make: Maker, step: Tensor | int) -> Callable[[], None]:
     """Update in several passes: widen and unscale, an optimizer's step on the fp32 master, cast the parameter back.
 
     The optimizer's state is the shard's; ``step``, the steps made so far, is counted by some in the group.
@@ -224,11 +224,11 @@ def pipeline(shard: Shard, make: Maker, step: Tensor | int) -> Callable[[], None
     return run
 
 
-def _widen_on_gpu(shard: Shard) -> None:
+def _widen_on_gpu(shard: UpdateTensors) -> None:
     """Widen in one pass, 6 bytes an element. The scale has a dimension, so that it makes the product fp32."""
     torch.mul(shard.grad, shard.grad_scale, out=shard.wide_grad)
 
 
-def _widen_on_cpu(shard: Shard) -> None:
+def _widen_on_cpu(shard: UpdateTensors) -> None:
     """Widen in two passes, torch's fastest way: 33 ms for 64 Mi elements on 2 cores; a mixed ``mul`` takes 86."""
     shard.wide_grad.copy_(shard.grad).mul_(shard.grad_scale)

@@ -53,7 +53,7 @@ Extra = dict[str, dict[str, int]]
 """Bytes of memory beside what was there, at most: of each contender, in ``save`` and in ``load``."""
 
 
-class Contender(Protocol):
+class CheckpointContender(Protocol):
     """Saves to a folder, and loads from it."""
 
     def begin(self, folder: Path) -> None:
@@ -68,7 +68,7 @@ class Contender(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
-class Disk:
+class RawDisk:
     """The disk alone, with as many bytes."""
 
     def __init__(self, nbytes: int) -> None:
@@ -235,8 +235,8 @@ def on_rank(numel: int, rounds: int, folder: str) -> tuple[int, dict[str, list[L
     ours = Ours(numel, background=False)
     own = [tensor.clone() for tensor in ours.tensors()]
     nbytes = sum(tensor.nbytes for tensor in own)
-    contenders: dict[str, Contender] = {
-        DISK: Disk(nbytes),
+    contenders: dict[str, CheckpointContender] = {
+        DISK: RawDisk(nbytes),
         TORCH_SAVE: TorchSave(own),
         DCP: Fsdp2(numel, background=False),
         DCP_ASYNC: Fsdp2(numel, background=True),
@@ -255,7 +255,7 @@ def on_rank(numel: int, rounds: int, folder: str) -> tuple[int, dict[str, list[L
     return nbytes, laps, extra
 
 
-def _lap(contender: Contender, folder: Path) -> Lap:
+def _lap(contender: CheckpointContender, folder: Path) -> Lap:
     comm = _fresh(folder)
     start = time.perf_counter()
     contender.begin(folder)
@@ -297,7 +297,7 @@ def _most_beside(work: Callable[[], object]) -> int:
     return peak_of(work) - before
 
 
-def _extra(contender: Contender, folder: Path) -> dict[str, int]:
+def _extra(contender: CheckpointContender, folder: Path) -> dict[str, int]:
     """Memory of saving, and of loading what was saved."""
 
     def save() -> None:

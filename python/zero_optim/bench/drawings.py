@@ -49,7 +49,7 @@ def role_of(row: JsonRow) -> Role:
 
 
 @dataclass(frozen=True)
-class Kind:
+class RowKind:
     """Rows of one shape. ``key``: which only they have; ``table``: the lines of a block; ``sheet``: of all rows."""
 
     name: str

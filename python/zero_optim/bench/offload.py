@@ -28,10 +28,10 @@ from . import offload_contenders as who
 from .case import Setting
 from .contest import Say, TogetherClock, each_alone, settle, slower
 from .offload_contenders import HELD, MOVED, NONE, OURS, SMALLER, Training, Update, Workload
-from .offload_links import Disk, Link
+from .offload_links import DiskLink, Link
 from .ranks import on_ranks
 from .rows.offload import OffloadRow
-from .timing import HostClock, Job, Rounds, Spread, interleaved
+from .timing import HostClock, Job, Spread, TimedRounds, interleaved
 from .train_step import DTYPES, TOKENS, TOLERANCE, make_task
 
 NUMELS = {"cpu": 2**26, "cuda": 2**28}
@@ -45,7 +45,7 @@ Laps = dict[str, list[float]]  # ms of each job in each round
 
 
 @dataclass(frozen=True)
-class Alone:
+class OffloadAlone:
     """A contender that ran alone, on one rank.
 
     Attributes:
@@ -64,7 +64,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Contest:
+class OffloadContest:
     """``part``: what rows call it."""
 
     part: str
@@ -92,14 +92,14 @@ def measure(
             ("step", Update(numel, DTYPES[dtype], device, folder), 1),
             ("train", Training(task, folder, trained), ranks),
         ):
-            contest = Contest(part, work, list(who.field(work, present, count)), count)
+            contest = OffloadContest(part, work, list(who.field(work, present, count)), count)
             of_contest, left_out = hold(contest, dtype, rounds, say)
             rows += of_contest
             missing |= left_out
     return rows, who.versions([name for name in present if name not in missing]) | missing
 
 
-def hold(contest: Contest, dtype: str, rounds: int, say: Say) -> tuple[list[OffloadRow], dict[str, str]]:
+def hold(contest: OffloadContest, dtype: str, rounds: int, say: Say) -> tuple[list[OffloadRow], dict[str, str]]:
     alone, left_out = run_alone(contest, say)
     say(f"offload, {contest.part}: {', '.join(alone)} in turn")
     moved = {name: report.moved for name, report in alone.items()}
@@ -111,11 +111,11 @@ def hold(contest: Contest, dtype: str, rounds: int, say: Say) -> tuple[list[Offl
 # -- alone ---------------------------------------------------------------------------------------------------------
 
 
-def run_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
+def run_alone(contest: OffloadContest, say: Say) -> tuple[dict[str, OffloadAlone], dict[str, str]]:
     """Raises ZeroOptimError where one of ours fails, or computes something else than ``None``."""
     work, ranks = contest.work, contest.ranks
 
-    def run(name: str) -> Alone:
+    def run(name: str) -> OffloadAlone:
         say(f"offload, {contest.part}: {name} alone")
         return most(on_ranks(ranks, alone_on_rank, work, name, ranks, device=work.device.type))
 
@@ -124,7 +124,7 @@ def run_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, s
     return alone, {f"{name}, {contest.part}": why for name, why in left_out.items()}
 
 
-def check_results(contest: Contest, alone: Mapping[str, Alone]) -> None:
+def check_results(contest: OffloadContest, alone: Mapping[str, OffloadAlone]) -> None:
     """Figures of what differs compare nothing. Ours must agree bit by bit, and others' losses but for rounding. So must
     ours in a training on CUDA, where attention adds up gradients in whatever order its blocks come.
 
@@ -142,13 +142,13 @@ def check_results(contest: Contest, alone: Mapping[str, Alone]) -> None:
             raise ZeroOptimError(f"offload, {contest.part}: {name} gives {report.results}, and {NONE} {expected}")
 
 
-def most(reports: Sequence[Alone]) -> Alone:
+def most(reports: Sequence[OffloadAlone]) -> OffloadAlone:
     """Take the report of the rank that needs most, with the results of all."""
     results = tuple(result for report in reports for result in report.results)
     return replace(max(reports, key=lambda report: report.peak or 0), results=results)
 
 
-def alone_on_rank(work: Workload, name: str, ranks: int) -> Alone:
+def alone_on_rank(work: Workload, name: str, ranks: int) -> OffloadAlone:
     measurable = peak_memory.can_measure(work.device)
     if measurable and work.device.type == "cpu":
         peak_memory.return_what_is_freed()
@@ -161,7 +161,9 @@ def alone_on_rank(work: Workload, name: str, ranks: int) -> Alone:
     _run(made.job, 1)
     later = made.account()
     moved = {key: later[key] - earlier[key] for key in MOVED if key in later}
-    return Alone((result,), peak, moved, {key: later[key] for key in HELD if key in later}, later.get("speculated"))
+    return OffloadAlone(
+        (result,), peak, moved, {key: later[key] for key in HELD if key in later}, later.get("speculated")
+    )
 
 
 def _run(job: Job, steps: int) -> None:
@@ -188,7 +190,7 @@ def time_on_rank(work: Workload, moved: Mapping[str, Mapping[str, int]], ranks: 
         jobs[UPDATE] = [_update_on_host(work)]
     clock = TogetherClock(make_comm(), work.device, HostClock())  # of the host: copies count to their end, too
     settled: dict[str, Job] = {name: [*job, functools.partial(settle, work.device)] for name, job in jobs.items()}
-    times = interleaved(settled, clock, Rounds.exactly(rounds))
+    times = interleaved(settled, clock, TimedRounds.exactly(rounds))
     return {name: [sum(laps) for laps in of_job] for name, of_job in times.items()}
 
 
@@ -198,19 +200,19 @@ def _update_on_host(work: Update) -> Callable[[], None]:
     return adam_step.ours(adam_step.make_shard(Setting(torch.device("cpu"), dtype, work.numel, ())))
 
 
-def _make_links(work: Workload, moved: Mapping[str, Mapping[str, int]]) -> tuple[Link | None, Disk | None]:
+def _make_links(work: Workload, moved: Mapping[str, Mapping[str, int]]) -> tuple[Link | None, DiskLink | None]:
     def most(*keys: str) -> int:
         return max((of_step.get(key, 0) for of_step in moved.values() for key in keys), default=0)
 
     copied, stored = most("to_device", "to_host"), most("read", "written")
     link = Link(copied, max(copied // who.PAGES, 4096), work.device) if copied else None
-    return link, Disk(work.folder, stored) if stored else None
+    return link, DiskLink(work.folder, stored) if stored else None
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def make_rows(contest: Contest, dtype: str, alone: Mapping[str, Alone], laps: Laps) -> list[OffloadRow]:
+def make_rows(contest: OffloadContest, dtype: str, alone: Mapping[str, OffloadAlone], laps: Laps) -> list[OffloadRow]:
     rows = []
     for name, report in alone.items():
         beside = {what: laps[job] for what in (COPIES, DISK) if (job := f"{name}/{what}") in laps}

@@ -57,7 +57,7 @@ class Link:
             yield self._host[start : min(start + self._page_bytes, nbytes)]
 
 
-class Disk:
+class DiskLink:
     """Reads and writes of large blocks, straight to the disk, by a few threads each way, both ways at once.
 
     Attributes:

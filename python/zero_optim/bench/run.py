@@ -33,7 +33,7 @@ from .record import make_record, read, results_folder, write, write_anew
 from .request import Request
 from .rows.op import Row
 from .table import table
-from .timing import Clock, Rounds, interleaved, make_clock
+from .timing import Clock, TimedRounds, interleaved, make_clock
 
 NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
 TRAINED_NUMEL = 2**24  # of train_step
@@ -55,12 +55,14 @@ class Op:
         side_by_side: whether all backends are measured by default, or the first alone.
     """
 
-    measure: Callable[[Setting, Clock, Rounds], list[Row]]
+    measure: Callable[[Setting, Clock, TimedRounds], list[Row]]
     numels: Mapping[str, Sequence[int]]
     side_by_side: bool = True
 
 
-def _measure_case(make_case: Callable[[Setting], Case], setting: Setting, clock: Clock, rounds: Rounds) -> list[Row]:
+def _measure_case(
+    make_case: Callable[[Setting], Case], setting: Setting, clock: Clock, rounds: TimedRounds
+) -> list[Row]:
     case = make_case(setting)
     times = interleaved(case.jobs, clock, rounds)
     return case.rows({name: [sum(laps) for laps in of_job] for name, of_job in times.items()})
@@ -135,7 +137,7 @@ def run_ops(request: Request, ops: Mapping[str, Op], device: torch.device, say: 
 
 def run_step_overhead(request: Request, device: torch.device, say: Say) -> Measured:
     numel = request.numel[0] if request.numel else step_overhead.NUMEL
-    rounds = Rounds.exactly(request.rounds or step_overhead.ROUNDS)
+    rounds = TimedRounds.exactly(request.rounds or step_overhead.ROUNDS)
     say(f"step_overhead, {numel:,} elements")
     ranks = request.ranks or step_overhead.RANKS
     return step_overhead.measure(device, numel, request.dtypes, ranks, make_clock(device), rounds), {}
@@ -212,7 +214,7 @@ def run(
     the rows so far after each case."""
     settings = [(op, setting) for op in request.ops for setting in _settings(request, device, ops[op])]
     clock = make_clock(device)
-    rounds = Rounds.exactly(request.rounds) if request.rounds else Rounds()
+    rounds = TimedRounds.exactly(request.rounds) if request.rounds else TimedRounds()
     rows: list[Row] = []
     for op, setting in settings:
         say(f"{op}, {setting.dtype}, {setting.numel:,} elements")
@@ -250,7 +252,7 @@ def find_device(asked: str | None) -> torch.device:
     return torch.device(name)
 
 
-def _measure(name: str, op: Op, setting: Setting, clock: Clock, rounds: Rounds, say: Say) -> list[Row]:
+def _measure(name: str, op: Op, setting: Setting, clock: Clock, rounds: TimedRounds, say: Say) -> list[Row]:
     try:
         return op.measure(setting, clock, rounds)
     except torch.OutOfMemoryError:

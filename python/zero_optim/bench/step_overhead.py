@@ -19,7 +19,7 @@ from .fused_adams import HYPER
 from .masters import Masters
 from .ranks import on_ranks
 from .rows.op import Row
-from .timing import Clock, HostClock, Job, Rounds, Spread, interleaved
+from .timing import Clock, HostClock, Job, Spread, TimedRounds, interleaved
 from .train_step import DTYPES
 
 MANY, FEW = 20_000, 200
@@ -111,7 +111,7 @@ def measure(
     dtypes: Sequence[str],
     ranks: Sequence[int],
     clock: Clock,
-    rounds: Rounds,
+    rounds: TimedRounds,
     counts: Sequence[int] = (MANY, FEW),
 ) -> list[Row]:
     """Rows of every optimizer on ``numel`` elements, in each of ``counts`` parameters."""
@@ -126,7 +126,7 @@ def measure(
     return sorted(rows, key=lambda row: (row.ranks or 1, list(OPS).index(row.op)))
 
 
-def time_on_rank(numel: int, dtype: str, counts: Sequence[int], rounds: Rounds) -> Laps:
+def time_on_rank(numel: int, dtype: str, counts: Sequence[int], rounds: TimedRounds) -> Laps:
     cpu = torch.device("cpu")
     return time_laps(ON_RANKS, cpu, numel, dtype, counts, TogetherClock(make_comm(), cpu, HostClock()), rounds)
 
@@ -138,7 +138,7 @@ def time_laps(
     dtype: str,
     counts: Sequence[int],
     clock: Clock,
-    rounds: Rounds,
+    rounds: TimedRounds,
 ) -> Laps:
     """Milliseconds of every lap in every round."""
     trainings = {

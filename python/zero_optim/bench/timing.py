@@ -85,7 +85,7 @@ def make_clock(device: torch.device) -> Clock:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class TimedRounds:
     """A number of rounds to be timed: as many as ``seconds`` allow, within bounds."""
 
     least: int = 10
@@ -93,14 +93,14 @@ class Rounds:
     seconds: float = 5.0
 
     @staticmethod
-    def exactly(count: int) -> Rounds:
-        return Rounds(count, count)
+    def exactly(count: int) -> TimedRounds:
+        return TimedRounds(count, count)
 
     def enough(self, done: int, seconds: float) -> bool:
         return done >= self.most or (done >= self.least and seconds >= self.seconds)
 
 
-def interleaved(jobs: Mapping[str, Job], clock: Clock, rounds: Rounds) -> dict[str, list[list[float]]]:
+def interleaved(jobs: Mapping[str, Job], clock: Clock, rounds: TimedRounds) -> dict[str, list[list[float]]]:
     """Milliseconds of each lap of each job in each round.
 
     Every round runs all jobs, each round starting at the next one, so that a slow spell of the machine, or what a

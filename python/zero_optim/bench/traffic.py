@@ -14,7 +14,7 @@ OF_A_PART = ("scatter_",)  # gloo's reduce-scatter is one from each rank
 TWICE = ("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced")
 
 
-class Traffic(TorchDispatchMode):
+class CountedTraffic(TorchDispatchMode):
     """Counts the collectives issued inside.
 
     Attributes:

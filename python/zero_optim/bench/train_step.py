@@ -23,8 +23,8 @@ from .contenders import DDP, DDP_AUTOCAST, FORMS, MAKERS, OURS, PACKAGES, Conten
 from .contest import Say, TogetherClock, each_alone, in_all, slower
 from .ranks import RanksError, on_ranks
 from .rows.op import Row
-from .timing import Clock, Rounds, Spread, interleaved, make_clock
-from .traffic import Traffic
+from .timing import Clock, Spread, TimedRounds, interleaved, make_clock
+from .traffic import CountedTraffic
 
 RANKS = 2
 SEQ = {"cpu": 64, "cuda": 1024}  # tokens of a window
@@ -185,7 +185,7 @@ def alone_on_rank(task: Task, name: str) -> Alone:
 
 def _communicated(contender: Contender) -> int:
     """Bytes in one more step. What is compiled runs as it is written then: torch counts nothing in compiled code."""
-    with torch.compiler.set_stance("force_eager"), Traffic() as traffic:
+    with torch.compiler.set_stance("force_eager"), CountedTraffic() as traffic:
         train(contender, 1)
     return traffic.bytes
 
@@ -228,7 +228,9 @@ def time_on_rank(task: Task, names: Sequence[str], rounds: int) -> dict[str, lis
     """Milliseconds of every lap of every contender in every round, on this rank."""
     contenders = {name: MAKERS[name](task) for name in names}
     clock: Clock = TogetherClock(make_comm(), task.device, make_clock(task.device))
-    times = interleaved({name: contender.job for name, contender in contenders.items()}, clock, Rounds.exactly(rounds))
+    times = interleaved(
+        {name: contender.job for name, contender in contenders.items()}, clock, TimedRounds.exactly(rounds)
+    )
     return {
         name: [dict(zip(contenders[name].laps, of_round, strict=True)) for of_round in of_name]
         for name, of_name in times.items()

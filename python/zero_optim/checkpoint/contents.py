@@ -43,7 +43,7 @@ class Holding(FlatRange):
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnRanks:
     """The ranks with the same slices of some parameters as this one.
 
     Attributes:
@@ -63,10 +63,10 @@ class Columns:
         of_experts: of those that are slices of one parameter, by its id.
     """
 
-    main: Column | None = None
-    of_experts: Mapping[int, Column] = field(default_factory=dict)
+    main: ColumnRanks | None = None
+    of_experts: Mapping[int, ColumnRanks] = field(default_factory=dict)
 
-    def of(self, tensor: Tensor) -> Column | None:
+    def of(self, tensor: Tensor) -> ColumnRanks | None:
         return self.of_experts.get(id(tensor), self.main)
 
 
@@ -184,7 +184,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield plain_name(f"{prefix}.{own}" if prefix else own), buffer
 
 
-def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: Column | None) -> Holding:
+def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRanks | None) -> Holding:
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{kind} of {name!r} is a {type(tensor).__name__}, and no tensor: it cannot be saved")
     spec = TensorSpec(name, kind, tuple(tensor.shape), tensor.dtype)

@@ -22,7 +22,7 @@ from ..errors import CheckpointError, StateMismatchError
 from ..params.arrangement import WHOLE, read_arranged
 from ..rules.options import is_average
 from . import folder as folders
-from .contents import Column, Holding, Names, contents_of_model
+from .contents import ColumnRanks, Holding, Names, contents_of_model
 from .disk import OpenFiles
 from .encoded import decoded
 from .index import BUFFER, PARAMETER, Index, SavedTensor
@@ -192,7 +192,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
     names = Names(model)
     # Who else has a slice matters to those who write, and nobody may know it yet: there need be no optimizer.
-    columns = replace(subject.columns, main=subject.columns.main or Column(subject.comm))
+    columns = replace(subject.columns, main=subject.columns.main or ColumnRanks(subject.comm))
     contents = contents_of_model(model, names, subject.comm, columns)
     stored, told = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"

@@ -134,7 +134,7 @@ class Files(disk.OpenFiles):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self._coming: Iterator[Block] = iter(())
+        self._coming: Iterator[ChecksumBlock] = iter(())
         self._ahead = 0  # bytes that were announced, and not read yet
 
     def verify(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> None:
@@ -177,7 +177,7 @@ class Files(disk.OpenFiles):
             low, high = max(start, block.start), min(end, block.start + block.length)
             fill(target[low - start : high - start], tensor.spec.dtype, data, low - block.start)
 
-    def read_block(self, block: Block) -> bytes:
+    def read_block(self, block: ChecksumBlock) -> bytes:
         """Read its bytes, and check them."""
         path = self.folder / block.piece.file
         self._read_ahead(block.nbytes)
@@ -191,7 +191,7 @@ class Files(disk.OpenFiles):
         return data
 
     @contextmanager
-    def _refusals_named(self, block: Block) -> Iterator[None]:
+    def _refusals_named(self, block: ChecksumBlock) -> Iterator[None]:
         """Turn a refusal of the system into an error that names the file, and what it holds."""
         try:
             yield
@@ -209,7 +209,7 @@ class Files(disk.OpenFiles):
 
 
 @dataclass(frozen=True)
-class Block(FlatRange):
+class ChecksumBlock(FlatRange):
     """A part of a piece with a checksum of its own: the piece's ``number``-th."""
 
     piece: Piece
@@ -224,7 +224,7 @@ class Block(FlatRange):
         return self.piece.crc32c[self.number]
 
 
-def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[Block]:
+def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[ChecksumBlock]:
     """Choose the blocks of ``tensors`` that begin in the ``rank``-th part of their bytes, in the order of files."""
     pieces = [(piece, tensor) for tensor in tensors for piece in tensor.pieces]
     pieces.sort(key=lambda pair: (len(pair[0].file), pair[0].file, pair[0].offset))
@@ -243,7 +243,7 @@ def _elements_a_block(tensor: SavedTensor) -> int:
     return BLOCK_BYTES // tensor.spec.dtype.itemsize
 
 
-def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[Block]:
+def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[ChecksumBlock]:
     """Cut out the blocks that hold elements from ``start`` to ``end``, in order."""
     most = _elements_a_block(tensor)
     for piece in tensor.pieces:
@@ -251,9 +251,9 @@ def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[Block]:
         if low < high:
             for number in range((low - piece.start) // most, -(-(high - piece.start) // most)):
                 first = piece.start + number * most
-                yield Block(tensor.spec, first, min(most, piece.end - first), piece, number)
+                yield ChecksumBlock(tensor.spec, first, min(most, piece.end - first), piece, number)
 
 
-def blocks_in(tensor: SavedTensor, piece: Piece) -> Iterator[Block]:
+def blocks_in(tensor: SavedTensor, piece: Piece) -> Iterator[ChecksumBlock]:
     """Give all blocks of a piece."""
     return _blocks_of(tensor, piece.start, piece.end)

@@ -21,7 +21,7 @@ from ..params.marks import is_slice
 from ..params.tensor_slice import is_distributed
 from ..rules.codec import CODECS, Codec
 from ..units.sharded_model import sharded_model_of
-from .contents import Column, Columns, Contents, Names, TensorContents, contents_of_model, modules_with_state
+from .contents import ColumnRanks, Columns, Contents, Names, TensorContents, contents_of_model, modules_with_state
 from .encoded import decoded
 from .index import Index, SavedOptimizer
 from .matching import Match, match, saved_names
@@ -53,7 +53,7 @@ def _columns_of(model: nn.Module, optimizers: Sequence[Any]) -> Columns:
     shardings += [sharded.sharding for sharded in sharded_model_of(model.parameters())]
     cut = next((of for of in shardings if of.tensor_ranks is not None), None)
     of_experts = {
-        id(parameter): Column(sharding.data_parallel)
+        id(parameter): ColumnRanks(sharding.data_parallel)
         for engine in engines
         for index, parameter in enumerate(engine.parameters.all)
         if (sharding := engine.shardings.of(index)).of_experts and is_distributed(parameter)
@@ -61,7 +61,7 @@ def _columns_of(model: nn.Module, optimizers: Sequence[Any]) -> Columns:
     if cut is None:
         return Columns(None, of_experts)
     stack = (cut.slice_count, cut.slice_index) if cut.of_plain_slices else (1, 0)
-    return Columns(Column(cut.data_parallel, stack), of_experts)
+    return Columns(ColumnRanks(cut.data_parallel, stack), of_experts)
 
 
 def _device_of(model: Any) -> torch.device:

@@ -22,7 +22,7 @@ _WHERE = "the constructor, of DTensors or with tensor_parallel"
 
 
 @dataclass(frozen=True)
-class Row:
+class RowRanks:
     """The ranks that have all slices of what this one has a slice of, one each.
 
     Attributes:
@@ -37,7 +37,9 @@ class Row:
     plain: bool
 
 
-def read_row(tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> Row | None:
+def read_row(
+    tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None, mesh: dist.DeviceMesh | None
+) -> RowRanks | None:
     """Read them off an option, or off the mesh that parameters are over. None: no parameter has slices.
 
     Raises TypeError, or ValueError where the two say different things.
@@ -46,12 +48,12 @@ def read_row(tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None, mesh: 
     if mesh is not None:
         along = f"dimension {mesh.mesh_dim_names[0]!r} of their mesh" if mesh.mesh_dim_names else "their mesh"
         told = f"parameters are DTensors over ranks {_ranks(mesh)}, along {along}"
-        of_mesh = Row(mesh.get_group(), _ranks(mesh), told, plain=False)
+        of_mesh = RowRanks(mesh.get_group(), _ranks(mesh), told, plain=False)
     if tensor_parallel is None:
         return of_mesh
     group = group_along(tensor_parallel, "tensor_parallel", "the slices", "mesh['tp']")
     ranks = _ranks(tensor_parallel)
-    given = Row(group, ranks, f"tensor_parallel gives ranks {ranks}", plain=True)
+    given = RowRanks(group, ranks, f"tensor_parallel gives ranks {ranks}", plain=True)
     if of_mesh is not None:
         if given.ranks != of_mesh.ranks:
             raise ValueError(f"{of_mesh.told}, and {given.told}: leave tensor_parallel out. DTensors say it themselves")
@@ -66,7 +68,7 @@ class TensorRanks:
     Attributes:
         data_parallel: this rank's column.
         slices: this rank's row: one rank for each slice.
-        plain: see ``Row``.
+        plain: see ``RowRanks``.
     """
 
     data_parallel: Comm
@@ -82,7 +84,7 @@ def _ranks(of: dist.DeviceMesh | dist.ProcessGroup) -> list[int]:
 
 
 def with_tensor_ranks(
-    data_parallel: dist.ProcessGroup | None, row: Row | None
+    data_parallel: dist.ProcessGroup | None, row: RowRanks | None
 ) -> tuple[dist.ProcessGroup | None, Rows | None]:
     """Collective. The group of all ranks that train together, and their columns, of which ``data_parallel`` is one.
 
@@ -102,7 +104,7 @@ def with_tensor_ranks(
     return everyone, tuple(zip(*rows, strict=True))
 
 
-def _check(rows: list[list[int]], given: list[int], row: Row, beside: list[list[int]]) -> None:
+def _check(rows: list[list[int]], given: list[int], row: RowRanks, beside: list[list[int]]) -> None:
     """``given``: the data-parallel ranks. ``beside``: all ranks, as each of this row counts them."""
     told = f"{row.told}, and mesh, or process_group"
     every = [rank for of_rank in rows for rank in of_rank]

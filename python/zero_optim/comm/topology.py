@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from .collectives import Comm
 from .grid import Rows
-from .tensor_ranks import Row, with_tensor_ranks
+from .tensor_ranks import RowRanks, with_tensor_ranks
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Topology:
 
 
 def read_topology(
-    averaging: dist.ProcessGroup | None, row: Row | None, *, told: bool
+    averaging: dist.ProcessGroup | None, row: RowRanks | None, *, told: bool
 ) -> tuple[dist.ProcessGroup | None, Topology]:
     """Collective. The group of all ranks that train together, and their places; a grid among them is not read here.
 

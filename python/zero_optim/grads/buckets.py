@@ -114,7 +114,7 @@ class Buckets:
 
 
 @dataclass(frozen=True)
-class Kind:
+class BucketKind:
     """What the parameters of a bucket have in common. So what counts in a norm is a matter of buckets.
 
     Attributes:
@@ -137,7 +137,7 @@ def buckets_by_size(
     bucket_cap_mb: float | None,
     order: Sequence[int],
 ) -> list[Bucket]:
-    kinds = {i: Kind(p.dtype, is_cut(p), shardings.of(i), rules.of(i)) for i, p in parameters.items()}
+    kinds = {i: BucketKind(p.dtype, is_cut(p), shardings.of(i), rules.of(i)) for i, p in parameters.items()}
     rooms = {index: room_of(parameter) for index, parameter in parameters.items()}
     numels = {index: local_of(parameter).numel() for index, parameter in parameters.items()}
     costs = {index: kinds[index].rule.cost(tuple(parameter.shape)) for index, parameter in parameters.items()}
@@ -153,11 +153,11 @@ def buckets_by_size(
 
 def layouts_by_size(
     numels: Mapping[int, int],
-    kinds: Mapping[int, Kind],
+    kinds: Mapping[int, BucketKind],
     bucket_cap_mb: float | None,
     order: Sequence[int],
     costs: Mapping[int, int],
-) -> list[tuple[BucketLayout, Kind]]:
+) -> list[tuple[BucketLayout, BucketKind]]:
     """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors.
 
     ``costs``: see ``build_layout``.
@@ -180,7 +180,7 @@ MUCH_PADDING, MANY_BYTES = 0.25, 2**26
 """Padding is warned of that is more: than so much of what parameters take, and than so many bytes."""
 
 
-def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, Kind]]) -> None:
+def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None:
     """Warn where the parameters that no rank cuts are too few for the ranks that share them.
 
     It is said on rank 0, before there is memory for them, which may be too little.

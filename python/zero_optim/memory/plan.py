@@ -13,7 +13,7 @@ from ..comm.collectives import Comm
 from ..comm.grid import Grid
 from ..comm.sharding import Sharding
 from ..comm.tensor_ranks import TensorRanks
-from ..grads.buckets import Kind, buffer_nbytes, layouts_by_size
+from ..grads.buckets import BucketKind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, SlotPiece, one_bucket, round_up
 from ..rules.adamw import AdamW
 from ..rules.homes import REPLICA_ALL_REDUCE, TENSOR_ALL_TO_ALL, Size, batch_lengths
@@ -397,7 +397,7 @@ def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
     numels = {index: parameters[index].numel for index in order}
     of_experts = {sharers: _sharding_of_experts(sharding, sharers) for p in parameters if (sharers := p.sharers)}
     kinds = {
-        index: Kind(p.dtype, p.cut, sharding if p.sharers is None else of_experts[p.sharers], job.rule_of(p))
+        index: BucketKind(p.dtype, p.cut, sharding if p.sharers is None else of_experts[p.sharers], job.rule_of(p))
         for index, p in ((index, parameters[index]) for index in order)
     }
     shapes = {index: shape for index in order if (shape := parameters[index].shape) is not None}

@@ -25,7 +25,7 @@ from .storage_order import StorageOrder, stored_dims, tensor_dims, view_of
 from .tensor_slice import TensorSlice
 
 
-class Shard(Protocol):
+class AnyFlatShard(Protocol):
     """``FlatShard``, as far as it is looked at here."""
 
     start: int
@@ -77,7 +77,7 @@ def rectangles(shape: Sequence[int], start: int, numel: int) -> Iterator[Rectang
         at += count * strides[dim]
 
 
-def write_items(shard: Shard, fqn: str) -> list[Any]:
+def write_items(shard: AnyFlatShard, fqn: str) -> list[Any]:
     """List what DCP is to write of ``shard``. Raises ShardAccessError for a storage that would lose some of it."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -94,7 +94,7 @@ def write_items(shard: Shard, fqn: str) -> list[Any]:
     ]
 
 
-def chunks(shard: Shard) -> list[Any]:
+def chunks(shard: AnyFlatShard) -> list[Any]:
     """List what ``shard`` has, as DCP says it."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -103,7 +103,7 @@ def chunks(shard: Shard) -> list[Any]:
     ]
 
 
-def chunk_at(shard: Shard, offsets: Sequence[int]) -> Tensor:
+def chunk_at(shard: AnyFlatShard, offsets: Sequence[int]) -> Tensor:
     """The part that begins at ``offsets``, a view of the shard's memory."""
     for part in _parts(shard):
         if part.offsets == tuple(offsets):
@@ -111,7 +111,7 @@ def chunk_at(shard: Shard, offsets: Sequence[int]) -> Tensor:
     raise ShardAccessError(f"this rank has no part of the {shard.label} that begins at {tuple(offsets)}")
 
 
-def _parts(shard: Shard) -> Iterator[Rectangle]:
+def _parts(shard: AnyFlatShard) -> Iterator[Rectangle]:
     """The rectangles of ``shard``, in the dimensions of its tensor."""
     order, own = shard.order, shard.slice
     if own is not None and own.cut is not None and shard.shape != own.shape:
@@ -128,7 +128,7 @@ def _parts(shard: Shard) -> Iterator[Rectangle]:
         yield replace(part, offsets=offsets, sizes=tensor_dims(part.sizes, order))
 
 
-def _check_storage(shard: Shard) -> None:
+def _check_storage(shard: AnyFlatShard) -> None:
     """DCP asks for what is to be written without saying where to. The call that asks knows."""
     for writer in map(type, locals_of_callers("storage_writer")):
         if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in writer.__mro__):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-class Kind(enum.Enum):
+class ShardKind(enum.Enum):
     """The kind of tensor that a shard is of."""
 
     GRADIENT = enum.auto()
@@ -38,15 +38,15 @@ _READ_PARAMETER = (
     f"to read it here, {_GATHER}"
 )
 
-REMEDIES: Mapping[Kind, Mapping[Use, str]] = {
-    Kind.GRADIENT: {
+REMEDIES: Mapping[ShardKind, Mapping[Use, str]] = {
+    ShardKind.GRADIENT: {
         Use.NORM: f"{_NORM}, and step then clips",
         Use.READ: f"{_LOCAL}. {_NORM}",
         Use.EDIT: "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler",
         Use.VIEW: _LOCAL,
         Use.COPY: f"To keep or save it, copy this rank's part: {_LOCAL}. No checkpoint has gradients",
     },
-    Kind.PARAMETER: {
+    ShardKind.PARAMETER: {
         Use.NORM: _READ_PARAMETER,
         Use.READ: _READ_PARAMETER,
         Use.EDIT: "To write it, enter zero_optim.gather_parameters(model, writeback=True) on every rank",
@@ -54,7 +54,7 @@ REMEDIES: Mapping[Kind, Mapping[Use, str]] = {
         Use.COPY: "To save it, call zero_optim.checkpoint.save, or zero_optim.full_model_state_dict(model) for whole "
         f"weights, on every rank; to copy it, {_GATHER}",
     },
-    Kind.STATE: {
+    ShardKind.STATE: {
         Use.NORM: _WHOLE_STATE,
         Use.READ: _WHOLE_STATE,
         Use.EDIT: "To change it, load what zero_optim.full_state_dict(opt) gave, with your changes, by "
@@ -79,11 +79,11 @@ _USES = {
 """Of operators whose signature does not say it."""
 
 
-def kind_of(label: str) -> Kind:
+def kind_of(label: str) -> ShardKind:
     """``label``: as shards have it, such as "gradient of 'fc.weight'"."""
     if label.startswith("gradient of "):
-        return Kind.GRADIENT
-    return Kind.PARAMETER if label.startswith("parameter ") else Kind.STATE
+        return ShardKind.GRADIENT
+    return ShardKind.PARAMETER if label.startswith("parameter ") else ShardKind.STATE
 
 
 def use_of(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shard: Tensor) -> Use:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm
-from .update_rule import Cut, Whole
+from .update_rule import CutParameter, Whole
 
 TENSOR_ALL_TO_ALL = "tensor_all_to_all"
 """What tensor-parallel ranks send each other, in the account of collectives."""
@@ -79,7 +79,7 @@ def _total(sizes: Sequence[Size]) -> Size:
     return Size(sum(size.numel for size in sizes), sum(size.parameters for size in sizes))
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """``length`` rows along ``dim``, from ``start`` on, of what lies in the tensor with this ``number``."""
 
     number: int
@@ -110,19 +110,21 @@ class Joined(NamedTuple):
 
     whole: Whole
     cost: int
-    own: Sequence[Piece]
-    all: Sequence[tuple[int, Piece]]
+    own: Sequence[MatrixPiece]
+    all: Sequence[tuple[int, MatrixPiece]]
 
 
-def joined_parts(number: int, cut: Cut, cost: int, rank: int) -> Joined:
+def joined_parts(number: int, cut: CutParameter, cost: int, rank: int) -> Joined:
     """A parameter of which the shards have parts. ``number``: of this rank's shard. ``rank``: this one."""
     flat = cut.whole._replace(shape=torch.Size((cut.whole.numel,)), order=None)
     own = [
-        Piece(number, flat._replace(start=part.in_shard, shape=torch.Size((part.numel,))), 0, 0, part.numel)
+        MatrixPiece(number, flat._replace(start=part.in_shard, shape=torch.Size((part.numel,))), 0, 0, part.numel)
         for other, part in cut.parts
         if other == rank
     ]
-    return Joined(cut.whole, cost, own, [(r, Piece(0, flat, 0, part.in_param, part.numel)) for r, part in cut.parts])
+    return Joined(
+        cut.whole, cost, own, [(r, MatrixPiece(0, flat, 0, part.in_param, part.numel)) for r, part in cut.parts]
+    )
 
 
 def joined_slices(number: int, own: Whole, cost: int, rank: int) -> Joined:
@@ -130,9 +132,9 @@ def joined_slices(number: int, own: Whole, cost: int, rank: int) -> Joined:
     joint = own.joint
     assert joint is not None
     whole = own._replace(start=0, shape=torch.Size(joint.shape), order=None, joint=None)
-    here = [Piece(number, own, joint.dim, start, length) for _, start, length in joint.shares(rank) if length]
+    here = [MatrixPiece(number, own, joint.dim, start, length) for _, start, length in joint.shares(rank) if length]
     there = [
-        (other, Piece(0, whole, joint.dim, start, length))
+        (other, MatrixPiece(0, whole, joint.dim, start, length))
         for other in range(joint.ranks)
         for start, _, length in joint.shares(other)
         if length
@@ -150,7 +152,7 @@ class _Side:
         counts: elements for each rank.
     """
 
-    def __init__(self, by_rank: Sequence[Sequence[Piece]]) -> None:
+    def __init__(self, by_rank: Sequence[Sequence[MatrixPiece]]) -> None:
         self._pieces = [*itertools.chain.from_iterable(by_rank)]
         self._numels = [piece.numel for piece in self._pieces]
         self.counts = [sum(piece.numel for piece in pieces) for pieces in by_rank]
@@ -173,7 +175,7 @@ class _Side:
         return [part.view(piece.shape) for part, piece in zip(parts, there, strict=True)], there
 
 
-class Homes:
+class MatrixHomes:
     """Which parameters each rank makes whole: the dearest first, each goes to the rank that has least to do.
 
     Args:
@@ -189,8 +191,8 @@ class Homes:
         self._ranks, self._kind = ranks, kind
         self.wholes: list[Whole] = []
         self._numel = 0  # of all ``wholes``
-        leaving: list[list[Piece]] = [[] for _ in range(ranks.world_size)]
-        arriving: list[list[Piece]] = [[] for _ in range(ranks.world_size)]
+        leaving: list[list[MatrixPiece]] = [[] for _ in range(ranks.world_size)]
+        arriving: list[list[MatrixPiece]] = [[] for _ in range(ranks.world_size)]
         for of, home in zip(joined, _homes([of.cost for of in joined], ranks.world_size), strict=True):
             leaving[home] += of.own
             if home == ranks.rank:
@@ -219,7 +221,7 @@ class Homes:
 
 
 class Shares:
-    """Which of some parameters, that several ranks have whole, each of them updates: chosen as ``Homes`` does.
+    """Which of some parameters, that several ranks have whole, each of them updates: chosen as ``MatrixHomes`` does.
 
     Args:
         wholes: by the tensor in which they lie.

@@ -20,7 +20,7 @@ from ..params.joint import DIM, STRIDE, Joint, is_plain_slice, says_blocks, whol
 from ..params.layout import WholeParameters, round_up
 from ..params.param_shard import plain_parameter
 from . import newton_schulz
-from .homes import TENSOR_ALL_TO_ALL, Homes, Shares, joined_parts, joined_slices
+from .homes import TENSOR_ALL_TO_ALL, MatrixHomes, Shares, joined_parts, joined_slices
 from .kernel_rule import KernelRule
 from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
 from .muon_in_float64 import MuonInFloat64
@@ -66,9 +66,9 @@ class _Places(NamedTuple):
         of_slices: of those whose home this rank is, what it makes.
     """
 
-    over_shards: Homes | None
+    over_shards: MatrixHomes | None
     of_wholes: Shares
-    over_slices: Homes | None
+    over_slices: MatrixHomes | None
     of_slices: Shares
 
 
@@ -310,7 +310,7 @@ class Muon(UpdateRule):
         if (ranks := shards[0].ranks) is not None:
             every = [(number, cut) for number, shard in enumerate(shards) for cut in shard.cuts]
             parts = [joined_parts(number, cut, self._cost(cut.whole), ranks.rank) for number, cut in every]
-            over_shards = Homes(parts, ranks, "all_to_all")
+            over_shards = MatrixHomes(parts, ranks, "all_to_all")
         # What this rank has whole, or a slice of, by the tensor that it lies in.
         held = [shard.wholes for shard in shards] if over_shards is None else [over_shards.wholes]
         if (ranks := shards[0].slices) is not None:
@@ -320,7 +320,7 @@ class Muon(UpdateRule):
                 for whole in wholes
                 if self._is_slice(whole)
             ]
-            over_slices = Homes(slices, ranks, TENSOR_ALL_TO_ALL) if slices else None
+            over_slices = MatrixHomes(slices, ranks, TENSOR_ALL_TO_ALL) if slices else None
         wholes = [[whole for whole in of_tensor if not self._is_slice(whole)] for of_tensor in held]
         of_slices = [] if over_slices is None else [over_slices.wholes]
         of_all, of_joined = (Shares(of, self._cost, shards[0].replicas) for of in (wholes, of_slices))

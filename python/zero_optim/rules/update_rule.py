@@ -55,7 +55,7 @@ class Whole(NamedTuple):
         return view_of(flat, self.shape, self.order)
 
 
-class Cut(NamedTuple):
+class CutParameter(NamedTuple):
     """A parameter that is cut over ranks. ``whole``: as if it began a shard. ``parts``: of each rank that has some of
     it, in their order, the rank and its piece."""
 
@@ -75,7 +75,7 @@ class ToJoin(NamedTuple):
     """
 
     wholes: Sequence[Whole]
-    cuts: Sequence[Cut]
+    cuts: Sequence[CutParameter]
     ranks: Comm | None
     slices: Comm | None
     replicas: Comm | None

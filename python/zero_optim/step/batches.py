@@ -53,7 +53,7 @@ def in_turn(things: Sequence[T], ahead: int, trouble: Trouble) -> Iterator[T]:
             yield things[number]
 
 
-class Batch:
+class ShardBatch:
     """Shards that are updated together, or one alone.
 
     Args:
@@ -95,7 +95,7 @@ class Batch:
                 shard.end_update()
 
 
-class JoinedBatch(Batch):
+class JoinedBatch(ShardBatch):
     """Shards whose parameters are made whole together, each on one rank. Collective: a rank that cannot read a page
     goes on with zeros in its place, and all ranks raise in the next step."""
 
@@ -144,14 +144,14 @@ def _on_device(shard: ShardState, tensor: Tensor | None) -> Tensor:
     return tensor.to(device)
 
 
-def batches_of(shards: Sequence[ShardState], trouble: Trouble) -> list[Batch]:
+def batches_of(shards: Sequence[ShardState], trouble: Trouble) -> list[ShardBatch]:
     """Cut ``shards`` into batches: those that are to be made whole first, the others in their order."""
     joining = [shard for shard in shards if shard.to_join is not None]
     others = [shard for shard in shards if shard.to_join is None]
     joined = (part for alike in _alike(joining) for part in _parts(alike))
     return [
         *(JoinedBatch(batch, trouble) for batch in joined),
-        *(Batch(batch, trouble) for batch in _neighbours(others)),
+        *(ShardBatch(batch, trouble) for batch in _neighbours(others)),
     ]
 
 

@@ -24,7 +24,7 @@ from ..rules.update_rule import has_master
 from ..stores.host_store import HostStore
 from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
-from .batches import Batch, batches_of, in_turn
+from .batches import ShardBatch, batches_of, in_turn
 from .hidden_edits import HiddenEdits
 from .shard_state import ShardState
 from .speculation import Speculator
@@ -74,7 +74,7 @@ class OptimizerState:
         self._hidden = HiddenEdits(sharding)
         self.shards: list[ShardState] = []
         self._aside: list[tuple[Bucket, Tensor]] = []  # parameters, while their averages are shown
-        self._batches: list[Batch] = []  # of the shards, in the order in which they are updated
+        self._batches: list[ShardBatch] = []  # of the shards, in the order in which they are updated
         self.started = False  # whether state may differ from what it is at construction
         self._all: list[Tensor] = []
         self._mastered: dict[int, Tensor] = {}  # those that have a master beside them

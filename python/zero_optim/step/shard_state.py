@@ -24,7 +24,16 @@ from ..params.storage_order import view_of
 from ..params.tensor_slice import shown_as
 from ..rules.codec import Codec
 from ..rules.state_tensor import Begins, Per, StateTensor
-from ..rules.update_rule import Cut, ShardUpdate, ToJoin, UpdateRule, Whole, has_master, stored_for, tensors_for
+from ..rules.update_rule import (
+    CutParameter,
+    ShardUpdate,
+    ToJoin,
+    UpdateRule,
+    Whole,
+    has_master,
+    stored_for,
+    tensors_for,
+)
 from ..stores.host_store import HostStore
 from ..stores.state_store import StateStore
 from .speculation import Speculation, Speculator
@@ -114,10 +123,10 @@ class ShardState:
         slices = tensor_ranks.slices if tensor_ranks is not None and self._joins_slices else None
         return ToJoin(self.wholes, cuts, ranks, slices, replicas)
 
-    def _cuts(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Cut, ...]:
+    def _cuts(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[CutParameter, ...]:
         layout = self.bucket.layout
         wholes = zip(layout.slots, self._from_zero(group), strict=True)
-        return tuple(Cut(whole, tuple(layout.parts(slot))) for slot, whole in wholes)
+        return tuple(CutParameter(whole, tuple(layout.parts(slot))) for slot, whole in wholes)
 
     def _from_zero(self, group: Callable[[int], Mapping[str, Any]]) -> Iterator[Whole]:
         """The parameters of the bucket, each as if it began a shard."""

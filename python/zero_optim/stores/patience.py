@@ -29,7 +29,7 @@ less than other ranks wait for this one in a collective, so that they hear of it
 each page."""
 
 
-class Disk(enum.Enum):
+class DiskState(enum.Enum):
     """The state of a disk, as far as is known."""
 
     ANSWERS = enum.auto()
@@ -41,15 +41,15 @@ class Patience:
     """The patience with one disk."""
 
     def __init__(self) -> None:
-        self.disk = Disk.ANSWERS
+        self.disk = DiskState.ANSWERS
 
     def wait_for_read(self, transfer: Transfer) -> None:
         """Raises OffloadError, as ``Transfer``: what was to be read is lost then."""
-        self._wait(transfer, self.disk is not Disk.SILENT, self.late_read)
+        self._wait(transfer, self.disk is not DiskState.SILENT, self.late_read)
 
     def wait_for_write(self, transfer: Transfer) -> None:
         """Raises OffloadError, as ``Transfer``: nothing is lost by it."""
-        self._wait(transfer, self.disk is Disk.ANSWERS, self.late_write)
+        self._wait(transfer, self.disk is DiskState.ANSWERS, self.late_write)
 
     def _wait(self, transfer: Transfer, patiently: bool, late: Callable[[], None]) -> None:
         try:
@@ -65,11 +65,11 @@ class Patience:
         self.over()
 
     def over(self) -> None:
-        self.disk = Disk.ANSWERS
+        self.disk = DiskState.ANSWERS
 
     def late_read(self) -> None:
-        self.disk = Disk.SILENT
+        self.disk = DiskState.SILENT
 
     def late_write(self) -> None:
-        if self.disk is Disk.ANSWERS:
-            self.disk = Disk.BEHIND
+        if self.disk is DiskState.ANSWERS:
+            self.disk = DiskState.BEHIND

@@ -12,7 +12,7 @@ ORDER_CODES = 64
 """How many values the digest of a rank's cycles is told apart by, when ranks compare theirs in ``step``."""
 
 
-class Direction(enum.Enum):
+class Pass(enum.Enum):
     FORWARD = 1
     BACKWARD = 2
 
@@ -28,13 +28,13 @@ class Cycle:
     """
 
     def __init__(self) -> None:
-        self.direction: Direction | None = None
+        self.direction: Pass | None = None
         self.order: Sequence[Unit] = ()
         self.position = -1
         self.open: dict[Unit, int] = {}
         self._digest = 0
 
-    def begin(self, direction: Direction, order: Sequence[Unit]) -> None:
+    def begin(self, direction: Pass, order: Sequence[Unit]) -> None:
         self.direction, self.order, self.position = direction, order, -1
         self._digest = zlib.crc32(bytes([direction.value]), self._digest)
 

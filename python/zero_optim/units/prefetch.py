@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cycle import Cycle, Direction
+from .cycle import Cycle, Pass
 from .unit import Unit, UnitState
 
 
@@ -37,7 +37,7 @@ class Prefetch:
         """No reduction of this reducer is under way any more."""
         if of in self._reducing:
             self._reducing.remove(of)
-            if not self._reducing and self._cycle.direction is Direction.BACKWARD:
+            if not self._reducing and self._cycle.direction is Pass.BACKWARD:
                 self.start_next()
 
     def forget(self, of: object) -> None:
@@ -51,7 +51,7 @@ class Prefetch:
 
     def start_rest_of_backward(self) -> None:
         """Start the gathers that are left of a backward that is open, as far as units are not gathered twice in it."""
-        if self._cycle.direction is Direction.BACKWARD:
+        if self._cycle.direction is Pass.BACKWARD:
             self._start(self._cycle.ahead)
 
     def _start(self, units: Sequence[Unit]) -> None:

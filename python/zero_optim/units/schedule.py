@@ -82,7 +82,7 @@ from ..params.flat_params import FlatParams
 from ..user_thread import UserThread
 from .backwards_due import BackwardsDue, Course
 from .calls import Calls
-from .cycle import Cycle, Direction
+from .cycle import Cycle, Pass
 from .order import Orders
 from .prefetch import Prefetch
 from .unit import Unit, UnitState
@@ -162,14 +162,14 @@ class UnitSchedule:
         if unit.state is UnitState.GATHERED:
             return
         if in_backward():
-            self._visit(unit, Direction.BACKWARD, closing=False)  # others of the checkpoint's wait for their backward
+            self._visit(unit, Pass.BACKWARD, closing=False)  # others of the checkpoint's wait for their backward
             return
         self.thread.note()
         # An evaluation by parts leaves its cycle open. Where a part is called next that trains, a backward may follow.
-        if self.cycle.direction is Direction.FORWARD and not self.running:
+        if self.cycle.direction is Pass.FORWARD and not self.running:
             self.calls.trains |= torch.is_grad_enabled()
         root = unit is self.units[0]
-        if root and part and unit.state is UnitState.UNSHARDED and self.cycle.direction is not Direction.BACKWARD:
+        if root and part and unit.state is UnitState.UNSHARDED and self.cycle.direction is not Pass.BACKWARD:
             self.calls.begin(unit)  # an earlier part, or the forward before it, has brought it in
             return
         if root and not part and self.calls.root_begins():
@@ -178,14 +178,14 @@ class UnitSchedule:
             self.orders.note_call(unit)
         if self.calls.caller_of(unit) is not None:
             self.due.unit_calls_another()
-        self._visit(unit, Direction.FORWARD, closing=True)
+        self._visit(unit, Pass.FORWARD, closing=True)
         self.calls.begin(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
 
     def _outermost_forward_begins(self) -> None:
         complete_raised_backwards(self.thread)
         # What is open has raised. But a part may have brought in the root and nothing else: that cycle goes on.
         root_alone_by_part = self.calls.by_part and self.cycle.position == 0
-        if not (self.cycle.direction is Direction.FORWARD and root_alone_by_part):
+        if not (self.cycle.direction is Pass.FORWARD and root_alone_by_part):
             self._complete_open()
         self._check_in_place()
         self.orders.forget_calls()
@@ -228,19 +228,19 @@ class UnitSchedule:
     def before_backward(self, unit: Unit) -> None:
         """A gradient has come to what ``unit`` returned: the backward of all that was called after it is through."""
         if unit.state is not UnitState.GATHERED:
-            self._visit(unit, Direction.BACKWARD, closing=True)
+            self._visit(unit, Pass.BACKWARD, closing=True)
 
     # -- what the optimizer calls --------------------------------------------------------------------------------
 
     def complete_backward(self) -> None:
         """Collective, where one is open: take part in what is left of it."""
-        if self.cycle.direction is Direction.BACKWARD:
+        if self.cycle.direction is Pass.BACKWARD:
             self._complete_cycle()
             self.due.backward_ended()
 
     def complete_raised_backward(self) -> None:
         """Collective, where one has raised here, and no other has begun since."""
-        if self.cycle.direction is Direction.BACKWARD and not self.watch.running:
+        if self.cycle.direction is Pass.BACKWARD and not self.watch.running:
             self.complete_backward()
 
     def complete_all_backwards(self) -> None:
@@ -251,7 +251,7 @@ class UnitSchedule:
         """
         self._complete_open()  # it may be a forward that raised
         while self.due.count:
-            self._begin_cycle(Direction.BACKWARD)
+            self._begin_cycle(Pass.BACKWARD)
             self.complete_backward()
 
     def reshard_all(self) -> None:
@@ -271,7 +271,7 @@ class UnitSchedule:
 
     def is_announced(self, to: Listener) -> bool:
         """True if there was a forward that trains since it was last excused: the same on all ranks."""
-        open_one_trains = self.cycle.direction is Direction.FORWARD and self.calls.trains
+        open_one_trains = self.cycle.direction is Pass.FORWARD and self.calls.trains
         return open_one_trains or self.due.is_announced(to)
 
     def excuse(self, listener: Listener) -> None:
@@ -301,12 +301,12 @@ class UnitSchedule:
 
     # -- visits ----------------------------------------------------------------------------------------------------
 
-    def _visit(self, unit: Unit, direction: Direction, *, closing: bool) -> None:
+    def _visit(self, unit: Unit, direction: Pass, *, closing: bool) -> None:
         """Go to ``unit`` in the cycle of this direction; begin a new cycle where that is behind.
 
         ``closing``: units before it are over. Not for a checkpoint that computes again: their backward is to come.
         """
-        if direction is Direction.BACKWARD:
+        if direction is Pass.BACKWARD:
             self.watch.enter()
             for listener in self.listeners if closing else ():
                 listener.backward_moves()
@@ -360,7 +360,7 @@ class UnitSchedule:
     def _open_unit(self, unit: Unit, position: int) -> None:
         unit.unshard()
         # The host is about to wait. Another model's backward may have gathers left that other ranks wait for.
-        if self.cycle.direction is Direction.BACKWARD:
+        if self.cycle.direction is Pass.BACKWARD:
             prefetch_rest_of_backwards(self.thread, but=self)
         unit.wait()
         self.cycle.open[unit] = position
@@ -371,7 +371,7 @@ class UnitSchedule:
         for unit in sorted(set(units) - kept, key=lambda unit: -len(unit.enclosing)):
             del self.cycle.open[unit]
             held = self._holds or self.calls.is_called(unit)
-            if self.cycle.direction is Direction.FORWARD:
+            if self.cycle.direction is Pass.FORWARD:
                 if not held and not self._kept_after_forward(unit):
                     self._reshard_after_forward(unit)
                 continue
@@ -389,7 +389,7 @@ class UnitSchedule:
         return unit.keep and (self.calls.trains or self._keep_evaluating)
 
     def _reshard_after_forward(self, unit: Unit) -> None:
-        backward_follows = self.calls.trains and self.cycle.direction is Direction.FORWARD
+        backward_follows = self.calls.trains and self.cycle.direction is Pass.FORWARD
         unit.reshard(to_node=unit.node is not None and backward_follows)
 
     # -- cycles --------------------------------------------------------------------------------------------------
@@ -397,8 +397,8 @@ class UnitSchedule:
     def _begin_backward(self) -> None:
         self.complete_backward()  # one that is open has raised
 
-    def _begin_cycle(self, direction: Direction) -> None:
-        if direction is Direction.BACKWARD:
+    def _begin_cycle(self, direction: Pass) -> None:
+        if direction is Pass.BACKWARD:
             self.cycle.begin(direction, self.orders.backward)
             self._over.clear()
             return
@@ -413,16 +413,16 @@ class UnitSchedule:
 
     def _complete_open(self) -> None:
         """Collective, where a cycle is open: go through the rest of it."""
-        if self.cycle.direction is Direction.BACKWARD:
+        if self.cycle.direction is Pass.BACKWARD:
             self.complete_backward()
-        elif self.cycle.direction is Direction.FORWARD:
+        elif self.cycle.direction is Pass.FORWARD:
             self._complete_cycle()
 
     def _complete_cycle(self) -> None:
         for position in range(self.cycle.position + 1, len(self.cycle.order)):
             self._go_to(position, closing=True)
         self._close([*self.cycle.open])
-        if self.cycle.direction is Direction.FORWARD and self.calls.trains:
+        if self.cycle.direction is Pass.FORWARD and self.calls.trains:
             self.due.forward_ended(self.listeners)
         self.cycle.end()
 

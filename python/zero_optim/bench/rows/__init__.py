@@ -17,7 +17,7 @@ from typing import Any
 from ...drawing.sheet import Sheet
 from ...errors import UsageError
 from ..columns import JsonRow
-from ..drawings import Kind
+from ..drawings import RowKind
 from ..record import CHECKOUT
 from . import checkpoint, offload, op, phase
 
@@ -28,7 +28,7 @@ KINDS = (
 SCRIPTS = ("scale", "endurance")
 
 
-def kind_of(row: JsonRow) -> Kind:
+def kind_of(row: JsonRow) -> RowKind:
     """The first whose key the row has. Raises UsageError for a row that cannot be shown here."""
     if row["op"] in SCRIPTS:
         return _kind_of_script(row["op"])
@@ -36,11 +36,11 @@ def kind_of(row: JsonRow) -> Kind:
 
 
 @functools.cache
-def _kind_of_script(op: str) -> Kind:
+def _kind_of_script(op: str) -> RowKind:
     """Import it from ``benchmarks/<op>_row.py``: of this checkout, or beside the script that is running."""
     sys.path.append(str(CHECKOUT / "benchmarks"))
     try:
-        kind: Kind = importlib.import_module(f"{op}_row").KIND
+        kind: RowKind = importlib.import_module(f"{op}_row").KIND
     except ImportError as error:
         raise UsageError(f"rows of {op} are shown in a checkout alone, by its benchmarks/{op}_row.py") from error
     return kind
@@ -49,7 +49,7 @@ def _kind_of_script(op: str) -> Kind:
 def sheets_of(record: Mapping[str, Any]) -> dict[str, Sheet]:
     """Collect what is drawn of a record, by the name of the kind, in the order of its rows. Most records have one
     kind."""
-    rows_of: dict[Kind, list[JsonRow]] = {}
+    rows_of: dict[RowKind, list[JsonRow]] = {}
     for row in record["rows"]:
         rows_of.setdefault(kind_of(row), []).append(row)
     sheets = {kind.name: kind.sheet(rows) for kind, rows in rows_of.items()}

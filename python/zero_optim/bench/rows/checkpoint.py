@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...drawing.figures import elements
 from ...drawing.sheet import Bars, Sheet
 from ..columns import Column, JsonRow, RankRow, at, below_each_other, mebibytes, of_ranks, ratio, spread_at
-from ..drawings import Kind, bars_of
+from ..drawings import RowKind, bars_of
 
 
 @dataclass(frozen=True)
@@ -57,4 +57,4 @@ def _bars(title: str, part: str, rows: Sequence[JsonRow]) -> Bars:
     return bars_of(rows, title, "ms", TIMES[part], spread_at(part)[1:], columns, of_ranks)
 
 
-KIND = Kind("checkpoint", "written", _table, _sheet)
+KIND = RowKind("checkpoint", "written", _table, _sheet)

@@ -20,7 +20,7 @@ from ..columns import (
     ratio_to,
     spread_at,
 )
-from ..drawings import Kind, bars_of
+from ..drawings import RowKind, bars_of
 
 
 @dataclass(frozen=True)
@@ -126,4 +126,4 @@ def _time(rows: Sequence[JsonRow]) -> Bars:
     return bars_of(rows, title, "ms", MS, (P20, P80), columns, lambda row: f"ranks: {row['ranks']}")
 
 
-KIND = Kind("offload", "part", _table, _sheet)
+KIND = RowKind("offload", "part", _table, _sheet)

@@ -24,7 +24,7 @@ from ..columns import (
     shown_by_some,
     whole,
 )
-from ..drawings import Kind, bars_of
+from ..drawings import RowKind, bars_of
 from ..timing import Spread
 
 WIDTH = 100  # of a table
@@ -291,6 +291,6 @@ def _speed(rows: Sequence[JsonRow]) -> Drawing | None:
     return Lines(title, unit, lines, "elements", by_size=True, roof=over)
 
 
-OVERHEAD = Kind("overhead", "parameters", _table, _overhead_sheet)
-RANKS = Kind("ranks", "ranks", _table, _ranks_sheet)
-BANDWIDTH = Kind("bandwidth", "op", _table, _bandwidth_sheet)
+OVERHEAD = RowKind("overhead", "parameters", _table, _overhead_sheet)
+RANKS = RowKind("ranks", "ranks", _table, _ranks_sheet)
+BANDWIDTH = RowKind("bandwidth", "op", _table, _bandwidth_sheet)

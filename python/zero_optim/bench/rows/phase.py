@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...drawing.figures import elements
 from ...drawing.sheet import Bars, Sheet
 from ..columns import MIB, Column, JsonRow, RankRow, at, mebibytes, of_ranks
-from ..drawings import Kind, bars_of
+from ..drawings import RowKind, bars_of
 
 
 @dataclass(frozen=True)
@@ -61,4 +61,4 @@ def _bars(title: str, rows: Sequence[JsonRow], phases: Sequence[str]) -> Bars:
     return bars_of(shown, title, "MiB", AFTER, (AFTER, PEAK), (AFTER, PEAK), at("phase"), MIB)
 
 
-KIND = Kind("memory_walkthrough", "phase", _table, _sheet)
+KIND = RowKind("memory_walkthrough", "phase", _table, _sheet)
