@@ -31,11 +31,11 @@ def mesh():
 
 
 def matrix():
-    """Two rows that average, and two columns with a slice each."""
+    """Two rows that average, and two columns with a slice each: on the CPU, or the simulated GPU."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()  # it has meshes of programs before, whose groups are gone, and takes them for this one
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(torch.empty(0).device.type, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def cut(parameters, dims, mesh):
