@@ -233,6 +233,9 @@ STAYS: dict[str, Choice] = {
     ),
     "report/test_run_page.py::test_a_very_long_run_keeps_its_peaks": none("the tests of thinned lines in that file"),
     "report/test_browser.py::test_it_opens_without_a_complaint_and_fits": Only("run_page-380", "bench_page-1400"),
+    "gpu_check/test_gpu_check.py::test_phases_are_rehearsed": Only("some"),
+    "gpu_check/test_gpu_check.py::test_the_programs_are_rehearsed_on_ranks": Only("some"),
+    "gpu_check/test_gpu_check.py::test_its_files_are_few_and_flat": Only("some"),
     "gpu_check/test_gpu_memory.py::test_a_plan_that_is_off_fails": Only("cpu-2-1", "cuda-4-1"),
 }
 

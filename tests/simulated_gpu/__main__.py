@@ -51,8 +51,8 @@ LEFT_OUT = {
     "last place, and the device has the reference kernels",
     f"{_KNOWN}[a raise before the first gradient, zero_grad]": "zero_grad asks another rank's host. In a simulation "
     "that waits in its backward, and on a GPU it does not",
-    f"{_KNOWN}[stage 3 over a grid, a raise before the first unit on all ranks but one, zeroed in place]": "zero_grad asks "
-    "another rank's host, which waits in its backward for the first leg of a reduction: see above",
+    f"{_KNOWN}[stage 3 over a grid, a raise before the first unit on all ranks but one, zeroed in place]": "zero_grad "
+    "asks another rank's host, which waits in its backward for the first leg of a reduction: see above",
     f"{_KNOWN}[two optimizers of stage 0, a raise in one, then a backward of the other on one rank]": "it reads what a "
     "raised backward has left in .grad at stage 0 before that is there, which the docs forbid on a GPU",
     **{
