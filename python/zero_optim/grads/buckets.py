@@ -34,7 +34,7 @@ class Buckets:
     Attributes:
         order: indices of the parameters, in the order of their slots.
         all: the buckets, in the order in which they leave.
-        slot_of: of each parameter, its bucket, the number of that, and the number of its slot there.
+        slot_of: by parameter: its bucket, the bucket's number, and the number of its slot there.
         slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
         nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
     """
@@ -47,8 +47,8 @@ class Buckets:
         self.all: list[Bucket] = []
 
     def use(self, order: Sequence[int], buckets: Sequence[Bucket]) -> None:
-        """Go by these buckets from now on. Their gradients stay where they are."""
-        for bucket in self.all:  # those that ``let_go`` have nothing but their arrivals
+        """Use these buckets from now on. Their gradients stay where they are."""
+        for bucket in self.all:  # after ``let_go`` they have nothing left but their arrivals
             bucket.wait()
         self.order, self.all = list(order), list(buckets)
         device = self._sharding.device
@@ -115,11 +115,11 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the parameters of a bucket have in common. So what counts in a norm is a matter of buckets.
+    """The properties that all parameters of a bucket have in common: one bucket has one kind.
 
     Attributes:
         cut: whether the tensor-parallel ranks have a slice each.
-        sharding: who shares them.
+        sharding: who shares the parameters.
         rule: which updates them.
     """
 
@@ -158,9 +158,9 @@ def layouts_by_size(
     order: Sequence[int],
     costs: Mapping[int, int],
 ) -> list[tuple[BucketLayout, Kind]]:
-    """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors.
+    """Lay out parameters by index, with no need of tensors: as many in a bucket as fit.
 
-    ``costs``: see ``build_layout``.
+    ``numels``: elements of each. ``costs``: see ``build_layout``.
     """
     cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
     policies: dict[Hashable, LayoutPolicy] = {kind: kind.rule.layout for kind in kinds.values()}
@@ -177,13 +177,13 @@ def layouts_by_size(
 
 
 MUCH_PADDING, MANY_BYTES = 0.25, 2**26
-"""Padding is warned of that is more: than so much of what parameters take, and than so many bytes."""
+"""Padding is warned of if it is more than this fraction of the parameters, and more than this many bytes."""
 
 
 def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, Kind]]) -> None:
     """Warn where the parameters that no rank cuts are too few for the ranks that share them.
 
-    It is said on rank 0, before there is memory for them, which may be too little.
+    Rank 0 warns, before memory is taken for them: it may not be enough.
     """
     whole = [(layout, kind) for layout, kind in laid_out if not kind.rule.layout.cuts]
     for sharding in dict.fromkeys(kind.sharding for _, kind in whole):
@@ -203,7 +203,7 @@ def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, Kind]]) -> None:
 
 
 def buffer_nbytes(buckets: Iterable[tuple[int, torch.dtype]], sharding: Sharding) -> int:
-    """Bytes of one communication buffer, which gradients of any bucket of so many elements go through."""
+    """Count the bytes of one communication buffer, through which gradients of any of these buckets go."""
     sizes = (numel * sharding.reduce_dtype(dtype).itemsize for numel, dtype in buckets)
     return max(sizes, default=0) if sharding.reduces else 0
 
