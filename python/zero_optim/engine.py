@@ -182,7 +182,7 @@ class Engine:
         while the layout is still learned. On several ranks it also reads whether the step before has found edits
         through ``.data``: the exchange of that step keeps the host no further ahead anyway."""
         self.param_gather.wait()
-        self.keep_edits()
+        self.keep_edits()  # first into the shards: masters are refreshed from them
         self.states.refresh_edited()
         self.states.look_for_hidden_edits()
         if not self.sharding.agrees:  # else all ranks raise together, in the exchange
@@ -192,7 +192,7 @@ class Engine:
         for watcher in self.watchers:
             watcher.before_update(by.grad_scale, by.found_inf)
         for shard in self.states.update(by):
-            shard.bucket.unshard()
+            shard.bucket.unshard()  # the all-gather is on its way while the next shard is updated
         self._end_step(by.found_inf)
 
     def finish_and_exchange(self, norm_type: float | None) -> None:
@@ -315,7 +315,7 @@ class Engine:
         self.forget_coefficients()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, subset: Sequence[int] | None) -> Tensor:
-        """``subset``: indices of parameters; None: all."""
+        """Clip the gradients of ``subset``, indices of parameters, or all: see ``ShardedOptimizer.clip_grad_norm_``."""
         self.finish_and_exchange(norm_type if subset is None and norm_type in KERNEL_NORMS else None)
         return self.clip.clip_to(max_norm, norm_type, self.exchange, self.reducer.buckets, subset)
 
@@ -491,7 +491,7 @@ class Engine:
         return taken
 
     def memory(self) -> dict[str, int]:
-        """Bytes on the device, by kind."""
+        """Count the bytes on the device, by kind."""
         shards, buffers = self.states.shards, self.reducer.buffers
         memory = memory_by_kind(self.rules.all, shards, buffers, self.sharded_model, self.store)
         if self.measured is not None:
@@ -514,7 +514,7 @@ class Engine:
 
     @torch.no_grad()
     def close(self, *, collective: bool) -> None:
-        """``collective``: complete what a backward that raised has begun, for the ranks on which it did not."""
+        """Let everything go. ``collective``: complete a raised backward, for the ranks on which it did not raise."""
         if self.mode.now is Mode.AVERAGE:
             self.states.put_back(collective=collective and not self.reducer.out_of_step)
             self.param_gather.wait()
@@ -524,7 +524,7 @@ class Engine:
         try:
             self.reducer.close(collective=collective)
             self.states.close(wait=not self.reducer.out_of_step)
-        finally:  # whatever a disk says: the parameters are free for another optimizer
+        finally:  # even where a disk fails, the parameters are free for another optimizer
             self.parameters.release()
             self.sharding.everyone.close()
             self.asleep.close()

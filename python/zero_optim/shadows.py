@@ -181,7 +181,7 @@ class ElementShadow(Shadow):
         self._undecided = self._rule.update_in_float64(held, gradient, group, step)
 
     def end_step(self, shard: ShardState, piece: SlotPiece, *, compare: bool) -> Compared | None:
-        """As ``Shadow.end_step``; where rounding decided the update, the live master is taken over."""
+        """See ``Shadow.end_step``. Where rounding decided the update, the live master is taken over."""
         self.parameter[self.held] = self.held_of(shard.bucket.param_shard, piece)
         undecided, self._undecided = self._undecided, None
         decided = undecided is not None and bool(undecided.any())

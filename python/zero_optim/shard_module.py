@@ -98,7 +98,7 @@ def shard_module(
     options |= {"param_offload": param_offload, **topology.described()}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
-    comm.take_own_group()
+    comm.take_own_group()  # gathers run while reductions are under way in another group
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)

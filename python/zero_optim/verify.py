@@ -152,7 +152,7 @@ class Verifier:
         self.close()
 
     def report(self) -> VerifyReport:
-        """Collective: the same on every rank, with the largest difference of all and the counts added up."""
+        """Collective. Report the largest difference of all ranks, and the counts added up: the same on every rank."""
         found = self._engine.sharding.everyone.gather_objects(self._found, "the report of verify")
         worst = max(found, key=_by_one_update)
         directions = [report.direction for report in found if report.direction is not None]

@@ -91,7 +91,7 @@ class Moving:
     """A bucket's reduced gradients on their way to other buckets.
 
     Attributes:
-        held: [shard_numel] this rank's part; or [numel] the whole, where one rank has it.
+        held: [shard_numel] this rank's part; or [numel] the whole, where this rank has it.
         shown: of each slot, whether ``.grad`` shows it, and not what the user has put there since.
         used: of each slot, whether this rank had a part in it.
     """
@@ -158,7 +158,7 @@ class Bucket:
         return self.flat.shard
 
     def gradient_to_apply(self) -> Tensor:
-        """Return ``grad_shard``: at stage 3 zeros, in new memory, where no gradient has come."""
+        """Return ``grad_shard``. At stage 3, where no gradient has come, it is zeros in new memory."""
         # At stage 3 the memory is freed while there is no gradient. Without a round nothing takes it again.
         if self.flat.sharded and self.grad_buffer.untyped_storage().nbytes() == 0:
             allocate(self.grad_buffer)
@@ -392,11 +392,11 @@ class Bucket:
         self.sharding.reduce(full, out, full.new_empty, accumulate=False).wait()
 
     def wait(self) -> None:
-        """Order what follows after the arrival of every reduction."""
+        """Order later work after the arrival of every reduction."""
         self.arrivals.wait()
 
     def arrives_within(self, seconds: float) -> bool:
-        """True if every reduction is there, at the latest after so long. On CUDA the host need not know."""
+        """True if every reduction arrives within ``seconds``. On CUDA the host need not know."""
         return self.arrivals.arrive_within(seconds)
 
     def _poison_others(self) -> None:
@@ -431,7 +431,7 @@ class Bucket:
             self.unsharding = self.sharding.all_gather(self.flat.full, own=self.flat.shard)
 
     def wait_for_parameters(self) -> None:
-        """Order what follows after the arrival of the parameters."""
+        """Order later work after the arrival of the parameters."""
         if self.unsharding is not None:
             self.unsharding.wait()
             self.unsharding = None
@@ -449,7 +449,7 @@ class Bucket:
         return Edits({slots[index].param for index, _ in assigned}, {slots[index].param for index in found.gone})
 
     def abandon(self) -> None:
-        """Wait for nothing any more: the ranks have parted, or the optimizer goes without a word to the others."""
+        """Wait for nothing any more: the ranks have parted, or the optimizer is closed on this rank alone."""
         # At stage 3 ``clear`` frees memory. A reduction under way keeps the memory that it writes into.
         if self.flat.sharded and self.arrivals.under_way:
             self._allocate_gradients()

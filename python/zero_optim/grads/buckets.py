@@ -89,7 +89,7 @@ class Buckets:
         for param in terms & self.slot_of.keys():
             bucket, _, index = self.slot_of[param]
             bucket.terms.add(index)
-        for bucket in self.all if moving else ():
+        for bucket in self.all if moving else ():  # each may receive gradients of any old bucket
             bucket.make_room()
         while moving:  # one bucket at a time: whole gradients take memory
             for slot, whole, shown, used in moving.pop(0).whole():
@@ -98,7 +98,7 @@ class Buckets:
 
     @property
     def refused(self) -> dict[int, str]:
-        """Reasons why this rank could not use a gradient, by the index of its parameter."""
+        """The reasons for which this rank could not use a gradient, by the index of its parameter."""
         slots = [(bucket, index) for bucket in self.all for index in bucket.slots.refused]
         return {bucket.layout.slots[index].param: bucket.slots.refused[index] for bucket, index in slots}
 
@@ -115,7 +115,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties that all parameters of a bucket have in common: one bucket has one kind.
+    """The properties that all parameters of a bucket have in common. So whether they count in a norm goes by bucket.
 
     Attributes:
         cut: whether the tensor-parallel ranks have a slice each.
@@ -203,7 +203,7 @@ def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, Kind]]) -> None:
 
 
 def buffer_nbytes(buckets: Iterable[tuple[int, torch.dtype]], sharding: Sharding) -> int:
-    """Count the bytes of one communication buffer, through which gradients of any of these buckets go."""
+    """Count the bytes of a communication buffer for any of these ``buckets``, each by its elements and dtype."""
     sizes = (numel * sharding.reduce_dtype(dtype).itemsize for numel, dtype in buckets)
     return max(sizes, default=0) if sharding.reduces else 0
 

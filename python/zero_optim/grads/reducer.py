@@ -316,7 +316,7 @@ class Reducer:
         self._readiness.backward_ended()
         self._streams.backward_ended()
         if self.rounds.open:
-            if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:
+            if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:  # the walk is slow: not each time
                 check_not_replicated(self.parameters, self.labels)
             self._complete_round(self._complete_backward)
             self._wait_for_averages()
@@ -447,7 +447,7 @@ class Reducer:
         this rank had in the round was zeroed, the user meant all of the round, for example by ``module.zero_grad()``.
         Then averages that arrive only now are dropped, too. See ``RoundGrads``.
         """
-        self._watch.forget()
+        self._watch.forget()  # a backward that raised has no end: the next hook belongs to another one
         self._readiness.begin()
         if not self.rounds.open:
             return
@@ -660,7 +660,7 @@ class Reducer:
         return self._schedule is not None and self.sharding.host_waits and self._may_wait
 
     def _deallocate_idle_buffers(self) -> None:
-        """Give at stage 3 the buffers' memory back while no reduction uses it: units take it meanwhile.
+        """Free the buffers' memory, at stage 3, while no reduction uses it: units take it meanwhile.
 
         On a GPU the host never knows whether one does, and ``idle`` is True: to free the memory makes the stream wait.
         So there the buffers stay while a round is open, as the backward must go on. They go in ``step``, or before.

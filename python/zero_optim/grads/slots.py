@@ -190,7 +190,7 @@ class Slots:
                 self.stale.clear()
             return found
         grads = map(_grad_of, self._params)
-        if self.bucket_state is GradState.EMPTY:  # the usual case, so it is quick
+        if self.bucket_state is GradState.EMPTY:  # nothing is held: the usual case, so it is quick
             found.local = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
             return found
         for index, (grad, handle) in enumerate(zip(grads, handles, strict=True)):

@@ -29,7 +29,7 @@ class Calls:
         return self._roots > 0
 
     def root_begins(self) -> bool:
-        """The root is called. Returns whether this is its outermost forward."""
+        """Note that the root is called. Returns whether this is its outermost forward."""
         self._roots += 1
         if self._roots > 1:
             return False

@@ -60,7 +60,7 @@ class Orders:
         self._called.append(unit)
 
     def note_end(self, unit: Unit, *, needed: bool) -> None:
-        """``needed``: whether backward comes to the unit."""
+        """Note the end of a call. ``needed``: whether backward comes to the unit."""
         self._ended.append((unit, needed))
 
     def is_wanted(self, *, trains: bool) -> bool:
@@ -179,7 +179,7 @@ def _after_last(order: Sequence[Unit], unit: Unit) -> int:
 
 
 def over(cycle: Sequence[Unit]) -> Iterator[Unit]:
-    """Units in the order in which they are over, as ``UnitSchedule`` closes them when it visits those of ``cycle``."""
+    """Yield units in the order in which ``UnitSchedule`` closes them as over, when it visits those of ``cycle``."""
     visited: list[Unit] = []
     for unit in cycle:
         left = [other for other in visited if other is not unit and other not in unit.enclosing]

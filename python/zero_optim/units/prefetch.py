@@ -30,11 +30,11 @@ class Prefetch:
         return bool(self._reducing)
 
     def reduction_begins(self, of: object) -> None:
-        """The host is going to wait for a reduction (gloo)."""
+        """Hold gathers back: the host is going to wait for a reduction (gloo)."""
         self._reducing.add(of)
 
     def reductions_arrived(self, of: object) -> None:
-        """No reduction of this reducer is under way any more."""
+        """Gather ahead again, unless another reducer still has a reduction under way."""
         if of in self._reducing:
             self._reducing.remove(of)
             if not self._reducing and self._cycle.direction is Direction.BACKWARD:
