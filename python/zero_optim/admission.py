@@ -1,4 +1,4 @@
-"""What parameters pass before an optimizer takes them: checks on this rank alone, then what all ranks agree on."""
+"""Admission of parameters to an optimizer: checks on this rank alone, then an agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .params.parameter_set import ParameterSet
 from .rules.group_rules import GroupRules
 
 Experts = dict[int, ExpertRanks]
-"""What parameter groups say of experts, by their number."""
+"""The ranks of experts, by the number of their parameter group."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Admission:
 
     Attributes:
         everyone, topology: all ranks that train together, and their places.
-        stage: what they share.
+        stage: what the ranks share.
         pipeline_stages: how many stages of a pipeline the model has; 1: it is in one piece.
-        rules: of its groups, the new ones among them.
+        rules: of all groups, the new ones included.
         where: the call, for messages.
         first_group: the number of the first parameter group that is new.
-        state_offload: where the state is, as the optimizer was told.
+        state_offload: the optimizer's argument.
     """
 
     everyone: Comm
@@ -41,14 +41,12 @@ class Admission:
     first_group: int = 0
     state_offload: str | None = None
 
-    def check(
-        self, parameters: ParameterSet, said: Mapping[int, Mapping[str, Any]], row: RowRanks | None = None
-    ) -> Experts:
-        """Check what this rank was given.
+    def check(self, parameters: ParameterSet, said: Mapping[int, Mapping[str, Any]], row: Row | None = None) -> Experts:
+        """Check the parameters and groups that this rank was given.
 
         Args:
             said: what new groups say of experts, by the group's number.
-            row: the tensor-parallel ranks that the optimizer was told; None: none.
+            row: the tensor-parallel ranks that the optimizer was given; None: none.
 
         Raises ParameterError, ValueError or TypeError.
         """
@@ -80,7 +78,7 @@ class Admission:
         return experts
 
     def agree(self, parameters: ParameterSet, experts: Experts, options: Mapping[str, Any]) -> Experts:
-        """Collective. Compare what is new, the topology, and ``options``, by name, with those of the other ranks.
+        """Collective. Compare the new parameters, the topology, and ``options``, by name, with those of other ranks.
 
         Returns the experts with the columns that all ranks have told. Raises RankMismatchError, ValueError or
         ParameterError, on every rank.

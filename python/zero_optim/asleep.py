@@ -1,4 +1,4 @@
-"""Takes what an optimizer has on the device off it, for something else that wants the device, and brings it back.
+"""Moves an optimizer's memory off the device, for something else that wants the device, and brings it back.
 
 ::
 
@@ -39,7 +39,7 @@ MOVES_STORAGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 class Asleep:
-    """What one optimizer has put to rest. Its mode says whether it has.
+    """The memory that one optimizer has put to rest. Its mode says whether it sleeps.
 
     Attributes:
         flats: the parameters that are asleep; empty where they stay awake.
@@ -62,7 +62,7 @@ class Asleep:
         self._rest: Rest | None = None  # where everything is, while asleep
         self._moved: list[Tensor] = []  # [bytes] uint8 each, those of ``flats`` first
         self.flats: list[FlatParams] = []
-        self._forwards: Any = None  # the handle of the hook that refuses them
+        self._forwards: Any = None  # the handle of the hook that refuses forwards
 
     def footprint(self) -> dict[str, int]:
         """Bytes kept for sleeping, by memory: host, disk."""
@@ -80,7 +80,7 @@ class Asleep:
         return folder
 
     def check(self, *, parameters: bool) -> None:
-        """Collective. Raise what would make a sleep lose something."""
+        """Collective. Raise where a sleep would lose something."""
         with self._sharding.everyone.raising_together("sleep"):
             unapplied = self._reducer.unapplied()
             if unapplied:
@@ -95,7 +95,7 @@ class Asleep:
                 self._check_in_place()
 
     def sleep(self, folder: Path | None, *, parameters: bool) -> None:
-        """Collective. Save everything, and free it. There are no gradients any more, and nothing is under way."""
+        """Collective. Save everything, and free it. The caller has dropped all gradients, and nothing is under way."""
         flats = self._flats_there() if parameters else []
         with self._sharding.everyone.raising_together("sleep"):
             for bucket in self._reducer.buckets:
@@ -110,14 +110,14 @@ class Asleep:
         self._mode.now = Mode.ASLEEP
 
     def _flats_there(self) -> list[FlatParams]:
-        """The flat parameters that are on the device, and at stage 3 those that nobody trains."""
+        """List the flat parameters on the device that are trained; at stage 3 also the others."""
         flats = [bucket.flat for bucket in self._reducer.buckets]
         units = [] if self._sharded_model is None else self._sharded_model.units
         flats += [flat for unit in units for flat in unit.flats if not flat.trained]
         return [flat for flat in dict.fromkeys(flats) if not flat.offloaded and is_there(_memory_of(flat))]
 
     def _check_in_place(self) -> None:
-        """Raise where a parameter is no view of its flat tensor any more: its values would stay."""
+        """Raise where a parameter is no view of its flat tensor any more: its memory would not be freed."""
         plain = [flat for flat in self._flats_there() if not flat.sharded]
         if plain and not MOVES_STORAGES:
             raise ZeroOptimError(f"sleep(parameters=True) at stages 0 to 2 needs torch 2.13, not {torch.__version__}")
@@ -131,7 +131,7 @@ class Asleep:
 
     @property
     def _plain_flats(self) -> list[FlatParams]:
-        """Those of which parameters are views; the others are gathered before they are."""
+        """The flat tensors whose parameters are views of them all the time; others are gathered before."""
         return [flat for flat in self.flats if not flat.sharded]
 
     def _free(self) -> None:
@@ -194,7 +194,7 @@ class Asleep:
             ) from error
 
     def _load(self, tensors: Sequence[Tensor]) -> None:
-        """``tensors``: the first of those that were moved."""
+        """Load ``tensors``, the first of those that were moved."""
         assert self._rest is not None
         self._rest.load(tensors)
 
@@ -209,8 +209,8 @@ class Asleep:
         self.flats = []
 
     def close(self) -> None:
-        """Give everything back. Parameters keep their values, so those that are asleep come back. Raises what brings
-        them back raises."""
+        """Give everything back. Parameters keep their values, so those that are asleep come back: raises where that
+        fails."""
         try:
             if self._mode.now is Mode.ASLEEP and self.flats:
                 of_flats = self._moved[: len(self.flats)]
@@ -238,7 +238,7 @@ def _memory_of(flat: FlatParams) -> Tensor:
 
 
 def _storages(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """[bytes] uint8 each: the storages of these tensors, each once, in their order; empty ones are left out."""
+    """List the storages of these tensors, [bytes] uint8, each once and in their order; empty ones are left out."""
     first: dict[int, Tensor] = {}
     for tensor in filter(is_there, tensors):
         first.setdefault(tensor.untyped_storage().data_ptr(), tensor)
@@ -246,7 +246,7 @@ def _storages(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _refuser(asleep: Container[int]) -> Callable[[nn.Module, Any], None]:
-    """A hook for forwards of all modules. ``asleep``: ids of parameters."""
+    """Make a hook that refuses forwards of modules with sleeping parameters. ``asleep``: their ids."""
 
     def refuse(module: nn.Module, arguments: Any) -> None:
         for name, parameter in module._parameters.items():

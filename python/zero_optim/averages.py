@@ -62,7 +62,7 @@ def _put_back(engine: Engine) -> None:
 
 
 def name_of(engine: Engine, which: int) -> str:
-    """Give the name of an average. Raises ValueError where there is none of this number."""
+    """Find the name of average number ``which``. Raises ValueError where there is none."""
     names = engine.rules.averages
     if not 0 <= which < len(names):
         raise ValueError(

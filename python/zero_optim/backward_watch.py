@@ -22,13 +22,13 @@ class BackwardWatch:
     A backward that raises never ends: it is found dead when the next one begins.
 
     Attributes:
-        task: the id of the graph task that was entered last, and has not ended; else NO_TASK. A hook that finds itself
-            in it need not call ``enter``.
+        task: the id of the graph task that was entered last, and has not ended; else NO_TASK. A hook within this task
+            need not call ``enter``.
     """
 
     def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
         self._on_begin, self._on_end = on_begin, on_end
-        # By graph task. The engine holds the callback for as long as the task lives.
+        # By graph task. autograd holds the callback for as long as the task lives.
         self._open: dict[int, weakref.ref[_EndOfTask]] = {}
         self._outer_runs = False  # an inner backward has ended, and nothing of the outer one has been seen yet
         self.task = NO_TASK
@@ -50,17 +50,16 @@ class BackwardWatch:
 
     @property
     def running(self) -> bool:
-        """True if a backward that was entered goes on. Outside of all backwards none does.
+        """True if a backward that was entered goes on; False outside of all backwards.
 
-        A task that lives proves nothing there: after a raise, the engine's thread of a GPU may hold it for some moments
-        more.
+        There a task that lives proves nothing: after a raise, autograd's thread of a GPU may hold it a moment longer.
         """
         if current_task() == NO_TASK:
             return False
         return self._outer_runs or any(end() is not None for end in self._open.values())
 
     def forget(self) -> None:
-        """The next hook belongs to another backward."""
+        """Forget the tasks so far: the next hook belongs to another backward."""
         self.task = NO_TASK
         self._open.clear()
         self._outer_runs = False

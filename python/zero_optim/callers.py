@@ -1,8 +1,7 @@
 """Finds who calls, in the interpreter's frames, where torch gives no other sign.
 
-``torch.amp.GradScaler`` and ``torch.distributed.checkpoint`` ask an optimizer what every client asks, by the same
-attributes and methods, and need another answer. They pass nothing along that tells them from the others. Nowhere else
-in the package is a frame looked at.
+``torch.amp.GradScaler`` and ``torch.distributed.checkpoint`` read the same attributes of an optimizer as other clients,
+and need another answer. They pass nothing along that tells them apart. No other part of the package looks at frames.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def called_from(module: str) -> bool:
 
 
 def called_within(module: str) -> bool:
-    """True if code of ``module`` is among all that is being called."""
+    """True if code of ``module`` is anywhere on the stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back
@@ -27,12 +26,12 @@ def called_within(module: str) -> bool:
 
 
 def local_of_caller(name: str) -> Any:
-    """The local variable ``name`` of what called the function that asks this; None: it has none."""
+    """Read the local variable ``name`` of the caller of the function that asks this; None: it has none."""
     return sys._getframe(2).f_locals.get(name)
 
 
 def locals_of_callers(name: str) -> Iterator[Any]:
-    """The local variables ``name`` of all that is being called, the innermost first."""
+    """Yield the local variables ``name`` of all frames on the stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if name in frame.f_locals:

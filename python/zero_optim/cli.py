@@ -29,7 +29,7 @@ Command = Callable[[argparse.Namespace, Sequence[str]], int]
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage, and on one rank alone."""
+    """A parser that reports an error in one line, without the usage, and on one rank alone."""
 
     def error(self, message: str) -> NoReturn:
         _complain(f"{self.prog}: {message} (see {self.prog} --help)")
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, 1 for a failure, 2 for a wrong usage, 130 when interrupted, 141 when
+    """Run a command; return the exit code: 0, 1 for a failure, 2 for a wrong usage, 130 when interrupted, 141 when
     nobody reads what it prints."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parsed = _make_parser().parse_args(arguments)
@@ -45,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(name: str, work: Callable[[], int]) -> int:
-    """The exit code of ``work``, or of what it raised: that is told in one line that begins with ``name``."""
+    """Return the exit code of ``work``, or of the error that it raised, which is printed in a line after ``name``."""
     try:
         code = work()
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # of head, say: who reads no more is to be told no more
+    except BrokenPipeError:  # as by head: a reader that has closed the pipe gets no message either
         print_nowhere()
         return CLOSED
     except UsageError as error:
@@ -155,7 +155,7 @@ def _nbytes(text: str) -> int:
 
 
 def _checkpoints_in(path: Path) -> Path:
-    """Give the folder of checkpoints of a run of ``zero-optim train``; else the path itself."""
+    """Find the folder of checkpoints of a run of ``zero-optim train``; else return the path itself."""
     from .train.run_dir import LOG, RunDir
 
     return RunDir(path).checkpoints if (path / LOG).exists() else path

@@ -24,7 +24,7 @@ def distribution_version() -> str:
 
 
 def version_of(distribution: str) -> str | None:
-    """Look up the version of what is installed; None: it is not."""
+    """Look up the version of a distribution; None: it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -32,7 +32,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def report() -> str:
-    """The whole report, a fact a line."""
+    """Write the whole report, a fact a line."""
     sections = {
         "versions": _versions(),
         "kernel backends": _backends(),

@@ -1,4 +1,4 @@
-"""Optimizers that stand where one of torch's stood: ``ShardedOptimizer`` with a rule, and that one's arguments."""
+"""Drop-ins for torch's optimizers: ``ShardedOptimizer`` with a rule, and the arguments of torch's class."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ShardedAdamW(ShardedOptimizer):
         lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``; a group's own values win; read at
             every step. ``amsgrad`` is the same for all groups.
         decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
-        fused, foreach, capturable: accepted for torch's sake, and without effect: every update is all of it.
+        fused, foreach, capturable: accepted for torch's sake, and without effect: every update is all three.
         sharding: as ``ShardedOptimizer`` has them, by keyword: ``stage``, ``process_group``, ``mesh``,
             ``tensor_parallel``, ``pipeline``, ``bucket_cap_mb``, ``grad_reduce_dtype``, ``grad_accumulation_dtype``,
             ``max_grad_norm``, ``skip_nonfinite``, ``overlap_grad_reduce``, ``overlap_param_gather``,
@@ -165,17 +165,17 @@ class ShardedSGD(ShardedOptimizer):
 
 
 class ShardedMuon(ShardedOptimizer):
-    """``torch.optim.Muon``, sharded: for the matrices of hidden layers. From stage 1 on each is made
-    orthogonal on one of the ranks that share it. One that is cut over tensor-parallel ranks is so on one of these. The
-    result does not depend on how many ranks there are, nor on the stage.
+    """``torch.optim.Muon``, sharded: for the matrices of hidden layers. From stage 1 on each matrix is made orthogonal
+    on one of the ranks that share it. A matrix that is cut over tensor-parallel ranks is made orthogonal on one of
+    these. The result does not depend on how many ranks there are, nor on the stage.
 
-    Of three dimensions a parameter is a stack of matrices, of four and five a convolution, [out, the rest]. ``view`` of
-    a parameter group cuts its matrices: None, or ``{"rows": blocks}`` or ``{"columns": blocks}``, where ``blocks`` is
-    the number of equal ones, or the length of each. It is of the whole matrix, also of a slice. It stays what it is
-    through a load.
+    A parameter of three dimensions is a stack of matrices; of four and five, a convolution, [out, the rest]. ``view``
+    of a parameter group cuts its matrices: None, or ``{"rows": blocks}`` or ``{"columns": blocks}``, where ``blocks``
+    is the number of equal ones, or the length of each. It means the whole matrix, also where a rank has a slice. A load
+    does not change it.
 
     Args:
-        params, sharding: as ``ShardedAdamW`` takes them. What is no hidden matrix goes to a group with another rule:
+        params, sharding: as ``ShardedAdamW`` takes them. Put all but hidden matrices in a group with another rule:
             ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``. Plain slices need ``partition_dim``; see docs/muon.md.
         lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; a group's own values win.
         ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration, the same for all groups. Three coefficients,
@@ -184,14 +184,15 @@ class ShardedMuon(ShardedOptimizer):
             "spectral_unclamped"; see ``zero_optim.rules.muon.scale_of``.
         ns_gram: for all groups, whether matrices with more than two columns a row, or rows a column, are made
             orthogonal with fewer multiplications. Otherwise the operations are torch's, one by one.
-        ns_product: for all groups, what makes those products of the iteration that are symmetric: "torch", or "triton",
-            a kernel that calculates half of each, on GPUs alone. It makes those of matrices with 4096 rows and columns
-            or more, where it was measured to be faster. State loads from one into the other.
-        ns_replicas: for all groups, what ranks do that have the same matrices, as at stage 0, or as replicas of a mesh
-            of two dimensions: "share" the work, and send each other what they have made, or "repeat" it, with the same
-            bits. State off the device has them repeat it below stage 3. See docs/muon.md for when sharing pays.
+        ns_product: for all groups, what computes the symmetric products of the iteration: "torch", or "triton", a
+            kernel for GPUs that calculates half of each. It is used for matrices with 4096 rows and columns or more,
+            where it was measured to be faster. State loads from one into the other.
+        ns_replicas: for all groups, whether ranks that hold the same matrices, as at stage 0, or as replicas of a mesh
+            of two dimensions, "share" the work, and send each other the results, or "repeat" it, with the same bits.
+            With state off the device, below stage 3, they repeat it. See docs/muon.md for when sharing pays.
 
-    Raises what ``ShardedOptimizer`` raises; ParameterError also for what is no matrix, or has not those of its view.
+    Raises what ``ShardedOptimizer`` raises; ParameterError also for a parameter that is no matrix, or has not the
+    blocks of its view.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class ShardedMuon(ShardedOptimizer):
 
         The others are embeddings, heads, and all that is no matrix, no stack of matrices and no convolution. A head is
         the weight of a module that is called head, lm_head, output, classifier or score, or the only matrix with as
-        many rows as the largest embedding. The first convolution is one of the others, too, and so are those of one
-        dimension, and transposed ones.
+        many rows as the largest embedding. The first convolution is one of the others, too, and so are convolutions of
+        one dimension, and transposed ones.
         """
         return split_for_muon(model)

@@ -60,37 +60,37 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class Watcher(Protocol):
-    """Looks on while ``step`` updates the shards."""
+    """An observer that ``step`` calls before and after it updates the shards."""
 
     def before_update(self, grad_scale: Tensor | None, found_inf: Tensor) -> None: ...
     def after_update(self, found_inf: Tensor) -> None: ...
 
 
 class Engine:
-    """The parts of one optimizer. They know each other by what they are given here, and by nothing else.
+    """The parts of one optimizer, and the calls that join them. The parts know each other only through the constructor.
 
     Args:
-        shardings: who shares which parameter.
+        shardings: which ranks share each parameter.
         sharded_model: at stage 3, the model.
         settings: the options that the optimizer was given.
         store: where the state lives.
         pipeline: the other stages of a model that is cut into stages.
 
     Attributes:
-        parameters: which there are, what they are called, which are trained.
-        sharding: who shares all that is no expert; all ranks agree on everything there.
+        parameters: all parameters, their names, and which are trained.
+        sharding: who shares the parameters that are no experts.
         rules: the arithmetic of the updates, by parameter group.
         reducer: the buckets, and their gradients.
         states: the state of every shard.
-        exchange, clip, hyper, param_gather: the phases' own.
-        optimizer: gives the face that it is behind, while that lives.
-        mode: what may be called now.
+        exchange, clip, hyper, param_gather: the parts that the phases of a step use.
+        optimizer: returns the ``ShardedOptimizer`` that owns this engine; None once it is gone.
+        mode: decides what may be called now.
         asleep: what ``sleep`` has taken off the device.
-        measured: what the last update has measured; None: it measures nothing.
+        measured: the telemetry of the last update; None without ``telemetry=True``.
         pipeline: the other stages of the model; None: there are none.
         steps: calls of ``step`` so far.
-        watchers: told of every update; ``zero_optim.verify`` adds one.
-        offload: where the state lives, as it was asked for.
+        watchers: called around every update; ``zero_optim.verify`` adds one.
+        offload: the ``state_offload`` that was asked for.
         max_grad_norm, skip_nonfinite: as the user has set them last.
     """
 
@@ -140,8 +140,8 @@ class Engine:
         self.clip = Clip(sharding, labels, pipeline)
         self.hyper = HyperTable([], rules.by_group, sharding.device)
         self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3)
-        # Bound methods of the parts, not of the engine. Parameters hold the reducer through its hooks. By a method of
-        # the engine they would hold it and its watchers, and so perhaps the optimizer, which would never be closed.
+        # Bound methods of the parts, not of the engine: hooks make the parameters hold the reducer. Through a method of
+        # the engine they would hold the engine, its watchers and so perhaps the optimizer, which would never be closed.
         self.reducer.on_layout = [self.states.lay_out, self.param_gather.use]
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
         self.asleep = Asleep(self.mode, parameters, sharding, self.reducer, store, sharded_model, self.measured)
@@ -156,13 +156,13 @@ class Engine:
 
     @property
     def stages_of_pipeline(self) -> int:
-        """How many stages the model is cut into."""
+        """Count the pipeline stages that the model is cut into."""
         return 1 if self.pipeline is None else self.pipeline.stages
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def check_step(self, groups: Groups) -> None:
-        """Raise what can be known before anything is communicated."""
+        """Raise the errors that can be found before anything is communicated."""
         if self.offload.tier is not Tier.DEVICE and is_capturing(self.sharding.device):
             raise ValueError(
                 f"state_offload={self.offload.tier.value!r}: such a step cannot be captured in a CUDA graph, since the "
@@ -178,11 +178,11 @@ class Engine:
 
     @torch.compiler.disable  # traced together with the optimizer's step, it counted no steps (seen)
     def step(self, groups: Groups) -> None:
-        """Update the parameters. As a rule the host reads nothing from the device: it does where this rank raises an
-        alarm, and while the layout is still learned. On several ranks it reads what the step before has found of edits
-        through ``.data``, too: the exchange of that step lets it be no further ahead."""
+        """Update the parameters. The host reads nothing from the device, except where this rank raises an alarm, and
+        while the layout is still learned. On several ranks it also reads whether the step before has found edits
+        through ``.data``: the exchange of that step keeps the host no further ahead anyway."""
         self.param_gather.wait()
-        self.keep_edits()
+        self.keep_edits()  # first into the shards: masters are refreshed from them
         self.states.refresh_edited()
         self.states.look_for_hidden_edits()
         if not self.sharding.agrees:  # else all ranks raise together, in the exchange
@@ -192,7 +192,7 @@ class Engine:
         for watcher in self.watchers:
             watcher.before_update(by.grad_scale, by.found_inf)
         for shard in self.states.update(by):
-            shard.bucket.unshard()
+            shard.bucket.unshard()  # the all-gather is on its way while the next shard is updated
         self._end_step(by.found_inf)
 
     def finish_and_exchange(self, norm_type: float | None) -> None:
@@ -201,7 +201,7 @@ class Engine:
         Two kinds of gradient need a second pass: those of thawed parameters, and those assigned after the last round.
         The first exchange shows that every rank has them, or raises. The second pass reduces them.
         """
-        # Also where the exchange holds: a backward that has made no gradient still has gathers.
+        # Even if the last exchange still holds: at stage 3 a backward without gradients still has gathers to join.
         self.reducer.complete_all_backwards()
         if self.exchange.knows(stats=False):
             self._follow_edits()
@@ -254,12 +254,12 @@ class Engine:
             raise
 
     def _follow_edits(self) -> None:
-        """Gradients dropped or written since the exchange count as they are; what was clipped stays so.
+        """Take in what the user has dropped or written since the exchange. The clip coefficient stays.
 
-        On several ranks this takes no message. If only some ranks had edits, only they would send it.
+        On several ranks this sends nothing: ranks without edits would not take part.
         """
         edits = self.reducer.follow_edits()
-        # Of a step that failed on this rank, what came late or was assigned is known: all ranks hear of it in the next.
+        # After an exchange that failed the assignment is known already, and the next exchange tells all ranks of it.
         if self.sharding.reduces and edits.assigned and not self.exchange.failed:
             raise GradientError(
                 "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
@@ -270,7 +270,7 @@ class Engine:
             self.exchange.outdate()
 
     def _coefficients(self, groups: Groups) -> Coefficients:
-        """Phase 3: what unscales and clips, what says whether to skip, and the rule's own; all on the device."""
+        """Phase 3: the scalar that unscales and clips, the one that skips, the rule's coefficients; on the device."""
         if self.max_grad_norm is not None and not self.clip.clipped:
             self.clip.clip_to(self.max_grad_norm, 2.0, self.exchange, self.reducer.buckets)
         self.exchange.decide(self._wants_stats)
@@ -291,7 +291,7 @@ class Engine:
         )
 
     def _end_step(self, found_inf: Tensor) -> None:
-        """The end of phase 4: every shard was updated, and sent out."""
+        """End phase 4: every shard was updated and sent out."""
         self.param_gather.after_step()
         for watcher in self.watchers:
             watcher.after_update(found_inf)
@@ -315,14 +315,14 @@ class Engine:
         self.forget_coefficients()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, subset: Sequence[int] | None) -> Tensor:
-        """``subset``: indices of parameters; None: all."""
+        """Clip the gradients of ``subset``, indices of parameters, or all: see ``ShardedOptimizer.clip_grad_norm_``."""
         self.finish_and_exchange(norm_type if subset is None and norm_type in KERNEL_NORMS else None)
         return self.clip.clip_to(max_norm, norm_type, self.exchange, self.reducer.buckets, subset)
 
     def unscale(self, inverse_scale: Tensor) -> None:
-        """Divide gradients where ``.grad`` shows them, a dtype at a time; else note it for ``step``."""
+        """Divide gradients that are readable through ``.grad``, a dtype at a time; else leave it to ``step``."""
         self.clip.scaled = True
-        # Thawed parameters get slots. Of a pipeline one stage alone may have some, and all exchange alike.
+        # Thawed parameters need slots first. In a pipeline perhaps only one stage has some, so every stage exchanges.
         if self.pipeline is not None or self.parameters.thawed():
             self.finish_and_exchange(None)
             if self.pipeline is None and self.exchange.failed:  # other ranks have not exchanged here, and can't now
@@ -336,15 +336,15 @@ class Engine:
         unscale_in_place(present, inverse_scale, self.exchange.found_inf)
 
     def forget_coefficients(self) -> None:
-        """The gradients were applied, or are gone: nothing that multiplies them holds any more."""
+        """Reset clipping and unscaling, and outdate the exchange: the gradients were applied, or are gone."""
         self.clip.reset()
         self.exchange.outdate()
 
     # -- parameters and state ------------------------------------------------------------------------------------
 
     def to_train(self, indices: Sequence[int]) -> list[int]:
-        """List those that require a gradient. At stage 3 also frozen ones in a flat tensor that is trained: a bucket is
-        a whole flat tensor, so they need a slot and state, too."""
+        """List the parameters that need a slot and state: those that require a gradient. At stage 3 frozen ones in a
+        trained flat tensor do, too, as a bucket is a whole flat tensor."""
         wanted = self.parameters.requiring_grad(indices)
         if self.sharded_model is None:
             return wanted
@@ -355,7 +355,7 @@ class Engine:
     def grow(self, indices: Sequence[int], trained: Sequence[int]) -> None:
         """Collective. Broadcast rank 0's values of these new parameters; give the ``trained`` ones a slot and state."""
         whole = self.sharded_model is None  # else ``shard_module`` has broadcast them
-        if whole:  # what is trained goes a bucket at a time, below; what is not has no place in one
+        if whole:  # trained parameters are broadcast below, a bucket at a time; the others are in no bucket
             alone = set(indices).difference(trained)
             self._broadcast_untrained(sorted(alone))
         self.parameters.claim(indices)
@@ -377,7 +377,7 @@ class Engine:
             self.param_gather.use(self.reducer.buckets)
 
     def _broadcast_untrained(self, indices: Sequence[int]) -> None:
-        """Collective. Give these, which have no place in a bucket, the first rank's values."""
+        """Collective. Broadcast the first rank's values of parameters that are in no bucket."""
         kinds: dict[tuple[Sharding, bool], list[Tensor]] = {}
         for index in indices:
             parameter = self.parameters.all[index]
@@ -386,31 +386,31 @@ class Engine:
             sharding.broadcast_together(alike, cut=cut)
 
     def _allocating(self, where: str) -> AbstractContextManager[object]:
-        """Collective. Memory, or a disk, can run out: a failure of one rank is one of all."""
+        """Collective. Make a context to allocate in: where memory or disk runs out on one rank, all ranks raise."""
         return self.sharding.everyone.raising_together(where, self.sharding.device)
 
     def keep_edits(self, *, unseen: bool = False) -> None:
-        """Copy, at stage 3, what the user wrote into unsharded parameters to the shards, of which masters are made."""
+        """Copy, at stage 3, edits of unsharded parameters into the shards. ``unseen``: also those without a version."""
         if self.sharded_model is not None:
             for unit in self.sharded_model.units:
                 unit.keep_edits(unseen=unseen)
 
     def refresh_masters(self) -> None:
-        """Take over every parameter, also where no version counter shows an edit."""
+        """Refresh every master from its parameter, also where no version counter shows an edit."""
         self.mode.check("refresh_master")
         self.param_gather.wait()
         self.keep_edits(unseen=True)
         self.states.refresh_masters(set(self.parameters.trained))
 
     def restart(self) -> None:
-        """State and step counts are what they are at construction."""
+        """Reset state and step counts to what they are at construction."""
         self.mode.check("opt.state = {}")
         nothing = SavedState({}, torch.zeros_like(self.hyper.steps))
         self.begin_load(nothing)
         self.hyper.take_over(nothing)
 
     def begin_load(self, saved: SavedState) -> None:
-        """Make anew the state that is not brought. A warning says what is rounded, once."""
+        """Restart the state that ``saved`` lacks. Warn of state that was saved in more bits than are kept here."""
         if saved.rounded and self.sharding.rank == 0:
             names = ", ".join(sorted(saved.rounded))
             warnings.warn(f"{names}: saved in more bits than are kept here, and rounded (docs/state.md)", stacklevel=2)
@@ -421,18 +421,18 @@ class Engine:
                 self.states.restart({index for index, names in own.items() if name not in names}, name)
 
     def end_load(self, saved: SavedState) -> None:
-        """Go on from the state that was brought, once its tensors are there."""
+        """Go on from the loaded state, once its tensors are there."""
         self.hyper.take_over(saved)
         self.states.distrust_masters()
         self.exchange.outdate()  # gradients may have been dropped
 
     def relabel(self) -> None:
-        """The parameters have other names."""
+        """Pass new names of the parameters on to the buckets."""
         for bucket in self.reducer.buckets:
             bucket.relabel()
 
     def observe(self) -> None:
-        """The next backward counts how often gradients become ready; at stage 3 the order of units is learned anew."""
+        """Count anew, in the next backward, how often gradients become ready; at stage 3 learn the order of units."""
         self.reducer.observe()
         if self.sharded_model is not None:
             self.sharded_model.schedule.record()
@@ -444,7 +444,7 @@ class Engine:
         if self.sharded_model is not None:
             self.sharded_model.schedule.reshard_all()
         self.exchange.check_alarms()
-        self.states.raise_lost_together()  # a rank that has lost its part must not be alone in what follows
+        self.states.raise_lost_together()  # a rank that lost state must not raise alone later, within a collective
 
     def telemetry(self, *, over_ranks: bool) -> Telemetry:
         """See ``ShardedOptimizer.telemetry``."""
@@ -455,7 +455,7 @@ class Engine:
         return self.measured.read(over_ranks=over_ranks)
 
     def sleep(self, parameters: bool, to: str | None) -> None:
-        """Collective. Take what is on the device off it: see ``asleep``."""
+        """Collective. Move all that the optimizer has on the device off it: see ``asleep``."""
         folder = self.asleep.read(parameters, to)
         self.settle()
         self.asleep.check(parameters=parameters)
@@ -484,14 +484,14 @@ class Engine:
         }
 
     def _off_the_device(self) -> dict[str, int]:
-        """Bytes of the state's store, by memory, and of what is measured in host memory."""
+        """Count the bytes of the state's store, by memory; telemetry in host memory counts, too."""
         taken = dict(self.store.footprint())
         if self.measured is not None:
             taken["host"] += self.measured.nbytes(on_host=True)
         return taken
 
     def memory(self) -> dict[str, int]:
-        """Bytes on the device, by kind."""
+        """Count the bytes on the device, by kind."""
         shards, buffers = self.states.shards, self.reducer.buffers
         memory = memory_by_kind(self.rules.all, shards, buffers, self.sharded_model, self.store)
         if self.measured is not None:
@@ -506,7 +506,7 @@ class Engine:
         return {"parameter": None if index is None else self.parameters.name(index), "rank": rank, "step": step}
 
     def begin_averages(self) -> None:
-        """Let averages that begin with the next update be what the parameters are until then: loaded ones, perhaps."""
+        """Set averages that begin with the next update to the parameters' present values: loaded ones, perhaps."""
         self.states.refresh_edited()
         for number, name in enumerate(self.rules.averages):
             begin = self.hyper.begins[:, number].nonzero().flatten().tolist()
@@ -514,7 +514,7 @@ class Engine:
 
     @torch.no_grad()
     def close(self, *, collective: bool) -> None:
-        """``collective``: complete what a backward that raised has begun, for the ranks on which it did not."""
+        """Let everything go. ``collective``: complete a raised backward, for the ranks on which it did not raise."""
         if self.mode.now is Mode.AVERAGE:
             self.states.put_back(collective=collective and not self.reducer.out_of_step)
             self.param_gather.wait()
@@ -524,13 +524,13 @@ class Engine:
         try:
             self.reducer.close(collective=collective)
             self.states.close(wait=not self.reducer.out_of_step)
-        finally:  # whatever a disk says: the parameters are free for another optimizer
+        finally:  # even where a disk fails, the parameters are free for another optimizer
             self.parameters.release()
             self.sharding.everyone.close()
             self.asleep.close()
 
     def _tell_last_alarm(self) -> None:
-        """Warn of an error of the last step, which no step after it has raised."""
+        """Warn of an error of the last step: there is no later step to raise it."""
         try:
             if not self.reducer.out_of_step:
                 self.exchange.check_alarms()
@@ -541,13 +541,13 @@ class Engine:
 
 
 def open_engines() -> list[Engine]:
-    """List those of the optimizers of this process that are open, in the order in which they were made."""
+    """List the engines of this process's open optimizers, in the order in which they were made."""
     return [engine for reducer in open_reducers() if isinstance(engine := reducer.engine(), Engine)]
 
 
 def check_whole(where: str, ids: Container[int]) -> None:
-    """Raise ParameterError where one of these parameters, by ``id``, is no whole that ``where`` can keep. See
-    ``Shardings``. Raise ZeroOptimError where one of them is asleep."""
+    """Raise ParameterError where one of these parameters, by ``id``, cannot be made whole for ``where``: see
+    ``Shardings.check_whole``. Raise ZeroOptimError where one of them is asleep."""
     for engine in open_engines():
         engine.shardings.check_whole(where, ids)
         if any(id(parameter) in ids for flat in engine.asleep.flats for parameter in flat.params):
@@ -555,7 +555,7 @@ def check_whole(where: str, ids: Container[int]) -> None:
 
 
 def savers_of(ids: Container[int]) -> Comm | None:
-    """The ranks that have a whole among them of these parameters, by ``id``, where some are plain slices. Else None."""
+    """Find the ranks that save these parameters, by ``id``, together, where some are plain slices; else None."""
     for engine in open_engines():
         if engine.sharding.of_plain_slices and any(id(parameter) in ids for parameter in engine.parameters.all):
             return engine.sharding.savers

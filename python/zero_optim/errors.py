@@ -12,7 +12,7 @@ class ParameterError(ZeroOptimError):
 
 
 class OutOfMemoryError(ZeroOptimError, torch.OutOfMemoryError):
-    """The memory for an optimizer is not there: what it needs, and the cheapest change that needs less."""
+    """An optimizer lacks memory. The message says what it needs, and the cheapest change that needs less."""
 
 
 class RankMismatchError(ZeroOptimError):
@@ -48,4 +48,4 @@ class OffloadError(ZeroOptimError):
 
 
 class UsageError(Exception):
-    """A command was asked for what cannot be had. The message is one line that names the flag and the remedy."""
+    """A command was given arguments that it cannot serve. The message is one line: the flag, and the remedy."""

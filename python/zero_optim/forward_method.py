@@ -1,4 +1,4 @@
-"""``register_forward_method``: a method that reads parameters of a sharded model, as its ``forward`` does."""
+"""``register_forward_method``: lets a method read parameters of a sharded model, as its ``forward`` does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Let a method of a sharded model, or of a module in it, read the module's own parameters, as its ``forward`` does.
 
     A method that only calls modules, as ``generate`` does, works without. Registered, it has the module's unit gathered
-    once for all that it calls. It is to be called on every rank, as a forward is, and a loss uses what it returns. A
-    module that is not sharded is left as it is.
+    once for all its calls. Call it on every rank, as a forward, and use what it returns in the loss. A module that is
+    not sharded is left as it is.
 
     Raises AttributeError where the module's class has no such method.
     """

@@ -1,4 +1,4 @@
-"""A model's whole ``state_dict()``: what a client saves as the model's weights."""
+"""The whole ``state_dict()`` of a model, as a client saves it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
 
     It has parameters, persistent buffers and extra state, and loads into an ordinary model. All names of a tied
     parameter have the same tensor. At stage 3 units are gathered one after another, so a rank takes memory for one unit
-    beside the result. Before stage 3 tensor-parallel ranks alone communicate. Buffers are those of the
-    rank that gets the result.
+    beside the result. Below stage 3 only tensor-parallel ranks communicate. Buffers are those of the rank that gets the
+    result.
 
     Args:
         rank: the rank that gets it, in the group that the model is sharded over, else in the default group. The others
-            get ``{}``. None: all ranks get it. Of plain slices each tensor-parallel rank's model is one of its own, and
-            ``rank`` is one of the data-parallel ranks.
+            get ``{}``. None: all ranks get it. With plain slices each tensor-parallel rank has a model of its own, and
+            ``rank`` is a data-parallel rank.
         trained_only: leave out buffers, and parameters that need no gradient: they are not gathered. Adapters are
             saved so.
 
     Raises ValueError for a rank that is not there; ShardAccessError within a forward, a backward or
-    ``gather_parameters``; ParameterError for experts that are plain tensors; and what fails on one rank, such as
-    MemoryError, on all.
+    ``gather_parameters``; ParameterError for experts that are plain tensors. An error of one rank, such as MemoryError,
+    is raised on all.
     """
     sharded = resharded_between_steps(model, "full_model_state_dict")
     everyone = sharded[0].sharding.everyone if sharded else None
@@ -48,7 +48,7 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
     wholes: dict[int, Tensor] = {}
     failure: Exception | None = None
     every = itertools.chain(gathered_one_by_one(sharded, ids), _put_together(state))
-    for parameter, whole in every:  # to the end, whatever fails here: others take part
+    for parameter, whole in every:  # to the end, whatever fails here: the other ranks take part in each gather
         try:
             if wanted and failure is None:
                 wholes[id(parameter)] = whole.to("cpu")
@@ -61,28 +61,28 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
 
 
 def _place(ranks: Comm | None) -> tuple[int, int]:
-    """This rank among ``ranks``, and how many there are; None: of the default group."""
+    """Find this rank among ``ranks``, and how many there are. None: those of the default group."""
     if ranks is not None:
         return ranks.rank, ranks.world_size
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _chosen(model: nn.Module, trained_only: bool) -> dict[str, Any]:
-    """Choose what the state dict has, parameters as modules hold them."""
+    """Choose the entries of the state dict, with parameters as modules hold them."""
     state = model.state_dict(keep_vars=True)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     return {key: value for key, value in state.items() if not trained_only or id(value) in trained}
 
 
 def _put_together(state: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Collective. Each tensor that is cut over tensor-parallel ranks and no ``ShardedModel``'s, and the whole of it."""
+    """Collective. Yield each ``DTensor`` that modules hold, and the whole of it."""
     cut = {id(value): value for value in state.values() if is_distributed(value)}
     for value in cut.values():
         yield value, whole_of(value.detach())
 
 
 def _whole(value: Any, wholes: dict[int, Tensor]) -> Any:
-    """``value`` of a state dict: what was gathered, else a copy. The same one for a tensor that comes again."""
+    """Find the gathered tensor for ``value``; else copy it. A tensor that comes again gives the same one."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     key = id(plain_parameter(value))

@@ -1,4 +1,4 @@
-"""Whole parameters one after another: to write them out, or for an inference engine, without a whole model's memory."""
+"""Whole parameters, one after another: to write them out, or to feed inference, without a whole model's memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .units.sharded_model import ShardedModel, sharded_model_of
 def iter_full_parameters(
     model: nn.Module, opt: ShardedOptimizer | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Every parameter's name and whole value, in one order that is the same on every rank.
+    """Collective. Yield every parameter's name and whole value, in an order that is the same on every rank.
 
-    A rank needs memory for one unit beside what it has, or for one bucket of masters, and for the tensor that it is
-    given. That may be the parameter itself, where it is whole here: copy what is to be kept. A tied parameter comes
-    once, under its first name. All ranks have to go through to the end, or to the same place. Between steps, not within
-    a forward or backward.
+    A rank needs extra memory for one unit, or for one bucket of masters, and for the tensor that is yielded. That may
+    be the parameter itself, if it is whole here: copy what is to be kept. A tied parameter comes once, under its first
+    name. All ranks have to go through to the end, or to the same place. Call it between steps, not within a forward or
+    backward.
 
     Args:
-        opt: whose masters are read where ``dtype`` is not that of a 16-bit parameter: they are rounded once.
-        dtype: what to give; None: the parameters' own.
+        opt: an optimizer, whose masters are read where ``dtype`` is not that of a 16-bit parameter, and rounded once.
+        dtype: of the values; None: the parameters' own.
 
     Raises ShardAccessError within a forward or backward; ParameterError for experts that are plain tensors;
     ClosedError.
@@ -46,7 +46,7 @@ def iter_full_parameters(
 
 
 def resharded_between_steps(model: nn.Module, what: str) -> list[ShardedModel]:
-    """Collective. The sharded models that have parameters of ``model``, every unit of them resharded.
+    """Collective. List the sharded models that have parameters of ``model``, with every unit resharded.
 
     Raises ShardAccessError where ``what`` was called within a forward, a backward or ``gather_parameters``;
     ParameterError for experts that are plain tensors.
@@ -65,9 +65,9 @@ def resharded_between_steps(model: nn.Module, what: str) -> list[ShardedModel]:
 def gathered_one_by_one(
     sharded: Sequence[ShardedModel], wanted: Container[int], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Collective. Each plain parameter whose id is in ``wanted``, and its whole value, a tensor of its own.
+    """Collective. Yield each plain parameter whose id is in ``wanted``, and its whole value, a tensor of its own.
 
-    A unit's memory is all that it takes, and what holds no such parameter is not gathered.
+    It takes memory for one unit. Flat tensors without such a parameter are not gathered.
     """
     for flat in (flat for of in sharded if of.sharded for unit in of.units for flat in unit.flats):
         yield from _copies(flat, [parameter for parameter in flat.params if id(parameter) in wanted], dtype)
@@ -93,7 +93,7 @@ def _parameters(
 
 
 def _copies(flat: FlatParams, wanted: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Collective. These parameters of ``flat``, whole. What is gathered is gone before the last of them is given."""
+    """Collective. Yield these parameters of ``flat``, whole. The gathered memory is freed before the last of them."""
     if not wanted:
         return
     gathered = flat.gathered()
@@ -106,7 +106,7 @@ def _copies(flat: FlatParams, wanted: Sequence[Tensor], dtype: torch.dtype | Non
 
 
 def _masters(opt: ShardedOptimizer, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Masters of parameters that have one, and are to be of another dtype than they are."""
+    """Yield the masters, in ``dtype``, of parameters that have one and are not of that dtype."""
     parameters = opt.engine.parameters.all
     for masters in opt.engine.states.whole_masters():
         wanted = [index for index in masters if parameters[index].dtype != dtype]

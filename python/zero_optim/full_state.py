@@ -1,4 +1,4 @@
-"""The whole optimizer state on one rank, in torch's own format: how a job moves in and out."""
+"""The whole optimizer state on one rank, in torch's own format: for jobs that move in or out."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .step.saved_state import SavedState, check_rows, state_tensor, tensors_of
 
 
 def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, Any]:
-    """Collective. The state as ``state_dict()`` of torch's counterpart gives it, so that this one can load it.
+    """Collective. Return the state as ``state_dict()`` of torch's counterpart does, so that the counterpart loads it.
 
-    Of AdamW ``{"state": {index: {"step": [] fp32, "exp_avg", "exp_avg_sq"}}, "param_groups": [...]}``: tensors in
+    For AdamW ``{"state": {index: {"step": [] fp32, "exp_avg", "exp_avg_sq"}}, "param_groups": [...]}``: tensors in
     their own dtype, fp32, and in the parameter's shape, on the CPU. A 16-bit parameter has a ``master`` too, and with
-    ``ema_decay`` there is ``ema``, which torch does not use. Parameters that never stepped are left out, as torch
-    leaves them out. A group's options that are torch's alone have its defaults.
+    ``ema_decay`` there is ``ema``, which torch does not use. Parameters that never stepped are left out, as in torch.
+    Options that only torch's groups have get torch's defaults.
 
     Args:
-        rank: the rank, in the optimizer's group, that gets it, while the others get ``{}``; None: all get it. Of plain
-            slices, each tensor-parallel rank's state is one of its own, and ``rank`` is one of the data-parallel ranks.
+        rank: the rank, in the optimizer's group, that gets it, while the others get ``{}``; None: all get it. With
+            plain slices each tensor-parallel rank has a state of its own, and ``rank`` is a data-parallel rank.
 
     Beside the result a rank needs memory for two buckets of one tensor. Hooks of ``state_dict`` are not called. Raises
     ValueError for a rank that is not there, ParameterError for experts that are plain tensors, and ClosedError, on
@@ -51,7 +51,7 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
 
 
 def _gather_state(engine: Engine, wanted: bool) -> dict[int, dict[str, Tensor]]:
-    """Every rank goes through all tensors, whatever fails on it."""
+    """Collective. Gather the state, if ``wanted``. Every rank goes through all tensors, whatever fails on it."""
     steps = engine.hyper.steps.tolist()
     as_tensor = partial(torch.tensor, dtype=torch.float32, device="cpu")
     state = {index: {"step": as_tensor(step)} for index, step in enumerate(steps) if step > 0}
@@ -68,7 +68,7 @@ def _gather_state(engine: Engine, wanted: bool) -> dict[int, dict[str, Tensor]]:
 
 
 def _torch_groups(opt: ShardedOptimizer) -> list[dict[str, Any]]:
-    """The groups with every option that torch's have, tensors as copies on the CPU."""
+    """Pack the groups with every option that torch's have; tensors are copies on the CPU."""
     groups = with_torch_options(opt.param_groups, opt.engine.rules.by_group)
     return [_on_cpu(group) for group in pack_groups(groups)]
 
@@ -79,7 +79,7 @@ def _on_cpu(options: Any) -> Any:
 
 @dataclass(frozen=True)
 class _OfRank0:
-    """What rank 0 has read, but for the tensors. ``refusal``: why it is not loaded."""
+    """The state that rank 0 has read, without its tensors. ``refusal``: why it is not loaded."""
 
     refusal: str | None = None
     state: SavedState = field(default_factory=lambda: SavedState({}, torch.empty(0, device="cpu")))
@@ -90,12 +90,12 @@ class _OfRank0:
 def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None) -> None:
     """Collective. Load what ``state_dict()`` of torch's counterpart or ``full_state_dict`` gave; parameters stay.
 
-    Rank 0's ``state`` is read, and the others may pass None; of plain slices, that of the first data-parallel rank of
-    each slice. Tensors may have any floating dtype and device. Parameters are matched by their place in the groups, or
-    by name where the state has names for keys; those without state start afresh, and state of frozen ones is left out
-    with a warning. Masters come from ``master``, else from the parameters; a master that does not round to its
-    parameter at the next step is taken from the parameter again. So load the model before or after, but before that
-    step. Options of the groups are taken over.
+    Rank 0's ``state`` is read, and other ranks may pass None. With plain slices the first data-parallel rank of each
+    slice reads its own. Tensors may have any floating dtype and device. Parameters are matched by their place in the
+    groups, or by name where the state has names for keys. Parameters without state start afresh, and state of frozen
+    ones is left out with a warning. Masters come from ``master``, else from the parameters. A master that does not
+    round to its parameter at the next step is taken from it again: load the model before that step. Options of the
+    groups are taken over.
 
     Beside the state a rank needs memory for two buckets of one tensor. Hooks given to
     ``register_load_state_dict_post_hook`` are called. Raises StateMismatchError on every rank, before anything is

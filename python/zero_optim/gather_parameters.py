@@ -16,12 +16,11 @@ from .units.unit import UnitState
 
 @contextmanager
 def gather_parameters(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
-    """Collective. Within it the parameters of ``module`` are whole on every rank: ordinary, in memory of their own.
+    """Collective. Make the parameters of ``module`` whole within it, on every rank: ordinary, in their own memory.
 
-    To be entered and left on every rank. What is taken out of it, such as ``module.state_dict()``, stays valid. The
-    module's forward may be called in it, and does not communicate then. Gathered are the units that hold parameters
-    of ``module``: those of one unit, of several, or of the whole model. On one rank, and for a module that is not
-    sharded, it does nothing.
+    Every rank enters and leaves it. Tensors taken out of it, as by ``module.state_dict()``, stay valid. The module's
+    forward may be called in it, without communication. The units that hold parameters of ``module`` are gathered: one,
+    several, or all. On one rank, and for a module that is not sharded, it does nothing.
 
     Args:
         writeback: keep what is written to them: rank 0's values, on every rank. An exception on any rank is raised on
@@ -42,7 +41,7 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
         raise ShardAccessError("gather_parameters was entered in a forward or backward: enter it between steps")
     model.schedule.check_awake("gather_parameters")
     wanted = {id(plain_parameter(parameter)) for parameter in module.parameters()}
-    called = set(module.modules())  # a root without parameters of its own is to know that it need not gather either
+    called = set(module.modules())  # a root without parameters is marked GATHERED, too, so that its forward is free
     units = [
         unit
         for unit in model.units

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: ``torch.amp.GradScaler`` that knows sharded gradients."""
+"""Loss scaling for fp16: a ``torch.amp.GradScaler`` for sharded gradients."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class GradScaler(TorchGradScaler):
 
     With a ``ShardedOptimizer``, ``unscale_`` divides gradients that are readable through ``.grad``, and hands a
     device scalar to the update for those that are sharded; ``step`` skips on the device, on every rank, where
-    any rank found a non-finite gradient. Other optimizers are handled as torch handles them. A scale that falls below
-    1 is warned of, with the name of the gradient that was the first not to be finite; nothing is raised.
+    any rank found a non-finite gradient. Other optimizers are handled as torch handles them. If the scale falls below
+    1, a warning names the first gradient that was not finite; nothing is raised.
 
     Args:
         device: where the scale lives; None: the first scaled tensor's device.
@@ -71,7 +71,7 @@ class GradScaler(TorchGradScaler):
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """``optimizer.step()``, with gradients unscaled if nobody did, skipped on the device if any is not finite."""
+        """Call ``optimizer.step()``; unscale if nobody has. The device skips the step if a gradient is not finite."""
         if not self._enabled or not _is_sharded(optimizer):
             return super().step(optimizer, *args, **kwargs)
         if any(argument is not None for argument in (*args, *kwargs.values())):  # accelerate gives a closure of None
@@ -101,7 +101,7 @@ class GradScaler(TorchGradScaler):
         return reference() if reference is not None else None
 
     def _watch_scale(self) -> None:
-        """Warn when the scale has fallen below 1, as far as the host knows: a GPU's is that of an update before."""
+        """Warn when the scale has fallen below 1. Of a GPU the host knows the scale of an earlier update."""
         scale = self._scale
         if scale is None or is_capturing(scale.device):
             return

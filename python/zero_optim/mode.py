@@ -30,7 +30,7 @@ class Mode(enum.Enum):
 
     OWN = enum.auto()  # the parameters are what was trained; everything is where it is used
     AVERAGE = enum.auto()  # within swap_to_ema(): the parameters are their average
-    ASLEEP = enum.auto()  # what the optimizer has on the device rests elsewhere
+    ASLEEP = enum.auto()  # the optimizer's memory is off the device
 
 
 class CurrentMode:
@@ -44,12 +44,12 @@ class CurrentMode:
         self.now = Mode.OWN
 
     def check_awake(self, what: str | None = None) -> None:
-        """Raise ZeroOptimError in ASLEEP. ``what``: that was called, for the message."""
+        """Raise ZeroOptimError in ASLEEP. ``what`` was called, for the message."""
         if self.now is Mode.ASLEEP:
             raise ZeroOptimError(ASLEEP if what is None else f"{what}: {ASLEEP}")
 
     def check(self, what: str) -> None:
-        """Raise ZeroOptimError unless it is OWN."""
+        """Raise ZeroOptimError unless the mode is OWN. ``what`` was called, for the message."""
         self.check_awake(what)
         if self.now is Mode.AVERAGE:
             raise ZeroOptimError(f"{what} was called within swap_to_ema(), where the parameters are their average")

@@ -1,4 +1,4 @@
-"""The state of AdamW or SGD, made what ``ShardedMuon`` loads: from one recipe to another in mid-training."""
+"""Conversion of AdamW's or SGD's state for ``ShardedMuon``: from one recipe to another in mid-training."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .rules.state_tensor import Begins, StateTensor
 from .rules.update_rule import tensors_for
 
 _MOMENTA = ("exp_avg", BUFFER)
-"""Names of the state that a momentum is made of."""
+"""Names of the saved state from which Muon's momentum is made."""
 
 
 def state_for_muon(opt: ShardedOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Give ``state`` as ``load_full_state_dict(opt, ...)`` takes it. Not collective: rank 0 alone needs it.
+    """Convert ``state`` for ``load_full_state_dict(opt, ...)``. Not collective: only rank 0 needs it.
 
     Muon's momentum is an exponential average of gradients. So is the ``exp_avg`` of Adam, AdamW and Lion, which becomes
     it. The ``momentum_buffer`` of SGD is a sum, and becomes an average as it is multiplied by
-    (1 - momentum) / (1 - dampening). Where ``opt`` updates a parameter by another rule, what that keeps stays; where
-    something of it was not saved, it begins anew. Masters stay. Groups and their options are those of ``opt``.
+    (1 - momentum) / (1 - dampening). Where ``opt`` updates a parameter by another rule, the state of that rule stays;
+    state that was not saved begins anew. Masters stay. Groups and their options are those of ``opt``.
 
     Args:
         opt: a ``ShardedMuon``, with other rules in some groups perhaps. Parameters are matched by name.
@@ -48,7 +48,7 @@ def state_for_muon(opt: ShardedOptimizer, state: Mapping[str, Any]) -> dict[str,
 
 
 def _by_name(state: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The saved group of each parameter that has state, and that state."""
+    """Find by name the saved group of each parameter that has state, and that state."""
     groups = state["param_groups"]
     names, keys = own_names([*groups]), [(group, key) for group in groups for key in group["params"]]
     found = {}
@@ -92,7 +92,7 @@ def _converted(opt: ShardedOptimizer, index: int, group: Mapping[str, Any], entr
 
 
 def _average(group: Mapping[str, Any], entry: Mapping[str, Any]) -> Tensor | None:
-    """The exponential average of gradients that ``entry`` has; None: it has none."""
+    """Make the exponential average of gradients from ``entry``; None: it has none."""
     if "exp_avg" in entry:
         return entry["exp_avg"]
     total = entry.get(BUFFER)

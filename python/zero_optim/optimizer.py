@@ -88,57 +88,54 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters, ``model.named_parameters()``, or groups, as torch's optimizers take them. A group may bring
-            its own rule, as ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``, and has the options of that. A group
-            of experts says which ranks have the same by ``mesh`` or ``process_group``, and by ``grad_divisor``, an int
-            or a group, what the sum of their gradients is divided by.
-        rule: the arithmetic, with the defaults of its options, as ``rules.Lion(lr=1e-4)``, of all groups that bring
-            none. A group's own values win; they are read at every step.
+            its own rule, as ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``, and then has that rule's options. A
+            group of experts names the ranks that hold the same experts by ``mesh`` or ``process_group``, and what the
+            sum of their gradients is divided by as ``grad_divisor``, an int or a group.
+        rule: the update rule with its default options, such as ``rules.Lion(lr=1e-4)``, for all groups that bring none.
+            A group's own options win; they are read at every step.
         stage: what the ranks share: 0 nothing, 1 optimizer state, 2 optimizer state and gradients; 3, parameters too,
             where ``zero_optim.shard_module`` was given the model before. None: 2, or 3 then.
         process_group: the ranks; None: those of the sharded model, else the default group where ``torch.distributed``
             is initialised, else one rank.
-        mesh: a DeviceMesh, instead of ``process_group``. Of two dimensions, ("replicate", "shard"), the ranks along the
-            second share, and those along the first repeat what these hold. Where parameters are tensor-parallel
-            ``DTensor``s, of the data-parallel ranks alone, as ``mesh["dp"]``.
-        tensor_parallel: where the model has plain slices, as Megatron's, the ranks that have the other ones, as
-            ``world_mesh["tp"]``, or a process group. ``tensor_model_parallel`` and ``sequence_parallel`` of a parameter
-            say what it is. Of one rank: nothing is cut. DTensors say it themselves.
-        pipeline: where the model is cut into stages, the ranks that have them, as ``world_mesh["pp"]``, or a process
-            group. The norm of gradients is that of all stages then, and a gradient on one that is not finite skips the
-            step of all. Their optimizers make the same calls, with the same ``max_grad_norm`` and ``skip_nonfinite``.
-        bucket_cap_mb: MiB of gradients that one collective carries, at most; never over 1/4 of the parameters
-            of one dtype. None: 25, or 16,384 elements a rank where that is more. At stage 3 it carries a unit's.
-        grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None:
-            their own.
-        grad_accumulation_dtype: torch.float32: shards add up several reductions of a step in fp32, whatever they are
-            sent in. On several ranks, from stage 1 on; not at stage 1 with ``overlap_grad_reduce=False``, which adds up
-            in ``.grad``. None: as they are sent.
+        mesh: a DeviceMesh, instead of ``process_group``. If it has two dimensions, ("replicate", "shard"), ranks along
+            the second share, and ranks along the first hold the same. If parameters are tensor-parallel ``DTensor``s,
+            give the mesh of the data-parallel ranks alone, as ``mesh["dp"]``.
+        tensor_parallel: for a model of plain slices, as Megatron's: the ranks that hold the other slices, as
+            ``world_mesh["tp"]``, or a process group. A parameter's ``tensor_model_parallel`` and ``sequence_parallel``
+            say what it is. With a group of one rank nothing is cut. DTensors need no such group.
+        pipeline: for a model that is cut into stages: the ranks that hold them, as ``world_mesh["pp"]``, or a process
+            group. The gradient norm is then that of all stages, and a non-finite gradient on one stage skips the step
+            of all. Their optimizers make the same calls, with the same ``max_grad_norm`` and ``skip_nonfinite``.
+        bucket_cap_mb: most MiB of gradients in one collective; never over 1/4 of the parameters of one dtype. None: 25,
+            or 16,384 elements a rank where that is more. At stage 3 a collective carries a unit's gradients.
+        grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None: their own.
+        grad_accumulation_dtype: torch.float32: shards add up several reductions of a step in fp32, in whatever dtype
+            they are sent. On several ranks, from stage 1 on; not at stage 1 with ``overlap_grad_reduce=False``, which
+            adds up in ``.grad``. None: in the dtype that is sent.
         max_grad_norm: clip every step to this 2-norm, unless ``clip_grad_norm_`` was called for it.
-        skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes
-            through.
+        skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes through.
         overlap_grad_reduce: reduce while backward runs, instead of after it.
-        overlap_param_gather: gather updated parameters while the next forward runs: after ``opt.attach(model)``, a
-            module waits for its own as it is called. Else read them only after ``opt.wait_for_parameters()``. At
-            stage 3 nothing is gathered by ``step``.
+        overlap_param_gather: gather updated parameters while the next forward runs. After ``opt.attach(model)`` each
+            module waits for its own parameters as it is called. Without ``attach``, read parameters only after
+            ``opt.wait_for_parameters()``. At stage 3 ``step`` gathers nothing.
         state_offload: where the state lives. None: on the device. "paged": in host memory, copied to the device around
             its update. "cpu": in host memory, and updated there. "nvme:DIR": in a file in that folder, read and written
             around the update. All give the same bits.
-        device_budget: of "paged", how much of the state stays on the device: bytes, or a size such as "8GB"; "auto",
-            as None: as much as is free after the second step.
-        speculate: of "cpu", update shards as their gradients arrive in backward, as if nothing were clipped or skipped,
-            and again where that was wrong. True unless given; it takes the state's size of host memory once more. Of
-            16-bit parameters on several ranks, from the third step on.
-        ema_decay: keep an exponential average of the fp32 master: this much of it stays in each update, as 0.999. It
-            is one more state tensor, updated with the parameters, and begins at what the first update makes. A
-            sequence: an average for each. A group's own values win. See ``ema_state_dict`` and ``swap_to_ema``. None:
-            no average.
-        ema_dtype: "fp32" or "bf16_stochastic": in which averages are stored. See ``docs/state.md``.
-        master: "fp32": 16-bit parameters have an fp32 master beside them. "split": of bf16 parameters, the parameter is
-            the high half of the master, and 16 bits are stored beside it. "split8": 8 bits, of a master of 24.
-        state_dtype: "fp32", "bf16", "bf16_stochastic" or "int8": in which the state is stored that is no master and no
-            average. See ``docs/state.md``.
-        telemetry: let every update measure what ``telemetry()`` tells of each parameter. It takes 20 bytes for each row
-            of 128 elements that a rank updates.
+        device_budget: with "paged", how much of the state stays on the device, in bytes or as a size such as "8GB".
+            "auto" or None: as much as is free after the second step.
+        speculate: with "cpu", update shards as their gradients arrive in backward, as if nothing were clipped or
+            skipped, and again where that was wrong. True unless given. It takes the state's size of host memory once
+            more. With 16-bit parameters on several ranks it begins at the third step.
+        ema_decay: keep an exponential average of the fp32 master: this fraction of it stays in each update, as 0.999.
+            The average is one more state tensor, and begins with the result of the first update. A sequence: one
+            average for each. A group's own values win. See ``ema_state_dict`` and ``swap_to_ema``. None: no average.
+        ema_dtype: "fp32" or "bf16_stochastic": how averages are stored. See ``docs/state.md``.
+        master: "fp32": 16-bit parameters have an fp32 master beside them. "split": a bf16 parameter is the high half of
+            its master, and the other 16 bits are stored beside it. "split8": 8 bits, for a master of 24.
+        state_dtype: "fp32", "bf16", "bf16_stochastic" or "int8": how state other than masters and averages is stored.
+            See ``docs/state.md``.
+        telemetry: measure in every update what ``telemetry()`` returns. It takes 20 bytes for each row of 128 elements
+            that a rank updates.
 
     Raises:
         ParameterError: a parameter that it cannot hold, or that another live optimizer of ``zero_optim`` holds.
@@ -148,7 +145,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         OffloadError: host memory, the folder or its disk do not hold the state.
     """
 
-    @torch.inference_mode(False)  # what is made here is written in every step
+    @torch.inference_mode(False)  # tensors made here are written in every step
     def __init__(
         self,
         params: Iterable[Any],
@@ -268,8 +265,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- a step --------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters. The host reads nothing from the device, unless state or parameters are off it; a
-        skipped step is skipped there.
+        """Update the parameters. The host reads nothing from the device, unless state or parameters are off it: a step
+        is skipped on the device, too.
 
         Raises:
             GradientError: a gradient that cannot be used, or one that came after its bucket had been reduced.
@@ -300,7 +297,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards within it add up on each rank, communicating nothing; the next outside, or ``step``, reduces."""
+        """Add up the gradients of backwards within it, without communication. The next one, or ``step``, reduces."""
         self.check_usable()
         with self.engine.reducer.no_sync():
             yield
@@ -312,9 +309,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Clip the gradients of the next step to ``max_norm``. No pass over memory: ``step`` multiplies as it loads.
 
         Returns the norm of the averaged gradients before clipping, a device tensor [] fp32, the same on every rank;
-        still times the loss scale unless ``scaler.unscale_(opt)`` was called, as in torch. What was clipped before, by
-        another call for this step, counts as clipped. A backward after it, or a
-        ``no_sync`` block, discards it, with a warning.
+        still times the loss scale unless ``scaler.unscale_(opt)`` was called, as in torch. A second call for the same
+        step sees gradients as the first has clipped them. A backward or a ``no_sync`` block after it discards the
+        clipping, with a warning.
 
         Args:
             norm_type: any p > 0, or inf.
@@ -335,12 +332,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def unscale_gradients(self, inverse_scale: Tensor) -> None:
-        """For ``GradScaler.unscale_``: divide gradients where ``.grad`` shows them, a dtype at a time; else note it."""
+        """Divide gradients that ``.grad`` shows, a dtype at a time; else ``step`` will. For ``GradScaler.unscale_``."""
         self.check_usable()
         self.engine.unscale(inverse_scale)
 
     def step_scaled(self, inverse_scale: Tensor | None) -> Any:
-        """For ``GradScaler.step``: step on gradients times ``inverse_scale`` [1]; None: they were unscaled before."""
+        """Step on gradients times ``inverse_scale`` [1]; None: they were unscaled before. For ``GradScaler.step``."""
         self.engine.clip.scaled = True
         if inverse_scale is not None:
             self.engine.clip.inverse_scale = inverse_scale
@@ -348,19 +345,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def found_inf_without_step(self) -> Tensor:
-        """For ``GradScaler.update`` after ``unscale_`` alone: [1] fp32, not 0 where a gradient is not finite."""
+        """Return [1] fp32, not 0 where a gradient is not finite. For ``GradScaler.update`` after ``unscale_`` alone."""
         self.engine.finish_and_exchange(None)
         return self.engine.exchange.overflowed()
 
     def found_inf_of_step(self) -> Tensor:
-        """For ``GradScaler.update``: [1] fp32, not 0 where the last step was skipped."""
+        """Return [1] fp32, not 0 where the last step was skipped. For ``GradScaler.update``."""
         return self.engine.exchange.found_inf.clone()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """``torch.amp.GradScaler`` asks this, and then sets ``grad_scale`` and ``found_inf`` around ``step``.
+        """True where ``torch.amp.GradScaler`` asks, which then sets ``grad_scale`` and ``found_inf`` around ``step``.
 
-        Lightning asks too, to leave out ``unscale_``: told no, it clips gradients that are unscaled.
+        False for others: Lightning would leave out ``unscale_``, and has to clip unscaled gradients.
         """
         if not called_from(TorchGradScaler.__module__):
             return False
@@ -379,10 +376,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """Empty: ``state_dict()`` has what there is. An empty dict assigned to it begins anew, as in torch.
+        """An empty dict: ``state_dict()`` has the state. Assigning an empty dict restarts the state, as in torch.
 
-        ``torch.distributed.checkpoint.state_dict`` makes a step of zero gradients where it finds none. To it, the names
-        of the state are shown.
+        ``torch.distributed.checkpoint.state_dict`` sees the names of the state here: where it finds none, it makes a
+        step of zero gradients.
         """
         if called_from(_DCP_STATE_DICT):
             kinds = {rule: dict.fromkeys((*stored_names(rule), "step")) for rule in self.engine.rules.all}
@@ -408,8 +405,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.refresh_masters()
 
     def wait_for_parameters(self) -> None:
-        """Order what follows after the updates of the last ``step``. Needed with ``overlap_param_gather=True`` alone,
-        before parameters are read or written in another way than by calling their modules."""
+        """Order later work after the updates of the last ``step``. Needed only with ``overlap_param_gather=True``,
+        before parameters are read or written other than by calling their modules."""
         self.check_usable()
         self.engine.param_gather.wait()
 
@@ -427,22 +424,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             gather.attach(model, {id(parameter): index for index, parameter in enumerate(parameters.all)})
 
     def observe(self) -> None:
-        """Collective. Count anew in the next backward how often each gradient is ready; and the order of units."""
+        """Collective. Count anew, in the next backward, how often gradients become ready; learn the order of units."""
         self.check_usable()
         self.engine.observe()
 
     # -- averages ------------------------------------------------------------------------------------------------
 
     def ema_state_dict(self, which: int = 0, rank: int | None = 0) -> dict[str | int, Tensor]:
-        """Collective. The average of every trained parameter, whole, in fp32 in host memory, by its name.
+        """Collective. Return the average of every trained parameter by its name: whole, fp32, in host memory.
 
-        Where the optimizer was not given names, by ``named_parameters()``, it is by the number over all groups.
+        Parameters given without names, as by ``parameters()``, are keyed by their number over all groups.
 
         Args:
-            which: of several ``ema_decay``, the number.
-            rank: the rank, in the optimizer's group, that gets it; the others get an empty dict. None: all. Of plain
-                slices, each tensor-parallel rank's averages are of its own, and ``rank`` is one of the data-parallel
-                ranks.
+            which: the number of the average, where ``ema_decay`` has several.
+            rank: the rank, in the optimizer's group, that gets it; the others get an empty dict. None: all. With plain
+                slices each tensor-parallel rank has averages of its own, and ``rank`` is a data-parallel rank.
 
         Raises ValueError where there is no such average, or no such rank; ParameterError for experts that are plain
         tensors.
@@ -454,11 +450,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def swap_to_ema(self, which: int = 0) -> Iterator[None]:
-        """Collective. Within ``with opt.swap_to_ema():`` the parameters are their average, for evaluation.
+        """Collective. Put the average in place of the parameters, for evaluation: ``with opt.swap_to_ema():``.
 
-        Afterwards they are what they were, bit for bit: what was written into them within is lost. ``step`` raises
-        within. It takes memory for a copy of this rank's shard of the parameters. Raises ValueError as
-        ``ema_state_dict``.
+        Afterwards parameters are what they were, bit for bit: edits within the block are lost. ``step`` raises within.
+        It takes memory for a copy of this rank's shard of the parameters. Raises ValueError as ``ema_state_dict``.
         """
         self.check_usable()
         averages.name_of(self.engine, which)
@@ -498,8 +493,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def wake(self) -> None:
         """Collective. Bring back what ``sleep`` has taken off the device, bit for bit. Awake, it does nothing.
 
-        Parameters are the same objects, in the same flat buffers, which may have new addresses: what a CUDA graph has
-        captured is to be captured anew.
+        Parameters are the same objects, in the same flat buffers, which may have new addresses: capture CUDA graphs
+        anew.
 
         Raises, on every rank and with all asleep as before:
             OutOfMemoryError: the device has not the memory now.
@@ -569,8 +564,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def settle(self) -> None:
         """Collective. Complete what a backward or ``step`` has left under way.
 
-        Everything that communicates outside of these two calls it first. A backward that raised here may still owe
-        another rank a reduction, and that rank comes to nothing else before it has it. No effect after ``close``.
+        Everything else that communicates calls it first. A backward that raised here may still owe another rank a
+        reduction, which that rank waits for before it comes to anything else. No effect after ``close``.
         """
         if not self._closed:
             self.engine.mode.check("what reads or writes parameters and state on all ranks")
@@ -579,7 +574,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- state and statistics ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"state": {name or index: {...}}, "param_groups": [...]}``: of AdamW ``master, exp_avg, exp_avg_sq, step``.
+        """Return ``{"state": {name or index: {...}}, "param_groups": [...]}``. AdamW has ``master, exp_avg, exp_avg_sq,
+        step``.
 
         Tensors are views of the live state in the parameter's shape: plain where this rank holds all of it,
         else ``FlatShard``; with ``state_offload``, copies in host memory. fp32 parameters have no master. Keys stand in
@@ -602,8 +598,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` gave on the same rank of as many ranks; or full tensors, on every rank, such as
-        ``torch.optim.AdamW`` saves. Parameters stay. Hooks are called as torch calls them.
+        """Load what ``state_dict`` gave on the same rank of as many ranks; or, on every rank, full tensors such as
+        ``torch.optim.AdamW`` saves. Parameters are left alone. Hooks are called as torch calls them.
 
         Parameters that are not in the state start afresh. A master that is not in the state, or that does not round to
         its parameter at the next step, is taken from the parameter. Gradients may be dropped. Raises StateMismatchError
@@ -617,12 +613,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.call_load_hooks()
 
     def call_load_hooks(self) -> None:
-        """Call those given to ``register_load_state_dict_post_hook``, as torch does."""
+        """Call the hooks given to ``register_load_state_dict_post_hook``, as torch does."""
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
     def _prepare_load(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let the hooks change a shallow copy."""
+        """Let the pre-hooks change a shallow copy of the state."""
         state: Any = copy.copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state)
@@ -630,8 +626,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return state
 
     def stats(self) -> dict[str, Any]:
-        """Counts since construction and bytes now, on this rank. It reads device values: not for the inside of a step.
-        Bytes are of what is trained: not of parameters that were frozen from the start, nor of modules' buffers.
+        """Return counts since construction and bytes now, on this rank. It reads device values: call it between steps.
+        Bytes leave out parameters that were frozen from the start, and modules' buffers.
 
         Keys: ``stage, world_size, buckets, steps`` (calls of ``step``), ``skipped_steps``, ``collectives`` ({kind:
         {calls, bytes, wait_seconds}}), ``memory`` ({kind: bytes}), ``non_finite`` (None, or {parameter, rank, step} of
@@ -646,17 +642,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def telemetry(self, over_ranks: bool = False) -> Telemetry:
-        """Numbers of each parameter, of the last step: by name the norms of gradient, update and parameter, the largest
-        update, and the share of zeros in the gradient; see ``ParameterNumbers``. ``floats()`` of it gives a flat dict
-        for TensorBoard or Weights & Biases.
+        """Return numbers of the last step by parameter name: the norms of gradient, update and parameter, the largest
+        update, and the share of zeros in the gradient; see ``ParameterNumbers``. Its ``floats()`` gives a flat dict for
+        TensorBoard or Weights & Biases.
 
-        They are device tensors, and the host does not wait. A step that was skipped has updated nothing: all numbers
-        are 0, ``updated`` is False, and ``floats()`` is empty. So it is before the first step, and after ``wake()``.
+        The numbers are device tensors, and the host does not wait. After a skipped step all numbers are 0, ``updated``
+        is False, and ``floats()`` is empty; the same holds before the first step and after ``wake()``.
 
         Args:
-            over_ranks: False: of the elements that this rank updates, and of those parameters alone of which it has
-                any. True: of whole parameters. It is collective then, and takes one message of 48 bytes for each
-                parameter and rank. Of experts that are plain tensors they are those of this rank.
+            over_ranks: False: numbers of the elements that this rank updates; parameters without any are left out.
+                True: numbers of whole parameters. The call is collective then, and takes one message of 48 bytes for
+                each parameter and rank. Experts that are plain tensors keep this rank's numbers.
 
         Raises ZeroOptimError where the optimizer was made without ``telemetry=True``.
         """
@@ -664,7 +660,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.engine.telemetry(over_ranks=over_ranks)
 
     def first_non_finite(self) -> dict[str, Any] | None:
-        """``stats()["non_finite"]``, by itself."""
+        """Return ``stats()["non_finite"]`` alone."""
         return self.engine.first_non_finite()
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -672,13 +668,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove the hooks and drop the gradients. Parameters keep their values.
 
-        What a backward that raised has begun to reduce is completed, for the ranks on which it did not.
+        If a backward has raised here, its reductions are completed for the ranks on which it did not.
         """
         self._close(collective=True)
 
     def _close(self, *, collective: bool) -> None:
-        # Its own, not getattr: a wrapper that passes reads on, as Lightning's, dies before the optimizer (seen: its
-        # __del__ removed the hooks, and gradients stayed whole until step).
+        # ``__dict__``, not getattr: a wrapper that passes reads on, as Lightning's, dies before the optimizer (seen:
+        # its __del__ removed the hooks, and gradients stayed whole until step).
         if not self.__dict__.get("_closed", True):
             self._closed = True
             self.engine.close(collective=collective)
@@ -704,7 +700,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def optimizers_of(model: nn.Module) -> list[ShardedOptimizer]:
-    """The open ones that hold parameters of ``model``, in the order in which they were made."""
+    """List the open optimizers that hold parameters of ``model``, in the order in which they were made."""
     held = {id(plain_parameter(parameter)) for parameter in model.parameters()}
     known = [engine.optimizer() for engine in open_engines()]
     alive = [opt for opt in known if isinstance(opt, ShardedOptimizer) and not opt._closed]
@@ -714,7 +710,8 @@ def optimizers_of(model: nn.Module) -> list[ShardedOptimizer]:
 def _group_and_topology(
     averaging: dist.ProcessGroup | None, row: RowRanks | None, model: ShardedModel | None, *, told: bool
 ) -> tuple[dist.ProcessGroup | None, Topology]:
-    """Collective. See ``read_topology``. A sharded model has both, and its grid holds also where a group is given."""
+    """Collective. Find the group and its topology: see ``read_topology``. A sharded model has both already; its grid
+    counts even if a group is given."""
     if model is None:
         return read_topology(averaging, row, told=told)
     of_model = replace(model.sharding.topology, told=True)  # ``shard_module`` has asked for it
@@ -733,7 +730,7 @@ def _make_engine(
     experts: Experts,
     stages: Comm,
 ) -> Engine:
-    """Collective. Connect the ranks that were admitted, and make what they train with; buckets and state come later."""
+    """Collective. Connect the admitted ranks, and make their engine; its buckets and state come later."""
     comm, device = admission.everyone, parameters.all[0].device
     comm.separate()
     comm.connect(device)
@@ -758,7 +755,7 @@ def _make_engine(
 
 
 def _store(offload: Offload, sharding: Sharding, *, params_on_host: bool) -> StateStore:
-    """Collective. Of this rank."""
+    """Collective. Make this rank's store of state."""
     comm, threads = sharding.everyone, 1
     if offload.tier is Tier.CPU:
         cores = comm.gather_objects(own_cores(), "the constructor")

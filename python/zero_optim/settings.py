@@ -1,4 +1,4 @@
-"""The options that every sharded optimizer has, beside its parameters, its rule and the ranks that it is on."""
+"""The options that every sharded optimizer has, beside its parameters, its rule and its ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rules.update_rule import UpdateRule
 from .stores.offload import Offload, read_offload
 from .validate import PARAMETER_DTYPES
 
-# In how they are written: the state tells what they come to.
+# Ranks may write these in different ways: the described state shows what they come to.
 _MAY_DIFFER = ("ema_decay", "ema_dtype", "master", "state_dtype")
 _LEFT_OUT_WHERE_NONE = ("state_offload", "device_budget", "speculate")
 
@@ -42,7 +42,7 @@ class Settings:
     telemetry: bool
 
     def check(self) -> None:
-        """Raise ValueError for the first that is out of range."""
+        """Raise ValueError for the first option that is out of range."""
         if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}")
         if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb < math.inf:
@@ -86,11 +86,11 @@ class Settings:
 
     @property
     def group_defaults(self) -> Mapping[str, Any]:
-        """What parameter groups have of them unless they say otherwise."""
+        """The options that parameter groups have, with their defaults."""
         return {} if self.ema_decay is None else {EMA_DECAY: self.ema_decay}
 
     def applied_to(self, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], *, plain_slices: int = 1) -> UpdateRule:
-        """Give ``rule`` for its first parameter groups, with state in the form that was asked for, and averages.
+        """Make ``rule`` ready for its first parameter groups, with state in the form that was asked for, and averages.
 
         ``plain_slices``: see ``UpdateRule``.
         """
@@ -103,6 +103,6 @@ class Settings:
         return rule
 
     def described(self) -> dict[str, Any]:
-        """What all ranks have to have alike, by name, beside the rules as they were applied."""
+        """Describe the options, by name, for all ranks to agree on, beside the rules as they were applied."""
         given = {name: value for name, value in vars(self).items() if name not in _MAY_DIFFER}
         return {name: value for name, value in given.items() if name not in _LEFT_OUT_WHERE_NONE or value is not None}

@@ -1,9 +1,9 @@
-"""What ``verify`` sets beside a parameter: its update in float64.
+"""Shadows: the update of a parameter in float64, which ``verify`` compares with the real one.
 
-There are two kinds, with one face. Which of them it is, the rule says:
+There are two kinds, with one face. The rule decides which:
 
-- ``ElementShadow``: some elements, of a rule whose update goes element by element.
-- ``MatrixShadow``: whole matrices, of a rule whose update takes these (``UpdateRule.matrices_in_float64``).
+- ``ElementShadow``: some elements, for a rule that updates element by element.
+- ``MatrixShadow``: whole matrices, for a rule that updates these (``UpdateRule.matrices_in_float64``).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .step.shard_state import ShardState
 from .step.workplace import PARAMETER
 
 POSITIONS = 1024
-"""Elements of one parameter that are shadowed at most, spread evenly over it, where its rule goes by elements."""
+"""The most elements of one parameter that an ``ElementShadow`` has, spread evenly over the parameter."""
 
 LEAST, SMALL, ROUNDINGS = 0.02, 0.5, 3.0
-"""By how much of itself a matrix's update may differ from the exact one: ``LEAST``, and ``SMALL`` / sqrt(elements), as
-in a small one roundings do not even out, and ``ROUNDINGS`` times what the rule says that they make of this matrix. An
-update was seen to differ by 1.12 times that at most. docs/muon.md has what was measured."""
+"""The fraction of itself by which a matrix's update may differ from the exact one is a sum of three: ``LEAST``;
+``SMALL`` / sqrt(elements), as roundings do not even out in a small matrix; and ``ROUNDINGS`` times the rounding that
+the rule predicts for this matrix. The most that was seen is 1.12 times that prediction: see docs/muon.md."""
 
 
 class Difference(NamedTuple):
-    """How far the update of one matrix is from the exact one, as parts of that, beside the bounds.
+    """How far the update of one matrix is from the exact one, as fractions of the exact one, with their bounds.
 
     Attributes:
         distance: ||live - shadow|| / ||shadow||, by Frobenius' norm, of what was subtracted.
-        length: |<live, shadow> / ||shadow||^2 - 1|, how much it is too long or too short along the exact one. That
-            rounding changes little, also where the distance is all rounding.
+        length: |<live, shadow> / ||shadow||^2 - 1|, how much the update is too long or too short along the exact one.
+            Rounding changes it little, even where the distance is all rounding.
     """
 
     distance: float = 0.0
@@ -48,17 +48,17 @@ class Difference(NamedTuple):
 
     @property
     def of_bound(self) -> float:
-        """The larger of both, as a multiple of its bound: more than 1 is a wrong update."""
+        """The larger of the two, as a multiple of its bound: more than 1 is a wrong update."""
         return max(self.distance / self.distance_bound, self.length / self.length_bound)
 
 
 class Compared(NamedTuple):
-    """What a shadow has found in one step.
+    """The findings of a shadow in one step.
 
     Attributes:
         ulps: the largest difference of elements, in fp32 units in the last place; inf where one is not finite.
-        elements: how many of the parameter were looked at, and of them ``unrounded`` are not their master, rounded.
-        matrix: the matrix whose update is furthest off; None: of none was it looked at.
+        elements: how many elements were compared; ``unrounded`` of them are not their master, rounded.
+        matrix: the matrix whose update is furthest off; None: no matrix was compared.
     """
 
     ulps: float
@@ -68,16 +68,16 @@ class Compared(NamedTuple):
 
 
 class Shadow:
-    """Some elements of one parameter in float64. For state that has a value an element.
+    """Some elements of one parameter in float64, with the state that has a value an element.
 
     A step goes ``follow``, then ``update`` if the step updates the parameter, then ``end_step``.
 
     Attributes:
-        held: which of the elements this rank holds; the rest is meaningless.
+        held: the range of elements that this rank holds; the others are meaningless here.
         state: by name, [n] float64.
-        scale: [n] float64, the largest magnitude so far of what is compared: rounding errors are units of it.
+        scale: [n] float64, the largest magnitude so far of the compared value: rounding errors are units of it.
         parameter: [n] the parameter's dtype, as the last step left it.
-        updates: followed since it was started.
+        updates: how many were followed since the shadow was started.
     """
 
     def __init__(self, shard: ShardState, places: Sequence[int]) -> None:
@@ -94,22 +94,22 @@ class Shadow:
         return torch.zeros(len(self._places), dtype=dtype, device=self.device)
 
     def held_of(self, shard: Tensor, piece: SlotPiece) -> Tensor:
-        """The elements of a flat shard that are shadowed, a copy."""
+        """Copy the shadowed elements of a flat shard."""
         raise NotImplementedError
 
     def update(self, gradient: Tensor, group: Mapping[str, Any], step: float) -> None:
-        """Update by the rule's own arithmetic. ``gradient``: [held] float64, as the update is given it. ``step``: how
-        many the parameter has had, with this one."""
+        """Update by the rule's own arithmetic. ``gradient``: [held] float64, as the update is given it. ``step``: the
+        number of this update of the parameter, from 1."""
         raise NotImplementedError
 
     def end_step(self, shard: ShardState, piece: SlotPiece, *, compare: bool) -> Compared | None:
-        """Note what the step has left. ``compare``: say how far it is from the shadow."""
+        """Read the parameter as the step has left it. ``compare``: return how far it is from the shadow."""
         raise NotImplementedError
 
     def follow(self, shard: ShardState, piece: SlotPiece, take_over: bool) -> int:
-        """Take over elements that have come to this rank, and masters of edited ones. Returns how many were edited.
+        """Take over elements that are new on this rank, and masters of edited ones. Returns how many were edited.
 
-        ``take_over``: the update that follows does so too, from parameters that are not their master, rounded.
+        ``take_over``: the next update, too, takes masters from parameters that are not their master, rounded.
         """
         before = self.held
         start, stop = (bisect_left(self._places, at) for at in (piece.in_param, piece.in_param + piece.numel))
@@ -131,11 +131,11 @@ class Shadow:
         return int(edited.sum())
 
     def _of_held(self) -> dict[str, Tensor]:
-        """The state of the elements that this rank holds: views."""
+        """Views of the state of the elements that this rank holds."""
         return {name: tensor[self.held] for name, tensor in self.state.items()}
 
     def _live(self, shard: ShardState, piece: SlotPiece, name: str) -> Tensor:
-        """A state of these elements as it is now."""
+        """Read one state tensor of these elements as it is now."""
         with shard.opened() as state:
             return self._live_in(state, shard, piece, name)
 
@@ -173,7 +173,7 @@ class ElementShadow(Shadow):
         return shard[places.to(shard.device)].to(places.device)
 
     def update(self, gradient: Tensor, group: Mapping[str, Any], step: float) -> None:
-        """The rule's own arithmetic, exact but for coefficients rounded once to fp32."""
+        """Update by the rule's own arithmetic, exact but for coefficients rounded once to fp32."""
         held = self._of_held()
         size = torch.maximum(held[self._master].abs(), self._rule.size_of_update(held, gradient, group))
         self.updates += 1
@@ -181,7 +181,7 @@ class ElementShadow(Shadow):
         self._undecided = self._rule.update_in_float64(held, gradient, group, step)
 
     def end_step(self, shard: ShardState, piece: SlotPiece, *, compare: bool) -> Compared | None:
-        """What rounding has decided is taken over."""
+        """See ``Shadow.end_step``. Where rounding decided the update, the live master is taken over."""
         self.parameter[self.held] = self.held_of(shard.bucket.param_shard, piece)
         undecided, self._undecided = self._undecided, None
         decided = undecided is not None and bool(undecided.any())
@@ -197,13 +197,13 @@ class ElementShadow(Shadow):
 
 
 class MatrixShadow(Shadow):
-    """All that this rank has of a parameter: all of it, or a slice, or at stage 3 a part of either.
+    """All elements that this rank has of a parameter: all of it, or a slice, or at stage 3 a part of either.
 
-    What goes element by element, the rule's ``buffer`` above all, is followed step after step. What is subtracted from
-    the master is judged in each step for itself: the master begins every step as the live one. Else the differences of
-    many steps, each of about a percent, would add up.
+    State that is updated element by element, above all the rule's ``buffer``, is followed step after step. The update
+    of the master is judged in each step by itself: the shadow's master begins every step as the live one. Otherwise
+    the differences of many steps, each of about a percent, would add up.
 
-    A matrix that is cut is brought together as it is judged, on all ranks that share it. So they choose the same.
+    A matrix that is cut is joined to be judged, on all ranks that share it. So these ranks shadow the same parameters.
     """
 
     def __init__(self, shard: ShardState, piece: SlotPiece) -> None:
@@ -211,7 +211,7 @@ class MatrixShadow(Shadow):
         exact = shard.rule.matrices_in_float64()
         assert exact is not None
         self._exact = exact
-        # [held] float64, what whole matrices are taken of; and the live group. None: nothing was updated.
+        # [held] float64, the values that the matrices are made of; and the live group. None: nothing was updated.
         self._ahead: tuple[Tensor, Mapping[str, Any]] | None = None
 
     def held_of(self, shard: Tensor, piece: SlotPiece) -> Tensor:
@@ -236,7 +236,7 @@ class MatrixShadow(Shadow):
         self, shard: ShardState, piece: SlotPiece, live: Tensor, ahead: tuple[Tensor, Mapping[str, Any]] | None
     ) -> Compared:
         ulps = 0.0
-        # One that is encoded begins anew in every step. Where nothing is updated it has to stay what it was.
+        # An encoded buffer is taken over in every step, so its update is not compared; without an update it must stay.
         if ahead is None or self._exact.buffer not in self._rule.codecs:
             ulps = self._ulps_off(self._exact.buffer, self._live(shard, piece, self._exact.buffer))
         master = self.state[self._master][self.held]
@@ -251,7 +251,7 @@ class MatrixShadow(Shadow):
 
 
 def furthest(given: Tensor, exactly: MatricesInFloat64, group: Mapping[str, Any]) -> Difference:
-    """The matrix that is furthest off, of a whole parameter. ``given``: [3, *shape], as ``_difference`` takes them."""
+    """Find the worst matrix of a whole parameter. ``given``: [3, *shape], the first arguments of ``_difference``."""
     of_each = zip(*(exactly.matrices(tensor, group) for tensor in given), strict=True)
     found = [_difference(ahead, live, rounded, exactly, group) for ahead, live, rounded in of_each]
     return max(found, key=lambda difference: difference.of_bound)
@@ -263,11 +263,11 @@ def _difference(
     """Judge one matrix, [rows, columns] float64.
 
     Args:
-        ahead: what is to be made orthogonal.
-        live: what was subtracted from the master.
-        rounded: the most by which the master, as it is stored, was rounded meanwhile.
+        ahead: the matrix that is to be made orthogonal.
+        live: the update, as it was subtracted from the master.
+        rounded: the most that storing the master may have rounded off.
     """
-    if not ahead.to(torch.bfloat16).isfinite().all():  # what is not finite spreads over all of its matrix
+    if not ahead.to(torch.bfloat16).isfinite().all():  # one element that is not finite spreads over the whole matrix
         return Difference(distance=math.inf if live.isfinite().any() else 0.0)
     exact, in_bf16 = exactly.subtracted(ahead, group)
     off = (live - exact).nan_to_num(nan=math.inf)
@@ -277,7 +277,7 @@ def _difference(
         return Difference(distance=math.inf if off.any() else 0.0)
 
     def beside_exact(error: Tensor) -> tuple[float, float]:
-        """Its norm, and its length along the exact update."""
+        """Measure the norm of ``error``, and its length along the exact update, as fractions of that."""
         return float(torch.linalg.vector_norm(error)) / norm, abs(float((error * exact).sum())) / norm**2
 
     (distance, length), (of_rounding, longer) = beside_exact(off), beside_exact(in_bf16 - exact)
@@ -286,13 +286,13 @@ def _difference(
 
 
 def shadow_of(shard: ShardState, piece: SlotPiece) -> Shadow:
-    """Make the kind that the rule wants."""
+    """Make the kind of shadow that the shard's rule wants."""
     return (ElementShadow if shard.rule.matrices_in_float64() is None else MatrixShadow)(shard, piece)
 
 
 def followed(shard: ShardState) -> list[SlotPiece]:
-    """The pieces of a shard that can be shadowed here: those that have elements. Where the rule takes whole matrices
-    also empty ones, of parameters that this rank shares: all that share one have to bring it together."""
+    """List the pieces of a shard that can be shadowed here: those that have elements. For a rule of whole matrices also
+    empty pieces of parameters that this rank shares: all ranks that share one have to join it."""
     if shard.rule.matrices_in_float64() is None:
         return [piece for piece in shard.bucket.pieces if piece.numel]
     here = {whole.param for whole in _wholes(shard) if math.prod((_joint(shard, whole) or whole).shape)}
@@ -300,7 +300,7 @@ def followed(shard: ShardState) -> list[SlotPiece]:
 
 
 def stored_ulps(rule: UpdateRule) -> int:
-    """The most by which a master is moved as it is stored, in units in the last place."""
+    """Bound the error of storing a master, in units in the last place."""
     return sum(codec.ulps for codec in rule.codecs.values() if codec.reads_parameter)
 
 
@@ -322,7 +322,7 @@ def _units_of(magnitude: Tensor) -> Tensor:
 
 
 def _wholes(shard: ShardState) -> Iterator[Whole]:
-    """The parameters that this rank has, or slices of them, or at stage 3 parts of either."""
+    """Yield the parameters that this rank has, or slices of them, or at stage 3 parts of either."""
     yield from shard.wholes
     yield from (cut.whole for cut in _cuts(shard))
 
@@ -332,13 +332,13 @@ def _cuts(shard: ShardState) -> Sequence[CutParameter]:
 
 
 def _joint(shard: ShardState, whole: Whole) -> Joint | None:
-    """How slices make the parameter whole; None: this rank's column has all of it that its matrices need."""
+    """Find how slices make the parameter whole; None: this rank's column has all that its matrices need."""
     return whole.joint if whole.joint is not None and shard.rule.needs_whole(whole.joint) else None
 
 
 def _joined(own: Tensor, shard: ShardState, piece: SlotPiece) -> Tensor:
-    """Collective, over the ranks that share the parameter. Several tensors over it: ``own`` [tensors, piece.numel].
-    Returns [tensors, *shape], whole. Every rank that shares it gets all of it."""
+    """Collective, over the ranks that share the parameter. Join several tensors of its shape: ``own`` [tensors,
+    piece.numel]. Returns [tensors, *shape], whole, on every rank that shares the parameter."""
     sharding, whole = shard.bucket.sharding, next(w for w in _wholes(shard) if w.param == piece.slot.param)
     where = f"verify, which brings {shard.bucket.label(shard.parameters.index(whole.param))} together"
     if _cuts(shard):

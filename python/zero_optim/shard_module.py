@@ -57,14 +57,14 @@ def shard_module(
         units: which modules are units, by class or by its name, as ``(Block,)``. What no unit holds, and what several
             share, belongs to the root, ``model``: unsharded from the start of its forward to the end of backward.
         process_group: the ranks; None: the default group where ``torch.distributed`` is initialised, else one rank.
-        mesh: a DeviceMesh, instead of ``process_group``. Of two dimensions, ("replicate", "shard"), the ranks along the
-            second share, and those along the first repeat what these hold. Of a model that ``parallelize_module`` has
-            cut, of the data-parallel ranks alone, as ``mesh["dp"]``.
-        tensor_parallel: where the model has plain slices, as Megatron's, the ranks that have the other ones: see
-            ``ShardedAdamW``, which takes it from the model.
+        mesh: a DeviceMesh, instead of ``process_group``. If it has two dimensions, ("replicate", "shard"), ranks along
+            the second share, and ranks along the first hold the same. For a model that ``parallelize_module`` has cut,
+            give the mesh of the data-parallel ranks alone, as ``mesh["dp"]``.
+        tensor_parallel: for a model of plain slices, as Megatron's: the ranks that hold the other slices. See
+            ``ShardedOptimizer``, which takes it from the model.
         reshard_after_forward: True: free a unit after its forward; a step communicates 3 times the parameters. False:
-            keep it until its backward; 2 times. An int k, a divisor of the ranks: keep 1/k of it on each of k
-            consecutive ranks of those that share, as of a node, which gather it again among them.
+            keep it until its backward; 2 times. An int k, a divisor of the number of ranks that share: k consecutive
+            ranks, as of a node, keep 1/k of it each, and gather it again among them.
         prefetch: how many units are gathered ahead of the one that computes.
         device: where units compute. None: where the parameters are; for those on ``meta``, the current GPU or the CPU.
         init_fn: gives values to a module whose parameters or buffers were on ``meta``, and have memory now. It is
@@ -98,7 +98,7 @@ def shard_module(
     options |= {"param_offload": param_offload, **topology.described()}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
-    comm.take_own_group()
+    comm.take_own_group()  # gathers run while reductions are under way in another group
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
@@ -118,7 +118,7 @@ def shard_module(
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
             _fill(made[-1], plan, sharding, host_memory, lanes)
         sizes = dict.fromkeys(flat.full.nbytes for unit in made for flat in unit.flats)
-        sharers.take_channels([*sizes][1:], target, "shard_module")  # the first has the group that there is
+        sharers.take_channels([*sizes][1:], target, "shard_module")  # the first size uses the group that is there
     except BaseException:
         comm.close()
         raise
@@ -134,9 +134,9 @@ def shard_module(
 
 @dataclass
 class UnitPlan:
-    """A unit to be.
+    """The plan of a unit.
 
-    ``registrations``: of each parameter, by its id, where it is registered: module, name there, full name.
+    ``registrations``: by the parameter's id, the places that register it: module, name there, full name.
     """
 
     name: str
@@ -147,8 +147,8 @@ class UnitPlan:
     registrations: dict[int, list[tuple[nn.Module, str, str]]] = field(default_factory=dict)
 
     def flats(self) -> dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]]:
-        """Group what goes into one flat tensor each: by dtype, by whether it is cut over tensor-parallel ranks, and by
-        whether it is trained."""
+        """Group the parameters of each flat tensor: by dtype, by whether they are cut over tensor-parallel ranks, and
+        by whether they are trained."""
         kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
         for parameter in self.parameters.values():
             kind = parameter.dtype, is_cut(parameter), parameter.requires_grad
@@ -157,7 +157,7 @@ class UnitPlan:
 
 
 def plan_units(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[UnitPlan]:
-    """The units of ``model``, the root first. Raises ParameterError where there are none."""
+    """Plan the units of ``model``, the root first. Raises ParameterError where there are none."""
     kinds = [kinds] if isinstance(kinds, type | str) else list(kinds)
     plans = [UnitPlan("", model)]
     number_of: dict[nn.Module, int] = {model: 0, _within(model): 0}
@@ -199,7 +199,7 @@ def plan_units(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list
 
 
 def _without_empty(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
-    """Without units that hold nothing themselves, such as a container of others."""
+    """Leave out units that hold no parameters themselves, such as a container of others."""
     kept = [number for number, plan in enumerate(plans) if plan.parameters or number == 0]
     new = {number: place for place, number in enumerate(kept)}
     for number, plan in enumerate(plans):
@@ -283,7 +283,7 @@ def _device(plans: Sequence[UnitPlan], device: torch.device | str | None) -> tor
 
 def _nearest(model: nn.Module, device: torch.device | str | None) -> torch.device | None:
     """Guess where units compute, before anything is checked; None: that is not known."""
-    with suppress(RuntimeError):  # of a ``device`` that is none, which is told later, on all ranks
+    with suppress(RuntimeError):  # raised later, on all ranks, where ``device`` is none
         if device is not None:
             return torch.device(device)
     return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
@@ -322,7 +322,7 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
 
 
 def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None, lanes: Lanes | None) -> None:
-    """Collective. Shard the unit's parameters: one flat tensor for each dtype, and for what is trained and what not."""
+    """Collective. Shard the unit's parameters, in flat tensors as ``plan`` groups them."""
     shards = {key: _shard_of(parameter, plan.registrations[key][0][2]) for key, parameter in plan.parameters.items()}
     shard_of = {id(plan.parameters[key]): shard for key, shard in shards.items()}
     unit.registrations = [

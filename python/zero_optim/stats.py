@@ -22,7 +22,7 @@ TELEMETRY = "telemetry"
 
 @dataclass(frozen=True)
 class FlatBytes:
-    """A flat tensor along a bucket, or along one shard of it: its use, its elements with padding, bytes of each."""
+    """A flat tensor as long as a bucket, or as its shard: its use, its elements with padding, and the bytes of each."""
 
     kind: str
     numel: int
@@ -36,16 +36,15 @@ def memory_by_kind(
     sharded: ShardedModel | None,
     store: StateStore,
 ) -> dict[str, int]:
-    """Bytes on this rank's device by what they are for, of parameters that have a place in a bucket: not of frozen
-    ones, nor of modules' buffers. ``padding`` is what rows and equal shards add to all the others. At stage 3
-    parameters are the shards, and ``unsharded`` what is there beside them now, of frozen ones too.
+    """Count the bytes on this rank's device by their use, for parameters that are in a bucket: without frozen ones, and
+    without modules' buffers. ``padding`` is what rows and equal shards add to all the others. At stage 3
+    ``parameters`` are the shards, and ``unsharded`` what is there beside them now, of frozen ones too.
 
-    All is 0 while the optimizer sleeps, but for parameters that stay awake.
+    All is 0 while the optimizer sleeps, but for parameters that stay awake. State that is off the device between steps
+    is in none of these: ``pages`` has what its store takes of the device.
 
-    State that is off the device between steps is in none of these: ``pages`` has what its store takes of the device.
-
-    Gradients count the buffers of the buckets, which at stage 2 is the shard; what autograd allocates for a
-    gradient until its bucket leaves is not in it.
+    Gradients are the buffers of the buckets, at stage 2 the shard. The memory that autograd allocates for a gradient
+    until its bucket leaves is not counted.
     """
     memory, on_device = no_memory(rules), isinstance(store, DeviceStore) and all(map(is_there, store.residents()))
     for shard in shards:
@@ -65,7 +64,7 @@ def memory_by_kind(
 
 
 def no_memory(rules: Iterable[UpdateRule]) -> dict[str, int]:
-    """Every kind that there is at each stage, at 0 bytes."""
+    """Make the kinds of memory that every stage has, at 0 bytes."""
     states = [name for rule in rules for name in stored_names(rule)]
     return dict.fromkeys(("parameters", "gradients", *states, "communication", "padding"), 0)
 
@@ -79,13 +78,13 @@ def count_bucket(
     *,
     ranks: int = 1,
 ) -> None:
-    """Add what is held of a bucket to ``memory``: bytes in use by kind, and the rest to ``padding``.
+    """Add the memory of a bucket to ``memory``: bytes in use by kind, and the rest to ``padding``.
 
     Args:
-        pieces: what this rank has of every slot.
+        pieces: this rank's piece of every slot.
         flats: the tensors of parameters and of gradients, whole or this rank's shard.
         states: the tensors of state, as they are stored.
-        ranks: where ``pieces`` are of several ranks together, how many: the mean is added.
+        ranks: how many ranks ``pieces`` are of; of several, the mean is added.
     """
     whole = sum(slot.numel for slot in layout.slots)
     own = sum(piece.numel for piece in pieces) // ranks
@@ -100,11 +99,11 @@ def count_bucket(
 
 
 def state_nbytes(state: StateTensor, layout: BucketLayout) -> int:
-    """Bytes of a state tensor of one shard, padding included."""
+    """Count the bytes of a state tensor of one shard, padding included."""
     _, there = state.span(0, layout.shard_numel)
     return there * state.dtype.itemsize
 
 
 def row_stats_nbytes(layout: BucketLayout) -> int:
-    """Bytes of what is measured of one shard's rows."""
+    """Count the bytes that telemetry takes for the rows of one shard."""
     return layout.shard_numel // ROW * len(ROW_STATS) * 4

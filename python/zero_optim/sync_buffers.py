@@ -25,8 +25,8 @@ _HOW = ("broadcast", "mean")
 def sync_buffers(model: nn.Module, how: str = "broadcast", *, process_group: dist.ProcessGroup | None = None) -> None:
     """Collective. Make the buffers of ``model`` the same on every rank, in place. On one rank it does nothing.
 
-    Neither the optimizer nor ``shard_module`` sends a buffer: each rank has what its own batches have made of it. Call
-    it where ranks are to agree, such as before an evaluation or a save; between steps. All buffers travel together: a
+    Neither the optimizer nor ``shard_module`` sends a buffer: each rank has the values of its own batches. Call it
+    where ranks are to agree, such as before an evaluation or a save, and between steps. All buffers travel together: a
     collective for each dtype and 25 MiB.
 
     Args:
@@ -62,7 +62,7 @@ def sync_buffers(model: nn.Module, how: str = "broadcast", *, process_group: dis
 
 
 def _comm(model: nn.Module, process_group: dist.ProcessGroup | None) -> Comm:
-    """The ranks to share buffers with, over the group that was given and not over one of the optimizer's own."""
+    """Find the ranks to share buffers with, over the group that was given and not over one of the optimizer's own."""
     if process_group is not None:
         return make_comm(process_group, _gpu_of(model))
     known = [sharded.sharding.everyone for sharded in sharded_model_of(model.parameters())]
@@ -74,13 +74,13 @@ def _comm(model: nn.Module, process_group: dist.ProcessGroup | None) -> Comm:
 
 
 def _gpu_of(model: nn.Module) -> torch.device | None:
-    """That of the model; None where all of it is on the CPU."""
+    """Find the model's GPU; None where all of the model is on the CPU."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Every buffer once, as memory to write to. Raises ParameterError for one that cannot be sent."""
+    """List every buffer once, as memory to write to. Raises ParameterError for one that cannot be sent."""
     buffers = {plain_name(name): buffer for name, buffer in model.named_buffers()}
     for name, buffer in buffers.items():
         if buffer.is_meta:
@@ -91,7 +91,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _without_repeats(buffer: Tensor) -> Tensor:
-    """An expanded buffer has one element in several places. torch writes to none of those."""
+    """Narrow an expanded buffer to its memory: torch does not write where one element is in several places."""
     for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
         if stride == 0 and size > 1:
             buffer = buffer.narrow(dim, 0, 1)
@@ -107,7 +107,7 @@ def _device(comm: Comm, buffers: Sequence[Tensor]) -> torch.device:
 
 
 def _broadcast(comm: Comm, buffers: Sequence[Tensor], device: torch.device) -> None:
-    """Broadcast them as bytes: no back-end knows every dtype."""
+    """Broadcast buffers as bytes: no back-end knows every dtype."""
     flat = torch.cat([buffer.reshape(-1).to(device) for buffer in buffers])
     if flat.numel():
         comm.broadcast(flat.view(torch.uint8), "buffers")
@@ -115,7 +115,7 @@ def _broadcast(comm: Comm, buffers: Sequence[Tensor], device: torch.device) -> N
 
 
 def _average(comm: Comm, buffers: Sequence[Tensor], device: torch.device) -> None:
-    """Average in fp64: there the sum of equal fp32 values, and its quotient, are exact."""
+    """Average buffers in fp64: there the sum of equal fp32 values, and its quotient, are exact."""
     flat = torch.cat([buffer.reshape(-1).to(device, torch.float64) for buffer in buffers])
     if flat.numel():
         comm.exchange(flat, kind="buffers")

@@ -1,6 +1,6 @@
-"""Keeps which thread of the program uses what: each of several threads may train a model of its own.
+"""Keeps which thread of the program uses an optimizer or a model: several threads may train a model each.
 
-What a backward that raised has left open is completed by the calls that follow on the same thread. What another thread
+A round that a raised backward has left open is completed by later calls on the same thread. A round that another thread
 has open may be under way there::
 
     thread 1   backward of A: its round is open      step of A
@@ -15,8 +15,8 @@ _first: threading.Thread | None = None
 
 
 def current() -> threading.Thread | None:
-    """None on a thread that torch has made: it runs the backward of a GPU, or of many nested checkpoints, for some
-    thread of the program."""
+    """Return this thread; None on one that torch has made, which runs a backward of a GPU, or of many nested
+    checkpoints, for some thread of the program."""
     thread = threading.current_thread()
     return None if isinstance(thread, threading._DummyThread) else thread
 
@@ -41,9 +41,9 @@ class UserThread:
         self._thread = threading.current_thread()
 
     def note(self) -> None:
-        """Note that it is used now."""
+        """Note that this thread uses it now."""
         self._thread = current() or self._thread
 
     def may_complete(self, other: UserThread) -> bool:
-        """True if what the user of ``other`` has left open is this one's to complete."""
+        """True if this thread is to complete the rounds and cycles that ``other`` has left open."""
         return other._thread is self._thread or not other._thread.is_alive()

@@ -40,7 +40,7 @@ PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_max_norm(max_norm: object) -> None:
-    """Raise TypeError unless it is one number."""
+    """Raise TypeError unless ``max_norm`` is one number."""
     if not is_number(max_norm) or (isinstance(max_norm, Tensor) and max_norm.numel() != 1):
         shape = f" of shape {[*max_norm.shape]}" if isinstance(max_norm, Tensor) else ""
         got = repr(max_norm) if isinstance(max_norm, str) else f"a {type(max_norm).__name__}{shape}"
@@ -73,7 +73,7 @@ def serves(comm: Comm, device: torch.device) -> bool:
 
 
 def check_rule(rule: object, where: str = "") -> None:
-    """Raise TypeError for what is no update rule. ``where``: whose it is, for the message."""
+    """Raise TypeError unless ``rule`` is an update rule. ``where``: whose it is, for the message."""
     if not isinstance(rule, UpdateRule):
         raise TypeError(
             f"rule{where} must be an instance of zero_optim.rules.UpdateRule, such as rules.Lion(), got {rule!r}"
@@ -161,14 +161,14 @@ def check_groups(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]
     """Raise ValueError for an option out of range; tensors are not read.
 
     Args:
-        rules: of each group. ``first``: the number of the first.
+        rules: of each group. ``first``: the number of the first group.
     """
     for number, (rule, group) in enumerate(zip(rules, groups, strict=True), first):
         rule.check_group(number, group)
 
 
 def check_described(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for the first parameter that is not what its group says. ``rules``: of each group."""
+    """Raise ValueError for the first parameter that is not what its group describes. ``rules``: of each group."""
     for rule, group in zip(rules, groups, strict=True):
         if not rule.describe(group):
             continue
@@ -179,12 +179,11 @@ def check_described(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, A
 
 
 NEARLY = 0.85
-"""Of ``difflib``'s ratio: "weigth_decay" is above it, "max_momentum" of torch's schedulers below."""
+"""The least ratio of ``difflib`` that is warned of: "weigth_decay" has more, torch's "max_momentum" less."""
 
 
 def warn_of_misspelt(rule: UpdateRule, number: int, group: Mapping[str, Any]) -> None:
-    """Warn of a key of a group that looks like an option of its rule. Groups may have keys of the user's own, as in
-    torch."""
+    """Warn of a group's key that looks like an option of its rule. Groups may have other keys of the user's."""
     options = [option.name for option in rule.options]
     for key in group:
         near = [] if key in options else difflib.get_close_matches(str(key), options, n=1, cutoff=NEARLY)
@@ -218,9 +217,9 @@ def check_sharded(
     topology: Topology,
     row: RowRanks | None = None,
 ) -> None:
-    """Raise unless, at stage 3, the parameters are those of one sharded model, and before it, of none.
+    """Raise unless the parameters are, at stage 3, those of one sharded model, and below stage 3, of none.
 
-    ``topology``: the optimizer's. ``row``: of its tensor-parallel ranks; None: it was told none.
+    ``topology``: the optimizer's. ``row``: its tensor-parallel ranks; None: it was given none.
     """
     models = sharded_model_of(parameters.all)
     if not models:
@@ -265,7 +264,7 @@ def _shape(rows: Rows | None) -> str:
 
 
 def _parted(model: ShardedModel, unit: Unit, own: Container[int], given: Tensor, left_out: Tensor) -> str:
-    """Say what to do where an optimizer has ``given`` of a unit, not ``left_out``. ``own``: ids of all that it has."""
+    """Word the error where an optimizer has ``given`` of a unit, not ``left_out``. ``own``: ids of all that it has."""
     named = {id(place.plain): place.shard.label for place in unit.registrations}
     has = named[id(given)]
     text = (
@@ -289,9 +288,9 @@ def check_kinds(parameters: ParameterSet, indices: Sequence[int]) -> None:
 
 
 def check_memory(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
-    """Raise ParameterError for the first of them that shares memory with another.
+    """Raise ParameterError for the first parameter that shares memory with another.
 
-    Each gets a place of its own: what was tied through its memory would silently come apart.
+    Each gets a place of its own: parameters that were tied through their memory would silently come apart.
     """
     locals = map(local_of, parameters)
     spans = sorted(_span(p, label) for p, label in zip(locals, labels, strict=True) if p.numel())
@@ -303,14 +302,15 @@ def check_memory(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
 
 
 def _span(parameter: Tensor, label: str) -> tuple[int, int, str]:
-    """First address and the one after the last; of a tensor with gaps its first element's, others may lie between."""
+    """Find the first address and the one after the last. A tensor with gaps counts by its first element alone, as
+    others may lie in the gaps."""
     numel = parameter.numel() if parameter.is_contiguous() or storage_order(parameter) else 1
     start = parameter.data_ptr()
     return start, start + numel * parameter.itemsize, label
 
 
 def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str, *, meta: bool = False) -> None:
-    """Raise ParameterError for a kind of tensor that cannot be held. ``meta``: it may be without values."""
+    """Raise ParameterError for a kind of tensor that cannot be held. ``meta``: it may be on the meta device."""
     if is_lazy(parameter):
         raise ParameterError(f"{label} has no shape yet: run a forward of the model before making the optimizer")
     if parameter.device.type == "meta" and not meta:
@@ -332,14 +332,14 @@ def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str
 
 
 def described_experts(said: Mapping[int, ExpertRanks]) -> dict[str, Any]:
-    """Give what all ranks have to agree on of groups with experts: each has other ranks, and as many."""
+    """Describe the groups with experts, for all ranks to agree on: their ranks differ, but not how many there are."""
     found = {number: (len(of_group.ranks), of_group.grad_divisor) for number, of_group in said.items()}
     return {"experts: (ranks, grad_divisor) by group": found} if found else {}
 
 
 def check_marked(parameters: ParameterSet, indices: Sequence[int], groups: Container[int], comm: Comm) -> None:
-    """Raise ParameterError for the first of ``indices`` that is marked as an expert, and whose group does not say which
-    ranks have it. ``groups``: numbers of those that do."""
+    """Raise ParameterError for the first of ``indices`` that is marked as an expert, and whose group does not name the
+    ranks that have it. ``groups``: numbers of the groups that do."""
     for index in indices if comm.world_size > 1 else ():
         if getattr(parameters.all[index], "allreduce", True) is False and parameters.group_of[index] not in groups:
             raise ParameterError(
@@ -381,7 +381,7 @@ def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: T
 
 
 def check_any_marked(parameters: Sequence[Tensor], labels: Sequence[str], topology: Topology) -> None:
-    """Raise ParameterError where there are to be plain slices, and nobody has marked anything."""
+    """Raise ParameterError where tensor-parallel ranks are given for plain slices, and no parameter has a mark."""
     if topology.plain and not any(map(says_anything, parameters)):
         raise ParameterError(
             f"tensor_parallel is given, and none of the parameters has a mark, {labels[0]} for one: all would get the "
@@ -395,7 +395,7 @@ def check_other_marks(
     """Raise ParameterError for the first of ``indices`` with a mark that has no meaning where it is.
 
     Args:
-        experts: numbers of groups. ``stages``: of the pipeline. ``rules``: of the groups.
+        experts: numbers of the groups of experts. ``stages``: of the pipeline. ``rules``: of the groups.
     """
     for index in indices:
         parameter, label = parameters.all[index], parameters.labels[index]
@@ -429,7 +429,7 @@ def check_slices(
 
     Args:
         group_of: of each parameter, the number of its group; None: there are no experts.
-        experts: by such a number, those of experts.
+        experts: by the number of a group of experts, its ranks.
     """
     own = {number: own_row(of_group.columns) for number, of_group in (experts or {}).items()}
     for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):
@@ -451,7 +451,7 @@ def check_slices(
 
 
 def described_rules(rules: GroupRules, first_group: int) -> dict[str, Any]:
-    """Give what all ranks have to agree on of the rules of groups, from ``first_group`` on."""
+    """Describe the rules of groups from ``first_group`` on, for all ranks to agree on."""
     found: dict[str, Any] = {}
     for number, rule in enumerate(rules.by_group[first_group:], first_group):
         of_rule = {"rule": rule.name, **rule.fixed, **rule.said, "state": stored_names(rule)}
@@ -460,9 +460,9 @@ def described_rules(rules: GroupRules, first_group: int) -> dict[str, Any]:
 
 
 def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, options: dict[str, Any]) -> None:
-    """Exchange a hash; raise RankMismatchError, on every rank, unless all hold the same parameters and options.
+    """Collective. Compare parameters and options by a hash, of groups from ``first_group`` on.
 
-    Compared are the groups from ``first_group`` on.
+    Raises RankMismatchError, on every rank, unless all ranks have the same.
     """
     description = [f"{name}={value}" for name, value in options.items()]
     for number, group in enumerate(parameters.groups[first_group:], first_group):
@@ -478,10 +478,10 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
 
 
 def _kind_of(parameter: Tensor) -> str:
-    """What all ranks have to have alike of a parameter."""
+    """Describe a parameter, for all ranks to agree on."""
     return f"{described(parameter)}{placed(parameter)}{marked(parameter)}{partition(parameter)}"
 
 
 def _has_tensor(value: Any) -> bool:
-    """Values of tensors are not compared: that would be a host sync."""
+    """True if ``value`` is a tensor or has one: these are not compared, as that would be a host sync."""
     return any(isinstance(one, Tensor) for one in (value if isinstance(value, list | tuple) else (value,)))

@@ -1,4 +1,4 @@
-"""The update rule in float64 beside the real one, of some parameters: does the optimizer compute what it should?"""
+"""``verify``: shadows the updates of some parameters in float64, to check that the optimizer computes them right."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .step.shard_state import ShardState
 
 @dataclass(frozen=True)
 class Direction:
-    """The update of a matrix that was furthest off, by its bounds.
+    """The matrix update that was furthest off, as a multiple of its bounds.
 
     Attributes:
-        difference: how far.
+        difference: how far it was off.
         parameter, rank, step: as in ``VerifyReport``.
     """
 
@@ -44,17 +44,17 @@ class VerifyReport:
     """The largest difference so far, and how much was looked at.
 
     Attributes:
-        ulps: |live - shadow| in units in the last place of fp32, of the largest that the value, or what an update may
-            subtract from it, has been until then. Of Adam that is lr. Of Muon it is of the momentum, and of the largest
-            that it, or the gradient, has been.
+        ulps: |live - shadow| in units in the last place of fp32. The unit is that of the largest magnitude so far of
+            the value, or of what an update may subtract from it, which for Adam is lr. For Muon the value is the
+            momentum, and the largest magnitude that of momentum or gradient.
         parameter, rank, step: where and when it was: the name, the rank that holds the shard, the call of ``step``.
         updates: how many updates the shadow had followed by then.
         compared: elements compared, each time and on every rank counted.
         unrounded: elements of 16-bit parameters that were not their master, rounded.
         edited: elements of parameters found changed between two steps; the shadow takes them over.
-        ulps_an_update: the most that rounding makes of one update by the rule of that parameter, and of the master as
-            it is stored. Where several rules are followed, the largest difference is that with most ulps over this.
-        direction: of matrices, what an update has subtracted from the master; None: none was followed.
+        ulps_an_update: the most that rounding makes of one update by the rule of that parameter, and of storing the
+            master. Where several rules are followed, the largest difference is that with most ulps over this.
+        direction: the worst update of a matrix; None: no matrix was followed.
     """
 
     ulps: float = 0.0
@@ -82,12 +82,12 @@ def verify(
     For debugging: it reads device values on the host in every step and keeps 40 bytes for each of at most 1024 elements
     of each shadowed parameter. The result is a context manager; ``close()`` ends it, ``report()`` says what was found.
 
-    Of a rule that takes whole matrices, as Muon, all elements that this rank has of a shadowed one are followed, with
-    40 bytes for each. There ``ulps`` are of the momentum, and ``direction`` is of what each single update has
+    For a rule of whole matrices, such as Muon, all elements that this rank has of a shadowed parameter are followed,
+    with 40 bytes for each. There ``ulps`` are of the momentum, and ``direction`` is of what a single update has
     subtracted: the shadow's master begins every step as the live one. So of the master only updates of compared steps
-    are judged. Where it compares, it makes a singular value
-    decomposition of each matrix in float64, and a matrix that is cut over ranks is brought together on all of these. So
-    all ranks make the same call of ``verify``, or RankMismatchError is raised in ``step``.
+    are judged. A comparison makes a singular value decomposition of each matrix in float64. A matrix that is cut over
+    ranks is joined on all of these, so all ranks make the same call of ``verify``; else ``step`` raises
+    RankMismatchError.
 
     The shadow starts from the live state and is then given only what the optimizer is given: the reduced gradient, its
     coefficient (scale and clip), which parameters were used, whether the step was skipped, and ``param_groups``. Step
@@ -96,16 +96,16 @@ def verify(
     random walk (seen of AdamW: 2 ulps after one update, 17 after 100, 48 after 1000). More is a wrong update, or state
     that was overwritten between steps.
 
-    State that is stored by a codec is rounded in every update. So its shadow starts anew from it in each. That of a
-    split master does not: what storing it makes of an update is in the bound.
+    State that is stored by a codec is rounded in every update, so its shadow starts anew from it in each. The shadow of
+    a split master does not: the rounding of storing it is in the bound.
 
     It follows changed options, added groups, new layouts and skipped steps. Parameters edited between steps are taken
     over and counted; ``load_state_dict`` and ``load_full_state_dict`` start it anew, and ``resync()`` does when
     masters were changed by other means, such as ``opt.refresh_master()``.
 
     Args:
-        parameters: those to shadow, or their names; None: of each rule ``samples`` of those that this rank holds
-            elements of, evenly spread. Each rank shadows the elements that it holds.
+        parameters: those to shadow, or their names. None: for each rule ``samples`` parameters, evenly spread over
+            those of which this rank holds elements. Each rank shadows the elements that it holds.
 
     Raises ValueError for ``every`` or ``samples`` below 1, ParameterError for one that the optimizer does not train,
     ZeroOptimError for a rule that has no float64 counterpart.
@@ -133,7 +133,7 @@ class Verifier:
         self._engine.watchers.append(self)
 
     def resync(self) -> None:
-        """Start the shadow anew from the live state of the next step; the report goes on."""
+        """Start the shadows anew from the live state of the next step; the report goes on."""
         self._shadows: dict[int, Shadow] = {}
         # [parameters] float64: the shadow's own from here on
         self._steps = self._engine.hyper.steps.to("cpu", copy=True)
@@ -152,7 +152,7 @@ class Verifier:
         self.close()
 
     def report(self) -> VerifyReport:
-        """Collective: the same on every rank, with the largest difference of all and the counts added up."""
+        """Collective. Report the largest difference of all ranks, and the counts added up: the same on every rank."""
         found = self._engine.sharding.everyone.gather_objects(self._found, "the report of verify")
         worst = max(found, key=_by_one_update)
         directions = [report.direction for report in found if report.direction is not None]
@@ -164,7 +164,7 @@ class Verifier:
 
     @torch.no_grad()
     def before_update(self, grad_scale: Tensor | None, found_inf: Tensor) -> None:
-        """Take over edits, then update the shadow by what the shards are about to be updated by."""
+        """Take over edits, then update the shadows with the gradients that the shards are about to be updated with."""
         if self._chosen is None:  # a group may have brought another rule; all ranks know it
             for rule in self._engine.rules.all:
                 _ulps_an_update(rule)
@@ -214,14 +214,14 @@ class Verifier:
     # -- what is shadowed ----------------------------------------------------------------------------------------
 
     def _track(self) -> list[tuple[ShardState, SlotPiece, Shadow]]:
-        """The shadowed pieces where they are now, each shadow brought up to date with layout and edits."""
+        """List the shadowed pieces where they are now, and bring each shadow up to date with layout and edits."""
         here = {piece.slot.param: (shard, piece) for shard in self._engine.states.shards for piece in followed(shard)}
-        # Of each rule for itself: ranks that share matrices choose the same, whatever they have of other parameters.
+        # Each rule by itself: ranks that share matrices choose the same, whatever they have of other parameters.
         of_rules: dict[UpdateRule, list[int]] = {}
         for index in sorted(here):
             of_rules.setdefault(here[index][0].rule, []).append(index)
         chosen = [index for indices in of_rules.values() for index in self._choose(indices)]
-        # Those that have left this rank are forgotten: if they come back, it is with a newer state.
+        # Shadows of parameters that have left this rank are dropped: if one comes back, it has a newer state.
         self._shadows = {index: self._shadows.get(index) or shadow_of(*here[index]) for index in chosen}
         tracked = [(*here[index], shadow) for index, shadow in self._shadows.items()]
         take_over = self._engine.states.takes_edits_over
@@ -233,7 +233,7 @@ class Verifier:
 
 
 def _ulps_an_update(rule: UpdateRule) -> int:
-    """The most that rounding makes of an update of what is compared in units in the last place."""
+    """Bound the rounding of one update, in units in the last place of the value that is compared by these."""
     if rule.ulps_an_update is None:
         raise ZeroOptimError(
             f"verify cannot follow {rule.name}: give the rule update_in_float64 or matrices_in_float64, and "
@@ -243,7 +243,7 @@ def _ulps_an_update(rule: UpdateRule) -> int:
 
 
 def _by_one_update(report: VerifyReport) -> float:
-    """The difference beside what rounding makes of one update by its rule: so rules are beside each other."""
+    """Divide the difference by the rounding of one update, so that differences of several rules compare."""
     return report.ulps / max(report.ulps_an_update, 1)
 
 

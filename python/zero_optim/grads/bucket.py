@@ -62,8 +62,8 @@ class Flight:
 
 @dataclass
 class Edits:
-    """The user's edits of reduced gradients, by index of the parameter: others were assigned, or they were dropped, or
-    written in place."""
+    """The user's edits of reduced gradients, by index of the parameter: another one assigned, dropped, or written in
+    place."""
 
     assigned: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
@@ -74,16 +74,16 @@ class Follower(Protocol):
     """Takes the reduced gradient elsewhere, as it arrives."""
 
     def reduction_begins(self) -> None:
-        """The shard is about to be written."""
+        """Forget what was taken: the shard is about to be written."""
 
     def reduction_launched(self, pending: Pending | Chain) -> bool:
-        """True if it has been seen to, without waiting, that the sum is taken as it arrives."""
+        """Arrange, without waiting, that the sum is taken as it arrives. Returns whether that was possible."""
 
     def reduction_arrived(self) -> None:
-        """The sum is there, and nobody has seen to it. What follows comes after it was taken."""
+        """Take the sum, which is there, where ``reduction_launched`` could not; later work comes after that."""
 
     def after_taking(self) -> None:
-        """Order what follows after the sum was taken: the user may zero it."""
+        """Order later work after the sum was taken: the user may zero it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Moving:
     """A bucket's reduced gradients on their way to other buckets.
 
     Attributes:
-        held: [shard_numel] this rank's part, or [numel] all where it has that.
+        held: [shard_numel] this rank's part; or [numel] the whole, where this rank has it.
         shown: of each slot, whether ``.grad`` shows it, and not what the user has put there since.
         used: of each slot, whether this rank had a part in it.
     """
@@ -103,7 +103,7 @@ class Moving:
     used: bytes
 
     def whole(self) -> Iterator[tuple[Slot, Tensor, bool, bool]]:
-        """Collective. Every slot, its whole gradient, flat; whether it is shown, and used."""
+        """Collective. Yield for every slot its whole gradient, flat; whether it is shown, and used."""
         full = self.sharding.whole_of(self.held, "construction")
         for slot, shown, used in zip(self.layout.slots, self.shown, self.used, strict=True):
             yield slot, full.narrow(0, slot.offset, slot.numel), shown, bool(used)
@@ -119,14 +119,14 @@ class Bucket:
         grad_buffer: where gradients rest, [numel] where ``keeps_full``, else [shard_numel].
         grad_shard: [shard_numel] what ``step`` applies, a view of ``grad_buffer``.
         arrivals: the reductions on their way into ``grad_shard``. Whoever reads or writes it waits, or queues, there.
-        slots: what is known of each parameter's gradient.
+        slots: the state of each parameter's gradient.
         offsets: where each slot starts, in elements.
-        nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite. The reducer gives it.
-        speaks: whether what this rank has counts in a sum over ranks: of those that have the same, one's does.
+        nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite; ``Buckets`` gives it.
+        speaks: whether this rank's part counts in a sum over ranks: of ranks that hold the same, one counts it.
         terms: slots whose gradients, in any reduction until now, were terms of a sum over the tensor-parallel ranks.
         shared: slots of parameters that another stage of the pipeline counts in a norm.
-        follower: is told of reductions; None: nobody is.
-        unsharding: brings in the other ranks' parts of the parameters after a step, while it is under way.
+        follower: takes reduced gradients elsewhere; None: nobody does.
+        unsharding: the all-gather of the parameters after a step, while it is under way.
     """
 
     def __init__(self, layout: BucketLayout, flat: FlatParams, labels: Sequence[str], sharding: Sharding) -> None:
@@ -158,7 +158,7 @@ class Bucket:
         return self.flat.shard
 
     def gradient_to_apply(self) -> Tensor:
-        """``grad_shard``; zeros where no gradient has come since its memory was taken, as alone at stage 3."""
+        """Return ``grad_shard``. At stage 3, where no gradient has come, it is zeros in new memory."""
         # At stage 3 the memory is freed while there is no gradient. Without a round nothing takes it again.
         if self.flat.sharded and self.grad_buffer.untyped_storage().nbytes() == 0:
             allocate(self.grad_buffer)
@@ -180,7 +180,7 @@ class Bucket:
         # ``.grad`` can show a view only in the parameter's own dtype: torch takes no other.
         if self.keeps_full and dtype == self.dtype:
             self._views = [*map(shown_as, self.params, self.flat.slot_views(self.grad_buffer))]
-        # Of what all tensor-parallel ranks have, this rank's sum may be a term of theirs: it is added up as it leaves.
+        # Where all tensor-parallel ranks have a parameter, each may have a term of its gradient, summed as it leaves.
         self._terms: Sequence[Tensor] = ()
         if reduces and self.flat.sliced and not self.flat.cut:
             pairs = zip(self.params, self._views, strict=False)
@@ -200,7 +200,7 @@ class Bucket:
             deallocate(self.grad_buffer)
 
     def _use_new_memory_if_kept(self) -> None:
-        """Before all gradients here are lost: where the user keeps one of before, new ones go elsewhere."""
+        """Allocate new memory where the user keeps a gradient that is about to be overwritten."""
         # A client that keeps ``p.grad`` over ``zero_grad`` would see the next step's values in it.
         if any(handed_out.kept(self.params) for handed_out in self._handed_out):
             self.arrivals.wait()
@@ -214,7 +214,7 @@ class Bucket:
             shard.label = f"gradient of {self.label(index)}"
 
     def shard_views(self, shard: Tensor, what: str, dtype: torch.dtype | None = None) -> list[FlatShard]:
-        """A shard a slot over ``shard`` [shard_numel], in the parameters' shapes. ``dtype``: None is the shard's."""
+        """Make a ``FlatShard`` a slot over ``shard`` [shard_numel]. ``dtype``: that it shows; None: the shard's."""
         return [
             FlatShard(
                 shard.narrow(0, piece.in_shard, piece.numel),
@@ -242,13 +242,13 @@ class Bucket:
         self.slots.make_room()
 
     def take_over(self, index: int, whole: Tensor, *, shown: bool, used: bool) -> None:
-        """Hold this gradient of slot ``index``."""
+        """Copy this rank's part of ``whole`` into slot ``index``."""
         piece, part = self.pieces[index], self._part_of(index)
         part.copy_(whole if self.sharding.shard_count == 1 else whole[piece.in_param :][: len(part)])
         self.slots.take_over(index, self._reduced_handles()[index] if shown else None, used=used)
 
     def let_go(self) -> None:
-        """Hold no parameters and no gradients any more: memory goes as the parameters move to other buckets."""
+        """Drop parameters and gradients: their memory goes as the parameters move to other buckets."""
         keep_for_current_stream(self.flat.full, self.grad_buffer)
         del self.flat, self.params, self.slots
         del self.grad_buffer, self.grad_shard, self._views, self._terms, self._shards, self._handed_out
@@ -261,7 +261,7 @@ class Bucket:
         return bool(self._views) and self.state is not GradState.REDUCED and not self.arrivals.under_way
 
     def before_accumulate(self, index: int) -> None:
-        """Autograd is about to add to slot ``index``'s gradient: a reduced one is taken out of ``.grad`` before."""
+        """Take a reduced gradient out of slot ``index``'s ``.grad``, to which autograd is about to add."""
         if self.slots.bucket_state is not GradState.REDUCED:
             return
         written = self.slots.accumulate(index, self._reduced_handles()[index])
@@ -298,8 +298,8 @@ class Bucket:
         Args:
             buffers: lend the memory to pack into and to receive in.
             streams: on which the gradients were added up.
-            may_wait: whether the host may wait for what is on its way: for the last reduction into this bucket, and
-                for memory that another has. Otherwise it packs into memory of its own, and adds when it arrives.
+            may_wait: whether the host may wait for the last reduction into this bucket, and for memory that another
+                reduction has. Otherwise it packs into memory of its own, and adds when the sum arrives.
         """
         streams.join()
         if may_wait:
@@ -307,9 +307,9 @@ class Bucket:
         found = self.slots.scan(self._handles())
         self._drop_zeroed(found.zeroed)
         accumulate = self.state is GradState.REDUCED and len(self.slots.stale) < len(self.params)
-        # Three cases. Some average stays: the rest is dropped, and the new sum added to it. Or nothing is wanted, but
-        # an old sum is on its way, and would arrive over the new one: it is zeroed as it arrives, and the new one
-        # added. Or nothing is there: the new sum takes the memory, unless somebody keeps a gradient in it.
+        # Three cases. Some average stays: the rest is dropped, and the new sum added to it. Or no average stays, but an
+        # old sum is on its way, and would arrive over the new one: it is zeroed as it arrives, and the new one added.
+        # Or nothing is there: the new sum takes the memory, unless somebody keeps a gradient in it.
         if accumulate:
             self._drop_stale()
         elif self.arrivals.under_way:  # nothing is wanted of what arrives
@@ -326,7 +326,7 @@ class Bucket:
 
         # Where an average stays in ``grad_buffer``, or its dtype is not what is communicated, other memory is needed.
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
-        if in_place:  # of a unit on one data-parallel rank, with parameters on the host, it may be gone
+        if in_place:  # a unit on one data-parallel rank, with parameters on the host, may have freed it
             allocate(self.grad_buffer)
         full = self.grad_buffer if in_place else lend(self.layout.numel)
         sources, terms = self._of_this_rank(sources)
@@ -336,7 +336,7 @@ class Bucket:
         streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
         allocate(self.grad_buffer)
-        # State on the host takes the gradient there: not what is about to be overwritten.
+        # With state on the host, what was copied there of this shard is about to be out of date.
         if self.follower is not None:
             self.follower.reduction_begins()
         pending = self.sharding.reduce(full, self.grad_shard, lend, accumulate=accumulate)
@@ -355,30 +355,30 @@ class Bucket:
         return Zeroed.IN_PLACE if self._zeroings_now() - self._zeroings >= len(self.params) else None
 
     def note_writes(self) -> None:
-        """Note that what was written into the gradients so far is known, or was not the user's."""
+        """Note that all writes into the gradients so far are known, or were not the user's."""
         self._zeroings_noted = self._zeroings_now()
 
     @property
     def written(self) -> bool:
-        """True if the user has written gradients that are here in place since ``note_writes``."""
+        """True if the user has written into gradients, in place, since ``note_writes``."""
         return self._zeroings_now() != self._zeroings_noted
 
     def _zeroings_now(self) -> int:
         if self._shards:
             return self.arrivals.zeroed
-        # What is written through a DTensor shows in its own version counter alone.
+        # A write through a DTensor shows only in its own version counter.
         shown = (*self._views, *self._terms)
         return sum(map(_version_of, shown)) if self.flat.sliced else self.grad_buffer._version
 
     def drop_all(self, how: Zeroed) -> None:
-        """Let all gradients be zeroed, though no ``.grad`` shows it."""
+        """Drop or zero all gradients, as the user has, though no ``.grad`` shows it."""
         if how is Zeroed.TO_NONE:
             self.slots.drop(range(len(self.params)))
         else:
             self.arrivals.then(partial(_zero, self.grad_shard))
 
     def keep_where(self, keep: Tensor) -> None:
-        """Let all gradients be zero where ``keep``, [] bool on the device, is False."""
+        """Zero all gradients if ``keep``, [] bool on the device, is False."""
         self.arrivals.then(partial(_keep_where, self.grad_shard, keep))
 
     def launch_zeros(self) -> None:
@@ -392,15 +392,15 @@ class Bucket:
         self.sharding.reduce(full, out, full.new_empty, accumulate=False).wait()
 
     def wait(self) -> None:
-        """Order what follows after the arrival of every reduction."""
+        """Order later work after the arrival of every reduction."""
         self.arrivals.wait()
 
     def arrives_within(self, seconds: float) -> bool:
-        """True if every reduction is there, at the latest after so long. On CUDA the host need not know."""
+        """True if every reduction arrives within ``seconds``. On CUDA the host need not know."""
         return self.arrivals.arrive_within(seconds)
 
     def _poison_others(self) -> None:
-        """Reduced in place: what ``grad_buffer`` holds beside this rank's shard has been communicated, too."""
+        """Fill ``grad_buffer`` with NaN beside this rank's shard: reduced in place, the rest was communicated, too."""
         # At stage 0 every rank has the average of all of it.
         if self.sharding.stage >= 1:
             kept = self.grad_shard.clone()
@@ -408,14 +408,14 @@ class Bucket:
             self.grad_shard.copy_(kept)
 
     def counted(self) -> list[Tensor]:
-        """What of ``grad_shard`` this rank counts in a norm, flat: as a rule all of it. Between slots it is zero."""
+        """List the parts of ``grad_shard`` that this rank counts in a norm: as a rule all of it. Gaps are zero."""
         if not self.speaks:
             return []
         return self._parts({*range(len(self.params))} - self.shared) if self.shared else [self.grad_shard]
 
     def counted_elsewhere(self) -> list[Tensor]:
-        """What of it another stage of the pipeline, or another tensor-parallel rank, counts: that of theirs is the same
-        by right, but was reduced by itself. So whether it is finite is asked here, too."""
+        """List the parts that another stage of the pipeline, or another tensor-parallel rank, counts in a norm. Its own
+        should be the same, but was reduced separately. So whether this rank's is finite is checked here, too."""
         if self.speaks:
             return self._parts(self.shared)
         return [self.grad_shard] if self.sharding.speaks(cut=True) else []
@@ -426,12 +426,12 @@ class Bucket:
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Start to bring in every rank's shard of the parameters. At stage 3 units do, as they are used."""
+        """Start the all-gather of the parameters. At stage 3 units are gathered as they are used."""
         if self.sharding.stage < 3:  # else a unit gathers them when it is called
             self.unsharding = self.sharding.all_gather(self.flat.full, own=self.flat.shard)
 
     def wait_for_parameters(self) -> None:
-        """Order what follows after the arrival of the parameters."""
+        """Order later work after the arrival of the parameters."""
         if self.unsharding is not None:
             self.unsharding.wait()
             self.unsharding = None
@@ -439,7 +439,7 @@ class Bucket:
     def follow_edits(self) -> Edits:
         """Drop what the user has zeroed since the last reduction. Returns the gradients assigned since, and dropped."""
         found = self.slots.scan(self._handles())
-        # What was zeroed is taken out of ``grad_shard``, which has to be there for that.
+        # Gradients that were zeroed are zeroed in ``grad_shard``, too, which has to have arrived for that.
         if self.state is GradState.REDUCED:
             self.arrivals.wait()
             self._drop_zeroed(found.zeroed)
@@ -449,8 +449,8 @@ class Bucket:
         return Edits({slots[index].param for index, _ in assigned}, {slots[index].param for index in found.gone})
 
     def abandon(self) -> None:
-        """Wait for nothing any more: the ranks have parted, or the optimizer goes without a word to the others."""
-        # At stage 3 ``clear`` frees memory. What a reduction writes into to its end is left to it.
+        """Wait for nothing any more: the ranks have parted, or the optimizer is closed on this rank alone."""
+        # At stage 3 ``clear`` frees memory. A reduction under way keeps the memory that it writes into.
         if self.flat.sharded and self.arrivals.under_way:
             self._allocate_gradients()
         self.arrivals.abandon()
@@ -464,7 +464,7 @@ class Bucket:
             deallocate(self.grad_buffer)
 
     def leave_memory(self) -> None:
-        """Nothing is here: let ``grad_buffer`` be memory that nobody writes or keeps, before it is freed."""
+        """Make ``grad_buffer`` memory that no reduction writes and no user keeps, before it is freed."""
         # A reduction may still write into it: memory that is freed under one is another tensor's soon.
         self.arrivals.wait()
         self._use_new_memory_if_kept()
@@ -481,7 +481,7 @@ class Bucket:
     def zero(self) -> None:
         """Make every gradient that is there zero, as ``zero_grad(set_to_none=False)`` means."""
         if self.state is not GradState.EMPTY:
-            # Of averages the rest of ``grad_buffer`` means nothing, and a collective may still read it.
+            # With averages the rest of ``grad_buffer`` means nothing, and a collective may still read it.
             buffer = self.grad_shard if self.state is GradState.REDUCED else self.grad_buffer
             self.arrivals.then(partial(_zero, buffer))
         for _, grad in self.slots.scan(self._handles()).local:
@@ -497,7 +497,7 @@ class Bucket:
     def _local_views(self) -> Sequence[Tensor]:
         if not self._are_terms:
             return self._views
-        # Made anew: another list that is kept would count as somebody who keeps gradients.
+        # Made anew each time: a list that is kept would look like a user who keeps gradients.
         return [self._terms[index] if index in self._are_terms else view for index, view in enumerate(self._views)]
 
     def _reduced_handles(self) -> Sequence[Tensor]:
@@ -531,18 +531,18 @@ class Bucket:
         return self.grad_shard.narrow(0, piece.in_shard, piece.numel)
 
     def _of_this_rank(self, sources: list[tuple[int, Tensor]]) -> tuple[list[tuple[int, Tensor]], list[int]]:
-        """What lies in this rank's memory of gradients that may be ``DTensor``s, and the slots of those that are terms
-        of a sum over the tensor-parallel ranks."""
+        """Take the local tensors of gradients that may be ``DTensor``s. Returns them, and the slots of gradients that
+        are terms of a sum over the tensor-parallel ranks."""
         if not self.flat.sliced:
             return sources, []
         found = [(index, *local_gradient(self.params[index], grad)) for index, grad in sources]
         return [(index, grad) for index, grad, _ in found], [index for index, _, is_term in found if is_term]
 
     def _with_dropped(self, terms: Sequence[int], sources: Sequence[tuple[int, Tensor]]) -> list[int]:
-        """``terms``, and the slots that were terms before and have no gradient now.
+        """Add to ``terms`` the slots that were terms before and have no gradient now.
 
-        It may have been dropped on this rank alone: then the other tensor-parallel ranks sum theirs, and zeros of this
-        one have to be in the same sum. Before the first reduction nobody knows which are terms.
+        The gradient may have been dropped on this rank alone. The other tensor-parallel ranks sum theirs, and this rank
+        has to add zeros. Before the first reduction nobody knows which slots are terms.
         """
         self.terms.update(terms)
         return sorted({*terms, *self.terms.difference(index for index, _ in sources)})
@@ -550,16 +550,16 @@ class Bucket:
     def _sum_terms(self, slots: Sequence[int], full: Tensor) -> None:
         """Sum the gradients of these slots, which were packed into ``full``, over the tensor-parallel ranks.
 
-        They all sum the same slots: each goes through the same forward and backward, see also ``_with_dropped``. Those
-        that are marked are added up in any case: what a rank has no gradient of is zero there.
+        They all sum the same slots, as each goes through the same forward and backward; see also ``_with_dropped``.
+        Marked slots are summed in any case: a rank without a gradient adds zeros.
         """
         places = [self.layout.slots[index] for index in slots]
         self.sharding.sum_over_slices([full.narrow(0, place.offset, place.numel) for place in places])
 
     def pack(self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float, accumulate: bool = False) -> None:
-        """Bring gradients, each with its slot's number, into ``full`` [numel], times ``scale``.
+        """Pack gradients, each with its slot's number, into ``full`` [numel], times ``scale``.
 
-        ``accumulate``: those that were found non-finite before stay so.
+        ``accumulate``: slots that were marked non-finite before stay so.
         """
         grads = [grad for _, grad in sources]
         usual = self._dtypes.issuperset(map(_dtype_of, grads)) and _STRIDED.issuperset(map(_layout_of, grads))

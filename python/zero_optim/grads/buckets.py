@@ -34,7 +34,7 @@ class Buckets:
     Attributes:
         order: indices of the parameters, in the order of their slots.
         all: the buckets, in the order in which they leave.
-        slot_of: of each parameter, its bucket, the number of that, and the number of its slot there.
+        slot_of: by parameter: its bucket, the bucket's number, and the number of its slot there.
         slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
         nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
     """
@@ -47,8 +47,8 @@ class Buckets:
         self.all: list[Bucket] = []
 
     def use(self, order: Sequence[int], buckets: Sequence[Bucket]) -> None:
-        """Go by these buckets from now on. Their gradients stay where they are."""
-        for bucket in self.all:  # those that ``let_go`` have nothing but their arrivals
+        """Use these buckets from now on. Their gradients stay where they are."""
+        for bucket in self.all:  # after ``let_go`` they have nothing left but their arrivals
             bucket.wait()
         self.order, self.all = list(order), list(buckets)
         device = self._sharding.device
@@ -89,7 +89,7 @@ class Buckets:
         for param in terms & self.slot_of.keys():
             bucket, _, index = self.slot_of[param]
             bucket.terms.add(index)
-        for bucket in self.all if moving else ():
+        for bucket in self.all if moving else ():  # each may receive gradients of any old bucket
             bucket.make_room()
         while moving:  # one bucket at a time: whole gradients take memory
             for slot, whole, shown, used in moving.pop(0).whole():
@@ -98,7 +98,7 @@ class Buckets:
 
     @property
     def refused(self) -> dict[int, str]:
-        """Reasons why this rank could not use a gradient, by the index of its parameter."""
+        """The reasons for which this rank could not use a gradient, by the index of its parameter."""
         slots = [(bucket, index) for bucket in self.all for index in bucket.slots.refused]
         return {bucket.layout.slots[index].param: bucket.slots.refused[index] for bucket, index in slots}
 
@@ -114,12 +114,12 @@ class Buckets:
 
 
 @dataclass(frozen=True)
-class BucketKind:
-    """What the parameters of a bucket have in common. So what counts in a norm is a matter of buckets.
+class Kind:
+    """The properties that all parameters of a bucket have in common. So whether they count in a norm goes by bucket.
 
     Attributes:
         cut: whether the tensor-parallel ranks have a slice each.
-        sharding: who shares them.
+        sharding: who shares the parameters.
         rule: which updates them.
     """
 
@@ -157,10 +157,10 @@ def layouts_by_size(
     bucket_cap_mb: float | None,
     order: Sequence[int],
     costs: Mapping[int, int],
-) -> list[tuple[BucketLayout, BucketKind]]:
-    """Lay out parameters of so many elements, by index: as many in a bucket as fit. Without any tensors.
+) -> list[tuple[BucketLayout, Kind]]:
+    """Lay out parameters by index, with no need of tensors: as many in a bucket as fit.
 
-    ``costs``: see ``build_layout``.
+    ``numels``: elements of each. ``costs``: see ``build_layout``.
     """
     cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
     policies: dict[Hashable, LayoutPolicy] = {kind: kind.rule.layout for kind in kinds.values()}
@@ -177,13 +177,13 @@ def layouts_by_size(
 
 
 MUCH_PADDING, MANY_BYTES = 0.25, 2**26
-"""Padding is warned of that is more: than so much of what parameters take, and than so many bytes."""
+"""Padding is warned of if it is more than this fraction of the parameters, and more than this many bytes."""
 
 
 def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None:
     """Warn where the parameters that no rank cuts are too few for the ranks that share them.
 
-    It is said on rank 0, before there is memory for them, which may be too little.
+    Rank 0 warns, before memory is taken for them: it may not be enough.
     """
     whole = [(layout, kind) for layout, kind in laid_out if not kind.rule.layout.cuts]
     for sharding in dict.fromkeys(kind.sharding for _, kind in whole):
@@ -203,7 +203,7 @@ def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None
 
 
 def buffer_nbytes(buckets: Iterable[tuple[int, torch.dtype]], sharding: Sharding) -> int:
-    """Bytes of one communication buffer, which gradients of any bucket of so many elements go through."""
+    """Count the bytes of a communication buffer for any of these ``buckets``, each by its elements and dtype."""
     sizes = (numel * sharding.reduce_dtype(dtype).itemsize for numel, dtype in buckets)
     return max(sizes, default=0) if sharding.reduces else 0
 

@@ -1,4 +1,4 @@
-"""Finds whether somebody keeps a gradient that ``.grad`` has shown: its memory is not to be used again then."""
+"""Finds whether the user keeps a gradient that ``.grad`` has shown: then its memory must not be used again."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..comm.storage import references_in_cpp
 
-_ALONE = max(map(sys.getrefcount, [object()]))  # of what one list alone refers to
+_ALONE = max(map(sys.getrefcount, [object()]))  # the count of an object that one list alone refers to
 
 
 class HandedOut:
     """The tensors over ``buffer`` that ``.grad`` shows, one a parameter.
 
-    To be made when nobody else has seen one, and all that views ``buffer`` for good is there.
+    Make it before anybody else has seen one of them, and after all lasting views of ``buffer``.
     """
 
     def __init__(self, buffer: Tensor, handles: Sequence[Tensor], held: Sequence[Tensor] = ()) -> None:
@@ -25,7 +25,7 @@ class HandedOut:
         self._uses = _storage_uses(buffer)
 
     def kept(self, parameters: Sequence[Tensor]) -> bool:
-        """True if anything but each one's own ``parameter.grad`` refers to one of them, or to the memory."""
+        """True if anything but its own parameter's ``.grad`` refers to one of the tensors, or to their memory."""
         references = [*map(sys.getrefcount, self._handles)]
         uses = [*map(references_in_cpp, self._handles)]  # all of them are one of the above
         if max(references, default=0) > _ALONE or max(uses, default=0) > 1:

@@ -23,8 +23,7 @@ class GradHooks:
     """The hooks of one optimizer's parameters, by index.
 
     Args:
-        before: called with the index, and what is to be added, before autograd adds to a gradient; None: nobody wants
-            to know.
+        before: called with the index, and what is to be added, before autograd adds to a gradient; None: no such hook.
         ready: called with the index and the parameter when a gradient is there.
     """
 
@@ -54,7 +53,7 @@ class GradHooks:
         return any(next(reversed(self._post[index])) != self._own[index] for index in indices)
 
     def accumulates(self, index: int) -> bool:
-        """Within a backward: whether it is going to add to this parameter's gradient, or has done so."""
+        """True if the backward under way is going to add to this parameter's gradient, or has done so."""
         return torch._C._will_engine_execute_node(self._nodes[index])
 
     def remove(self) -> None:

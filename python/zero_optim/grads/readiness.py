@@ -101,18 +101,18 @@ from .bucket import Bucket
 
 
 class Readiness(Protocol):
-    """Answers the reducer, and is told by it."""
+    """The face that the reducer sees: it tells of events, and asks ``may_launch``."""
 
     def use(self, buckets: Sequence[Bucket]) -> None:
-        """Go by these buckets from now on. No backward is under way."""
+        """Use these buckets from now on. No backward is under way."""
 
     def begin(self) -> None:
-        """A backward begins, or what the last one has told is of no use any more."""
+        """Begin anew, for another backward: gradients that have come so far count no more."""
 
     def gradient_ready(self, index: int, number: int) -> bool:
-        """The gradient of parameter ``index``, of bucket ``number``, is there. For every gradient: it must be quick.
+        """Count the gradient of parameter ``index``, of bucket ``number``. Runs for every gradient: it must be quick.
 
-        Returns whether this made its bucket full; by units it is always False.
+        Returns whether this made the bucket full; by units it is always False.
         """
 
     def may_launch(self, number: int) -> bool: ...
@@ -133,7 +133,7 @@ class Observation:
     """The report of what one rank has seen in its backwards.
 
     Attributes:
-        order: parameters as their gradients became ready.
+        order: parameters in the order in which their gradients became ready.
         counts: how often each became ready in one backward, at most.
         cut_short: whether a backward raised: it may not have shown all.
     """
@@ -144,7 +144,7 @@ class Observation:
 
 
 def merged(own: Observation, sharding: Sharding, count: int) -> list[Observation]:
-    """Collective. Rank 0's order, and what any rank has seen of ``count`` parameters: as good as all their reports."""
+    """Collective. Merge the ranks' reports on ``count`` parameters into two, from which ``agree`` learns the same."""
     sharding.everyone.gather_objects(None, "the first step")  # raises unless all ranks are here
     vector = _vector(own, count, orders=sharding.rank == 0).to(sharding.device)
     sharding.everyone.exchange(vector, maximum=True, kind="construction")
@@ -159,7 +159,7 @@ def _vector(own: Observation, count: int, *, orders: bool) -> Tensor:
         times[index] = most
     came[list(own.order)] = 1.0
     for place, index in enumerate(own.order if orders else (), start=1):
-        places[index] = place  # of one that came several times the last
+        places[index] = place  # the last place of a parameter that came several times
     cut_short[0] = own.cut_short
     return vector
 
@@ -189,7 +189,7 @@ class ByCounts:
         ``may_change``: whether a hook of the user's, which runs after ours, may change one of these gradients."""
         self._observes, self._may_change = observes, may_change
         self.learned = Learned.NOTHING if observes else Learned.ALL
-        # How often each comes in a backward, as the ranks agreed. One that is not in it comes once.
+        # How often each parameter comes in a backward, as the ranks agreed. One that is not in it comes once.
         self._counts: dict[int, int] = {}
         self._params: list[list[int]] = []  # of each bucket
         self._repeats: list[bool] = []  # of each bucket, whether one of its parameters comes more than once
@@ -243,7 +243,7 @@ class ByCounts:
         return Observation(tuple(self._order), dict(self._observed), self._cut_short)
 
     def agree(self, reports: Sequence[Observation], order: Sequence[int]) -> list[int] | None:
-        """Take over what the ranks have seen: the largest counts, and rank 0's order in place of ``order``.
+        """Take over the reports of the ranks: the largest counts, and rank 0's order in place of ``order``.
 
         Returns the new order, where buckets are to be laid out anew.
         """
@@ -255,7 +255,7 @@ class ByCounts:
         whole = not any(report.cut_short for report in reports)
         new = None
         if whole and self.learned is Learned.NOTHING:
-            last_first = dict.fromkeys(reversed(reports[0].order))  # a gradient is ready when it has last become so
+            last_first = dict.fromkeys(reversed(reports[0].order))  # where a gradient comes again, the last time counts
             new = list(reversed(last_first)) + [index for index in order if index not in last_first]
         if whole:
             self.learned = Learned.ALL
@@ -263,7 +263,7 @@ class ByCounts:
         return new if new != list(order) else None
 
     def forget(self, *, order: bool) -> None:
-        """The next backwards are observed. ``order``: the layout is to follow them, too."""
+        """Observe the next backwards. ``order``: the layout is to follow them, too."""
         if not self._observes:
             return
         self.learned = Learned.NOTHING if order or self.learned is Learned.NOTHING else Learned.ORDER
@@ -281,10 +281,9 @@ class ByCounts:
 
 
 class ByUnits:
-    """A bucket holds a unit's parameters, and may leave when backward is through with the unit: used here or not.
+    """A bucket holds a unit's parameters, and may leave when backward is through with the unit.
 
-    Nothing is counted, so nothing needs to be observed: a unit that this rank has skipped sends its reductions all the
-    same, in its turn.
+    Nothing is counted or observed: a unit that this rank has skipped sends its reductions all the same, in its turn.
     """
 
     learned = Learned.ALL

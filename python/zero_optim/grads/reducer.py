@@ -15,7 +15,7 @@ what a bucket holds of one gradient, ``bucket`` packs and launches. This one joi
 
 The law: what a rank has launched follows from its program and from what all ranks know, never from how fast the others
 are. So a backward's reductions have left when it ends, whichever optimizers share it. Where a rank must not wait within
-a backward (``may_wait``), memory is taken for what is in flight.
+a backward (``may_wait`` is False), reductions in flight take memory of their own.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from .rounds import Rounds, RoundState
 from .slots import GradState, Zeroed
 
 _open: list[weakref.ref[Reducer]] = []
-"""The one list of this process's optimizers that are open, in the order in which they were made.
+"""The reducers of this process's open optimizers, in the order in which they were made.
 
-It lies in the lowest room that needs it, where a reducer looks for the others of its thread. Each leads to its engine,
-and that to its optimizer."""
+The list is here because a reducer looks for the others of its thread. Each leads to its engine, and the engine to its
+optimizer."""
 
 
 def open_reducers() -> list[Reducer]:
-    """List those of this process that were not closed, in the order in which they were made."""
+    """List the open reducers of this process, in the order in which they were made."""
     return [reducer for reference in _open if (reducer := reference()) is not None]
 
 
@@ -66,20 +66,20 @@ class Reducer:
         labels: a name for each, for messages.
         make_buckets: builds the buckets for an order; parameters become views of them.
         overlap: reduce during backward. Else stage 1 reduces in ``finish``, the others at the end of backward.
-        schedule: at stage 3, who knows which unit's backward is over.
+        schedule: at stage 3, the schedule of the units, which knows whose backward is over.
         mode: of the optimizer.
 
     Attributes:
-        rounds: which reductions are owed.
+        rounds: the rounds of reductions that this rank owes.
         layout: the buckets.
-        thread: who trains with it; at stage 3, who uses the model.
-        buffers: what they pack into, and receive in.
-        engine: gives the engine that it is of, while that lives.
-        on_layout: are told the new buckets after they were laid out again.
+        thread: the thread that trains with the optimizer; at stage 3, that uses the model.
+        buffers: the memory that buckets pack into, and receive in.
+        engine: returns the engine that this reducer is a part of; None once that is gone.
+        on_layout: called with the buckets after they were laid out anew.
         on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
         late: parameters whose gradient arrived after their bucket had left; it stays on this rank.
-        leftover: parameters with a gradient that ``finish`` found to be assigned after the last round: where all ranks
-            have some, ``reduce_leftover`` lets ``finish`` reduce them.
+        leftover: parameters whose gradient ``finish`` found to be assigned after the last round. Where all ranks have
+            some, ``reduce_leftover`` lets the next ``finish`` reduce them.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Reducer:
         self._hooks = GradHooks(self._before_accumulate if sharding.reduces else None, self._on_ready)
         self._counts = ByCounts(sharding.reduces and self._schedule is None, self._hooks.followed_by_users)
         self._readiness: Readiness = self._counts if self._schedule is None else ByUnits(self._schedule)
-        self._in_place: set[int] = set()  # buckets whose parameters were found where they were laid, in this backward
+        self._in_place: set[int] = set()  # buckets whose parameters were found to be views of them, in this backward
         self.buffers = CommBuffers(0, sharding.device)
         self._watch = BackwardWatch(self._backward_begins, self._backward_ended)
         self.thread = UserThread() if schedule is None else schedule.thread
@@ -178,7 +178,7 @@ class Reducer:
     # -- a gradient ------------------------------------------------------------------------------------------------
 
     def _before_accumulate(self, index: int, grads: Any) -> None:
-        if current_task() != self._watch.task:  # first of all: a new backward looks at .grad as the user has left it
+        if current_task() != self._watch.task:  # first: what begins a backward reads ``.grad`` as the user has left it
             self._watch.enter()
         bucket, _, slot = self.layout.slot_of[index]
         if bucket.slots.bucket_state is GradState.REDUCED:
@@ -188,9 +188,9 @@ class Reducer:
         """Count a gradient that is ready.
 
         This runs for every gradient, so it does little more: 4 µs here are a third of a backward over parameters of 512
-        elements. What can wait until a bucket is full does.
+        elements. Work that can wait until a bucket is full does.
         """
-        if self._streams.several:  # first of all: whatever raises here, autograd has written the gradient
+        if self._streams.several:  # before anything can raise: autograd has written the gradient by now
             self._streams.note()
         if current_task() != self._watch.task:
             self._watch.enter()
@@ -201,7 +201,7 @@ class Reducer:
             return
         if self._schedule is not None:
             self._check_shown(bucket, slot)
-        if self._reduces:  # should this backward raise, what the user zeroes afterwards is told by these notes
+        if self._reduces:  # if this backward raises, these notes show later what the user has zeroed since
             self._round_grads.note(index, parameter)
             if bucket.slots.bucket_state is GradState.REDUCED:
                 bucket.slots.added(slot)
@@ -236,13 +236,13 @@ class Reducer:
         self._in_place.add(number)
 
     def _check_not_cast(self) -> None:
-        """The same where no backward has looked: a model may be cast after ``zero_grad``, and ``step`` called."""
+        """Check in ``step`` that no parameter was cast after the last backward, as between ``zero_grad`` and here."""
         for bucket in self.buckets:
             if not bucket.flat.sharded and (cast := bucket.flat.first_cast()) is not None:
                 self._raise_moved(bucket, cast)
 
     def _raise_moved(self, bucket: Bucket, slot: int) -> NoReturn:
-        if self.sharding.reduces:  # a client that places a model and wraps it in DDP is to hear of DDP
+        if self.sharding.reduces:  # a client that moves a model and wraps it in DDP is to hear of DDP first
             check_not_replicated(self.parameters, self.labels)
         parameter = bucket.params[slot]
         raise ParameterError(
@@ -255,10 +255,10 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients add up on each rank and nothing is communicated."""
-        # Every rank enters here: what a raise has left open is completed outside of the block.
+        """Let gradients within it add up on each rank, without communication."""
+        # Every rank enters here, so a round that a raise has left open is completed now, outside of the block.
         self.complete_all_raised()
-        self._tell_change()  # a call within the block must not take an exchange of before for its own
+        self._tell_change()  # a call within the block must not use an exchange of before
         before, self.synchronize = self.synchronize, False
         try:
             yield
@@ -316,7 +316,7 @@ class Reducer:
         self._readiness.backward_ended()
         self._streams.backward_ended()
         if self.rounds.open:
-            if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:
+            if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:  # the walk is slow: not each time
                 check_not_replicated(self.parameters, self.labels)
             self._complete_round(self._complete_backward)
             self._wait_for_averages()
@@ -329,10 +329,10 @@ class Reducer:
     # -- what the schedule of units tells, at stage 3 --------------------------------------------------------------
 
     def backward_moves(self) -> None:
-        """Backward is about to go on to another unit.
+        """Open the round where backward goes on to another unit, before this rank has any gradient.
 
-        This rank may have skipped units that others have used. They launch the reductions of those now. So this rank
-        opens its round here, before it has any gradient. Not under ``torch.autograd.grad``, which accumulates nothing::
+        This rank may have skipped units that others have used, and whose reductions they launch now. No round is opened
+        under ``torch.autograd.grad``, which accumulates nothing::
 
             rank 0   unit 3: gradients      unit 2: reduction of 3 leaves
             rank 1   (has not called 3)     unit 2: reduction of 3 leaves, before any gradient
@@ -343,7 +343,7 @@ class Reducer:
             self._watch.enter()
 
     def units_over(self) -> None:
-        """Backward is through with another unit, or with the units of one that raised."""
+        """Launch the buckets of units that are over: in this backward, or in one that raised and is completed now."""
         launched = self._next
         zeroed = None
         if self.rounds.state is RoundState.OPEN and not self._watch.running:  # another call joins one that raised
@@ -353,7 +353,7 @@ class Reducer:
         _drop(self.buckets[launched : self._next], zeroed)  # so that no ``.grad`` shows it until the round is complete
 
     def order_known(self) -> None:
-        """Reduce in the order in which backward is through with units, as the ranks have agreed."""
+        """Put the buckets in the order that the ranks have agreed on: that in which backward is through with units."""
         assert self._schedule is not None
         flats = [flat for unit in self._schedule.orders.over for flat in unit.flats]
         buckets = sorted(self.buckets, key=lambda bucket: flats.index(bucket.flat))
@@ -370,14 +370,14 @@ class Reducer:
         self._next = 0
 
     def _launch_ready(self) -> None:
-        """Launch what may leave, while backward runs."""
+        """Launch the buckets that may leave, while backward runs."""
         while self.overlap and self._next < len(self.buckets) and self._readiness.may_launch(self._next):
             self._launch_next()
 
     @torch.no_grad()
     def _launch_next(self) -> None:
         if self._schedule is not None and self._one_at_a_time:
-            self.buffers.deallocate_once_arrived()  # it waits for the reduction before this one
+            self.buffers.deallocate_once_arrived()  # waits for the reduction before this one
             self._schedule.prefetch.reduction_begins(self)
         self.buckets[self._next].launch(self.buffers, self._streams, may_wait=self._may_wait)
         self._next += 1
@@ -385,8 +385,8 @@ class Reducer:
     def _complete_round(self, gathers: Callable[[], None]) -> None:
         """Launch the rest of the open round, or a whole round where none is open. It waits for nothing.
 
-        ``gathers`` runs first: at stage 3 it completes those of that backward. As units get over in it,
-        their buckets are launched. Ranks that did not raise have launched in that order, and wait for us in it.
+        ``gathers`` runs first: at stage 3 it completes the backward's gathers, and the bucket of each unit that is over
+        in it is launched. Ranks that did not raise have launched in that order, and wait for us in it.
         """
         if not self.rounds.open:
             self._open_round()
@@ -400,7 +400,7 @@ class Reducer:
         self._readiness.begin()
 
     def _wait_for_averages(self) -> None:
-        """Wait at stage 0 for what was reduced: there ``.grad`` is the average, and may be read at once."""
+        """Wait, at stage 0, for the reductions: there ``.grad`` is the average, and may be read at once."""
         if self.sharding.stage == 0:
             prefetch_rest_of_backwards(self.thread)
             for bucket in self.buckets:
@@ -411,7 +411,7 @@ class Reducer:
             self._schedule.complete_backward()
 
     def complete_all_backwards(self) -> None:
-        """Collective, at a call that every rank makes after its backward. Go through the rest of all its gathers.
+        """Collective, at a call that every rank makes after its backward. Join all gathers that are left of it.
 
         Other ranks may wait in them, even if the backward raised here before it came to any unit::
 
@@ -423,13 +423,12 @@ class Reducer:
             self._schedule.complete_all_backwards()
 
     def complete_before_closure(self) -> None:
-        """Collective, as ``step`` begins that is given a closure. At stage 3, complete now what raised before it.
+        """Collective, before ``step`` calls its closure. At stage 3, complete a backward that raised before.
 
         The closure's forward gathers, and must not meet the gathers of a backward in which other ranks still are. Where
-        that backward has raised here before its first gradient, they have launched its round. So it is launched here,
-        too, with nothing in it: the closure's backward is another. A rank cannot know whether the others have. But all
-        know of the forward, and each that has launched nothing after it does so now. The closure's backward may reach
-        some ranks only, so each of the others owes its round again.
+        that backward raised here before its first gradient, other ranks may have launched its round, and this rank
+        cannot know. But all ranks know of the forward before it. So each rank that has launched nothing since launches
+        its round now. The closure's backward may reach only some ranks, so afterwards every rank owes a round.
         """
         if self._schedule is None:
             return
@@ -442,13 +441,13 @@ class Reducer:
         self.rounds.local()
 
     def complete_raised(self) -> None:
-        """A backward that raised has left its round open. Launch the rest: the other ranks have launched theirs.
+        """Launch the rest of a round that a raised backward has left open: the other ranks have launched theirs.
 
-        The user may have zeroed gradients since the raise. That counts as done after the round. Where this rank finds
-        everything zeroed that it knew of the round, the user meant all of it, for example by ``module.zero_grad()``.
-        Then what arrives only now is dropped, too. See ``RoundGrads``.
+        The user may have zeroed gradients since the raise. That counts as done after the round. If every gradient that
+        this rank had in the round was zeroed, the user meant all of the round, for example by ``module.zero_grad()``.
+        Then averages that arrive only now are dropped, too. See ``RoundGrads``.
         """
-        self._watch.forget()
+        self._watch.forget()  # a backward that raised has no end: the next hook belongs to another one
         self._readiness.begin()
         if not self.rounds.open:
             return
@@ -490,9 +489,9 @@ class Reducer:
             reducer._streams.join()  # autograd does so where a backward ends, and not where it raises
 
     def _not_in_backward(self) -> list[Reducer]:
-        """This reducer, and those of this thread that no running backward has come to: what is open there has raised.
+        """List this reducer, and those of its thread that no running backward has come to: if open, they have raised.
 
-        Those with units first: a rank that waits in their gathers launches nothing until we join.
+        Reducers with units come first: a rank that waits in their gathers launches nothing until we join.
         """
         own = [of for of in open_reducers() if self.thread.may_complete(of.thread)]
         chosen = [of for of in own if of is self or not (of.out_of_step or of._watch.running)]
@@ -564,8 +563,7 @@ class Reducer:
         return changed
 
     def follow_edits(self) -> Edits:
-        """Let gradients count as the user has left them. Returns what was done to them since ``finish``, or since the
-        last call."""
+        """Take gradients as the user has left them. Returns the edits since ``finish``, or since the last call."""
         edits = Edits()
         for bucket in self.buckets:
             if bucket.written:
@@ -576,11 +574,11 @@ class Reducer:
                 edits.dropped |= of_bucket.dropped
             elif bucket.collect(self._streams):
                 edits.assigned.update(slot.param for slot in bucket.layout.slots)
-            bucket.note_writes()  # what was dropped is zero now: that was not the user
+            bucket.note_writes()  # gradients that were dropped are zero now: the user has not written that
         return edits
 
     def end_step(self) -> None:
-        """The gradients were applied. They stay until they are cleared, and the next step has rounds of its own."""
+        """Note that the gradients were applied. They stay until they are cleared; the next step has its own rounds."""
         self._streams.forget()
         self.rounds.step()
         self._excuse_forwards()
@@ -616,8 +614,8 @@ class Reducer:
             self.sharding.everyone.rounds += 1
             for bucket in self.buckets:
                 bucket.launch_zeros()
-        # Whoever launches zeros waits for the sum. Over a grid that takes the second leg of all, which on the others
-        # nobody issues until they wait, too.
+        # A rank that launched zeros has waited for the sum. On a grid the sum has a second leg, which the other ranks
+        # issue only when they wait, too.
         if min(launched) < max(launched):
             for bucket in self.buckets:
                 bucket.wait()
@@ -657,14 +655,14 @@ class Reducer:
 
     @property
     def _one_at_a_time(self) -> bool:
-        """True if one reduction waits for the one before: under gloo, where the host waits, and memory is what counts.
-        On CUDA the host is ahead of both."""
+        """True if a reduction waits for the one before: under gloo, where the host waits anyway, it saves memory. On
+        CUDA the host is ahead of both."""
         return self._schedule is not None and self.sharding.host_waits and self._may_wait
 
     def _deallocate_idle_buffers(self) -> None:
-        """Give at stage 3 the buffers' memory back while no reduction uses it: units take it meanwhile.
+        """Free the buffers' memory, at stage 3, while no reduction uses it: units take it meanwhile.
 
-        On a GPU the host never knows whether one does, and ``idle`` says yes: to take the memory makes the stream wait.
+        On a GPU the host never knows whether one does, and ``idle`` is True: to free the memory makes the stream wait.
         So there the buffers stay while a round is open, as the backward must go on. They go in ``step``, or before.
         """
         waits_for_nothing = self.sharding.host_waits or not self.rounds.open
@@ -678,7 +676,7 @@ def _nothing() -> None:
 
 
 def _drop(buckets: Sequence[Bucket], zeroed: Zeroed | Tensor | None) -> None:
-    """Zero all gradients of these as the user has zeroed the others. See ``AfterRaise``."""
+    """Zero all gradients of these buckets in the way that the user has zeroed the others. See ``AfterRaise``."""
     for bucket in buckets:
         if isinstance(zeroed, Tensor):
             bucket.keep_where(zeroed)

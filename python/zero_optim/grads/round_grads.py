@@ -44,12 +44,12 @@ class RoundGrads:
         self._after_raise: AfterRaise | None = None
 
     def note(self, index: int, parameter: Tensor) -> None:
-        """``parameter`` number ``index`` has a gradient."""
+        """Note the gradient that ``parameter``, number ``index``, has now."""
         grad = parameter.grad
         self._versions[index] = -1 if grad is None else grad._version
 
     def backward_begins(self) -> None:
-        """Gradients of ``no_sync`` backwards wait for a round. What was done to them so far belongs before it."""
+        """Note anew the gradients of ``no_sync`` backwards, which wait for a round: edits so far came before it."""
         waiting = [index for index in self._versions if self._parameters[index].grad is not None]
         self._versions.clear()
         for index in waiting:
@@ -60,8 +60,8 @@ class RoundGrads:
         self._after_raise = None
 
     def after_raise(self, launched: Sequence[Bucket]) -> AfterRaise:
-        """Tell what a raise has left. Ask before more of the round leaves. Once all was zeroed, the answer stays until
-        it is complete."""
+        """Find what a raise has left, before more of the round leaves. Once all was zeroed, the answer stays until the
+        round is complete."""
         if self._after_raise is None or self._after_raise.zeroed is None:
             self._after_raise = AfterRaise(len(launched), self._zeroed_since(launched))
         return self._after_raise
@@ -73,10 +73,10 @@ class RoundGrads:
             (self._parameters[index].grad, version) for index, version in self._versions.items() if index not in gone
         ]
         written = [local_of(grad).detach() for grad, version in local if grad is not None and grad._version != version]
-        # Written may mean zeroed, or scaled. Only the device knows, and the host must not wait for it.
+        # A gradient that was written may be zeroed, or scaled. Only the device knows, and the host must not wait.
         if local and len(written) == len(local):
             return None if how - {Zeroed.IN_PLACE} else torch.stack([grad.ne(0).any() for grad in written]).any()
-        # Zeroed in one way is what ``zero_grad`` of a module does. Zeroed in several, or in part, is an edit of some.
+        # A module's ``zero_grad`` zeroes all in one way. Several ways, or a part, are edits of some gradients.
         if local:
             how.add(Zeroed.TO_NONE if all(grad is None for grad, _ in local) else None)
         return how.pop() if len(how) == 1 else None

@@ -1,8 +1,8 @@
 """Rounds: which reductions this rank owes the others.
 
-A *round* is one synchronised backward's reductions: every bucket once, by ascending index. All ranks must launch as
-many rounds between two calls that all of them make. None may ask another how many: a step would cost one more message.
-So each rank derives the count from the calls that all ranks make. One state is enough to remember them.
+A *round* is one synchronised backward's reductions: every bucket once, by ascending index. Between two calls that all
+ranks make, they must launch equally many rounds. To ask each other how many would cost one more message a step. So each
+rank derives the count from the calls that all ranks make. One state is enough to remember them.
 
 ============  ====  ==============================================================================
 state         owed  meaning
@@ -14,8 +14,8 @@ OPEN          1     a round was begun: its backward runs, or has raised
 COMPLETING    1     the rest of the round is being launched, as its backward is over or is joined
 ============  ====  ==============================================================================
 
-*Owed* is what ``step`` has to launch. A rank that had no backward owes one in UNREDUCED, as the others do that had one
-under ``no_sync``; so a rank without data takes part by calling ``step``.
+*Owed* is the number of rounds that ``step`` has to launch. In UNREDUCED a rank owes one, whether it had a backward
+under ``no_sync`` or none at all. So a rank without data takes part by calling ``step``.
 
 ============  ============  ============  ============  ============  ===========
 event         UNREDUCED     COMPLETE      DIRTY         OPEN          COMPLETING
@@ -33,8 +33,8 @@ clear         UNREDUCED     UNREDUCED     UNREDUCED     error         error
 - *complete*: what is left of the round leaves now.
 - *completed*: the last bucket has left.
 - *local*: a ``no_sync`` block has ended, or a backward that reduces nothing. Whether this rank had a gradient in it
-  does not matter: the others count the block, too. A round is open then only where an error has ended the block. Or a
-  closure begins at stage 3, after a round: its backward may reach other ranks alone.
+  does not matter: the others count the block, too. A round is open then only where an error has ended the block.
+  At stage 3 a closure that begins after a round is *local*, too: its backward may reach only other ranks.
 - *step*: the gradients were applied. *clear*: ``zero_grad`` has dropped them.
 
 A backward that raises is no event. It leaves its round OPEN, and whatever comes next completes it first::
@@ -49,7 +49,7 @@ import enum
 
 
 class RoundState(enum.Enum):
-    """The debt of a rank. The value has the number of rounds that it owes."""
+    """The debt of a rank. The value has its name in messages, and the number of rounds that are owed."""
 
     UNREDUCED = "unreduced", 1
     COMPLETE = "complete", 0
@@ -66,10 +66,10 @@ _OPEN = (RoundState.OPEN, RoundState.COMPLETING)
 
 
 class Rounds:
-    """The state, and how often it was completed.
+    """The state, and how many rounds were completed.
 
     Attributes:
-        state: what is owed.
+        state: says what is owed.
         launched: rounds since the last ``step`` or ``zero_grad``.
         zeroed: whether ``zero_grad`` was called since the last ``step``.
         applied: whether no backward has begun since the last ``step``: gradients that are there were applied.

@@ -137,11 +137,11 @@ class Slots:
     # -- events ----------------------------------------------------------------------------------------------------
 
     def accumulate(self, index: int, handle: Tensor | None) -> bool:
-        """Autograd is about to add to this slot's ``.grad``. Returns whether the user has written into a local one."""
-        # A gradient of this rank's own can be added to: it is the same sum that autograd makes.
+        """Make way for autograd in this slot's ``.grad``. Returns whether the user has written a local gradient."""
+        # Autograd may add to a gradient of this rank's own: the sum is local, too.
         if self.bucket_state is not GradState.REDUCED:
             return False
-        # A parameter that is used twice comes twice. What this backward has left there is its own, and no edit.
+        # A parameter that is used twice comes twice. The gradient in ``.grad`` is then this backward's, and no edit.
         if index in self._touched and index in self._taken:
             return False
         grad = self._params[index].grad
@@ -150,14 +150,14 @@ class Slots:
         # Out of autograd's way: it would add this rank's own gradient to an average over all ranks.
         if self[index] is SlotState.AVERAGED:
             self._params[index].grad = None
-        # The average still counts, beside what comes now. One that the user has zeroed counts no more.
+        # The average still counts, beside the gradient that comes now, unless the user has zeroed it.
         if self[index] is not SlotState.STALE:
             self._taken[index] = None  # autograd writes from here on, until ``added``
             self._touched.add(index)
         return written
 
     def added(self, index: int) -> None:
-        """Autograd has added to this slot's ``.grad``. Noted now, as a backward that raises has no end."""
+        """Note what autograd has added to this slot's ``.grad``: now, as a backward that raises has no end."""
         if index in self._taken:
             self._note(index)
 
@@ -177,7 +177,7 @@ class Slots:
         self._touched.clear()
 
     def backward_begins(self) -> None:
-        """The last one may have raised: what was written into its gradients since is the user's."""
+        """Take later writes for the user's, also where the last backward has raised."""
         self._touched.clear()
 
     def scan(self, handles: Sequence[Tensor | None]) -> Found:
@@ -190,7 +190,7 @@ class Slots:
                 self.stale.clear()
             return found
         grads = map(_grad_of, self._params)
-        if self.bucket_state is GradState.EMPTY:  # nothing is held: as a rule, so it is quick
+        if self.bucket_state is GradState.EMPTY:  # nothing is held: the usual case, so it is quick
             found.local = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
             return found
         for index, (grad, handle) in enumerate(zip(grads, handles, strict=True)):
@@ -210,9 +210,9 @@ class Slots:
             self._params[index].grad, self.used[index] = views[index], 1
 
     def launch(self, sources: Sequence[tuple[int, Tensor]], handles: Sequence[Tensor]) -> None:
-        """A reduction has left with these gradients. Every ``.grad`` becomes a handle of the result.
+        """Note that a reduction has left with these gradients. Every ``.grad`` becomes a handle of the result.
 
-        Also where only other ranks used the parameter: so a ``.grad`` found None later was zeroed by the user.
+        It does so even where only other ranks used the parameter: a ``.grad`` found None later was zeroed by the user.
         """
         self.bucket_state = GradState.REDUCED
         self._taken.clear()
@@ -223,18 +223,18 @@ class Slots:
             parameter.grad = handle
 
     def drop(self, indices: Iterable[int]) -> None:
-        """The user is known to have zeroed these, though no ``.grad`` shows it."""
+        """Make these slots STALE: the user is known to have zeroed them, though no ``.grad`` shows it."""
         for index in indices:
             self._make_stale(index)
             self._params[index].grad = None
 
     def make_room(self) -> None:
-        """The bucket is to take over reduced gradients; until then all slots are as if the user had dropped them."""
+        """Make all slots STALE until ``take_over``: the bucket is to receive reduced gradients."""
         self.bucket_state = GradState.REDUCED
         self.stale.update(range(len(self._params)))
 
     def take_over(self, index: int, handle: Tensor | None, *, used: bool) -> None:
-        """The bucket holds this slot's average now. ``handle``: for ``.grad``; None: the user has dropped it."""
+        """Note that the bucket holds this slot's average. ``handle``: for ``.grad``; None: the user has dropped it."""
         if handle is not None:
             self._params[index].grad = handle
             self.stale.discard(index)
@@ -253,7 +253,7 @@ class Slots:
     # -- the table's columns ---------------------------------------------------------------------------------------
 
     def _look(self, index: int, grad: Tensor | None, handle: Tensor | None) -> bool:
-        """Follow what ``.grad`` tells of one slot. Returns whether the user has dropped what the bucket held."""
+        """Update one slot's state by its ``.grad``. Returns whether the user has dropped what the bucket held."""
         state = self[index]
         # The handle is there, so the user wants what the bucket holds: also one who has put it back after zeroing.
         if grad is handle and handle is not None:

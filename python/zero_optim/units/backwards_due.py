@@ -1,6 +1,6 @@
-"""Counts what forwards have announced to backward: cycles that it may take, and reductions.
+"""Counts what forwards announce to backward: the cycles that it may take, and reductions.
 
-Backward cycles are *due* to forward cycles that other ranks may come back through:
+A backward cycle is *due* for a forward cycle that other ranks may come back through:
 
 ======================  ================
 due                     becomes
@@ -14,7 +14,7 @@ end_step                0
 
 ``complete_all_backwards`` ends the cycle that is open, and goes through what is due, one cycle for each.
 
-For each optimizer, whether a forward has *announced* a reduction, which a backward may not have come to here:
+For each optimizer, whether a forward has *announced* a reduction. The backward may not have come to it on this rank:
 
 ====================  ================
 announced             becomes
@@ -47,7 +47,7 @@ from .order import Known
 
 
 class Course(enum.Enum):
-    """The way the forward cycles went: whether a backward that comes back takes as many."""
+    """The course of the forward cycles: it tells whether a backward that comes back takes as many."""
 
     NONE = enum.auto()
     ROOT = enum.auto()  # each within a forward of the root
@@ -56,7 +56,7 @@ class Course(enum.Enum):
 
 
 class BackwardsDue:
-    """Counts them.
+    """The backward cycles that are due, and the reductions that are announced.
 
     Attributes:
         count: forward cycles that a backward may still come back through.
@@ -69,7 +69,7 @@ class BackwardsDue:
         self._announced: set[object] = set()  # to whom a forward has announced a reduction
 
     def forward_begins(self, by: Course) -> None:
-        """Another cycle begins, ``by`` the ROOT or a PART."""
+        """Note that a forward cycle begins, ``by`` the ROOT or a PART."""
         again = self.course is by is Course.ROOT
         self.course = by if self.course is Course.NONE or again else Course.TANGLED
 
@@ -77,7 +77,7 @@ class BackwardsDue:
         self.course = Course.TANGLED
 
     def forward_ended(self, listeners: Iterable[object]) -> None:
-        """A forward cycle that trains is through."""
+        """Make one more backward due, and announce reductions: a forward cycle that trains is through."""
         self.count += 1
         self._announced.update(listeners)
 
@@ -106,5 +106,5 @@ class BackwardsDue:
         return to in self._announced
 
     def excuse(self, listener: object) -> None:
-        """The forwards so far announce no reduction to it any more."""
+        """Take back the reductions that the forwards so far have announced to ``listener``."""
         self._announced.discard(listener)

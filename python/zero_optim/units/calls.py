@@ -8,7 +8,7 @@ from .unit import Unit
 
 
 class Calls:
-    """Keeps which unit has called which, as modules tell it.
+    """The calls of units that are under way, and what their modules have told of them.
 
     Attributes:
         running: the units whose forward is under way, the outermost first.
@@ -29,7 +29,7 @@ class Calls:
         return self._roots > 0
 
     def root_begins(self) -> bool:
-        """The root is called. Returns whether this is its outermost forward."""
+        """Note that the root is called. Returns whether this is its outermost forward."""
         self._roots += 1
         if self._roots > 1:
             return False
@@ -41,7 +41,7 @@ class Calls:
         self._roots = max(0, self._roots - 1)
 
     def cycle_begins(self) -> None:
-        """A forward cycle begins, with the call that is about to be noted."""
+        """Note that a forward cycle begins, with the call that is about to be noted."""
         self.by_part = not self.in_root
         # A re-entrant checkpoint within the root's forward disables gradients, and still is trained.
         self.trains = torch.is_grad_enabled() or (self.in_root and self._root_trains)
@@ -51,14 +51,14 @@ class Calls:
         unit.unwatch_parts()
 
     def end(self, unit: Unit) -> None:
-        """A forward of ``unit`` is through, or has raised. It may never have begun: its first hook may have raised."""
+        """End a call of ``unit``, which may never have begun: its first hook may have raised."""
         if unit in self.running:
             self.running.pop()
             if unit not in self.running:
                 unit.watch_parts()
 
     def forget(self) -> None:
-        """Forget what was under way: it has raised, and no hook has told of its end."""
+        """Forget the calls under way: they have raised, and no hook has told of their end."""
         self.running = []
 
     def is_called(self, unit: Unit) -> bool:
@@ -66,6 +66,6 @@ class Calls:
         return unit in self.running
 
     def caller_of(self, unit: Unit) -> Unit | None:
-        """The unit whose forward is under way and calls this one, which is not within it; None: there is none."""
+        """Find the unit whose forward calls this one, though this one is not within it; None: there is none."""
         caller = self.running[-1] if self.running else unit
         return None if caller is unit or caller in unit.enclosing else caller

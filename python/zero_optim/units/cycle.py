@@ -1,4 +1,4 @@
-"""A cycle: once through all units in an order that all ranks have. This is where in it this rank is."""
+"""A cycle goes once through all units, in an order that all ranks have; and this rank's position in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from .unit import Unit
 
 ORDER_CODES = 64
-"""How many values the digest of a rank's cycles is told apart by, when ranks compare theirs in ``step``."""
+"""How many values a digest of cycles can have, as ranks compare theirs in ``step``."""
 
 
 class Pass(enum.Enum):
@@ -56,5 +56,5 @@ class Cycle:
 
     @property
     def code(self) -> int:
-        """The same on all ranks that have gone through the same cycles; else, as a rule, another."""
+        """A digest of the cycles so far: the same on ranks that went through the same; else, as a rule, another."""
         return self._digest % ORDER_CODES

@@ -75,9 +75,10 @@ def _in_transform() -> bool:
 
 
 class _BackIn(_Hook):
-    """A unit within the one that calls may have returned the same tensor, and then both are there already."""
+    """Visits a unit that has called another, as backward comes back into it."""
 
     def __call__(self, grads: Any) -> None:
+        # A unit within it may have returned the same tensor: then both are here already.
         if self.unit not in self.schedule.cycle.open:
             self.schedule.before_backward(self.unit)
 
@@ -88,7 +89,7 @@ class AfterForward(_Hook):
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        # What views the parameters must not outlive them. Those of the root stay until its backward, where one follows.
+        # A view of parameters must not outlive them. The root's parameters stay until its backward, where one follows.
         root = self.unit is self.schedule.units[0]
         if self.unit.state is UnitState.UNSHARDED and not (root and torch.is_grad_enabled()):
             self._check_returned(output)
@@ -131,7 +132,7 @@ class ForwardEnded(_Hook):
 
 
 class _BeforeStateDict(_Hook):
-    """State dicts hold shards whatever is unsharded: its memory is about to be freed."""
+    """Lets state dicts hold shards, also of an unsharded unit: its memory is about to be freed."""
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if self.unit.state is UnitState.UNSHARDED:
@@ -152,7 +153,7 @@ class _BeforeLoad(_Hook):
                 "load_state_dict(assign=True) would replace parameters that are sharded: without assign it copies into "
                 "each rank's shard; or load before zero_optim.shard_module"
             )
-        self.schedule.reshard_all()  # what is unsharded, or arriving, now would be used as it is
+        self.schedule.reshard_all()  # unsharded or arriving parameters would be used as they were before the load
 
 
 def _no_hook() -> Any:
@@ -164,7 +165,7 @@ def _ignore(*_: Any) -> None:
 
 
 def tensors_in(thing: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor in nested lists, tuples, dicts and other objects, such as dataclasses and distributions."""
+    """Yield every tensor in nested lists, tuples, dicts and other objects, such as dataclasses and distributions."""
     if isinstance(thing, Tensor):
         yield thing
         return
@@ -186,7 +187,7 @@ def tensors_in(thing: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def _in_attributes(modules: Iterable[nn.Module]) -> list[object]:
-    """Collect what may hold tensors, as the balance loss of a mixture of experts. Large collections are left out."""
+    """Collect attributes that may hold tensors, as a mixture of experts' balance loss. Large ones are left out."""
     return [
         value
         for module in modules
@@ -198,8 +199,8 @@ def _in_attributes(modules: Iterable[nn.Module]) -> list[object]:
 
 
 def _made_by_autograd(thing: Any) -> Iterator[Tensor]:
-    """The tensors in ``thing`` that have a graph, and the bases of views among them: when a view is changed in place
-    it gets another node, and that of its base stays."""
+    """Yield the tensors in ``thing`` that have a graph, and the bases of views among them: a view that is changed in
+    place gets another node, and its base keeps the one it has."""
     for tensor in tensors_in(thing):
         for made in (tensor, tensor._base):
             if made is not None and made.grad_fn is not None:

@@ -1,4 +1,4 @@
-"""Orders of units: those of the ranks made one, what follows from one, and which the ranks have agreed on.
+"""Orders of units: how the ranks' orders are merged into one, and which orders the ranks have agreed on.
 
 Until the ranks have agreed, a cycle goes through the units as modules are listed. They agree at the end of a forward of
 the root: on the order of forward in the first, and on both orders in the first that trains.
@@ -45,22 +45,22 @@ class Orders:
         self.forward: list[Unit] = list(units)
         self.backward: list[Unit] = calls_ended(units)[::-1]
         self.known = Known.NOTHING
-        self._called: list[Unit] = []  # but for a unit called twice in a row
-        self._ended: list[tuple[Unit, bool]] = []  # with whether what it gave requires a gradient
+        self._called: list[Unit] = []  # a unit that is called twice in a row is in it once
+        self._ended: list[tuple[Unit, bool]] = []  # each with whether backward comes to it
 
     def record(self) -> None:
         """Learn the order anew, from the next forward of the root, and that of backward from the next that trains."""
         self.known = Known.NOTHING
 
     def forget_calls(self) -> None:
-        """Forget what was seen so far: it was of a forward that has raised, or by parts, and tells no order."""
+        """Forget the calls so far: they were of a forward that has raised, or by parts, and tell no order."""
         self._called, self._ended = [], []
 
     def note_call(self, unit: Unit) -> None:
         self._called.append(unit)
 
     def note_end(self, unit: Unit, *, needed: bool) -> None:
-        """``needed``: whether backward comes to the unit."""
+        """Note the end of a call. ``needed``: whether backward comes to the unit."""
         self._ended.append((unit, needed))
 
     def is_wanted(self, *, trains: bool) -> bool:
@@ -68,7 +68,7 @@ class Orders:
         return self.known is Known.NOTHING or (trains and self.known is Known.FORWARD)
 
     def agree(self, *, trains: bool) -> None:
-        """Collective. Take rank 0's order, and have in it what other ranks, or none, have used."""
+        """Collective. Take rank 0's order, and add the units to it that only other ranks, or none, have used."""
         number = {unit: index for index, unit in enumerate(self._units)}
         report = ([number[unit] for unit in self._called], [(number[u], needed) for u, needed in self._ended])
         reports = self._sharding.everyone.gather_objects(report, "the first forward")
@@ -95,7 +95,7 @@ class Orders:
 
 
 def calls_ended(units: Sequence[Unit]) -> list[Unit]:
-    """The order in which calls end that begin in the order of ``units``: of a unit after those within it."""
+    """Order units by the end of their calls, which begin in the order of ``units``: inner units end first."""
     ended: list[Unit] = []
     running: list[Unit] = []
     for unit in units:
@@ -106,7 +106,7 @@ def calls_ended(units: Sequence[Unit]) -> list[Unit]:
 
 
 def nested(units: Iterable[Unit]) -> list[Unit]:
-    """Each of ``units`` once, directly before those within it; else in the order in which they first come."""
+    """List each of ``units`` once, directly before its inner units; else in the order in which they first come."""
     place = {unit: number for number, unit in enumerate(dict.fromkeys(units))}
 
     def path(unit: Unit) -> list[int]:
@@ -117,17 +117,17 @@ def nested(units: Iterable[Unit]) -> list[Unit]:
 
 
 def merged(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
-    """One order of all ``known`` units from those of the ranks: rank 0's, where it has all that any rank has.
+    """Merge the ranks' orders into one of all ``known`` units: rank 0's, if it has all units that any rank has.
 
-    A unit comes before those within it, in ``orders`` and in ``known``, which is ``nested``. So it does in the result,
-    with nothing in between that is outside of it: what a unit is within stays unsharded on the way to it.
+    In ``orders``, and in ``known``, which is ``nested``, a unit comes before its inner units. So it does in the result,
+    with no outside unit in between: the units around a unit stay unsharded on the way to it.
     """
     used = {unit for order in orders for unit in order}
     return _complete(orders[0] if used <= set(orders[0]) else _agreeing(orders, known), known)
 
 
 def _agreeing(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
-    """Every unit that any rank has, once: after what it first follows on any rank, else as ``known`` has it."""
+    """List every unit that any rank has, once: after the units that it first follows on any rank, else as ``known``."""
     before: dict[Unit, set[Unit]] = {unit: set() for order in orders for unit in order}
     for order in orders:
         for earlier, later in itertools.pairwise(dict.fromkeys(order)):
@@ -179,7 +179,7 @@ def _after_last(order: Sequence[Unit], unit: Unit) -> int:
 
 
 def over(cycle: Sequence[Unit]) -> Iterator[Unit]:
-    """Units in the order in which they are over, as ``UnitSchedule`` closes them when it visits those of ``cycle``."""
+    """Yield units in the order in which ``UnitSchedule`` closes them as over, when it visits those of ``cycle``."""
     visited: list[Unit] = []
     for unit in cycle:
         left = [other for other in visited if other is not unit and other not in unit.enclosing]

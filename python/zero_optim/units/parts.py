@@ -1,8 +1,8 @@
-"""Calls of what is within a unit: of an inner module, or of a method other than ``forward``.
+"""Calls of parts of a unit: of an inner module, or of a method other than ``forward``.
 
 Where no forward of the unit is under way, such a call stands in for one: the unit is gathered before it, and gradients
-come back into the unit through what it returns. So a model runs whichever of its modules is called first: one that has
-lost the wrapper that was sharded, as ``peft`` merges adapters; an embedding alone; what a method calls.
+come back into the unit through what it returns. So a model runs whichever of its modules is called first: an embedding
+alone, modules that a method calls, or one that has lost the sharded wrapper, as when ``peft`` merges adapters.
 
 While a forward of its unit is under way a part is out of the way, so that the usual call of a model costs nothing more.
 """
@@ -22,7 +22,7 @@ from .unit import Unit, UnitState
 
 
 class Part(StandIn):
-    """Does what a module's method does, with the unit's parameters.
+    """Calls a module's method with the unit's parameters gathered.
 
     Args:
         module: of the unit.
@@ -54,12 +54,12 @@ class Part(StandIn):
         if self._schedule.calls.is_called(unit) or unit.state is UnitState.GATHERED:
             return False
         if self._others and all(other.state is UnitState.GATHERED for other in self._others):
-            return False  # what it holds of the root itself are parts of their own
+            return False  # the modules of the root itself within it are parts of their own
         return not (in_backward() and unit.state is UnitState.UNSHARDED)  # a checkpoint within it computes again
 
 
 def add_parts(units: Sequence[Unit], schedule: UnitSchedule) -> None:
-    """Watch what may be called first: modules that register parameters, and those that have all units in them.
+    """Watch the modules that may be called first: those that register parameters, or have all units in them.
 
     Any other module calls one of these, or has no use for parameters.
     """

@@ -1,4 +1,4 @@
-"""Sends for the next units of a cycle, while the one before them computes."""
+"""Gathers the next units of a cycle ahead, while the one before them computes."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from .unit import Unit, UnitState
 class Prefetch:
     """Starts gathers ahead of the visits.
 
-    Ranks need not do so at the same time: whenever it is, each unit is gathered in its turn.
+    Ranks need not start them at the same time: each unit is gathered in its turn in any case.
 
     Args:
-        count: how many units are sent for ahead.
+        count: how many units are gathered ahead.
     """
 
     def __init__(self, cycle: Cycle, count: int) -> None:
         self._cycle, self.count = cycle, count
-        self._reducing: set[object] = set()  # whose reduction is under way, and had better not be disturbed
+        self._reducing: set[object] = set()  # reducers with a reduction under way, which gathers would slow down
 
     @property
     def waits(self) -> bool:
-        """True if the next units are sent for only when a reduction has arrived, or at the latest when one is visited.
+        """True if the next units are gathered only when a reduction has arrived, or at the latest when one is visited.
 
         Under gloo gathers would slow the reduction down on the same threads, and take memory.
         """
         return bool(self._reducing)
 
     def reduction_begins(self, of: object) -> None:
-        """The host is going to wait for a reduction (gloo)."""
+        """Hold gathers back: the host is going to wait for a reduction (gloo)."""
         self._reducing.add(of)
 
     def reductions_arrived(self, of: object) -> None:
-        """No reduction of this reducer is under way any more."""
+        """Gather ahead again, unless another reducer still has a reduction under way."""
         if of in self._reducing:
             self._reducing.remove(of)
             if not self._reducing and self._cycle.direction is Pass.BACKWARD:
                 self.start_next()
 
     def forget(self, of: object) -> None:
-        """Nobody waits for its reductions any more."""
+        """Forget a reducer that was closed."""
         self._reducing.discard(of)
 
     def start_next(self) -> None:
@@ -57,8 +57,8 @@ class Prefetch:
     def _start(self, units: Sequence[Unit]) -> None:
         earlier: set[Unit] = set()
         for unit in units:
-            # One that is here, or has an earlier turn, may be resharded after that turn, and gathered again. It waits,
-            # and so do those behind it: gathers keep their order.
+            # A unit that is here, or has an earlier turn, may be resharded after that turn, and gathered again. So this
+            # turn's gather cannot start yet, nor can those behind it: gathers keep their order.
             if unit.state is UnitState.UNSHARDED or unit in earlier:
                 break
             unit.unshard()

@@ -6,11 +6,11 @@ talking. To *visit* a unit is to go to its position in the cycle; whatever lies 
 gathered with the others and freed. A unit that lies behind begins a new cycle, after the rest of this one. So ranks may
 skip different units, and any order of calls works that is the same on all ranks.
 
-What a visit does, and nothing else does: units before that position are *over*, and resharded; and the unit is waited
-for. The next few are sent for while it computes: at once, or as soon as a reduction that was under way has arrived.
+A visit, and nothing else, makes units before that position *over*, and reshards them; and it waits for the unit. The
+gathers of the next few start while it computes: at once, or as soon as a reduction that was under way has arrived.
 
-The first part of the state is the cycle that is open, a ``Direction`` or none, and the position in it. The table has
-what each event makes of it. *ends*: this rank goes through the rest of the cycle first:
+The first part of the state is the cycle that is open, a ``Direction`` or none, and the position in it. The table says
+how each event changes it. *ends*: this rank goes through the rest of the cycle first:
 
 =========================  ================  ================  ================
 cycle                      none              FORWARD           BACKWARD
@@ -91,10 +91,10 @@ _schedules: list[weakref.ref[UnitSchedule]] = []  # of this process, in the orde
 
 
 class Listener(Protocol):
-    """Wants to know how far backward is: a reducer. Only told: what it knows must not decide what is gathered."""
+    """A reducer, which is told how far backward is. It only listens: it must not decide what is gathered."""
 
     def backward_moves(self) -> None:
-        """Backward goes on to another unit; what it has passed is not over yet."""
+        """Backward goes on to another unit; the units that it has passed are not over yet."""
 
     def units_over(self) -> None:
         """More units are over: ``is_over`` says which."""
@@ -108,18 +108,18 @@ class UnitSchedule:
 
     Args:
         units: the root first, the others in the order of ``model.modules()``.
-        prefetch: how many units are sent for ahead.
-        keep_evaluating: whether units that are kept unsharded after a forward are so where no backward can follow, too.
+        prefetch: how many units are gathered ahead.
+        keep_evaluating: whether units that stay unsharded after a forward do so where no backward can follow, too.
 
     Attributes:
         cycle: the one that is open.
         calls: the forwards that are under way.
         orders: of the cycles.
-        due: what forwards have announced to backward.
+        due: the backward cycles and reductions that forwards have announced.
         prefetch: starts gathers ahead of the visits.
         listeners: the reducers of the optimizers that train the model.
-        owner: the ``ShardedModel``. Hooks hold the schedule, and so it.
-        thread: who uses the model.
+        owner: the ``ShardedModel``, which lives while hooks hold the schedule.
+        thread: the thread that uses the model.
         sleeping: optimizers that sleep, with the parameters.
     """
 
@@ -152,7 +152,7 @@ class UnitSchedule:
     # -- what modules and autograd call --------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, *, part: bool = False) -> None:
-        """``unit`` is called; within a backward, by a checkpoint that computes again what was not kept.
+        """Visit ``unit``, which is called. Within a backward a checkpoint calls it, to compute again.
 
         ``part``: a module within it is called, and stands in for it. The root is then visited like any unit: others of
         its parts may be called next, for the same backward.
@@ -162,11 +162,11 @@ class UnitSchedule:
         if unit.state is UnitState.GATHERED:
             return
         if in_backward():
-            self._visit(unit, Pass.BACKWARD, closing=False)  # others of the checkpoint's wait for their backward
+            self._visit(unit, Direction.BACKWARD, closing=False)  # the checkpoint's other units await their backward
             return
         self.thread.note()
-        # An evaluation by parts leaves its cycle open. Where a part is called next that trains, a backward may follow.
-        if self.cycle.direction is Pass.FORWARD and not self.running:
+        # An evaluation by parts leaves its cycle open. If the next part that is called trains, a backward may follow.
+        if self.cycle.direction is Direction.FORWARD and not self.running:
             self.calls.trains |= torch.is_grad_enabled()
         root = unit is self.units[0]
         if root and part and unit.state is UnitState.UNSHARDED and self.cycle.direction is not Pass.BACKWARD:
@@ -183,7 +183,7 @@ class UnitSchedule:
 
     def _outermost_forward_begins(self) -> None:
         complete_raised_backwards(self.thread)
-        # What is open has raised. But a part may have brought in the root and nothing else: that cycle goes on.
+        # A cycle that is open has raised; but one in which a part has brought in the root, and nothing else, goes on.
         root_alone_by_part = self.calls.by_part and self.cycle.position == 0
         if not (self.cycle.direction is Pass.FORWARD and root_alone_by_part):
             self._complete_open()
@@ -202,17 +202,17 @@ class UnitSchedule:
             )
 
     def forward_ended(self, unit: Unit, *, part: bool = False) -> None:
-        """A forward of ``unit`` is through, or has raised. To be called before ``after_forward``."""
+        """Note that a forward of ``unit`` is through, or has raised. Call it before ``after_forward``."""
         self.calls.end(unit)
         if unit is self.units[0]:
             if not part:
                 self.calls.root_ended()
-        # It is here and in no open cycle: a backward within its forward has gone through it, and left it to us.
+        # The unit is unsharded and in no open cycle: a backward within its forward went through it, and left it to us.
         elif unit not in self.cycle.open and unit.state is UnitState.UNSHARDED and not self._kept_after_forward(unit):
             self._reshard_after_forward(unit)
 
     def after_forward(self, unit: Unit, *, requires_grad: bool, part: bool = False) -> None:
-        """A forward of ``unit`` is through; what it returned does or does not require a gradient."""
+        """End a forward of ``unit``. ``requires_grad``: whether what it returned does. The root's ends the cycle."""
         if unit.state is UnitState.GATHERED or in_backward() or (part and unit is self.units[0]):
             return
         checkpointed = self.calls.trains and not torch.is_grad_enabled()  # re-entrant: backward calls it again
@@ -226,21 +226,21 @@ class UnitSchedule:
                     listener.order_known()
 
     def before_backward(self, unit: Unit) -> None:
-        """A gradient has come to what ``unit`` returned: the backward of all that was called after it is through."""
+        """Visit ``unit``: a gradient has come to what it returned, so backward is through with all called after it."""
         if unit.state is not UnitState.GATHERED:
             self._visit(unit, Pass.BACKWARD, closing=True)
 
     # -- what the optimizer calls --------------------------------------------------------------------------------
 
     def complete_backward(self) -> None:
-        """Collective, where one is open: take part in what is left of it."""
-        if self.cycle.direction is Pass.BACKWARD:
+        """Collective, where a backward cycle is open: go through the rest of it."""
+        if self.cycle.direction is Direction.BACKWARD:
             self._complete_cycle()
             self.due.backward_ended()
 
     def complete_raised_backward(self) -> None:
-        """Collective, where one has raised here, and no other has begun since."""
-        if self.cycle.direction is Pass.BACKWARD and not self.watch.running:
+        """Collective, where a backward has raised here, and no other has begun since: go through its rest."""
+        if self.cycle.direction is Direction.BACKWARD and not self.watch.running:
             self.complete_backward()
 
     def complete_all_backwards(self) -> None:
@@ -262,7 +262,7 @@ class UnitSchedule:
             unit.reshard()
 
     def end_step(self) -> None:
-        """The gradients were applied: no backward may come through the forwards so far."""
+        """Let no backward be due: the gradients were applied, and none may come through the forwards so far."""
         self.due.none_is_due()
 
     def record(self) -> None:
@@ -270,12 +270,12 @@ class UnitSchedule:
         self.orders.record()
 
     def is_announced(self, to: Listener) -> bool:
-        """True if there was a forward that trains since it was last excused: the same on all ranks."""
-        open_one_trains = self.cycle.direction is Pass.FORWARD and self.calls.trains
+        """True if there was a forward that trains since ``to`` was last excused: the same on all ranks."""
+        open_one_trains = self.cycle.direction is Direction.FORWARD and self.calls.trains
         return open_one_trains or self.due.is_announced(to)
 
     def excuse(self, listener: Listener) -> None:
-        """The forwards so far announce no reduction to it any more."""
+        """Take back the reductions that the forwards so far have announced to ``listener``."""
         self.due.excuse(listener)
 
     def remove(self, listener: Listener) -> None:
@@ -301,8 +301,8 @@ class UnitSchedule:
 
     # -- visits ----------------------------------------------------------------------------------------------------
 
-    def _visit(self, unit: Unit, direction: Pass, *, closing: bool) -> None:
-        """Go to ``unit`` in the cycle of this direction; begin a new cycle where that is behind.
+    def _visit(self, unit: Unit, direction: Direction, *, closing: bool) -> None:
+        """Go to ``unit`` in the cycle of this direction; begin a new cycle where the unit is behind.
 
         ``closing``: units before it are over. Not for a checkpoint that computes again: their backward is to come.
         """
@@ -315,7 +315,7 @@ class UnitSchedule:
         if direction is not cycle.direction:
             self._complete_open()
             self._begin_cycle(direction)
-        # It was visited already, so it is here. As a gradient comes into it, what came before it is over.
+        # It was visited already, so it is here. As a gradient comes into it, the units before it are over.
         if unit in cycle.open:
             if closing:
                 self._close(self._over_before(unit, cycle.opened_before(unit)), unit)
@@ -340,10 +340,10 @@ class UnitSchedule:
         self._open_unit(unit, self.cycle.position)
 
     def _over_before(self, unit: Unit, opened: Iterable[Unit]) -> list[Unit]:
-        """Those of ``opened`` that are over as a visit comes to ``unit``.
+        """List the units of ``opened`` that are over as a visit comes to ``unit``.
 
-        A unit within it is not, if one of the two is not in the cycle. Both may have returned the same tensor, and the
-        hook of the one within comes first then. Where both are in the cycle, the one within comes after.
+        An inner unit is not over if it, or ``unit``, is not in the cycle: both may have returned the same tensor, and
+        then the inner one's hook comes first. Where both are in the cycle, the inner one comes after.
         """
         order = self.cycle.order
         return [other for other in opened if unit not in other.enclosing or (unit in order and other in order)]
@@ -366,7 +366,7 @@ class UnitSchedule:
         self.cycle.open[unit] = position
 
     def _close(self, units: Sequence[Unit], but: Unit | None = None) -> None:
-        """Leave these behind as over, those within others first; not ``but``, and what it is within."""
+        """Leave these units behind as over, inner ones first; but not ``but``, nor the units around it."""
         kept = set() if but is None else {but, *but.enclosing}
         for unit in sorted(set(units) - kept, key=lambda unit: -len(unit.enclosing)):
             del self.cycle.open[unit]
@@ -385,7 +385,7 @@ class UnitSchedule:
                     listener.units_over()
 
     def _kept_after_forward(self, unit: Unit) -> bool:
-        """True if it is left unsharded after its forward."""
+        """True if ``unit`` stays unsharded after its forward."""
         return unit.keep and (self.calls.trains or self._keep_evaluating)
 
     def _reshard_after_forward(self, unit: Unit) -> None:
@@ -432,7 +432,7 @@ def in_backward() -> bool:
 
 
 def _used_by(thread: UserThread) -> list[UnitSchedule]:
-    """Not those in which a gather has failed: what is open there stays so."""
+    """List the schedules that are the thread's to complete; not those in which a gather has failed."""
     alive = [schedule for reference in _schedules if (schedule := reference()) is not None]
     return [schedule for schedule in alive if thread.may_complete(schedule.thread) and not schedule.out_of_step]
 
@@ -440,8 +440,8 @@ def _used_by(thread: UserThread) -> list[UnitSchedule]:
 def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = None) -> None:
     """Start all gathers that are left of the thread's backwards, before it waits for something else in one.
 
-    It may have skipped units, and would gather them as backward ends. Another rank waits for them before it comes to
-    what this one is about to wait for::
+    This rank may have skipped units, and would gather them only as backward ends. Another rank waits for them before it
+    comes to what this one is about to wait for::
 
         rank 0   B 2    B 1: waits for rank 1    A 1
         rank 1   B 2    (has not called B 1)     A 1: waits for rank 0
@@ -454,8 +454,8 @@ def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = No
 
 
 def complete_raised_backwards(thread: UserThread) -> None:
-    """Collective. End the backward cycles that a raise has left open here, of all models of the thread: before it waits
-    for something else, in a forward or in another backward. Other ranks wait in them::
+    """Collective. End the backward cycles that a raise has left open here, in all models of the thread. It must come
+    before a wait for anything else, in a forward or in another backward: other ranks wait in these cycles::
 
         rank 0   backward of A: raises in unit 2                       forward of B: joins A's gathers first
         rank 1   backward of A: waits for rank 0 to gather unit 1      forward of B

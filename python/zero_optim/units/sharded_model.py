@@ -23,7 +23,7 @@ from .parts import add_parts
 from .schedule import UnitSchedule
 from .unit import Unit
 
-# Of every plain parameter of a sharded model. The model holds its ShardedModel.
+# The ShardedModel of every plain parameter. The model keeps it alive.
 _model_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -31,10 +31,10 @@ class ShardedModel:
     """The units of ``model``, the root first. On one rank there is nothing to shard, and no hook.
 
     Attributes:
-        sharding: who shares the parameters. Its group is its own: while backward runs, reductions are under way in
+        sharding: who shares the parameters. It has a group of its own: while backward runs, reductions are under way in
             another.
         host_memory: where shards rest; None: on the device.
-        lanes: on what they are copied from there.
+        lanes: those on which shards are copied from there.
     """
 
     def __init__(
@@ -83,10 +83,9 @@ class ShardedModel:
         return [flat for unit in self.units for flat in unit.flats if flat.trained]
 
     def flats_to_train(self, wanted: Mapping[int, Hashable]) -> list[FlatParams]:
-        """List the flat tensors of plain parameters, in the order in which backward is through with them.
+        """List the flat tensors of the ``wanted`` parameters, in the order in which backward is through with them.
 
-        Collective where some were frozen when the model was sharded, or the last time, or share a flat tensor with
-        others that they must not mix with: these leave the others.
+        Collective where a flat tensor is split: it was made of frozen parameters, or holds some that must not mix.
 
         Args:
             wanted: by id of the parameter, what must not mix in a flat tensor: the rule that updates it.
@@ -119,13 +118,13 @@ class ShardedModel:
 
 
 def flatten(params: Sequence[Tensor], sharding: Sharding, *, trained: bool) -> FlatParams:
-    """One flat tensor for parameters of one kind."""
+    """Lay parameters of one kind out in one flat tensor."""
     layout = one_bucket([*map(room_of, params)], sharding.shard_count)
     numels = {index: local_of(parameter).numel() for index, parameter in enumerate(params)}
     return FlatParams(layout.holding(numels), params, sharding, trained=trained)
 
 
 def sharded_model_of(parameters: Iterable[Tensor]) -> list[ShardedModel]:
-    """The sharded models that hold some of these parameters, plain or as modules have them."""
+    """List the sharded models that hold some of these parameters, plain or as modules have them."""
     references = [_model_of.get(plain_parameter(parameter)) for parameter in parameters]
     return list(dict.fromkeys(model for of in references if of is not None and (model := of()) is not None))

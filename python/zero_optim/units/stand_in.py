@@ -34,12 +34,12 @@ class StandIn:
         return self._own or getattr(type(self._module), self._name).__get__(self._module)
 
     def watch(self) -> None:
-        """Be called in the method's place."""
+        """Take the method's place."""
         if self._module.__dict__.get(self._name) is self._own:  # else somebody has wrapped this, and calls it
             self._module.__dict__[self._name] = self
 
     def unwatch(self) -> None:
-        """Let the method be called."""
+        """Give the method its place back."""
         if self._module.__dict__.get(self._name) is self:
             del self._module.__dict__[self._name]
             if self._own is not None:

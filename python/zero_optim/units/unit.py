@@ -33,7 +33,7 @@ drop                SHARDED       NODE_SHARDED  UNSHARDING    UNSHARDED     SHAR
 - *gather*: ``gather_parameters``. It reshards before, so it finds every unit SHARDED; one that it was entered for
   already stays as it is.
 
-What changes values changes no state: ``keep_edits``, ``moved``, ``written``, ``write_back``.
+``keep_edits``, ``moved``, ``written`` and ``write_back`` are about values, and change no state.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Registration:
 
 
 class Unit:
-    """The parameters that a module holds outside the units within it, as one ``FlatParams`` for each dtype, and for
-    what is trained and what is frozen.
+    """The parameters that a module holds outside the units within it: one ``FlatParams`` for each dtype, with trained
+    and frozen parameters apart.
 
     Args:
         name: of the module in the model; empty for the root.
@@ -85,8 +85,8 @@ class Unit:
         keep: leave the parameters unsharded from the end of forward to backward.
         modules: ``module`` and those within it that are in no other unit.
         enclosing: the units that this one is in.
-        given, began: of the forward under way: the tensors that it finds in arguments and attributes and their
-            versions, by id, and the sequence number of the first node of autograd that it makes.
+        given: by id, the tensors that the forward under way finds in arguments and attributes, and their versions.
+        began: the sequence number of the first node of autograd that this forward makes.
     """
 
     def __init__(
@@ -130,20 +130,20 @@ class Unit:
             self.state = UnitState.UNSHARDING
 
     def wait(self) -> None:
-        """Order what follows after their arrival, and let the modules have them."""
+        """Order later work after the parameters' arrival, and let the modules hold them."""
         if self.state is UnitState.UNSHARDING:
             for gather in self._pending:
                 self._await(gather)
-            self._pending = []  # only now: what failed to arrive must not be shown
+            self._pending = []  # only now: parameters that failed to arrive must not be shown
             for flat in self.flats:
-                # A shard that rests in host memory was copied on a lane of its own. On one rank no gather follows it.
+                # A shard that rests in host memory was copied on a lane of its own. On one rank no gather follows that.
                 flat.order_after_copy()
                 flat.show()
             self.show_plain()
             self.state = UnitState.UNSHARDED
 
     def moved(self) -> list[str]:
-        """The labels of parameters that were moved or cast since they arrived. They are again what they were."""
+        """List the labels of parameters that were moved or cast since they arrived, and show them as they were."""
         return self._labels(flat.moved() for flat in self.flats) if self.state is UnitState.UNSHARDED else []
 
     def _labels(self, parameters: Iterable[Iterable[Tensor]]) -> list[str]:
@@ -158,7 +158,7 @@ class Unit:
             raise CollectiveError(f"gathering {self.label}: {error}") from error
 
     def reshard(self, *, to_node: bool = False) -> None:
-        """Keep this rank's shard alone; ``to_node``: and its part of what its node keeps."""
+        """Free all but this rank's shard; ``to_node``: and but its part of what its node keeps."""
         # The gather writes into the memory that is about to be freed, and the other ranks count on this one in it.
         if self.state is UnitState.UNSHARDING:
             self.wait()
@@ -171,7 +171,7 @@ class Unit:
             self.state = UnitState.SHARDED if node is None else UnitState.NODE_SHARDED
 
     def keep_edits(self, *, unseen: bool = False) -> None:
-        """Take what was written into plain parameters over into the shards. ``unseen``: also what no version shows."""
+        """Copy edits of plain parameters into the shards. ``unseen``: also edits that no version shows."""
         if self.state is UnitState.UNSHARDED:
             for flat in self.flats:
                 flat.keep_edits(unseen=unseen)
@@ -208,12 +208,12 @@ class Unit:
         part.watch()
 
     def watch_parts(self) -> None:
-        """No forward of the unit is under way: a call of a part of it stands in for one."""
+        """Let a call of a part stand in for a forward of the unit: none is under way."""
         for part in self._parts:
             part.watch()
 
     def unwatch_parts(self) -> None:
-        """The parameters are here for all that is called within."""
+        """Leave calls of parts alone: a forward of the unit is under way, and its parameters are here."""
         for part in self._parts:
             part.unwatch()
 
@@ -229,12 +229,12 @@ class Unit:
         self._versions = [parameter._version for parameter in self.parameters]
 
     def write_back(self) -> None:
-        """Collective. Keep what rank 0 has written."""
+        """Collective. Keep the values that rank 0 has written."""
         for flat, whole in zip(self.flats, self._wholes, strict=True):
             flat.write_back(whole)
 
     def written(self) -> list[str]:
-        """The labels of parameters that were written since ``gather``."""
+        """List the labels of parameters that were written since ``gather``."""
         versions = zip(self.parameters, self._versions, strict=True)
         return self._labels([[parameter for parameter, before in versions if parameter._version != before]])
 
