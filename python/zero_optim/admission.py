@@ -41,7 +41,9 @@ class Admission:
     first_group: int = 0
     state_offload: str | None = None
 
-    def check(self, parameters: ParameterSet, said: Mapping[int, Mapping[str, Any]], row: Row | None = None) -> Experts:
+    def check(
+        self, parameters: ParameterSet, said: Mapping[int, Mapping[str, Any]], row: RowRanks | None = None
+    ) -> Experts:
         """Check the parameters and groups that this rank was given.
 
         Args:

@@ -114,7 +114,7 @@ class Buckets:
 
 
 @dataclass(frozen=True)
-class Kind:
+class BucketKind:
     """The properties that all parameters of a bucket have in common. So whether they count in a norm goes by bucket.
 
     Attributes:
@@ -157,7 +157,7 @@ def layouts_by_size(
     bucket_cap_mb: float | None,
     order: Sequence[int],
     costs: Mapping[int, int],
-) -> list[tuple[BucketLayout, Kind]]:
+) -> list[tuple[BucketLayout, BucketKind]]:
     """Lay out parameters by index, with no need of tensors: as many in a bucket as fit.
 
     ``numels``: elements of each. ``costs``: see ``build_layout``.

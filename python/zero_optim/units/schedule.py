@@ -162,11 +162,11 @@ class UnitSchedule:
         if unit.state is UnitState.GATHERED:
             return
         if in_backward():
-            self._visit(unit, Direction.BACKWARD, closing=False)  # the checkpoint's other units await their backward
+            self._visit(unit, Pass.BACKWARD, closing=False)  # the checkpoint's other units await their backward
             return
         self.thread.note()
         # An evaluation by parts leaves its cycle open. If the next part that is called trains, a backward may follow.
-        if self.cycle.direction is Direction.FORWARD and not self.running:
+        if self.cycle.direction is Pass.FORWARD and not self.running:
             self.calls.trains |= torch.is_grad_enabled()
         root = unit is self.units[0]
         if root and part and unit.state is UnitState.UNSHARDED and self.cycle.direction is not Pass.BACKWARD:
@@ -234,13 +234,13 @@ class UnitSchedule:
 
     def complete_backward(self) -> None:
         """Collective, where a backward cycle is open: go through the rest of it."""
-        if self.cycle.direction is Direction.BACKWARD:
+        if self.cycle.direction is Pass.BACKWARD:
             self._complete_cycle()
             self.due.backward_ended()
 
     def complete_raised_backward(self) -> None:
         """Collective, where a backward has raised here, and no other has begun since: go through its rest."""
-        if self.cycle.direction is Direction.BACKWARD and not self.watch.running:
+        if self.cycle.direction is Pass.BACKWARD and not self.watch.running:
             self.complete_backward()
 
     def complete_all_backwards(self) -> None:
@@ -271,7 +271,7 @@ class UnitSchedule:
 
     def is_announced(self, to: Listener) -> bool:
         """True if there was a forward that trains since ``to`` was last excused: the same on all ranks."""
-        open_one_trains = self.cycle.direction is Direction.FORWARD and self.calls.trains
+        open_one_trains = self.cycle.direction is Pass.FORWARD and self.calls.trains
         return open_one_trains or self.due.is_announced(to)
 
     def excuse(self, listener: Listener) -> None:
@@ -301,7 +301,7 @@ class UnitSchedule:
 
     # -- visits ----------------------------------------------------------------------------------------------------
 
-    def _visit(self, unit: Unit, direction: Direction, *, closing: bool) -> None:
+    def _visit(self, unit: Unit, direction: Pass, *, closing: bool) -> None:
         """Go to ``unit`` in the cycle of this direction; begin a new cycle where the unit is behind.
 
         ``closing``: units before it are over. Not for a checkpoint that computes again: their backward is to come.
