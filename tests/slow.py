@@ -4,7 +4,7 @@ A test that is not in the table stays whole. Cells of a test are left out where 
 
 - ``pairs``: of a product of settings, few cells stay, in which every two values meet.
 - ``every(n)``: of a list of like cells each n-th stays.
-- ``Only(...)``: these cells stay.
+- ``Only(...)``: these cells stay; ``newest``: of files with results, the last of each kind.
 - ``none("...")``: no cell stays; the words say which quicker test sees the same faults.
 """
 
@@ -46,6 +46,11 @@ class Only:
 
     def __call__(self, cells: Mapping[str, Cell]) -> tuple[str, ...]:
         return self.names
+
+
+def newest(cells: Mapping[str, Cell]) -> list[str]:
+    """Of results called ``DATE-COMMIT-KIND``, the newest of each kind."""
+    return [*{name[21:]: name for name in sorted(cells)}.values()]
 
 
 def none(instead: str) -> Choice:
@@ -231,6 +236,7 @@ STAYS: dict[str, Choice] = {
     "bench/test_memory_walkthrough.py::test_what_is_counted_is_what_the_optimizer_says_that_it_keeps": none(
         "memory/test_live.py"
     ),
+    "report/test_bench_page.py::test_every_result_here_is_drawn": newest,
     "report/test_run_page.py::test_a_very_long_run_keeps_its_peaks": none("the tests of thinned lines in that file"),
     "report/test_browser.py::test_it_opens_without_a_complaint_and_fits": Only("run_page-380", "bench_page-1400"),
     "gpu_check/test_gpu_check.py::test_phases_are_rehearsed": Only("some"),

@@ -9,7 +9,7 @@ skip different units, and any order of calls works that is the same on all ranks
 A visit, and nothing else, makes units before that position *over*, and reshards them; and it waits for the unit. The
 gathers of the next few start while it computes: at once, or as soon as a reduction that was under way has arrived.
 
-The first part of the state is the cycle that is open, a ``Direction`` or none, and the position in it. The table says
+The first part of the state is the cycle that is open, a ``Pass`` or none, and the position in it. The table says
 how each event changes it. *ends*: this rank goes through the rest of the cycle first:
 
 =========================  ================  ================  ================
