@@ -41,10 +41,10 @@ from .plain import decode, dtype_named
 from .safetensors_file import BLOCK_BYTES, NAMES
 
 SHARDED = "Sharded"
-"""The name of an optimizer of ours in the index begins so; its rule's follows."""
+"""The prefix of the names of our optimizers in an index. The rule's name follows."""
 
 OURS: Mapping[str, type[UpdateRule]] = {f"{SHARDED}{name}": rule for name, rule in RULES.items()}
-"""The rules that come with the package, by such names."""
+"""The rules that come with the package, by the names of their optimizers."""
 
 
 def same_state(name: str) -> frozenset[str]:
