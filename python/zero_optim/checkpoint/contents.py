@@ -127,7 +127,7 @@ class TensorContents:
     """Tensors by kind and name: whole on every rank, but for parameters that are sharded."""
 
     def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks, columns: Columns | None = None) -> None:
-        """``ranks``: all that have the tensors. ``columns``: None where slices are not known."""
+        """Find the holdings. ``ranks``: all that have the tensors. ``columns``: None where slices are not known."""
         column_of = (columns or Columns()).of
         self.holdings = [_holding(*key, tensor, ranks, column_of(tensor)) for key, tensor in tensors.items()]
         self._tensors = [local_of(tensor) for tensor in tensors.values()]
@@ -198,7 +198,7 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: Column | N
     own, before = slice_of(tensor, spec.label), 0
     if own is not None and own.cut is not None and column is not None:
         spec, tensor, ranks = replace(spec, cut=own.arranged), local_of(tensor), column.ranks
-    elif own is not None and (column is not None or own.ranks == 1):
+    elif own is not None and (column is not None or own.ranks == 1):  # a DTensor that this rank has whole
         tensor = local_of(tensor)
     elif own is not None:
         raise ParameterError(
@@ -247,7 +247,7 @@ def _flat_values(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:
-    """Write, and what an expanded tensor has once in memory, once. See ``check_writable``."""
+    """Write ``values``. Elements of an expanded tensor that share memory are written once; see ``check_writable``."""
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
     tensor[once].copy_(values[once])
 

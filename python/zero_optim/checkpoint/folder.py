@@ -270,7 +270,7 @@ def read_index(folder: Path) -> Index:
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """Find the newest whole checkpoint in ``path``, the one that was saved last; None: there is none.
 
-    Whole as far as the index and the lengths of files tell. Where the last is not, the one that it came from follows.
+    Whole as far as the index and the lengths of files tell. Where the last is not, the one that it came from counts.
     """
     return next((folder for folder in checkpoints(Path(path)) if problem_of(folder) is None), None)
 

@@ -1,7 +1,7 @@
 """``index.json``: what a checkpoint holds, and where. Integers and plain values; no tensor is touched here.
 
-A checkpoint holds ordinary tensors under ordinary names. Each is cut into pieces: flat ranges, each an entry of one
-rank's file. Only where the cuts are depends on the number of ranks, their stage and their buckets::
+A checkpoint holds ordinary tensors under ordinary names. A tensor is cut into pieces: flat ranges, each an entry of one
+rank's file. The number of ranks, their stage and their buckets decide where the cuts are, and nothing else::
 
     exp_avg of 'fc.weight', shape [64, 128]    |<------ rank 0: 0..5120 ------>|<-- rank 1: 5120..8192 -->|
 """

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 MOST_BYTES = 2**20
-"""The largest tensor among plain values. A larger one belongs into the model, as a buffer: ranks share its writing."""
+"""The largest tensor among plain values. A larger one belongs into the model, as a buffer, saved as a tensor."""
 
 _DEEPEST = 100
 _MOST_BITS = 10_000  # Python reads no integer from a text of more than 4300 digits

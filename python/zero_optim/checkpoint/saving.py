@@ -190,7 +190,7 @@ def cut_for_rank(holdings: Sequence[Holding]) -> list[Portion]:
             first, last = (min(max(-(-(end - begin[ranks]) // size), 0), holding.length) for end in ends)
             begin[ranks] += holding.nbytes
         else:
-            first, last = 0, holding.length if ranks.number == 0 else 0
+            first, last = 0, holding.length if ranks.number == 0 else 0  # values may differ: the first rank's count
         portions.append(Portion(holding.spec, holding.start + first, last - first))
     return portions
 

@@ -156,7 +156,7 @@ def device_memory(device: torch.device) -> int:
 
 
 class Tracker:
-    """Measures what the open optimizers of this process hold, together; see ``track``.
+    """A measurement of what the open optimizers of this process hold, together; see ``track``.
 
     Attributes:
         peak: by kind, the most bytes that were seen of it; not all at one time.

@@ -265,7 +265,7 @@ def _sharding_of(job: Job) -> Sharding:
 
 
 def _sharding_of_experts(main: Sharding, sharers: tuple[int, int]) -> Sharding:
-    """``sharers``: see ``ParameterShape``."""
+    """Say who shares experts. ``sharers``: see ``ParameterShape``."""
     ranks = TensorRanks(_AbsentComm(*sharers), _AbsentComm(1, 0))
     return replace(main, grid=None, tensor_ranks=ranks, grad_divisor=1)
 
@@ -483,7 +483,7 @@ def _all_pieces(layout: BucketLayout) -> Iterator[SlotPiece]:
 def _communication(laid: _Laid, job: Job, sharding: Sharding) -> int:
     """Count the buffers: two, as large as the largest bucket. At stage 3 a buffer gets memory as a bucket takes it: so
     they are as large as the two largest. Under gloo one reduction waits for the one before: there is one buffer, and
-    what other ranks send of the bucket. One part of that the shard itself receives, if it has the dtype."""
+    what other ranks send of the bucket. One part of that the shard itself receives, if its dtype is that."""
     sizes = sorted(buffer_nbytes([(flat.layout.numel, flat.dtype)], sharding) for flat in laid.buckets)[-COUNT:]
     if job.stage < 3:
         return COUNT * max(sizes, default=0)

@@ -20,7 +20,7 @@ Memory = ctypes.Array
 
 
 def memory_of(buffer: Tensor) -> Memory:
-    """The bytes of ``buffer``, not copied: uint8, contiguous, on the host."""
+    """View the bytes of ``buffer``: uint8, contiguous, on the host."""
     return (ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())
 
 
@@ -49,7 +49,7 @@ class DirectFile:
     """
 
     def __init__(self, file: int) -> None:
-        """``file``: an open descriptor of an empty file. Raises OSError where it cannot be written."""
+        """Try the file out. ``file``: open descriptor of an empty one. Raises OSError where it cannot be written."""
         self.file = file
         self.direct = self._set_direct(True)
         try:
@@ -61,7 +61,7 @@ class DirectFile:
             self._try_out()
 
     def _set_direct(self, direct: bool) -> bool:
-        """Returns whether O_DIRECT is on now."""
+        """Set or clear O_DIRECT. Returns whether it is on now."""
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self.file, fcntl.F_GETFL) & ~flag
         try:

@@ -203,7 +203,7 @@ class PageFile:
         last = self._idle(extent)
         if last.written is None:
             raise OffloadError(f"{self._words('reading', extent)}: nothing was ever written there; {_BUG}")
-        checksums = last.written.checksums()
+        checksums = last.written.checksums()  # raises for a page that could not be written
         blocks = [
             self._readers.submit(self._read_block, block, offset, checksum)
             for (offset, block), checksum in zip(_blocks(extent, buffer), checksums, strict=True)

@@ -110,7 +110,7 @@ class DiskRest:
         self._make_room([chunk.nbytes for chunk in chunks])
         lane, now = self._lanes.to_host, self._lanes.mark()
         now.set()
-        lane.after(now)
+        lane.after(now)  # the device may still write ``flats``
         under_way: list[Transfer] = []
         for number, (chunk, extent) in enumerate(zip(chunks, self._extents, strict=True)):
             if number >= len(self._buffers):  # an earlier chunk is written from this buffer

@@ -25,7 +25,7 @@ class Copied:
 
 
 class StateStore(Protocol):
-    """Brings pages to where they are updated, and back. In ``step``, one page after another::
+    """A store of pages: it brings them to where they are updated, and back. In ``step``, one page after another::
 
         prefetch(0)
         prefetch(1)   fetch(0)   update   commit(0)
