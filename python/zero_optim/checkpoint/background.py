@@ -29,15 +29,15 @@ _WHERE = "checkpoint.wait"
 
 
 class SaveBuffer:
-    """Host memory for the values of one save. It is allocated once, as large as is asked for, and kept; pinned where
-    values come from a GPU, by ``HostMemory``: torch's own pinned memory would come in powers of two."""
+    """Host memory for the values of one save, kept for the next. Where values come from a GPU it is pinned, by
+    ``HostMemory``: torch's own pinned memory would come in powers of two."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned = False
 
     def hold(self, sizes: Sequence[int], values: Iterable[Tensor]) -> CopiedValues:
-        """Copy ``values``, of so many bytes each. From a GPU they are on their way when this returns."""
+        """Copy ``values``, of ``sizes`` bytes. Copies from a GPU may still be under way when this returns."""
         copied: list[Tensor] = []
         place = 0
         gpus: set[torch.device] = set()
@@ -52,7 +52,7 @@ class SaveBuffer:
         return CopiedValues(copied, [_reached(gpu) for gpu in gpus])
 
     def _allocate(self, nbytes: int, gpu: torch.device | None) -> None:
-        # Memory that is not pinned a GPU would copy to while the host waits.
+        # The host would wait for a GPU's copy to memory that is not pinned.
         if self._memory.numel() < nbytes or (gpu is not None and not self._pinned):
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
             self._pinned = gpu is not None
@@ -77,7 +77,7 @@ class CopiedValues:
 
 
 def _reached(gpu: torch.device) -> torch.cuda.Event:
-    """Passes when all has been copied from it that was launched before."""
+    """Record an event that passes when all copies launched so far are over."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(gpu))
     return event
@@ -87,7 +87,7 @@ SAVE_BUFFER = SaveBuffer()
 
 
 class Saving:
-    """A save in the background. ``comm``: of the program, over which the ranks learn how it went."""
+    """A save in the background. ``comm``: the program's, over which ranks learn how the save went."""
 
     def __init__(self, comm: Comm, work: Callable[[], Path]) -> None:
         self.comm = comm
@@ -103,7 +103,7 @@ class Saving:
             self._error = error
 
     def result(self) -> None:
-        """The host waits for the thread. Raises what it raised."""
+        """Wait for the thread. Raises CheckpointError where it has failed."""
         self._thread.join()
         if self._error is not None:
             raise CheckpointError(f"the save in the background has failed: {self._error}") from self._error
@@ -113,7 +113,7 @@ class Saving:
         return not self._thread.is_alive()
 
     def tell(self) -> None:
-        """Print what went wrong, at the end of a program that has not asked."""
+        """Print what went wrong, at the end of a program that has not called ``wait``."""
         self._thread.join()
         if self._error is not None:
             print(f"zero_optim: a save in the background has failed, and nobody asked: {self._error}", file=sys.stderr)
@@ -141,7 +141,7 @@ def wait() -> None:
     try:
         together(saving.comm, saving.result, _WHERE)
     except Exception:
-        forget_group(saving.comm)  # a collective may have failed in it
+        forget_group(saving.comm)  # a collective may have failed in the thread's group
         raise
     finally:
         if saving.over:  # not where Ctrl-C has ended the wait: the thread still reads the buffer

@@ -25,9 +25,9 @@ from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that have the same elements: so many, of which this one is the ``number``-th.
+    """The ranks that have the same elements: ``count`` of them, of which this one is the ``number``-th.
 
-    ``alike``: whether they surely have the same values. If not, those of rank 0 count.
+    ``alike``: whether they surely have the same values. If not, those of the first rank count.
     """
 
     count: int = 1
@@ -59,8 +59,8 @@ class Columns:
     """The column of each parameter.
 
     Attributes:
-        main: of all but experts; None: nobody cuts these, or nobody here knows it.
-        of_experts: of those that are slices of one parameter, by its id.
+        main: of all parameters but experts; None: they are not cut, or how is not known here.
+        of_experts: of experts that are slices of one parameter, by its id.
     """
 
     main: ColumnRanks | None = None
@@ -109,7 +109,7 @@ class Names:
                 self.aliases[name] = first
 
     def of(self, parameter: Tensor, label: str) -> str:
-        """Raises ParameterError for one that the model does not have."""
+        """Find a parameter's name. Raises ParameterError for one that the model does not have."""
         name = self._of.get(id(plain_parameter(parameter)))
         if name is None:
             raise ParameterError(
@@ -119,7 +119,7 @@ class Names:
         return name
 
     def equal_to(self, name: str) -> list[str]:
-        """All names of a parameter, its first first."""
+        """List all names of the parameter ``name``, beginning with this one."""
         return [name, *(alias for alias, first in self.aliases.items() if first == name)]
 
 
@@ -127,7 +127,7 @@ class TensorContents:
     """Tensors by kind and name: whole on every rank, but for parameters that are sharded."""
 
     def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks, columns: Columns | None = None) -> None:
-        """``ranks``: all that have them. ``columns``: None: slices are not known here."""
+        """Find the holdings. ``ranks``: all that have the tensors. ``columns``: None where slices are not known."""
         column_of = (columns or Columns()).of
         self.holdings = [_holding(*key, tensor, ranks, column_of(tensor)) for key, tensor in tensors.items()]
         self._tensors = [local_of(tensor) for tensor in tensors.values()]
@@ -137,12 +137,12 @@ class TensorContents:
         return [holding.spec for holding in self.holdings]
 
     def check_writable(self, read: Callable[[Holding, Tensor], bool]) -> None:
-        """Before the first tensor is written, see that all can be.
+        """Check, before the first tensor is written, that all can be.
 
         ``read``: fills a flat tensor with what a holding is going to get; returns False where it gets nothing.
 
-        Raises ParameterError for a tensor that torch would not write; StateMismatchError where one that has several
-        elements in one place would get several values.
+        Raises ParameterError for a tensor that torch would not write; StateMismatchError where elements that share
+        their memory, as in an expanded tensor, would get different values.
         """
         for holding, tensor in zip(self.holdings, self._tensors, strict=True):
             if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -171,7 +171,7 @@ class TensorContents:
 
 
 def contents_of_model(model: nn.Module, names: Names, ranks: Ranks, columns: Columns) -> TensorContents:
-    """Parameters, and buffers as ``state_dict`` has them: those of rank 0, since the ranks may have other values."""
+    """Collect parameters, and the buffers that ``state_dict`` has. Rank 0's count, since ranks may differ in them."""
     parameters = {(PARAMETER, name): parameter for name, parameter in names.parameters.items()}
     buffers = {(BUFFER, name): buffer for name, buffer in _buffers(model)}
     return TensorContents({**parameters, **buffers}, ranks, columns)
@@ -198,7 +198,7 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRank
     own, before = slice_of(tensor, spec.label), 0
     if own is not None and own.cut is not None and column is not None:
         spec, tensor, ranks = replace(spec, cut=own.arranged), local_of(tensor), column.ranks
-    elif own is not None and (column is not None or own.ranks == 1):
+    elif own is not None and (column is not None or own.ranks == 1):  # a DTensor that this rank has whole
         tensor = local_of(tensor)
     elif own is not None:
         raise ParameterError(
@@ -218,9 +218,9 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRank
 
 
 def in_stack(spec: TensorSpec, stack: tuple[int, int]) -> tuple[TensorSpec, int]:
-    """The tensor that is saved where ``spec`` is of one plain slice, and the number of its first element there.
+    """Make the spec that is saved where ``spec`` is one plain slice. Returns it, and where the slice begins in it.
 
-    ``stack``: how many there are, and which of them it is. One is a whole tensor.
+    ``stack``: how many slices there are, and which of them it is. A single one is a whole tensor.
     """
     count, number = stack
     return (spec, 0) if count == 1 else (spec.as_stack(count), number * spec.numel)
@@ -232,7 +232,7 @@ def _shard_values(shard: ParamShard) -> Iterator[Tensor]:
     before = shard.local._version
     yield shard.local
     if shard.local._version != before:
-        torch.autograd.graph.increment_version(shard.plain)  # whoever has made a master of it has to know
+        torch.autograd.graph.increment_version(shard.plain)  # an optimizer with a master of it has to see the edit
 
 
 def _flat_values(tensor: Tensor) -> Iterator[Tensor]:
@@ -247,13 +247,13 @@ def _flat_values(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:
-    """An expanded tensor has one element in memory for several: it is written once. See ``check_writable``."""
+    """Write ``values``. Elements of an expanded tensor that share memory are written once; see ``check_writable``."""
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
     tensor[once].copy_(values[once])
 
 
 def _shares_elements(tensor: Tensor) -> bool:
-    """Whether several elements are surely one in memory, as in an expanded tensor."""
+    """Tell whether several elements surely share memory, as in an expanded tensor."""
     sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     extent = 1 + sum((size - 1) * stride for size, stride in sizes)
     return tensor.numel() > 0 and (extent < tensor.numel() or any(stride == 0 for _, stride in sizes))

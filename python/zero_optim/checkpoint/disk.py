@@ -1,5 +1,5 @@
-"""Calls of the system that Python has none for, made where there are such: the disk works while the processor
-counts checksums, and two folders change their names at once."""
+"""Calls of the system, made where it has them. With these the disk works while the processor computes checksums, and
+two folders exchange their names at once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 RUN_BYTES = 32 * 2**20
-"""So much is written, or read ahead, at a time."""
+"""Bytes that are written, or read ahead, at a time."""
 _SYNC_FILE_RANGE_WRITE = 2
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
 class OpenFiles(contextlib.ExitStack):
-    """Files that are read, opened as they are needed. A context: it closes them."""
+    """Files to be read, each opened when it is needed. As a context it closes them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._descriptors: dict[Path, int] = {}
 
     def descriptor(self, path: Path) -> int:
-        """Raises OSError."""
+        """Open the file, if it is not open. Raises OSError."""
         if path not in self._descriptors:
             self._descriptors[path] = os.open(path, os.O_RDONLY)
             self.callback(os.close, self._descriptors[path])
@@ -34,14 +34,14 @@ class OpenFiles(contextlib.ExitStack):
 
 
 def start_writing(file: int, offset: int, nbytes: int) -> None:
-    """Let the disk begin with what was written there. Else it waits for ``fsync``, or for memory to run short."""
+    """Make the disk begin to write this range, in place of waiting for ``fsync`` or for memory to run short."""
     sync_file_range = _call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if sync_file_range is not None:
         sync_file_range(file, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def will_read(file: int, offset: int, nbytes: int) -> None:
-    """Let the disk bring what will be read soon."""
+    """Make the disk read this range ahead."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_WILLNEED)
@@ -66,9 +66,9 @@ def exchange(one: Path, other: Path) -> bool:
 
 @functools.cache
 def _call(name: str, *arguments: Any) -> Any:
-    """A function of the C library, with the types of its arguments. None where it has none of that name.
+    """Find a function of the C library, and set its argument types. None where there is none of that name.
 
-    Linux alone has those that are asked for here, ``renameat2`` in C libraries from 2018 on.
+    Linux alone has those that are called here, ``renameat2`` in C libraries from 2018 on.
     """
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:

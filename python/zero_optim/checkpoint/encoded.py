@@ -1,4 +1,4 @@
-"""State of a checkpoint that was stored by a codec, read as the values that it stands for.
+"""State that was saved as a codec stores it, read as the logical fp32 tensors that it stands for.
 
 Rows are counted in each slice of a parameter from its first element on, as the elements lie in memory::
 
@@ -28,11 +28,11 @@ from .index import PARAMETER, Index, Key, ReadRange, SavedTensor
 
 @dataclass(frozen=True)
 class EncodedTensor(SavedTensor):
-    """A tensor that was stored by a codec. ``spec``: what it stands for.
+    """A tensor that was stored by a codec. ``spec``: of the logical tensor.
 
     Attributes:
         codec: the codec.
-        stored: what was saved, as the codec names it.
+        stored: the tensors that were saved, as the codec lists them.
     """
 
     codec: Codec
@@ -56,7 +56,7 @@ class EncodedTensor(SavedTensor):
             target[first - start : high - start].copy_(values[first - low :])
 
     def _of_run(self, low: int, high: int, row: int) -> Iterator[tuple[SavedTensor, int, int]]:
-        """What has to be read of each stored tensor for a run, of which the first row is number ``row``."""
+        """Give what to read of each stored tensor for a run, whose first row is number ``row``."""
         for part, of in zip(self.stored, self.codec.read_of(self._tensor), strict=True):
             yield part, *((row, -(-(high - low) // ROW)) if of.per is Per.ROW else (low, high - low))
 
@@ -65,8 +65,8 @@ class EncodedTensor(SavedTensor):
         return StateTensor(self.spec.kind)
 
     def _runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The runs from the beginning of a row on that have the elements ``start`` to ``end``, one in each slice: first
-        and last element, and the number of the first row."""
+        """Give the runs that hold the elements ``start`` to ``end``, one a slice, each from the beginning of a row on:
+        first element, end, and number of the first row."""
         begin, rows = 0, 0
         for count in self._slices():
             low, high = max(start, begin), min(end, begin + count)
@@ -82,15 +82,15 @@ class EncodedTensor(SavedTensor):
 
 
 def codec_of(saved: SavedTensor) -> Codec | None:
-    """What ``saved`` is stored by; None: it has the values themselves."""
+    """Give the codec that ``saved`` was stored by; None: it holds the values themselves."""
     return saved.codec if isinstance(saved, EncodedTensor) else None
 
 
 def decoded(index: Index, codecs: Mapping[str, Codec] = CODECS, *, weights_alone: bool = False) -> Index:
-    """``index`` with state that was stored by a codec as what it stands for.
+    """Put logical tensors in ``index`` in place of those that codecs have stored.
 
-    ``codecs``: those that are known, by name. ``weights_alone``: of all state, what a model without an optimizer may be
-    made of: masters and averages.
+    ``codecs``: the known ones, by name. ``weights_alone``: only of the state that a model may be made of without an
+    optimizer: masters and averages.
 
     Raises CheckpointError for a codec that is not known.
     """
@@ -117,7 +117,7 @@ def decoded(index: Index, codecs: Mapping[str, Codec] = CODECS, *, weights_alone
 
 
 def _encoded(kind: str, name: str, codec: Codec, parts: Sequence[SavedTensor]) -> EncodedTensor:
-    """Raises CheckpointError where ``parts`` are not what the codec stores."""
+    """Make the logical tensor of ``parts``. Raises CheckpointError where the codec does not store such parts."""
     own = codec.read_of(StateTensor(kind))
     if [(part.spec.kind, part.spec.dtype) for part in parts] != [(part.name, part.dtype) for part in own]:
         found = ", ".join(f"{part.spec.kind} in {part.spec.dtype}" for part in parts)

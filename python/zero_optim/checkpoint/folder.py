@@ -9,7 +9,7 @@
 
 Where a step is saved again, the two folders exchange their names in one call. Where the file system cannot do that, the
 old one is put aside by one rename, and the new one takes its place by a second. A job may die between the two. So
-whoever reads takes ``.replaced-step-N`` for ``step-N`` where there is none, and the next save puts it back.
+a reader takes ``.replaced-step-N`` for a ``step-N`` that is missing, and the next save puts it back.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def rank_file_name(rank: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint's folder is of; None for another folder."""
+    """Read the step off the name of a checkpoint's folder; None for another folder."""
     match = _STEP.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """The checkpoints in ``path``, whole or not: the newest first, then those it came from, then those that were left.
+    """List the checkpoints in ``path``, whole or not: the newest, those it came from, then those of branches left.
 
     See ``lineage``.
     """
@@ -59,7 +59,7 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def standings_in(path: Path) -> list[Standing]:
-    """Order them as ``checkpoints`` does. One that was put aside counts where nothing has its name."""
+    """Order checkpoints as ``checkpoints`` does. A ``.replaced-step-N`` counts where ``step-N`` is missing."""
     try:
         found = {at: step for at in path.iterdir() if (step := step_of(at)) is not None and at.is_dir()}
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def _in_place(folder: Path) -> Path:
 
 
 def _lineage_of(folder: Path) -> Lineage | None:
-    """Read it from the first bytes of the index, or from all of it. None where that cannot be read."""
+    """Read the lineage from the first bytes of the index, or from all of it; None where it cannot be read."""
     path = folder / index.NAME
     try:
         with path.open("rb") as file:
@@ -104,7 +104,7 @@ def writing_folder(path: Path, step: int) -> Path:
 
 
 def begin(path: Path, step: int) -> None:
-    """Make the folder that a checkpoint is written in, and remove those that a job has died in."""
+    """Make the folder to write a checkpoint in, and clear away those that a job has died in."""
     writing = writing_folder(path, step)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -120,10 +120,10 @@ def begin(path: Path, step: int) -> None:
 
 
 def _clear(unfinished: Path) -> None:
-    """Remove what a job has died in, or put it back, where it is the only checkpoint of its step."""
+    """Remove a folder that a job has died in; or rename it back, where it is the only checkpoint of its step."""
     folder = unfinished.with_name("step-" + unfinished.name.rpartition("-")[2])
-    # One that was put aside is put back whether or not it can be read just now. Earlier versions gave those the name
-    # of one that was being removed, too: such a one is put back if it is whole.
+    # A ``.replaced-`` folder is put back whether or not it can be read just now. Earlier versions called these
+    # ``.removing-``, too: such a folder is put back if it is whole.
     aside = unfinished.name.startswith(_REPLACED)
     aside = aside or (unfinished.name.startswith(_REMOVING) and problem_of(unfinished) is None)
     if aside and not os.path.lexists(folder):
@@ -133,7 +133,7 @@ def _clear(unfinished: Path) -> None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """True if it is one of ours, whole or not. What is a link, or has no index, is not removed."""
+    """True for a checkpoint, whole or not. A link, or a folder without an index, is never removed."""
     return not folder.is_symlink() and (folder / index.NAME).exists()
 
 
@@ -141,7 +141,7 @@ def publish(writing: Path, written: Index) -> Path:
     """Write the index, and give the folder its name: from then on the checkpoint is there, and whole."""
     folder = step_folder(writing.parent, written.step)
     text = written.to_json(crc32c)
-    from_json(text, crc32c, writing / index.NAME)  # what could not be read one day is not written
+    from_json(text, crc32c, writing / index.NAME)  # raises for an index that no load could read
     try:
         write_synced(writing / index.NAME, text)
         publish_folder(writing, folder)
@@ -151,7 +151,7 @@ def publish(writing: Path, written: Index) -> Path:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """A small file, on the disk when this returns."""
+    """Write a small file, which is on the disk when this returns."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -159,7 +159,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """The file is either the old one or the whole new one, whenever this process dies, and whoever reads it."""
+    """Write a file of which readers see the old content or all of the new, whenever this process dies."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(content)
@@ -169,7 +169,7 @@ def write_atomically(path: Path, content: str) -> None:
 
 
 def publish_folder(writing: Path, folder: Path) -> None:
-    """Give what is in ``writing``, each file synced, its name. What had it before is removed, once that is on the disk.
+    """Give ``writing``, whose files are synced, the name ``folder``. An old one is removed once that is on the disk.
 
     At every instant one of the two is there and whole; see above.
     """
@@ -198,13 +198,13 @@ def give_up(writing: Path) -> None:
 
 
 def next_number(path: Path) -> int:
-    """Give the number of a checkpoint that is going to be saved in ``path``."""
+    """Give the lineage number of the next checkpoint that is saved in ``path``."""
     return max((standing.stamp.number for standing in standings_in(path)), default=0) + 1
 
 
 def keep_newest(path: Path, folder: Path, count: int) -> None:
-    """Keep ``folder``, and so many whole ones of those that it came from that there are ``count`` with it. Remove what
-    was saved before these and has a lower step than ``folder``, be it of this branch or of one that was left."""
+    """Keep ``count`` whole checkpoints: ``folder``, and those that it came from. Remove those that were saved before
+    these and have a lower step than ``folder``, on this branch or on one that was left."""
     there = standings_in(path)
     whole = (at for at in there if at.lives and (at.folder == folder or problem_of(at.folder) is None))
     kept = list(itertools.islice(whole, count))
@@ -223,7 +223,7 @@ def remove(folder: Path) -> None:
 
 
 def _rename_away(folder: Path, prefix: str) -> Path:
-    """Take its name from a checkpoint, by one rename: it is never half there."""
+    """Take its name from a checkpoint that has to go, by one rename: under its name it is never half there."""
     aside = folder.with_name(prefix + _in_place(folder).name)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
@@ -241,7 +241,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint whose files are there in their full lengths. Raises CheckpointError."""
+    """Read the index of a checkpoint, and check the lengths of its files. Raises CheckpointError."""
     path = folder / index.NAME
     try:
         text = path.read_bytes()
@@ -268,15 +268,15 @@ def read_index(folder: Path) -> Index:
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint in ``path``, which is the one that was saved last; None: there is none.
+    """Find the newest whole checkpoint in ``path``, the one that was saved last; None: there is none.
 
-    Whole as far as the index and the lengths of files tell. Where the last one is not, it is the one that it came from.
+    Whole as far as the index and the lengths of files tell. Where the last is not, the one that it came from counts.
     """
     return next((folder for folder in checkpoints(Path(path)) if problem_of(folder) is None), None)
 
 
 def problem_of(folder: Path) -> str | None:
-    """Why a checkpoint is not whole, as far as lengths tell; None: it is."""
+    """Tell why a checkpoint is not whole, as far as index and lengths tell; None: it is."""
     try:
         read_index(folder)
     except CheckpointError as error:
@@ -287,7 +287,7 @@ def problem_of(folder: Path) -> str | None:
 def newest(path: Path) -> tuple[Path, Index, list[str]]:
     """Find the checkpoint that ``path`` is, or the newest whole one in it. Returns its folder and its index.
 
-    The third is what is wrong with those that are newer, as sentences. Raises CheckpointError where there is none.
+    The third result is what is wrong with newer checkpoints, as sentences. Raises CheckpointError where there is none.
     """
     problems: list[str] = []
     for folder in candidates(path):
@@ -299,19 +299,19 @@ def newest(path: Path) -> tuple[Path, Index, list[str]]:
 
 
 def no_checkpoint(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:
-    """Make the error of a path without a readable checkpoint: it tells what is wrong with those that there are."""
+    """Make the error of a path without a readable checkpoint: it names the problems of those that are there."""
     return CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
 
 
 @dataclass(frozen=True)
 class Info:
-    """The words of a checkpoint about itself, before there is a model to load it into.
+    """The description of a checkpoint, for which no model is needed.
 
     Attributes:
         folder: where it is.
         step: of the training, as ``save`` was told.
         extra: what the user had added.
-        configuration, versions: how it came about.
+        configuration, versions: the ranks and stages, and the packages, that saved it.
     """
 
     folder: Path

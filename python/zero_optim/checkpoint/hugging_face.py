@@ -1,7 +1,7 @@
-"""Whole models in Hugging Face's layout: a checkpoint written so, offline, and weights read so, a rank's own ranges.
+"""Whole models in Hugging Face's layout: export of a checkpoint, offline, and loading, each rank its own ranges.
 
-One file ``model.safetensors``, or several, ``model-00001-of-00002.safetensors``, and ``model.safetensors.index.json``
-that says which tensor is in which.
+The layout is one file ``model.safetensors``; or several, such as ``model-00001-of-00002.safetensors``, and
+``model.safetensors.index.json``, which says which tensor is in which file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """A model that was written: ``nbytes`` of tensors, in ``files``."""
+    """The result of an export: ``nbytes`` of tensors, in ``files``."""
 
     folder: Path
     tensors: int
@@ -49,7 +49,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor to be written, and the saved one that it is made of."""
+    """A tensor to be written, and the saved tensor with its values."""
 
     entry: Entry
     source: SavedTensor
@@ -71,10 +71,10 @@ def export(
     Args:
         path: a checkpoint, or the folder of several: then the newest whole one.
         out: a folder that is not there yet, or empty.
-        dtype: of the parameters; where it is not the saved one they are made of the masters. Buffers keep theirs.
-        max_shard_bytes: of a file; a larger tensor has one to itself.
-        average: which average of the parameters to write in their place, as "ema". Those that were frozen have none,
-            and are written themselves.
+        dtype: of the parameters; masters are cast to it where it is not the saved one. Buffers keep their own.
+        max_shard_bytes: of a file; a larger tensor has a file to itself.
+        average: the average to write in place of the parameters, such as "ema". Frozen parameters have none, and are
+            written themselves.
 
     Raises CheckpointError: there is no checkpoint; it is damaged; ``out`` cannot be written.
     """
@@ -87,7 +87,7 @@ def export(
     try:
         if target.exists() and any(target.iterdir()):
             raise CheckpointError(f"{target} is there already, and not empty: give another folder")
-        folders.give_up(writing)  # what a process has died in
+        folders.give_up(writing)  # left by a process that has died
         writing.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(f"{writing}: {error.strerror}") from error
@@ -146,7 +146,7 @@ def _values(files: Files, weights: Sequence[_Weight]) -> Iterator[Tensor]:
 
 
 def _split(weights: Sequence[_Weight], most: int) -> list[list[_Weight]]:
-    """Split them over files, in their order, as many to a file as fit."""
+    """Split weights over files, in order, as many to a file as fit."""
     shards: list[list[_Weight]] = [[]]
     size = 0
     for weight in weights:
@@ -176,13 +176,13 @@ def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[_
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Sequence[str]:
     """Collective. Load weights in Hugging Face's layout; each rank reads what it holds, and nothing else.
 
-    At stage 3 that is 1/N of the model: give a model on ``meta`` to ``shard_module``, and its weights to this. Values
-    are cast to the model's dtypes.
+    At stage 3 that is 1/N of the model: give a model on ``meta`` to ``shard_module``, then load. Values are cast to the
+    model's dtypes.
 
     Args:
         path: a folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and its files; or one file.
-        strict: raise where names differ; False: load those that are on both sides, and return what differs, a sentence
-            each.
+        strict: raise where names differ; False: load tensors that are on both sides, and return what differs, a
+            sentence each.
 
     Raises, on every rank and before anything is written: StateMismatchError, naming what does not fit; CheckpointError
     for files that are missing, cut off, or of another format.
@@ -191,8 +191,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     subject.come_to_rest()
     together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
     names = Names(model)
-    # Who else has a slice matters to those who write, and nobody may know it yet: there need be no optimizer.
-    columns = replace(subject.columns, main=subject.columns.main or ColumnRanks(subject.comm))
+    # Which ranks have the same slice matters in saving alone. Without an optimizer it may not be known yet.
+    columns = replace(subject.columns, main=subject.columns.main or Column(subject.comm))
     contents = contents_of_model(model, names, subject.comm, columns)
     stored, told = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
@@ -210,7 +210,7 @@ def _read_one(stored: Mapping[str, Stored], holding: Holding, values: Tensor) ->
 def _match(
     path: Path, names: Names, holdings: Sequence[Holding], *, strict: bool
 ) -> tuple[Mapping[str, Stored], list[str]]:
-    """Find where each tensor here is, by name, and what differs."""
+    """Find the stored tensor for each one here, by name, and what differs."""
     stored = _find(path)
     known = {holding.spec.name: names.equal_to(holding.spec.name) for holding in holdings}
     found = {name: next((stored[one] for one in of if one in stored), None) for name, of in known.items()}
@@ -236,7 +236,7 @@ def _match(
 
 
 def _find(path: Path) -> dict[str, Stored]:
-    """Every tensor in ``path``, by name. Raises CheckpointError."""
+    """Find every tensor in ``path``, by name. Raises CheckpointError."""
     if path.is_file() and path.name != _INDEX:
         return read_header(path)[0]
     folder = path.parent if path.name == _INDEX else path
@@ -264,7 +264,7 @@ def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Ite
             for holding, flat in zip(holdings, values, strict=True):
                 where = stored.get(holding.spec.name)
                 if where is not None and holding.length:
-                    ways = (holding.spec.arrangement, WHOLE)  # its tensors are whole, dimensions as they are
+                    ways = (holding.spec.arrangement, WHOLE)  # tensors in a file are whole, dimensions as they are
                     read = partial(_read_range, files.descriptor(where.path), where)
                     read_arranged(flat, holding.start, holding.spec.shape, ways, read)
     except OSError as error:

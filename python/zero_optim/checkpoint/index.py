@@ -1,7 +1,7 @@
 """``index.json``: what a checkpoint holds, and where. Integers and plain values; no tensor is touched here.
 
-It holds ordinary tensors under ordinary names. Each is cut into pieces, flat ranges, of which each is one entry of one
-rank's file. How many ranks there were, their stage and their buckets show in where the cuts are, and nowhere else::
+A checkpoint holds ordinary tensors under ordinary names. A tensor is cut into pieces: flat ranges, each an entry of one
+rank's file. The number of ranks, their stage and their buckets decide where the cuts are, and nothing else::
 
     exp_avg of 'fc.weight', shape [64, 128]    |<------ rank 0: 0..5120 ------>|<-- rank 1: 5120..8192 -->|
 """
@@ -27,8 +27,8 @@ from .plain import dtype_name
 
 FORMAT = "zero-optim checkpoint"
 VERSIONS = (1, 2, 3, 4, 5)
-"""Those that are read. 5 is written where an optimizer has several rules, 4 where state has a codec, or values for rows
-of slices; 3 where a tensor has a ``cut``, 2 where one has an ``order``, and 1 elsewhere."""
+"""Versions that are read. The lowest that suffices is written: 5 for an optimizer with several rules; 4 for state with
+a codec, or with values for rows of slices; 3 for a tensor with a ``cut``; 2 for one with an ``order``; else 1."""
 
 NAME = "index.json"
 
@@ -44,9 +44,9 @@ class Piece:
     """A flat range of a tensor in a file.
 
     Attributes:
-        start, length: of the tensor, in elements.
-        offset: where it begins in the file, in bytes.
-        crc32c: of each block of ``BLOCK_BYTES``, in hexadecimal: whoever needs a part reads, and checks, little more.
+        start, length: the range of the tensor, in elements.
+        offset: where the piece begins in the file, in bytes.
+        crc32c: of each block of ``BLOCK_BYTES``, in hexadecimal. A part of a piece is read and checked by its blocks.
     """
 
     file: str
@@ -64,16 +64,16 @@ class Piece:
 class TensorSpec:
     """A tensor by its name and kind, wherever its elements are.
 
-    ``order``: in which its flat ranges are counted; see ``storage_order``. What several ranks have of a channels_last
-    tensor are ranges of it as it lies in memory. None: of the tensor with its dimensions as they are. Of state that has
-    one value for a row of elements: in which the parameter's elements lie that are rows.
+    ``order``: the order of dimensions in which flat ranges are counted; see ``storage_order``. Ranges of a sharded
+    channels_last tensor are of its elements as they lie in memory. None: dimensions as they are. State with one value
+    for a row of elements has the order of the parameter.
 
-    ``cut``: the slices that tensor-parallel ranks have, where flat ranges are counted slice by slice; ``order`` is
-    then that of each. Of plain slices nobody knows how they make a whole: they are saved as a stack, one beside another
-    along a dimension 0 of their own, which is cut into single ones. See ``as_stack``.
+    ``cut``: the slices of tensor-parallel ranks. Flat ranges are counted slice by slice, in each by ``order``. How
+    plain slices make a whole is not known: they are saved as a stack along a new dimension 0, which is cut into single
+    ones. See ``as_stack``.
 
-    ``rows_of``: of state that has one value for a row of elements, the number of elements of each slice of the
-    parameter, where there are several: each begins with a row of its own.
+    ``rows_of``: of state with one value for a row of elements, the number of elements of each slice of the parameter,
+    where there are several: each slice begins with a row of its own.
     """
 
     name: str
@@ -98,16 +98,16 @@ class TensorSpec:
 
     @property
     def arrangement(self) -> Arrangement:
-        """How its flat ranges are counted."""
+        """The way in which flat ranges are counted."""
         return Arrangement(self.order, self.cut)
 
     @property
     def stacked(self) -> int | None:
-        """How many plain slices it is a stack of; None: it is a whole tensor."""
+        """The number of plain slices in a stack; None: it is a whole tensor."""
         return len(self.cut.sizes) if self.cut is not None and self.cut.dim == 0 else None
 
     def as_stack(self, count: int) -> TensorSpec:
-        """The stack of ``count`` plain slices of which this is one.
+        """Make the spec of a stack of ``count`` plain slices, of which this is one.
 
         Raises ParameterError for one that is not contiguous: files know no such order of a stack's elements.
         """
@@ -145,7 +145,7 @@ class SavedTensor:
     pieces: tuple[Piece, ...]
 
     def ranges(self, start: int, length: int) -> Iterator[tuple[SavedTensor, int, int]]:
-        """Say what has to be read of which for the ``length`` elements from ``start`` on."""
+        """Give what to read for ``length`` elements from ``start`` on: saved tensors, each with start and length."""
         yield self, start, length
 
     def read(self, target: Tensor, start: int, read: ReadRange) -> None:
@@ -154,7 +154,7 @@ class SavedTensor:
 
 
 ReadRange = Callable[[SavedTensor, Tensor, int], None]
-"""Fills a flat tensor with what was saved from an element on."""
+"""Fills a flat tensor with elements of a saved one, from the given element on."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,9 @@ class SavedOptimizer:
         name: of its class.
         groups: its parameter groups, as plain values; ``params`` are names.
         steps: updates that each parameter has had, by name.
-        master: the kind of tensor that parameters are roundings of; None: they are their own.
-        order: names in the order of its buckets. A hint: with it, and as many ranks, sums come out bit for bit. One
-            with several rules is an optimizer for each, and all have the order of all.
+        master: the kind of tensor that parameters are rounded from; None: they have no master.
+        order: names in the order of its buckets. A hint: with it, and as many ranks, sums come out bit for bit. An
+            optimizer with several rules is saved as one for each rule, and each has the order of all parameters.
         codecs: names of the codecs that state was stored by, by the kind of tensor; see ``rules/codec.py``.
     """
 
@@ -193,8 +193,8 @@ class Index:
         ranks: of each rank that saved, its random states, and the position in the data that it was given.
         extra: what the user added.
         configuration, versions: how it came about, for people.
-        lineage: where it stands in its folder. Beside the contents, not among them: whoever orders many checkpoints
-            reads no more of each than that, and earlier versions of zero_optim pass over it.
+        lineage: the place in the order of saving. It stands before the contents, not among them: to order many
+            checkpoints no more of each is read, and earlier versions of zero_optim pass over it.
     """
 
     step: int
@@ -213,15 +213,15 @@ class Index:
 
     @property
     def masters(self) -> list[str]:
-        """Kinds of tensor that parameters are roundings of."""
+        """Kinds of tensor that parameters are rounded from."""
         return list(dict.fromkeys(optimizer.master for optimizer in self.optimizers if optimizer.master is not None))
 
     def is_state(self, kind: str) -> bool:
-        """True if an optimizer alone has such tensors: parameters, buffers and masters can be had without one."""
+        """True if only an optimizer has use for the kind: parameters, buffers and masters serve a model alone, too."""
         return kind not in (PARAMETER, BUFFER, *self.masters)
 
     def precise(self, name: str) -> SavedTensor | None:
-        """Find what a parameter is made of in another dtype: its master, so that it is rounded once, and not twice.
+        """Find the source of a parameter in another dtype: its master, so that values are rounded once, and not twice.
 
         The parameter itself where it has no master; None where there is no such parameter.
         """
@@ -233,13 +233,13 @@ class Index:
         return {name: count for optimizer in self.optimizers for name, count in optimizer.steps.items()}
 
     def updated(self) -> set[str]:
-        """Names of parameters with a state that says something: some optimizers count no updates."""
+        """Names of parameters that were updated: by the count, or where none was kept by the state that they have."""
         steps = self.steps()
         counted = {name for name, count in steps.items() if count > 0}
         return counted | {name for kind, name in self.tensors if self.is_state(kind) and name not in steps}
 
     def to_json(self, crc32c: Any) -> bytes:
-        """``crc32c``: gives the checksum of bytes, in hexadecimal."""
+        """Write the index as JSON. ``crc32c``: gives the checksum of bytes, in hexadecimal."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "lineage"}
         contents = {
             **fields,
@@ -254,7 +254,7 @@ class Index:
 
 
 def version_for(specs: Sequence[TensorSpec], optimizers: Sequence[SavedOptimizer]) -> int:
-    """The first version that knows all of what these need."""
+    """Choose the lowest version of the format that can hold these."""
     if _share_an_order(optimizers):
         return 5
     if any(optimizer.codecs for optimizer in optimizers) or any(spec.rows_of is not None for spec in specs):
@@ -287,7 +287,7 @@ def check_whole(tensor: SavedTensor) -> None:
 
 
 def merge(specs: Iterable[TensorSpec], tensors: Iterable[SavedTensor]) -> dict[Key, SavedTensor]:
-    """Tensors of which each rank has given its pieces, as wholes, in the order of ``specs``, which are all there are.
+    """Join the pieces that each rank has written into whole tensors, in the order of ``specs``: all there are.
 
     Raises ValueError where ranks disagree, or where an element is in no piece, or in two.
     """

@@ -1,8 +1,8 @@
-"""Makes an ``Index`` of the bytes of ``index.json``: all that it says is checked here, before anything is made of it.
+"""Make an ``Index`` of the bytes of ``index.json``, and check all that it says.
 
 A checksum tells that the index is what was written. It does not tell that what was written makes sense: another program
-may have written it, or an error of this one. What a wrong value would do later, it would do to a model that is half
-loaded. So everything is asked for here that holds of every index that ``save`` writes.
+may have written it, or a bug of this one. Found later, a wrong value would leave a model half loaded. So all is checked
+here that holds for every index that ``save`` writes.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from .plain import decode, dtype_named
 from .safetensors_file import BLOCK_BYTES, NAMES
 
 SHARDED = "Sharded"
-"""The name of an optimizer of ours in the index begins so; its rule's follows."""
+"""The prefix of the names of our optimizers in an index. The rule's name follows."""
 
 OURS: Mapping[str, type[UpdateRule]] = {f"{SHARDED}{name}": rule for name, rule in RULES.items()}
-"""The rules that come with the package, by such names."""
+"""The rules that come with the package, by the names of their optimizers."""
 
 
 def same_state(name: str) -> frozenset[str]:
-    """Names of the optimizers whose state is that of the one of this ``name``, which is among them."""
+    """List the optimizers with the same state as the one called ``name``, itself included."""
     for own, rule in OURS.items():
         if name in (own, *rule.counterparts):
             return rule.counterparts | {own}
@@ -57,7 +57,7 @@ def same_state(name: str) -> frozenset[str]:
 
 _HEAD = frozenset(("format", "version", "lineage", "crc32c", "contents"))
 HEAD_BYTES = 1024
-"""The beginning of an index, with its lineage."""
+"""So many bytes at the beginning of an index hold its lineage."""
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]*)\.safetensors")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
@@ -66,7 +66,7 @@ _MOST_STEPS = 2**53  # above, a float64 does not count any more
 
 
 def from_json(text: bytes, crc32c: Any, path: object) -> Index:
-    """The index in ``text``, read from ``path``. Raises CheckpointError for one that is damaged or foreign."""
+    """Read the index in ``text``, from ``path``. Raises CheckpointError for one that is damaged or foreign."""
     try:
         read = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def from_json(text: bytes, crc32c: Any, path: object) -> Index:
     if unknown or crc32c(canonical(contents)) != read.get("crc32c"):
         why = f"it has {min(unknown)!r}" if unknown else "its checksum is not that of its contents"
         raise CheckpointError(f"{path} is damaged: {why}")
-    # Whatever a wrong value makes of reading it: no code of a user's runs here.
+    # Any exception comes of a wrong value: no code of a user's runs here.
     try:
         of_lineage = _read_lineage(read, crc32c)
         return _from_contents(contents, version, of_lineage)
@@ -93,7 +93,7 @@ def from_json(text: bytes, crc32c: Any, path: object) -> Index:
 
 
 def lineage_from_json(text: bytes, crc32c: Any) -> Lineage | None:
-    """The lineage alone, of the beginning of an index or all of it. None where it cannot be read from that."""
+    """Read the lineage alone, from the beginning of an index or all of it. None where it cannot be read."""
     head, found, _ = text[:HEAD_BYTES].partition(b',"contents":')
     try:
         read = json.loads(head + b"}" if found else text)
@@ -152,7 +152,7 @@ def _count(value: Any, what: str, most: int = _MOST) -> int:
 
 
 def _names(value: Any, what: str) -> list[str]:
-    """Check that these are texts, each there once."""
+    """Check that ``value`` is a list of texts, each there once."""
     _need(len(set(_of(list, value, what))) == len(value), f"{what} names one twice")
     return [_of(str, name, f"a name of {what}") for name in value]
 
@@ -229,7 +229,7 @@ def _check_piece(spec: TensorSpec, piece: Piece, files: Mapping[str, int]) -> No
 
 
 def _check_orders(index: Index, orders: Mapping[str, set[Any]], version: int) -> None:
-    """All state of a parameter lies as the parameter does; the parameter itself may have been written in another."""
+    """Check that all state of a parameter has one order: the parameter's, where that has one."""
     own_version = version_for([tensor.spec for tensor in index.tensors.values()], index.optimizers)
     _need(version == own_version, f"tensors are arranged as in version {own_version} of the format, not {version}")
     for name, of_state in orders.items():
@@ -265,7 +265,7 @@ def _check_optimizers(index: Index) -> None:
 
 
 def _check_groups(optimizer: SavedOptimizer, what: str) -> set[str]:
-    """Returns the names of all its parameters."""
+    """Check an optimizer's groups. Returns the names of all its parameters."""
     _of(str, optimizer.name, f"the name of {what}")
     names: list[str] = []
     options: list[dict[str, Any]] = []
@@ -280,7 +280,7 @@ def _check_groups(optimizer: SavedOptimizer, what: str) -> set[str]:
 
 
 def _check_steps(optimizer: SavedOptimizer, own: set[str], with_state: set[str], what: str) -> None:
-    """Ours counts the updates of all its parameters with state, as floats. Others may count some, or none."""
+    """Check the counts. Our optimizers count updates of all parameters with state, as floats; others may count none."""
     steps = _of(dict, optimizer.steps, f"the updates of {what}")
     for name, count in steps.items():
         good = type(count) in (int, float) and 0 <= count <= _MOST_STEPS and count == math.floor(count)
@@ -294,7 +294,7 @@ def _check_steps(optimizer: SavedOptimizer, own: set[str], with_state: set[str],
 
 
 def _check_master(optimizer: SavedOptimizer, tensors: Mapping[Key, SavedTensor], own: set[str], what: str) -> None:
-    """Sharded optimizers alone have masters, of the parameters' shape."""
+    """Check that only a sharded optimizer has masters, of the parameters' shape."""
     master, sharded = optimizer.master, optimizer.name.startswith(SHARDED)
     good = master is None or (sharded and type(master) is str and master not in (PARAMETER, BUFFER))
     good = good and (optimizer.name not in OURS or master == MASTER)
@@ -328,7 +328,7 @@ def _check_others(index: Index) -> None:
 
 
 def _check_ranks(ranks: Sequence[Any], files: int) -> None:
-    """Check the form alone. What each says is decoded by the rank that takes it over: together they may be large."""
+    """Check the form alone. Each entry is decoded by the rank that takes it over: together they may be large."""
     _need(len(_of(list, ranks, "ranks")) == files, f"{len(ranks)} ranks are there, and the files of {files}")
     for number, own in enumerate(ranks):
         _need(type(own) is dict and own.keys() == {"random", "data"}, f"rank {number} has another form")

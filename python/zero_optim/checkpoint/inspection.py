@@ -31,7 +31,7 @@ class _Row:
 
 
 def describe(folder: Path, index: Index) -> str:
-    """A line for each parameter and buffer, and what there is beside them."""
+    """Write a line for each parameter and buffer, and the rest below."""
     rows = list(_rows(index))
     head = _Row("name", "shape", "dtype", "state", "updates", 0)
     widths = [max(len(getattr(row, field)) for row in (head, *rows)) for field in ("name", "shape", "dtype", "state")]
@@ -84,7 +84,7 @@ def _others(index: Index) -> Iterator[str]:
 
 
 def verify(folder: Path, index: Index) -> list[str]:
-    """Read every byte, several files at a time, and compare the checksums. Returns what is wrong, a line each."""
+    """Read every byte, several files at a time, and compare checksums. Returns what is wrong, a line each."""
     pieces: dict[str, list[tuple[SavedTensor, Piece]]] = {}
     for tensor in index.tensors.values():
         for piece in tensor.pieces:
@@ -117,7 +117,7 @@ def _verify_file(folder: Path, pieces: list[tuple[SavedTensor, Piece]], see: Any
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar in a terminal that has tqdm."""
+    """Show a bar, in a terminal and with tqdm."""
     if sys.stderr.isatty():
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
@@ -129,7 +129,7 @@ def _progress(total: int) -> Iterator[Any]:
 
 
 def inspect(path: Path, *, quick: bool) -> tuple[str, list[str]]:
-    """The description of a checkpoint, or of the newest whole one of several, and what is wrong with its bytes.
+    """Describe a checkpoint, or the newest whole one of several. Returns the text, and what is wrong, a line each.
 
     ``quick``: without reading the tensors. Raises CheckpointError where there is none.
     """

@@ -1,15 +1,15 @@
 """The order in which the checkpoints of a folder were saved, and from which each came. The step does not decide it.
 
-Whoever goes back to an older checkpoint and trains on leaves a branch. The steps of what is saved then may be lower
-than those of the branch that was left::
+A job that goes back to an older checkpoint and trains on leaves a branch. What it saves may have lower steps than the
+branch that was left::
 
     saved as number     1       2       3       4
     step                4 ----- 8       |       |
                         `-------------- 6 ----- 7      the newest is 7. It came from 6, that from 4; 8 was left
 
 So each index has a number, which is one more than the highest in its folder when it was saved. It also names the
-checkpoint that the training went on from. No clock is asked. Checkpoints of earlier versions have neither: they count
-as saved before all that do, in the order of their steps.
+checkpoint that the training went on from. No clock is asked. Checkpoints of earlier versions have neither number nor
+name: they count as saved before all others, in the order of their steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Lineage:
 
     Attributes:
         number: one more than the highest in the folder when it was saved; 0: not known.
-        after: the stamp of the checkpoint that the training went on from; None: not known, and the one before counts.
+        after: the stamp of the checkpoint that the training went on from; None: not known: the one saved before.
     """
 
     number: int = 0
@@ -47,7 +47,7 @@ class Lineage:
 class Standing:
     """A checkpoint among those of its folder.
 
-    ``lives``: the newest came from it, as far as is known.
+    ``lives``: whether it is the newest, or the newest came from it, as far as is known.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class Standing:
 
 
 def standings(steps: Mapping[Path, int], lineages: Mapping[Path, Lineage | None]) -> list[Standing]:
-    """The newest first, then those that it came from, then those that were left.
+    """Order checkpoints: the newest, those that it came from, then those of branches that were left.
 
     ``lineages``: None for one that cannot be read. It counts as saved after the newest of a lower step.
     """
@@ -80,11 +80,11 @@ def standings(steps: Mapping[Path, int], lineages: Mapping[Path, Lineage | None]
 # -- what a model came from --------------------------------------------------------------------------------------------
 
 _came_from: weakref.WeakKeyDictionary[nn.Module, dict[Path, Stamp]] = weakref.WeakKeyDictionary()
-"""By model and folder of checkpoints, the one that the model was loaded from, or saved to, last."""
+"""By model and folder: the stamp of the checkpoint that the model was last loaded from, or saved to."""
 
 
 def came_from(model: nn.Module, path: Path) -> Stamp | None:
-    """The checkpoint in ``path`` that ``model`` goes on from; None: not known."""
+    """Give the checkpoint in ``path`` that ``model`` goes on from; None: not known."""
     return _came_from.get(_plain(model), {}).get(path.resolve())
 
 
@@ -93,7 +93,7 @@ def note_saved(model: nn.Module, path: Path, stamp: Stamp) -> None:
 
 
 def note_loaded(model: nn.Module, folder: Path, number: int, step: int | None) -> None:
-    """Note it, and forget what it came from in other folders. ``step``: None for a folder that has another name."""
+    """Note a load; earlier notes of the model are forgotten. ``step``: None for a folder with another name."""
     _came_from[_plain(model)] = {} if step is None else {folder.parent: Stamp(number, step)}
 
 
@@ -110,7 +110,7 @@ def to_json(lineage: Lineage) -> dict[str, Any]:
 
 
 def from_json(read: Any) -> Lineage:
-    """Raises ValueError for what ``to_json`` never gives."""
+    """Read what ``to_json`` gave. Raises ValueError for anything else."""
     after = read["after"] if isinstance(read, dict) and read.keys() == {"number", "after"} else ()
     counts = [*after, read["number"]] if isinstance(after, list) else [0, 0, read["number"]] if after is None else []
     if len(counts) != 3 or any(type(count) is not int or not 0 <= count < 2**63 for count in counts):

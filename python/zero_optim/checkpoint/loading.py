@@ -1,7 +1,7 @@
 """``load``: every rank reads the index, finds what of each file it needs, and reads that.
 
-It does not matter how many ranks saved, nor at which stage. What this rank holds of a tensor is a flat range of it. So
-is what a file has of the tensor. What the two have in common is read::
+It does not matter how many ranks saved, nor at which stage. This rank holds a flat range of each tensor, and so does
+each file. The rank reads where the two intersect::
 
     saved by 3 ranks   |----- rank-0 -----|----- rank-1 -----|----- rank-2 -----|
     needed on rank 1                 |-------- of 2 ranks ---------|
@@ -67,8 +67,8 @@ def load(
 ) -> Loaded:
     """Collective. Load what ``save`` wrote, on any number of ranks, at any stage, with any buckets and dtype.
 
-    Each rank reads what it holds. Where the dtype of a parameter is not the saved one, its values are those of the
-    master, rounded once. Random states, and those of ``data``, are taken over by as many ranks as saved them.
+    Each rank reads what it holds. A parameter with another dtype than the saved one gets the master's values, rounded
+    once. Random states, and those of ``data``, are taken over where as many ranks load as saved.
 
     Args:
         path: a checkpoint, or the folder of several: then the newest whole one, which is the one that was saved last.
@@ -77,17 +77,16 @@ def load(
         opt: as it was given to ``save``: a ``ShardedOptimizer``, one of torch's, or several; None: the model alone.
         scaler, scheduler, data: objects with a ``load_state_dict``, which gets what ``save`` was given of them.
         strict: True: raise StateMismatchError, before anything is changed, where a tensor is missing in the checkpoint
-            or left over in it, or where parameter groups differ. False: load the others, and say so in ``notes``.
+            or left over in it, or where parameter groups differ. False: load what fits, and tell the rest in ``notes``.
 
     Raises, on every rank:
         CheckpointError: there is no whole checkpoint.
         StateMismatchError: naming what does not fit, such as a scheduler that refuses its state.
 
-    After an error model and optimizer are as they were. What is going to be overwritten is read twice: all of it is
+    After an error model and optimizer are as they were. For that, values that overwrite others are read twice: all are
     checked before the first tensor is written. The state of an optimizer that has not stepped yet is read once, since
-    it can be made anew; that may drop gradients. There is one exception: a disk may refuse the second time what it has
-    given the first time. The error says so. Model and optimizer are a mixture then: load another checkpoint, or make
-    them anew.
+    it can be made anew; that may drop gradients. There is one exception: a disk may fail at the second reading alone.
+    The error says so. Model and optimizer are a mixture then: load another checkpoint, or make them anew.
     """
     wait()
     subject = make_subject(model, opt, _WHERE)
@@ -100,7 +99,7 @@ def load(
     for folder in on_rank_0(subject.comm, lambda: folders.candidates(Path(path)), _WHERE):
         try:
             loaded = _load(folder, subject, others, strict=strict)
-        # All ranks come here, or none: see ``together``. So all go on to the one that it came from.
+        # All ranks come here, or none: see ``together``. So all go on to the same next one.
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -114,7 +113,7 @@ def load(
 def _check_subject(subject: Subject) -> None:
     crc32c(b"")  # its package may be missing
     subject.check_not_gathered(_WHERE)
-    subject.contents(Names(subject.model), stored=False)  # what cannot be loaded at all is no fault of a checkpoint
+    subject.contents(Names(subject.model), stored=False)  # raises here what is no fault of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -126,12 +125,12 @@ class _Others:
     data: Any
 
     def _beside(self, index: Index) -> Iterator[tuple[str, Sequence[Any], Sequence[Any]]]:
-        """A name, those that are given here, and the states that the checkpoint has for them."""
+        """Give a name, the objects that are given here, and the states that the checkpoint has for them."""
         yield "scaler", self.scalers, index.scalers
         yield "scheduler", self.schedulers, index.schedulers
 
     def misfits(self, index: Index) -> list[str]:
-        """Tell where the checkpoint has a state that nobody takes, or none for one that is given, a sentence each."""
+        """Tell where there are more or fewer saved states than objects given here, a sentence each."""
         told = [
             f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here: give load {what}= "
             "what save was given"
@@ -145,7 +144,7 @@ class _Others:
         return told
 
     def load(self, index: Index, own: Mapping[str, Any] | None, undo: Undo) -> None:
-        """``own``: what this rank had of its own."""
+        """Load all of them. ``own``: random states and position in the data that this rank has saved."""
         for what, here, there in self._beside(index):
             for one, state in zip(here, map(decode, there), strict=False):
                 if state != {}:  # of a scaler that was not enabled
@@ -168,8 +167,8 @@ def _load_one(what: str, one: Any, state: Any, undo: Undo) -> None:
 def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> Loaded:
     """Load one checkpoint: check what is going to be overwritten, load what can be undone, and then overwrite.
 
-    So whatever is wrong with it, or whoever refuses their state, says so before the first tensor is overwritten. Those
-    who took their state before that get the old one back.
+    So damage, or an object that refuses its state, is found before the first tensor is overwritten. Objects that took
+    their state before that get the old one back.
     """
     comm = subject.comm
     index = together(comm, lambda: _read_index(folder, comm), _WHERE)
@@ -202,7 +201,7 @@ def _read_index(folder: Path, comm: Comm) -> Index:
 
 
 def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] | None:
-    """Decode what this rank had of its own; None where another number of ranks saved than loads."""
+    """Decode random states and position in the data of this rank; None where more or fewer ranks saved than load."""
     if len(index.ranks) != subject.comm.world_size:
         return None
     try:
@@ -217,7 +216,7 @@ def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] |
 
 
 def _verify(folder: Path, comm: Comm, plan: LoadPlan) -> None:
-    """The ranks share out the reading of all that is going to overwrite something."""
+    """Read and check all that is going to overwrite something. The ranks share this work."""
     source = plan.matched.source
     with Files(folder) as files:
         specs = [spec for part in plan.overwritten for spec in part.specs]
@@ -252,15 +251,15 @@ def _plan(folder: Path, index: Index, subject: Subject, others: _Others, *, stri
 
 
 def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
-    """Fill what this rank has of ``parts``."""
+    """Fill this rank's holdings of ``parts``."""
     source = matched.source
     with Files(folder) as files:
         wanted = [of for part in parts for of in part.holdings if of.spec.key in source]
         files.expect((source[of.spec.key], of.start, of.length) for of in wanted)
         for part in parts:
-            # Closed at once where reading fails: state that is off the device is on it until then.
+            # Closed at once where reading fails: until then a page of offloaded state is on the device.
             with contextlib.closing(part.values()) as values:
-                # ``strict`` asks once more after the last: only then is that one copied to where it belongs.
+                # ``strict`` asks once more after the last tensor: only then is that one copied to where it belongs.
                 for of, flat in zip(part.holdings, values, strict=True):
                     if of.spec.key in source and of.length:
                         files.read_into(flat, source[of.spec.key], of.start, of.spec.arrangement)

@@ -1,7 +1,6 @@
-"""Matches each tensor of model and optimizers with the one of a checkpoint that it is loaded from, and tells what does
-not fit.
+"""Match each tensor of model and optimizers with the saved one that it is loaded from, and tell what does not fit.
 
-By names alone: nothing is read or changed here, and every rank comes to the same.
+Names alone decide: nothing is read or changed here, and every rank finds the same.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from ..rules.options import EMA
 from .contents import Names
 from .index import BUFFER, PARAMETER, Index, Key, SavedOptimizer, SavedTensor, TensorSpec
 
-_NAMED = 5  # of what does not fit; the others are counted
+_NAMED = 5  # names in a message; the others are counted
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The wishes of an optimizer.
+    """The state that an optimizer takes from a checkpoint.
 
     Attributes:
         specs: its tensors.
         groups: of each parameter group, the names.
-        master: the kind of tensor that parameters are roundings of; None: they are their own.
-        averages: kinds of tensors that average parameters: where none was saved they begin at these.
-        takes: names of the classes whose state it can use; None: that shows by the state.
+        master: the kind of tensor that parameters are rounded from; None: they have no master.
+        averages: kinds of tensors that average parameters; one that was not saved begins at the parameters.
+        takes: names of the optimizer classes whose state it can use; None: of any, if the tensors fit.
         spared: names of parameters that may be without state in the checkpoint: they are frozen.
     """
 
@@ -43,16 +42,16 @@ class Wanted:
 
 @dataclass
 class Match:
-    """The fit of a checkpoint.
+    """The match of a checkpoint with a model and its optimizers.
 
     Attributes:
         saved_name: of each parameter here, what the checkpoint calls it.
-        source: of each tensor here, by kind and name, the saved one; those without are not loaded.
+        source: by kind and name, the saved tensor that one here is loaded from; the others are not loaded.
         fresh: names of parameters whose state begins anew.
         begun: averages that were not saved, and begin at the parameters.
         steps: updates that each parameter has had, where that was counted.
         groups: of each optimizer, of each of its groups, the number of the saved one; None: it keeps its options.
-        misfits: a sentence each. ``notes``: what is no misfit, but worth to be told.
+        misfits: a sentence each. ``notes``: sentences on what is no misfit, but worth telling.
     """
 
     saved_name: Mapping[str, str]
@@ -72,7 +71,7 @@ def match(
     model: Sequence[TensorSpec],
     optimizers: Sequence[Wanted],
 ) -> Match:
-    """``model``: its parameters and buffers. ``saved_name``: what ``saved_names`` gave.
+    """Match all tensors and groups. ``model``: parameters and buffers. ``saved_name``: what ``saved_names`` gave.
 
     Raises StateMismatchError where a tensor has another shape, numbers of another kind, or rows in another order: that
     is never loaded.
@@ -146,6 +145,7 @@ def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
     matched.fresh |= set(lacking)
     if begun:
         matched.notes.append(f"not in the checkpoint: {', '.join(sorted(begun))}: averages begin at the parameters")
+    # Without all of its state a parameter begins anew; its master is loaded all the same.
     for spec in wanted.specs:
         if spec.name in lacking and spec.kind != wanted.master:
             matched.source.pop(spec.key, None)
@@ -173,7 +173,7 @@ def _note_leftover_weights(index: Index, names: Names, matched: Match) -> None:
 
 
 def _note_leftover_state(index: Index, matched: Match) -> None:
-    """Note state that nobody takes. That of parameters which were never updated says nothing, and does not count."""
+    """Note saved state that nothing here takes. State of parameters that were never updated does not count."""
     used = {(source.spec.kind, source.spec.name) for source in matched.source.values()}
     updated = index.updated()
     unused: dict[str, list[str]] = {}
@@ -221,7 +221,7 @@ def _whole_or_slices(spec: TensorSpec) -> str:
 def shape_differs(here: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """Say why a saved tensor of this shape and dtype cannot be loaded; None: it can.
 
-    Values of a floating type are taken over from any other, all else from its own alone.
+    Floating types are cast into one another. Any other dtype loads from its own alone.
     """
     casts = dtype == here.dtype or (dtype.is_floating_point and here.dtype.is_floating_point)
     if shape == here.shape and casts:
@@ -234,7 +234,7 @@ def shape_differs(here: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def _match_groups(number: int, wanted: Wanted, saved: SavedOptimizer | None, matched: Match) -> list[int | None]:
-    """Find the saved group of each group: the one of the same parameters."""
+    """Find the saved group for each group: the one with the same parameters."""
     if saved is None:
         matched.misfits.append(f"the checkpoint holds no options of optimizer {number}: it has fewer optimizers")
         return [None] * len(wanted.groups)
@@ -270,12 +270,12 @@ def _difference(here: Sequence[frozenset[str]], there: Sequence[frozenset[str]])
 
 
 def _state_of(kinds: Mapping[str, Sequence[str]]) -> str:
-    """``kinds``: of each parameter, which tensors of its state are meant."""
+    """Name state in a message. ``kinds``: of each parameter, which tensors of its state are meant."""
     all_kinds = list(dict.fromkeys(kind for own in kinds.values() for kind in own))
     return f"the state ({', '.join(all_kinds)}) of {count(len(kinds), PARAMETER)}, {listed([*kinds])}"
 
 
 def listed(those: Sequence[str]) -> str:
-    """The first few, and how many there are beside."""
+    """List the first few, and count the others."""
     more = f", and {len(those) - _NAMED} more" if len(those) > _NAMED else ""
     return f"{', '.join(sorted(those)[:_NAMED])}{more}"

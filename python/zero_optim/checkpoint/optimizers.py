@@ -33,11 +33,11 @@ ADAMS = same_state("AdamW")
 
 
 class OptimizerPart(Contents, Protocol):
-    """An optimizer among what is saved and loaded. As ``Contents`` it is what there is to save."""
+    """An optimizer that is saved and loaded. As ``Contents`` it is the state to be saved."""
 
     @property
     def is_new(self) -> bool:
-        """Whether a load that fails may leave anything in its state: ``begin_anew`` makes that what it was."""
+        """Whether its state may be filled by a load that can fail: ``begin_anew`` undoes that."""
 
     def begin_anew(self) -> None:
         """Make the state what it is at construction."""
@@ -46,27 +46,27 @@ class OptimizerPart(Contents, Protocol):
         """Updates that each parameter with state has had, by name. The host waits for the device."""
 
     def describe(self) -> list[SavedOptimizer]:
-        """Give what the index says of it beside tensors: it is saved as an optimizer for each of its rules."""
+        """Give what the index holds beside tensors: an optimizer for each of its rules."""
 
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
-        """Say what it is to be given, by each rule. ``saved_name``: of each parameter, what the checkpoint calls it."""
+        """Say what each rule takes from a checkpoint. ``saved_name``: of each parameter, its name there."""
 
     def groups_of(
         self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
     ) -> list[dict[str, Any]]:
-        """Choose the options that its groups are to have: of each the saved group of that number, or else its own.
+        """Choose the options of each group: those of the saved group of that number; for None, its own.
 
         Args:
-            saved, numbers: of each rule, those of its groups.
+            saved, numbers: by rule; ``numbers`` are of the rule's groups.
 
-        Raises StateMismatchError for options that it cannot have, CheckpointError for those that none can have.
+        Raises StateMismatchError for options that this optimizer cannot have, CheckpointError for ones that none can.
         """
 
     def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
-        """Collective. Lay the buckets out as they were. Gradients may be dropped; nothing else is changed."""
+        """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
 
     def to_fill(self, matched: Match) -> Contents:
-        """Give what there is to be filled. State that begins anew is there already."""
+        """Give what is to be filled. State that begins anew has its first values already."""
 
     def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
         """Give the parameter groups their options."""
@@ -78,11 +78,11 @@ class OptimizerPart(Contents, Protocol):
 class ShardedPart:
     """A ``ShardedOptimizer``: the state that its update rules name, in the ranges that this rank holds.
 
-    In a checkpoint it is an optimizer for each rule, with the groups of that. So one with two rules loads what two
-    optimizers have saved, and the other way round.
+    In a checkpoint it is an optimizer for each rule, with the rule's groups. So an optimizer with two rules loads what
+    two optimizers have saved, and the other way round.
 
-    ``stored``: the tensors as they are stored, as they are saved. Else as they are thought of: so they are loaded,
-    whatever form they were saved in.
+    ``stored``: tensors in the form in which a codec stores them, to be saved. Else as the logical fp32 tensors, to be
+    loaded: these may have been saved in any form.
     """
 
     def __init__(self, opt: Sharded, names: Names, *, stored: bool) -> None:
@@ -106,7 +106,7 @@ class ShardedPart:
         return {i: p for i, p in self._engine.parameters.trained.items() if self._engine.rules.of(i) is rule}
 
     def _spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
-        """The tensor that is saved, and the number of the first element of what this rank's column has of it."""
+        """Make the spec of a saved tensor. Returns it, and where the slice of this rank's column begins in it."""
         parameter = self._engine.parameters.all[index]
         bucket, _, slot = self._engine.reducer.layout.slot_of[index]
         own, order = bucket.flat.slices[slot], bucket.flat.orders[slot]
@@ -152,7 +152,7 @@ class ShardedPart:
         return [self._described_by(rule, steps, order) for rule in self._engine.rules.all]
 
     def _described_by(self, rule: UpdateRule, steps: Mapping[str, float], order: Sequence[str]) -> SavedOptimizer:
-        """``order``: of the parameters of all rules, as their buckets leave one by one."""
+        """Describe one rule. ``order``: of the parameters of all rules, as their buckets leave."""
         groups = {number: {**self._groups[number], **rule.said} for number in self._groups_of(rule)}
         own = {self._names[index] for index in self._trained_by(rule)}
         counts = {name: count for name, count in steps.items() if name in own}
@@ -161,7 +161,7 @@ class ShardedPart:
         return SavedOptimizer(f"{SHARDED}{rule.name}", described, counts, master_of(rule), order, codecs)
 
     def _groups_of(self, rule: UpdateRule) -> list[int]:
-        """Numbers of its groups."""
+        """List the numbers of the rule's groups."""
         return [number for number, own in enumerate(self._engine.rules.by_group) if own is rule]
 
     def _names_of_groups(self, rule: UpdateRule) -> list[list[str]]:
@@ -193,7 +193,7 @@ class ShardedPart:
         return groups
 
     def _choose_decays(self, group: dict[str, Any], own: Mapping[str, Any]) -> None:
-        """Those that were saved hold for as many averages as were saved."""
+        """Keep the group's own decays where another number of averages was saved than there is here."""
         if EMA_DECAY in group and len(listed_decays(group[EMA_DECAY])) != len(self._engine.rules.averages):
             del group[EMA_DECAY]
         if EMA_DECAY in own:
@@ -255,14 +255,14 @@ class TorchPart(TensorContents):
 
     @property
     def is_new(self) -> bool:
-        """Always: what is loaded is filled into tensors beside its own, which it gets in ``take_over``."""
+        """Always: a load fills new tensors beside its own, which it gets in ``take_over``."""
         return True
 
     def begin_anew(self) -> None:
-        """Nothing is to be undone: its own tensors are as they were."""
+        """Do nothing: the optimizer's own tensors are as they were."""
 
     def steps(self) -> dict[str, float]:
-        """A float where the optimizer has a tensor, as AdamW, else an int."""
+        """Count updates, as a float where the optimizer has a tensor, as AdamW does, else as an int."""
         counts = {self._names[id(p)]: entry["step"] for p, entry in self._opt.state.items() if "step" in entry}
         return {name: float(count) if isinstance(count, Tensor) else int(count) for name, count in counts.items()}
 
@@ -276,7 +276,7 @@ class TorchPart(TensorContents):
     # -- loading -------------------------------------------------------------------------------------------------
 
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
-        """Want whatever the checkpoint has: such an optimizer has no state before its first step."""
+        """Want all state that the checkpoint has: before its first step the optimizer has none to tell by."""
         kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
         specs = []
         for name in self._names.values():
@@ -314,20 +314,20 @@ class TorchPart(TensorContents):
             state.setdefault(index_of[name], {})[kind] = tensor
         for name, count in matched.steps.items():
             if index_of.get(name) in state:
-                counted = isinstance(count, float)  # as a tensor, by those who have one
+                counted = isinstance(count, float)  # in a tensor: see ``steps``
                 state[index_of[name]]["step"] = torch.tensor(count, device="cpu") if counted else count
         self._opt.load_state_dict({"state": state, "param_groups": self._opt.state_dict()["param_groups"]})
 
 
 def _check_counted(steps: Mapping[str, float], specs: Sequence[TensorSpec], saved_name: Mapping[str, str]) -> None:
-    """An Adam of torch's whose moments are of nobody knows how many updates would fail in its next step."""
+    """Raise CheckpointError where updates were not counted: an Adam of torch's would fail in its next step."""
     counts = {name: steps.get(name) for name in (saved_name[spec.name] for spec in specs)}
     if len({type(count) for count in counts.values()}) > 1 or None in counts.values():
         raise CheckpointError(f"updates are not counted alike of all its parameters: {dict(list(counts.items())[:5])}")
 
 
 def make_part(opt: Any, names: Names, ranks: Ranks, *, stored: bool) -> OptimizerPart:
-    """``ranks``: all that save or load together. ``stored``: see ``ShardedPart``."""
+    """Wrap an optimizer. ``ranks``: all that save or load together. ``stored``: see ``ShardedPart``."""
     if is_sharded(opt):
         return ShardedPart(opt, names, stored=stored)
     return TorchPart(opt, names, ranks)
@@ -349,7 +349,7 @@ def is_sharded(opt: object) -> TypeGuard[Sharded]:
 
 
 def _described(groups: Mapping[int, Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """The groups, by number, as the index has them."""
+    """Encode groups, given by number, for the index."""
     described = []
     for (number, group), own in zip(groups.items(), names, strict=True):
         kept = {option: value for option, value in group.items() if option not in ("params", "param_names")}
@@ -381,7 +381,7 @@ def _chosen(
 
 
 def _alike(value: Any, other: Any) -> bool:
-    """Whether both may be the same option: numbers, flags, texts, or several of them. NaN is none."""
+    """Tell whether both may be values of one option: numbers, flags, texts, or several of them. NaN is no number."""
     if value is None or other is None:
         return other is None or isinstance(other, bool)
     if isinstance(other, list | tuple):

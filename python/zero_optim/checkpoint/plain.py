@@ -1,6 +1,6 @@
 """Plain values as JSON and back, exactly, without pickle: options of groups, schedulers, scalers, what a user adds.
 
-What JSON has no form for is an object with a single key that begins with ``$``::
+A value that JSON has no form for becomes an object whose first key begins with ``$``::
 
     (0.9, 0.999)        {"$tuple": [0.9, 0.999]}
     inf                 {"$float": "inf"}
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 MOST_BYTES = 2**20
-"""The largest tensor among plain values. A larger one belongs into the model, as a buffer, where it is sharded out."""
+"""The largest tensor among plain values. A larger one belongs into the model, as a buffer, saved as a tensor."""
 
 _DEEPEST = 100
 _MOST_BITS = 10_000  # Python reads no integer from a text of more than 4300 digits
@@ -36,14 +36,14 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
 
     ``where``: names the value in messages.
 
-    Of a subclass of a number or a string, such as an enum or NumPy's, the plain value comes back.
+    A subclass of a number or a string, such as an enum or NumPy's, is decoded as the plain value.
     """
     if depth > _DEEPEST:
         raise TypeError(f"{where[:100]}... is nested more than {_DEEPEST} deep, or contains itself")
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # that of an enum is its value
+        return str.__str__(value)  # of an enum: its value
     if isinstance(value, int | float) or type(value).__module__ == "numpy" and isinstance(value, numbers.Real):
         return _encode_number(value, where)
     if type(value) is list:
@@ -97,7 +97,7 @@ def _encode_tensor(value: Tensor, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Give the value of what ``encode`` gave. Raises ValueError where it did not give it."""
+    """Decode what ``encode`` gave. Raises ValueError for anything else."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -129,12 +129,12 @@ def _decode_tensor(value: Mapping[str, Any]) -> Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"``."""
+    """Name a dtype, as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Raises ValueError for a name that this torch does not have."""
+    """Find a dtype by name. Raises ValueError for one that this torch does not have."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch {torch.__version__} has no dtype {name!r}")

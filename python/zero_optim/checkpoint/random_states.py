@@ -11,7 +11,7 @@ import torch
 
 
 def read_random_states(device: torch.device) -> dict[str, Any]:
-    """Plain values and tensors, by generator. ``device``: where the training is."""
+    """Read the states, as plain values and tensors, by generator. ``device``: where the training is."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -22,7 +22,7 @@ def read_random_states(device: torch.device) -> dict[str, Any]:
 
 
 def check_random_states(states: Any, device: torch.device) -> None:
-    """Raise where ``set_random_states`` would, and what it would, with nothing changed: other generators take them."""
+    """Raise as ``set_random_states`` would, with nothing changed: new generators take the states."""
     torch.Generator(device="cpu").set_state(states["torch"])
     random.Random().setstate(states["python"])
     if "cuda" in states and device.type == "cuda":
@@ -32,7 +32,7 @@ def check_random_states(states: Any, device: torch.device) -> None:
 
 
 def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Take over what ``read_random_states`` gave, but for generators that are not used here."""
+    """Set the states that ``read_random_states`` gave, but for generators that are not used here."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "cuda" in states and device.type == "cuda":

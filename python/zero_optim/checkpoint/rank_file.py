@@ -1,7 +1,7 @@
 """A rank's file of a checkpoint: flat pieces of tensors, with a checksum for each block.
 
-It is read by the places in the index. Index and headers say the same thing twice: before anything is loaded, the ranks
-compare them, each a part of the files.
+Pieces are found by the index. Each file's header repeats what the index says of it: before anything is loaded, the
+ranks compare the two, each rank for a part of the files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Portion(FlatRange):
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """The name of the entry in the file."""
         return f"{self.spec.kind}:{self.spec.name}:{self.start}"
 
 
@@ -65,7 +65,7 @@ def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
         where = torch.empty(target.numel(), dtype=dtype, device="cpu")
     ctypes.memmove(where.data_ptr(), data[begin : begin + nbytes] if begin or nbytes < len(data) else data, nbytes)
     if where is target:
-        torch.autograd.graph.increment_version(target)  # torch has not seen it
+        torch.autograd.graph.increment_version(target)  # torch has not seen the write
     else:
         target.copy_(where)
 
@@ -74,7 +74,7 @@ def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]
     """Write a file of ``portions``, synced to the disk. Returns what the index is to hold of it.
 
     Args:
-        values: of each portion [length], in the same order; each is read before the next is asked for.
+        values: of each portion [length], in the same order; each is written before the next is asked for.
 
     Raises CheckpointError where the system refuses, naming file and bytes.
     """
@@ -95,7 +95,7 @@ def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]
 
 
 def check_headers(folder: Path, index: Index, rank: int, ranks: int) -> None:
-    """Raise CheckpointError where a file does not hold what the index says. Every ``ranks``-th file is looked at."""
+    """Raise CheckpointError where a file does not hold what the index says. This rank checks every ``ranks``-th."""
     mine = sorted(index.files)[rank::ranks]
     expected: dict[str, dict[str, tuple[TensorSpec, Piece]]] = {name: {} for name in mine}
     for tensor in index.tensors.values():
@@ -123,7 +123,7 @@ def _check_header(path: Path, expected: Mapping[str, tuple[TensorSpec, Piece]]) 
 
 
 def _described(spec: TensorSpec) -> list[Any]:
-    """Describe what of the whole tensor the entry of a piece does not show: its shape, and how it is arranged."""
+    """Describe the whole tensor of a piece, beside its entry: shape and arrangement."""
     cut = [] if spec.cut is None else [[spec.cut.dim, list(spec.cut.sizes)]]
     return [list(spec.shape), None if spec.order is None else list(spec.order), *cut]
 
@@ -134,11 +134,11 @@ class Files(disk.OpenFiles):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self._coming: Iterator[ChecksumBlock] = iter(())
-        self._ahead = 0  # bytes that were announced, and not read yet
+        self._coming: Iterator[Block] = iter(())
+        self._ahead = 0  # bytes announced to the disk, and not read yet
 
     def verify(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> None:
-        """Read, and check, a ``ranks``-th of these: file by file, so that it is what this rank may soon read again.
+        """Read and check a ``ranks``-th of these, by the order in the files: much of it this rank soon reads again.
 
         Raises CheckpointError, naming file and tensor.
         """
@@ -149,7 +149,7 @@ class Files(disk.OpenFiles):
             self.read_block(block)
 
     def expect(self, ranges: Iterable[tuple[SavedTensor, int, int]]) -> None:
-        """Say what will be read, in this order: of each tensor its first element, and how many.
+        """Announce what will be read, in this order: ranges as tensor, first element, length.
 
         While a block is read, the disk is told of the next ones, ``RUN_BYTES`` ahead.
         """
@@ -162,8 +162,9 @@ class Files(disk.OpenFiles):
         self._ahead = 0
 
     def read_into(self, target: Tensor, tensor: SavedTensor, start: int, arranged: Arrangement = WHOLE) -> None:
-        """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on, as they
-        are ``arranged`` there, however they were saved.
+        """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on.
+
+        They are counted as ``arranged``, however they were saved.
 
         Every block that is read is checked. Raises CheckpointError, naming file and tensor.
         """
@@ -177,8 +178,8 @@ class Files(disk.OpenFiles):
             low, high = max(start, block.start), min(end, block.start + block.length)
             fill(target[low - start : high - start], tensor.spec.dtype, data, low - block.start)
 
-    def read_block(self, block: ChecksumBlock) -> bytes:
-        """Read its bytes, and check them."""
+    def read_block(self, block: Block) -> bytes:
+        """Read a block's bytes, and check them."""
         path = self.folder / block.piece.file
         self._read_ahead(block.nbytes)
         with self._refusals_named(block):
@@ -191,8 +192,8 @@ class Files(disk.OpenFiles):
         return data
 
     @contextmanager
-    def _refusals_named(self, block: ChecksumBlock) -> Iterator[None]:
-        """Turn a refusal of the system into an error that names the file, and what it holds."""
+    def _refusals_named(self, block: Block) -> Iterator[None]:
+        """Turn an OSError into a CheckpointError that names the file, and the tensor in it."""
         try:
             yield
         except OSError as error:
@@ -200,7 +201,7 @@ class Files(disk.OpenFiles):
             raise CheckpointError(f"{path}, which holds the {block.spec.label}: {error.strerror}") from error
 
     def _read_ahead(self, nbytes: int) -> None:
-        """Announce more to the disk, as so much of what was announced is going to be read now."""
+        """Announce further blocks to the disk, in place of ``nbytes`` that are going to be read now."""
         self._ahead = max(self._ahead - nbytes, 0)
         while self._ahead < disk.RUN_BYTES and (block := next(self._coming, None)) is not None:
             with self._refusals_named(block):

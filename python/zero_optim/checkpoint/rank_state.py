@@ -19,11 +19,11 @@ from .state_dict import (
 )
 
 PLACE = "place"
-"""What a state dict has beside torch's two keys, where other ranks have other parameters of the same names."""
+"""The key of a state dict, beside torch's two, where other ranks have other parameters under the same names."""
 
 
 def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
-    """Tensors are views of the live state. ``as_torch``: with the options of torch's counterpart, and no names."""
+    """Make the state dict, of views of the live state. ``as_torch``: with options of torch's counterpart, no names."""
     engine.keep_edits()
     if as_torch:
         engine.shardings.check_whole("torch.distributed.checkpoint")
@@ -31,7 +31,7 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
         groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
         groups = with_torch_options(groups, engine.rules.by_group)
     exported = engine.states.export()
-    # A load lays out the same buckets by this order. In a bucket parameters may lie in another one.
+    # A load lays out the same buckets by this order. Within a bucket parameters may lie in another.
     in_order = {index: exported[index] for index in engine.reducer.layout.order}
     state_dict = make_state_dict(groups, in_order, engine.hyper.steps.float())
     place = _place(engine)
@@ -42,8 +42,8 @@ STAGE = "stage"
 
 
 def _place(engine: Engine) -> dict[str | int, list[int]]:
-    """What tells this rank's state from others': the numbers of its stage of a pipeline, and by index of its slices or
-    experts, each with how many there are. Empty where nothing does."""
+    """Give what tells this rank's state from others': the number of its pipeline stage, and by parameter index of its
+    slice or expert, each with how many there are. Empty where it is the same on all ranks."""
     place: dict[str | int, list[int]] = {}
     if engine.pipeline is not None:
         place[STAGE] = [engine.pipeline.stage, engine.pipeline.stages]
@@ -76,8 +76,8 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     with everyone.raising_together("load_state_dict"):
         saved = match_state(state_dict, parameters, engine.rules)
         _check_place(engine, state_dict)
-    # The keys stand in the order of the layout, unless another has sorted them as the groups are, as
-    # torch.distributed.checkpoint does: a state that fits as it is needs no other layout then.
+    # Keys stand in the order of the layout, unless they were sorted by group, as torch.distributed.checkpoint does.
+    # A sorted state that fits needs no other layout.
     here = (_fits(engine, saved), saved_order(saved))
     fits, orders = zip(*everyone.gather_objects(here, "load_state_dict"), strict=True)
     if not all(fits) or orders[0] != sorted(orders[0]):
@@ -93,7 +93,7 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
 
 
 def _fits(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> bool:
-    """True if the state is of the ranges that this rank has."""
+    """Tell whether the saved ranges are those that this rank has."""
     try:
         plan_load(engine.states.shards, saved, engine.parameters.labels)
     except StateMismatchError:

@@ -1,8 +1,8 @@
 """A file of the ``safetensors`` format, written and read piecemeal.
 
-The format is 8 bytes with the length of the header, the header in JSON, the values. The package's own writer wants
-every tensor in host memory at once, and its reader cuts along the first dimension alone. Here a tensor is written while
-the next is on its way, and any flat range of one is read.
+The format is 8 bytes with the length of the header, the header in JSON, the values. The ``safetensors`` package writes
+only with every tensor in host memory at once, and cuts along the first dimension alone as it reads. Here a tensor is
+written piece by piece, and any flat range of one is read.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..errors import CheckpointError
 from . import disk
 
 BLOCK_BYTES = 2**20
-"""So much is read or written at a time."""
+"""Bytes that are read or written at a time."""
 
 _STAGED_BYTES = 16 * 2**20
-"""Of values that are not in host memory, so many are brought there at a time; as many again meanwhile."""
+"""Bytes of a GPU's tensor that are copied to host memory at a time, while as many are written."""
 _MOST_HEADER = 2**30
 
 NAMES = {
@@ -81,7 +81,7 @@ def write_entries(
 
     Args:
         values: of each entry, flat, in the same order; each is written before the next is asked for.
-        see: given every block, of ``BLOCK_BYTES`` but for the last of an entry.
+        see: called with every block, of ``BLOCK_BYTES`` but for the last of an entry.
 
     Raises CheckpointError where the system refuses, naming file and bytes.
     """
@@ -110,9 +110,9 @@ def write_entries(
 
 
 def _layout(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """The file's beginning, up to the values, and where those of each entry are.
+    """Make the file's beginning, up to the values. Returns also where the values of each entry begin.
 
-    Those of larger elements come first, so that all are aligned.
+    Entries with larger elements come first, so that all are aligned.
     """
     order = sorted(range(len(entries)), key=lambda place: -entries[place].dtype.itemsize)
     starts, end = [0] * len(entries), 0
@@ -132,7 +132,7 @@ def _layout(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[byte
 
 
 def _write(file: int, data: bytes, offset: int) -> int:
-    """Returns the bytes written, which is all."""
+    """Write all of ``data``. Returns its length."""
     done = 0
     while done < len(data):
         count = os.pwrite(file, data[done:] if done else data, offset + done)
@@ -149,7 +149,7 @@ def _blocks_on_host(flat: Tensor) -> Iterator[bytes]:
 
 
 def _on_host(flat: Tensor) -> Iterator[Tensor]:
-    """``flat`` [bytes], a part after another; from a device the next is on its way meanwhile."""
+    """Give ``flat`` [bytes] part by part; a GPU's next part is copied while one is in use."""
     if flat.device.type != "cuda":
         yield flat.cpu()
         return
@@ -175,7 +175,7 @@ def _on_host(flat: Tensor) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Stored:
-    """An entry of a file. Its values begin at byte ``offset``."""
+    """An entry of a file at ``path``. Its values begin at byte ``offset``."""
 
     path: Path
     entry: Entry
@@ -183,7 +183,7 @@ class Stored:
 
 
 def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
-    """Read what a file holds, by name, and its metadata.
+    """Read a file's entries, by name, and its metadata.
 
     Raises CheckpointError for one that is damaged, cut off, or of another format.
     """

@@ -50,25 +50,25 @@ def save(
     keep_last: int | None = None,
     background: bool = False,
 ) -> Path:
-    """Collective. Write ``path/step-N``, which ``load`` reads with any number of ranks, at any stage. Returns it.
+    """Collective. Write ``path/step-N``, which ``load`` reads on any number of ranks, at any stage. Returns this path.
 
-    Parameters, buffers (rank 0's) and the optimizer's state are written as ordinary tensors under the names that the
-    model gives them, each element by one rank. The folder appears at the end, whole, by a rename, when all of it is on
-    the disk; until then an earlier checkpoint is the newest. Gradients are not saved.
+    Parameters, buffers (rank 0's) and the optimizer's state are written as ordinary tensors under the model's names,
+    each element by one rank. When all is on the disk the folder appears, by one rename; until then an earlier
+    checkpoint is the newest. Gradients are not saved.
 
     Args:
-        path: a folder that all ranks see, of one job's checkpoints. It is made where it is not there. A relative one is
-            that of this call, wherever the process goes while a thread writes.
+        path: the folder of one job's checkpoints, which all ranks see. It is made if it is missing. A relative path is
+            resolved in this call.
         model: sharded or not. An optimizer's parameters have to be in it.
         opt: a ``ShardedOptimizer``, or several.
         step: the N of the name; None: the most updates that a parameter has had. A checkpoint of this name is replaced.
-        scaler, scheduler: one or several, of which ``state_dict()`` is saved, that of rank 0.
-        data: what has a ``state_dict()``, each rank's own, such as a loader that knows its position.
+        scaler, scheduler: one or several. Rank 0's ``state_dict()`` is saved.
+        data: an object such as a loader that knows its position. Each rank's own ``state_dict()`` is saved.
         extra: plain values of your own, rank 0's: numbers, strings, bytes, small tensors, lists, tuples, dicts.
-        keep_last: of this one and those that it came from, keep so many whole ones. Remove what was saved before them,
-            and has a lower step than this one.
-        background: return when what this rank writes is copied to host memory, and write it while training goes on. The
-            memory is kept for the next time. The folder is there after ``wait()``, or the next ``save`` or ``load``:
+        keep_last: keep so many whole checkpoints, of this one and those that it came from. Remove those saved before
+            them, if their step is lower than this one's.
+        background: return when this rank's values are copied to host memory, and write them while training goes on. The
+            memory is kept for the next save. The folder is there after ``wait()``, or the next ``save`` or ``load``:
             these wait, and raise what went wrong.
 
     Raises CheckpointError, on every rank, where it cannot be written, or where the ranks do not see one folder: then
@@ -102,8 +102,8 @@ class _Share:
     """The part of a checkpoint that this rank is going to write.
 
     Attributes:
-        specs: of all tensors, whoever writes them.
-        portions: what this rank writes of them. ``values``: gives the elements of each.
+        specs: of all tensors, whichever ranks write them.
+        portions: what this rank writes of the tensors. ``values``: gives the elements of each.
         described: what the index says beside tensors. ``own``: what it says of this rank.
         after: the checkpoint that ``model`` came from.
     """
@@ -119,7 +119,7 @@ class _Share:
     model: Callable[[], nn.Module | None] = lambda: None
 
     def with_values_copied(self, buffer: SaveBuffer) -> _Share:
-        """Make the same share of copies, which training may go on beside."""
+        """Copy the values, and make a share of the copies: training may go on."""
         copied = buffer.hold([portion.nbytes for portion in self.portions], self.values())
         return replace(self, values=lambda: copied)
 
@@ -172,14 +172,14 @@ def _prepare(
 
 
 def cut_for_rank(holdings: Sequence[Holding]) -> list[Portion]:
-    """Choose what this rank writes of a part's holdings, one portion of each. What it leaves to others is empty.
+    """Choose what this rank writes of a part's holdings: of each a portion, empty where other ranks write all of it.
 
-    What several ranks have is shared out among them, by bytes.
+    Holdings that several ranks have alike are shared out among them, by bytes.
     """
     total = {holding.held_by: 0 for holding in holdings}
     for holding in holdings:
         total[holding.held_by] += holding.nbytes
-    begin = dict.fromkeys(total, 0)  # of a holding, if all that the same ranks have stood one after another
+    begin = dict.fromkeys(total, 0)  # bytes of the holdings before, of the same ranks
     portions: list[Portion] = []
     for holding in holdings:
         check_dtype(holding.spec)
@@ -190,7 +190,7 @@ def cut_for_rank(holdings: Sequence[Holding]) -> list[Portion]:
             first, last = (min(max(-(-(end - begin[ranks]) // size), 0), holding.length) for end in ends)
             begin[ranks] += holding.nbytes
         else:
-            first, last = 0, holding.length if ranks.number == 0 else 0
+            first, last = 0, holding.length if ranks.number == 0 else 0  # values may differ: the first rank's count
         portions.append(Portion(holding.spec, holding.start + first, last - first))
     return portions
 
@@ -199,7 +199,7 @@ def cut_for_rank(holdings: Sequence[Holding]) -> list[Portion]:
 
 
 def _begin(comm: Comm, path: Path, step: int) -> Path:
-    """Collective. Make the folder that is written in, and see to it that every rank sees it."""
+    """Collective. Make the folder to write in, and check that every rank sees it."""
     writing = folders.writing_folder(path, step)
     on_rank_0(comm, lambda: folders.begin(path, step), _WHERE)
     # Folders of one name on different disks would each get a part of the checkpoint.
@@ -226,14 +226,14 @@ def _given_up_on_failure(ranks: Ranks, writing: Path) -> Iterator[None]:
 
 
 def _save(ranks: Ranks, writing: Path, share: _Share) -> Path:
-    """Collective. Write what there is, and publish it."""
+    """Collective. Write this rank's file; when all ranks have written theirs, publish."""
     with _given_up_on_failure(ranks, writing):
         written = gathered(ranks, lambda: _write(writing, ranks.rank, share), _WHERE)
         return on_rank_0(ranks, lambda: _publish(writing, written, share), _WHERE)
 
 
 def _write(writing: Path, rank: int, share: _Share) -> _Written:
-    """This rank's file, on the disk."""
+    """Write this rank's file, synced to the disk."""
     file = writing / folders.rank_file_name(rank)
     tensors = write_file(file, share.portions, share.values())
     return _Written(file.stat().st_size, tensors, share.own)
@@ -250,7 +250,7 @@ def _values(
 
 
 def _publish(writing: Path, written: Sequence[_Written], share: _Share) -> Path:
-    """Check, on rank 0, that all is there once; write the index, and give the folder its name."""
+    """Check, on rank 0, that each element was written once; write the index, and give the folder its name."""
     try:
         tensors = merge(share.specs, (tensor for of_rank in written for tensor in of_rank.tensors))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The optimizer's state dict: what it looks like, and whether one fits."""
+"""The optimizer's state dict: its form, and the check of one that is loaded."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ..validate import check_groups
 
 Groups = Sequence[dict[str, Any]]
 
-# What the constructor settles: a saved group does not change it, nor options that say so.
+# Fixed by the constructor: a saved group changes none of these, nor options with ``stays``.
 _FIXED_OPTIONS = ("params", "param_names", "decoupled_weight_decay")
 
 
 def state_keys(groups: Groups) -> list[str | int]:
-    """The key of each parameter in a state dict: its own name, else its index over all groups."""
+    """List the key of each parameter in a state dict: its own name, else its index over all groups."""
     return [index if name is None else name for index, name in enumerate(own_names(groups))]
 
 
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:
-    """The groups with indices over all groups in place of parameters, as torch saves them."""
+    """Put indices over all groups in place of parameters, as torch saves groups."""
     packed: list[dict[str, Any]] = []
     start = 0
     for group in groups:
@@ -44,7 +44,7 @@ def pack_groups(groups: Groups) -> list[dict[str, Any]]:
 
 
 def with_torch_options(groups: Groups, rules: Sequence[UpdateRule]) -> list[dict[str, Any]]:
-    """The groups with every option that those of torch's counterpart have. ``rules``: of each."""
+    """Add every option that groups of torch's counterpart have. ``rules``: of each group."""
     return [{**rule.torch_options, **group, **rule.said} for rule, group in zip(rules, groups, strict=True)]
 
 
@@ -58,10 +58,10 @@ def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], step
 def match_state(
     state_dict: Mapping[str, Any], parameters: ParameterSet, rules: GroupRules
 ) -> dict[int, Mapping[str, Any]]:
-    """The saved state by parameter index, in its own order. Raises StateMismatchError where it does not fit.
+    """Give the saved state by parameter index, in its own order. Raises StateMismatchError where it does not fit.
 
-    Its groups and every step count are good then; the tensors are not looked at. State of parameters that are not
-    trained is left out, with a warning.
+    Groups and step counts are checked, tensors are not. State of parameters that are not trained is left out, with a
+    warning.
     """
     _check_form(state_dict)
     groups, labels, saved_groups = parameters.groups, parameters.labels, state_dict["param_groups"]
@@ -84,17 +84,17 @@ def match_state(
 
 
 def saved_order(saved: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """The order of the layout that shards were saved in; full tensors fit any, and have none."""
+    """Give the order of the layout that shards were saved in; none for full tensors, which fit any."""
     sharded = any(isinstance(value, FlatShard) for entry in saved.values() for value in entry.values())
     return list(saved) if sharded else []
 
 
 def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: ParameterSet, rules: GroupRules) -> SavedState:
-    """What ``match_state`` has matched."""
+    """Make the record of what ``match_state`` gave."""
     steps = torch.zeros(len(parameters.labels), dtype=torch.float64, device="cpu")
     tensors, rounded = {}, set()
     for index, entry in saved.items():
-        steps[index] = float(entry.get("step", 1))  # of a rule that can do without: state comes of an update
+        steps[index] = float(entry.get("step", 1))  # 1 for a rule that needs no count: there was an update
         rule = rules.of(index)
         forms = tensors_of(entry, rule, parameters.trained[index].dtype)
         tensors[index] = [tensor.name for tensor, _ in forms]
@@ -114,7 +114,7 @@ def load_groups(groups: Groups, saved: Groups, rules: Sequence[UpdateRule] = ())
 
 
 def _taken(options: Mapping[str, Any], rule: UpdateRule) -> dict[str, Any]:
-    """What a load takes over of a saved group's ``options``."""
+    """Choose what a load takes over of a saved group's ``options``."""
     stay = {option.name for option in rule.options if option.stays}
     return {name: value for name, value in options.items() if name not in stay}
 
@@ -150,7 +150,7 @@ def check_groups_fit(saved: Groups, groups: Groups, rules: Sequence[UpdateRule])
 
 
 def _index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
-    """The index of every key that a state may use: torch's own, by place in the groups, or a parameter's name."""
+    """Map every key that a state may use to an index: torch's own, by place in the groups, or a parameter's name."""
     ids = [key for group in saved for key in group["params"]]
     names = own_names([*saved])
     own = state_keys(groups)
@@ -166,7 +166,7 @@ def _index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
 
 
 def _given(entry: Any) -> Any:
-    """Without what is None: torch's SGD had such momentum buffers."""
+    """Drop values that are None: torch's SGD had such momentum buffers."""
     return {name: v for name, v in entry.items() if v is not None} if isinstance(entry, Mapping) else entry
 
 

@@ -30,9 +30,9 @@ from .plain import decode, encode
 
 
 def make_subject(model: nn.Module, opt: Any, where: str) -> Subject:
-    """Collective. On the ranks of the first sharded optimizer, else of the sharded model, else of the default group.
+    """Collective. Use the ranks of the first sharded optimizer, else of the sharded model, else the default group.
 
-    Raises TypeError, ClosedError, or CheckpointError, and what makes the other ranks raise, too.
+    Raises TypeError, ClosedError, or CheckpointError, on all ranks where it does so on one.
     """
     comm = _comm_of(model, opt)
     return together(comm, lambda: Subject(model, opt, comm), where)
@@ -85,7 +85,7 @@ class Subject:
     Attributes:
         optimizers: sharded ones, or torch's.
         comm: the ranks that save and load together.
-        columns: those of them with the same slices of parameters.
+        columns: the ranks with the same slices of parameters.
         device: where the training is.
     """
 
@@ -107,15 +107,15 @@ class Subject:
         self.columns = _columns_of(model, self.optimizers)
 
     def check_same_call(self, given: Mapping[str, Any], where: str) -> None:
-        """Collective. Raise RankMismatchError unless all ranks have such a model and optimizers, and are ``given`` the
-        same beside."""
+        """Collective. Raise RankMismatchError unless all ranks give the same classes of model and optimizers, as many
+        parameters, and the same ``given``."""
         counts = [sum(len(group["params"]) for group in one.param_groups) for one in self.optimizers]
         kinds = [type(one).__name__ for one in self.optimizers]
         described = {"opt": list(zip(kinds, counts, strict=True)), "model": type(self.model).__name__, **given}
         check_same(self.comm, [f"{name}={value!r}" for name, value in described.items()], where, f"give {where}")
 
     def come_to_rest(self) -> None:
-        """Collective. Leave nothing under way, and every unit sharded."""
+        """Collective. Finish what is under way, and reshard every unit."""
         for sharded in self._sharded:
             sharded.settle()
             sharded.engine.begin_averages()
@@ -125,9 +125,9 @@ class Subject:
     # -- saving --------------------------------------------------------------------------------------------------
 
     def contents(self, names: Names, *, stored: bool) -> tuple[TensorContents, list[OptimizerPart]]:
-        """Collect what there is of the model, and of each optimizer. Call ``come_to_rest`` before.
+        """Collect the contents of the model, and of each optimizer. Call ``come_to_rest`` before.
 
-        ``stored``: state as it is stored, to be saved, else as it is thought of, to be loaded.
+        ``stored``: see ``ShardedPart``.
         """
         self._check_slices_known(names)
         model = contents_of_model(self.model, names, self.comm, self.columns)
@@ -172,12 +172,12 @@ class Subject:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def check_not_gathered(self, what: str) -> None:
-        """Raise ShardAccessError within ``gather_parameters``: what it shows is not what is saved, or loaded."""
+        """Raise ShardAccessError within ``gather_parameters``, where whole parameters take the place of shards."""
         for model in self._models:
             model.schedule.check_not_gathered(what)
 
     def plan(self, index: Index) -> LoadPlan:
-        """Match ``index`` with what is here. Raises StateMismatchError where it cannot be loaded."""
+        """Match ``index`` with model and optimizers. Raises StateMismatchError where it cannot be loaded."""
         names = Names(self.model)
         model, optimizers = self.contents(names, stored=False)
         index = decoded(index, self._codecs(), weights_alone=not optimizers)
@@ -196,25 +196,25 @@ class Subject:
         return LoadPlan(index, matched, model, optimizers, saved, groups)
 
     def _codecs(self) -> dict[str, Codec]:
-        """The codecs that state may have been saved by: those of the package, and of these optimizers, by name."""
+        """List the codecs that state may have been saved by: those of the package, and of these optimizers, by name."""
         rules = [rule for sharded in self._sharded for rule in sharded.engine.rules.all]
         own = [codec for rule in rules for codec in rule.codecs.values()]
         return {**CODECS, **{codec.name: codec for codec in own}}
 
     def use_order(self, plan: LoadPlan) -> None:
-        """Collective. Lay buckets out as they were. Gradients may be dropped; nothing else is changed."""
+        """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
         for optimizer, of in zip(plan.optimizers, plan.saved, strict=True):
             optimizer.use_order(of, plan.matched)
 
     def to_fill_anew(self, plan: LoadPlan, undo: Undo) -> list[Contents]:
-        """Give what there is to be filled of new optimizers. ``undo`` makes their state anew."""
+        """Give what is to be filled of new optimizers; see ``is_new``. ``undo`` makes their state anew."""
         new = [optimizer for optimizer in plan.optimizers if optimizer.is_new]
         for optimizer in new:
             undo.callback(optimizer.begin_anew)
         return [optimizer.to_fill(plan.matched) for optimizer in new]
 
     def to_overwrite(self, plan: LoadPlan) -> list[Contents]:
-        """Give what else there is to be filled. State that begins anew does so now."""
+        """Give all else that is to be filled. State that begins anew does so now."""
         return [plan.model, *(optimizer.to_fill(plan.matched) for optimizer in plan.optimizers if not optimizer.is_new)]
 
     def set_options(self, plan: LoadPlan, undo: Undo) -> None:
@@ -246,7 +246,7 @@ def _set_extra_state(name: str, module: nn.Module, state: Any) -> None:
 
 
 def give_back(take: Callable[[Any], object], state: Any) -> None:
-    """Undo a ``take`` that may have failed, and may fail once more: what is raised is why it was undone."""
+    """Undo a ``take`` that may have failed. It may fail once more; the first error is the one to be raised."""
     with suppress(Exception):
         take(state)
 
@@ -258,11 +258,11 @@ def _restore(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A plan of loading a checkpoint.
+    """The plan of a load.
 
     Attributes:
         saved: of each of ``optimizers``, what the index says of it, by each of its rules.
-        groups: of each of them, the options that its groups get.
+        groups: of each optimizer, the options that its groups get.
     """
 
     index: Index

@@ -24,13 +24,13 @@ class Batch:
 
 
 def activation_bytes(width: Width, batch: Batch, itemsize: int, *, in_flight: int = 1, head: bool = True) -> int:
-    """Bytes that a decoder transformer keeps, at most at a time.
+    """Count the bytes that a decoder transformer keeps for backward, at most at a time.
 
     Args:
         in_flight: micro-batches whose forward is over and whose backward is not; see ``in_flight``.
         head: whether norm and head are on this rank.
 
-    Of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.1, without
+    By Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.1, without
     tensor parallelism. With s tokens, b sequences, width h, a heads, v rows of the head, in 16 bits:
 
     - a layer s·b·h·(34 + 5·a·s/h); with ``flash`` without the second term, which is of [s, s] matrices;
@@ -55,8 +55,8 @@ def activation_bytes(width: Width, batch: Batch, itemsize: int, *, in_flight: in
 def in_flight(stages: int, stage: int, micro_batches: int) -> int:
     """Count the micro-batches that ``stage``, from 0, of a pipeline keeps at a time by the schedule 1F1B.
 
-    As many forwards as stages follow go before its first backward, and one is its own: so the first keeps as many as
-    there are stages, and the last keeps one. Of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-    Clusters Using Megatron-LM" (2021), section 2.2.1.
+    Before its first backward a stage runs a forward for each stage behind it, and one of its own: so the first keeps as
+    many as there are stages, and the last keeps one. By Narayanan et al., "Efficient Large-Scale Language Model
+    Training on GPU Clusters Using Megatron-LM" (2021), section 2.2.1.
     """
     return min(stages - stage, micro_batches)

@@ -47,7 +47,7 @@ _OF_STAGE_3 = ("param_offload", "units", "prefetch")  # flags, by their names in
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``zero-optim plan``."""
+    """Add the flags of ``zero-optim plan``."""
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--params", type=_count, help="parameters, as in 7.5e9, of a GPT that is invented for them")
     known = f"{', '.join(KNOWN)}; module:factory, called on the meta device; or a config.json of transformers"
@@ -137,7 +137,7 @@ def _stages(text: str) -> tuple[int, ...]:
 
 
 _LEAST_MEMORY = 10**6
-"""Bytes on a device. Who says fewer has left out the unit."""
+"""Bytes on a device. A smaller size has no unit, by mistake."""
 
 
 def _size(text: str) -> int:
@@ -233,7 +233,7 @@ def _check_layers(parsed: argparse.Namespace, model: ModelShapes) -> None:
 def _check_stages(parsed: argparse.Namespace, stages: Sequence[int]) -> None:
     """Raise UsageError for a flag that is about none of ``stages``."""
     given = [name for name in _OF_STAGE_3 if getattr(parsed, name) is not None and getattr(parsed, name) is not False]
-    given = [name for name in given if not (name == "units" and parsed.pp > 1)]  # by which stages are cut
+    given = [name for name in given if not (name == "units" and parsed.pp > 1)]  # stages are cut by units
     for name in given if 3 not in stages else []:
         raise UsageError(f"{_flag(name)}: is about stage 3 alone, which is not compared; see --stage")
     if parsed.bucket_cap_mb is not None and tuple(stages) == (3,):
@@ -301,7 +301,7 @@ def _stages_of(parsed: argparse.Namespace, model: ModelShapes) -> tuple[int, ...
 
 
 def _model(parsed: argparse.Namespace) -> tuple[ModelShapes, torch.dtype]:
-    """Its shapes, and the dtype of the larger models that are looked for."""
+    """Give the model's shapes, and the dtype for ``largest_model``."""
     dtype = DTYPES[parsed.dtype or "bf16"]
     if parsed.params is not None:
         return of_decoder(gpt_of(parsed.params), dtype), dtype
@@ -346,7 +346,7 @@ def _from_factory(name: str) -> nn.Module:
 
 
 def _from_config(path: Path) -> nn.Module:
-    """A model of transformers on the meta device, of a config.json or the folder of one. Nothing is downloaded."""
+    """Make a model of transformers on the meta device, from a config.json or its folder. Nothing is downloaded."""
     if not path.exists():
         raise UsageError(f"--model {path}: no such file or folder")
     try:

@@ -1,4 +1,4 @@
-"""Searches what fits: the largest model, the smallest stage and bucket, and the cheapest change that makes a job
+"""Search for what fits: the largest model, the smallest stage and bucket, and the cheapest change that makes a job
 fit."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .shapes import ModelShapes, of_decoder
 BUCKET_MB = (None, 16, 8, 4, 2, 1)
 """Sizes that are tried: the default first."""
 
-_MOST_TIMES = 64  # ranks are added up to so many times as many
+_MOST_TIMES = 64  # at most so many times the job's ranks are tried
 _FEWEST, MOST_PARAMETERS = 10**6, 10**15
 MOST_MEMORY = 10**13
 """Bytes on a device. For more of them ``largest_model`` would try models of so many buckets that it takes very long."""
@@ -35,7 +35,7 @@ class Change:
 
 
 def largest_model(job: Job, dtype: torch.dtype, device_memory: int) -> int:
-    """Parameters of the largest GPT (``gpt_of``) of which ``job`` needs no more than that; 0: none. To 3 digits."""
+    """Find the largest GPT (``gpt_of``) with which ``job`` fits. Returns its parameters, to 3 digits; 0: none does."""
     low, high = max(_FEWEST, fewest_parameters(job.pipeline)), MOST_PARAMETERS
     if not _fits(low, job, dtype, device_memory):
         return 0
@@ -59,7 +59,7 @@ def smallest_stage(model: ModelShapes, job: Job, device_memory: int) -> Plan | N
             if made.most <= device_memory:
                 return made
             if made.model_state > device_memory:
-                break  # with buckets of any size
+                break  # it does not fit with buckets of any size
     return None
 
 

@@ -35,7 +35,7 @@ def plan_of(optimizer: HasEngine, *, mean: bool = False, accumulate: int = 1) ->
     Activations are not in it, nor are the buffers of modules.
 
     Args:
-        mean: of all ranks, in place of this one.
+        mean: plan the mean of all ranks, in place of this one.
         accumulate: micro-batches in a step, all but the last within ``no_sync``.
     """
     return plan_of_engine(optimizer.engine, mean=mean, accumulate=accumulate)
@@ -83,7 +83,7 @@ def _shapes_of(engine: Engine) -> ModelShapes:
 
 
 def _other_rule(engine: Engine, index: int) -> UpdateRule | None:
-    """The rule of a parameter, where it is not the job's: what is advised may change that of the job."""
+    """Give a parameter's rule; None where it is the job's, which advice may change."""
     rule = engine.rules.of(index)
     return None if rule is engine.rules.all[0] else rule
 
@@ -101,7 +101,7 @@ def _sharers(engine: Engine, index: int) -> tuple[int, int] | None:
 
 
 def _units_by_name(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Guess what stage 3 would gather together: all parameters of ``blocks.3.``, and so of each such number. The root
+    """Guess what stage 3 would gather together: all parameters of ``blocks.3.``, and of each such number. The root
     first; empty where no name has a number."""
     units: dict[str, list[int]] = {"": []}
     for index, name in enumerate(names):
@@ -128,7 +128,7 @@ def _shapes_of_units(engine: Engine, units: Sequence[Unit]) -> ModelShapes:
 
 
 def _reshards(units: Sequence[Unit]) -> bool | int:
-    """Read ``reshard_after_forward``, as ``shard_module`` was told, off a unit that is not the root: that stays."""
+    """Read ``reshard_after_forward``, as ``shard_module`` was told, off a unit other than the root, which stays."""
     for unit in units[1:]:
         return not unit.keep if unit.node is None else unit.node.world_size
     return True
@@ -156,7 +156,7 @@ def device_memory(device: torch.device) -> int:
 
 
 class Tracker:
-    """Measures what the open optimizers of this process hold, together; see ``track``.
+    """A measurement of what the open optimizers of this process hold, together; see ``track``.
 
     Attributes:
         peak: by kind, the most bytes that were seen of it; not all at one time.
@@ -181,7 +181,7 @@ class Tracker:
         self._hooks.clear()
 
     def now(self) -> dict[str, int]:
-        """Bytes now, by kind."""
+        """Measure the bytes that are held now, by kind."""
         memory: dict[str, int] = {}
         engines = open_engines()
         for engine in engines:
@@ -203,7 +203,7 @@ class Tracker:
         return {"now": sum(map(now, gpus)), "peak": sum(map(peak, gpus))}
 
     def beside_torch(self) -> int:
-        """Bytes in use now on those GPUs that torch's allocator has not: CUDA's context, NCCL's communicators, and what
+        """Count bytes in use on these GPUs outside of torch's allocator: CUDA's context, NCCL's communicators, and what
         other processes have there. No plan has them. 0 on a CPU."""
         used = 0
         for gpu in _gpus():
@@ -227,7 +227,7 @@ class Tracker:
         return "\n".join(lines)
 
     def _watch(self, engine: Engine) -> None:
-        """Units are whole while they compute: look as each begins, when it and those gathered ahead are there."""
+        """Look as each unit's forward begins: then the unit and those gathered ahead are whole."""
         for unit in engine.sharded_model.units if engine.sharded_model is not None else ():
             if id(unit) not in self._watched:
                 self._watched.add(id(unit))

@@ -1,4 +1,4 @@
-"""Explains an allocation that failed: what the optimizer needs, and the cheapest change that needs less."""
+"""Explain an allocation that failed: what the optimizer needs, and the cheapest change that needs less."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def explaining_out_of_memory(engine: Engine, doing: str) -> Iterator[None]:
 def ran_out(error: RuntimeError) -> bool:
     """True if an allocator has raised it, for want of memory."""
     if isinstance(error, ZeroOptimError):
-        return False  # it says already what there is to say: perhaps that another rank ran out
+        return False  # it is explained already: perhaps another rank ran out
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OF_THE_CPU)
 
 

@@ -1,4 +1,4 @@
-"""A rank's memory and traffic, from shapes alone: by the layout that the optimizer runs, without a tensor."""
+"""A rank's memory and traffic, from shapes alone: by the optimizer's own layout, without a tensor."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .activations import Batch, activation_bytes, in_flight
 from .shapes import ModelShapes, ParameterShape, cut_over, of_stage
 
 ON_THE_HOST = 2**63
-"""As a device's memory: that of a CPU, which is the host's, and as much as the process is given."""
+"""The device memory of a CPU: the host's, taken as without limit."""
 
 LOCAL = "local_gradients"
 MATRICES = "whole_matrices"
 _ITERATION = 10
-"""Bytes of an element while it is made orthogonal: what it is made of, in fp32, and three copies in bf16."""
+"""Bytes that an element of a matrix takes while it is made orthogonal: fp32, and three copies in bf16."""
 TERMS = "tensor_parallel"
 """The kind of traffic that adds up terms over tensor-parallel ranks."""
 
@@ -45,20 +45,20 @@ class Job:
 
     Attributes:
         world: ranks.
-        tensor: over how many ranks the model is cut into slices; see ``cut_over``.
-        pipeline: into how many stages the model's layers are cut; see ``of_stage``. ``world / (tensor * pipeline)``
-            ranks have each slice of each stage, and those average and share. The fullest stage is planned. All
-            backwards of a step are within ``no_sync``.
-        replicas: of these, how many hold each part of the state: the first dimension of a mesh. The others share.
-        rank: which of those with a slice, counted row by row in a mesh; None: the mean of all. They differ in how much
-            of their shards is padding, and in no sum.
+        tensor: tensor-parallel ranks, over which the model is cut into slices; see ``cut_over``.
+        pipeline: stages that the model's layers are cut into; see ``of_stage``. Each slice of a stage is on
+            ``world / (tensor * pipeline)`` ranks, which average and share. The fullest stage is planned. All backwards
+            of a step are within ``no_sync``.
+        replicas: so many of these ranks hold each part of the state: the first dimension of a mesh. The others share.
+        rank: which of the ranks with one slice is planned, counted row by row in a mesh; None: the mean of all. They
+            differ in how much of their shards is padding, and in no sum.
         device_memory: bytes of a rank's device, which ``device_budget="auto"`` fills; None: the budget is then 0.
         accumulate: micro-batches in a step, all but the last within ``no_sync``.
         param_offload: at stage 3, whether shards of parameters rest in host memory.
         batch: what activations are computed from; None: they are not counted.
         host_waits: whether the host waits for collectives, as under gloo.
-        rule: of all parameters whose shape has none, whose state is planned.
-        matrix_rule: of those of them that are matrices of hidden layers; None: the same.
+        rule: of the parameters whose ``ParameterShape`` has none.
+        matrix_rule: of those of them that are matrices of hidden layers; None: ``rule``.
         telemetry: whether the optimizer measures its rows.
     """
 
@@ -84,7 +84,7 @@ class Job:
     telemetry: bool = False
 
     def rule_of(self, parameter: ParameterShape) -> UpdateRule:
-        """Choose the rule that updates it."""
+        """Choose the rule that updates the parameter."""
         own = self.matrix_rule if parameter.matrix else None
         return parameter.rule or own or self.rule
 
@@ -114,23 +114,22 @@ class Plan:
             - ``parameters``: frozen ones and the modules' buffers, too, where they are known;
             - ``local_gradients``: what autograd has computed of buckets that have not left yet;
             - ``activations``: by the formula of ``activation_bytes``; 0 where no batch was given;
-            - ``unsharded``: at stage 3, the root and the units gathered ahead, of which there are most at a time;
-            - ``whole_matrices``: what an update of them takes meanwhile, in so far as it is more than a backward's
-              activations, units and local gradients, which are gone by then;
+            - ``unsharded``: at stage 3, the root, and the largest run of a unit and those gathered ahead, whole;
+            - ``whole_matrices``: what an update of whole matrices takes beyond a backward's activations, units and
+              local gradients, which are gone by then;
             - ``telemetry``: where the optimizer has it, what each update measures;
-            - ``pages``: of state that is offloaded, what stays on the device, and the places that the rest takes turns
-              in; the kinds of the state are 0 then.
-        first_step: more than that in the first backward at stages 0 to 2 of several ranks. It finds out in which order
+            - ``pages``: of offloaded state, the pages that stay on the device, and the frames for the others; the kinds
+              of the state are 0 then.
+        first_step: bytes more in the first backward at stages 0 to 2 of several ranks. It observes the order in which
             gradients become ready, so no bucket leaves before its end, and all gradients are local.
         host, disk: of what is offloaded.
         traffic: bytes of whole tensors that a step communicates, by collective, as ``stats()["collectives"]`` counts.
-        sent_along_slices: bytes that a rank sends to the others with its part of the model cut: the terms of gradients,
-            slices for a rule that needs whole parameters, and, where there is a batch, what layers send. See
-            ``_along_slices``.
+        sent_along_slices: bytes that a rank sends to the tensor-parallel ranks beside it: terms of gradients, slices
+            for a rule that needs whole parameters, and, where there is a batch, what layers send.
         sent_along_pipeline: bytes that it sends to the stages before and behind it; 0 where no batch was given.
-        pipeline_stage: which stage of the pipeline it is, from 0: that with the most memory.
+        pipeline_stage: the planned stage of the pipeline, from 0: that with the most memory.
         buckets: how many there are.
-        asleep: on the device between ``sleep()`` and ``wake()``: the parameters.
+        asleep: on the device between ``sleep()`` and ``wake()``: parameters, and modules' buffers.
         asleep_with_parameters: the same of ``sleep(parameters=True)``: frozen ones at stages 0 to 2, modules' buffers.
         state_kinds: which of the kinds are of the model's state, ZeRO's word for parameters, gradients and optimizer
             state.
@@ -173,13 +172,13 @@ class Plan:
 
     @property
     def sent_within(self) -> int:
-        """Those to ranks that share with it: (N-1)/N of whole tensors, and twice that of an all-reduce."""
+        """Bytes sent to ranks that share with it: (N-1)/N of whole tensors, and twice that of an all-reduce."""
         return self._sent(self.job.data // self.job.replicas, across=False)
 
     @property
     def sent_across(self) -> int:
-        """Those to ranks that repeat what it has: 2 (N-1)/N of its shards, and of the matrices whose work they share. 0
-        where nobody does."""
+        """Bytes sent to ranks that repeat what it has: 2 (N-1)/N of its shards, and of the matrices whose work they
+        share. 0 without such ranks."""
         return self._sent(self.job.replicas, across=True)
 
     def _sent(self, ranks: int, *, across: bool) -> int:
@@ -192,11 +191,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Flat:
-    """A flat tensor of parameters to be.
+    """A flat tensor of parameters, as it would be laid out.
 
     Attributes:
         joined: elements of slices that are made whole for its rule.
-        slices: of how many ranks these are.
+        slices: ranks that have these slices.
     """
 
     layout: BucketLayout
@@ -208,12 +207,12 @@ class _Flat:
     slices: int = 1
 
     def is_joined(self, job: Job) -> bool:
-        """Whether its update makes parameters whole that are cut over ranks."""
+        """Tell whether its update makes parameters whole that are cut over ranks."""
         over_shards = job.stage >= 3 and self.layout.shards > 1
         return not self.rule.layout.cuts and (over_shards or bool(self.joined))
 
     def is_shared(self, job: Job) -> bool:
-        """Whether several ranks share the work of its update: where it takes no page, or makes parameters whole."""
+        """Tell whether replicas share the work of its update: of state on the device, or of joined parameters."""
         shares = self.rule.shares_work and (self.is_joined(job) or job.offload.tier is Tier.DEVICE)
         return shares and self.sharding.replicas is not None
 
@@ -242,7 +241,7 @@ class _Laid:
 
 
 class _AbsentComm(Comm):
-    """Ranks that are not there."""
+    """The ranks of a plan, which do not exist: their count, and one's number."""
 
     def __init__(self, world: int, rank: int) -> None:
         super().__init__(None)
@@ -266,7 +265,7 @@ def _sharding_of(job: Job) -> Sharding:
 
 
 def _sharding_of_experts(main: Sharding, sharers: tuple[int, int]) -> Sharding:
-    """``sharers``: see ``ParameterShape``."""
+    """Say who shares experts. ``sharers``: see ``ParameterShape``."""
     ranks = TensorRanks(_AbsentComm(*sharers), _AbsentComm(1, 0))
     return replace(main, grid=None, tensor_ranks=ranks, grad_divisor=1)
 
@@ -274,19 +273,19 @@ def _sharding_of_experts(main: Sharding, sharers: tuple[int, int]) -> Sharding:
 def plan(model: ModelShapes, job: Job) -> Plan:
     """Plan what a rank of ``job`` holds and communicates. Raises ValueError for a job that cannot be."""
     _check(model, job)
-    # The first and the second stage have as many layers as any, and keep more micro-batches than those behind.
+    # The first two stages have as many layers as any, and keep most micro-batches. The last has the head.
     stages = sorted({0, min(1, job.pipeline - 1), job.pipeline - 1})
     made = [_plan_stage(model, job, stage) for stage in stages]
     return max(made, key=lambda of_stage: of_stage.most)
 
 
 def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
-    """``stage``: of the pipeline."""
+    """Plan one ``stage`` of the pipeline."""
     sharding = _sharding_of(job)
     model = of_stage(whole, job.pipeline, stage)
     cut = cut_over(model, job.tensor)
     laid = _lay_out(cut, job, sharding)
-    # In a page of a store that moves them each tensor begins where a transfer may.
+    # In a page that a store moves, tensors are aligned.
     moved = job.offload.tier in (Tier.PAGED, Tier.NVME) or (job.offload.tier is Tier.DEVICE and job.params_on_host)
     unit = FRAME_ALIGNMENT if moved else 1
     pages = [
@@ -418,7 +417,7 @@ def _lay_out(model: ModelShapes, job: Job, sharding: Sharding) -> _Laid:
 
 
 def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding, job: Job) -> Iterator[_Flat]:
-    """The flat tensors of a unit, as ``UnitPlan.flats`` has them, and as an optimizer with several rules parts them."""
+    """Lay out a unit: by dtype, cut and trained, as ``UnitPlan.flats`` does, and by the rules of the optimizer."""
     kinds: dict[tuple[torch.dtype, bool, bool, UpdateRule], list[ParameterShape]] = {}
     for parameter in (model.parameters[index] for index in unit):
         kind = parameter.dtype, parameter.cut, parameter.trained, job.rule_of(parameter)
@@ -446,7 +445,7 @@ def _alone(parameter: ParameterShape, sharding: Sharding, job: Job) -> _Flat:
 
 
 def _count_flats(memory: dict[str, int], laid: _Laid, job: Job) -> None:
-    """Parameters and gradients."""
+    """Count parameters and gradients."""
     for flat in laid.flats:
         layout = flat.layout
         if not flat.trained and job.stage < 3:
@@ -467,7 +466,7 @@ def _count(
     job: Job,
     states: Sequence[StateTensor],
 ) -> None:
-    """``states``: the tensors of state that are counted, too."""
+    """Count a flat tensor. ``states``: the tensors of its state that are counted, too."""
     if job.rank is None:
         pieces = list(_all_pieces(flat.layout))
         count_bucket(memory, flat.layout, pieces, held, states, ranks=flat.layout.shards)
@@ -477,14 +476,14 @@ def _count(
 
 
 def _all_pieces(layout: BucketLayout) -> Iterator[SlotPiece]:
-    """Count what all ranks together hold of every slot."""
+    """Give the pieces of all slots that all ranks hold together."""
     return replace(layout, shards=1).pieces(0)
 
 
 def _communication(laid: _Laid, job: Job, sharding: Sharding) -> int:
-    """Two buffers as large as the largest bucket. At stage 3 they get memory as a bucket takes one, so that they are as
-    large as the two largest; under gloo one reduction waits for the one before, and what the other ranks send of a
-    bucket is received beside it, but for one part, which the shard itself receives where its dtype is that."""
+    """Count the buffers: two, as large as the largest bucket. At stage 3 a buffer gets memory as a bucket takes it: so
+    they are as large as the two largest. Under gloo one reduction waits for the one before: there is one buffer, and
+    what other ranks send of the bucket. One part of that the shard itself receives, if its dtype is that."""
     sizes = sorted(buffer_nbytes([(flat.layout.numel, flat.dtype)], sharding) for flat in laid.buckets)[-COUNT:]
     if job.stage < 3:
         return COUNT * max(sizes, default=0)
@@ -496,7 +495,7 @@ def _communication(laid: _Laid, job: Job, sharding: Sharding) -> int:
 
 
 def _unsharded(laid: _Laid, job: Job, sharding: Sharding) -> int:
-    """The root, and the largest run of a unit and those gathered ahead of it, whole; of what is kept, all."""
+    """Count whole units: the root, the largest run of a unit and those gathered ahead, and all that are kept."""
     if not sharding.reduces:
         return 0
     root, *units = (sum(flat.nbytes for flat in unit) for unit in laid.units)
@@ -508,15 +507,15 @@ def _unsharded(laid: _Laid, job: Job, sharding: Sharding) -> int:
 
 
 def _keepers(job: Job, sharding: Sharding) -> int:
-    """Over how many ranks a unit is kept between its forward and its backward: 1, where each has all; 0: it is not."""
+    """Count the ranks that together keep a unit between forward and backward: 1: each keeps all; 0: none does."""
     if isinstance(job.reshard_after_forward, bool):
         return int(not job.reshard_after_forward)
     return job.reshard_after_forward if job.reshard_after_forward < sharding.shard_count else 0
 
 
 def _local_gradients(laid: _Laid, job: Job, sharding: Sharding) -> int:
-    """Count the gradients of one bucket; at stage 3 of the root, which is over last, and of a unit. All, where
-    micro-batches add up on the rank, and no memory for full gradients is there to add up in."""
+    """Count local gradients: of one bucket; at stage 3 of the root, which is over last, and of one unit. Where
+    micro-batches add up on the rank, and not in full gradients that it keeps, those of all buckets."""
     if job.adds_up and not sharding.keeps_full_gradients:
         return sum(flat.nbytes for flat in laid.buckets)
     if job.stage < 3 or not sharding.reduces:
@@ -564,9 +563,9 @@ def _place_state(pages: Sequence[int], laid: _Laid, job: Job, sharding: Sharding
 
 
 def _in_update(laid: _Laid, job: Job, sharding: Sharding) -> int:
-    """Count what an update of whole matrices takes: of a batch that ranks make whole together, both ends of a message,
-    in bf16, or where they only share the work, the message; or what is made whole then, without a message, and of one
-    parameter the iteration, or of some small ones."""
+    """Count what an update of whole matrices takes at most. A batch is in bf16, once, and once more for shards and for
+    slices that are joined. Beside it is a message of that size (both ends, or one where ranks only share the work), or
+    the iteration, of one parameter or of some small ones, whichever is larger."""
     flats = [flat for flat in laid.buckets if not flat.rule.layout.cuts]
     if not flats:
         return 0
@@ -619,7 +618,7 @@ def _traffic(laid: _Laid, job: Job, sharding: Sharding) -> dict[str, int]:
 
 
 def _there_and_back(elements: Iterable[int]) -> int:
-    """Count what is sent to where parameters are made whole, and back, where all ranks have as much."""
+    """Count what is sent to where parameters are made whole, and back, as if all ranks had as much."""
     return 2 * sum(elements) * torch.bfloat16.itemsize
 
 
@@ -630,7 +629,7 @@ def _terms(cut: ModelShapes, job: Job) -> int:
 
 
 def _along_slices(model: ModelShapes, job: Job, traffic: Mapping[str, int]) -> int:
-    """Count what is sent along the tensor-parallel ranks: the terms, in an all-reduce, slices that are made whole, and
+    """Count what is sent among tensor-parallel ranks: the terms, in an all-reduce, slices that are made whole, and
     what layers send.
 
     A layer takes two all-reduces of its activations [s, b, h] in a forward, and two in a backward: Shoeybi et al.,
@@ -648,7 +647,7 @@ def _along_slices(model: ModelShapes, job: Job, traffic: Mapping[str, int]) -> i
 
 def _along_pipeline(model: ModelShapes, job: Job, stage: int) -> int:
     """Count what is sent to the stages before and behind: of each micro-batch activations forward, and their gradients
-    back. Of sequence-parallel ranks each sends its part."""
+    back. Each sequence-parallel rank sends its part."""
     neighbours = (stage > 0) + (stage < job.pipeline - 1)
     return neighbours * job.accumulate * _between_layers(model, job) // job.tensor
 

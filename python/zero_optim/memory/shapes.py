@@ -14,7 +14,7 @@ from ..rules.update_rule import UpdateRule
 from ..shard_module import plan_units
 from .decoders import Decoder, Width
 
-_NAMES = {  # of what ``Width`` has, in configurations
+_NAMES = {  # of the fields of ``Width``, in configurations
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "hidden"),
     "heads": ("num_attention_heads", "n_head", "num_heads", "heads"),
@@ -23,23 +23,22 @@ _NAMES = {  # of what ``Width`` has, in configurations
 
 
 _VECTOR = 8
-"""Over the hidden size, more than the largest bias of a block has, which is as long as the MLP is wide."""
+"""A matrix has more than so many times the hidden size. The longest bias, as long as the MLP is wide, has less."""
 
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """What a rank has of a parameter.
+    """The part of a parameter that a rank has.
 
     Attributes:
         trained: whether it has gradients and state.
         cut: whether the tensor-parallel ranks have a slice each.
         most: elements of the largest slice, by which buckets are laid out on all of them; None: as many as here.
-        sharers: of an expert, how many ranks share its state, and which of them it is; None: as all other parameters.
-        rule: which updates it; None: that of the job.
+        sharers: of an expert, how many ranks share its state, and which of them this is; None: no expert.
+        rule: the rule that updates it; None: the job's.
         matrix: whether it is a matrix of a hidden layer, which Muon is for.
-        shape: by which a rule may tell what its update takes; None: nobody knows.
-        joined: over how many tensor-parallel ranks its slices are made whole, for a rule that needs whole parameters;
-            1: they are not.
+        shape: by which a rule tells the cost of its update; None: not known.
+        joined: tensor-parallel ranks whose slices are made whole, for a rule that needs whole parameters; 1: none.
     """
 
     numel: int
@@ -55,12 +54,12 @@ class ParameterShape:
 
     @property
     def room(self) -> int:
-        """Elements that it gets in a bucket."""
+        """Elements that the parameter gets in a bucket."""
         return self.numel if self.most is None else self.most
 
 
 def shape_of(parameter: Tensor, *, trained: bool) -> ParameterShape:
-    """What this rank has of a parameter that is there."""
+    """Read off a parameter what this rank has of it."""
     numel, dtype = local_of(parameter).numel(), parameter.dtype
     return ParameterShape(numel, dtype, trained, is_cut(parameter), room_of(parameter), shape=tuple(parameter.shape))
 
@@ -73,8 +72,8 @@ class ModelShapes:
         parameters: in the order of ``model.parameters()``; tied ones once.
         units: indices of the parameters of each unit, the root's first; empty: none are known, and no stage 3.
         buffers: bytes of the modules' buffers.
-        order: in which gradients become ready; None: the last parameter's first.
-        width: where it is a decoder, what its activations are computed from.
+        order: parameters as their gradients become ready; None: from the last to the first.
+        width: sizes of a decoder, from which activations are computed; None: not known.
         tied: of the root's parameters, those that are used behind the other units too, as an embedding that is a head.
     """
 
@@ -93,7 +92,7 @@ class ModelShapes:
 
 
 def of_decoder(decoder: Decoder, dtype: torch.dtype) -> ModelShapes:
-    """The blocks are the units."""
+    """Make the shapes of a decoder. Its blocks are the units."""
     first, block = len(decoder.before), len(decoder.block)
     starts = range(first, first + decoder.layers * block, block)
     last = first + decoder.layers * block
@@ -105,10 +104,10 @@ def of_decoder(decoder: Decoder, dtype: torch.dtype) -> ModelShapes:
 
 
 def cut_over(model: ModelShapes, ranks: int) -> ModelShapes:
-    """What one of so many tensor-parallel ranks has of a decoder: the first, whose slices are the largest.
+    """Cut a decoder over tensor-parallel ranks. Returns what the first has, whose slices are the largest.
 
-    Matrices, and the biases of those that are cut by columns, are cut. What has no more elements than the hidden size,
-    such as norms and the other biases, is on every rank.
+    Matrices, and the biases of those that are cut by columns, are cut. Parameters with no more elements than the hidden
+    size, such as norms and the other biases, are on every rank.
 
     Raises ValueError for a model whose hidden size is not known.
     """
@@ -128,11 +127,11 @@ def cut_over(model: ModelShapes, ranks: int) -> ModelShapes:
 
 
 def of_stage(model: ModelShapes, stages: int, stage: int) -> ModelShapes:
-    """What ``stage``, from 0, of a pipeline has of the model.
+    """Choose the part of the model that ``stage``, from 0, of a pipeline has.
 
-    The units are its layers, and go to the stages in their order, as evenly as they can: the first stages have one more
-    where they do not come out even. The first stage has what comes before them, as embeddings, and the last what comes
-    behind, as the last norm and the head. What is tied is on both.
+    The units are the layers. They go to the stages in order, as evenly as they can: the first stages have one more
+    where they do not come out even. The first stage has also what comes before the layers, as embeddings, and the last
+    what comes behind, as the last norm and the head. Tied parameters are on both.
 
     Raises ValueError where there are fewer layers than stages.
     """
@@ -185,7 +184,7 @@ def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), nam
 
 
 def _tied(uses: Sequence[int], units: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """``uses``: indices of parameters, in the order of the modules, those of several modules more than once."""
+    """Find the root's parameters that are used on both sides of the layers. ``uses``: indices, in order of modules."""
     root, *layers = units or ((),)
     inside = {index for layer in layers for index in layer}
     places = [place for place, index in enumerate(uses) if index in inside]
@@ -194,7 +193,7 @@ def _tied(uses: Sequence[int], units: Sequence[Sequence[int]]) -> tuple[int, ...
 
 
 def usual_units(model: nn.Module) -> list[str]:
-    """The class of what the longest list of modules holds, as the blocks of a transformer are; none without a list."""
+    """Guess units: the classes in the longest ``ModuleList``, as a transformer's blocks; none without such a list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     longest = max(lists, key=len, default=None)
     return [] if longest is None else sorted({type(module).__name__ for module in longest})

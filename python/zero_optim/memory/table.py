@@ -25,7 +25,7 @@ def kinds_of(plans: Sequence[Plan]) -> list[str]:
 
 
 def memory_lines(plans: Sequence[Plan], unit: SizeUnit) -> list[str]:
-    """A column a plan, a line a kind: those that a rank of any of them has."""
+    """Write a column for each plan, and a line for each kind of bytes that any of them has."""
     state = plans[0].state_kinds
     lines = [_line(kind, plans, unit) for kind in state]
     lines.append(row("model state", [unit.cell(made.model_state) for made in plans]))
@@ -58,7 +58,7 @@ def of_one(made: Plan) -> str:
 
 
 def ranks_of(job: Job) -> str:
-    """How many ranks there are, and what they share."""
+    """Describe the ranks of a job, and what they share."""
     ranks = count(job.world, "rank")
     ranks += f", {job.tensor} tensor-parallel" if job.tensor > 1 else ""
     ranks += f", {job.pipeline} stages of a pipeline" if job.pipeline > 1 else ""
@@ -74,7 +74,7 @@ def advice(made: Plan, device_memory: int | None) -> str:
 
 
 def said_smallest(smallest: Plan | None, device_memory: int) -> str:
-    """The smallest stage that fits, and its buckets, a sentence."""
+    """Describe the smallest stage that fits, and its buckets, in a sentence."""
     room = size(device_memory)
     if smallest is None:
         return f"No stage fits into {room}."

@@ -1,4 +1,4 @@
-"""Reading and writing past the system's cache, from aligned host memory as it is."""
+"""Reads and writes past the system's cache, to and from aligned host memory without a copy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from .host_memory import ALIGNMENT, HostMemory
 
 Memory = ctypes.Array
-"""The bytes of a buffer, which whoever uses them keeps alive."""
+"""The bytes of a buffer. The caller keeps the buffer alive."""
 
 
 def memory_of(buffer: Tensor) -> Memory:
-    """The bytes of ``buffer``, not copied: uint8, contiguous, on the host."""
+    """View the bytes of ``buffer``: uint8, contiguous, on the host."""
     return (ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())
 
 
@@ -49,7 +49,7 @@ class DirectFile:
     """
 
     def __init__(self, file: int) -> None:
-        """``file``: an open descriptor of an empty file. Raises OSError where it cannot be written."""
+        """Try the file out. ``file``: open descriptor of an empty one. Raises OSError where it cannot be written."""
         self.file = file
         self.direct = self._set_direct(True)
         try:
@@ -57,11 +57,11 @@ class DirectFile:
         except OSError as error:
             if not self.direct or error.errno != errno.EINVAL:
                 raise
-            self.direct = self._set_direct(False)  # accepted when asked, and refused when used
+            self.direct = self._set_direct(False)  # the flag was accepted, and its use is refused
             self._try_out()
 
     def _set_direct(self, direct: bool) -> bool:
-        """Returns whether O_DIRECT is on now."""
+        """Set or clear O_DIRECT. Returns whether it is on now."""
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self.file, fcntl.F_GETFL) & ~flag
         try:
@@ -104,10 +104,10 @@ class DirectFile:
         return system.f_bavail * system.f_frsize
 
     def write(self, memory: Memory, offset: int) -> None:
-        """All of ``memory``. Raises OSError."""
+        """Write all of ``memory``. Raises OSError."""
         nbytes, done = len(memory), 0
         while done < nbytes:
-            # What ended off a multiple is written again from there on: the next offset has to be aligned, too.
+            # Of a short write only whole multiples count: the next offset has to be aligned, too.
             written = os.pwritev(self.file, [memoryview(memory)[done:]], offset + done) // ALIGNMENT * ALIGNMENT
             if written == 0:
                 raise OSError(errno.EIO, f"the file system took {done:,} bytes of {nbytes:,}, and no more")
@@ -126,7 +126,7 @@ class DirectFile:
         return done
 
     def _forget(self, offset: int, nbytes: int) -> None:
-        """Each page is used once a step: in the cache it would drive out what other processes read."""
+        """Drop it from the cache: used once a step, it would only drive out what other processes read."""
         if not self.direct and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self.file, offset, nbytes, os.POSIX_FADV_DONTNEED)

@@ -8,7 +8,7 @@ are read, and the ones before are written::
     update          4
     written             | 3 | 2 |
 
-What each call makes of a page. One that is written to comes in first, unless it is new:
+The place of a page after each call. ``outgoing`` follows ``incoming``, unless the page is new:
 
 ==========  =======  =======  =======  =======  =======  =====
 event       ON_DISK  READING  HELD     WRITING  KEPT     LOST
@@ -29,9 +29,8 @@ Where the disk fails:
 
 ``expect`` never waits:
 
-- A page that is being written stays WRITING, unless that is over: then ``end_write`` comes first.
-- Without a free buffer a page stays ON_DISK. It is read as soon as there is a buffer, when the next page is wanted,
-  comes or leaves.
+- A page that is being written stays WRITING, unless the write is over: then ``end_write`` comes first.
+- Without a free buffer a page stays ON_DISK. Whenever a page is wanted, comes or leaves, it is tried again.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ LOOKAHEAD = 3
 
 
 class PagePlace(enum.Enum):
-    """The place of the only good copy of a page. READING, HELD and WRITING, it has a buffer; KEPT, memory of its
-    own."""
+    """The place of a page's only good copy. READING, HELD and WRITING pages have a buffer, KEPT ones own memory."""
 
     ON_DISK = enum.auto()
     READING = enum.auto()
@@ -78,12 +76,12 @@ class DiskHomes:
         self._homes: list[_DiskHome] = []
         self._buffer_bytes = 0
         self._free: list[Tensor] = []
-        # The one that began first, or is wanted first, in front.
+        # Those that began first, or are wanted first, in front.
         self.reading: list[_DiskHome] = []
         self.writing: list[_DiskHome] = []
         self._wanted: list[_DiskHome] = []  # to be read as there are buffers
         self.patience = Patience()
-        self.problems: dict[Home, OffloadError] = {}  # that were not told yet
+        self.problems: dict[Home, OffloadError] = {}  # not reported yet
 
     def make(self, nbytes: int) -> Home:
         home = _DiskHome(self, self.file.allocate(nbytes))
@@ -120,10 +118,10 @@ class DiskHomes:
     # -- buffers -------------------------------------------------------------------------------------------------
 
     def _fit_buffers(self, nbytes: int) -> None:
-        """Make buffers for a page of that size. Where there is no memory for them, those that there were stay."""
+        """Make buffers for a page of that size. Where there is no memory for them, the old buffers stay."""
         if nbytes <= self._buffer_bytes:
             return
-        # All are there before the first of the old ones is given up: without memory for them the optimizer goes on.
+        # All are taken before an old one is given up: where host memory runs short, the optimizer goes on.
         larger: list[Tensor] = []
         try:
             for _ in range(HOST_BUFFERS):
@@ -143,7 +141,7 @@ class DiskHomes:
         self.memory.trim()
 
     def want(self, home: _DiskHome) -> None:
-        """Read it as soon as there is a buffer."""
+        """Read the page as soon as a buffer is free."""
         if home not in self._wanted:
             self._wanted.append(home)
         self.begin_reads()
@@ -159,11 +157,11 @@ class DiskHomes:
             self._wanted.remove(home)
 
     def lend(self) -> Tensor:
-        """A buffer; of those that are lent, the one whose page is written soonest, or was wanted last."""
+        """Take a free buffer; else that of the oldest write, once it is over; else that of the last read."""
         while not self._free:
             if self.writing:
                 self.writing[0].end_write()
-            # What was read ahead is read again when it is wanted. The last is wanted last.
+            # The page whose read began last is wanted last. It is read again then.
             elif self.reading:
                 last = self.reading[-1]
                 last.let_go_of_buffer()
@@ -174,8 +172,8 @@ class DiskHomes:
         return self._free.pop()
 
     def replace_buffer(self) -> None:
-        """One is the memory of a page now that could not be written, or belongs to a thread that does not end. Where
-        there is no memory, there is a buffer less."""
+        """Replace a buffer that now keeps a page which could not be written, or that a thread may still use. Without
+        memory for another there is a buffer less."""
         with suppress(OffloadError):
             self._free.append(self.memory.take(self._buffer_bytes))
 
@@ -188,14 +186,14 @@ class DiskHomes:
 
 
 class _DiskHome:
-    """One page. See the module."""
+    """The home of one page. See the module."""
 
     def __init__(self, homes: DiskHomes, extent: Extent) -> None:
         self._homes, self.extent = homes, extent
         self.place = PagePlace.ON_DISK
         self.transfer: Transfer | None = None
         self._buffer: Tensor | None = None
-        self._kept: Tensor | None = None  # where it could not be written
+        self._kept: Tensor | None = None  # its memory after a write that failed
         self._why_lost = ""
 
     def expect(self) -> None:
@@ -226,7 +224,7 @@ class _DiskHome:
 
     def outgoing(self) -> Tensor:
         self._check("outgoing", PagePlace.ON_DISK, PagePlace.HELD, PagePlace.KEPT)
-        # All of it is going to be written: what is on the disk need not be read.
+        # All of the page is going to be overwritten, so it need not be read from the disk.
         if self.place is PagePlace.ON_DISK:
             self._homes.no_longer_wants(self)
             self._buffer, self.place = self._homes.lend(), PagePlace.HELD
@@ -235,7 +233,7 @@ class _DiskHome:
     def filled(self, mark: Mark) -> None:
         self._check("filled", PagePlace.HELD, PagePlace.KEPT)
         self._homes.begin_reads()
-        if self.transfer is not None and not self.transfer.done:  # of a disk that does not answer: it stays KEPT
+        if self.transfer is not None and not self.transfer.done:  # the disk does not answer: the page stays KEPT
             self._homes.problems[self] = OffloadError(f"{self._homes.file.name} does not answer")
             return
         whole = self._kept if self._kept is not None else self._whole_buffer()
@@ -251,7 +249,7 @@ class _DiskHome:
         self._homes.forget(self)
 
     def let_go_of_buffer(self) -> None:
-        """Wait for what is under way."""
+        """Give the buffer back, after the read or write that is under way in it."""
         if self.place is PagePlace.WRITING:
             self.end_write()
         elif self.place is PagePlace.READING:

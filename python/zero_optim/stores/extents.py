@@ -9,13 +9,13 @@ from .host_memory import ALIGNMENT
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` and what is added to end on a multiple of ``ALIGNMENT``; an empty page takes one, too."""
+    """Round ``nbytes`` up to a multiple of ``ALIGNMENT``; an empty page takes one, too."""
     return max(round_up(nbytes, ALIGNMENT), ALIGNMENT)
 
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """The place of a page in its file. Two of them are never equal, so that one that was released is never mistaken.
+    """The place of a page in its file. Two are never equal: a released one is never taken for a new one.
 
     Attributes:
         offset: of its first byte, a multiple of ``ALIGNMENT``.
@@ -50,12 +50,12 @@ class FreeSpace:
         return nbytes - (tail[1] - tail[0] if tail[1] == self.end else 0)
 
     def grow(self, nbytes: int) -> None:
-        """The file has become longer by so many bytes, all free."""
+        """Add so many bytes to the end of the file, all free."""
         self.end += nbytes
         self.give_back(self.end - nbytes, nbytes)
 
     def take(self, nbytes: int) -> int:
-        """The offset of the first free run that holds so many bytes, which are taken from its start.
+        """Take so many bytes from the start of the first free run that holds them. Returns their offset.
 
         Raises ValueError where there is none: the file has to ``grow`` by the ``shortage`` before.
         """
@@ -66,7 +66,7 @@ class FreeSpace:
         raise ValueError(f"no free run of {nbytes} bytes")
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """These bytes are free again."""
+        """Make these bytes free again."""
         merged: list[tuple[int, int]] = []
         for start, end in sorted([*self._runs, (offset, offset + nbytes)]):
             if merged and merged[-1][1] == start:

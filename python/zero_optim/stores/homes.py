@@ -22,7 +22,7 @@ class Home(Protocol):
         """Give the page, to be copied from: [nbytes] uint8 in host memory. Raises OffloadError where it is lost."""
 
     def unchanged(self, mark: Mark) -> None:
-        """End ``incoming``, after which the page was only read: the memory is of no use once the mark has passed."""
+        """End ``incoming`` of a page that was only read. Nobody reads the memory once the mark has passed."""
 
     def outgoing(self) -> Tensor:
         """Give memory to copy the page to: [nbytes] uint8 on the host."""
@@ -35,12 +35,12 @@ class Home(Protocol):
 
 
 class Homes(Protocol):
-    """Makes homes, and knows what they take.
+    """The homes of a store's pages, and what they take of each memory.
 
     Attributes:
         lookahead: how many pages are worth expecting while one is updated.
         at_once: whether an expected page can be copied in at once, or has to be read first.
-        copied: what has moved.
+        copied: bytes moved so far.
     """
 
     lookahead: int
@@ -50,13 +50,13 @@ class Homes(Protocol):
     def make(self, nbytes: int) -> Home: ...
 
     def take_problems(self) -> Mapping[Home, OffloadError]:
-        """Say why pages could not be written since this was last asked."""
+        """Give the errors of writes that failed since the last call."""
 
     def trim(self) -> None:
         """Give back host memory that nothing uses."""
 
     def end_writes(self) -> None:
-        """The host waits until nothing is on its way to a disk."""
+        """Block the host until no write to a disk is under way."""
 
     def footprint(self) -> Mapping[str, int]:
         """Give bytes taken, by memory: host, disk."""

@@ -1,8 +1,8 @@
 """Host memory for pages, in a few large slabs that are registered with the GPU as they are made.
 
-To pin one small tensor after another takes minutes for a large model, and torch's own pinned memory comes in powers of
-two: up to twice of what is needed. To pin in a hook of backward can stand still against NCCL. So slabs are taken as
-pages are laid out, at construction, and kept.
+Pinning one small tensor after another takes minutes for a large model, and torch's own pinned memory comes in powers of
+two: up to twice what is needed. Pinning in a hook of backward can deadlock with NCCL. So slabs are taken at
+construction, as pages are laid out, and kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLAB_BYTES = 256 * 2**20
 @dataclass
 class _Slab:
     memory: Tensor  # [bytes] uint8
-    end: int = 0  # of what was handed out
+    end: int = 0  # bytes handed out, from the start
     live: int = 0  # runs that were not given back
 
 
@@ -41,7 +41,7 @@ class HostMemory:
         device: that GPU; None: the current one.
 
     Attributes:
-        in_use: bytes that are taken now. Slabs may have some more.
+        in_use: bytes that are taken now. The slabs may hold more.
     """
 
     def __init__(self, *, pinned: bool, device: torch.device | None = None) -> None:
@@ -52,7 +52,7 @@ class HostMemory:
     def take(self, nbytes: int) -> Tensor:
         """[nbytes] uint8, aligned to 4096 bytes, contents undefined. Raises OffloadError where there is no memory.
 
-        It has a storage of its own: what views it can be saved without the rest of the slab.
+        The run has a storage of its own, so that a view of it is saved without the rest of the slab.
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -85,7 +85,7 @@ class HostMemory:
         return sum(slab.memory.nbytes for slab in self._slabs)
 
     def _memory(self, nbytes: int) -> Tensor:
-        """[nbytes] uint8, new. It is given back to the system with its last view."""
+        """Allocate [nbytes] uint8, which go back to the system with their last view."""
         try:
             mapping = _Mapping(-1, nbytes)
         except OSError as error:
@@ -107,7 +107,7 @@ class _Mapping(mmap.mmap):
 
 
 def _pin(memory: Tensor, device: torch.device | None) -> Callable[[], object]:
-    """Register the memory with CUDA, for all GPUs. What undoes it. Raises OffloadError where that fails."""
+    """Register the memory with CUDA, for all GPUs. Returns the call that undoes it. Raises OffloadError."""
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     with on_device(device):
         status = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
@@ -126,7 +126,7 @@ def _within(guard: AbstractContextManager[Any], call: Callable[[], object]) -> N
 
 
 def _take_last_error(device: torch.device | None) -> None:
-    """CUDA keeps a failure for whoever asks for the last one, which torch does after each launch: a later kernel of
-    anybody's would raise it. So a kernel is launched here, to raise it."""
+    """Clear CUDA's last error. Torch asks for it after each launch, so a later kernel of anybody's would raise it: one
+    is launched here, to do so."""
     with suppress(RuntimeError):
         torch.empty(1, device=device or "cuda").add_(1)

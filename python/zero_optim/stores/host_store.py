@@ -16,8 +16,8 @@ class HostStore(PagesStay):
     """See ``StateStore``.
 
     Attributes:
-        memory, lanes: for gradients and parameters, which the update has on the host beside its pages.
-        threads: that an update takes.
+        memory, lanes: for the gradients and parameters that an update needs on the host beside its page.
+        threads: so many an update uses.
     """
 
     lookahead = 1
@@ -47,14 +47,14 @@ class HostStore(PagesStay):
     # -- spares --------------------------------------------------------------------------------------------------
 
     def allocate_spare(self, number: int) -> None:
-        """A second page of that size, contents undefined."""
+        """Allocate a second page of the same size, contents undefined."""
         self._spares[number] = self._like(self._pages[number])
 
     def spare(self, number: int) -> Mapping[str, Tensor]:
         return self._spares[number]
 
     def swap(self, number: int) -> None:
-        """The spare is the page from now on, and the page the spare."""
+        """Exchange the page and its spare."""
         self._pages[number], self._spares[number] = self._spares[number], self._pages[number]
 
     # -- memory --------------------------------------------------------------------------------------------------

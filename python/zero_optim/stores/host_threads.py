@@ -1,4 +1,4 @@
-"""Counts the threads of an update on the host: the cores that this rank may use, shared with the ranks beside it.
+"""Count the threads of an update on the host: the cores that this rank may use, shared with the ranks beside it.
 
 torchrun sets OMP_NUM_THREADS=1, so torch computes with one thread a rank unless it is told otherwise. An update of
 gigabytes on one core of a large machine takes many times longer than it need (seen elsewhere: 80 times).
@@ -35,7 +35,7 @@ def own_cores() -> Cores:
 
 
 def _quota() -> float | None:
-    """The least that the groups grant which this process is in: its own, and all around it."""
+    """Find the smallest quota of this process's own cgroup and all that contain it; None: no limit."""
     return min(_quotas(), default=None)
 
 
@@ -48,8 +48,8 @@ def _quotas() -> Iterator[float]:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" or "cpu" in controllers.split(","):
-            # Their folder may name them in another order, and has a link for each. A container may see the path of its
-            # host: its own group is then the root of what it sees.
+            # A folder of version 1 is named by its controllers, in any order, and each has a link to it. In a container
+            # the path may be the host's: the container's own group is then the root.
             root, inner = _CGROUPS / ("" if number == "0" else "cpu"), Path(path.lstrip("/"))
             for group in (inner, *inner.parents):
                 yield from _granted(root / group)
@@ -66,8 +66,8 @@ def _granted(group: Path) -> Iterator[float]:
 
 
 def threads_of(rank: int, everyone: Sequence[Cores]) -> int:
-    """Share out the cores: at least 1 thread. A core in the masks of several ranks counts for each in part; a quota is
-    shared by a machine's ranks.
+    """Count this rank's share of the cores: at least 1 thread. A core in the masks of several ranks counts for each in
+    part. The ranks of a machine share its quota.
 
     ``everyone``: what each rank may use, by rank.
     """
@@ -94,7 +94,7 @@ def warn_of_one_thread(threads: int, cores: Cores) -> None:
 
 @contextmanager
 def host_threads(count: int) -> Iterator[None]:
-    """torch's ops take so many threads within it."""
+    """Let torch's ops use ``count`` threads within the block."""
     before = torch.get_num_threads()
     if count == before:
         yield

@@ -1,7 +1,7 @@
 """Copies between host memory and the device, beside the work that the device does.
 
 There are two lanes, one for each direction, which last as long as the store: streams made anew every step cost memory
-(seen elsewhere: gigabytes a step). What must come before what is said by marks::
+(seen elsewhere: gigabytes a step). Marks order lanes and the computing stream among each other::
 
     lane in      copy page 1 in ── mark a                    wait for b; copy page 3 into page 1's place
     computing                     wait for a; update page 1 ── mark
@@ -22,33 +22,33 @@ from ..comm.streams import on_device
 
 
 class Mark:
-    """A moment in the order of what was launched. One that was never set has passed, and on a CPU each has."""
+    """A moment in the order of launched work. A mark that was never set has passed; on a CPU every mark has."""
 
     def set(self) -> None:
-        """Set it now, on the stream that computes."""
+        """Set the mark now, on the current stream."""
 
     def order_current(self) -> None:
-        """Order what follows on the stream that computes after it."""
+        """Make the current stream wait for the mark."""
 
     def wait(self) -> None:
-        """Let the host wait until it has passed."""
+        """Block the host until the mark has passed."""
 
 
 class Lane:
-    """Copies that follow each other. On a CPU whoever asks for one makes it."""
+    """Copies that run one after another. On a CPU the caller makes them."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Neither may be touched by others until a mark set after it has passed."""
+        """Copy. Others may touch neither tensor until a mark that was set after the copy has passed."""
         target.copy_(source)
 
     def after(self, mark: Mark) -> None:
-        """Order what follows on this lane after the mark."""
+        """Make later work of this lane wait for the mark."""
 
     def set(self, mark: Mark) -> None:
-        """Set the mark here, after what was copied so far."""
+        """Set the mark after all copies of this lane so far."""
 
     def as_current(self) -> AbstractContextManager[Any]:
-        """Within it this is the current stream."""
+        """Make a context in which this lane is the current stream."""
         return nullcontext()
 
 
@@ -62,7 +62,7 @@ class Lanes:
         return Mark()
 
     def keep(self, memory: Tensor) -> None:
-        """Before memory of the device is dropped: what the lanes do with it comes before other uses of it."""
+        """Call before dropping memory of the device: it is reused only after what the lanes do with it now."""
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Lanes:
 
 class _CudaMark(Mark):
     def __init__(self, device: torch.device) -> None:
-        self.event, self._device = torch.cuda.Event(blocking=True), device  # a host that waits leaves its core alone
+        self.event, self._device = torch.cuda.Event(blocking=True), device  # a host that waits sleeps
 
     def set(self) -> None:
         self.event.record(torch.cuda.current_stream(self._device))

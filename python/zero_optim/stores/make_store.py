@@ -1,4 +1,4 @@
-"""Makes the store that ``state_offload`` chooses."""
+"""Make the store that ``state_offload`` chooses."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .paged_store import PagedStore
 from .state_store import DeviceStore, StateStore
 
 _RESERVE = 0.05
-"""Of the device's memory, what is left free where the budget is "auto": fragments, and steps larger than the first."""
+"""Share of the device's memory that a budget of "auto" leaves free: for fragments, and for larger steps."""
 
 
 def make_store(
     offload: Offload, device: torch.device, rank: int, *, params_on_host: bool, threads: int = 1
 ) -> StateStore:
-    """``params_on_host``: whether shards of parameters rest in host memory: they visit for each update. ``threads``:
-    that an update on the host takes.
+    """``params_on_host``: whether shards of parameters rest in host memory, and visit the device for each update.
+    ``threads``: so many an update on the host uses.
 
     Raises OffloadError where there is no such folder, or no room in it.
     """
@@ -44,6 +44,6 @@ def make_store(
 
 
 def _room(device: torch.device) -> int:
-    """Bytes that nobody has taken: two steps are over, so what activations need is with torch's allocator."""
+    """Count the free bytes. Two steps are over, so torch's allocator already has what activations need."""
     free, total = torch.cuda.mem_get_info(device)
     return max(0, free - int(_RESERVE * total))

@@ -20,7 +20,7 @@ FRAME_ALIGNMENT = 512
 """Bytes: where each tensor of a page begins in a frame. Kernels read 16 at a time."""
 
 HOST_BUFFERS = 6
-"""Host memory for so many pages on a disk: what is being read, updated and written at a time."""
+"""Buffers in host memory for pages on a disk: those that are being read, updated and written at a time."""
 
 _NVME = "nvme:"
 _CHOICES = "None, 'paged', 'cpu' or 'nvme:DIR'"
@@ -30,14 +30,14 @@ class Tier(enum.Enum):
     """The place of a page while no update uses it, and where it is updated."""
 
     DEVICE = None  # on the device; updated there
-    PAGED = "paged"  # in host memory, but for those within the budget; updated on the device
+    PAGED = "paged"  # in host memory, but for pages within the budget; updated on the device
     CPU = "cpu"  # in host memory; updated there
     NVME = "nvme"  # in a file; updated on the device
 
 
 @dataclass(frozen=True)
 class Offload:
-    """The choice.
+    """The choice of a state store.
 
     Attributes:
         device_budget: bytes of state that stay on the device, at most; None: as many as there is room for. Of
@@ -64,7 +64,7 @@ class Footprint:
 def read_offload(
     state_offload: str | None, device_budget: int | str | None = None, speculate: bool | None = None
 ) -> Offload:
-    """The arguments as one record. Raises ValueError, naming the argument."""
+    """Read the arguments into one record. Raises ValueError, naming the argument."""
     if state_offload is not None and not isinstance(state_offload, str):
         raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
     if device_budget is not None and state_offload != Tier.PAGED.value:
@@ -83,7 +83,7 @@ def read_offload(
 
 
 def read_folder(choice: str) -> Path | None:
-    """Read the folder of ``nvme:DIR``, absolute; None where it is none."""
+    """Read the folder of ``nvme:DIR``, absolute; None for a text of another form."""
     folder = choice.removeprefix(_NVME)
     return Path(folder).expanduser().absolute() if folder and folder != choice else None
 
@@ -108,7 +108,7 @@ def read_nbytes(text: str) -> int | None:
 
 
 def resident(pages: Sequence[int], budget: int) -> list[bool]:
-    """Tell which pages stay on the device, all that still fit in the order in which they were made.
+    """Tell which pages stay on the device: in the order in which they were made, each that still fits.
 
     ``pages``: bytes of each.
     """
@@ -132,11 +132,11 @@ def footprint(
 
     Args:
         pages: bytes of the state of each shard.
-        mirrors: bytes that ``Tier.CPU`` has on the host beside: this rank's shards of gradients, and of parameters
-            that are on the device.
-        spares: bytes that ``speculate`` has twice: of 16-bit parameters, where ranks share the state.
-        visiting: bytes of parameters that come and go with each page, from host memory; empty: none do.
-        room: on the device, for state, where the budget is what there is room for.
+        mirrors: bytes of the copies that ``Tier.CPU`` has on the host: of this rank's shards of gradients, and of
+            parameters that are on the device.
+        spares: bytes of second pages that ``speculate`` has: of 16-bit parameters, where ranks share the state.
+        visiting: bytes of parameters in host memory that visit the device with each page; empty: none do.
+        room: free bytes of the device: the budget where ``device_budget`` is None.
     """
     total = sum(pages)
     if offload.tier is Tier.CPU:

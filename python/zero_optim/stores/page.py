@@ -1,4 +1,4 @@
-"""A page that comes to the device and goes: its tensors, its home, and the frame that it has there meanwhile."""
+"""A page of a ``PagedStore``: its tensors, its home, and the frame that it has while it is on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .offload import FRAME_ALIGNMENT
 
 
 class PageState(enum.Enum):
-    """The place of a page: one that is AWAY has no frame; COMING and HERE, it has."""
+    """The place of a page: AWAY without a frame; COMING, copied into its frame; or HERE, fetched."""
 
     AWAY = enum.auto()
     COMING = enum.auto()
@@ -49,22 +49,22 @@ class Frame:
     """A place on the device that pages take turns in."""
 
     run: Tensor  # [bytes] uint8 on the device
-    free: Mark  # once it has passed, what was in the frame last is not needed there any more
+    free: Mark  # once it has passed, the frame may be overwritten
     page: Page | None = None
 
 
 @dataclass(eq=False)
 class Page:
-    """A page of state, with what visits the device beside it. Both lie in one frame, one after the other.
+    """A page of state, and the tensors that visit the device with it. Both lie in one frame, one after the other.
 
-    A resident page stays on the device, and has no home: only what visits comes and goes.
+    A resident page stays on the device, and has no home: only its visiting tensors move.
     """
 
     own: dict[str, Field]
     nbytes: int  # of ``own``
     visiting: dict[str, tuple[Field, Tensor]]  # each with the tensor in host memory that it is a copy of
     home: Home | None  # None: resident
-    stays: Mapping[str, Tensor]  # where resident
+    stays: Mapping[str, Tensor]  # of a resident page
     arrived: Mark  # it was copied into its frame
     used: Mark  # it was updated, or read
     left: Mark  # it was copied out of its frame
@@ -73,7 +73,7 @@ class Page:
 
     @property
     def moved(self) -> int:
-        """Bytes that come and go."""
+        """Bytes that are copied in for an update, and out after it."""
         visiting = sum(round_up(of.numel * of.dtype.itemsize, FRAME_ALIGNMENT) for of, _ in self.visiting.values())
         return (self.nbytes if self.home is not None else 0) + visiting
 
@@ -89,13 +89,13 @@ class Page:
         self.frame, self.state, frame.page = frame, PageState.COMING, self
 
     def leave_frame(self, free: Mark) -> None:
-        """The frame is free once the mark has passed."""
+        """Leave the frame, which is free once the mark has passed."""
         if self.frame is not None:
             self.frame.free, self.frame.page = free, None
             self.frame, self.state = None, PageState.AWAY
 
     def stay(self, run: Tensor) -> None:
-        """Be resident in ``run``, which has the page. What visits has a frame to itself from now on."""
+        """Become resident in ``run``, which holds the page. From now on visiting tensors have a frame to themselves."""
         self.home, self.stays = None, {name: field.of(run) for name, field in self.own.items()}
         fields, _ = laid_out({name: tensor for name, (_, tensor) in self.visiting.items()})
         self.visiting = {name: (field, self.visiting[name][1]) for name, field in fields.items()}

@@ -25,7 +25,7 @@ from .extents import Extent, FreeSpace
 from .host_memory import ALIGNMENT
 
 BLOCK_BYTES = 4 * 2**20
-"""A thread reads or writes so much at a time, with a checksum of its own.
+"""Bytes that a thread reads or writes at a time. Each block has a checksum of its own.
 
 Bandwidth of a 256 MiB page as a share of plain O_DIRECT reads and writes in the same run, median of 7, on a virtual
 disk that writes 5 GB/s and reads 2.4, with two cores of an AMD EPYC:
@@ -39,7 +39,7 @@ Pages of 4 MiB to 16 MiB, one at a time, are a tenth faster in blocks of 4 MiB t
 """
 
 CLOSE_SECONDS = 60.0
-"""So long ``close`` waits for transfers."""
+"""The longest that ``close`` waits for transfers."""
 
 _BUG = "this is a bug in zero-optim, please report it"
 _LOST = "the state that was there is lost: start again from a checkpoint"
@@ -70,14 +70,14 @@ class Transfer:
         """Wait until it is over.
 
         Raises OffloadError, naming file and bytes, where a block could not be read or written, ended early, or has
-        another checksum; and where it is not over after ``seconds``: then the buffer is still in use. What the
-        ``after`` of a write raises is raised as it is.
+        another checksum; and where it is not over after ``seconds``: then the buffer is still in use. An error of
+        a write's ``after`` is raised as it is.
         """
         self.checksums(seconds)
 
     def checksums(self, seconds: float = 0) -> tuple[int, ...]:
         """Give the checksum of each block, once it is over. Raises as ``wait``."""
-        # The first who asks takes them from the futures, where a block that failed raises: it does so every time.
+        # Taken from the futures, and kept. A future of a block that failed raises at every call.
         if self._checksums is None:
             waiting = self.unfinished(seconds)
             if waiting:
@@ -114,8 +114,8 @@ class PageFile:
         """Make a new file in ``folder``.
 
         Args:
-            argument: that names the folder, for errors.
-            threads: of them read, and as many write: as many blocks are in flight each way.
+            argument: the user's, which names the folder, for errors.
+            threads: so many read, and as many write: the number of blocks in flight each way.
 
         Raises OffloadError, naming the folder, where it is missing, not writable or full.
         """
@@ -145,7 +145,7 @@ class PageFile:
     def allocate(self, nbytes: int) -> Extent:
         """Take space for a page. Raises OffloadError, naming the file, bytes wanted and bytes free.
 
-        The disk has promised the space: it is full here, or not at all (copy-on-write systems excepted).
+        The space is reserved: a full disk raises here, and in no write (copy-on-write systems excepted).
         """
         self._check_open()
         wanted = Extent(0, nbytes).space
@@ -167,7 +167,7 @@ class PageFile:
         self._space.grow(nbytes)
 
     def release(self, extent: Extent) -> None:
-        """Leave its space to other pages. Nothing may be on its way there any more."""
+        """Leave the extent's space to other pages. No transfer of it may be under way."""
         self._idle(extent)
         del self._extents[extent]
         self._space.give_back(extent.offset, extent.space)
@@ -203,7 +203,7 @@ class PageFile:
         last = self._idle(extent)
         if last.written is None:
             raise OffloadError(f"{self._words('reading', extent)}: nothing was ever written there; {_BUG}")
-        checksums = last.written.checksums()
+        checksums = last.written.checksums()  # raises for a page that could not be written
         blocks = [
             self._readers.submit(self._read_block, block, offset, checksum)
             for (offset, block), checksum in zip(_blocks(extent, buffer), checksums, strict=True)
@@ -212,7 +212,7 @@ class PageFile:
         return last.read
 
     def _idle(self, extent: Extent) -> _LastTransfers:
-        """Its last transfers. Raises where one is still under way."""
+        """Give the extent's last transfers. Raises OffloadError where one is still under way."""
         self._check_open()
         last = self._extents.get(extent)
         if last is None:
@@ -227,7 +227,7 @@ class PageFile:
     def _write_block(self, block: Tensor, offset: int, ready: futures.Future[None] | None) -> int:
         """Write, in a thread of the pool. Returns the checksum of what was to be written."""
         if ready is not None:
-            ready.result()  # its pool began it before this block: somebody is at it, or it is over
+            ready.result()  # no deadlock: the pool has begun ``after`` before this block
         memory = memory_of(block)
         try:
             checksum = self._checksum(memory)
@@ -303,7 +303,7 @@ def _open_nameless(folder: Path, argument: str) -> int:
 
 
 def _remove(file: int, pid: int, pools: tuple[futures.ThreadPoolExecutor, ...]) -> None:
-    """Runs once: by ``close``, when the owner is dropped, or at the process's end."""
+    """Remove the file: by ``close``, when the owner is dropped, or at the process's end, once."""
     if os.getpid() != pid:
         return  # a forked process, such as a worker of a DataLoader, ends: the file is its parent's
     for pool in pools:
@@ -314,13 +314,13 @@ def _remove(file: int, pid: int, pools: tuple[futures.ThreadPoolExecutor, ...]) 
 
 
 def wait_for_all(transfers: Iterable[Transfer], seconds: float) -> bool:
-    """Whether all are over, well or not, after ``seconds`` at the most."""
+    """Wait until all are over, well or not, at most ``seconds``. Returns whether they are."""
     end = time.monotonic() + seconds
     return all(transfer.unfinished(max(end - time.monotonic(), 0)) == 0 for transfer in transfers)
 
 
 def _blocks(extent: Extent, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The parts of ``buffer``, and where they are in the file."""
+    """Cut ``buffer`` into blocks, each with its offset in the file."""
     if buffer.dtype != torch.uint8 or not buffer.is_contiguous() or buffer.device.type != "cpu":
         raise ValueError(f"the buffer must be contiguous, uint8 and on the host, got {buffer.dtype} on {buffer.device}")
     if buffer.data_ptr() % ALIGNMENT or buffer.numel() < extent.space:

@@ -7,10 +7,10 @@ Two frames on the device are lent in turn. While page 1 is updated, page 2 comes
     lane out                       | page 1 | page 2 |
     frames        A        B          A        B
 
-The update is that of the device, so what it gives is what it would give without a store, bit by bit. As many pages as
-the budget holds never leave the device.
+The update runs on the device, so it gives the same bits as without a store. As many pages as the budget holds never
+leave the device.
 
-What each call makes of a page that comes and goes:
+The state of a page that moves, after each call:
 
 ==========  ======  ======  =====
 event       AWAY    COMING  HERE
@@ -22,8 +22,8 @@ discard     error   error   AWAY
 send_back   AWAY    AWAY    error
 ==========  ======  ======  =====
 
-``send_back`` is the store's own: another page wants the frame. A page on a disk has to be read before it can be COMING:
-``prefetch`` begins that, and leaves it AWAY.
+``send_back`` is internal: another page needs the frame. A page on a disk has to be read before it can be COMING:
+``prefetch`` begins the read, and leaves the page AWAY.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class PagedStore:
     """See ``StateStore``.
 
     Args:
-        homes: where pages rest that do not stay.
-        budget: bytes of pages that stay on the device at most.
+        homes: where the pages that move rest.
+        budget: the most bytes of pages that stay on the device.
         room: asked once, after the second step, for the bytes of further pages that may stay; None: no more stay.
     """
 
@@ -64,10 +64,10 @@ class PagedStore:
         self.works_on, self.lookahead, self.copied = device, homes.lookahead, homes.copied
         self.may_lose = not homes.at_once
         self._lanes, self._homes, self._room = lanes, homes, room
-        self._budget = budget  # what resident pages have not taken of it
+        self._budget = budget  # bytes that resident pages have not taken
         self._pages: dict[int, Page] = {}
         self._allocated = self._steps = 0
-        self._frames: list[Frame] = []  # the one that was used longest ago in front
+        self._frames: list[Frame] = []  # least recently used first
 
     # -- pages ---------------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class PagedStore:
             self._budget += page.nbytes
             keep_for_current_stream(*page.stays.values())
         else:
-            page.arrived.wait()  # then others may write where it rested
+            page.arrived.wait()  # no copy may use the home any more: others get its memory
             page.left.wait()
             page.home.release()
         if not self._pages:
@@ -128,7 +128,7 @@ class PagedStore:
             return page.stays
         if page.state is PageState.HERE:
             raise RuntimeError(f"fetch of page {number}, which is here")
-        # It was not prefetched, or another page has wanted its frame since.
+        # The page was not prefetched, or another page has taken its frame since.
         if page.state is PageState.AWAY:
             self._bring(page)
         page.arrived.order_current()
@@ -160,14 +160,14 @@ class PagedStore:
             return
         self._frame_of(page, "discard")
         page.used.set()
-        # Where it rests is free as soon as the page has come in; the frame, when what has read it there is over.
+        # The home's memory is free once the page has come in; the frame, once its readers on the device are done.
         if page.home is not None:
             page.home.unchanged(page.arrived)
         page.leave_frame(page.used)
 
     def wait_for_visitors(self, number: int) -> None:
         page = self._pages[number]
-        # Both: a page that was only read has come, and did not go.
+        # Both marks: a page that was only read was copied in, and not out.
         if page.visiting:
             page.arrived.wait()
             page.left.wait()
@@ -180,7 +180,7 @@ class PagedStore:
         if self._room is not None and self._steps == 2:
             self._budget += self._room()
             self.use_room()
-            self._budget = 0  # what others have not taken now, they may take later
+            self._budget = 0  # the rest is for others, who may take it later
 
     def take_problems(self) -> Mapping[int, OffloadError]:
         problems = self._homes.take_problems()
@@ -190,7 +190,7 @@ class PagedStore:
         return {number: problems[home] for number, home in homes.items() if home in problems}
 
     def wait(self) -> None:
-        """The host waits until every page that was committed has arrived where it rests."""
+        """Block the host until every committed page has arrived at its home."""
         for page in self._pages.values():
             page.left.wait()
         self._homes.end_writes()
@@ -214,13 +214,13 @@ class PagedStore:
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def _bring(self, page: Page) -> None:
-        """Have the page copied into a frame, after what was there has left, and after it has left itself."""
-        # The home comes first: where the page is lost it raises, and no frame is taken.
+        """Copy the page into a frame, after the frame's last page has left it, and after its own copy out."""
+        # The home comes first: it raises where the page is lost, and no frame is taken.
         source = page.home.incoming() if page.home is not None else None
         frame = self._free_frame()
         lane = self._lanes.to_device
         lane.after(frame.free)
-        # It may still be on its way out, to the memory that it is now read from: lanes do not wait for each other.
+        # The page's copy out to this same memory may still run: lanes do not wait for each other.
         lane.after(page.left)
         if source is not None:
             lane.copy(frame.run[: page.nbytes], source)
@@ -231,9 +231,9 @@ class PagedStore:
         self.copied.to_device += page.moved
 
     def _free_frame(self) -> Frame:
-        """The one that was used longest ago, of those whose page is not here."""
+        """Take the least recently used frame whose page is not HERE."""
         frame = next((frame for frame in self._frames if frame.page is None), None)
-        # Else a page that was prefetched, and is not fetched yet, comes again later.
+        # Else that of a page which was prefetched, and is not fetched yet: the page is copied in again later.
         frame = frame or next((frame for frame in self._frames if frame.page.state is PageState.COMING), None)  # type: ignore[union-attr]
         if frame is None:
             raise RuntimeError("more pages are fetched at a time than there are frames")
@@ -244,12 +244,12 @@ class PagedStore:
         return frame
 
     def _send_back(self, page: Page) -> None:
-        """Take the frame of a page that is on its way in: it is not wanted yet, and has to come anew."""
+        """Take the frame from a page that is COMING: nothing uses the page yet, and it is copied in again later."""
         if page.state is PageState.AWAY:
             return
         if page.state is PageState.HERE:
             raise RuntimeError("a page would lose its frame while it is here")
-        # The host waits: its home may be given to others at once, and the lane still reads from there.
+        # The host waits: the lane still reads the home's memory, which others may get at once.
         page.arrived.wait()
         if page.home is not None:
             page.home.unchanged(page.arrived)
@@ -267,7 +267,7 @@ class PagedStore:
             runs = [torch.empty(nbytes, dtype=torch.uint8, device=self.works_on) for _ in range(FRAMES)]
             self._frames = [Frame(run, self._lanes.mark()) for run in runs]
             for frame in self._frames:
-                frame.free.set()  # its memory may be what the stream that computes has used before
+                frame.free.set()  # the computing stream may have used its memory before
 
     def drop_frames(self) -> None:
         for frame in self._frames:
@@ -288,14 +288,14 @@ class PagedStore:
             if page.home is not None and page.nbytes <= self._budget:
                 try:
                     run = torch.empty(page.nbytes, dtype=torch.uint8, device=self.works_on)
-                except torch.OutOfMemoryError:  # somebody else was faster, or it is in pieces: the page goes on moving
+                except torch.OutOfMemoryError:  # taken by others, or fragmented: the page goes on moving
                     break
                 page.left.wait()
                 run.copy_(page.home.incoming())
                 page.home.release()
                 self._budget -= page.nbytes
                 page.stay(run)
-        # The largest that still moves may be smaller than before.
+        # The largest page that still moves may be smaller than before, and frames with it.
         self.drop_frames()
         self.make_frames()
 

@@ -1,6 +1,6 @@
-"""The patience with a disk: how long it is waited for.
+"""The patience with a disk: how long its reads and writes are waited for.
 
-What each outcome of a wait makes of a disk:
+The state of a disk after each outcome of a wait:
 
 ==========  =======  ========  =======
 event       ANSWERS  BEHIND    SILENT
@@ -11,8 +11,8 @@ late_read   SILENT   SILENT    SILENT
 ==========  =======  ========  =======
 
 - ANSWERS: reads and writes are waited for.
-- BEHIND: reads are. A page that is not written yet stays in memory, so nothing is lost by it.
-- SILENT: nobody waits. A page is lost already.
+- BEHIND: reads are, and writes are not. A page that is not written yet stays in memory, so nothing is lost.
+- SILENT: neither is. A page is lost already.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from ..errors import OffloadError
 from .page_file import Transfer
 
 PATIENCE_SECONDS = 120.0
-"""How long a page may take. A disk that other jobs keep busy is slow, and one that has died does not answer at all. Far
-less than other ranks wait for this one in a collective, so that they hear of it. So it is waited for once, and not for
-each page."""
+"""The longest wait for a page: a disk that other jobs keep busy is slow, and a dead one does not answer at all. It is
+far less than a collective's time-out, so that other ranks hear of it. So a late disk is not waited for page by page."""
 
 
 class DiskState(enum.Enum):
@@ -44,12 +43,12 @@ class Patience:
         self.disk = DiskState.ANSWERS
 
     def wait_for_read(self, transfer: Transfer) -> None:
-        """Raises OffloadError, as ``Transfer``: what was to be read is lost then."""
-        self._wait(transfer, self.disk is not DiskState.SILENT, self.late_read)
+        """Wait for a read. Raises OffloadError, as ``Transfer.wait``: the page is lost then."""
+        self._wait(transfer, self.disk is not Disk.SILENT, self.late_read)
 
     def wait_for_write(self, transfer: Transfer) -> None:
-        """Raises OffloadError, as ``Transfer``: nothing is lost by it."""
-        self._wait(transfer, self.disk is DiskState.ANSWERS, self.late_write)
+        """Wait for a write. Raises OffloadError, as ``Transfer.wait``: nothing is lost by it."""
+        self._wait(transfer, self.disk is Disk.ANSWERS, self.late_write)
 
     def _wait(self, transfer: Transfer, patiently: bool, late: Callable[[], None]) -> None:
         try:

@@ -1,6 +1,6 @@
-"""Where the memory of an optimizer rests while it sleeps: host memory, or a file. Either is kept for the next sleep.
+"""Rests of an optimizer's device memory while it sleeps: host memory, or a file. Either is kept for the next sleep.
 
-What is saved are flat tensors of bytes, [bytes] uint8 on the device, in an order. Each is copied once.
+A rest saves a sequence of flat tensors, [bytes] uint8 on the device. Each is copied once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .page_file import PageFile, Transfer
 from .patience import PATIENCE_SECONDS
 
 CHUNK_BYTES = 64 * 2**20
-"""So much goes to a file at a time, by way of two buffers of that size: as many blocks as threads write, twice."""
+"""Bytes that go to a file at a time, by way of two buffers of that size: two blocks for each thread that writes."""
 
 
 class Rest(Protocol):
     """A place to rest."""
 
     def save(self, flats: Sequence[Tensor]) -> None:
-        """Copy all of them. What was saved before is gone. Raises OffloadError; nothing is changed in ``flats``."""
+        """Copy all ``flats``, in place of what was saved before. Raises OffloadError; ``flats`` are not changed."""
 
     def load(self, flats: Sequence[Tensor]) -> None:
-        """Copy the first of what was saved into these, as many and as large as they were. Raises OffloadError."""
+        """Copy the first ``len(flats)`` saved tensors into ``flats``, of the sizes saved. Raises OffloadError."""
 
     def footprint(self) -> Mapping[str, int]:
         """Bytes taken, by memory: host, disk."""
@@ -53,7 +53,7 @@ class HostRest:
     def save(self, flats: Sequence[Tensor]) -> None:
         needed = sum(round_up(flat.nbytes, ALIGNMENT) for flat in flats)
         if self._run.nbytes < needed:
-            self.close()  # first: host memory need not hold both
+            self.close()  # before more is taken: host memory need not hold both
             self._run = self._memory.take(needed)
         self._copy(self._lanes.to_host, self._places(flats), flats)
 
@@ -61,7 +61,7 @@ class HostRest:
         self._copy(self._lanes.to_device, flats, self._places(flats))
 
     def _copy(self, lane: Lane, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-        """After what the device was given before, which may have used the memory. The host waits until it is over."""
+        """Copy, after earlier work of the device, which may use the memory. The host waits until it is over."""
         now, over = self._lanes.mark(), self._lanes.mark()
         now.set()
         lane.after(now)
@@ -110,10 +110,10 @@ class DiskRest:
         self._make_room([chunk.nbytes for chunk in chunks])
         lane, now = self._lanes.to_host, self._lanes.mark()
         now.set()
-        lane.after(now)
+        lane.after(now)  # the device may still write ``flats``
         under_way: list[Transfer] = []
         for number, (chunk, extent) in enumerate(zip(chunks, self._extents, strict=True)):
-            if number >= len(self._buffers):  # the chunk before the last was written from there
+            if number >= len(self._buffers):  # an earlier chunk is written from this buffer
                 under_way[number - len(self._buffers)].wait(PATIENCE_SECONDS)
             buffer, copied = self._buffers[number % len(self._buffers)], self._lanes.mark()
             lane.copy(buffer[: chunk.nbytes], chunk)
@@ -153,7 +153,7 @@ class DiskRest:
                 place = number % len(free)
                 lane.copy(chunk, self._buffers[place][: chunk.nbytes])
                 lane.set(free[place])
-        finally:  # neither a buffer nor the device's memory is in use any more
+        finally:  # leave with no copy and no read under way, also after an error
             for mark in free:
                 mark.wait()
             for transfer in reads:
@@ -167,7 +167,7 @@ class DiskRest:
 
 
 class Rests:
-    """The places of one optimizer.
+    """The rests of one optimizer.
 
     Args:
         device: of what is saved.
@@ -179,7 +179,7 @@ class Rests:
         self._on_disk: DiskRest | None = None
 
     def saved(self, flats: Sequence[Tensor], folder: Path | None) -> Rest:
-        """Save these in ``folder``; None: in host memory. Returns the place. Raises OffloadError."""
+        """Save ``flats`` in ``folder``; None: in host memory. Returns the rest. Raises OffloadError."""
         if folder is None:
             self._on_host = self._on_host or HostRest(self._device)
             self._on_host.save(flats)
@@ -197,7 +197,7 @@ class Rests:
     def _forget_disk(self) -> None:
         disk, self._on_disk = self._on_disk, None
         if disk is not None:
-            with suppress(OffloadError):  # it does not answer: what follows says so, or has said it
+            with suppress(OffloadError):  # the disk does not answer: another call says so, or has said it
                 disk.close()
 
     def footprint(self) -> dict[str, int]:

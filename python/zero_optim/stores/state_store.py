@@ -1,4 +1,4 @@
-"""The home of state while no update uses it. A *page* is the state of one shard."""
+"""The protocol of a state store: where state is between updates. A *page* is the state of one shard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Copied:
 
 
 class StateStore(Protocol):
-    """Brings pages to where they are updated, and back. In ``step``, one page after another::
+    """A store of pages: it brings them to where they are updated, and back. In ``step``, one page after another::
 
         prefetch(0)
         prefetch(1)   fetch(0)   update   commit(0)
@@ -34,9 +34,9 @@ class StateStore(Protocol):
     Attributes:
         works_on: the device of the update.
         lookahead: how many pages are worth prefetching while one is updated.
-        keeps_views: whether what ``fetch`` gave stays the state after ``commit``.
-        may_lose: whether a page can be lost.
-        copied: what has moved.
+        keeps_views: whether the tensors that ``fetch`` gave are still the state after ``commit``.
+        may_lose: whether a page can be lost, as on a disk that fails.
+        copied: bytes moved so far.
     """
 
     works_on: torch.device
@@ -49,7 +49,7 @@ class StateStore(Protocol):
         """Keep a new page, these tensors by name. Returns its number.
 
         Args:
-            visiting: tensors that live elsewhere, in host memory, and come and go with the page.
+            visiting: tensors that rest in host memory, and are copied in and out with the page.
         """
 
     def release(self, number: int) -> None:
@@ -59,40 +59,40 @@ class StateStore(Protocol):
         """Prepare for ``fetch`` of this page, which will follow soon."""
 
     def fetch(self, number: int) -> Mapping[str, Tensor]:
-        """Give the page where it is updated, ordered before what follows; to be read and written until ``commit``.
+        """Give the page's tensors on ``works_on``, to be read and written until ``commit``.
 
-        Two may be fetched at a time. Raises OffloadError where the page is lost.
+        The current stream waits for them. Two pages may be fetched at a time. Raises OffloadError for a lost page.
         """
 
     def commit(self, number: int) -> None:
         """End ``fetch``: what the tensors hold is the state now."""
 
     def discard(self, number: int) -> None:
-        """End ``fetch``, after which the tensors were only read."""
+        """End ``fetch`` of a page that was only read: nothing is copied back."""
 
     def wait_for_visitors(self, number: int) -> None:
-        """Let the host wait until what visits with the page has come and gone: it may read and write it then."""
+        """Block the host until no copy uses the page's visiting tensors: the host may read and write them then."""
 
     def end_step(self) -> None:
-        """Be told that all pages of a step were committed."""
+        """Note that all pages of a step were committed."""
 
     def use_room(self) -> None:
-        """Let pages stay on the device that fit there now, and give back memory that nothing uses.
+        """Let pages that fit on the device now stay there, and give back memory that nothing uses.
 
-        To be called when pages were released, and no more will be.
+        Call it after the last of several releases.
         """
 
     def take_problems(self) -> Mapping[int, OffloadError]:
-        """Say, by page, why it could not be written since this was last asked. It is in host memory, not lost."""
+        """Give, by page, the error of a write that failed since the last call. The page is in host memory, not lost."""
 
     def residents(self) -> list[Tensor]:
         """Give the tensors that stay on the device between updates."""
 
     def drop_frames(self) -> None:
-        """Give back the device's memory that holds nothing between updates."""
+        """Free the device's memory that holds nothing between updates."""
 
     def make_frames(self) -> None:
-        """Take again what ``drop_frames`` gave back."""
+        """Allocate again what ``drop_frames`` has freed."""
 
     def footprint(self) -> Mapping[str, int]:
         """Bytes taken, by memory: device, host, disk."""
@@ -102,7 +102,7 @@ class StateStore(Protocol):
 
 
 class PagesStay:
-    """The part of a store that is the same in all whose pages stay where they are."""
+    """The methods that all stores share whose pages never move."""
 
     may_lose = False
 
