@@ -192,7 +192,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
     names = Names(model)
     # Which ranks have the same slice matters in saving alone. Without an optimizer it may not be known yet.
-    columns = replace(subject.columns, main=subject.columns.main or Column(subject.comm))
+    columns = replace(subject.columns, main=subject.columns.main or ColumnRanks(subject.comm))
     contents = contents_of_model(model, names, subject.comm, columns)
     stored, told = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"

@@ -134,7 +134,7 @@ class Files(disk.OpenFiles):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self._coming: Iterator[Block] = iter(())
+        self._coming: Iterator[ChecksumBlock] = iter(())
         self._ahead = 0  # bytes announced to the disk, and not read yet
 
     def verify(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> None:
@@ -178,7 +178,7 @@ class Files(disk.OpenFiles):
             low, high = max(start, block.start), min(end, block.start + block.length)
             fill(target[low - start : high - start], tensor.spec.dtype, data, low - block.start)
 
-    def read_block(self, block: Block) -> bytes:
+    def read_block(self, block: ChecksumBlock) -> bytes:
         """Read a block's bytes, and check them."""
         path = self.folder / block.piece.file
         self._read_ahead(block.nbytes)
@@ -192,7 +192,7 @@ class Files(disk.OpenFiles):
         return data
 
     @contextmanager
-    def _refusals_named(self, block: Block) -> Iterator[None]:
+    def _refusals_named(self, block: ChecksumBlock) -> Iterator[None]:
         """Turn an OSError into a CheckpointError that names the file, and the tensor in it."""
         try:
             yield

@@ -44,11 +44,11 @@ class Patience:
 
     def wait_for_read(self, transfer: Transfer) -> None:
         """Wait for a read. Raises OffloadError, as ``Transfer.wait``: the page is lost then."""
-        self._wait(transfer, self.disk is not Disk.SILENT, self.late_read)
+        self._wait(transfer, self.disk is not DiskState.SILENT, self.late_read)
 
     def wait_for_write(self, transfer: Transfer) -> None:
         """Wait for a write. Raises OffloadError, as ``Transfer.wait``: nothing is lost by it."""
-        self._wait(transfer, self.disk is Disk.ANSWERS, self.late_write)
+        self._wait(transfer, self.disk is DiskState.ANSWERS, self.late_write)
 
     def _wait(self, transfer: Transfer, patiently: bool, late: Callable[[], None]) -> None:
         try:
