@@ -71,7 +71,7 @@ def _marks(run: Run, steps: Sequence[int], name: str) -> Marks:
 
 
 def _cut(line: Line, low: float, *beside: float) -> float | None:
-    """Choose the top of an axis from ``low`` if a peak is far above nearly all values and ``beside``; None: show all."""
+    """Choose the top of an axis from ``low`` if a peak is far above nearly all values and ``beside``; None: no peak."""
     ordered = sorted(line.values)
     if not ordered:
         return None
