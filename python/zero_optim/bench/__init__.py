@@ -1,6 +1,6 @@
-"""``zero-optim bench``: the ops and the step, timed against their baselines and against the memory, anywhere.
+"""``zero-optim bench``: the ops and the step, timed against their baselines and against the speed of memory.
 
-``request`` (the flags) ← ``run``, which takes one of these; ``benchmarks/`` has more, which it runs in the same way:
+``request`` (the flags) ← ``run``, which runs these, and in the same way those that ``benchmarks/`` has:
 
 - an op, as a list of cases (``case``): ``adam_step``, ``pack``, ``grad_stats``; ``gpt_step`` is a step on one device.
   They are compared with ``fused_adams`` (of other packages) and ``masters`` (of the AMP recipe).
@@ -10,7 +10,6 @@
 They measure with ``timing``, ``ranks`` (fresh processes), ``contest`` (alone, then in turn), ``traffic``,
 ``live_memory``, ``peak_memory``.
 
-What they find is a ``record``: the machine, and rows. ``rows/`` has a file for each kind of row. It says once which
-``columns`` a row has, how they are written, and which ``drawings`` are made of them. From that come the ``table``, the
-``plot`` and the page of ``report``.
+The result is a ``record``: the machine, and rows. ``rows/`` has a file for each kind of row, with the ``columns`` of a
+row, their form as text, and the ``drawings`` made of them. ``table``, ``plot`` and the page of ``report`` show these.
 """

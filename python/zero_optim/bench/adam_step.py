@@ -20,21 +20,20 @@ from .timing import Job
 BYTES = 28  # gradient 2; master, exp_avg, exp_avg_sq 12 read and 12 written; parameter 2
 STEP = 10
 OF_ZEROS = ", zeros"
-"""Behind a backend's name: the same update where gradient, exp_avg and exp_avg_sq are zero and stay so, as in rows of
-an embedding that no batch has used. A root of zero, and a division of zero, take a GPU's slow path."""
+"""Suffix of a backend's name: the same update where gradient, exp_avg and exp_avg_sq are zero and stay so, as in rows
+of an embedding that no batch has used. A root of zero, and a division of zero, take a GPU's slow path."""
 
 IN_PARTS, AT_ONCE = ", 16 calls", ", 16 shards at once"
-"""Behind a backend's name: the same elements as 16 small shards, by a call for each, or by one call for all."""
+"""Suffixes of a backend's name: the same elements as 16 small shards, by a call for each, or by one call for all."""
 PARTS = 16
 
 MEASURED, UNMEASURED = ", measured", ", foreach_step"
-"""Behind a backend's name: ``foreach_step`` of the shard with ``row_stats``, as telemetry has it, and without."""
+"""Suffixes of a backend's name: ``foreach_step`` of the shard with ``row_stats``, as for telemetry, and without."""
 
 
 @dataclass(frozen=True)
 class Smaller:
-    """What is stored in another form than fp32: the dtypes of both moments, and of what lies beside the parameter where
-    the master is split."""
+    """State in another form than fp32: the dtypes of both moments, and, for a split master, of its low bits."""
 
     exp_avg: torch.dtype
     exp_avg_sq: torch.dtype
@@ -42,7 +41,7 @@ class Smaller:
 
     @property
     def bytes(self) -> float:
-        """An element: gradient, parameter, master and moments, with the scales of their rows."""
+        """Bytes an element, read and written: gradient, parameter, master, moments, and the scales of their rows."""
         param_and_master = 2 * (2 + self.low.itemsize) if self.low else 2 + 2 * 4
         moments = (dtype.itemsize + 4 / ROW * FORMS[dtype].scaled for dtype in (self.exp_avg, self.exp_avg_sq))
         return 2 + param_and_master + 2 * sum(moments)
@@ -56,7 +55,7 @@ SMALLER = {
     ", split8": Smaller(torch.float32, torch.float32, low=torch.int8),
     ", split8, int8": Smaller(torch.int8, torch.uint8, low=torch.int8),
 }
-"""Behind a backend's name: ``foreach_step`` of the shard in that form, as ``state_dtype`` and ``master`` have it."""
+"""By suffix of a backend's name: ``foreach_step`` of the shard in this form, that of ``state_dtype`` and ``master``."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,8 @@ def ours(shard: UpdateTensors) -> Callable[[], None]:
     return partial(zero_kernels.adam_step, *_tensors(shard), *_shared(shard))
 
 
-def parts_of(shard: UpdateTensors) -> list[UpdateTensors]:
-    """``shard`` in ``PARTS`` that end where rows do; some may be empty."""
+def parts_of(shard: Shard) -> list[Shard]:
+    """Cut ``shard`` into ``PARTS`` parts that end where rows do; some may be empty."""
     size = -(-shard.grad.numel() // (PARTS * ROW)) * ROW
     wholes = {field.name: getattr(shard, field.name) for field in fields(UpdateTensors) if field.name != "grad_scale"}
     return [
@@ -181,17 +180,17 @@ def _tensors(shard: UpdateTensors) -> tuple[Tensor, ...]:
     return (shard.grad, shard.master, shard.exp_avg, shard.exp_avg_sq, shard.param, row_slot)
 
 
-def _shared(shard: UpdateTensors) -> tuple[Tensor, ...]:
-    """The hyper table, the scale, and that nothing is inf."""
+def _shared(shard: Shard) -> tuple[Tensor, ...]:
+    """Make the arguments that all shards share: hyper table, grad_scale, and a found_inf of 0."""
     device = shard.grad.device
     hyper = zero_kernels.hyper_table(**HYPER, step=STEP, device=device)
     return (hyper, shard.grad_scale, torch.zeros(1, device=device))
 
 
-def stream_job(setting: Setting, shard: UpdateTensors) -> dict[str, Job]:
-    """Read and write what the op does, by its own loop, with nothing computed: on a CPU with the compiled library.
+def stream_job(setting: Setting, shard: Shard) -> dict[str, Job]:
+    """Read and write what the op does, by its own loop, and compute nothing; on a CPU with the compiled library.
 
-    torch's copy is no ceiling there: the processor reads every line before it is overwritten, which is not counted.
+    torch's copy is no ceiling on a CPU: the processor reads every line that a copy overwrites, which is not counted.
     """
     if setting.device.type != "cpu" or "cpu" not in zero_kernels.available_backends("cpu"):
         return {}
@@ -207,7 +206,7 @@ def torch_pipeline(shard: UpdateTensors) -> Callable[[], None]:
 def pipeline(shard: UpdateTensors, make: Maker, step: Tensor | int) -> Callable[[], None]:
     """Update in several passes: widen and unscale, an optimizer's step on the fp32 master, cast the parameter back.
 
-    The optimizer's state is the shard's; ``step``, the steps made so far, is counted by some in the group.
+    The optimizer's state is the shard's. ``step``, the steps made so far, is set in the group, too: some count there.
     """
     parameter = torch.nn.Parameter(shard.master)
     parameter.grad = shard.wide_grad

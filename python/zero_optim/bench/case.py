@@ -1,4 +1,4 @@
-"""A case: one op on one dtype and size, with all the jobs that do its work, and the yardstick that they are held to."""
+"""A case: one op on one dtype and size, the jobs that do its work, and the yardstick that they are compared with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Setting:
         return DTYPES[self.dtype]
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal values: on zeros memory and arithmetic may be faster than on what a training has."""
+        """Draw normal values: on zeros memory and arithmetic may be faster than on the values of a training."""
         return torch.randn(*shape, device=self.device, dtype=dtype or self.torch_dtype)
 
 
@@ -43,9 +43,10 @@ class Setting:
 class Case:
     """Jobs that work on the same tensors, by the name that their rows have as ``backend``.
 
-    ``bytes``: the fewest an element that the op must move, read plus written. ``yardstick``: the job that moves as
-    many and computes nothing. ``baselines``: jobs that every row is compared with, besides ``torch_pipeline``.
-    ``own_bytes``: of jobs that move another number of bytes. ``fp32``: of jobs in another form the one in fp32.
+    ``bytes``: the fewest bytes an element that the op must move, read plus written. ``yardstick``: the job that moves
+    as many and computes nothing. ``baselines``: jobs that every row is compared with, besides ``torch_pipeline``.
+    ``own_bytes``: ``bytes`` of jobs that move another number. ``fp32``: for jobs with state in another form, the same
+    job in fp32.
     """
 
     op: str
@@ -58,7 +59,7 @@ class Case:
     fp32: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self, times: Mapping[str, Sequence[float]]) -> list[Row]:
-        """``times``: milliseconds of each job in each round."""
+        """Make a row of each job. ``times``: milliseconds of each job in each round."""
         spreads = {name: Spread.of(values) for name, values in times.items()}
         ceiling = self._gbps(self.yardstick, spreads)
         return [
@@ -80,7 +81,7 @@ class Case:
         ]
 
     def _others(self, name: str) -> dict[str, str]:
-        """The jobs that this one is compared with, by what they are called there."""
+        """List the jobs that this one is compared with, by their names in ``Row.vs``."""
         fp32 = {"fp32": self.fp32[name]} if name in self.fp32 else {}
         return {baseline: baseline for baseline in self.baselines} | fp32
 
@@ -92,7 +93,7 @@ class Case:
 
 
 def copy_job(setting: Setting, bytes_per_element: int) -> Job:
-    """``dst.copy_(src)`` that reads and writes, together, as many bytes as the op."""
+    """Make a job ``dst.copy_(src)`` that reads and writes, together, as many bytes as the op."""
     nbytes = bytes_per_element * setting.numel // 2
     source, target = (torch.empty(-(-nbytes // 8), dtype=torch.int64, device=setting.device) for _ in range(2))
     source.random_()
@@ -101,7 +102,7 @@ def copy_job(setting: Setting, bytes_per_element: int) -> Job:
 
 
 def on_backend(name: str, work: Callable[[], object]) -> Callable[[], object]:
-    """``work`` with its ops run by the backend ``name``."""
+    """Wrap ``work`` so that its ops run on the backend ``name``."""
 
     def run() -> object:
         with zero_kernels.use_backend(name):
@@ -116,10 +117,10 @@ def backend_jobs(setting: Setting, work: Callable[[], object]) -> dict[str, Job]
 
 
 def choose_backends(device: torch.device, asked: Sequence[str] | None) -> tuple[str, ...]:
-    """The backends to measure: those asked for, else all fast ones of the device. Raises UsageError.
+    """Choose the backends to measure: those asked for, else all fast ones of the device. Raises UsageError.
 
-    The reference, plain torch an operation at a time, counts only where there is nothing else, and Triton on a CPU
-    not at all: it runs in an interpreter there.
+    Slow is the reference, plain torch an operation at a time, which is taken where there is nothing else. So is
+    Triton on a CPU, where it runs in an interpreter.
     """
     usable = zero_kernels.available_backends(device)
     for name in asked or ():

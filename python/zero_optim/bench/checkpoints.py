@@ -1,8 +1,8 @@
 """Saving and loading against the disk itself, plain ``torch.save`` of shards, and DCP on FSDP2.
 
-Each contender writes and reads the same number of bytes: fp32 parameters and two moments, sharded over the ranks. What
-is written is on the disk when a save is over. What is read comes from there: files are dropped from the page cache
-before. *Blocked* is for how long the program cannot train: until the call returns.
+Each contender writes and reads the same number of bytes: fp32 parameters and two moments, sharded over the ranks. A
+save ends when all is on the disk. A load reads from the disk: files are dropped from the page cache before. *Blocked*
+is the time in which the program cannot train, until the call that saves returns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHUNK = 8 * 2**20
 
 @dataclass(frozen=True)
 class Lap:
-    """A lap of one rank: seconds until the call returned, and until all is on the disk; seconds of loading."""
+    """Seconds of one rank in a round: until the call of saving returned, until all was on the disk, and of loading."""
 
     blocked: float
     saved: float
@@ -50,26 +50,26 @@ class Lap:
 
 
 Extra = dict[str, dict[str, int]]
-"""Bytes of memory beside what was there, at most: of each contender, in ``save`` and in ``load``."""
+"""By contender, the most extra bytes of memory in ``save`` and in ``load``."""
 
 
-class CheckpointContender(Protocol):
-    """Saves to a folder, and loads from it."""
+class Contender(Protocol):
+    """A way to save to a folder, and to load from it."""
 
     def begin(self, folder: Path) -> None:
-        """Training may go on when this returns."""
+        """Begin to save. Training may go on when this returns."""
 
     def finish(self) -> None:
-        """All is written when this returns."""
+        """Wait for the save. All is on the disk when this returns."""
 
     def renew(self) -> None:
-        """Make anew what is going to be loaded into, as a job that goes on does. It is not timed."""
+        """Make new model and optimizer to load into, as a job that resumes does. This is not timed."""
 
     def load(self, folder: Path) -> None: ...
 
 
-class RawDisk:
-    """The disk alone, with as many bytes."""
+class Disk:
+    """Plain writes and reads of as many bytes: the speed of the disk alone."""
 
     def __init__(self, nbytes: int) -> None:
         self._values = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
@@ -96,7 +96,7 @@ class RawDisk:
 
 
 class TorchSave:
-    """Writes and reads each rank's own shards, as a list of tensors."""
+    """``torch.save`` and ``torch.load`` of each rank's own shards, as a list of tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
@@ -120,7 +120,7 @@ class TorchSave:
 
 
 class Fsdp2:
-    """FSDP2 with fused AdamW, by ``torch.distributed.checkpoint``."""
+    """FSDP2 with fused AdamW, saved by ``torch.distributed.checkpoint``; with ``background`` by its ``async_save``."""
 
     def __init__(self, numel: int, *, background: bool) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -167,7 +167,7 @@ class Fsdp2:
 
 
 class Ours:
-    """Stage 3. ``background``: it is saved while training might go on."""
+    """``ShardedAdamW`` at stage 3. ``background``: training might go on while it is saved."""
 
     def __init__(self, numel: int, *, background: bool) -> None:
         self._numel, self._background = numel, background
@@ -217,7 +217,7 @@ def _own_file(folder: Path) -> Path:
 
 
 def measure(numel: int, ranks: Sequence[int], rounds: int, say: Say) -> list[CheckpointRow]:
-    """A row of each contender on each number of ranks."""
+    """Make a row of each contender on each number of ranks."""
     rows: list[CheckpointRow] = []
     for count in ranks:
         say(f"checkpoint: {count} ranks, {numel:,} parameters")
@@ -231,7 +231,7 @@ def measure(numel: int, ranks: Sequence[int], rounds: int, say: Say) -> list[Che
 
 
 def on_rank(numel: int, rounds: int, folder: str) -> tuple[int, dict[str, list[Lap]], Extra]:
-    """The bytes that this rank writes, the laps of each contender, and what memory each needs."""
+    """Measure on one rank: the bytes that it writes, the laps of each contender, and the extra memory of each."""
     ours = Ours(numel, background=False)
     own = [tensor.clone() for tensor in ours.tensors()]
     nbytes = sum(tensor.nbytes for tensor in own)
@@ -275,7 +275,7 @@ def _lap(contender: CheckpointContender, folder: Path) -> Lap:
 
 
 def _fresh(folder: Path) -> Comm:
-    """Collective. An empty folder."""
+    """Collective. Make an empty folder."""
     comm = make_comm()
     if comm.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -292,13 +292,13 @@ def _drop_from_cache(file: Path) -> None:
 
 
 def _most_beside(work: Callable[[], object]) -> int:
-    """Bytes that were resident beside what is there, at most."""
+    """Peak of resident bytes during ``work``, less those before it."""
     before = resident()
     return peak_of(work) - before
 
 
-def _extra(contender: CheckpointContender, folder: Path) -> dict[str, int]:
-    """Memory of saving, and of loading what was saved."""
+def _extra(contender: Contender, folder: Path) -> dict[str, int]:
+    """Measure the extra memory of saving, and of loading what was saved."""
 
     def save() -> None:
         contender.begin(folder)
@@ -311,8 +311,7 @@ def _extra(contender: CheckpointContender, folder: Path) -> dict[str, int]:
 def make_rows(
     of_ranks: Sequence[dict[str, list[Lap]]], extra: Sequence[Extra], nbytes: int, numel: int, ranks: int
 ) -> list[CheckpointRow]:
-    """Take the slower rank of each round, then the median over rounds. Speeds are against the disk's, round by
-    round."""
+    """Take the slowest rank of each round, then medians over rounds. Ratios to the disk are taken round by round."""
     rows = []
     slowest = {name: _slowest([laps[name] for laps in of_ranks]) for name in of_ranks[0]}
     for name, laps in slowest.items():

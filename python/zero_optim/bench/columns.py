@@ -1,6 +1,6 @@
-"""Figures of a row: what each is called, where it is in the row, and how it is written. Tables are made of columns.
+"""Columns: for each figure of a row its name, its place in the row, and its form as text.
 
-A table has a column as text. A drawing (``drawings``) has it as a bar, as a whisker, or as text beside the bar.
+A table shows a column as text. A drawing (``drawings``) shows it as a bar, as a whisker, or as text beside the bar.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Column:
 
     Attributes:
         name: its heading, with the unit where it has one.
-        value: out of a row; None where that has none.
-        form: the figure as text.
-        drawn: the same beside a bar, where that is shorter.
-        width: of its cells in a table; 0: what the table gives it.
-        left: whether its cells are words, which begin where the others' begin.
+        value: reads the figure from a row; None where the row has none.
+        form: writes the figure as text.
+        drawn: writes it beside a bar, where that is another text.
+        width: of its cells in a table; 0: the table's default.
+        left: whether its cells are words, aligned to the left.
     """
 
     name: str
@@ -80,7 +80,8 @@ class Column:
 
 
 def at(*keys: str | int) -> Callable[[JsonRow], Any]:
-    """``at("memory", "steady")``: ``row["memory"]["steady"]``, or None where a key on the way is missing or null."""
+    """Make a reader of nested keys: ``at("memory", "steady")`` reads ``row["memory"]["steady"]``, or None where a key
+    is missing or null."""
 
     def value(row: JsonRow) -> Any:
         found: Any = row
@@ -94,18 +95,18 @@ def at(*keys: str | int) -> Callable[[JsonRow], Any]:
 
 
 def ratio_to(baseline: str, *keys: str | int) -> Column:
-    """The baseline's time over the row's own."""
+    """Make a column of the baseline's time over the row's own."""
     return Column(f"vs {baseline}", at(*keys), ratio, times)
 
 
 def spread_at(*keys: str) -> tuple[Column, Column, Column]:
-    """Columns of the median, the 20th and the 80th percentile, which are a list in the row."""
+    """Make columns of the median, the 20th and the 80th percentile, which are a list in the row."""
     ms, p20, p80 = (Column(name, at(*keys, place), milliseconds) for place, name in enumerate(("ms", "p20", "p80")))
     return ms, p20, p80
 
 
 def shown_by_some(columns: Iterable[Column], rows: Sequence[JsonRow]) -> list[Column]:
-    """Leave out columns of which no row has a figure."""
+    """Leave out columns for which no row has a figure."""
     return [column for column in columns if any(column.value(row) is not None for row in rows)]
 
 
@@ -117,19 +118,19 @@ def of_ranks(row: JsonRow) -> str:
 
 
 def below_each_other(columns: Sequence[Column], rows: Sequence[JsonRow], width: int = 0) -> list[str]:
-    """The headings, and a line for each row. ``width``: of the columns that have none."""
+    """Write the headings, and a line for each row. ``width``: of columns without one of their own."""
     headings = _line(columns, [column.name for column in columns], width)
     return [headings, *(line_of(columns, row, width) for row in rows)]
 
 
 def line_of(columns: Sequence[Column], row: JsonRow, width: int = 0, without: int = 0) -> str:
-    """The row's figures; the first ``without`` cells are left empty."""
+    """Write the row's figures in a line; the first ``without`` cells are left empty."""
     texts = [column.text(row) if place >= without else "" for place, column in enumerate(columns)]
     return _line(columns, texts, width)
 
 
 def _line(columns: Sequence[Column], texts: Sequence[str], width: int) -> str:
-    """Words to the left, numbers to the right, with room between them."""
+    """Align words to the left and numbers to the right, with a gap between them."""
     line, room = "", ""
     for column, text in zip(columns, texts, strict=True):
         wide = column.width or width or max(len(column.name) + 2, 8)

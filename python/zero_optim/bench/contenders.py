@@ -1,4 +1,4 @@
-"""Ways to train one GPT on several ranks: ours by stage, and what others offer. All start from the same weights.
+"""Ways to train one GPT on several ranks: ours by stage, and those of other packages. All start from equal weights.
 
 Each keeps fp32 masters of a bf16 model, sums gradients over the ranks in the model's dtype, clips to the same global
 2-norm and updates by the same AdamW.
@@ -29,7 +29,7 @@ from .masters import Masters
 from .timing import Job
 
 MAX_NORM = 1.0
-NEVER = 1e6  # a norm that no gradient has: it is taken, and nothing is clipped
+NEVER = 1e6  # a norm that no gradient has: the norm is computed, and nothing is clipped
 TRAINING = {**HYPER, "lr": 1e-4}
 STAGE3, STAGE3_KEEP, STAGE3_SPLIT, STAGE3_SMALL = "stage3", "stage3_keep", "stage3_split", "stage3_small"
 OURS = ("stage0", "stage1", "stage2", STAGE3, STAGE3_KEEP)
@@ -43,27 +43,26 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     STAGE2_SMALLEST: SMALLEST,
     STAGE3_SMALLEST: SMALLEST,
 }
-"""Options of those of ours that have smaller state, which bf16 parameters alone can have."""
+"""Options of our contenders with smaller state, which only bf16 parameters can have."""
 STAGE_OF = {
     **{f"stage{n}": n for n in range(4)},
     **dict.fromkeys((STAGE3_KEEP, STAGE3_SPLIT, STAGE3_SMALL, STAGE3_SMALLEST), 3),
     **dict.fromkeys((STAGE2_SMALL, STAGE2_SMALLEST), 2),
 }
-"""Of all that are ours."""
+"""Stage of each of our contenders that updates by AdamW alone."""
 MUON, MUON_STAGE3, DDP_MUON, FSDP2_DION = "muon", "muon_stage3", "ddp_muon", "fsdp2_dion"
 MUON_TRAINING: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 DDP, DDP_AUTOCAST = "ddp", "ddp_autocast"
 FSDP2, FSDP2_ZERO2 = "fsdp2", "fsdp2_zero2"
 GATHERING_TWICE = (STAGE3, STAGE3_SPLIT, STAGE3_SMALL, STAGE3_SMALLEST, FSDP2)
-"""Those who free a block's parameters after its forward, and gather them again in backward."""
+"""Contenders that free a block's parameters after its forward, and gather them again in backward."""
 
 Laps = dict[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """The training that is the same for every contender. ``batch`` windows a rank, the same at every step, other ones
-    on every rank."""
+    """The training that all contenders run. Each rank has ``batch`` windows of its own, the same at every step."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -82,23 +81,23 @@ class Task:
 
     @property
     def slices(self) -> int:
-        """Neighbouring ranks that have the same windows, each with another slice of the model."""
+        """Number of neighbouring ranks that have the same windows, each with another slice of the model."""
         return 1
 
     def spread(self, model: GPT) -> tuple[GPT, dist.DeviceMesh | None]:
-        """Collective. This rank's part of ``model``, and the ranks to average over; None: all, and all share."""
+        """Collective. Give this rank's part of ``model``, and the mesh to average over; None: all ranks, all share."""
         return model, None
 
     def windows(self) -> Tensor:
-        """[batch, seq + 1] int64, of this rank."""
+        """Draw this rank's windows, [batch, seq + 1] int64."""
         generator = torch.Generator().manual_seed(1 + dist.get_rank() // self.slices)
         return torch.randint(VOCAB, (self.batch, self.config.seq + 1), generator=generator).to(self.device)
 
 
 def model_config(numel: int, device: torch.device) -> ModelConfig:
-    """About ``numel`` parameters: blocks of 12 hidden², a hundred times wider than there are of them.
+    """Choose a model of about ``numel`` parameters: blocks of 12 hidden² each, a hundred times wider than their number.
 
-    The windows are for realism alone, and on a CPU as short as can be.
+    Windows are of a realistic length on a GPU, and as short as can be on a CPU.
     """
     hidden = max(64, 64 * round((100 * numel / 12) ** (1 / 3) / 64))
     layers = max(1, round(numel / (12 * hidden**2)))
@@ -107,9 +106,9 @@ def model_config(numel: int, device: torch.device) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train. ``laps``: the parts of a step, in order; ``clip`` gives the norm before it, where it is a part.
+    """One way to train. ``laps``: the parts of a step, in order. The lap ``clip``, if there is one, returns the norm.
 
-    ``last_loss``: this rank's, of the last step.
+    ``last_loss``: this rank's loss in the last step.
     """
 
     laps: Laps
@@ -150,8 +149,8 @@ class Passes:
 
 
 def ours(task: Task, stage: int, *, reshard: bool = True, form: Mapping[str, Any] | None = None) -> Contender:
-    """``reshard``: at stage 3, where a block is a unit, its parameters are freed after forward and gathered again.
-    ``form``: of the state, as options of the optimizer; None: fp32."""
+    """Train by ``ShardedAdamW``. ``reshard``: at stage 3 a block's parameters are freed after forward and gathered
+    again. ``form``: options of the optimizer for smaller state; None: fp32."""
     model, mesh = task.spread(task.model())
     if stage == 3:
         shard_module(model, (Block,), reshard_after_forward=reshard, mesh=mesh)
@@ -161,7 +160,7 @@ def ours(task: Task, stage: int, *, reshard: bool = True, form: Mapping[str, Any
 
 
 def muon(task: Task, stage: int) -> Contender:
-    """Hidden matrices by Muon, the others by AdamW, in one optimizer. Nothing is clipped."""
+    """Update hidden matrices by Muon, all else by AdamW, in one optimizer. Nothing is clipped."""
     model = task.model()
     if stage == 3:
         shard_module(model, (Block,))
@@ -172,7 +171,7 @@ def muon(task: Task, stage: int) -> Contender:
 
 
 def ddp_muon(task: Task) -> Contender:
-    """The same with torch's optimizers: masters whole on every rank, and every matrix made orthogonal on each."""
+    """Do the same with torch's optimizers: every rank has all masters, and makes every matrix orthogonal."""
     model = task.model()
     masters = Masters(model.parameters())
     hidden = {id(parameter) for _, parameter in ShardedMuon.split(model)[0]}
@@ -195,14 +194,14 @@ def ddp_muon(task: Task) -> Contender:
 
 
 def ddp(task: Task) -> Contender:
-    """Masters whole on every rank."""
+    """Train in DDP. Every rank has all masters."""
     model = task.model()
     masters = Masters(model.parameters())
     return _beside_ddp(task, model, masters, torch.optim.AdamW(masters.masters, fused=True, **TRAINING))
 
 
 def zero_redundancy(task: Task) -> Contender:
-    """Shards the moments; masters are whole on every rank, and the updated ones are broadcast in fp32."""
+    """Shard the moments. Every rank has all masters, and the updated ones are broadcast in fp32."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = task.model()
@@ -232,12 +231,12 @@ def _beside_ddp(task: Task, model: GPT, masters: Masters, opt: torch.optim.Optim
 
 
 def _replicate(model: nn.Module) -> nn.parallel.DistributedDataParallel:
-    """DDP without a second copy of the gradients, and without broadcasting constants in every forward."""
+    """Wrap in DDP, without a second copy of the gradients and without a broadcast of buffers in every forward."""
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def ddp_autocast(task: Task) -> Contender:
-    """An fp32 model, which is its own masters, under autocast; gradients are cast to bf16 for the sum alone."""
+    """Train an fp32 model, which is its own masters, under autocast; gradients are cast to bf16 only for the sum."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
     model = _widened(task.model())
@@ -252,10 +251,8 @@ def ddp_autocast(task: Task) -> Contender:
 
 
 def fsdp2(task: Task, *, reshard: bool) -> Contender:
-    """fp32 shards, a unit a block. ``reshard``: parameters are freed after forward and gathered again in backward.
-
-    Those of the root never are, as fully_shard has it where nothing else is asked for.
-    """
+    """Train in FSDP2 with fp32 shards, a unit a block. ``reshard``: parameters are freed after forward and gathered
+    again in backward; those of the root are not, which is fully_shard's default."""
     model, mesh = task.spread(_widened(task.model()))
     _fully_shard(task, model, mesh, reshard=reshard)
     opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
@@ -271,9 +268,9 @@ def _fully_shard(task: Task, model: GPT, mesh: dist.DeviceMesh | None, *, reshar
 
 
 def fsdp2_dion(task: Task) -> Contender:
-    """FSDP2 with Dion's Muon, which makes a matrix whole on one rank by an all-to-all, and has AdamW for the others.
+    """Train in FSDP2 with Dion's Muon, which makes a matrix whole on one rank by an all-to-all, and AdamW for the rest.
 
-    Its rates by shape and its coefficients are others by default; here they are torch's.
+    By default Dion has its own rates by shape and its own coefficients; here both are torch's.
     """
     model = _widened(task.model())
     hidden = {name for name, _ in ShardedMuon.split(model)[0]}
@@ -298,12 +295,12 @@ def fsdp2_dion(task: Task) -> Contender:
 
 
 def _rate_and_decay(training: Mapping[str, Any], scale: float = 1.0) -> dict[str, float]:
-    """``scale``: of the rate alone, with which Dion multiplies the decay, too."""
+    """Scale the rate alone: Dion multiplies the decay by the scaled rate, so the decay is divided by ``scale``."""
     return {"lr": training["lr"] * scale, "weight_decay": training["weight_decay"] / scale}
 
 
 def _iterate_as_torch(matrices: Tensor, epsilon: float) -> Tensor:
-    """torch.optim.Muon's iteration, of a batch [..., rows, columns]."""
+    """Run torch.optim.Muon's iteration on a batch [..., rows, columns]."""
     return orthogonalized(matrices, QUINTIC, 5, epsilon)
 
 
@@ -318,16 +315,16 @@ def _plain_end(passes: Passes, model: nn.Module, opt: torch.optim.Optimizer) -> 
 
 
 def _widened(model: GPT) -> GPT:
-    """Parameters in fp32, with the values that they have in the model's dtype; constants stay."""
+    """Widen parameters to fp32, with the values that they have in the model's dtype. Buffers stay as they are."""
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     return model
 
 
 def deepspeed(task: Task, stage: int, *, offload: bool = False) -> Contender:
-    """ZeRO by DeepSpeed around the same AdamW, its collectives through shared memory; it clips within its step.
+    """Train in DeepSpeed's ZeRO around the same AdamW. Its collectives go through shared memory; its step clips.
 
-    ``offload``: its state is in host memory, and updated there by its own Adam (ZeRO-Offload). Nothing is clipped.
+    ``offload``: the state is in host memory, and is updated there by DeepSpeed's Adam. Nothing is clipped.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     package = importlib.import_module("deepspeed")
@@ -374,7 +371,7 @@ PACKAGES = {"deepspeed1": "deepspeed", "deepspeed2": "deepspeed", FSDP2_DION: "d
 
 
 def keeps(name: str, dtype: torch.dtype) -> str | None:
-    """Bytes a parameter of what a rank of N keeps for training in ``dtype``; None where it is not told."""
+    """Describe the bytes a parameter that a rank of N keeps for training in ``dtype``; None for some contenders."""
     size = dtype.itemsize
     state: int | str = 8 if dtype == torch.float32 else 12  # with fp32 masters
     if name in FORMS:

@@ -1,4 +1,4 @@
-"""Contenders on ranks: each alone first, in processes of its own, then all of them in turn in the same processes."""
+"""A contest on ranks: each contender alone first, in fresh processes, then all in turn in the same processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Say = Callable[[str], object]
 def each_alone(
     names: Iterable[str], needed: Container[str], run: Callable[[str], T], say: Say
 ) -> tuple[dict[str, T], dict[str, str]]:
-    """Run each; return what came of them, and of those that failed the first line of why.
+    """Run each by name. Returns the results, and the error of each that failed, by name.
 
     Raises RanksError where one of ``needed`` fails.
     """
@@ -36,7 +36,7 @@ def each_alone(
 
 
 class TogetherClock:
-    """Another clock, started when every rank is there and its device has done all that it was given."""
+    """A clock around another one, which it starts when all ranks have met and each device is idle."""
 
     warm_up_seconds = 0.0  # ranks must agree on how many rounds there are
 
@@ -46,23 +46,23 @@ class TogetherClock:
 
     def time(self, job: Job) -> Callable[[], list[float]]:
         self._comm.exchange(self._token)
-        settle(self._device)  # the job before is over, on every stream
+        settle(self._device)  # the previous job has ended on every stream
         return self._clock.time(job)
 
 
 def settle(device: torch.device) -> None:
-    """Wait until a GPU has done all, copies included."""
+    """Wait until a GPU has done all its work, copies included."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def in_all(laps: Mapping[str, float]) -> float:
-    """Milliseconds of a job, of its laps by name."""
+    """Sum the milliseconds of a job's laps."""
     return sum(laps.values())
 
 
 def slower(of_ranks: Sequence[Mapping[str, Sequence[T]]], length: Callable[[T], float]) -> dict[str, list[T]]:
-    """Take of each round what the rank has measured that took longest."""
+    """Take the measurement of the slowest rank in each round, for each name."""
     return {
         name: [max(of_round, key=length) for of_round in zip(*(laps[name] for laps in of_ranks), strict=True)]
         for name in of_ranks[0]

@@ -9,7 +9,7 @@ from ..drawing.sheet import Bar, Bars, Role, Sheet
 from .columns import Column, JsonRow
 
 OURS = ("ours", "stage", "muon", "cuda", "cpu", "triton", "paged", "nvme", "pages")
-"""The beginnings of names."""
+"""Prefixes of our contenders' names."""
 BASELINES = ("None", "fused", "ddp", "ddp_muon", "disk", "torch_pipeline")
 
 
@@ -27,10 +27,10 @@ def bars_of(
     """A bar for each row.
 
     Args:
-        unit: of the bars; ``size`` is how much of what ``length`` counts makes one.
-        whiskers: the columns of their two ends.
+        unit: of the bars; ``size`` is one unit in what ``length`` counts.
+        whiskers: the columns of their low and high end.
         columns: figures beside the bars.
-        group: rows with the same one stand together, under it.
+        group: the name above neighbouring rows that have the same.
     """
 
     def bar(row: JsonRow) -> Bar:
@@ -49,8 +49,8 @@ def role_of(row: JsonRow) -> Role:
 
 
 @dataclass(frozen=True)
-class RowKind:
-    """Rows of one shape. ``key``: which only they have; ``table``: the lines of a block; ``sheet``: of all rows."""
+class Kind:
+    """A kind of rows. ``key``: present in such rows; ``table``: lines for a block of them; ``sheet``: drawn of all."""
 
     name: str
     key: str

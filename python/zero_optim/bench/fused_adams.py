@@ -53,7 +53,7 @@ PACKAGES = {
 
 
 def fused_adams(device: torch.device) -> dict[str, Maker]:
-    """List those that work on the device."""
+    """Load the optimizers that work on the device, by package."""
     return {
         name: package.load(device.type) for name, package in PACKAGES.items() if why_unusable(name, device.type) is None
     }

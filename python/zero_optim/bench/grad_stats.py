@@ -1,4 +1,4 @@
-"""``grad_stats`` against the two passes that torch's scaler and clipping make for the same knowledge."""
+"""``grad_stats`` against the two passes by which torch's scaler and clipping learn the same."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def make_case(setting: Setting) -> Case:
 
 
 def norm(shard: Tensor) -> Tensor:
-    """[] fp32, and no word on non-finite values: less than ``grad_stats`` tells."""
+    """Compute the 2-norm, [] fp32. Unlike ``grad_stats`` it does not count non-finite values."""
     return torch.linalg.vector_norm(shard, dtype=torch.float32)
 
 
 def pipeline(shard: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    """``GradScaler.unscale_``'s check (with a scale of 1, so that the gradients stay), then the norm. Of bf16 torch has
-    no such check on CUDA: ``isfinite`` takes its place."""
+    """Make the check of ``GradScaler.unscale_`` (with a scale of 1, so that gradients stay), then the norm. For bf16 on
+    CUDA torch has no such check: ``isfinite`` takes its place."""
     one = torch.ones(1, device=shard.device)
     found_inf = torch.zeros(1, device=shard.device)
     if shard.is_cuda and shard.dtype == torch.bfloat16:

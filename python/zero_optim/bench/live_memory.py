@@ -1,4 +1,4 @@
-"""Bytes that tensors occupy on one device, now and at most."""
+"""Bytes that live tensors occupy on one device, now and at their peak."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .peak_memory import peak_of, resident
 
 @contextmanager
 def watch(device: torch.device) -> Iterator[LiveMemory]:
-    """Watch the caching allocator's account on a GPU; on a CPU the storages of tensors made within."""
-    gc.freeze()  # garbage is collected after each phase: not to look through all that is imported, half a second
+    """Watch the caching allocator's count on a GPU; on a CPU, the storages of tensors made in this block."""
+    gc.freeze()  # garbage is collected after each phase: looking through all imported objects takes half a second
     try:
         if device.type == "cuda":
             yield GpuMemory(device)
@@ -42,10 +42,10 @@ class GpuMemory:
 
 
 class CpuMemory(TorchDispatchMode):
-    """Every storage that an op inside has returned, until nothing refers to it, whether Python or autograd.
+    """Memory of every storage that an op in this block has returned, while Python or autograd refers to it.
 
-    Looked at after each op: what an op needs within itself alone is not seen. Storages may overlap, such as one made of
-    a part of another, so what counts is the memory that they cover.
+    It is measured after each op, so temporary memory inside an op is not seen. Storages may overlap, such as one made
+    of a part of another: the memory that they cover together is counted.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class CpuMemory(TorchDispatchMode):
             self._storages[reference.cdata] = reference
 
     def covered(self) -> int:
-        """Bytes now."""
+        """Count the bytes that live storages cover now."""
         ends: list[tuple[int, int]] = []
         for key, reference in list(self._storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -96,6 +96,6 @@ LiveMemory = GpuMemory | CpuMemory
 def _ends(storage: torch.UntypedStorage, nbytes: int) -> tuple[int, int]:
     try:
         begin = storage.data_ptr()
-    except RuntimeError:  # one that refuses to be written
+    except RuntimeError:  # torch gives no address of some storages, such as those that must not be written
         return 0, 0
     return (begin, begin + nbytes) if begin else (0, 0)  # a subclass's own has no memory

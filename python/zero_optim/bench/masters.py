@@ -1,4 +1,4 @@
-"""fp32 masters beside a 16-bit model, as the AMP recipe has them: gradients are widened, results are cast back."""
+"""fp32 masters beside a 16-bit model, as in the AMP recipe: gradients are widened, updated masters are cast back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """fp32 copies of parameters and room for their gradients. fp32 parameters are their own masters, and nothing moves.
+    """fp32 copies of parameters and of their gradients. fp32 parameters are their own masters: nothing is copied.
 
     Attributes:
-        masters: what an optimizer steps, in the order of ``params``; each has its ``.grad``.
+        masters: the tensors that an optimizer steps, in the order of ``params``; each has its ``.grad``.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:

@@ -1,5 +1,4 @@
-"""The memory that a rank has allocated along a training of the model of the ZeRO tutorials, by stage, and by the form
-of the state."""
+"""Memory of a rank in each phase of a training, by stage and form of the state, with the model of ZeRO tutorials."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ STAGES = (0, 1, 2, 3)
 BATCH = 20
 BEFORE = ("model", "optimizer", "data")
 STEP = ("forward", "backward", "step")
-SHOWN_STEPS = (1, 3)  # in the first, gradients wait until it is known when they come; from the third on all are alike
+SHOWN_STEPS = (1, 3)  # in the first no bucket leaves before backward ends; from the third on all steps are alike
 PHASES = (*BEFORE, *(f"{phase} {number}" for number in SHOWN_STEPS for phase in STEP))
 
 Readings = dict[str, tuple[int, int]]
-"""By phase, bytes after it, and the most there were in it."""
+"""By phase: bytes after it, and the peak within it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ MODEL = Linears(8, 2048)
 
 @dataclass(frozen=True)
 class Way:
-    """A stage, and options of the optimizer."""
+    """A way to train: a stage, and options of the optimizer."""
 
     name: str
     stage: int
@@ -57,7 +56,7 @@ class Way:
 
 
 def ways(dtype: torch.dtype) -> list[Way]:
-    """Every stage; and where a master can be split, those with smaller state."""
+    """List every stage, and for bf16, where a master can be split, the ways with smaller state."""
     small = FORMS if dtype == torch.bfloat16 else {}
     plain = [Way(f"stage{stage}", stage, {}) for stage in STAGES]
     return plain + [Way(name, STAGE_OF[name], options) for name, options in small.items()]
@@ -66,7 +65,7 @@ def ways(dtype: torch.dtype) -> list[Way]:
 class Walk:
     """The phases of a training, one method each.
 
-    At stage 3 the model is built on the meta device and given values a unit at a time, as one is that no rank can hold.
+    At stage 3 the model is built on the meta device and gets values a unit at a time, as one too large for a rank does.
     """
 
     def __init__(self, linears: Linears, way: Way, dtype: torch.dtype, device: torch.device) -> None:
@@ -109,7 +108,7 @@ class Walk:
 
 
 def measure(linears: Linears, dtype: str, ranks: int, device: torch.device, say: Say) -> list[PhaseRow]:
-    """Rows of each of ``ways``, each in processes of its own, and phase: of the rank that has most then."""
+    """Make a row of each way and phase, of the rank that has most then. Each way runs in fresh processes."""
     rows: list[PhaseRow] = []
     for way in ways(DTYPES[dtype]):
         say(f"memory_walkthrough: {way.name}")

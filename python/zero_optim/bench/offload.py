@@ -1,11 +1,11 @@
-"""State off the device: what each store takes of time and memory, against ``None``, the link, the disk, and others.
+"""State off the device: time and memory of each store, against ``None``, the link, the disk, and other packages.
 
-Two parts. *step* is the update alone on one rank, from 16-bit gradients to 16-bit parameters. *train* is whole steps of
-a GPT on ranks, where stores work beside backward.
+There are two parts. *step* is the update alone on one rank, from 16-bit gradients to 16-bit parameters. *train* is
+whole steps of a GPT on ranks, where stores work beside backward.
 
-Each contender runs alone in fresh processes first: what it moves and what memory it needs. Then all take turns in the
-same processes. After each of ours its bytes are moved once more by plain copies, and by plain reads and writes: that is
-what its step could hide, and what it is held to.
+Each contender first runs alone in fresh processes, to count the bytes that it moves and the memory that it needs. Then
+all take turns in the same processes. For each of ours its bytes are also moved by plain copies, and by plain reads and
+writes: its step could hide that time, and is compared with it.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ Laps = dict[str, list[float]]  # ms of each job in each round
 
 
 @dataclass(frozen=True)
-class OffloadAlone:
-    """A contender that ran alone, on one rank.
+class Alone:
+    """A contender that ran alone.
 
     Attributes:
-        results: of the same steps, of each rank: the same for all of ours, bit by bit.
-        peak: bytes, over what was there before; None where it cannot be measured.
-        moved: bytes of one more step; of others, nothing.
-        held: bytes of the state, by where they are.
-        speculated: how many updates of shards were made before the norm was known, ``right`` and ``redone``.
+        results: a result of each rank after the same steps. All of ours have the same bits.
+        peak: peak bytes, less those before; None where it cannot be measured.
+        moved: bytes that ours move in a step, by way; empty for other packages.
+        held: bytes of the state, by place.
+        speculated: counts of updates of shards made before the norm was known, ``right`` and ``redone``.
     """
 
     results: tuple[float, ...]
@@ -64,8 +64,8 @@ class OffloadAlone:
 
 
 @dataclass(frozen=True)
-class OffloadContest:
-    """``part``: what rows call it."""
+class Contest:
+    """The contenders ``names`` on a part's work. ``part``: "step" or "train", as in rows."""
 
     part: str
     work: Workload
@@ -76,7 +76,7 @@ class OffloadContest:
 def measure(
     numel: int, dtype: str, names: Sequence[str], ranks: int, rounds: int, device: torch.device, say: Say
 ) -> tuple[list[OffloadRow], dict[str, str]]:
-    """Rows of both parts; and of other packages the version, or why one is left out."""
+    """Measure both parts. Returns the rows, and the version of each other package, or why it is left out."""
     numel = max(numel // (4 * who.PAGES), 1) * 4 * who.PAGES
     missing = {name: why for name in names if (why := who.why_missing(name, device, DTYPES[dtype])) is not None}
     for name, why in missing.items():
@@ -111,8 +111,8 @@ def hold(contest: OffloadContest, dtype: str, rounds: int, say: Say) -> tuple[li
 # -- alone ---------------------------------------------------------------------------------------------------------
 
 
-def run_alone(contest: OffloadContest, say: Say) -> tuple[dict[str, OffloadAlone], dict[str, str]]:
-    """Raises ZeroOptimError where one of ours fails, or computes something else than ``None``."""
+def run_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
+    """Run each contender alone. Raises ZeroOptimError where one of ours fails, or has another result than ``None``."""
     work, ranks = contest.work, contest.ranks
 
     def run(name: str) -> OffloadAlone:
@@ -124,11 +124,11 @@ def run_alone(contest: OffloadContest, say: Say) -> tuple[dict[str, OffloadAlone
     return alone, {f"{name}, {contest.part}": why for name, why in left_out.items()}
 
 
-def check_results(contest: OffloadContest, alone: Mapping[str, OffloadAlone]) -> None:
-    """Figures of what differs compare nothing. Ours must agree bit by bit, and others' losses but for rounding. So must
-    ours in a training on CUDA, where attention adds up gradients in whatever order its blocks come.
+def check_results(contest: Contest, alone: Mapping[str, Alone]) -> None:
+    """Raise ZeroOptimError where results differ: their figures could not be compared.
 
-    Raises ZeroOptimError.
+    Ours must agree bit by bit; others' losses agree but for rounding. So do our losses of a training on CUDA, where
+    attention adds up gradients in whatever order its blocks come.
     """
     expected = alone[NONE].results
     exact = contest.part != "train" or contest.work.device.type != "cuda"
@@ -176,8 +176,8 @@ def _run(job: Job, steps: int) -> None:
 
 
 def time_on_rank(work: Workload, moved: Mapping[str, Mapping[str, int]], ranks: int, rounds: int) -> Laps:
-    """Milliseconds of each contender, and of what it moves by itself: ``NAME/copies``, ``NAME/disk``; of the update:
-    ``update``."""
+    """Time each contender, and its bytes moved by themselves: ``NAME/copies``, ``NAME/disk``. On CUDA also ``update``,
+    the update on the host."""
     jobs: dict[str, Job] = {}
     link, disk = _make_links(work, moved)
     for name, of_step in moved.items():
@@ -188,14 +188,14 @@ def time_on_rank(work: Workload, moved: Mapping[str, Mapping[str, int]], ranks: 
             jobs[f"{name}/{DISK}"] = [functools.partial(disk.move, of_step["read"], of_step["written"])]
     if work.device.type == "cuda" and isinstance(work, Update):
         jobs[UPDATE] = [_update_on_host(work)]
-    clock = TogetherClock(make_comm(), work.device, HostClock())  # of the host: copies count to their end, too
+    clock = TogetherClock(make_comm(), work.device, HostClock())  # the host's clock: copies count until they end
     settled: dict[str, Job] = {name: [*job, functools.partial(settle, work.device)] for name, job in jobs.items()}
     times = interleaved(settled, clock, TimedRounds.exactly(rounds))
     return {name: [sum(laps) for laps in of_job] for name, of_job in times.items()}
 
 
 def _update_on_host(work: Update) -> Callable[[], None]:
-    """Make the update of "cpu" by itself, as one shard."""
+    """Make the job of the update on the host by itself, that of "cpu", as one shard."""
     dtype = next(name for name, dtype in DTYPES.items() if dtype == work.dtype)
     return adam_step.ours(adam_step.make_shard(Setting(torch.device("cpu"), dtype, work.numel, ())))
 
@@ -245,7 +245,7 @@ def make_rows(contest: OffloadContest, dtype: str, alone: Mapping[str, OffloadAl
 
 
 def hidden(laps: Sequence[float], none: Sequence[float], beside: Mapping[str, Sequence[float]]) -> float:
-    """The part of what ``beside`` takes by itself that makes a step no longer than None's: median over the rounds."""
+    """Compute the share of the times ``beside`` that a step hides, that is not longer than None's: median of rounds."""
     shares = [
         1 - (of_round - without) / sum(apart)
         for of_round, without, *apart in zip(laps, none, *beside.values(), strict=True)
@@ -254,7 +254,7 @@ def hidden(laps: Sequence[float], none: Sequence[float], beside: Mapping[str, Se
 
 
 def held_to(ms: float, none: Sequence[float], beside: Mapping[str, Sequence[float]]) -> tuple[str, float]:
-    """Find what a step cannot be shorter than, were all else hidden: its longest part, and the share of that."""
+    """Find the longest part of a step, which it cannot be shorter than, and that part's share of the step's time."""
     parts = {what: statistics.median(times) for what, times in beside.items()}
     if UPDATE not in parts:
         parts[NONE] = statistics.median(none)

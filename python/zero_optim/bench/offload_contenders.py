@@ -1,4 +1,4 @@
-"""The contenders of ``offload``: ours by store, and others that keep the state in host memory."""
+"""The contenders of ``offload``: ours by store, and other packages that keep state in host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NONE, PAGED, HALF, CPU, WAITING, NVME = "None", "paged 0", "paged half", "cpu", 
 OURS = (NONE, PAGED, HALF, CPU, WAITING, NVME)
 SMALL_PAGED, SMALL_NVME = "paged 0 small", "nvme small"
 SMALLER = (SMALL_PAGED, SMALL_NVME)
-"""Ours with a split master and 8-bit moments, which bf16 parameters alone can have. Their updates are rounded."""
+"""Ours with a split master and 8-bit moments, which only bf16 parameters can have. Their moments are rounded."""
 DEEPSPEED, TORCHAO = "deepspeed", "torchao"
 NAMES = (*OURS, *SMALLER, DEEPSPEED, TORCHAO)
 PAGES = 32
@@ -76,11 +76,11 @@ Workload = Update | Training
 
 @dataclass(frozen=True)
 class Made:
-    """A contender that does the work, a step each time ``job`` runs. When that is over, all pages are where they rest.
+    """A contender that is ready: each run of ``job`` is a step, after which all pages are back in their store.
 
     Attributes:
-        result: after as many steps the same for all that compute the same.
-        account: of ours ``opt.stats()["state_offload"]``.
+        result: a figure that after as many steps is the same for all that compute the same.
+        account: for ours ``opt.stats()["state_offload"]``, else empty.
     """
 
     job: Job
@@ -92,7 +92,7 @@ class Made:
 
 
 def choice(name: str, numel: int, ranks: int, folder: Path) -> dict[str, Any]:
-    """The arguments of ``ShardedAdamW``. All have buckets of the same size, and so pages."""
+    """Choose the arguments of ``ShardedAdamW``. All have buckets of the same size, and so pages."""
     buckets = {"bucket_cap_mb": numel * 2 / 2**20 / PAGES}
     stores: dict[str, dict[str, Any]] = {
         NONE: {},
@@ -107,7 +107,7 @@ def choice(name: str, numel: int, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 def update_ours(work: Update, name: str) -> Made:
-    """Gradients come by a backward of the parameters alone, once; every step uses them again."""
+    """Update by ours. One backward of the parameters alone sets gradients, which every step uses again."""
     parameters = work.parameters()
     opt = ShardedAdamW(parameters, skip_nonfinite=False, **TRAINING, **choice(name, work.numel, 1, work.folder))
     torch.autograd.backward(parameters, work.gradients())
@@ -129,7 +129,7 @@ def _step(opt: ShardedAdamW) -> None:
 
 
 def _rest(opt: ShardedAdamW) -> None:
-    """Wait for what the step has left under way: it must not slow down who comes next."""
+    """Wait for the pages that a step has left under way: they must not slow down the next contender."""
     store = opt.engine.store
     if isinstance(store, PagedStore):
         store.wait()
@@ -147,7 +147,7 @@ def _checksum(parameters: list[nn.Parameter]) -> float:
 
 
 def update_deepspeed(work: Update) -> Made:
-    """ZeRO-Offload's recipe around its compiled CPU Adam: widen the gradient on the host, update, cast back."""
+    """Update by ZeRO-Offload's recipe with DeepSpeed's CPU Adam: widen the gradient on the host, update, cast back."""
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # it has an OpenMP of its own
     pinned = work.device.type == "cuda"
 
@@ -170,7 +170,7 @@ def update_deepspeed(work: Update) -> Made:
 
 
 def update_torchao(work: Update) -> Made:
-    """Its host copies have the dtype of the parameters, so for fp32 masters parameters and gradients are fp32."""
+    """Update by torchao, with fp32 parameters and gradients: its host copies have the parameters' dtype, as masters."""
     made = importlib.import_module("torchao.optim").CPUOffloadOptimizer
     parameters = [nn.Parameter(values.float()) for values in work.tensors(0)]
     for parameter, gradient in zip(parameters, work.gradients(), strict=True):
@@ -185,7 +185,7 @@ def train_deepspeed(work: Training) -> Made:
 
 
 def make(work: Workload, name: str, ranks: int) -> Made:
-    """The contender, ready for its first step."""
+    """Make the contender, ready for its first step."""
     if isinstance(work, Update):
         others = {DEEPSPEED: update_deepspeed, TORCHAO: update_torchao}
         return others[name](work) if name in others else update_ours(work, name)
@@ -193,7 +193,9 @@ def make(work: Workload, name: str, ranks: int) -> Made:
 
 
 def field(work: Workload, names: tuple[str, ...], ranks: int) -> Iterator[str]:
-    """Choose those of ``names`` that have something to do there; ``None`` always."""
+    """Choose the contenders of ``names`` that can do the work; ``None`` always.
+
+    One that waits instead of speculating differs only in a training on several ranks."""
     for name in NAMES:
         guesses = isinstance(work, Training) and ranks > 1
         if (
@@ -206,7 +208,7 @@ def field(work: Workload, names: tuple[str, ...], ranks: int) -> Iterator[str]:
 
 
 def why_missing(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say why one cannot be measured here; None where it can."""
+    """Say why a contender cannot be measured here; None where it can."""
     if name in SMALLER and dtype != torch.bfloat16:
         return "a split master is of bf16 parameters"
     if name == DEEPSPEED:

@@ -1,8 +1,5 @@
-"""The links under a store, measured by themselves: plain copies over the link to the device, plain reads and writes of
-a disk.
-
-Nothing of the stores is in it but aligned memory: these are what they are held to.
-"""
+"""The limits of a store, measured by themselves: plain copies over the link to the device, plain reads and writes of a
+disk. Only aligned memory and files are shared with the stores."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from ..stores.host_memory import ALIGNMENT, HostMemory
 
 BLOCK_BYTES = 4 * 2**20
 THREADS = 16
-"""The fastest on a virtual disk, of 4 to 16 threads each way with blocks of 1 to 16 MiB: 6.1 GB/s written and 2.8 read;
+"""The fastest of 4 to 16 threads each way with blocks of 1 to 16 MiB, on a virtual disk: 6.1 GB/s written and 2.8 read;
 the slowest wrote 5.3 and read 2.6."""
 
 
@@ -39,7 +36,7 @@ class Link:
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
     def move(self, to_device: int, to_host: int) -> None:
-        """The host does not wait for a GPU's copies."""
+        """Copy so many bytes each way. On a GPU this returns before the copies end."""
         arrivals = [(self._arriving[: len(page)], page) for page in self._pages(to_device)]
         departures = [(page, self._leaving[: len(page)]) for page in self._pages(to_host)]
         if not self._streams:
@@ -65,7 +62,7 @@ class DiskLink:
     """
 
     def __init__(self, folder: Path, nbytes: int) -> None:
-        """``nbytes``: the most that ``move`` is asked for, one way. They are on the disk when this returns."""
+        """``nbytes``: the most that ``move`` is asked for, one way. So many are written when this returns."""
         self._opened = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # it is open for as long as this is there
         self._file = DirectFile(self._opened.fileno())
         self.direct = self._file.direct
@@ -76,7 +73,7 @@ class DiskLink:
         self.move(0, self._blocks * BLOCK_BYTES)
 
     def move(self, read: int, written: int) -> None:
-        """Move so many bytes, rounded up to 4096. Writes are half of the file ahead: the disk always has both to do."""
+        """Move so many bytes, rounded up to 4096. Writes are half a file ahead of reads, so that both go on at once."""
         parts: list[Future[Any]] = []
         for number in range(self._blocks):
             ahead = (number + self._blocks // 2) % self._blocks
@@ -92,6 +89,6 @@ class DiskLink:
             part.result()
 
     def _buffer(self, number: int, nbytes: int) -> Memory:
-        """Two blocks may share one: what is in them is of no use."""
+        """Choose a block's buffer. Blocks may share one: their contents are not used."""
         start = number * BLOCK_BYTES
         return memory_of(self._memory[start : start + nbytes])

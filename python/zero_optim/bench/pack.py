@@ -31,7 +31,7 @@ def make_case(setting: Setting) -> Case:
 
 
 def gradient_numels(numel: int) -> list[int]:
-    """The gradients of transformer blocks, ``numel`` elements in all: four matrices and two vectors a block.
+    """Give the sizes of gradients of transformer blocks, ``numel`` in all: four matrices and two vectors a block.
 
     The width is the largest power of two, up to ``WIDEST``, that gives at least one block.
     """
@@ -54,7 +54,7 @@ def foreach_copy(grads: list[Tensor], bucket: Tensor) -> Callable[[], None]:
 
 
 def pipeline(grads: list[Tensor], bucket: Tensor, scale: float) -> Callable[[], None]:
-    """All that ``pack`` does: gather, then scale."""
+    """Do all that ``pack`` does, in two passes: gather, then scale."""
     gather = foreach_copy(grads, bucket)
 
     def run() -> None:

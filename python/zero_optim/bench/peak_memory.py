@@ -1,4 +1,4 @@
-"""The most memory that a piece of work needs in this process: resident pages, as Linux counts them, or a GPU's."""
+"""Peak memory of a piece of work in this process: resident pages, as Linux counts them, or a GPU's."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ CPU = torch.device("cpu")
 
 
 def can_measure(device: torch.device = CPU) -> bool:
-    """True on Linux with glibc, and for a GPU: there it is what torch has allocated for tensors."""
+    """True on Linux with glibc, and for a GPU, where torch's allocations for tensors are counted."""
     return device.type == "cuda" or Path("/proc/self/clear_refs").exists() and hasattr(_libc(), "malloc_trim")
 
 
 def return_what_is_freed() -> None:
-    """Let glibc map every block of 64 KiB and more apart from now on: the kernel has it back once it is freed.
+    """Let glibc map every block of 64 KiB and more apart from now on, and so return it to the kernel when it is freed.
 
-    Otherwise pages that were freed, and are kept for later, count as needed. It costs time: nothing is timed here.
+    Otherwise freed pages that glibc keeps would be counted. Mapping costs time, so time nothing after this call.
     """
     _libc().mallopt(_MMAP_THRESHOLD, MAPPED_APART)
 
 
 def resident(device: torch.device = CPU) -> int:
-    """Bytes resident now, after giving back what can be."""
+    """Count the bytes resident now, after returning free memory; on a GPU, those allocated."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -41,7 +41,7 @@ def resident(device: torch.device = CPU) -> int:
 
 
 def peak_of(work: Callable[[], object], device: torch.device = CPU) -> int:
-    """The most bytes that were resident while ``work`` ran, those before it included."""
+    """Run ``work``. Returns the peak of resident bytes, those before it included; on a GPU, of allocated ones."""
     resident(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""Draws the sheets of a record, one file each. Importing it needs matplotlib."""
+"""Drawing of a record's sheets, one file each. Importing it needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .rows import sheets_of
 
 
 def draw(record: Mapping[str, Any], path: Path) -> list[Path]:
-    """One sheet to ``path``, others beside it, with their kind behind the name. Returns the paths.
+    """Draw the first sheet to ``path``, and others beside it with their kind behind the name. Returns the paths.
 
-    Above each are the device and the versions.
+    Device and versions stand above each sheet.
     """
     facts = {name: record[name] for name in ("torch", "cuda", "driver", "triton", "isa") if record[name]}
     details = "   ".join([*(f"{name} {fact}" for name, fact in facts.items()), sources_of(record), record["date"]])

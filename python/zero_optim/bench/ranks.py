@@ -1,6 +1,6 @@
-"""Runs a function on fresh processes that make a group, gloo or NCCL, and hears when one of them fails.
+"""Fresh processes that form a group, gloo or NCCL, and run a function on each rank.
 
-What they print, packages included, goes to files that are thrown away; a failure comes back as an exception.
+All that they print, packages included, goes to temporary files. A failure comes back as an exception.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ..train.world import start_method
 LIMIT_SECONDS = 600.0
 COLLECTIVE_SECONDS = 60.0
 IMPORTED = ("zero_optim.bench.run", "torch.distributed.fsdp", "torch._dynamo")
-GRACE_SECONDS = 5.0  # for the others to say why they failed, once one has
+GRACE_SECONDS = 5.0  # once a rank has failed, for the others to report their own errors
 
 
 class RanksError(ZeroOptimError):
-    """A rank raised, died or took too long. The message is that of the lowest rank that said anything."""
+    """A rank raised, died or took too long. The message is the error of the lowest rank that has one."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The place where a rank finds the others, and what it may use."""
+    """The rank's number, where it meets the others, and the threads and device that it may use."""
 
     rank: int
     count: int
@@ -55,7 +55,7 @@ class _Place:
 def on_ranks(
     count: int, work: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS, device: str = "cpu"
 ) -> list[Any]:
-    """Results of ``work(*args)`` on ``count`` ranks, in rank order; ``work`` is a function of a module.
+    """Run ``work(*args)`` on ``count`` ranks. Returns the results in rank order. ``work`` is a function of a module.
 
     The ranks share the threads that torch has here. On ``cuda`` each has a GPU, its current device. Raises RanksError.
     """
@@ -113,7 +113,7 @@ def _rank_main(connection: Connection, place: _Place, work: Callable[..., Any], 
     with place.log.open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    gc.freeze()  # what is imported is no garbage: to look through it takes half a second
+    gc.freeze()  # imported objects are no garbage, and looking through them takes half a second
     torch.set_num_threads(place.threads)
     _tell_environment(place)
     try:
@@ -131,7 +131,7 @@ def _rank_main(connection: Connection, place: _Place, work: Callable[..., Any], 
         answer = (False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     connection.send(answer)
     connection.close()
-    os._exit(0)  # the threads and groups that packages leave behind must not decide how this ends
+    os._exit(0)  # at once: threads and groups that packages leave behind could block or crash an ordinary exit
 
 
 def _tell_environment(place: _Place) -> None:

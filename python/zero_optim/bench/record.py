@@ -1,4 +1,4 @@
-"""The record of a run: rows (of ``rows/``), and what is needed to judge them. benchmarks/README.md has the keys."""
+"""The record of a run: rows (of ``rows/``), and the machine and versions. benchmarks/README.md has the keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..doctor import DISTRIBUTION, version_of
 from ..errors import UsageError
 
 SCHEMA = 7
-OLDEST = 2  # schema that is still read; its rows lack some keys
+OLDEST = 2  # the oldest schema that is still read; its rows lack some keys
 COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +30,7 @@ CHECKOUT = HERE.parents[2]
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's with the threads in use."""
+    """Name the GPU, or the processor with the number of torch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -39,7 +39,7 @@ def device_name(device: torch.device) -> str:
 
 
 def slug(device: str) -> str:
-    """The device's name as a folder's."""
+    """Make a folder's name of the device's."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", device.lower())).strip("-")
 
 
@@ -54,9 +54,9 @@ def driver_version(device: torch.device) -> str | None:
 
 
 def commit() -> str | None:
-    """The checked-out commit, with ``-dirty`` when files that git tracks differ from it; None outside a checkout.
+    """Find the checked-out commit, with ``-dirty`` when files that git tracks differ from it; None outside a checkout.
 
-    An installed package may lie inside the checkout of another project: git must know this file.
+    An installed package may lie inside another project's checkout, so git is asked whether it tracks this package.
     """
     if given := os.environ.get(COMMIT_ENVIRONMENT):
         return given[:10] if re.fullmatch("[0-9a-f]{40}", given) else given
@@ -69,12 +69,12 @@ def commit() -> str | None:
 
 
 def sources_of(record: Mapping[str, Any]) -> str:
-    """Name what was measured, for people: the commit where it is known, else the version of the package."""
+    """Name the measured sources for readers: the commit where it is known, else the version of the package."""
     return f"commit {record['commit']}" if record["commit"] else f"{DISTRIBUTION} {record['version']}"
 
 
 def _git(*words: str) -> str:
-    # Without optional locks `git status` leaves the index alone, whoever else works in the checkout.
+    # Without optional locks `git status` does not write the index, which another process may be using.
     command = ["git", "--no-optional-locks", "-C", str(HERE), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -89,7 +89,7 @@ def results_folder(device: torch.device, out: Path | None) -> Path:
 
 
 def make_record(rows: Sequence[Any], device: torch.device, baselines: Mapping[str, str]) -> dict[str, Any]:
-    """``rows``: of a kind of ``rows/``. ``baselines``: their versions, or why they are not in the rows."""
+    """Make a record of rows (of ``rows/``). ``baselines``: versions of packages, or why one is not in the rows."""
     on_cpu = device.type == "cpu"
     compiled = on_cpu and "cpu" in zero_kernels.available_backends("cpu")
     return {
@@ -112,9 +112,9 @@ def make_record(rows: Sequence[Any], device: torch.device, baselines: Mapping[st
 
 
 def write(record: Mapping[str, Any], folder: Path, about: str | None = None) -> Path:
-    """Writes ``<date>-<commit>[-<about>].json``, numbered where that is taken; returns its path.
+    """Write ``<date>-<commit>[-<about>].json``, with a number behind where that exists. Returns its path.
 
-    Where there is no commit, ``v<version>`` stands in its place.
+    Without a commit ``v<version>`` stands in its place.
     """
     sources = record["commit"] or f"v{record['version']}"
     stem = "-".join([record["date"], sources, *([about] if about else [])])
@@ -125,12 +125,12 @@ def write(record: Mapping[str, Any], folder: Path, about: str | None = None) -> 
 
 
 def write_anew(record: Mapping[str, Any], path: Path) -> None:
-    """Over a file that ``write`` has made. Whoever reads it meanwhile finds it whole, as it was or as it is."""
+    """Replace a file that ``write`` has made. A reader finds either the old record or the new one, whole."""
     write_atomically(path, json.dumps(record, indent=1) + "\n")
 
 
 def read(path: Path, flag: str = "") -> dict[str, Any]:
-    """A record that ``write`` has written. Raises UsageError, which begins with ``flag``."""
+    """Read a record that ``write`` has written. Raises UsageError; its message begins with ``flag``."""
     named = f"{flag} {path}".lstrip()
     try:
         record = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The flags of ``zero-optim bench``, and of the scripts of ``benchmarks/`` that measure what is not in the package."""
+"""The flags of ``zero-optim bench``, and of the scripts in ``benchmarks/`` that measure more in a checkout."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ DTYPES = ("fp16", "bf16")
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of a run that measures one thing.
+    """The choices that a user has for one benchmark.
 
     Attributes:
-        taken: which of FLAGS, and what is chosen by default, in words.
-        dtypes: which there are; the first is the default.
-        every_dtype: the default is all of them, and several may be chosen.
+        taken: the names of FLAGS that it takes, each with its default in words.
+        dtypes: its dtypes; the first is the default.
+        every_dtype: the default is all dtypes, and several may be chosen.
         sizes: whether several sizes may be chosen.
         one_number: whether only one number of ranks may be chosen.
-        fewest: ranks that may be chosen.
+        fewest: the least number of ranks.
         gpu: whether it is measured on a GPU, too.
     """
 
@@ -45,9 +45,9 @@ class Choices:
 
 @dataclass(frozen=True)
 class Menu:
-    """The menu of a command line: the choices of each thing that it measures.
+    """The benchmarks of a command line, with the choices of each.
 
-    ``together``: those that may be measured in one run. Each other one has a run, a file and a plot of its own.
+    ``together``: names of benchmarks that one run may measure. Each other one has a run, a file and a plot of its own.
     """
 
     choices: Mapping[str, Choices]
@@ -77,14 +77,14 @@ PACKAGE = Menu(
 )
 _SCRIPTS = ("stages", "topologies", "scale", "pages", "sleep", "endurance")
 ELSEWHERE = {"step": "gpt_step", **{name: name for name in _SCRIPTS}}
-"""Measured by scripts of a checkout, its ``benchmarks/bench_<name>.py``."""
+"""Benchmarks in scripts of a checkout: by op, NAME of ``benchmarks/bench_NAME.py``."""
 
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request: what to measure, and where to write it. None: what suits the device."""
+    """A request: what to measure, and where to write it. None: a default that suits benchmark and device."""
 
     ops: tuple[str, ...] = OPS
     device: str | None = None
@@ -104,7 +104,7 @@ class Request:
 
 
 def parse_numel(text: str) -> int:
-    """``1000000``, ``1e6``, ``2^20``, ``2**20``, ``64Mi`` or ``1Gi``."""
+    """Read ``1000000``, ``1e6``, ``2^20``, ``2**20``, ``64Mi`` or ``1Gi``."""
     power = re.fullmatch(r"2(?:\^|\*\*)(\d{1,2})", text)
     count = re.fullmatch(r"(\d+)(Ki|Mi|Gi|)", text)
     decimal = re.fullmatch(r"\d+(\.\d+)?e\d{1,2}", text)
@@ -126,11 +126,11 @@ FLAGS: dict[str, dict[str, Any]] = {
     "steps": {"type": int, "help": "steps of each training"},
     "tokens": {"nargs": "+", "type": int, "help": "of a rank in a step, in windows of 64; on GPUs of 1024 (4096)"},
 }
-"""Flags that not everything takes, as argparse has them."""
+"""Flags that only some benchmarks take, with their arguments for argparse."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, menu: Menu = PACKAGE) -> None:
-    """Adds the flags that something on the menu takes."""
+    """Add the flags that some benchmark on the menu takes."""
     flag = parser.add_argument
     flag("--device", choices=("cpu", "cuda"), help="where to measure (cuda where torch sees a GPU)")
     dtypes = {name: " ".join(of.default_dtypes) for name, of in menu.choices.items()}
@@ -146,12 +146,12 @@ def add_arguments(parser: argparse.ArgumentParser, menu: Menu = PACKAGE) -> None
 
 
 def _takers(menu: Menu, flag: str) -> dict[str, str]:
-    """Say who takes the flag, and what is chosen by default."""
+    """Find the benchmarks that take the flag, each with its default."""
     return {name: of.taken[flag] for name, of in menu.choices.items() if flag in of.taken}
 
 
 def _by_default(defaults: Mapping[str, str]) -> str:
-    """Name those that have the same default together: ``"a, b (1 2); c (5)"``."""
+    """Write names and defaults, those with the same default together: ``"a, b (1 2); c (5)"``."""
     names_of: dict[str, list[str]] = {}
     for name, default in defaults.items():
         names_of.setdefault(default, []).append(name)
@@ -166,7 +166,7 @@ def add_choice_of_ops(parser: argparse.ArgumentParser) -> None:
 
 
 def read_request(parsed: argparse.Namespace, menu: Menu = PACKAGE) -> Request:
-    """The flags, checked as far as they can be without the device. Raises UsageError."""
+    """Read the flags, and check them as far as that needs no device. Raises UsageError."""
     for op in parsed.ops:
         if op in ELSEWHERE and op not in menu.choices:
             raise UsageError(f"{op} is not in the package: run benchmarks/bench_{ELSEWHERE[op]}.py of a checkout")
@@ -201,13 +201,13 @@ def read_request(parsed: argparse.Namespace, menu: Menu = PACKAGE) -> Request:
 
 
 def _each_once(values: list[Any]) -> tuple[Any, ...]:
-    """Names in the order in which they were given, numbers by size."""
+    """Drop repeated values: names keep the order in which they were given, numbers are sorted."""
     once = dict.fromkeys(values)
     return tuple(once if isinstance(values[0], str) else sorted(once))
 
 
 def _check_choices(parsed: argparse.Namespace, chosen: Mapping[str, Any], op: str, menu: Menu) -> tuple[str, ...]:
-    """The dtypes of a run of ``op``. Raises UsageError for what it cannot have."""
+    """Choose the dtypes of ``op``. Raises UsageError for a flag or value that it cannot have."""
     choices, ranks = menu.choices[op], set(chosen["ranks"] or ())
     dtypes = tuple(dict.fromkeys(parsed.dtypes or choices.default_dtypes))
     if not {*dtypes} <= {*choices.dtypes} or len(dtypes) > 1 and not choices.every_dtype:

@@ -1,4 +1,4 @@
-"""Runs a request: every case in turn, then the table, the record and the plot."""
+"""The run of a request: every case in turn, then the table, the record and the plot."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from .timing import Clock, TimedRounds, interleaved, make_clock
 NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
 TRAINED_NUMEL = 2**24  # of train_step
 
-# The rows, and the versions of baselines, or why they are not in the rows.
+# The rows, and for each baseline its version, or why it is not in the rows.
 Measured = tuple[Sequence[Any], Mapping[str, str]]
 Measure = Callable[[Request, torch.device, Say], Measured]
 Keep = Callable[[Sequence[Any], Mapping[str, str]], object]
-"""Called with what there is so far."""
+"""Called with the rows and baselines so far."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """An op that is measured a setting after another, maybe with other ops in one run.
+    """An op that is measured one setting after another. A run may have several ops.
 
     Attributes:
-        measure: rows of one setting.
-        numels: the sizes by default, by the device's type.
-        side_by_side: whether all backends are measured by default, or the first alone.
+        measure: makes the rows of one setting.
+        numels: the default sizes, by the device's type.
+        side_by_side: whether by default all backends are measured, or only the first.
     """
 
     measure: Callable[[Setting, Clock, TimedRounds], list[Row]]
@@ -73,15 +73,15 @@ OPS = {name: Op(functools.partial(_measure_case, make_case), NUMELS) for name, m
 
 
 def main(request: Request, ops: Mapping[str, Op] | None = None, alone_runs: Mapping[str, Measure] | None = None) -> int:
-    """Measures, prints the table, writes JSON and plot. Raises UsageError before anything is measured.
+    """Measure, print the table, write JSON and plot. Raises UsageError before anything is measured.
 
-    ``ops``, ``alone_runs``: what measures what; by default those of the package.
+    ``ops``: benchmarks by setting; ``alone_runs``: those with a run of their own. Both default to the package's.
     """
     ops, alone_runs = OPS if ops is None else ops, ALONE_RUNS if alone_runs is None else alone_runs
     if request.redraw is not None:
         return _redraw(request.redraw)
     device = find_device(request.device)
-    # What can't be had is said before a folder is made.
+    # Raise for impossible requests before a folder is made.
     choose_backends(device, request.backends)
     _check_contenders(request)
     _check_ranks(request, device)
@@ -106,7 +106,7 @@ def main(request: Request, ops: Mapping[str, Op] | None = None, alone_runs: Mapp
 
 
 class _Growing:
-    """The record of a run, on disk as far as it has come: what ends the run early loses one case."""
+    """The record of a run, written after each case, so that a run that ends early loses one case alone."""
 
     def __init__(self, folder: Path | None, device: torch.device, about: str | None) -> None:
         self.record: dict[str, Any] = {}
@@ -179,7 +179,7 @@ def _check_ranks(request: Request, device: torch.device) -> None:
 
 
 def tokens_of(request: Request, device: torch.device) -> tuple[int, ...]:
-    """Choose those asked for, which must be whole windows, or what suits the device. Raises UsageError."""
+    """Choose the tokens of a rank: those asked for, or the device's default. Raises UsageError for broken windows."""
     seq = train_step.SEQ[device.type]
     for count in request.tokens or ():
         if count % seq:
@@ -210,8 +210,8 @@ def run(
     say: Say = lambda line: None,
     keep: Callable[[Sequence[Row]], object] = lambda rows: None,
 ) -> list[Row]:
-    """All rows of the request. A case that the GPU's memory cannot hold is left out, and said. ``keep`` is called with
-    the rows so far after each case."""
+    """Measure all cases of the request. A case that the GPU's memory cannot hold is left out, which ``say`` reports.
+    ``keep`` is called after each case, with the rows so far."""
     settings = [(op, setting) for op in request.ops for setting in _settings(request, device, ops[op])]
     clock = make_clock(device)
     rounds = TimedRounds.exactly(request.rounds) if request.rounds else TimedRounds()
@@ -228,7 +228,7 @@ def run(
 
 
 def _in_a_line(row: Row) -> str:
-    """Write the row in one line, before there is a table."""
+    """Write the row in one line, as progress."""
     ratios = [(row.fraction, f"of {row.yardstick}"), (row.vs_torch, "times torch's speed")]
     told = [f"{figure:.2f} {what}" for figure, what in ratios if figure is not None]
     return ", ".join([f"{row.backend} {row.ms:.3f} ms", *told])
@@ -244,7 +244,7 @@ def _settings(request: Request, device: torch.device, op: Op) -> Iterator[Settin
 
 
 def find_device(asked: str | None) -> torch.device:
-    """The device to measure on. Raises UsageError where there is no such."""
+    """Choose the device to measure on. Raises UsageError where it does not exist."""
     name = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         why = "torch sees no GPU here" if torch.version.cuda else "this torch is built without CUDA"
@@ -261,14 +261,14 @@ def _measure(name: str, op: Op, setting: Setting, clock: Clock, rounds: TimedRou
 
 
 def _free(device: torch.device) -> None:
-    """Give back what the last case held, in cycles too, so that the next finds the memory whole."""
+    """Free the memory of the last case, also in reference cycles, so that the next case has all of it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _make_folder(folder: Path) -> Path:
-    """Made before anything is measured: a long run must not fail at its end."""
+    """Make the folder before anything is measured, so that no long run fails at its end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -284,7 +284,7 @@ def _redraw(path: Path) -> int:
 
 
 def _draw(record: dict[str, Any], path: Path) -> str:
-    """The plots' paths, or one line that says why there is none."""
+    """Draw the plots. Returns their paths, or one line that says why there is none."""
     try:
         from .plot import draw
     except ImportError as error:

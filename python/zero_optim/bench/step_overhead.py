@@ -1,6 +1,6 @@
-"""A training loop's parts on many small parameters, and on few large ones of the same total: what a parameter costs.
+"""The cost of a parameter: a training loop's parts on many small parameters, and on few large ones of the same total.
 
-On one rank against ``AdamW``; on several, at stage 2, against DDP and ``AdamW``. Three ops come of the same rounds:
+One rank is compared with ``AdamW``; several ranks, at stage 2, with DDP and ``AdamW``. The same rounds give three ops:
 ``backward_overhead``, ``step_overhead``, and ``loop_overhead``, which is both and ``zero_grad()``, so that work moved
 from one into the other shows.
 """
@@ -31,11 +31,11 @@ LAPS = ("forward", "backward", "step", "zero_grad")
 OPS = {"backward_overhead": ("backward",), "step_overhead": ("step",), "loop_overhead": LAPS[1:]}
 TRAINING = {**HYPER, "lr": 1e-5}
 
-Laps = Mapping[str, Sequence[Mapping[str, float]]]  # of each optimizer and number of parameters, by round
+Laps = Mapping[str, Sequence[Mapping[str, float]]]  # by optimizer and number of parameters: ms by lap, of each round
 
 
 class Products(nn.Module):
-    """Every parameter times a constant of its own: its gradient is a new tensor, as layers make them."""
+    """Products of each parameter and a constant, so that each gradient is a new tensor, as in a layer."""
 
     def __init__(self, parameters: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Products(nn.Module):
 
 
 class Loop:
-    """The laps of a loop, around ``model`` as it is called."""
+    """The laps of a training loop on ``model``."""
 
     def __init__(
         self, model: nn.Module, parameters: int, step: Callable[[], object], zero_grad: Callable[[], object]
@@ -69,8 +69,8 @@ class Loop:
     def backward(self) -> None:
         self._loss.backward(self._ones)
         self._loss = self._loss.detach()
-        # What this has freed is sorted by glibc in the next mallocs, 10 000 blocks in each (18 ms in all for 20 000
-        # parameters): that is no work of the step's.
+        # glibc sorts the memory that backward has freed in the next mallocs, 10 000 blocks in each (18 ms in all for
+        # 20 000 parameters). These mallocs let that happen here, and not within the step.
         for _ in range(1 + 4 * self._count // 10_000):
             torch.empty(1024)
 
@@ -81,7 +81,7 @@ def ours(model: Products) -> Loop:
 
 
 def torchs(model: Products, *, fused: bool = False, foreach: bool = False, ddp: bool = False) -> Loop:
-    """``AdamW``, on fp32 masters where the model is of 16 bits."""
+    """Make the loop of torch's ``AdamW``, on fp32 masters where the model has 16 bits."""
     masters = Masters(model.parameters())
     opt = torch.optim.AdamW(masters.masters, fused=fused, foreach=foreach, **TRAINING)
     called: nn.Module = model
@@ -114,7 +114,7 @@ def measure(
     rounds: TimedRounds,
     counts: Sequence[int] = (MANY, FEW),
 ) -> list[Row]:
-    """Rows of every optimizer on ``numel`` elements, in each of ``counts`` parameters."""
+    """Make rows of every optimizer on ``numel`` elements, cut into each of ``counts`` parameters."""
     rows = []
     for world_size in ranks:
         for dtype in dtypes:
@@ -140,7 +140,7 @@ def time_laps(
     clock: Clock,
     rounds: TimedRounds,
 ) -> Laps:
-    """Milliseconds of every lap in every round."""
+    """Time every lap in every round, in milliseconds."""
     trainings = {
         _key(name, count): MAKERS[name](Products(count, numel // count, DTYPES[dtype], device))
         for count in counts

@@ -11,7 +11,7 @@ from .rows import kind_of
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """A block of lines an op, a number of ranks and one of tokens; the device and the versions above."""
+    """Write device and versions, then a block of lines for each op, part, number of ranks and number of tokens."""
     lines = [f"{record['device']}; torch {record['torch']}; {sources_of(record)}"]
     for block in dict.fromkeys(map(_block_of, record["rows"])):
         rows = [row for row in record["rows"] if _block_of(row) == block]

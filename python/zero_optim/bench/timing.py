@@ -1,4 +1,4 @@
-"""Interleaved timing. A figure is a ratio of medians measured in one run, so every job meets the same machine."""
+"""Interleaved timing. A figure is a ratio of medians measured in one run, so all jobs meet the same machine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Job = Sequence[Callable[[], object]]
 
 WARM_UP_ROUNDS = 2
 
-# More than the last-level cache of any GPU, four times: 0.25 ms on an H200 (4.3 TB/s). Meanwhile the host gets so far
-# ahead that what is timed is the device's work, and not Python's launching of it.
+# More than the last-level cache of any GPU, four times: 0.25 ms on an H200 (4.3 TB/s). Meanwhile the host gets far
+# enough ahead that the device's work is timed, and not its launching by Python.
 FLUSH_BYTES = 256 * 2**20
 FLUSH_READS = 4
 
 
 class Clock(Protocol):
-    """Times jobs. ``warm_up_seconds``: how long rounds are thrown away at the least."""
+    """A clock that times jobs. ``warm_up_seconds``: for at least so long, rounds are thrown away first."""
 
     warm_up_seconds: float
 
@@ -33,7 +33,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Times a CPU, where an op has done its work when it returns. ``now``: seconds."""
+    """A clock for a CPU, where an op has done its work when it returns. ``now``: gives seconds."""
 
     warm_up_seconds = 0.0
 
@@ -49,9 +49,9 @@ class HostClock:
 
 
 class EventClock:
-    """Times a GPU, by events on the current stream. Every job finds a cache that holds nothing of its tensors.
+    """A clock for a GPU, by events on the current stream. No job finds its tensors in the cache.
 
-    The cache is emptied by reading: lines written there would still have to go to memory while the job is timed.
+    The cache is flushed by reads: written lines would still have to go to memory while the job is timed.
     """
 
     warm_up_seconds = 0.2  # an idle GPU needs some of it to raise its clocks
@@ -85,8 +85,8 @@ def make_clock(device: torch.device) -> Clock:
 
 
 @dataclass(frozen=True)
-class TimedRounds:
-    """A number of rounds to be timed: as many as ``seconds`` allow, within bounds."""
+class Rounds:
+    """The number of rounds to time: as many as ``seconds`` allow, between ``least`` and ``most``."""
 
     least: int = 10
     most: int = 51
@@ -100,11 +100,11 @@ class TimedRounds:
         return done >= self.most or (done >= self.least and seconds >= self.seconds)
 
 
-def interleaved(jobs: Mapping[str, Job], clock: Clock, rounds: TimedRounds) -> dict[str, list[list[float]]]:
-    """Milliseconds of each lap of each job in each round.
+def interleaved(jobs: Mapping[str, Job], clock: Clock, rounds: Rounds) -> dict[str, list[list[float]]]:
+    """Time each lap of each job in each round, in milliseconds.
 
-    Every round runs all jobs, each round starting at the next one, so that a slow spell of the machine, or what a
-    neighbour left behind, meets all of them alike.
+    Every round runs all jobs, and starts with the next one. So a slow spell of the machine, or an effect of the job
+    before, meets all of them alike.
     """
     names = list(jobs)
     times: dict[str, list[list[float]]] = {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""Bytes that a piece of work communicates, whoever wrote it: counted from the collectives as torch dispatches them."""
+"""Bytes that any code communicates, counted from the collectives that torch dispatches."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces: of torch.distributed's functions, and of DTensor's
+COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of torch.distributed's collectives, and of DTensor's
 NO_COLLECTIVE = ("wait_tensor", "_wrap_tensor_autograd")
-OF_A_PART = ("scatter_",)  # gloo's reduce-scatter is one from each rank
+OF_A_PART = ("scatter_",)  # our reduce-scatter under gloo is a scatter from each rank
 TWICE = ("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced")
 
 
-class CountedTraffic(TorchDispatchMode):
-    """Counts the collectives issued inside.
+class Traffic(TorchDispatchMode):
+    """Count the collectives issued in this block.
 
     Attributes:
-        bytes: of the whole tensor of each, that which is N times a rank's part. On the wire a rank sends and receives
+        bytes: sum of each collective's whole tensor, N times a rank's part. On the wire a rank sends and receives
             (N-1)/N of it. An all-reduce counts twice: it is a reduce-scatter and an all-gather.
     """
 

@@ -1,7 +1,7 @@
 """A GPT's training step on several ranks: every stage of ``ShardedAdamW`` against its peers, by time and by memory.
 
-Memory comes first, each contender alone in fresh processes. Who fails there is left out, and says why. Then all of
-them train side by side in the same processes, a step of each in turn.
+First each contender trains alone in fresh processes, where its memory is measured; one that fails is left out, with its
+error. Then all train side by side in the same processes, a step of each in turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENS = {"cpu": (256, 512), "cuda": (4096,)}  # of a rank in a step
 ROUNDS = 21
 WARM_UP_STEPS, STEADY_STEPS = 2, 3  # buckets are laid out in the order of the first step
 TINY = ModelConfig(layers=1, hidden=64, heads=2, seq=16)
-TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 1e-4}  # of the loss: sums and layers are rounded at other places
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 1e-4}  # of the loss: contenders round at different places
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -41,8 +41,8 @@ class Alone:
     """A contender that trained alone.
 
     Attributes:
-        steady: peak bytes of the rank that needs most, in steps after the first few, over what was there before the
-            model; None where memory cannot be measured.
+        steady: peak bytes in steps after the first few, less those before the model was made, of the rank that needs
+            most; None where memory cannot be measured.
         start: the same from the model's construction on.
         losses: mean over the ranks, of each step.
         rest: bytes between two steps, gradients zeroed.
@@ -63,12 +63,12 @@ class Alone:
 
 @dataclass(frozen=True)
 class Contest:
-    """The contenders that train ``task`` side by side, on how many ranks.
+    """The contenders ``names`` that train ``task`` side by side on ``ranks`` ranks.
 
     Attributes:
-        reference: whose losses all must have.
-        baselines: of some, whose time theirs is held against; of the others it is the reference's.
-        tolerance: by how much losses may differ, of a loss; None: as ``TOLERANCE`` says.
+        reference: the contender whose losses all others must have.
+        baselines: the contender that another one's time is compared with; where none is given, the reference.
+        tolerance: relative difference of losses that is allowed; None: that of ``TOLERANCE``.
     """
 
     op: str
@@ -86,8 +86,8 @@ class Contest:
 def measure(
     numel: int, dtype: str, names: Sequence[str], tokens: Sequence[int], rounds: int, say: Say
 ) -> tuple[list[Row], dict[str, str]]:
-    """Rows of the contenders ``names`` and of ``ddp``, for each number of ``tokens``; and of other packages the
-    version, or why one is left out."""
+    """Measure ``names`` and ``ddp`` for each number of ``tokens``. Returns the rows, and the versions of other packages
+    or why one is left out."""
     tasks = [make_task(numel, dtype, count, torch.device("cpu")) for count in tokens]
     return hold_all([Contest("train_step", task, in_order(names, DDP), RANKS, DDP) for task in tasks], rounds, say)
 
@@ -98,7 +98,7 @@ def make_task(numel: int, dtype: str, tokens: int, device: torch.device) -> Task
 
 
 def hold_all(contests: Iterable[Contest], rounds: int, say: Say) -> tuple[list[Row], dict[str, str]]:
-    """Rows of all contests; and of other packages the version, or why one is left out."""
+    """Hold all contests. Returns the rows, and the versions of other packages or why one is left out."""
     rows: list[Row] = []
     packages: dict[str, str] = {}
     for contest in contests:
@@ -109,7 +109,7 @@ def hold_all(contests: Iterable[Contest], rounds: int, say: Say) -> tuple[list[R
 
 
 def hold(contest: Contest, rounds: int, say: Say) -> tuple[list[Row], dict[str, str]]:
-    """Rows of the contest; and of other packages the version, or why one is left out."""
+    """Hold one contest. Returns the rows, and the versions of other packages or why one is left out."""
     task = contest.task
     say(f"{contest.op}: {contest.ranks} ranks, {task.tokens} tokens each")
     alone, left_out = train_alone(contest, say)
@@ -125,7 +125,7 @@ def hold(contest: Contest, rounds: int, say: Say) -> tuple[list[Row], dict[str, 
 
 
 def train_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
-    """Train each contender in processes of its own; say who failed, with the first line of why."""
+    """Train each contender in processes of its own. Returns the results, and the errors of those that failed."""
     task, needed = contest.task, (contest.reference, *contest.baselines.values(), *OURS)
 
     def run(name: str) -> Alone:
@@ -137,7 +137,7 @@ def train_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str,
 
 
 def _check_makes_sense(task: Task, name: str) -> None:
-    """Raises RanksError without starting anything."""
+    """Raise RanksError, before a process is started, for a contender that cannot run or would be another one."""
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
         raise RanksError("not installed")
     if name in FORMS and task.dtype != torch.bfloat16:
@@ -162,7 +162,7 @@ def alone_on_rank(task: Task, name: str) -> Alone:
     measurable = peak_memory.can_measure(device)
     if measurable and device.type == "cpu":
         peak_memory.return_what_is_freed()
-    train(MAKERS[name](replace(task, config=TINY)), 2)  # what the code itself needs is there from then on
+    train(MAKERS[name](replace(task, config=TINY)), 2)  # loads all code first, so that its memory is not counted
     before = peak_memory.resident(device) if measurable else 0
     losses: list[float] = []
     made: list[Contender] = []
@@ -184,14 +184,14 @@ def alone_on_rank(task: Task, name: str) -> Alone:
 
 
 def _communicated(contender: Contender) -> int:
-    """Bytes in one more step. What is compiled runs as it is written then: torch counts nothing in compiled code."""
-    with torch.compiler.set_stance("force_eager"), CountedTraffic() as traffic:
+    """Count the bytes of one more step, with compiled code run eagerly: torch dispatches no collective inside it."""
+    with torch.compiler.set_stance("force_eager"), Traffic() as traffic:
         train(contender, 1)
     return traffic.bytes
 
 
 def train(contender: Contender, steps: int) -> list[float]:
-    """This rank's loss of each step."""
+    """Train so many steps. Returns this rank's loss in each."""
     losses = []
     for _ in range(steps):
         for lap in contender.job:
@@ -201,7 +201,7 @@ def train(contender: Contender, steps: int) -> list[float]:
 
 
 def most(reports: Sequence[Alone]) -> Alone:
-    """The rank that needs most, and the mean losses."""
+    """Combine the ranks' reports: the most of each figure, and the mean losses."""
     losses = tuple(statistics.fmean(of_step) for of_step in zip(*(report.losses for report in reports), strict=True))
 
     def largest(name: str) -> int | None:
@@ -211,7 +211,7 @@ def most(reports: Sequence[Alone]) -> Alone:
 
 
 def check_losses(contest: Contest, alone: Mapping[str, Alone]) -> None:
-    """Figures of trainings that differ compare nothing. Raises ZeroOptimError."""
+    """Raise ZeroOptimError where losses differ from the reference's: such figures could not be compared."""
     reference, tolerance = contest.reference, contest.tolerance or TOLERANCE[contest.task.dtype]
     for name, report in alone.items():
         for step, (loss, other) in enumerate(zip(report.losses, alone[reference].losses, strict=True), start=1):
@@ -225,7 +225,7 @@ def check_losses(contest: Contest, alone: Mapping[str, Alone]) -> None:
 
 
 def time_on_rank(task: Task, names: Sequence[str], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Milliseconds of every lap of every contender in every round, on this rank."""
+    """Time every lap of every contender in every round on this rank, in milliseconds."""
     contenders = {name: MAKERS[name](task) for name in names}
     clock: Clock = TogetherClock(make_comm(), task.device, make_clock(task.device))
     times = interleaved(

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them."""
+"""Numbers as text for readers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NONE = "\N{EN DASH}"
 
 
 def short(value: float | None, digits: int = 4) -> str:
-    """Write so many significant digits, without an exponent where it can be read so: ``0.004``, ``17,456``."""
+    """Write so many significant digits, without an exponent unless the number needs one: ``0.004``, ``17,456``."""
     if value is None:
         return NONE
     if value != 0 and not 1e-4 <= abs(value) < 1e9:
@@ -45,12 +45,12 @@ _UNITS = (SizeUnit("GB", 1e9), SizeUnit("MB", 1e6), SizeUnit("kB", 1e3))
 
 
 def unit_for(nbytes: float) -> SizeUnit:
-    """The largest in which so many bytes are 1 or more."""
+    """Choose the largest unit in which so many bytes are 1 or more."""
     return next((unit for unit in _UNITS if nbytes >= unit.nbytes), _UNITS[-1])
 
 
 def size(nbytes: float) -> str:
-    """Write with the unit in which it is read best: ``496 MB``, ``1.38 GB``."""
+    """Write bytes with a fitting unit: ``496 MB``, ``1.38 GB``."""
     if nbytes < _UNITS[-1].nbytes:
         return f"{nbytes:.0f} bytes"
     unit = unit_for(nbytes)

@@ -1,4 +1,4 @@
-"""Draws sheets as PNG, and single drawings as SVG. Importing it needs matplotlib.
+"""Drawing of sheets as PNG, and of single drawings as SVG. Importing it needs matplotlib.
 
 The same declaration gives the same SVG, byte for byte.
 """
@@ -22,7 +22,7 @@ from .figures import elements, short
 from .sheet import Bars, Drawing, Line, Lines, Look, Marks, Role, Scale, Sheet
 
 ROOF, BEYOND, FAINT, INK, GRID, MARK = "#333333", "#F1F1F1", "#777777", "#222222", "#E3E3E3", "#C4003F"
-# The colour-blind can tell these apart too (Okabe and Ito). Who is in neither list is grey.
+# The colour-blind can tell these apart too (Okabe and Ito). A line without a colour below is grey.
 BLUE, GREEN, SKY, ORANGE, RED, PINK, PURPLE, OCHRE = (
     *("#0072B2", "#009E73", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#8C6BB1", "#B8860B"),
 )
@@ -41,7 +41,7 @@ HEADER_INCHES, FOOTER_INCHES = 0.75, 0.55
 WIDTH_INCHES, LINES_INCHES, BAR_INCHES, AROUND_BARS_INCHES = 6.3, 3.0, 0.27, 1.1
 GAP = 0.6  # of a bar, between groups
 FIRST_COLUMN, COLUMN = 36, 52  # points: right edge of the first column of figures beside bars, and to the next
-LONG = 11  # letters of a heading, from which on it is in two lines
+LONG = 11  # a heading of as many letters, or more, is broken into two lines
 DASHES = (0, (5, 2))
 NUMBERS = FuncFormatter(lambda value, _: short(value, 6))
 NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
@@ -49,7 +49,7 @@ PATH, LONG_DECIMALS = re.compile(r'(?<= d=")[^"]+'), re.compile(r"(\.\d\d)\d+")
 
 
 def png(sheet: Sheet, path: Path) -> None:
-    """Raises OSError where it cannot be written."""
+    """Write a sheet as a PNG file. Raises OSError where it cannot be written."""
     heights = [max(map(_inches, line)) for line in sheet.grid]
     columns = len(sheet.grid[0])
     header, footer = HEADER_INCHES if sheet.title else 0.1, FOOTER_INCHES if sheet.note else 0.1
@@ -67,7 +67,7 @@ def png(sheet: Sheet, path: Path) -> None:
 
 
 def svg(drawing: Drawing) -> str:
-    """The panel alone, on nothing: what is behind it shows through. Its words are text, in the reader's font."""
+    """Draw one panel on a transparent ground. Its words are text, in the reader's font."""
     figure = Figure((WIDTH_INCHES, _inches(drawing)), layout=_layout((0, 0, 1, 1)))
     draw_panel(drawing, figure.subplots())
     drawn = io.StringIO()
@@ -88,7 +88,7 @@ def _inches(drawing: Drawing | None) -> float:
 
 
 def draw_panel(drawing: Drawing | None, axes: Axes) -> None:
-    """Two thin axes, and what is drawn in between."""
+    """Draw two thin axes, and bars or lines between them; for None leave the panel empty."""
     if drawing is None:
         axes.set_axis_off()
         return
@@ -107,7 +107,7 @@ def draw_panel(drawing: Drawing | None, axes: Axes) -> None:
 
 
 def _draw_bars(bars: Bars, axes: Axes) -> None:
-    """Horizontal bars from the top, a heading above each group that has a name, figures in columns beside them."""
+    """Draw horizontal bars from the top, the name of a group above it, and figures in columns beside the bars."""
     y, heights, last = 0.0, [], ""
     for bar in bars.bars:
         if bar.group != last:
@@ -139,7 +139,7 @@ def _draw_bars(bars: Bars, axes: Axes) -> None:
 
 
 def _draw_roof(name: str, roof: float, end: float, axes: Axes) -> None:
-    """An upright line, and its name above."""
+    """Draw an upright line with its name above, and shade what is beyond it."""
     axes.axvspan(roof, end, color=BEYOND, lw=0, zorder=0)
     axes.axvline(roof, color=ROOF, lw=1.4, ls=DASHES, zorder=1)
     axes.annotate(f"{name} {roof:,.1f}", (roof, 1), xycoords=("data", "axes fraction"), xytext=(0, 3),
@@ -148,7 +148,7 @@ def _draw_roof(name: str, roof: float, end: float, axes: Axes) -> None:
 
 
 def _figures(axes: Axes, y: float, texts: Sequence[str], color: str) -> None:
-    """A line of the table at the right of the bars; above them, in FAINT, the heading."""
+    """Write a line of the table at the right of the bars: figures, or, in FAINT, the headings."""
     for column, text in enumerate(texts):
         axes.annotate(text, (1, y), xycoords=axes.get_yaxis_transform(), xytext=(FIRST_COLUMN + COLUMN * column, 0),
                       textcoords="offset points", ha="right", va="bottom" if color == FAINT else "center",
@@ -159,7 +159,7 @@ def _figures(axes: Axes, y: float, texts: Sequence[str], color: str) -> None:
 
 
 def _draw_lines(lines: Lines, axes: Axes) -> None:
-    """Figures over sizes or steps, under a roof where there is one. Beside them names, of what ends highest first."""
+    """Draw lines over sizes or steps, under a roof where there is one. The legend names what ends highest first."""
     roof = lines.roof
     if roof:
         axes.plot(roof.x, _numbers(roof.y), color=ROOF, lw=1.4, ls=DASHES, zorder=2, label=roof.label)
@@ -183,7 +183,7 @@ def _draw_lines(lines: Lines, axes: Axes) -> None:
 
 
 def _numbers(values: Sequence[float | None]) -> list[float]:
-    """matplotlib leaves a gap where there is NaN."""
+    """Replace None by NaN, at which matplotlib leaves a gap."""
     return [math.nan if value is None else value for value in values]
 
 
@@ -199,7 +199,7 @@ def _draw_line(line: Line, color: str, with_dots: bool, axes: Axes) -> None:
 
 
 def _draw_stack(lines: Sequence[Line], axes: Axes) -> None:
-    """Areas on each other. One step alone would have no width."""
+    """Draw stacked areas. A single step is widened: it would have no width."""
     x, heights = list(lines[0].x), [[value or 0.0 for value in line.y] for line in lines]
     if len(x) == 1:
         x, heights = [x[0] - 0.4, x[0] + 0.4], [values * 2 for values in heights]
@@ -212,7 +212,7 @@ def _set_y(lines: Lines, axes: Axes) -> None:
     if lines.scale in (Scale.TENS, Scale.TWOS):
         base = 10 if lines.scale is Scale.TENS else 2
         axes.set_yscale("log", base=base)
-        if base == 2:  # all may be alike
+        if base == 2:  # all values may be equal, which would leave the axis no height
             axes.set_ylim(min(there) / 2, max(there) * 2)
         axes.yaxis.set_minor_locator(NullLocator())
     elif lines.scale is Scale.FROM_ZERO and not lines.stacked:
@@ -240,7 +240,7 @@ def _set_x(lines: Lines, axes: Axes) -> None:
 
 
 def _draw_marks(marks: Marks, axes: Axes) -> None:
-    """Over the whole height."""
+    """Draw marks over the whole height."""
     if marks.x:
         axes.vlines(marks.x, 0, 1, transform=axes.get_xaxis_transform(), color=MARK, lw=0.9, alpha=0.6, zorder=2,
                     label=marks.name)  # fmt: skip

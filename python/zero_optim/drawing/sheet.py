@@ -9,7 +9,7 @@ from enum import Enum, auto
 from itertools import chain
 
 POINTS = 640
-"""About as many as a panel is pixels wide. A line has at most twice as many before it is thinned."""
+"""About as many points as a panel is pixels wide. A line of more than twice as many is thinned."""
 
 
 class Role(Enum):
@@ -22,7 +22,7 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar from 0 to ``value``. ``ends``: the least and the most that was seen; ``figures``: text beside it."""
+    """A bar from 0 to ``value``. ``ends``: of its whisker, low and high; ``figures``: text beside it."""
 
     name: str
     value: float
@@ -34,11 +34,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars below each other. Those that follow each other with the same ``group`` stand together, under it.
+    """Bars below each other. Neighbours with the same ``group`` stand together under its name.
 
     Attributes:
         headings: of the figures beside the bars.
-        roof: what no bar can exceed: its name, and its value.
+        roof: a limit that no bar can exceed: its name, and its value.
     """
 
     title: str
@@ -61,8 +61,8 @@ class Line:
     """Points of one name. Where y is None, the line has a gap.
 
     Attributes:
-        end: what is said of the last point.
-        band: where each point was seen to be, drawn as a shade.
+        end: text of the last point, in the legend.
+        band: low and high end at each point, drawn as a shade.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Line:
 
     @property
     def values(self) -> list[float]:
-        """All that are there, with the ends of the band."""
+        """All values of the line that are not None, and of its band."""
         return [value for value in chain(self.y, *(self.band or ())) if value is not None]
 
     @property
     def last(self) -> float | None:
-        """The last that is there."""
+        """The last value that is not None."""
         return next((value for value in reversed(self.y) if value is not None), None)
 
     @property
@@ -110,10 +110,10 @@ class Lines:
 
     Attributes:
         by_size: x is a number of elements, on a logarithmic axis.
-        roof: what no line can exceed.
-        top: where the axis ends, if values above it are to be cut off.
-        stacked: each line is a part of a whole, and lies on those before it. All have the same x.
-        in_turn: lines have colours by their place, where nobody knows their names before.
+        roof: a line that no other can exceed.
+        top: end of the axis, where values above it are cut off; None: all are shown.
+        stacked: each line is a part of a whole, and is drawn on top of those before it. All have the same x.
+        in_turn: colours go by a line's place, for names that are not known in advance.
     """
 
     title: str
@@ -130,7 +130,7 @@ class Lines:
 
     @property
     def all_lines(self) -> list[Line]:
-        """The roof among them."""
+        """The lines, and the roof where there is one."""
         return [*self.lines, *([self.roof] if self.roof else [])]
 
 
@@ -139,7 +139,7 @@ Drawing = Bars | Lines
 
 @dataclass(frozen=True)
 class Sheet:
-    """Drawings beside and below each other, as on paper. ``title`` and ``details`` stand above, ``note`` below."""
+    """Drawings in rows and columns. ``title`` and ``details`` stand above them, ``note`` below."""
 
     grid: Sequence[Sequence[Drawing | None]]
     note: str
@@ -152,12 +152,12 @@ class Sheet:
 
 
 def points_in_one(points: int) -> int:
-    """Count how many points a line of so many has in one, once it is thinned: 1 where it shows them all."""
+    """Count how many points are averaged into one when a line of ``points`` is thinned; 1: it shows them all."""
     return 1 if points <= 2 * POINTS else math.ceil(points / POINTS)
 
 
 def thinned(line: Line) -> Line:
-    """The mean of many points at the middle one of them; the least and the most as a band. Gaps count for nothing."""
+    """Thin a line: the mean of several points at the middle one, their least and most as a band. Gaps do not count."""
     size = points_in_one(len(line.x))
     if size == 1:
         return line

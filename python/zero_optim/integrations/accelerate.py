@@ -49,12 +49,12 @@ _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedTy
 
 
 def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
-    """Collective. The ``mesh`` for ``ShardedOptimizer`` and ``shard_module``, as the ``ParallelismConfig`` has it.
+    """Collective. Make the ``mesh`` for ``ShardedOptimizer`` and ``shard_module`` from the ``ParallelismConfig``.
 
-    None: the accelerator has no such configuration, and all ranks share. With ``dp_replicate_size`` and
-    ``dp_shard_size`` it has two dimensions, else one. Where tensor-parallel ranks are all ranks, each rank is alone.
+    None without such a configuration: then all ranks share. The mesh has two dimensions with ``dp_replicate_size`` and
+    ``dp_shard_size``, else one. Where all ranks are tensor-parallel ones, each rank is alone in it.
 
-    Raises ZeroOptimError for ``cp_size`` and ``sp_size``, which accelerate has with engines of its own alone.
+    Raises ZeroOptimError for ``cp_size`` and ``sp_size``, which accelerate has only with FSDP and DeepSpeed.
     """
     chosen, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
     _check_sequences(chosen)
@@ -71,7 +71,7 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
 
     The accelerator is changed into a ``ShardedAccelerator``, whose ``accumulate``, ``no_sync``, ``unscale_gradients``,
     ``clip_grad_norm_``, ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` know what is sharded. The
-    last four are then calls of all ranks. An fp16 scaler is replaced by ``zero_optim.GradScaler``.
+    last four are then collective. An fp16 scaler is replaced by ``zero_optim.GradScaler``.
 
     Move the model to ``accelerator.device`` before its optimizer is made; for stage 3, then give it to
     ``zero_optim.shard_module``.
@@ -87,7 +87,7 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
 
 
 def adopt(accelerator: Accelerator) -> ShardedAccelerator:
-    """Change an accelerator into a ``ShardedAccelerator``, in place. Raises what ``prepare`` does of accelerators."""
+    """Change an accelerator into a ``ShardedAccelerator``, in place. Raises ZeroOptimError as ``prepare`` does."""
     if not isinstance(accelerator, ShardedAccelerator):
         kind = type(accelerator)
         bases = (ShardedAccelerator,) if kind is Accelerator else (ShardedAccelerator, kind)
@@ -116,7 +116,7 @@ class ShardedAccelerator(Accelerator):
             self.scaler = sharded_scaler(self.scaler)
 
     def _prepare_tp(self, *objects: Any) -> tuple[Any, ...]:
-        """Nothing: accelerate would tell parameters apart by their addresses, and those of shards are all alike."""
+        """Do nothing: accelerate would tell parameters apart by address, and all shards have the same address."""
         return objects
 
     def prepare_model(
@@ -172,21 +172,21 @@ class ShardedAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Nothing is reduced in it. ``accumulate`` enters it between steps."""
+        """Reduce no gradients in this block. ``accumulate`` enters it between steps."""
         with without_sync(optimizers_of(model)):
             yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients of this optimizer, of these, or of all, where there is a scaler. On a CPU too."""
+        """Unscale gradients of one optimizer, of a list, or (None) of all, where there is a scaler; on a CPU too."""
         if self.scaler is not None:
             chosen = self._optimizers if optimizer is None else optimizer
             for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
                 self.scaler.unscale_(plain_optimizer(one))
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Unscale, then clip gradients at the next step. Returns the norm before, as ``ShardedAdamW.clip_grad_norm_``.
+        """Unscale now, and clip at the next step. Returns the norm before, as ``ShardedAdamW.clip_grad_norm_`` does.
 
-        Raises ParameterError for parameters of several optimizers: clip those of each.
+        Raises ParameterError for parameters of several optimizers: clip each optimizer's in a call of its own.
         """
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(plain_parameter(parameter)) for parameter in listed}
@@ -206,18 +206,16 @@ class ShardedAccelerator(Accelerator):
         return holders[0].clip_grad_norm_(max_norm, norm_type, some)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Give the whole state dict of a sharded model on rank 0, and ``{}`` elsewhere: call it on every rank."""
+        """Collective. Give the whole state dict of a sharded model on rank 0, and ``{}`` on the other ranks."""
         if not is_in_parts(model):
             return super().get_state_dict(model, unwrap)
         everywhere = self.project_configuration.save_on_each_node
         return whole_state_dict(self.unwrap_model(model) if unwrap else model, on_all=everywhere)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Save as accelerate does, on every rank.
+        """Collective. Save as accelerate does, with models and optimizers for any number of ranks in ``sharded``.
 
-        The folder ``sharded`` has models and optimizers, for any number of ranks.
-
-        The file of weights that accelerate writes has whole ones: ``safetensors.torch.load_file`` reads it.
+        The file of weights that accelerate writes holds whole weights: ``safetensors.torch.load_file`` reads it.
         """
         with self._apart() as sharded:
             folder = super().save_state(output_dir, safe_serialization, **options)
@@ -229,7 +227,7 @@ class ShardedAccelerator(Accelerator):
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
         """Load what ``save_state`` wrote, on any number of ranks.
 
-        Raises CheckpointError, before anything is loaded, for what accelerate's own wrote.
+        Raises CheckpointError, before anything is loaded, for a folder that plain accelerate wrote.
         """
         folders: list[Path] = []
 
@@ -251,7 +249,7 @@ class ShardedAccelerator(Accelerator):
 
     @contextmanager
     def _apart(self) -> Iterator[list[ShardedOptimizer]]:
-        """The sharded optimizers, which accelerate does not see meanwhile: it would save one rank's shards."""
+        """Hide the sharded optimizers from accelerate, which would save one rank's shards, and yield them."""
         everyone, sharded = self._optimizers, sharded_among(self._optimizers)
         self._optimizers = [one for one in everyone if not isinstance(plain_optimizer(one), ShardedOptimizer)]
         try:
@@ -280,7 +278,7 @@ def _check_sequences(chosen: Any) -> None:
 
 
 def _together(models: list[nn.Module]) -> nn.Module:
-    """Make what ``checkpoint.save`` takes: one module that holds all of them."""
+    """Combine models into one module, which is what ``checkpoint.save`` takes."""
     plain = [getattr(model, "_orig_mod", model) for model in models]
     return plain[0] if len(plain) == 1 else nn.ModuleDict({str(number): model for number, model in enumerate(plain)})
 

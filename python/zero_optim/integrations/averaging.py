@@ -1,7 +1,7 @@
-"""Lightning's callbacks that average weights, at stage 3: what they read and write is gathered around it.
+"""Lightning's callbacks that average weights, at stage 3: parameters are gathered while they are read or written.
 
 ``WeightAveraging`` (an EMA, say) and ``StochasticWeightAveraging`` keep a whole copy of the model on every rank. They
-go through parameters from outside of any forward, where a sharded model has none to show.
+access parameters outside of any forward, where a sharded model has only shards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..gather_parameters import gather_parameters
 
 _READ, _WRITE = False, True
-# Methods that go through the parameters of modules that they are given, and whether they write them.
+# Methods that access the parameters of modules among their arguments, and whether they write them.
 _METHODS = {
     "WeightAveraging": {"setup": _READ, "_swap_models": _WRITE, "_copy_average_to_current": _WRITE},
     "StochasticWeightAveraging": {"setup": _READ, "update_parameters": _READ, "transfer_weights": _WRITE},
@@ -26,7 +26,7 @@ _METHODS = {
 
 
 def gather_for_averaging(of_trainer: Iterable[Any]) -> None:
-    """Let those of the callbacks that average weights have whole ones. A model that is not sharded stays as it is."""
+    """Gather whole weights for the callbacks that average them. A model that is not sharded stays as it is."""
     for callback in of_trainer:
         for name, methods in _METHODS.items():
             kind = getattr(callbacks, name, None)  # an older release lacks one
@@ -36,7 +36,7 @@ def gather_for_averaging(of_trainer: Iterable[Any]) -> None:
 
 
 def _gather_in(owner: Any, method: str, *, writes: bool) -> None:
-    """Wrap a method of this one object, once."""
+    """Wrap a method of this one object, once, so that the modules among its arguments are gathered."""
     if method in vars(owner) or not hasattr(owner, method):
         return
     plain: Callable[..., Any] = getattr(owner, method)

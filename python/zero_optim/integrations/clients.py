@@ -1,5 +1,4 @@
-"""Helpers that the integrations share: which packages a client needs, and what is asked of models, optimizers and
-scalers."""
+"""Helpers that the integrations share: for required packages, models, optimizers and scalers."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from ..optimizer import ShardedOptimizer
 from ..params.tensor_slice import is_distributed, shown_as, slice_of
 from ..units.sharded_model import sharded_model_of
 
-# A style of transformers' plans, as of the norms in Qwen3's attention.
+# A style in transformers' tensor-parallel plans, used for the norms in Qwen3's attention.
 _SUMMED_IN_HOOKS = "replicated_with_grad_allreduce"
 _LAYER = re.compile(r"\.\d+(?=\.|$)")  # a number in the name of a module, "*" in plans
 
@@ -43,20 +42,20 @@ def is_cut(model: nn.Module) -> bool:
 
 
 def is_in_parts(model: nn.Module) -> bool:
-    """True if no rank has all of the model: its ``state_dict()`` is not what a client wants to save."""
+    """True if no rank has the whole model, so that a client cannot save its ``state_dict()``."""
     return is_sharded(model) or is_cut(model)
 
 
 def whole_state_dict(model: nn.Module, *, on_all: bool = False) -> dict[str, Any]:
-    """Collective where the model is in parts. Its whole state dict, on rank 0 alone, or on every rank.
+    """Give the whole state dict, on rank 0 alone or on every rank. Collective where the model is in parts.
 
-    A model of which every rank has all gives its own on every rank.
+    Where every rank has the whole model, each gives its own.
     """
     return full_model_state_dict(model, None if on_all else 0) if is_in_parts(model) else model.state_dict()
 
 
 def cut_like(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state``, its whole tensors cut as the model's are, for ``load_state_dict``. Nothing is communicated."""
+    """Cut the whole tensors of ``state`` as the model's are, for ``load_state_dict``. Nothing is communicated."""
     wanted = {name: value for name, value in model.state_dict(keep_vars=True).items() if is_distributed(value)}
     cut = dict(state)
     for name in wanted.keys() & state.keys():
@@ -69,8 +68,8 @@ def cut_like(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 def check_sums(model: nn.Module) -> None:
     """Raise ParameterError where transformers adds up gradients over tensor-parallel ranks in hooks of its own.
 
-    These come after the optimizer's, so a gradient may have left by then. And they add up what they find, with what was
-    added up at the micro-batch before.
+    Those hooks run after the optimizer's, when the gradient's bucket may already be on its way. And they add up the
+    accumulated gradient, in which earlier micro-batches are added up already.
     """
     for root in model.modules():
         plan = getattr(root, "tp_plan", None) or {}
@@ -84,14 +83,14 @@ def check_sums(model: nn.Module) -> None:
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """The optimizer within a client's wrappers, some of which take on its class."""
+    """Unwrap an optimizer from a client's wrappers, some of which pretend to be of its class."""
     while "engine" not in vars(optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def check_optimizer(optimizer: Any, ranks: int, integration: str) -> None:
-    """Raise TypeError for one whose gradients nobody would average over the ranks."""
+    """Raise TypeError, on several ranks, for an optimizer that does not average gradients over them."""
     if ranks > 1 and not isinstance(optimizer, ShardedOptimizer):
         raise TypeError(
             f"{integration} on {ranks} ranks leaves averaging gradients to the optimizer, and "
@@ -100,7 +99,7 @@ def check_optimizer(optimizer: Any, ranks: int, integration: str) -> None:
 
 
 def without_sync(optimizers: Iterable[ShardedOptimizer]) -> AbstractContextManager[Any]:
-    """``no_sync`` of all of them."""
+    """Enter ``no_sync`` of every optimizer."""
     stack = ExitStack()
     for optimizer in optimizers:
         stack.enter_context(optimizer.no_sync())
@@ -108,7 +107,7 @@ def without_sync(optimizers: Iterable[ShardedOptimizer]) -> AbstractContextManag
 
 
 def showing_averages(optimizers: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Collective. ``swap_to_ema`` of those that keep averages."""
+    """Collective. Enter ``swap_to_ema`` of every optimizer that keeps averages."""
     stack = ExitStack()
     for optimizer in sharded_among(optimizers):
         if optimizer.engine.rules.averages:
@@ -117,7 +116,7 @@ def showing_averages(optimizers: Iterable[Any]) -> AbstractContextManager[Any]:
 
 
 def sharded_scaler(scaler: TorchGradScaler) -> GradScaler:
-    """A scaler of ours with the options of a client's, which on several ranks would skip on some of them alone."""
+    """Make our scaler with the options of a client's, which on several ranks would skip a step on some of them."""
     if isinstance(scaler, GradScaler):
         return scaler
     return GradScaler(
@@ -130,7 +129,7 @@ def sharded_scaler(scaler: TorchGradScaler) -> GradScaler:
 
 
 def sharded_among(optimizers: Iterable[Any]) -> list[ShardedOptimizer]:
-    """Pick out the sharded ones, without what a client has put around them."""
+    """Pick out the sharded optimizers, unwrapped."""
     return [plain for plain in map(plain_optimizer, optimizers) if isinstance(plain, ShardedOptimizer)]
 
 

@@ -1,5 +1,4 @@
-"""Lets a loop that was written around DDP stay: ``model.module``, ``model.no_sync()``,
-``model.require_backward_grad_sync``."""
+"""A stand-in for DDP, for loops that use ``module``, ``no_sync()`` and ``require_backward_grad_sync``."""
 
 from __future__ import annotations
 
@@ -17,20 +16,20 @@ from .clients import without_sync
 
 
 class DistributedDataParallel(nn.Module):
-    """Looks like torch's, and does nothing: ``ShardedOptimizer`` averages the gradients of ``module``.
+    """A wrapper like torch's that reduces nothing: ``ShardedOptimizer`` averages the gradients of ``module``.
 
-    To be made before the optimizer or after it. The keys of ``state_dict()`` begin with ``module.``, as those of
-    torch's do, and the names of parameters too; ``model.module`` has both without it. Buffers are not sent: see
+    Make it before the optimizer or after it. As in torch's, the keys of ``state_dict()`` and the names of parameters
+    begin with ``module.``; those of ``model.module`` do not. Buffers are not broadcast: see
     ``zero_optim.sync_buffers``.
 
     Args:
-        module: the model, where it is to compute.
+        module: the model, on the device where it computes.
         device_ids, output_device, find_unused_parameters, gradient_as_bucket_view, static_graph: torch's; without
-            effect. What torch's others are for is said to the optimizer: ``process_group``, ``bucket_cap_mb``.
+            effect. Give torch's other arguments to the optimizer: ``process_group``, ``bucket_cap_mb``.
         broadcast_buffers: False, which is not torch's default.
 
-    Raises, in a forward that is to be trained, ZeroOptimError where no ``ShardedOptimizer`` has the parameters, on
-    several ranks: each would train alone.
+    On several ranks a training forward raises ZeroOptimError where no ``ShardedOptimizer`` has the parameters: each
+    rank would train alone.
     """
 
     def __init__(
@@ -61,13 +60,13 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Collective. Backwards within it add up on each rank: ``no_sync`` of every optimizer of the model."""
+        """Collective. Let gradients add up on each rank, unreduced: ``no_sync`` of every optimizer of the model."""
         with without_sync(optimizers_of(self.module)):
             yield
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """True if the next backward reduces. Assigning False is entering ``no_sync()``, assigning True leaving it."""
+        """True if the next backward reduces. Assigning False enters ``no_sync()``, assigning True leaves it."""
         return self._reduces
 
     @require_backward_grad_sync.setter

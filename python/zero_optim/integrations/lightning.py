@@ -130,7 +130,7 @@ class ShardedStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         module = self.lightning_module
         if trainer.state.fn != TrainerFn.FITTING and self._units is None and not is_in_parts(module):
-            return super().setup(trainer)  # it wraps nothing there, and gives all ranks the weights of rank 0
+            return super().setup(trainer)  # outside of ``fit`` it wraps nothing, and gives all ranks rank 0's weights
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         Strategy.setup(self, trainer)  # not DDPStrategy's, which wraps the model
@@ -142,15 +142,15 @@ class ShardedStrategy(DDPStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self._units is not None and not sharded_model_of(model.parameters()):
             shard_module(model, self._units, mesh=None if self._mesh is None else self._mesh["data_parallel"])
-        # Lightning calls these instead of the module. Where training_step has the backward in it, it is no forward.
+        # Lightning calls these methods, not the module. In manual optimization training_step has the backward, too.
         for name in (*_EVALUATION, "training_step") if model.automatic_optimization else _EVALUATION:
-            if name not in vars(model):  # of a fit before
+            if name not in vars(model):  # an earlier fit may have registered it
                 register_forward_method(model, name)
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
         for optimizer in sharded_among(self.optimizers):
-            optimizer.close()  # of a fit before
+            optimizer.close()  # these are of an earlier fit
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             check_optimizer(plain := plain_optimizer(optimizer), self.world_size, "ShardedStrategy")
@@ -198,7 +198,7 @@ class ShardedStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Nothing is reduced in it: the micro-batches of a step but the last."""
+        """Reduce no gradients in this block, which has all micro-batches of a step but the last."""
         with without_sync([] if self._sync_each_batch else sharded_among(self.optimizers)):
             yield
 
@@ -223,7 +223,7 @@ class ShardedStrategy(DDPStrategy):
 
     def save_checkpoint(self, content: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(content, filepath, storage_options)
-        if "optimizer_states" in content and sharded_among(self.optimizers):  # else weights alone are wanted
+        if "optimizer_states" in content and sharded_among(self.optimizers):  # absent where only weights are saved
             step = content["global_step"]
             checkpoint.save(
                 f"{filepath}.sharded", self.lightning_module, sharded_among(self.optimizers), step=step, keep_last=1
@@ -235,7 +235,7 @@ class ShardedStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, content: Mapping[str, Any]) -> None:
         if any(content["optimizer_states"]) and not os.path.isdir(self._resumed_from):
-            super().load_optimizer_state_dict(content)  # what AdamW left, in DDP or alone
+            super().load_optimizer_state_dict(content)  # saved with AdamW, in DDP or on one rank
         else:
             checkpoint.load(self._resumed_from, self.lightning_module, sharded_among(self.optimizers))
 

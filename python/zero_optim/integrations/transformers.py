@@ -1,5 +1,5 @@
-"""``transformers.Trainer`` with a sharded optimizer: ``ShardedTrainer``. Beside another class derived from Trainer it
-is the first base, as in ``ShardedSeq2SeqTrainer``."""
+"""``transformers.Trainer`` with a sharded optimizer: ``ShardedTrainer``. To combine it with another class derived from
+Trainer, make it the first base, as in ``ShardedSeq2SeqTrainer``."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _SHARDED: dict[type, type[ShardedOptimizer]] = {torch.optim.AdamW: ShardedAdamW,
 class ShardedTrainer(Trainer):
     """A ``Trainer`` that leaves reducing gradients to a ``ShardedOptimizer``. Its other arguments are Trainer's.
 
-    Given no optimizer it makes one, from ``optim``, the learning rate, betas, epsilon and weight decay of the
-    TrainingArguments.
-    Saving is a call of all ranks, ``save_model`` too: checkpoints hold whole weights, which ``from_pretrained`` reads,
-    and in the folder ``sharded`` the state of the optimizer, for any number of ranks and any stage.
+    Without an optimizer it makes one, from ``optim``, the learning rate, betas, epsilon and weight decay of the
+    TrainingArguments. Saving is collective, ``save_model`` too: checkpoints hold whole weights, which
+    ``from_pretrained`` reads, and in the folder ``sharded`` the state of the optimizer, for any number of ranks and any
+    stage.
 
     Args:
         stage: what the ranks share, as in ``ShardedOptimizer``, for the optimizer that is made here. None: 2, or 3 with
@@ -58,8 +58,8 @@ class ShardedTrainer(Trainer):
             an optimizer that keeps averages the model is evaluated with the first of them in place of its parameters.
 
     Raises:
-        ParameterError: ``units`` beside an optimizer that is there already: shard the model before that. A model that
-            was loaded with a ``DistributedConfig`` of more than ``tp_size``.
+        ParameterError: ``units`` with an optimizer that was made before: shard the model first. A model that was loaded
+            with a ``DistributedConfig`` of more than ``tp_size``.
         TypeError: on several ranks, an optimizer that is not a ``ShardedOptimizer``.
         ValueError: an ``optim`` among the TrainingArguments that is neither AdamW nor SGD.
     """
@@ -122,7 +122,7 @@ class ShardedTrainer(Trainer):
         return _SHARDED[kind], {**options, "stage": self._stage, "mesh": mesh, **self._of_state}
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Trainer's groups, before it splits them by mesh for torch's optimizers: so checkpoints fit any other mesh."""
+        """Make Trainer's groups without its split by mesh, made for torch's optimizers: checkpoints fit any mesh."""
         decaying = self.get_decay_parameter_names(self.model)
         trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         return [
@@ -141,7 +141,7 @@ class ShardedTrainer(Trainer):
         return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Nothing: the optimizer gives all ranks the same, and averages. Trainer would reduce gradients once more."""
+        """Do nothing: the optimizer has broadcast parameters, and averages gradients. Trainer would average again."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
         return grad_norm  # None with max_grad_norm=0, where Trainer would ask for a norm to log
@@ -154,8 +154,7 @@ class ShardedTrainer(Trainer):
     # -- saving and loading --------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Collective. What all ranks do together comes before Trainer's own, in which some releases leave ``_save`` to
-        those that write."""
+        """Collective. Gather before Trainer's own method: some of its releases call ``_save`` only on writing ranks."""
         self._agree_on_buffers()
         if is_in_parts(self.model):
             self._whole = whole_state_dict(self.model, on_all=self.args.save_on_each_node)
@@ -180,7 +179,7 @@ class ShardedTrainer(Trainer):
             super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Every rank writes its part. Trainer would write rank 0's shards."""
+        """Write every rank's part, where Trainer would write rank 0's shards alone."""
         optimizer, step = plain_optimizer(self.optimizer), self.state.global_step
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._save_optimizer_and_scheduler(output_dir)
@@ -189,7 +188,7 @@ class ShardedTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, output_dir: str | None) -> None:
         folder = None if output_dir is None else os.path.join(output_dir, FOLDER)
-        if folder is None or not os.path.isdir(folder):  # what AdamW wrote, for a plain Trainer
+        if folder is None or not os.path.isdir(folder):  # saved by a plain Trainer with AdamW
             return super()._load_optimizer_and_scheduler(output_dir)
         checkpoint.load(folder, self.model, plain_optimizer(self.optimizer), scheduler=self.lr_scheduler)
 
@@ -212,4 +211,4 @@ def _check_loaded(model: nn.Module) -> None:
 
 
 class ShardedSeq2SeqTrainer(ShardedTrainer, Seq2SeqTrainer):
-    """A ``Seq2SeqTrainer`` in the same way. At stage 3 ranks generate together, for as long as any has to."""
+    """A ``Seq2SeqTrainer`` with a sharded optimizer. At stage 3 all ranks generate for as long as any has to."""

@@ -35,7 +35,7 @@ _FACTS = (
 
 
 def results_in(folder: Path) -> list[Path]:
-    """JSON files of the bench in a folder and those below it, the newest first by name."""
+    """Find the bench's JSON files in a folder and below it, the newest first by name."""
     files = [path for path in folder.rglob("*.json") if path.is_file()]
     return sorted(filter(_is_result, files), key=lambda path: path.name, reverse=True)
 
@@ -49,7 +49,7 @@ def _is_result(path: Path) -> bool:
 
 
 def write_bench_page(source: Path, out: Path | None = None) -> Path:
-    """Write the page of one result, beside it, or of all in a folder, as ``report.html`` there; or as ``out``.
+    """Write the page of one result beside it, or of all results in a folder as ``report.html`` there; or as ``out``.
 
     Returns the page's path. Raises UsageError and OSError.
     """
@@ -64,7 +64,7 @@ def write_bench_page(source: Path, out: Path | None = None) -> Path:
 
 
 def bench_page(name: str, paths: Sequence[Path]) -> str:
-    """The HTML. Its data (``<script id="data">``): the records as they are read, and the points of charts."""
+    """Make the HTML. Its ``<script id="data">`` has the records as they are read, and the points of charts."""
     records = [read(path) for path in paths]
     sections, charts = [], []
     for number, (path, record) in enumerate(zip(paths, records, strict=True)):
@@ -90,7 +90,7 @@ def _ops(record: dict[str, Any]) -> str:
 
 
 def _section(number: int, path: Path, record: dict[str, Any]) -> tuple[Html, list[dict[str, Any]]]:
-    """Show the drawings and the note of each sheet; below them all figures as text."""
+    """Make a record's section: the drawings and the note of each sheet, then all figures as text."""
     about = [(name, str(record[name])) for name in _FACTS if record.get(name) is not None]
     about += [(name, str(state)) for name, state in record["baselines"].items()]
     heading = tag("h2", f"{_ops(record)}, {record['date']}")

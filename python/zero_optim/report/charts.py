@@ -1,4 +1,4 @@
-"""Drawings as parts of a page: an SVG within an image, so that no chart's names or styles meet another's."""
+"""Drawings as parts of a page. Each is an SVG within an image, so that ids and styles of charts cannot clash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MISSING = "The charts were left out, as matplotlib is not installed: pip install
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing on a page. ``key``: unique there; ``note``: below it."""
+    """A drawing on a page. ``key``: its id, unique on the page; ``note``: a text below it."""
 
     key: str
     drawing: Drawing
@@ -34,7 +34,7 @@ def missing() -> Html | None:
 
 
 def cards(charts: Sequence[Chart]) -> Html:
-    """Charts beside each other; nothing where nothing can draw them."""
+    """Lay charts out beside each other; empty where matplotlib is missing."""
     if missing():
         return Html()
     from ..drawing.plot import svg
@@ -49,7 +49,7 @@ def _card(chart: Chart, svg: str) -> Html:
 
 
 def spoken(drawing: Drawing) -> str:
-    """Say what is drawn, with the end of each line and the value of each bar, for those who hear the page."""
+    """Describe a drawing for screen readers, with the end of each line and the value of each bar."""
     said = _bars_spoken(drawing) if isinstance(drawing, Bars) else (line.label for line in drawing.all_lines)
     return f"{drawing.title}, {drawing.unit}. {'; '.join(said)}."
 

@@ -1,4 +1,4 @@
-"""``zero-optim report``: which page a path asks for."""
+"""``zero-optim report``: the choice of the page that a path asks for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .run_page import write_run_page
 
 
 def write_report(source: Path, out: Path | None) -> Path:
-    """Writes the page of a run's folder, of a result of the bench, or of a folder of these; returns its path.
+    """Write the page of a run's folder, of a result of the bench, or of a folder of results. Returns its path.
 
-    Raises UsageError for what is neither, or where the page can't be written.
+    Raises UsageError for any other path, or where the page can't be written.
     """
     try:
         if (source / LOG).is_file():

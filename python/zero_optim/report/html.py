@@ -17,15 +17,13 @@ _VOID = ("meta", "br", "img")
 
 
 def tag(name: str, /, *children: Child, **attributes: str | int | float | bool | None) -> Html:
-    """``tag("td", "a < b", class_="name")``. Attributes that are None or False are left out; True has no value.
-
-    A trailing underscore is dropped, and the others become hyphens: ``class_``, ``aria_label``.
-    """
+    """Make a tag: ``tag("td", "a < b", class_="name")``. Attributes that are None or False are left out; True has no
+    value. In names a trailing underscore is dropped, and others become hyphens: ``class_``, ``aria_label``."""
     return Html(f"<{name}{_attributes(attributes)}>" + ("" if name in _VOID else f"{join(children)}</{name}>"))
 
 
 def join(parts: Iterable[Child]) -> Html:
-    """Parts one after the other; what is no Html is escaped."""
+    """Join parts, escaping all that are not Html."""
     return Html("".join(part if isinstance(part, Html) else escape(str(part)) for part in parts if part is not None))
 
 
@@ -40,7 +38,7 @@ def _attributes(attributes: dict[str, str | int | float | bool | None]) -> str:
 
 
 def table(headings: Iterable[Child], rows: Iterable[Iterable[Child]], caption: str, **attributes: str) -> Html:
-    """A table whose first column names the rows. Wide ones scroll in a box of their own, by keyboard too."""
+    """Make a table whose first column names the rows. A wide table scrolls in a box of its own, by keyboard too."""
     head = tag("tr", *(tag("th", heading, scope="col") for heading in headings))
     body = (tag("tr", *_cells(row)) for row in rows)
     whole = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *body), **attributes)

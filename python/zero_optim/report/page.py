@@ -1,4 +1,4 @@
-"""The frame of a page: one file with its style within, which may fetch nothing and runs no script."""
+"""The frame of a page: one file with its style inside. It may fetch nothing, and runs no script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 
 
 def page(title: str, body: Html, data: Any) -> str:
-    """A whole HTML document. ``data``: JSON for other programs."""
+    """Make a whole HTML document. ``data``: embedded as JSON for other programs."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -29,7 +29,7 @@ def page(title: str, body: Html, data: Any) -> str:
 
 
 def _block(data: Any) -> Html:
-    """JSON in which no ``</script>`` can be, whatever a file's name was."""
+    """Embed JSON with every ``<`` escaped, so that no text in it can close the script tag."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return tag("script", Html(text), type="application/json", id=DATA_ID)
 

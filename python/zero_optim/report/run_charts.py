@@ -15,15 +15,15 @@ from .run_data import Run
 
 WHOLE = "whole"
 REST = "the rest"
-_SPREAD = 100.0  # between the least and the largest norm: more calls for a logarithmic axis
-_TALL = 4.0  # A peak so many times above nearly all values would press them to the floor.
+_SPREAD = 100.0  # largest norm over the least, above which the axis is logarithmic
+_TALL = 4.0  # a peak that is this many times above nearly all values is cut off
 _NEARLY_ALL = 0.95
 _GRAD_NORM = "grad_norm/"
 _MOST_LAYERS = 6
 
 
 def charts(run: Run) -> Iterator[Chart]:
-    """All charts of a run that has a step."""
+    """Make all charts of a run, which has at least one step."""
     yield _chart(run, "loss", losses(run))
     yield _chart(run, "speed", _speed(run))
     yield _chart(run, "norm", _norms(run), _clipped(run))
@@ -41,7 +41,7 @@ def _chart(run: Run, key: str, lines: Lines, note: str = "") -> Chart:
 
 
 def _of_drawing(run: Run, lines: Lines) -> Iterator[str]:
-    """Tell what the reader has to know of the drawing, a sentence each."""
+    """Give the notes that the drawing needs, a sentence each."""
     size = points_in_one(len(run.steps))
     if size > 1:
         shade = "" if lines.stacked else "; shaded: from the least to the most"
@@ -53,14 +53,14 @@ def _of_drawing(run: Run, lines: Lines) -> Iterator[str]:
 
 
 def _line(run: Run, name: str, value: Callable[[StepRecord], float | None]) -> Line:
-    """A value of every step."""
+    """Make a line of a value of every step."""
     y = [value(step) for step in run.steps]
     end = next((short(value, 5) for value in reversed(y) if value is not None), "")
     return thinned(Line(name, [step.step for step in run.steps], y, end))
 
 
 def _level(run: Run, name: str, value: float) -> Line:
-    """A line at the same height over all steps."""
+    """Make a level line over all steps."""
     return Line(name, [run.steps[0].step, run.steps[-1].step], [value, value], short(value, 5), look=Look.DASHED)
 
 
@@ -71,7 +71,7 @@ def _marks(run: Run, steps: Sequence[int], name: str) -> Marks:
 
 
 def _cut(line: Line, low: float, *beside: float) -> float | None:
-    """Find where an axis from ``low`` ends, if a rare peak is far above all other values and those beside the line."""
+    """Choose the top of an axis from ``low`` if a peak is far above nearly all values and ``beside``; None: no peak."""
     ordered = sorted(line.values)
     if not ordered:
         return None
@@ -115,19 +115,19 @@ def _scale_of(lines: Sequence[Line]) -> Scale:
 
 
 def layer_of(parameter: str) -> str:
-    """The layer of a parameter: its name up to the first number, as in ``blocks.3``, else the first part of it."""
+    """Name the layer of a parameter: its name up to the first number, as in ``blocks.3``, else its first part."""
     numbered = re.match(r".*?\.\d+(?=\.)", parameter)
     return numbered[0] if numbered else parameter.split(".")[0]
 
 
 def layers(run: Run) -> list[str]:
-    """List the layers of which there is telemetry, in the order of the log."""
+    """List the layers with telemetry, in the order of the log."""
     names = dict.fromkeys(name for step in run.steps for name in step.telemetry or ())
     return list(dict.fromkeys(layer_of(name[len(_GRAD_NORM) :]) for name in names if name.startswith(_GRAD_NORM)))
 
 
 def _drawn_layers(run: Run) -> list[str]:
-    """All, or of many some at equal distances, the first and the last among them."""
+    """Choose all layers, or of many ``_MOST_LAYERS`` evenly spaced ones, with the first and the last."""
     found = layers(run)
     if len(found) <= _MOST_LAYERS:
         return found
@@ -135,7 +135,7 @@ def _drawn_layers(run: Run) -> list[str]:
 
 
 def norm_of_layer(step: StepRecord, layer: str) -> float | None:
-    """The norm of its gradients together. None: the step has updated none of them."""
+    """Compute the norm of all gradients of a layer. None: the step has updated none of its parameters."""
     numbers = (step.telemetry or {}).items()
     norms = [of for name, of in numbers if name.startswith(_GRAD_NORM) and layer_of(name[len(_GRAD_NORM) :]) == layer]
     return math.hypot(*norms) if norms else None
@@ -178,13 +178,14 @@ def _rates(run: Run) -> Lines:
 
 
 def phases(run: Run) -> list[str]:
-    """List the phases of a step, in their order, and what is left of it."""
+    """List the phases of a step, in their order, and ``REST``."""
     found = dict.fromkeys(phase for step in run.steps for phase in step.ms or ())
     return [*(phase for phase in found if phase not in (WHOLE, EXPOSED)), REST]
 
 
 def phase_ms(step: StepRecord, phase: str) -> float | None:
-    """``REST``: of the whole step what no phase has. The whole is the host's time, and phases can be a GPU's."""
+    """Give a phase's milliseconds. ``REST`` is the step's time outside of phases, at least 0: the whole is the host's
+    time, and phases can be a GPU's."""
     if step.ms is None:
         return None
     if phase == REST:
@@ -193,7 +194,7 @@ def phase_ms(step: StepRecord, phase: str) -> float | None:
 
 
 def timeline(run: Run) -> Lines:
-    """Show where each step's time went, one phase on the other."""
+    """Draw the time of each step by phase, stacked."""
     lines = [_line(run, phase, lambda step, phase=phase: phase_ms(step, phase)) for phase in phases(run)]  # type: ignore[misc]
     return Lines("Timeline of a step", "ms, rank 0", lines, stacked=True)
 

@@ -1,4 +1,4 @@
-"""A run as its folder holds it, and what was off in it."""
+"""A run, read from its folder, and the problems found in it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..train.run_dir import LOG, RUN, RunDir, StepRecord
 from ..train.session import Outcome, RankReport, Session
 
 TOLERANCE = 0.01
-"""The share of the plan by which memory may exceed it without a word."""
+"""Share of the plan by which memory may exceed it before that is reported as a problem."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Every step that the log holds, and every start of the run. ``sessions`` is empty for an earlier version's run."""
+    """The steps in a run's log, and its starts. ``sessions`` is empty for a run of an earlier version."""
 
     path: Path
     steps: tuple[StepRecord, ...]
@@ -52,7 +52,7 @@ class Run:
 
     @cached_property
     def validations(self) -> list[tuple[int, float, float]]:
-        """Step, held-out loss and the text's entropy at the end of each session that still counts."""
+        """Step, held-out loss and the text's entropy at the end of each session that was not taken back."""
         endings = [session.ending for session in self.sessions if session.ending and session.taken_back_to is None]
         found = [(end.step, end.validation_loss, end.entropy) for end in endings]
         return [(step, loss, entropy) for step, loss, entropy in found if loss is not None and entropy is not None]
@@ -69,7 +69,7 @@ def ranks_of(session: Session) -> tuple[RankReport, ...]:
 
 
 def read_run(path: Path) -> Run:
-    """Raises UsageError for a folder that is no run, naming what is missing or damaged."""
+    """Read a run's folder. Raises UsageError for any other folder, naming what is missing or damaged."""
     if not path.is_dir():
         raise UsageError(f"{path}: no such folder" if not path.exists() else f"{path}: is no folder of a run")
     if not (path / LOG).is_file():
@@ -79,7 +79,7 @@ def read_run(path: Path) -> Run:
 
 
 def state_bytes(memory: dict[str, float]) -> float:
-    """Model state: parameters, gradients, and the optimizer's state."""
+    """Sum the model state: parameters, gradients, and the optimizer's state."""
     return sum(memory[kind] for kind in state_kinds(memory))
 
 
@@ -90,7 +90,7 @@ def fullest(session: Session) -> int:
 
 
 def problems(run: Run) -> list[str]:
-    """Tell what was off, a sentence each; none where all was well."""
+    """Describe each problem of the run in a sentence; empty where all was well."""
     return [*_in_steps(run), *_in_ending(run), *_in_memory(run)]
 
 

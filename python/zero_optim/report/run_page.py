@@ -17,7 +17,7 @@ from .run_data import Run, problems, ranks_of, read_run
 
 
 def write_run_page(folder: Path, out: Path | None = None) -> Path:
-    """Writes ``report.html`` into a run's folder, or ``out``; returns its path. Raises UsageError and OSError."""
+    """Write ``report.html`` into a run's folder, or ``out``. Returns its path. Raises UsageError and OSError."""
     run = read_run(folder)
     path = out or folder / PAGE
     path.write_text(run_page(run), encoding="utf-8")
@@ -25,7 +25,7 @@ def write_run_page(folder: Path, out: Path | None = None) -> Path:
 
 
 def run_page(run: Run) -> str:
-    """The HTML. Its data (``<script id="data">``): path, the figures on top, problems, and every chart's points."""
+    """Make the HTML. Its ``<script id="data">`` has the path, the figures on top, problems, and all charts' points."""
     drawn = list(charts(run)) if run.steps else []
     found = problems(run)
     body = [_header(run), _verdict(found), _tiles(run), *_what_ran(run)]
@@ -37,7 +37,7 @@ def run_page(run: Run) -> str:
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """The figures on top of the page."""
+    """Collect the figures on top of the page."""
     measured = run.measured
     return {
         "steps": len(run.steps),

@@ -17,7 +17,7 @@ _NAMES = {"unsharded": "unsharded, at most"}
 
 
 def memory(session: Session) -> Html:
-    """The rank with most model state beside the plan, and below it all ranks."""
+    """Compare the rank with most model state with the plan; below it show all ranks."""
     rank = fullest(session)
     held, planned = ranks_of(session)[rank].memory, session.forecast.memory
     rows = [_against_plan(kind, held.get(kind, 0.0), planned.get(kind)) for kind in state_kinds(held)]
@@ -31,7 +31,7 @@ def memory(session: Session) -> Html:
 
 
 def _against_plan(kind: str, measured: float, planned: float | None) -> list[Child]:
-    """Name, measured, planned, and by how much the first is above the second."""
+    """Make a row: name, measured, planned, and by how much the measured is above the planned."""
     name = _NAMES.get(kind, kind)
     if not planned:
         return [name, megabytes(measured), NONE if planned is None else megabytes(planned), NONE]
@@ -104,7 +104,7 @@ def _session_row(session: Session) -> Iterator[str]:
 
 
 def steps(run: Run) -> Html:
-    """The log's lines. Of very many some, evenly spaced, with all that were skipped or lost."""
+    """Show the log's lines; of more than ``MOST_ROWS``, evenly spaced ones and all steps that were skipped or lost."""
     stride = -(-len(run.steps) // MOST_ROWS)
     notable = {*run.skipped[:MOST_ROWS], *run.lost[:MOST_ROWS]}
     shown = [s for n, s in enumerate(run.steps) if n % stride == 0 or s.step in notable or n == len(run.steps) - 1]
@@ -129,7 +129,7 @@ def steps(run: Run) -> Html:
 
 
 def facts(pairs: Sequence[tuple[str, str | Html]]) -> Html:
-    """Names and what they are."""
+    """Make a list of names and facts."""
     return tag("dl", *(join([tag("dt", name), tag("dd", fact)]) for name, fact in pairs), class_="facts card")
 
 

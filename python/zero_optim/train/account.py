@@ -48,7 +48,7 @@ class Account:
         self._write(ending)
 
     def fail(self, error: BaseException) -> None:
-        """A failure of its own raises nothing: the error that ended the run is the one to be told."""
+        """Write down that the session failed. Raises nothing itself, so that ``error`` is the one that is reported."""
         if self._session.ending is not None:
             return  # the training was over, and what came after it failed
         try:
@@ -90,7 +90,7 @@ def _versions(world: World) -> dict[str, str]:
 
 
 def draw_losses(run_dir: RunDir) -> str | None:
-    """Draws ``loss.png``, which the page of the run has too. Returns one line that says why when it can't."""
+    """Draw ``loss.png``, a chart that the page of the run has too. Returns None, or one line why it was not drawn."""
     picture = run_dir.path / "loss.png"
     try:
         from ..drawing.plot import png
@@ -106,7 +106,7 @@ def draw_losses(run_dir: RunDir) -> str | None:
 
 
 def write_page(run_dir: RunDir) -> str:
-    """One line for the user: where ``report.html`` is, or why it is not there. Whatever it is, training is over."""
+    """Write ``report.html``. Returns a line for the user: its path, or why it was not written. Raises nothing."""
     try:
         from ..report.run_page import write_run_page
 

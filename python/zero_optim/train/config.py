@@ -17,7 +17,7 @@ from .model import ModelConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# There fp16 matrix products are ~60 times slower than bf16 ones (seen on 2 cores with AMX): a smaller default.
+# Smaller defaults: on a CPU fp16 matrix products are ~60 times slower than bf16 ones (seen on 2 cores with AMX).
 _FP16_ON_CPU = {"layers": 2, "hidden": 128, "heads": 2, "seq": 128, "batch": 4, "steps": 400, "lr": 2e-3}
 
 RESUME_AUTO = Path("auto")
@@ -85,10 +85,10 @@ class TrainRequest:
     """The command line.
 
     Attributes:
-        given: the flags that were.
-        resume: where to resume from; ``RESUME_AUTO``: ``--out``, if that holds a checkpoint; None: from nowhere.
-        ranks: how many to start; None: no more.
-        command: what was typed.
+        given: the values of the flags on the command line, by name.
+        resume: run directory or checkpoint. ``RESUME_AUTO``: ``--out``, if that holds a checkpoint. None: a fresh run.
+        ranks: the number of ranks to start. None: start no processes.
+        command: the command line as typed.
     """
 
     given: Mapping[str, Any]
@@ -98,7 +98,7 @@ class TrainRequest:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of ``zero-optim train``. One that is not given is None, so that a checkpoint can supply it."""
+    """Add the flags of ``zero-optim train``. A flag not given is None, so that a checkpoint can supply its value."""
 
     def flag(name: str, kind: Any, text: str, **more: Any) -> None:
         parser.add_argument(name, type=kind, help=text, **more)
@@ -153,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_request(arguments: argparse.Namespace) -> TrainRequest:
-    """Collects the flags that were given, checked one by one. Raises UsageError."""
+    """Collect the flags that were given, and check each by itself. Raises UsageError."""
     names = [field.name for field in fields(TrainConfig)]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     _check_ranges(given)
@@ -169,7 +169,7 @@ def read_request(arguments: argparse.Namespace) -> TrainRequest:
 
 
 def fresh_config(given: Mapping[str, Any], device: str) -> TrainConfig:
-    """The run that the flags describe, on ``device`` ("cpu" or "cuda"). Raises UsageError."""
+    """Make the configuration of a fresh run on ``device`` ("cpu" or "cuda"). Raises UsageError."""
     defaults = _FP16_ON_CPU if device == "cpu" and given.get("dtype") == "fp16" else {}
     config = TrainConfig(**{**defaults, **given, "device": device})
     _check_together(config)
@@ -177,7 +177,7 @@ def fresh_config(given: Mapping[str, Any], device: str) -> TrainConfig:
 
 
 def resumed_config(saved: Mapping[str, Any], given: Mapping[str, Any], device: str) -> TrainConfig:
-    """The saved run, with the flags that a resumed run may change. Raises UsageError for any other."""
+    """Make the saved run's configuration, with the flags that a resumed run may change. Any other raises UsageError."""
     saved = {**TrainConfig().to_dict(), **saved}  # an earlier version had fewer flags
     for name, value in given.items():
         if name not in _FREE_ON_RESUME and saved[name] != value:

@@ -1,4 +1,4 @@
-"""Text as bytes: found, split into training and validation, and drawn from by step number alone."""
+"""Text as bytes: finding it, splitting it into training and validation, and drawing windows by step number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Corpus:
 
 
 def load_corpus(path: str | None, seq: int) -> Corpus:
-    """Reads a file, a folder, or (None) the source of the Python standard library.
+    """Read a file, a folder, or (None) the source of the Python standard library.
 
     A folder is split by file, a single file by position. Hidden files and folders are left out. Raises UsageError for a
     path that is unreadable, empty, or too small for one window of ``seq`` + 1 bytes on either side of the split.
@@ -58,10 +58,11 @@ def load_corpus(path: str | None, seq: int) -> Corpus:
 
 
 def split(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
-    """Parts named texts, none of them empty, into training and validation bytes; about a tenth of the bytes validate.
+    """Split named texts, none of them empty, into training bytes and about a tenth of validation bytes.
 
-    Several texts are taken whole, in the order of the SHA-256 of their names (at random, but always alike), until
-    they make a tenth; one that is more than half of all trains. A single text is cut: its tail validates.
+    Texts are kept whole: in the order of the SHA-256 of their names (at random, but always alike) they go into
+    validation until it has a tenth. A text of more than half of all bytes is for training. A single text is cut: its
+    tail is for validation.
     """
     if len(texts) == 1:
         text = texts[0][1]
@@ -81,9 +82,9 @@ def split(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
 
 
 def draw_windows(text: Tensor, seq: int, numbers: range, *, seed: int, step: int) -> Tensor:
-    """Random windows ``[len(numbers), seq + 1]`` int64: a pure function of its arguments, so resuming replays nothing.
+    """Draw random windows ``[len(numbers), seq + 1]`` int64. A pure function, so resuming replays nothing.
 
-    ``numbers``: which of the step's. Those of a step are the same, however many ranks and micro-batches share them.
+    ``numbers`` count a step's windows over ranks and micro-batches: a step has the same, however they share them.
     """
     keys = (hashlib.sha256(f"{seed}/{step}/{number}".encode()).digest() for number in numbers)
     starts = [int.from_bytes(key[:8], "little") % (text.numel() - seq) for key in keys]

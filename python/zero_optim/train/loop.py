@@ -1,4 +1,4 @@
-"""A run from its first line to its last: steps, checkpoints, and what is told at the end."""
+"""A run from start to end: steps, checkpoints, validation, and the final report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SAMPLE_LENGTH = 400  # bytes
 
 
 def train(request: TrainRequest) -> int:
-    """Trains as asked; returns the exit code, 0, or 130 when interrupted. Raises UsageError, on every rank alike."""
+    """Train as requested. Returns the exit code: 0, or 130 when interrupted. Raises UsageError, on every rank alike."""
     device = choose_device(request.given.get("device"), local_ranks())
     with join_world(device) as world:
         stop = StopFlag()
@@ -45,7 +45,7 @@ def train(request: TrainRequest) -> int:
 
 
 def _train_on(trainer: Trainer, setup: Setup, world: World, stop: StopFlag) -> int:
-    """All steps that are left, or those until the ranks are asked to stop; returns the exit code."""
+    """Run the steps that are left, or until a rank is asked to stop. Returns the exit code."""
     account = open_account(trainer, setup, world, _facts(trainer, setup, world)) if world.leads else None
     begun_after = trainer.steps_done
     try:
@@ -69,7 +69,7 @@ def _train_on(trainer: Trainer, setup: Setup, world: World, stop: StopFlag) -> i
 
 
 def _run_steps(trainer: Trainer, setup: Setup, world: World, stop: StopFlag) -> int | None:
-    """Trains to the last step and saves. Returns the step at which the ranks agreed to stop, if they did."""
+    """Train to the last step, and save. Returns the step at which the ranks agreed to stop, if they did."""
     config = setup.config
     progress = Progress(trainer.steps_done, config.steps) if world.leads else None
     try:
@@ -92,7 +92,7 @@ def _run_steps(trainer: Trainer, setup: Setup, world: World, stop: StopFlag) -> 
 def _finish(
     trainer: Trainer, setup: Setup, world: World, reports: Sequence[RankReport], account: Account | None
 ) -> None:
-    """Validates on every rank; rank 0 then tells and draws."""
+    """Validate on every rank; rank 0 then reports and draws."""
     if world.leads:
         say("validating and sampling")
     validation_loss = trainer.validation_loss()

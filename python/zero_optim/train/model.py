@@ -33,7 +33,7 @@ def _rotary_table(seq: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair ``(x[i], x[i + head_dim / 2])`` of ``x`` ``[..., seq, head_dim]`` by its position's angle."""
+    """Turn each pair ``(x[i], x[i + head_dim / 2])`` of ``x`` ``[..., seq, head_dim]`` by its position's angle."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((second, first), -1) * sin
 
@@ -110,7 +110,7 @@ def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(model: GPT, prompt: Tensor, count: int, *, seed: int, temperature: float = 0.8) -> Tensor:
-    """``prompt`` ``[n]`` int64 followed by ``count`` sampled bytes, on the CPU."""
+    """Sample ``count`` bytes after ``prompt`` ``[n]`` int64. Returns both, ``[n + count]`` int64 on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt.tolist()
     device = model.head.weight.device

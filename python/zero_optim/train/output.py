@@ -1,4 +1,4 @@
-"""The output of a run, whether or not somebody still reads it: of ``zero-optim train | head`` soon nobody does."""
+"""Printing that survives a closed pipe, as in ``zero-optim train | head``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def say(*lines: str) -> None:
-    """Print lines at once. Once nobody reads them, the run is asked to stop, as by Ctrl-C, and they go nowhere."""
+    """Print lines at once. Where the pipe is closed, drop all output from now on and stop the run, as Ctrl-C does."""
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
@@ -17,7 +17,7 @@ def say(*lines: str) -> None:
 
 
 def print_nowhere() -> None:
-    """Print nowhere from now on: else the interpreter would complain of what is left in the buffer as it ends."""
+    """Send stdout to the null device: else the interpreter would complain at exit of what is left in its buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

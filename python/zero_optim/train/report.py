@@ -1,4 +1,4 @@
-"""The words of a run: lines while it goes, and a table at its end."""
+"""The text output of a run: progress lines, and a table at the end."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class PhaseClock:
             self._add(name, end - start)
 
     def collect(self) -> dict[str, float]:
-        """Seconds by phase since the last call. Make it where the host has waited for the device anyhow."""
+        """Give the seconds of each phase since the last call. On a GPU, call it after a wait for the device."""
         for name, start, end in self._open:
             self._add(name, start.elapsed_time(end) / 1000)
         self._open.clear()
@@ -101,12 +101,12 @@ class PhaseClock:
 
 
 def state_kinds(memory: Mapping[str, float]) -> list[str]:
-    """The kinds of ``memory`` that are model state: parameters, gradients, and whatever the optimizer's rule keeps."""
+    """List the kinds of ``memory`` that are model state: parameters, gradients, and the state of the update rule."""
     return [kind for kind in memory if kind not in _NOT_STATE]
 
 
 def forecast(planned: memory.Plan) -> Forecast:
-    """Plan what the mean rank will hold, of what is measured, and communicate in a step."""
+    """Take from the plan of the mean rank the kinds of memory that are measured, and the traffic of a step."""
     kinds = [*planned.state_kinds, *_NOT_STATE]
     held = {kind: float(planned.memory[kind]) for kind in kinds if kind in planned.memory}
     return Forecast(held, {kind: float(nbytes) for kind, nbytes in planned.traffic.items()})
@@ -142,7 +142,7 @@ def _memory_lines(reports: Sequence[RankReport], planned: memory.Plan) -> list[s
 
 
 def _columns(figures: Sequence[dict[str, float]]) -> tuple[list[str], list[dict[str, float]]]:
-    """A column a rank; of many ranks the least and the most of each kind."""
+    """Make a column for each rank; of more than ``_MOST_COLUMNS``, one of the least and one of the most by kind."""
     if len(figures) <= _MOST_COLUMNS:
         return [f"rank {rank}" for rank in range(len(figures))], list(figures)
     extremes = [{kind: pick(of_rank[kind] for of_rank in figures) for kind in figures[0]} for pick in (min, max)]
@@ -172,7 +172,7 @@ def _time_lines(reports: Sequence[RankReport], stage: int, on_gpu: bool) -> list
 
 
 def phase_milliseconds(report: RankReport, on_gpu: bool) -> dict[str, float]:
-    """Mean milliseconds a step of each phase; on a CPU also those in which the host waited for other ranks."""
+    """Mean milliseconds of each phase in a step; on a CPU also those that the host was blocked on collectives."""
     times = {phase: 1000 * seconds / max(1, report.steps) for phase, seconds in report.seconds.items()}
     if not on_gpu:
         times[EXPOSED] = 1000 * blocked_seconds(report.collectives) / max(1, report.steps)
@@ -180,12 +180,12 @@ def phase_milliseconds(report: RankReport, on_gpu: bool) -> dict[str, float]:
 
 
 def blocked_seconds(collectives: Mapping[str, Mapping[str, float]]) -> float:
-    """Sum up for how long the host was blocked on collectives of steps."""
+    """Sum the seconds that the host was blocked on the collectives of steps."""
     return sum(traffic["wait_seconds"] for kind, traffic in collectives.items() if kind not in NOT_OF_STEPS)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that torch has allocated on the GPU; on a CPU the most that was resident of this process."""
+    """Peak bytes: allocated by torch on the GPU; on a CPU, resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

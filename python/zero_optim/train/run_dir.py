@@ -30,9 +30,9 @@ class StepRecord:
 
     Attributes:
         grad_norm: of the averaged gradients before clipping. None: not finite.
-        ms: of rank 0, by phase, and of the ``whole`` step; on a CPU also how long it was blocked on communication,
-            which is inside phases. None in logs of earlier versions.
-        telemetry: with ``--telemetry``, of each parameter that the step has updated ``grad_norm/NAME`` and so on.
+        ms: of rank 0, by phase, and of the ``whole`` step; on a CPU also the time blocked on communication, which is
+            part of those phases. None in logs of earlier versions.
+        telemetry: with ``--telemetry``: ``grad_norm/NAME`` and so on, for each parameter that the step updated.
     """
 
     step: int
@@ -62,13 +62,13 @@ class RunDir:
 
     @staticmethod
     def default_name(label: str) -> Path:
-        """``runs/<date>-<label>``, numbered where that is taken."""
+        """Choose ``runs/<date>-<label>``, with a number behind it where that exists."""
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
         names = [stem, *(f"{stem}-{number}" for number in range(2, 100))]
         return next(path for path in (Path("runs", name) for name in names) if not path.exists())
 
     def create(self) -> None:
-        """Makes the folder for a new run. Raises UsageError where it can't be written or already holds a run."""
+        """Make the folder for a new run. Raises UsageError where it can't be written or already holds a run."""
         if (self.path / LOG).exists() or self.checkpoints.exists():
             raise UsageError(
                 f"--out {self.path} already holds a run: give another folder, or continue it with --resume"
@@ -76,7 +76,7 @@ class RunDir:
         self.create_anew()
 
     def create_anew(self) -> None:
-        """Makes the folder; the log of a run that died before its first checkpoint is emptied. Raises UsageError."""
+        """Make the folder, and clear the log of a run that died before its first checkpoint. Raises UsageError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / LOG).write_text("")
@@ -85,9 +85,9 @@ class RunDir:
             raise UsageError(f"--out {self.path}: {error.strerror}") from error
 
     def rewind(self, step: int) -> None:
-        """Forgets what the log and the checkpoints hold of later steps, so that the run goes on from ``step``.
+        """Remove the log lines and checkpoints of later steps, so that the run goes on from ``step``.
 
-        Raises CheckpointError where one cannot be removed.
+        Raises CheckpointError where a checkpoint cannot be removed.
         """
         log = self.path / LOG
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
@@ -99,13 +99,13 @@ class RunDir:
                 folders.remove(folder)
 
     def write_step(self, record: StepRecord) -> None:
-        """Add a line to the log, which is with the system before the next step starts."""
+        """Append a line to the log, and close it: a process that dies in the next step loses no line."""
         with (self.path / LOG).open("a") as file:
             said = {name: value for name, value in asdict(record).items() if name != "telemetry" or value is not None}
             file.write(json.dumps(said) + "\n")
 
     def read_log(self) -> list[StepRecord]:
-        """All whole lines: the last one of a run that is under way may not be. Raises UsageError."""
+        """Read all complete lines: the last line of a run that is under way may be cut off. Raises UsageError."""
         records = []
         for number, line in enumerate((self.path / LOG).read_text().splitlines(keepends=True), start=1):
             if not line.endswith("\n"):
@@ -117,7 +117,7 @@ class RunDir:
         return records
 
     def sessions(self) -> list[Session]:
-        """Every start of this run, the first one first; none for a run of an earlier version. Raises UsageError."""
+        """Read every start of this run, in order; none for a run of an earlier version. Raises UsageError."""
         file = self.path / RUN
         try:
             return sessions_from_text(file.read_text()) if file.exists() else []
@@ -125,7 +125,7 @@ class RunDir:
             raise UsageError(f"{file}: {error}") from error
 
     def write_session(self, session: Session) -> None:
-        """Write the session in the place of the last one, where that is the same start; else after it."""
+        """Append the session, or replace the last one where that is the same start."""
         others = self.sessions()
         if others and others[-1].started == session.started:
             others.pop()
@@ -136,10 +136,10 @@ class RunDir:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """Resolve ``path``, a run directory or something in it, to what is loaded and the run directory.
+    """Resolve ``path``, a run directory or something in it, to the folder to load and the run directory.
 
-    To be loaded from is one checkpoint, or the folder of all. Raises UsageError where there is none, CheckpointError
-    where the system does not let it be seen.
+    The folder to load is one checkpoint, or that of all. Raises UsageError where there is no checkpoint, and
+    CheckpointError where the system does not let the folder be read.
     """
     if folders.step_of(path) is not None:
         return path, path.resolve().parent.parent

@@ -12,7 +12,7 @@ SCHEMA = 1
 
 
 class Outcome(str, Enum):
-    """The end of a session. One without an ending is still running, or was killed."""
+    """The end of a session. A session without an ending is still running, or was killed."""
 
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
@@ -24,12 +24,12 @@ class RankReport:
     """The report of one rank at the end of a session.
 
     Attributes:
-        memory: bytes by kind, with gradients still held, and the most that was ``unsharded``.
+        memory: the most bytes of each kind, not all at one time.
         collectives: calls, bytes and seconds blocked, by kind.
         seconds: by phase, of all steps of the session.
         steps: of the session.
-        peak_bytes: the most that the rank had, of what ``Session.peak_of`` names.
-        skipped_steps: of the session, for gradients that were not finite.
+        peak_bytes: peak of the memory that ``Session.peak_of`` names.
+        skipped_steps: steps of the session without an update, as gradients were not finite.
     """
 
     memory: dict[str, float]
@@ -51,7 +51,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a session. Losses are in nats per byte, of held-out text. ``why``: the error of one that failed."""
+    """The end of a session. Losses are in nats per byte of held-out text. ``why``: the error of a failed session."""
 
     outcome: Outcome
     step: int
@@ -68,12 +68,12 @@ class Session:
 
     Attributes:
         started: date and time, with the offset from UTC.
-        after_step: the step that it went on from; 0: from the start.
+        after_step: the step after which the session began; 0: a fresh run.
         resumed_from: a checkpoint's folder.
-        facts: what ran, by name, in the order to be shown.
+        facts: model, data, ranks and versions, by name, in the order to be shown.
         config: the flags.
-        peak_of: what the ranks' peak memory is of.
-        taken_back_to: a later session went on from this step of it, and trained what came after anew.
+        peak_of: the memory that ``RankReport.peak_bytes`` counts, in words.
+        taken_back_to: the step from which a later session went on, and trained the following steps anew.
     """
 
     started: str
@@ -89,7 +89,7 @@ class Session:
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Session:
-        """Raises TypeError, KeyError or ValueError for what ``asdict`` has not made of a session."""
+        """Read what ``asdict`` made of a session. Raises TypeError, KeyError or ValueError for anything else."""
         ending = said["ending"]
         if ending is not None:
             ranks = tuple(RankReport(**rank) for rank in ending["ranks"])
@@ -103,7 +103,7 @@ def sessions_to_text(sessions: Sequence[Session]) -> str:
 
 
 def sessions_from_text(text: str) -> list[Session]:
-    """Raises ValueError for what ``sessions_to_text`` has not made."""
+    """Read what ``sessions_to_text`` made. Raises ValueError for anything else."""
     try:
         said = json.loads(text)
         if said["schema"] != SCHEMA:
@@ -114,10 +114,10 @@ def sessions_from_text(text: str) -> list[Session]:
 
 
 def taken_back(sessions: Sequence[Session], step: int) -> list[Session]:
-    """The sessions of which something is left when all after ``step`` is forgotten."""
+    """Drop the sessions that began at ``step`` or later; mark the kept ones that went further as taken back to it."""
     kept = []
     for session in sessions:
-        # One that was killed may have gone further than ``step``, too: its end is not known.
+        # A session that was killed has no ending: it, too, may have gone further than ``step``.
         if session.ending is None or session.ending.step > step:
             session = replace(session, taken_back_to=min(step, session.taken_back_to or step))
         if session.after_step < step:

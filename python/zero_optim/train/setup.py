@@ -1,5 +1,4 @@
-"""The set-up of a run, on which the ranks agree before training: its flags, its data, its folder, and what they resume
-from."""
+"""The set-up that ranks agree on before training: flags, data, run directory, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ class Saved:
 
     Attributes:
         source: one checkpoint, or the folder of all, of which the newest whole one is loaded.
-        run_dir: where it was found.
-        info: what it says of itself; of several the newest.
+        run_dir: the run directory that ``source`` is in.
+        info: that of the checkpoint; of several, that of the newest.
     """
 
     source: Path
@@ -50,12 +49,12 @@ class Setup:
 
     @property
     def own_folder(self) -> bool:
-        """True if the run goes on where its checkpoint is."""
+        """True if the run goes on in the run directory that holds its checkpoint."""
         return self.saved is not None and self.saved.is_in(self.run_dir)
 
 
 def make_setup(request: TrainRequest, world: World) -> Setup:
-    """Reads checkpoint and data on every rank, makes the run directory on rank 0. Raises UsageError, on all alike."""
+    """Collective. Read checkpoint and data on all ranks, make the run directory on rank 0. Raises UsageError on all."""
     config, corpus, saved = together(world.comm, lambda: _read_inputs(request, world), WHERE)
     path = on_rank_0(world.comm, lambda: _open_run_dir(request, config, saved), WHERE)
     return Setup(config, corpus, RunDir(path), saved, request.command)
@@ -89,7 +88,7 @@ def _read_text(config: TrainConfig, world: World) -> Corpus:
 
 
 def _check_can_save() -> None:
-    """Raises UsageError before the first step, and not after the last."""
+    """Raise UsageError where no checkpoint can be written: now, and not after the last step."""
     try:
         crc32c(b"")  # its package may be missing
     except CheckpointError as error:
@@ -113,7 +112,7 @@ def _find(request: TrainRequest) -> Saved | None:
 
 
 def _open_run_dir(request: TrainRequest, config: TrainConfig, saved: Saved | None) -> Path:
-    """The folder, which is made unless it is that of the checkpoint."""
+    """Choose the run directory, and make it unless it holds the checkpoint."""
     default = saved.run_dir if saved else RunDir.default_name(f"{config.dtype}-stage{config.stage}")
     run_dir = RunDir(Path(request.given.get("out", default)))
     if saved is None or not saved.is_in(run_dir):

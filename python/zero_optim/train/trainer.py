@@ -33,14 +33,14 @@ _PREFETCH = 1  # blocks gathered ahead, at stage 3
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The result of a step, the same on all ranks but for the time. ``stop``: some rank was asked to stop."""
+    """The result of a step, equal on all ranks except for times. ``stop``: some rank was asked to stop."""
 
     record: StepRecord
     stop: bool
 
 
 class Trainer:
-    """Holds what a checkpoint must bring back: model, optimizer, loss scaler, schedule and random states."""
+    """The training state that a checkpoint brings back: model, optimizer, loss scaler, schedule, random states."""
 
     def __init__(self, setup: Setup, world: World) -> None:
         self.config, self.corpus, self.world = setup.config, setup.corpus, world
@@ -67,7 +67,7 @@ class Trainer:
         self.steps_done = self._load(setup.saved.source) if setup.saved else 0
 
     def step(self, step: int, *, asked_to_stop: bool) -> StepOutcome:
-        """One optimizer step over ``accumulate`` micro-batches. The host waits for the device once, after it."""
+        """Run one optimizer step over ``accumulate`` micro-batches. The host waits for the device once, after it."""
         start = time.perf_counter()
         lr = float(self.schedule.get_last_lr()[0])
         self.optimizer.zero_grad()
@@ -149,7 +149,7 @@ class Trainer:
         return loaded.step
 
     def _micro_batch(self, step: int, micro: int) -> Tensor:
-        """Adds the gradients of one micro-batch; returns its part of the step's loss, on the device."""
+        """Add the gradients of one micro-batch. Returns its part of the step's loss, on the device."""
         config = self.config
         last = micro == config.accumulate - 1
         with contextlib.nullcontext() if last else self.optimizer.no_sync():
@@ -163,22 +163,21 @@ class Trainer:
         return loss.detach()
 
     def _agree(self, loss: Tensor, norm: Tensor, asked_to_stop: bool) -> tuple[float, float, float]:
-        """Mean loss over ranks, norm, and how many ranks were asked to stop: one exchange, one read by the host."""
+        """Collective. Mean loss, norm, and number of ranks asked to stop: one exchange, one read by the host."""
         vector = torch.stack((loss, torch.full_like(loss, float(asked_to_stop))))
         self.world.comm.exchange(vector)
         total, stops, norm_value = torch.cat((vector, norm.reshape(1))).tolist()
         return total / self.world.size, norm_value, stops
 
     def _telemetry(self) -> dict[str, float] | None:
-        """Collective. The numbers of each parameter in the last step, of which none has a value that is not finite, to
-        four digits, which keep the log small. None: they are not wanted."""
+        """Collective. Finite telemetry of the last step, to four digits to keep the log small. None: not asked for."""
         if not self.config.telemetry:
             return None
         numbers = self.optimizer.telemetry(over_ranks=True).floats()
         return {name: float(f"{value:.4g}") for name, value in numbers.items() if math.isfinite(value)}
 
     def _blocked_since_last_step(self) -> dict[str, float]:
-        """Seconds that the host was blocked on the optimizer's collectives. On a GPU it hardly ever is: none."""
+        """Seconds that the host was blocked on the optimizer's collectives. Empty on a GPU, where it hardly ever is."""
         if self.world.device.type == "cuda":
             return {}
         before, self._blocked = self._blocked, blocked_seconds(self.optimizer.engine.sharding.everyone.stats())
@@ -194,7 +193,7 @@ class Trainer:
 
 
 def _parameter_groups(model: GPT, config: TrainConfig) -> list[dict[str, Any]]:
-    """Matrices decay; gains and biases don't. With Muon those of blocks have a group of its own."""
+    """Group parameters: matrices decay, gains and biases don't. With Muon, matrices of blocks are one more group."""
     named, decay = list(model.named_parameters()), config.weight_decay
     groups: list[dict[str, Any]] = []
     if config.optimizer == "muon":
@@ -209,10 +208,10 @@ def _parameter_groups(model: GPT, config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def _parts_of_rank(windows: Tensor, rank: int, ranks: int, batch: int) -> Iterator[tuple[Tensor, int]]:
-    """A rank's batches, and how many windows of each count.
+    """Give a rank's batches, and how many windows of each batch count.
 
-    They are as many on every rank, since at stage 3 each forward gathers parameters from all. A rank that has no window
-    left goes over the first again, which counts nothing.
+    Every rank has as many batches, since at stage 3 each forward gathers parameters from all ranks. A rank with no
+    window left runs the first window again, which counts 0.
     """
     own = windows[rank::ranks]
     for start in range(0, len(windows[::ranks]), batch):

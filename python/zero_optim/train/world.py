@@ -1,4 +1,4 @@
-"""The ranks of this run: started, given a device and threads, stopped together, and heard when one fails."""
+"""The ranks of a run: starting them, giving each a device and threads, stopping them together, reporting failures."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .config import TrainRequest, fresh_config
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-# A rank that died closes its connections, which the others see at once. This is for one that is stuck; saving and
-# validation, during which ranks wait for one another, take seconds.
+# The timeout is for a rank that is stuck: one that died closes its connections, which the others see at once. Saving
+# and validation, during which ranks wait for one another, take seconds.
 COLLECTIVE_TIMEOUT = timedelta(minutes=3)
 RANKS_PER_CORE = 8
 INTERRUPTED = 130  # the exit code of a shell's Ctrl-C
@@ -39,7 +39,7 @@ IMPORTED = ("zero_optim.train.loop", "torch._dynamo")  # what every rank needs
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks. ``comm`` is the trainer's own account, apart from the optimizer's."""
+    """This process among the ranks. ``comm`` counts the trainer's own collectives, apart from the optimizer's."""
 
     comm: Comm
     device: torch.device
@@ -78,13 +78,13 @@ class StopFlag:
         return self._signalled or ("RANK" in os.environ and not self._launcher_lives())
 
     def _launcher_lives(self) -> bool:
-        """A rank of ``--ranks`` is forked by a process between, which outlives the launcher; torchrun's is not."""
+        """True while the launcher runs. With ``--ranks`` the parent is a fork server, which outlives the launcher."""
         launcher = multiprocessing.parent_process()
         return os.getppid() == self._parent if launcher is None else launcher.is_alive()
 
 
 def choose_device(wanted: str | None, local_ranks: int) -> str:
-    """ "cuda" where each of the ranks can have a GPU of its own, else "cpu". Raises UsageError for too few GPUs."""
+    """Choose "cuda" where each rank can have a GPU of its own, else "cpu". Raises UsageError for too few GPUs."""
     gpus = torch.cuda.device_count()
     if wanted == "cuda" and gpus < local_ranks:
         raise UsageError(f"--device cuda: {local_ranks} ranks on this machine, but {gpus} GPUs; NCCL needs one a rank")
@@ -92,13 +92,13 @@ def choose_device(wanted: str | None, local_ranks: int) -> str:
 
 
 def local_ranks() -> int:
-    """Ranks on this machine, as the launcher tells it."""
+    """Number of ranks on this machine, which the launcher has put into the environment."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextlib.contextmanager
 def join_world(device: str) -> Iterator[World]:
-    """Joins the process group that torchrun (or ``--ranks``) describes in the environment; alone without one."""
+    """Join the process group that torchrun (or ``--ranks``) describes in the environment; else be the only rank."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     place = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
@@ -117,7 +117,7 @@ def join_world(device: str) -> Iterator[World]:
 
 
 def _share_cores() -> None:
-    """torchrun sets OMP_NUM_THREADS to 1 unless the user has set it; the ranks then share the cores instead."""
+    """Share the cores out over the ranks where OMP_NUM_THREADS is 1: torchrun sets that unless the user has set it."""
     if os.environ.get("OMP_NUM_THREADS", "1") == "1" and local_ranks() > 1:
         torch.set_num_threads(max(1, _cores() // local_ranks()))
 
@@ -127,9 +127,9 @@ def _cores() -> int:
 
 
 def launch(ranks: int, request: TrainRequest, main: Main, arguments: Sequence[str]) -> int:
-    """Runs ``main``, of the command line, on ``ranks`` ranks, as ``torchrun --standalone``; returns the exit code.
+    """Run ``main``, of the command line, on ``ranks`` ranks, as ``torchrun --standalone`` does. Returns the exit code.
 
-    It is torchrun's own engine without its report: what a rank had to say it has said on stderr. Raises UsageError.
+    This is torchrun's engine without its report of failures: ranks print theirs on stderr. Raises UsageError.
     """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -140,7 +140,7 @@ def launch(ranks: int, request: TrainRequest, main: Main, arguments: Sequence[st
         raise UsageError(f"--ranks {ranks}: from 1 to {most} on this machine ({_cores()} cores)")
     device = choose_device(request.given.get("device"), ranks)
     if request.resume is None:
-        fresh_config(request.given, device)  # what cannot be is said before ranks start
+        fresh_config(request.given, device)  # raises before any rank is started
     print(f"starting {ranks} ranks", flush=True)
     logging.disable(logging.ERROR)  # of this process, which does nothing but launch
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
@@ -168,8 +168,8 @@ def launch(ranks: int, request: TrainRequest, main: Main, arguments: Sequence[st
 
 
 def start_method(imported: Sequence[str]) -> str:
-    """Choose how ranks are started: forked from a process that has ``imported`` these and has done nothing else, so
-    that each saves the seconds of a core that it takes to import torch. Else they are spawned."""
+    """Choose how ranks start: forked from a server that has only ``imported`` these modules, so that no rank spends
+    seconds of a core on importing torch. Spawned where there is no such server."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
     multiprocessing.set_forkserver_preload([*imported])
@@ -177,8 +177,7 @@ def start_method(imported: Sequence[str]) -> str:
 
 
 def _run(main: Main, arguments: Sequence[str]) -> None:
-    """Run one rank. ``main`` finds in the environment which one it is. What it raises is told here: nobody else tells
-    it."""
+    """Run one rank; ``main`` reads its number from the environment. Print its error here: the launcher does not."""
     try:
         code = main(arguments)
     except Exception:

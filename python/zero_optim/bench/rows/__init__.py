@@ -1,9 +1,8 @@
-"""The kinds of rows that results are made of: one file for each kind of row, with its keys, its columns, its table and
-what is drawn.
+"""The kinds of rows in results: a file for each, with its keys, columns, table and drawings.
 
 ``op`` (an op; a training step on ranks; what a parameter costs), ``phase`` (of ``memory_walkthrough``), ``checkpoint``,
-``offload``. Those of ``SCRIPTS`` are in ``benchmarks/`` of a checkout, beside what measures them. A kind says all of it
-in the words of ``columns`` and ``drawings``. What a file lacks, because an older version wrote it, is None.
+``offload``. Kinds of ``SCRIPTS`` are in ``benchmarks/`` of a checkout, beside the scripts that measure them. All are
+declared by ``columns`` and ``drawings``. A figure that an older version did not write is read as None.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from . import checkpoint, offload, op, phase
 
 KINDS = (
     *(offload.KIND, phase.KIND, checkpoint.KIND),
-    *(op.OVERHEAD, op.RANKS, op.BANDWIDTH),  # from the one with the most of its keys to the one with the fewest
+    *(op.OVERHEAD, op.RANKS, op.BANDWIDTH),  # a row may have the keys of several: the most special kind comes first
 )
 SCRIPTS = ("scale", "endurance")
 
 
-def kind_of(row: JsonRow) -> RowKind:
-    """The first whose key the row has. Raises UsageError for a row that cannot be shown here."""
+def kind_of(row: JsonRow) -> Kind:
+    """Choose the first kind whose key the row has. Raises UsageError for a row that cannot be shown here."""
     if row["op"] in SCRIPTS:
         return _kind_of_script(row["op"])
     return next(kind for kind in KINDS if row.get(kind.key))
 
 
 @functools.cache
-def _kind_of_script(op: str) -> RowKind:
-    """Import it from ``benchmarks/<op>_row.py``: of this checkout, or beside the script that is running."""
+def _kind_of_script(op: str) -> Kind:
+    """Import the kind from ``benchmarks/<op>_row.py``, of this checkout or beside the running script."""
     sys.path.append(str(CHECKOUT / "benchmarks"))
     try:
         kind: RowKind = importlib.import_module(f"{op}_row").KIND
@@ -47,9 +46,8 @@ def _kind_of_script(op: str) -> RowKind:
 
 
 def sheets_of(record: Mapping[str, Any]) -> dict[str, Sheet]:
-    """Collect what is drawn of a record, by the name of the kind, in the order of its rows. Most records have one
-    kind."""
-    rows_of: dict[RowKind, list[JsonRow]] = {}
+    """Make a record's sheets, by the name of the kind, in the order of its rows. Most records have one kind."""
+    rows_of: dict[Kind, list[JsonRow]] = {}
     for row in record["rows"]:
         rows_of.setdefault(kind_of(row), []).append(row)
     sheets = {kind.name: kind.sheet(rows) for kind, rows in rows_of.items()}

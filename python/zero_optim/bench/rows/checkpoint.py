@@ -13,15 +13,15 @@ from ..drawings import RowKind, bars_of
 
 @dataclass(frozen=True)
 class CheckpointRow(RankRow):
-    """The times of saving and loading. They are of the slower rank: median, 20th and 80th percentile, in ms."""
+    """Times of saving and loading, of the slower rank: median, 20th and 80th percentile, in ms."""
 
     rounds: int
     written: int  # bytes, of all ranks
     save: list[float]  # until it is on the disk
     load: list[float]
     blocked: list[float]  # of saving, until training may go on
-    of_disk: dict[str, float]  # the disk's time over this one's: of save, of load
-    extra: dict[str, int]  # bytes of a rank beside what was there, at most: in save, in load
+    of_disk: dict[str, float]  # the disk's time over this one's, in "save" and "load"
+    extra: dict[str, int]  # the most extra bytes of a rank, in "save" and "load"
 
 
 BACKEND = Column("", at("backend"), width=16, left=True)
@@ -43,7 +43,7 @@ def _table(rows: Sequence[JsonRow]) -> list[str]:
 
 
 def _sheet(rows: Sequence[JsonRow]) -> Sheet:
-    """Saving, loading, and for how long training stands still."""
+    """Draw the times of saving, of blocked training, and of loading."""
     titles = {
         "save": f"Saving, until all is on the disk: {_about(rows[0])}",
         "blocked": "Saving, until training may go on",

@@ -25,22 +25,22 @@ from ..drawings import RowKind, bars_of
 
 @dataclass(frozen=True)
 class OffloadRow(RankRow):
-    """A step with one store, a way of the pages of a file, or a sleep. Times in ms, memory in bytes of a rank.
+    """A step with one store, moves of pages to and from a file, or a sleep. Times in ms, memory in bytes of a rank.
 
     Attributes:
         part: "step" is the update alone, "train" a whole step, "pages" the file against the disk, "sleep" the calls
             ``sleep`` and ``wake`` against a copy.
         time: median, 20th and 80th percentile.
         versus: None's time over this one's.
-        moved: in a step: to_device, to_host, read, written.
-        held: of the state, by where it is: device, host, disk.
-        peak: the most in a step beside what was there before: resident; on a GPU, allocated there.
-        beside: what the store adds to a step, each by itself: copies, disk, on a GPU the update on the host.
-        hidden: the part of that which does not make the step longer than None's.
-        bound: what a step cannot be shorter than: the longest of what it is made of.
-        fraction: that one's time over this one's.
-        speculated: updates of shards before the norm was known, since the start: right, redone.
-        freed: asleep, the share that came back of what is to be free on the device; None: nothing sleeps.
+        moved: bytes moved in a step: to_device, to_host, read, written.
+        held: bytes of the state by place: device, host, disk.
+        peak: peak bytes in a step, less those before: resident; on a GPU, allocated there.
+        beside: times of a step's additional parts, each measured apart: copies, disk, on a GPU the update on the host.
+        hidden: share of ``beside`` that does not make the step longer than None's.
+        bound: the longest part of a step, which it cannot be shorter than.
+        fraction: that part's time over this one's.
+        speculated: counts of shard updates made before the norm was known, since the start: right, redone.
+        freed: asleep, the share of the device's memory to be freed that was; None: nothing sleeps.
     """
 
     rounds: int
@@ -90,7 +90,7 @@ DRAWN = {
 
 
 def _table(rows: Sequence[JsonRow]) -> list[str]:
-    """Time and what it is held to, and below it bytes."""
+    """Write times and what they are compared with, then bytes."""
     first = rows[0]
     about = f"{elements(first['numel'])} parameters, {first['dtype']}, ranks: {first['ranks']}"
     columns = (BACKEND, MS, P20, P80, VERSUS, APART, HIDDEN, OF_BOUND, BOUND)
@@ -109,7 +109,7 @@ def _table(rows: Sequence[JsonRow]) -> list[str]:
 
 
 def _sheet(rows: Sequence[JsonRow]) -> Sheet:
-    """Time of a step by store, the file against the disk, and memory."""
+    """Draw the time of each part that the rows have, and the peak memory."""
     parts = {part: [row for row in rows if row["part"] == part] for part in TITLES}
     drawn = [_time(of_part) for of_part in parts.values() if of_part]
     measured = [row for row in rows if row["peak"] is not None]

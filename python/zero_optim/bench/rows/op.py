@@ -1,4 +1,4 @@
-"""A row of an op, of a training step, or of what a parameter costs: one backend, dtype and size."""
+"""A row of an op, of a training step, or of the cost of a parameter: one backend, dtype and size."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Row:
     vs: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] | None = None
     launches: dict[str, int] | None = None
-    parameters: int | None = None  # tensors that the elements are in
+    parameters: int | None = None  # number of tensors that the elements are in
     ranks: int | None = None
     tokens_per_s: float | None = None  # of all ranks
     memory: dict[str, int] | None = None  # bytes of a rank
@@ -61,14 +61,14 @@ class Row:
     keeps: str | None = None  # bytes a parameter of a rank of N
     tokens: int | None = None  # of a rank in a step
     newton_schulz: float | None = None  # its share of the step
-    imbalance: float | None = None  # what the rank with most to do multiplies there, over the mean
-    padding: float | None = None  # of the buckets of what is made orthogonal, over its elements
+    imbalance: float | None = None  # multiplications in it of the rank that has most, over the mean of ranks
+    padding: float | None = None  # of the buckets of matrices to be made orthogonal, over their elements
 
     @classmethod
     def of_whole(
         cls, op: str, backend: str, dtype: str, numel: int, spread: Spread, vs_torch: float, **more: Any
     ) -> Row:
-        """A row of what has no fewest bytes to be held to, such as a training step."""
+        """Make a row without bytes and yardstick, as of a training step, which has no least number of bytes."""
         unmeasured = dict.fromkeys(("bytes", "gbps", "yardstick", "copy_gbps", "fraction"))
         times = {"rounds": spread.rounds, "ms": spread.ms, "p20": spread.p20, "p80": spread.p80}
         return cls(op, backend, dtype, numel, **times, **unmeasured, vs_torch=round(vs_torch, 4), **more)  # type: ignore[arg-type]
@@ -104,19 +104,19 @@ KERNELS_A_BUCKET = Column("a bucket", _kernels_a_bucket, ratio)
 
 
 def share_of_yardstick(rows: Sequence[JsonRow]) -> Column:
-    """The yardstick's time over the row's own."""
+    """Make a column of the yardstick's time over the row's own."""
     return Column(f"of {rows[0]['yardstick']}", at("fraction"), "{:.3f}".format, ratio)
 
 
 def versus(rows: Sequence[JsonRow]) -> Column:
-    """The baseline's time over the row's own. Where rows have several baselines, it has what their names share."""
+    """Make a column of the baseline's time over the row's own. Several baselines are named by their common prefix."""
     named = [row["baseline"] for row in rows if row.get("baseline")]
     unnamed = "ddp" if rows[0].get("ranks") else "fused" if rows[0].get("parameters") else "torch"
     return ratio_to((commonprefix(named) or "torch") if named else unnamed, "vs_torch")
 
 
 def _moved_per_second(percentile: str) -> Column:
-    """GB/s at that percentile of the time."""
+    """Make a column of GB/s at a percentile of the time."""
     return Column("GB/s", lambda row: row["bytes"] * row["numel"] / 1e6 / row[percentile])
 
 
@@ -128,7 +128,7 @@ def _tokens_per_second(percentile: str) -> Column:
 
 
 def _table(rows: Sequence[JsonRow]) -> list[str]:
-    """A line a row, without what the line above says already; then where the time goes."""
+    """Write a line a row, without size and dtype where they repeat the line above; then the times of phases."""
     columns = _columns(rows)
     headings, *_ = below_each_other(columns, [])
     if len(headings) > WIDTH:  # there are many baselines
@@ -187,7 +187,7 @@ INTERLEAVED = "Medians of interleaved rounds, of the slower rank; whiskers: p20 
 
 
 def _overhead_sheet(rows: Sequence[JsonRow]) -> Sheet:
-    """Backward and ``step()`` alone, and the loop that they are in."""
+    """Draw backward alone, ``step()`` alone, and the whole loop."""
     drawn = []
     for op, title in OVERHEADS.items():
         if of_op := [row for row in rows if row["op"] == op]:
@@ -204,7 +204,7 @@ def _parameters(row: JsonRow) -> str:
 
 
 def _ranks_sheet(rows: Sequence[JsonRow]) -> Sheet:
-    """Speed, and what was measured of memory and of communication."""
+    """Draw speed, and where they were measured, memory and communication."""
     title = f"Training step: {elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}"
     speed = (TOKENS_A_SECOND, MS, versus(rows))
     slowest, fastest = _tokens_per_second("p80"), _tokens_per_second("p20")
@@ -223,7 +223,7 @@ def _ranks_sheet(rows: Sequence[JsonRow]) -> Sheet:
 
 
 def _ranks(row: JsonRow) -> str:
-    """The topology, where a file has several, and how many ranks it is of."""
+    """Name the group of a row: the topology, where a file has several, the ranks, and their tokens."""
     topology = "" if row["op"] in ("train_step", "stages") else f"{row['op'].replace('_', ' ')}, "
     return topology + of_ranks(row) + (f", {row['tokens']:,} tokens each" if row.get("tokens") else "")
 
@@ -232,9 +232,9 @@ def _ranks(row: JsonRow) -> str:
 
 
 def _bandwidth_sheet(rows: Sequence[JsonRow]) -> Sheet:
-    """An op a line and a dtype beside another: speed over the sizes, or bars where there is one size.
+    """Draw ops below each other and dtypes beside each other: speed over sizes, or bars where there is one size.
 
-    Of an op that is called in several ways, which would be as many lines, the bars at the largest size are below."""
+    For an op called in several ways, bars of all ways at the largest size stand below its lines."""
     rows = [row for row in rows if row["gbps"] is not None]
     ops, dtypes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("op", "dtype"))
     grid: list[list[Drawing | None]] = []
@@ -253,7 +253,7 @@ def _bandwidth_sheet(rows: Sequence[JsonRow]) -> Sheet:
 
 
 def _plainly_called(rows: list[JsonRow]) -> list[JsonRow]:
-    """Without other ways, which stand behind a comma; all where there is one size, whose bars have room."""
+    """Leave out other ways of calling, whose names have a comma. Keep all where there is one size: bars have room."""
     if len({row["numel"] for row in rows}) < 2:
         return rows
     return [row for row in rows if ", " not in row["backend"]]

@@ -13,7 +13,7 @@ from ..drawings import RowKind, bars_of
 
 @dataclass(frozen=True)
 class PhaseRow(RankRow):
-    """The memory that a rank has allocated, in bytes: after a phase of a training, and at most within it."""
+    """Bytes that a rank has allocated after a phase of a training, and their peak within it."""
 
     phase: str
     after: int
@@ -25,7 +25,7 @@ NOTE = "Bytes of live tensors after each phase; whiskers: the most within it."
 
 
 def _table(rows: Sequence[JsonRow]) -> list[str]:
-    """Stages beside each other, a phase a line."""
+    """Write stages beside each other, a phase a line."""
     first = rows[0]
     about = f"{elements(first['numel'])} {first['dtype']} parameters, {first['ranks']} ranks"
     names = list(dict.fromkeys(row["backend"] for row in rows))
@@ -42,12 +42,12 @@ def _table(rows: Sequence[JsonRow]) -> list[str]:
 
 
 def _line(name: str, cells: Sequence[str]) -> str:
-    widths = (17, 8)  # of what is after, and of the most
+    widths = (17, 8)  # of the columns AFTER and PEAK
     return f"{name:<18}" + "".join(f"{cell:>{widths[place % 2]}}" for place, cell in enumerate(cells))
 
 
 def _sheet(rows: Sequence[JsonRow]) -> Sheet:
-    """The first step, and one like all that follow."""
+    """Draw the first step, and the third, which is like all that follow."""
     about = f"{elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}, {of_ranks(rows[0])}"
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     later = [phase for phase in phases if phase.endswith(" 3")]
