@@ -126,7 +126,7 @@ def ours(shard: UpdateTensors) -> Callable[[], None]:
     return partial(zero_kernels.adam_step, *_tensors(shard), *_shared(shard))
 
 
-def parts_of(shard: Shard) -> list[Shard]:
+def parts_of(shard: UpdateTensors) -> list[UpdateTensors]:
     """Cut ``shard`` into ``PARTS`` parts that end where rows do; some may be empty."""
     size = -(-shard.grad.numel() // (PARTS * ROW)) * ROW
     wholes = {field.name: getattr(shard, field.name) for field in fields(UpdateTensors) if field.name != "grad_scale"}
@@ -180,14 +180,14 @@ def _tensors(shard: UpdateTensors) -> tuple[Tensor, ...]:
     return (shard.grad, shard.master, shard.exp_avg, shard.exp_avg_sq, shard.param, row_slot)
 
 
-def _shared(shard: Shard) -> tuple[Tensor, ...]:
+def _shared(shard: UpdateTensors) -> tuple[Tensor, ...]:
     """Make the arguments that all shards share: hyper table, grad_scale, and a found_inf of 0."""
     device = shard.grad.device
     hyper = zero_kernels.hyper_table(**HYPER, step=STEP, device=device)
     return (hyper, shard.grad_scale, torch.zeros(1, device=device))
 
 
-def stream_job(setting: Setting, shard: Shard) -> dict[str, Job]:
+def stream_job(setting: Setting, shard: UpdateTensors) -> dict[str, Job]:
     """Read and write what the op does, by its own loop, and compute nothing; on a CPU with the compiled library.
 
     torch's copy is no ceiling on a CPU: the processor reads every line that a copy overwrites, which is not counted.

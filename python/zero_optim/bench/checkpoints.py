@@ -53,7 +53,7 @@ Extra = dict[str, dict[str, int]]
 """By contender, the most extra bytes of memory in ``save`` and in ``load``."""
 
 
-class Contender(Protocol):
+class CheckpointContender(Protocol):
     """A way to save to a folder, and to load from it."""
 
     def begin(self, folder: Path) -> None:
@@ -68,7 +68,7 @@ class Contender(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
-class Disk:
+class RawDisk:
     """Plain writes and reads of as many bytes: the speed of the disk alone."""
 
     def __init__(self, nbytes: int) -> None:
@@ -297,7 +297,7 @@ def _most_beside(work: Callable[[], object]) -> int:
     return peak_of(work) - before
 
 
-def _extra(contender: Contender, folder: Path) -> dict[str, int]:
+def _extra(contender: CheckpointContender, folder: Path) -> dict[str, int]:
     """Measure the extra memory of saving, and of loading what was saved."""
 
     def save() -> None:

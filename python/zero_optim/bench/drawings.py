@@ -49,7 +49,7 @@ def role_of(row: JsonRow) -> Role:
 
 
 @dataclass(frozen=True)
-class Kind:
+class RowKind:
     """A kind of rows. ``key``: present in such rows; ``table``: lines for a block of them; ``sheet``: drawn of all."""
 
     name: str

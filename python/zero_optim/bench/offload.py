@@ -45,7 +45,7 @@ Laps = dict[str, list[float]]  # ms of each job in each round
 
 
 @dataclass(frozen=True)
-class Alone:
+class OffloadAlone:
     """A contender that ran alone.
 
     Attributes:
@@ -64,7 +64,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Contest:
+class OffloadContest:
     """The contenders ``names`` on a part's work. ``part``: "step" or "train", as in rows."""
 
     part: str
@@ -111,7 +111,7 @@ def hold(contest: OffloadContest, dtype: str, rounds: int, say: Say) -> tuple[li
 # -- alone ---------------------------------------------------------------------------------------------------------
 
 
-def run_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, str]]:
+def run_alone(contest: OffloadContest, say: Say) -> tuple[dict[str, OffloadAlone], dict[str, str]]:
     """Run each contender alone. Raises ZeroOptimError where one of ours fails, or has another result than ``None``."""
     work, ranks = contest.work, contest.ranks
 
@@ -124,7 +124,7 @@ def run_alone(contest: Contest, say: Say) -> tuple[dict[str, Alone], dict[str, s
     return alone, {f"{name}, {contest.part}": why for name, why in left_out.items()}
 
 
-def check_results(contest: Contest, alone: Mapping[str, Alone]) -> None:
+def check_results(contest: OffloadContest, alone: Mapping[str, OffloadAlone]) -> None:
     """Raise ZeroOptimError where results differ: their figures could not be compared.
 
     Ours must agree bit by bit; others' losses agree but for rounding. So do our losses of a training on CUDA, where

@@ -85,7 +85,7 @@ def make_clock(device: torch.device) -> Clock:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class TimedRounds:
     """The number of rounds to time: as many as ``seconds`` allow, between ``least`` and ``most``."""
 
     least: int = 10
@@ -100,7 +100,7 @@ class Rounds:
         return done >= self.most or (done >= self.least and seconds >= self.seconds)
 
 
-def interleaved(jobs: Mapping[str, Job], clock: Clock, rounds: Rounds) -> dict[str, list[list[float]]]:
+def interleaved(jobs: Mapping[str, Job], clock: Clock, rounds: TimedRounds) -> dict[str, list[list[float]]]:
     """Time each lap of each job in each round, in milliseconds.
 
     Every round runs all jobs, and starts with the next one. So a slow spell of the machine, or an effect of the job

@@ -14,7 +14,7 @@ OF_A_PART = ("scatter_",)  # our reduce-scatter under gloo is a scatter from eac
 TWICE = ("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced")
 
 
-class Traffic(TorchDispatchMode):
+class CountedTraffic(TorchDispatchMode):
     """Count the collectives issued in this block.
 
     Attributes:

@@ -185,7 +185,7 @@ def alone_on_rank(task: Task, name: str) -> Alone:
 
 def _communicated(contender: Contender) -> int:
     """Count the bytes of one more step, with compiled code run eagerly: torch dispatches no collective inside it."""
-    with torch.compiler.set_stance("force_eager"), Traffic() as traffic:
+    with torch.compiler.set_stance("force_eager"), CountedTraffic() as traffic:
         train(contender, 1)
     return traffic.bytes
 

@@ -27,7 +27,7 @@ KINDS = (
 SCRIPTS = ("scale", "endurance")
 
 
-def kind_of(row: JsonRow) -> Kind:
+def kind_of(row: JsonRow) -> RowKind:
     """Choose the first kind whose key the row has. Raises UsageError for a row that cannot be shown here."""
     if row["op"] in SCRIPTS:
         return _kind_of_script(row["op"])
@@ -35,7 +35,7 @@ def kind_of(row: JsonRow) -> Kind:
 
 
 @functools.cache
-def _kind_of_script(op: str) -> Kind:
+def _kind_of_script(op: str) -> RowKind:
     """Import the kind from ``benchmarks/<op>_row.py``, of this checkout or beside the running script."""
     sys.path.append(str(CHECKOUT / "benchmarks"))
     try:
@@ -47,7 +47,7 @@ def _kind_of_script(op: str) -> Kind:
 
 def sheets_of(record: Mapping[str, Any]) -> dict[str, Sheet]:
     """Make a record's sheets, by the name of the kind, in the order of its rows. Most records have one kind."""
-    rows_of: dict[Kind, list[JsonRow]] = {}
+    rows_of: dict[RowKind, list[JsonRow]] = {}
     for row in record["rows"]:
         rows_of.setdefault(kind_of(row), []).append(row)
     sheets = {kind.name: kind.sheet(rows) for kind, rows in rows_of.items()}
