@@ -17,7 +17,12 @@ slow = pytest.mark.slow
 
 def pairs(*axes: Sequence[Any]) -> list[Any]:
     """Every cell of the table of these axes, in order, for ``pytest.mark.parametrize``."""
-    cells = list(itertools.product(*axes))
+    return pairs_of(itertools.product(*axes))
+
+
+def pairs_of(cells: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """As ``pairs``, of a table in which not every cell makes sense."""
+    cells = list(cells)
     needed = covering(cells)
     return [pytest.param(*cell, marks=() if cell in needed else slow) for cell in cells]
 
