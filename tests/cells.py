@@ -45,3 +45,10 @@ def covering(cells: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 def after(first: int, cells: Sequence[Any]) -> list[Any]:
     """All of the cells, of which those behind the first ``first`` are slow: they differ in what no fault depends on."""
     return [cell if i < first else pytest.param(cell, marks=slow) for i, cell in enumerate(cells)]
+
+
+def halves(kinds: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Each kind with each half of a list of cells, 0 or 1: in turns one of the two is slow. So a cell of the list meets
+    every other kind, and its neighbour, which differs in one thing, the others."""
+    marked = [(kind, turn, half) for turn, kind in enumerate(kinds) for half in (0, 1)]
+    return [pytest.param(*kind, half, marks=slow if (turn + half) % 2 else ()) for kind, turn, half in marked]

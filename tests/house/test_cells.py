@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from cells import after, covering, pairs
+from cells import after, covering, halves, pairs
 
 AXES = (range(4), "abc", (True, False), (None, 1))
 
@@ -32,3 +32,9 @@ def test_after_the_first() -> None:
     assert after(2, "ab") == ["a", "b"]
     first, second = after(1, "ab")
     assert first == "a" and second.values == ("b",) and [mark.name for mark in second.marks] == ["slow"]
+
+
+def test_every_kind_has_both_halves_and_one_of_them_is_slow() -> None:
+    made = halves([("a", 1), ("b", 2)])
+    assert [parameters.values for parameters in made] == [("a", 1, 0), ("a", 1, 1), ("b", 2, 0), ("b", 2, 1)]
+    assert [parameters.values for parameters in made if not parameters.marks] == [("a", 1, 0), ("b", 2, 1)]
