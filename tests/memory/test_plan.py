@@ -118,7 +118,7 @@ def test_an_invented_gpt_has_exactly_the_parameters(parameters):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("parameters", [7.5 * GB, 70 * GB, 1000 * GB])
+@pytest.mark.parametrize("parameters", [7.5 * GB, 70 * GB, pytest.param(1000 * GB, marks=slow)])
 def test_padding_is_under_one_percent_of_16384_ranks(stage, parameters):
     model = bf16(parameters)
     for rank in (None, 0):
