@@ -24,10 +24,10 @@ Planned, raise_in_backward = world.Planned, world.boom
 Cell = TypeVar("Cell")
 
 
-def in_two_dtypes(cells: Sequence[Cell], dtype: torch.dtype) -> list[Cell]:
-    """Those of ``cells`` that are for ``dtype``: each is for two of the three. Of neighbours that differ in one thing,
-    each leaves out another dtype, so that everything meets every dtype."""
-    return [cell for number, cell in enumerate(cells) if (number + number // 3 + 2) % 3 != DTYPES.index(dtype)]
+def of_dtype(cells: Sequence[Cell], dtype: torch.dtype, turn: int) -> list[Cell]:
+    """Those of ``cells`` that are for ``dtype`` in this turn, 0 or 1: in each turn a cell is for one of the three. Of
+    neighbours that differ in one thing, each is for another, so that everything meets every dtype."""
+    return [cell for number, cell in enumerate(cells) if (number + number // 3 + turn) % 3 == DTYPES.index(dtype)]
 
 
 def make_parameters(

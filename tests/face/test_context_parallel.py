@@ -7,6 +7,7 @@ from pathlib import Path
 import eventful_cases
 import pytest
 import torch
+from cells import slow
 from harness import run_ranks
 from sharded_cases import gathered
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ def all_that_happens(rank: int, world_size: int, stage: int, folder: str) -> eve
     return eventful_cases.train_net(rank, stage, mesh["dp", "cp"]._flatten("dp_cp"), data, folder)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 1, pytest.param(2, marks=slow), 3])
 def test_all_that_may_happen(stage: int, tmp_path: Path) -> None:
     """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device, verify."""
     outcomes = run_ranks(DP * CP, all_that_happens, stage, str(tmp_path))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import warm_python
+from cells import slow
 from script_ranks import run_script
 
 SCRIPT = """
@@ -71,7 +72,8 @@ train(opts)
 """
 
 
-@pytest.mark.parametrize(("where", "world_size"), [("step", 1), ("step", 2), ("backward", 2)])
+# An interpreter that has to import torch takes seconds: the cell of one rank, of which two see the same.
+@pytest.mark.parametrize(("where", "world_size"), [pytest.param("step", 1, marks=slow), ("step", 2), ("backward", 2)])
 def test_an_error_that_nobody_catches_is_all_that_is_printed(where: str, world_size: int, tmp_path: Path) -> None:
     """Before a step, or within a backward whose reductions have begun to leave; at every stage."""
     python = sys.executable if world_size == 1 else warm_python.executable()

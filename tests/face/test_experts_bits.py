@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from cells import after
 from grid_cases import grid_averages
 from grid_cases import make_mesh as make_grid
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, accumulate, average, averages
 from torch import Tensor
-from training_cases import SHAPES, TINY_CAP_MB, difference, in_two_dtypes, make_gradients, make_parameters, train_given
+from training_cases import SHAPES, TINY_CAP_MB, difference, make_gradients, make_parameters, of_dtype, train_given
 
 RANKS, STEPS = 4, 3
 HYPER = Hyper(lr=1e-2, weight_decay=0.1)
@@ -136,19 +137,20 @@ def _expected(cell: Cell, dtype: torch.dtype, column: tuple[int, ...]) -> list[T
     return oracle.params
 
 
-def _train_cells(rank: int, world_size: int, dtype: torch.dtype, folder: str) -> list[list[Tensor]]:
+def _train_cells(rank: int, world_size: int, dtype: torch.dtype, turn: int, folder: str) -> list[list[Tensor]]:
     import torch.distributed as dist
 
     groups: dict = {column: dist.new_group(list(column)) for columns in COLUMNS.values() for column in columns}
     groups["grid"] = make_grid(2, 2)
-    return [_train(rank, cell, dtype, groups, folder) for cell in in_two_dtypes(CELLS, dtype)]
+    return [_train(rank, cell, dtype, groups, folder) for cell in of_dtype(CELLS, dtype, turn)]
 
 
+@pytest.mark.parametrize("turn", after(1, (0, 1)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-def test_every_cell_equals_the_oracle_bit_for_bit(dtype, tmp_path):
-    results = run_ranks(RANKS, _train_cells, dtype, str(tmp_path), timeout=180)
+def test_every_cell_equals_the_oracle_bit_for_bit(dtype, turn, tmp_path):
+    results = run_ranks(RANKS, _train_cells, dtype, turn, str(tmp_path), timeout=180)
     failures = []
-    for number, cell in enumerate(in_two_dtypes(CELLS, dtype)):
+    for number, cell in enumerate(of_dtype(CELLS, dtype, turn)):
         for column in cell.columns():
             expected = _expected(cell, dtype, column)
             for rank in column:

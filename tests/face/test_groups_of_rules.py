@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zero_optim
+from cells import slow
 from harness import run_ranks
 from oracle import PaperLion
 from sharded_cases import GivenNet
@@ -96,7 +97,7 @@ def _beside_two(rank: int, world_size: int, stage: int) -> None:
             assert {name for entry in one[1] for name in entry} > {"momentum_buffer", "exp_avg_sq", "master"}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=slow), 2])
 def test_one_has_the_bits_of_two(stage: int) -> None:
     run_ranks(2, _beside_two, stage)
 

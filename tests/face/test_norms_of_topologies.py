@@ -259,15 +259,16 @@ def test_dense_parameters_join_experts() -> None:
     assert run_ranks(4, norm_with_a_later_group) == pytest.approx([expected] * 4, rel=1e-5)
 
 
-def norms_of_units(rank: int, world_size: int, *, as_marked: bool) -> list[float]:
+def norms_of_units(rank: int, world_size: int, *, as_marked: bool, replicas: int) -> list[float]:
     """Stage 3 on tensor-parallel ranks: two units, and a root that has parameters of its own."""
-    mesh = mesh_of(dp=2, tp=2)
+    mesh = mesh_of(replicate=replicas, shard=2, tp=2)
+    data = mesh["shard"] if replicas == 1 else mesh["replicate", "shard"]
     parts = (("embedding", "norm"), ("up",), ("down", "gain"))
     made = [marked(*names) if as_marked else cut(mesh["tp"], *names) for names in parts]
     model = nn.ModuleDict({"first": Unit(made[0]), "second": Unit(made[1])})
     model["third"] = Unit(made[2])
     given = {"tensor_parallel": mesh["tp"]} if as_marked else {}
-    shard_module(model, (Unit,), mesh=mesh["dp"], **given)
+    shard_module(model, (Unit,), mesh=data, **given)
     opt = ShardedAdamW(model.named_parameters())
     found = []
     for norm_type in NORMS:
@@ -279,7 +280,8 @@ def norms_of_units(rank: int, world_size: int, *, as_marked: bool) -> list[float
     return found
 
 
-@pytest.mark.parametrize("as_marked", [False, True])
-def test_each_gradient_counts_once_at_stage_3(as_marked: bool) -> None:
-    for found in run_ranks(4, partial(norms_of_units, as_marked=as_marked), timeout=120):
+@pytest.mark.parametrize(("as_marked", "replicas"), [(False, 1), (True, 1), (False, 2)])
+def test_each_gradient_counts_once_at_stage_3(as_marked: bool, replicas: int) -> None:
+    of_rank = partial(norms_of_units, as_marked=as_marked, replicas=replicas)
+    for found in run_ranks(4 * replicas, of_rank, timeout=120):
         assert found == pytest.approx([norm([*SHAPES], norm_type) for norm_type in NORMS], rel=1e-5)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cells import pairs
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, averages
 from sharded_cases import Given, GivenNet
@@ -95,9 +96,7 @@ def _resumed(
     return [copies(run.params) for run in runs]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "world_size", "dtype"), pairs((0, 1, 2), (1, 2, 3), (torch.float32, torch.bfloat16)))
 def test_training_continues_bit_for_bit(stage, world_size, dtype):
     with_names = world_size != 3
     for straight, fresh, used in run_ranks(world_size, _resumed, stage, dtype, with_names, True):

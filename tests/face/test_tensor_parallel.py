@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from cells import after, slow
 from harness import run_ranks
 from tensor_cases import HYPER, Block, Gpt, Way, cut, loss_of, losses, make_mesh, make_model
 from torch import Tensor
@@ -143,31 +145,57 @@ ALL_THAT_HAPPENS = Way(
 APART = ("clipped by the largest", "clipped by norm 3, plain norms", "two backwards", "uneven slices")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_trains_as_one_process_does(stage):
-    """All at once at every stage. One by one at stages 0 to 2 in turns, and at stage 3 what is not in it."""
-    turns = {n: way for number, (n, way) in enumerate(WAYS.items()) if stage == number % 3 or stage == 3 and n in APART}
-    ways = {name: replace(way, stage=stage) for name, way in {**turns, "all that happens": ALL_THAT_HAPPENS}.items()}
+def _trains_as_one_process_does(ways: Mapping[str, Way]) -> None:
     _compare_all(ways, run_ranks(4, _outcomes, [*ways.values()], timeout=180), 2)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_bf16_with_fp32_masters_stays_near_fp32(stage):
+def test_trains_as_one_process_does():
+    """All at once at stages 2 and 3, and what is in no other test of slices. In one call: what DTensor has found out of
+    an operation is forgotten between calls."""
+    ways = {f"all that happens, {stage}": replace(ALL_THAT_HAPPENS, stage=stage) for stage in (2, 3)}
+    stages = {"uneven slices": 3, "clipped by norm 3, plain norms": 1}
+    apart = {name: replace(WAYS[name], stage=stage) for name, stage in stages.items()}
+    _trains_as_one_process_does(ways | apart)
+
+
+@slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_trains_as_one_process_does_one_by_one(stage):
+    """All at once at every stage. One by one at stages 0 to 2 in turns, and at stage 3 what is not in it."""
+    turns = {n: way for number, (n, way) in enumerate(WAYS.items()) if stage == number % 3 or stage == 3 and n in APART}
+    ways = {**turns, "all that happens": ALL_THAT_HAPPENS}
+    _trains_as_one_process_does({name: replace(way, stage=stage) for name, way in ways.items()})
+
+
+def test_bf16_with_fp32_masters_stays_near_fp32():
     """The masters; ranks of a column agree on every bit."""
-    way = Way(stage=stage, dtype=torch.bfloat16, clip=(0.5, 2.0), options={"grad_reduce_dtype": torch.float32})
-    results = run_ranks(4, _outcomes, [way], timeout=120)
-    wanted = _alone(way, 2)
-    for (found,) in results:
-        assert found["norms"] == pytest.approx(wanted["norms"], rel=0.05)
-        masters = [entry["master"] for entry in found["state"].values()]
-        for master, whole in zip(masters, wanted["parameters"].values(), strict=True):
-            assert (master - whole).abs().mean() < 3e-3
-        for name, whole in results[0][0]["parameters"].items():
-            assert torch.equal(found["parameters"][name], whole)
+    options = {"grad_reduce_dtype": torch.float32}
+    ways = [Way(stage=stage, dtype=torch.bfloat16, clip=(0.5, 2.0), options=options) for stage in (1, 3)]
+    wanted = _alone(ways[0], 2)
+    for of_ranks in zip(*run_ranks(4, _outcomes, ways, timeout=120), strict=True):
+        for found in of_ranks:
+            assert found["norms"] == pytest.approx(wanted["norms"], rel=0.05)
+            masters = [entry["master"] for entry in found["state"].values()]
+            for master, whole in zip(masters, wanted["parameters"].values(), strict=True):
+                assert (master - whole).abs().mean() < 3e-3
+            for name, whole in of_ranks[0]["parameters"].items():
+                assert torch.equal(found["parameters"][name], whole)
 
 
-def _at_stages(rank: int, world_size: int, at_stage: Callable[[int, int], object], stages: Sequence[int]) -> list:
-    return [at_stage(rank, stage) for stage in stages]
+AtStage = Callable[[int, int], object]
+
+
+def _at_stages(rank: int, world_size: int, part: int) -> dict[AtStage, list]:
+    return {at_stage: [at_stage(rank, stage) for stage in parts[part]] for at_stage, parts in AT_STAGES.items()}
+
+
+@functools.cache
+def _found_at_stages(part: int) -> Sequence[Mapping[AtStage, list]]:
+    """By rank, what each of AT_STAGES has found at its stages: in one call, as the trainings above."""
+    return run_ranks(4, _at_stages, part, timeout=120)
+
+
+in_parts = pytest.mark.parametrize("part", after(1, (0, 1)))
 
 
 def _shown(rank: int, stage: int) -> None:
@@ -205,8 +233,9 @@ def _shown(rank: int, stage: int) -> None:
     opt.close()
 
 
-def test_parameters_and_readable_gradients_are_dtensors():
-    run_ranks(4, _at_stages, _shown, (0, 1, 2, 3))
+@in_parts
+def test_parameters_and_readable_gradients_are_dtensors(part):
+    assert all(len(of_rank[_shown]) == len(AT_STAGES[_shown][part]) for of_rank in _found_at_stages(part))
 
 
 def _dropped_on_one_rank(rank: int, stage: int) -> tuple[Tensor, Tensor]:
@@ -232,10 +261,10 @@ def _dropped_on_one_rank(rank: int, stage: int) -> tuple[Tensor, Tensor]:
     return term, (moments[1] - 0.9 * moments[0]) / 0.1
 
 
-def test_a_term_that_is_dropped_on_one_rank_counts_as_zero():
-    stages = (0, 2, 3)
-    results = run_ranks(4, _at_stages, _dropped_on_one_rank, stages)
-    for stage, of_ranks in zip(stages, zip(*results, strict=True), strict=True):
+@in_parts
+def test_a_term_that_is_dropped_on_one_rank_counts_as_zero(part):
+    results = [of_rank[_dropped_on_one_rank] for of_rank in _found_at_stages(part)]
+    for stage, of_ranks in zip(AT_STAGES[_dropped_on_one_rank][part], zip(*results, strict=True), strict=True):
         terms, averages = zip(*of_ranks, strict=True)
         wanted = (terms[0] + terms[2] + terms[3]) / 2  # two data-parallel ranks
         assert not torch.allclose(wanted, sum(terms) / 2, rtol=1e-2)
@@ -254,6 +283,7 @@ def _replicated(rank: int, world_size: int, way: Way) -> list[Outcome]:
     return [_train(rank, way, mesh, mesh["replicate", "shard"])]
 
 
+@slow  # norms on topologies see what is added up twice, or not at all
 @pytest.mark.parametrize("stage", [2, 3])
 def test_replicas_of_shards_of_slices(stage):
     """At stage 0 nothing is sharded: all data-parallel ranks average as those of one dimension do."""
@@ -292,9 +322,10 @@ def _accounts(rank: int, stage: int) -> tuple[dict[str, int], ...]:
     return sent, wanted, held, counted
 
 
-def test_traffic_over_either_link_and_memory_are_as_planned():
-    for of_rank in run_ranks(4, _at_stages, _accounts, (0, 1, 2, 3)):
-        for stage, (sent, wanted, held, counted) in enumerate(of_rank):
+@in_parts
+def test_traffic_over_either_link_and_memory_are_as_planned(part):
+    for of_rank in _found_at_stages(part):
+        for stage, (sent, wanted, held, counted) in zip(AT_STAGES[_accounts][part], of_rank[_accounts], strict=True):
             assert sent == wanted, f"at stage {stage}"
             assert held == counted, f"at stage {stage}"
 
@@ -306,7 +337,7 @@ def _no_host_reads(rank: int, stage: int) -> None:
     way = Way(stage=stage, sequence=False)
     model = make_model(way, mesh["tp"])
     opt = _optimizer(way, model, mesh["dp"])
-    for step in range(4):
+    for step in range(3):
         loss = loss_of(model, rank // 2, step)
         loss.backward()
         with no_host_reads() if step > 1 else contextlib.nullcontext():  # the first ones lay out, and agree
@@ -316,15 +347,18 @@ def _no_host_reads(rank: int, stage: int) -> None:
     opt.close()
 
 
-def test_a_step_reads_nothing_on_the_host():
-    run_ranks(4, _at_stages, _no_host_reads, (0, 2, 3))
+@in_parts
+def test_a_step_reads_nothing_on_the_host(part):
+    assert all(
+        len(of_rank[_no_host_reads]) == len(AT_STAGES[_no_host_reads][part]) for of_rank in _found_at_stages(part)
+    )
 
 
-def _from_meta(rank: int, world_size: int) -> tuple[float, list[str]]:
+def _from_meta(rank: int, stage: int) -> tuple[float, list[str]]:
     """Trained once, in the eyes of ``verify``; which parameters differ from their masters, in whole."""
     import zero_optim
 
-    mesh, way = make_mesh(2, 2), Way(stage=3, dtype=torch.bfloat16)
+    mesh, way = make_mesh(2, 2), Way(stage=stage, dtype=torch.bfloat16)
     with torch.device("meta"):
         model = make_model(way)
     opt = _optimizer(way, cut(model, mesh["tp"]), mesh["dp"])
@@ -342,6 +376,17 @@ def _from_meta(rank: int, world_size: int) -> tuple[float, list[str]]:
 
 
 def test_a_model_from_meta_is_what_verify_expects():
-    for ulps, differ in run_ranks(4, _from_meta):
+    for of_rank in _found_at_stages(0):
+        ((ulps, differ),) = of_rank[_from_meta]
         assert ulps < 16
         assert not differ
+
+
+AT_STAGES: dict[AtStage, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    _shown: ((0, 3), (1, 2)),
+    _dropped_on_one_rank: ((0, 3), (2,)),
+    _accounts: ((1, 3), (0, 2)),
+    _no_host_reads: ((2, 3), (0,)),
+    _from_meta: ((3,), ()),
+}
+"""At which stages each is looked at: those in ``make test``, and the others."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import covering, slow
 from harness import run_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -46,7 +47,7 @@ BOUNDED = settings(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=80,
+    max_examples=25,
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
 )
@@ -387,14 +388,24 @@ def test_any_program_trains_as_one_process_does(program: Program) -> None:
     check(program, run_ranks(program.world_size, run, program, timeout=40))
 
 
+@slow
+@given(programs())
+@settings(BOUNDED, max_examples=80)
+def test_any_of_more_programs_trains_as_one_process_does(program: Program) -> None:
+    check(program, run_ranks(program.world_size, run, program, timeout=40))
+
+
 # -- buffers that are filled with NaN when they are released ----------------------------------------------------------
 
 
-def _parity_programs(world_size: int, dtype: torch.dtype) -> list[Program]:
-    """The cases of the parity matrix, with a parameter that one rank alone uses and one that nobody does."""
+def _parity_programs(world_size: int, dtype: torch.dtype, *, needed: bool) -> list[Program]:
+    """Cases of the parity matrix, with a parameter that one rank alone uses and one that nobody does: those that have
+    every pair of settings, or the others."""
     count = len(SHAPES)
     used = tuple(frozenset(i for i in range(count - 1) if i or not rank) for rank in range(world_size))
     plain, accumulated = (Micro(True, used),), (Micro(False, used), Micro(False, used), Micro(True, used))
+    table = [*itertools.product((0, 1, 2), (plain, plain * 2, accumulated), (TINY_CAP_MB, 25.0), (True, False))]
+    pairs = covering(table)
     return [
         Program(
             world_size=world_size,
@@ -408,9 +419,8 @@ def _parity_programs(world_size: int, dtype: torch.dtype) -> list[Program]:
             overlap=overlap,
             poison=True,
         )
-        for stage, micros, cap, overlap in itertools.product(
-            (0, 1, 2), (plain, plain * 2, accumulated), (TINY_CAP_MB, 25.0), (True, False)
-        )
+        for stage, micros, cap, overlap in table
+        if ((stage, micros, cap, overlap) in pairs) is needed
     ]
 
 
@@ -418,9 +428,10 @@ def _run_all(rank: int, world_size: int, cases: list[Program]) -> list[History |
     return [run(rank, world_size, program) for program in cases]
 
 
+@pytest.mark.parametrize("needed", [True, pytest.param(False, marks=slow)], ids=["pairs", "others"])
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (3, torch.float32)], ids=["bf16", "fp32"])
-def test_poisoned_buffers_reach_no_result(world_size: int, dtype: torch.dtype) -> None:
-    cases = _parity_programs(world_size, dtype)
+def test_poisoned_buffers_reach_no_result(world_size: int, dtype: torch.dtype, needed: bool) -> None:
+    cases = _parity_programs(world_size, dtype, needed=needed)
     results = run_ranks(world_size, _run_all, cases)
     for number, program in enumerate(cases):
         check(program, [histories[number] for histories in results])

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import zero_optim
+from cells import pairs, pairs_of
 from harness import run_ranks
 from sharded_cases import Block, Net, loss_of, tokens
 from zero_optim import memory
@@ -66,14 +67,13 @@ def differences(rank: int, world_size: int, stage: int, dtype: torch.dtype, opti
     return {kind: pair for kind, pair in pairs.items() if pair[0] != pair[1]}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_is_planned_is_what_is_measured(world_size, stage):
+@pytest.mark.parametrize(
+    ("stage", "world_size", "dtype", "frozen"),
+    pairs((0, 1, 2, 3), (1, 2), (torch.bfloat16, torch.float32), (False, True)),
+)
+def test_what_is_planned_is_what_is_measured(stage, world_size, dtype, frozen):
     """To the byte, by kind and by collective."""
-    for dtype in (torch.bfloat16, torch.float32):
-        for frozen in (False, True):
-            found = run_ranks(world_size, differences, stage, dtype, {"frozen": frozen})
-            assert found == [{}] * world_size, (dtype, frozen)
+    assert run_ranks(world_size, differences, stage, dtype, {"frozen": frozen}) == [{}] * world_size
 
 
 @pytest.mark.parametrize(
@@ -91,20 +91,34 @@ def test_options_are_planned(stage, options):
     assert run_ranks(2, differences, stage, torch.bfloat16, options) == [{}] * 2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_off_the_device_is_planned(stage, tmp_path):
-    """To the byte. Of a disk pages and buffers are whole blocks of 4096 bytes, which is less than 1 % here. Stores meet
-    dtypes, stages and parameters off the device in pairs."""
-    stores = ({}, {"state_offload": "cpu"}, {"state_offload": "paged", "device_budget": 2_000_000})
-    params = ({}, {"param_offload": "cpu"}) if stage == 3 else ({},)
-    for turn, dtype in enumerate((torch.bfloat16, torch.float32), stage):
-        cells = ((i + j + turn, {**store, **of}) for i, store in enumerate(stores) for j, of in enumerate(params))
-        for options in (options for number, options in cells if number % 2):
-            assert run_ranks(2, differences, stage, dtype, options) == [{}] * 2, (dtype, options)
-        for of_rank in run_ranks(2, differences, stage, dtype, {"state_offload": f"nvme:{tmp_path}"}):
-            assert set(of_rank) <= {"host", "disk"}
-            for planned, measured in of_rank.values():
-                assert planned <= measured < 1.01 * planned
+STORES = {
+    None: {},
+    "cpu": {"state_offload": "cpu"},
+    "paged": {"state_offload": "paged", "device_budget": 2_000_000},
+    "nvme": {},
+}
+OFF_THE_DEVICE = pairs_of(
+    (stage, dtype, store, params)
+    for stage in (1, 2, 3)
+    for dtype in (torch.bfloat16, torch.float32)
+    for store in STORES
+    for params in ((None, "cpu") if stage == 3 else (None,))
+    if store or params
+)
+
+
+@pytest.mark.parametrize(("stage", "dtype", "store", "params"), OFF_THE_DEVICE)
+def test_what_is_off_the_device_is_planned(stage, dtype, store, params, tmp_path):
+    """To the byte. Of a disk pages and buffers are whole blocks of 4096 bytes, which is less than 1 % here."""
+    options = {**STORES[store]} | ({"param_offload": params} if params else {})
+    if store == "nvme":
+        options["state_offload"] = f"nvme:{tmp_path}"
+    for of_rank in run_ranks(2, differences, stage, dtype, options):
+        if store != "nvme":
+            assert of_rank == {}
+        assert set(of_rank) <= {"host", "disk"}
+        for planned, measured in of_rank.values():
+            assert planned <= measured < 1.01 * planned
 
 
 def test_on_three_ranks():

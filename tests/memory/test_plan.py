@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import pairs, slow
 from torch import nn
 from zero_optim import memory
 from zero_optim.cli import main
@@ -39,6 +40,15 @@ PAPER = {
 }
 
 
+EVERY_SIZE = fit.MOST_PARAMETERS
+
+
+@pytest.fixture(autouse=True)
+def models_of_few_sizes(monkeypatch):
+    """The command looks for the largest model that fits among small ones, of which a plan takes a millisecond."""
+    monkeypatch.setattr(fit, "MOST_PARAMETERS", 2 * 10**6)
+
+
 def bf16(parameters: float) -> memory.ModelShapes:
     return of_decoder(gpt_of(int(parameters)), torch.bfloat16)
 
@@ -57,7 +67,11 @@ class Tiny(nn.Module):
         self.register_buffer("seen", torch.zeros(3))
 
 
-@pytest.mark.parametrize(("billions", "stage"), PAPER)
+# The largest models take the longest: of them one stage for all.
+@pytest.mark.parametrize(
+    ("billions", "stage"),
+    [pytest.param(*key, marks=slow if key in (("1000", 1), ("1000", 2)) else ()) for key in PAPER],
+)
 def test_model_state_is_that_of_the_zero_paper(billions, stage):
     """To its last printed digit. The paper rounds some figures, and cuts others."""
     model = bf16(float(billions) * GB)
@@ -104,7 +118,7 @@ def test_an_invented_gpt_has_exactly_the_parameters(parameters):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("parameters", [7.5 * GB, 70 * GB, 1000 * GB])
+@pytest.mark.parametrize("parameters", [7.5 * GB, 70 * GB, pytest.param(1000 * GB, marks=slow)])
 def test_padding_is_under_one_percent_of_16384_ranks(stage, parameters):
     model = bf16(parameters)
     for rank in (None, 0):
@@ -237,7 +251,8 @@ def test_activations_are_those_of_the_published_formula():
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_largest_model_fits_and_a_larger_one_does_not(stage):
+def test_the_largest_model_fits_and_a_larger_one_does_not(stage, monkeypatch):
+    monkeypatch.setattr(fit, "MOST_PARAMETERS", EVERY_SIZE)
     job, room = Job(world=16, stage=stage), 40 * GB
     most = memory.largest_model(job, torch.bfloat16, room)
     assert plan(bf16(most), job).most <= room < plan(bf16(most * 1.02), job).most
@@ -250,7 +265,7 @@ def test_the_smallest_stage_that_fits():
 
 
 def test_smaller_buckets_where_they_are_what_is_missing():
-    parameters = tuple(memory.ParameterShape(10**5, torch.bfloat16) for _ in range(10**4))
+    parameters = tuple(memory.ParameterShape(10**5, torch.bfloat16) for _ in range(10**3))
     model, job = memory.ModelShapes("many", parameters), Job(world=8)
     fits = plan(model, Job(world=8, stage=2, bucket_cap_mb=4))
     made = memory.smallest_stage(model, job, fits.most)
@@ -400,7 +415,8 @@ def test_replicas_share_less_and_are_told_of_by_link(capsys):
     assert "a mesh of one dimension, so that all ranks share" in said
 
 
-def test_the_table_of_the_command(capsys):
+def test_the_table_of_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(fit, "MOST_PARAMETERS", EVERY_SIZE)
     said = command(capsys, "--params", "7.5e9", "--world", "64", "--gpu-memory", "40GB")
     lines = {line[2:28].strip(): line[28:].split() for line in said.splitlines() if line.startswith("  ")}
     assert lines["model state"] == ["120.0", "31.41", "16.64", "1.88"]
@@ -537,26 +553,27 @@ class Configured(Tiny):
         self.half()
 
 
-@pytest.mark.parametrize("world", ["1", "8"])
-@pytest.mark.parametrize("stage", [None, "0", "1", "2", "3"])
-def test_no_flag_is_ignored(capsys, monkeypatch, world, stage):
+BESIDE = ("", "--seq 4 --batch 1", "--offload cpu", "--json", "--json --offload cpu")
+
+
+@pytest.mark.parametrize(("world", "stage", "beside"), pairs(("1", "8"), (None, "0", "1", "2", "3"), BESIDE))
+def test_no_flag_is_ignored(capsys, monkeypatch, world, stage, beside):
     """Each changes what is printed, or is refused by name: alone, and beside what gives it a meaning."""
     monkeypatch.setattr(command_module, "largest_model", lambda *_: 0)
     base = ["plan", "--model", "memory.test_plan:Configured", "--world", world, *(["--stage", stage] if stage else [])]
-    beside = ["--seq", "4", "--batch", "1"], ["--offload", "cpu"]
+    base += beside.split()
+    assert main(base) == 0
+    plain = capsys.readouterr().out
     ignored = []
-    for more in ([], *beside, ["--json"], ["--json", *beside[1]]):
-        assert main([*base, *more]) == 0
-        plain = capsys.readouterr().out
-        for flag, value in FLAGS.items():
-            if flag in more:
-                continue
-            code = main([*base, *more, flag, *([value] if value else [])])
-            said = capsys.readouterr()
-            if code == 2:
-                assert flag in said.err
-            elif said.out == plain and (flag, stage) not in SAME_BY_NATURE and (flag, world) != ("--accumulate", "1"):
-                ignored.append((flag, more))
+    for flag, value in FLAGS.items():
+        if flag in beside:
+            continue
+        code = main([*base, flag, *([value] if value else [])])
+        said = capsys.readouterr()
+        if code == 2:
+            assert flag in said.err
+        elif said.out == plain and (flag, stage) not in SAME_BY_NATURE and (flag, world) != ("--accumulate", "1"):
+            ignored.append(flag)
     assert not ignored
 
 
@@ -593,7 +610,7 @@ def test_the_most_parameters_take_few_plans(monkeypatch):
     """Stages whose model state is too large are tried with one size of buckets."""
     tried = []
     monkeypatch.setattr(fit, "plan", lambda model, job: tried.append(job.stage) or plan(model, job))
-    assert fit.smallest_stage(bf16(fit.MOST_PARAMETERS / 1000), Job(world=2), 80 * GB) is None
+    assert fit.smallest_stage(bf16(EVERY_SIZE / 1000), Job(world=2), 80 * GB) is None
     assert tried == [0, 1, 2, 3]
 
 
