@@ -1,4 +1,4 @@
-"""The queue of what is on its way into one tensor: reductions, and what is to be done once they are there."""
+"""A queue of the reductions that are on their way into one tensor, and of actions to run once they are there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Awaited(Protocol):
 
 
 class Arrivals:
-    """A queue before a tensor: nothing overtakes what is still being received.
+    """A queue before a tensor: no write to the tensor overtakes a reduction that is still being received.
 
     Where several optimizers share ranks, no rank may wait within a backward. So a second reduction into a shard can be
     under way before the first one has arrived, and the user may zero a gradient in between::
@@ -42,7 +42,7 @@ class Arrivals:
         self._queue.append(awaited)
 
     def then(self, action: Callable[[], object]) -> None:
-        """Do this to the tensor after what is on its way now."""
+        """Run ``action`` after what is on its way now."""
         if self._queue:
             self._queue.append(action)
         else:
@@ -54,14 +54,14 @@ class Arrivals:
         self.then(part.zero_)
 
     def wait(self) -> None:
-        """Order what follows after all of it. Under gloo the host waits, on CUDA the current stream does."""
+        """Order what follows after the whole queue. Under gloo the host waits, on CUDA the current stream does."""
         while self._queue:
             first = self._queue[0]
             first() if callable(first) else first.wait()
             self._queue.popleft()  # only now: what failed to arrive is still expected
 
     def arrive_within(self, seconds: float) -> bool:
-        """Whether ``wait`` would not hold the host, at the latest after so long for each that is on its way."""
+        """Wait up to ``seconds`` for each that is on its way, and tell whether ``wait`` would not hold the host."""
         return all(callable(awaited) or awaited.arrives_within(seconds) for awaited in self._queue)
 
     def abandon(self) -> None:

@@ -16,31 +16,30 @@ PATIENCE_SECONDS = 2.0
 
 
 COUNT = 2
-"""How many buffers there are: one is packed into, or received in, while what is in the other is on its way."""
+"""Number of buffers: one is packed into, or received in, while the contents of the other are on their way."""
 
 
 class Borrower(Protocol):
     """A bucket, as far as it borrows."""
 
     def arrives_within(self, seconds: float) -> bool:
-        """Whether all that is on its way to it is there, at the latest after so long."""
+        """Wait up to ``seconds``, and tell whether all of the bucket's reductions have arrived."""
 
     def wait(self) -> None: ...
 
 
 class CommBuffers:
-    """Two buffers, at most as large as the largest bucket, lent in turn. Taking one waits for who had it last.
+    """Two buffers, at most as large as the largest bucket, lent in turn. Taking one waits for its last reduction.
 
     Two cases in which a rank must not wait get memory of their own, which goes when the reduction has arrived:
 
     - *Several optimizers share ranks.* In one backward, rank 0 may use the parameters of the first alone and rank 1
       those of the second. Rank 0 would wait for rank 1 in the first, and rank 1 for rank 0 in the second, for ever.
-      What may be in flight there is all gradients: their memory, in the dtype of the reduction, is the price.
-    - *Under gloo, a rank has waited for* ``PATIENCE_SECONDS``. Another one has raised, perhaps, and takes part again
-      only at the next call of ``zero_grad``, which this rank has to reach, too.
+      All gradients may be in flight at once there: their memory, in the dtype of the reduction, is the price.
+    - *Under gloo, a rank has waited for* ``PATIENCE_SECONDS``. Another rank may have raised. It takes part again only
+      at the next call of ``zero_grad``, which this rank has to reach, too.
 
-    With ``ZERO_OPTIM_DEBUG=poison`` what was communicated is overwritten with NaN once it has been used: whoever reads
-    it later is found out.
+    With ``ZERO_OPTIM_DEBUG=poison`` a buffer is overwritten with NaN once it was used, which shows later reads.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -53,7 +52,7 @@ class CommBuffers:
         self.poison = "poison" in debug_options()
 
     def take(self, bucket: Borrower, numel: int, dtype: torch.dtype, *, may_wait: bool = True) -> Tensor:
-        """A buffer [numel], its contents undefined. To be given back with ``give_back``."""
+        """Lend a buffer [numel], its contents undefined, until ``give_back``."""
         nbytes = numel * dtype.itemsize
         # See the class: a wait here could be for ever. So this reduction gets memory of its own.
         if not may_wait or not self._arrives(self._borrowers[1]):
@@ -71,7 +70,7 @@ class CommBuffers:
         return self.storages[0][:nbytes].view(dtype)
 
     def deallocate_once_arrived(self) -> None:
-        """``deallocate``, if what was lent arrives within our patience."""
+        """Call ``deallocate`` if all that was lent arrives within ``PATIENCE_SECONDS``."""
         if self.allocated and all(map(self._arrives, self._borrowers)):
             self.deallocate()
 
@@ -82,7 +81,7 @@ class CommBuffers:
         """
         if user is None or user.arrives_within(0):
             return True
-        # It still waits for the rank that has not come: to wait once more, for another bucket, would be in vain too.
+        # The same rank is still missing: to wait once more, for another bucket, would be in vain, too.
         if self._given_up is not None and not self._given_up.arrives_within(0):
             return False
         arrives = user.arrives_within(PATIENCE_SECONDS)
@@ -90,7 +89,7 @@ class CommBuffers:
         return arrives
 
     def give_back(self, buffer: Tensor) -> None:
-        """The reduction that this was lent to has arrived: nothing in it is needed any more."""
+        """Take ``buffer`` back: its reduction has arrived, and nothing in it is needed any more."""
         if self.poison:
             buffer.view(torch.uint8).fill_(0xFF)  # NaN in every float dtype
         if all(buffer.data_ptr() != storage.data_ptr() for storage in self.storages):
@@ -101,11 +100,11 @@ class CommBuffers:
         return self._extra + sum(storage.untyped_storage().nbytes() for storage in self.storages)
 
     def peak_nbytes(self) -> int:
-        """The most bytes that there were so far."""
+        """The most bytes so far."""
         return max(self._peak, self.nbytes())
 
     def deallocate(self) -> None:
-        """Leave the memory to others until a buffer is taken again. What was lent has to have arrived."""
+        """Free the memory until a buffer is taken again, after waiting for what was lent."""
         for user in self._borrowers:
             if user is not None:
                 user.wait()
@@ -122,7 +121,7 @@ class CommBuffers:
 
     @property
     def idle(self) -> bool:
-        """Whether taking one would not wait."""
+        """Whether taking a buffer would not wait."""
         return all(user is None or user.arrives_within(0) for user in self._borrowers)
 
 

@@ -1,15 +1,15 @@
 """Reductions over a grid, in two legs: a reduce-scatter within a replica, then an all-reduce of the shard across.
 
-The second leg needs what the first brings. Under NCCL a stream beside the current one waits for that, so both are
-issued at once, and all is as with one leg. Under gloo nobody but the host can wait. So there the second leg is issued
-as soon as the host comes by and finds the first one there: with the next reduction, or where it waits::
+The second leg needs the result of the first. Under NCCL a stream beside the current one waits for that, so both legs
+are issued at once, and all is as with one leg. Under gloo only the host can wait. So it issues the second leg when it
+next finds that the first one has arrived: at the next reduction, or where it waits::
 
     launch 1   leg 1 of bucket 1
     launch 2   leg 2 of bucket 1, which has arrived; leg 1 of bucket 2
     step       waits for leg 1 of bucket 2; leg 2 of bucket 2; waits for both
 
-When that is differs from rank to rank; the order does not. Second legs are issued in the order of the first ones, over
-a group of their own.
+The moment differs from rank to rank; the order does not. Second legs are issued in the order of the first ones, over a
+group of their own.
 
 ====================  ==========  ==========  =========
 event                 WITHIN      ACROSS      ARRIVED
@@ -55,13 +55,13 @@ class Chain:
         self.leg = Leg.ARRIVED
 
     def arrives_within(self, seconds: float) -> bool:
-        """Whether ``wait`` would not hold the host, at the latest after so long for each first leg up to its own, and
-        for its second."""
+        """Wait up to ``seconds`` for each first leg up to this chain's, and for its second leg, and tell whether
+        ``wait`` would not hold the host."""
         self._queue.go_on_with_arrived(seconds)
         return self.leg is not Leg.WITHIN and self._pending.arrives_within(seconds)
 
     def order_current(self) -> bool:
-        """The host waits; see ``Pending.order_current``."""
+        """Return False, as the host waits; see ``Pending.order_current``."""
         return False
 
     # -- for the queue -------------------------------------------------------------------------------------------
@@ -76,25 +76,25 @@ class Chain:
 
 
 class ChainQueue:
-    """Chains whose second leg was not issued yet, in the order of their first."""
+    """Chains whose second leg was not issued yet, in the order of their first legs."""
 
     def __init__(self) -> None:
         self._chains: deque[Chain] = deque()
 
     def add(self, first: Pending, second: Callable[[], Pending]) -> Chain:
-        """``second`` issues the second leg."""
+        """Queue a chain; ``second`` issues its second leg."""
         chain = Chain(self, first, second)
         self._chains.append(chain)
         return chain
 
     def go_on(self, until: Chain) -> None:
-        """Issue second legs up to that of ``until``, waiting for first ones, and of those behind that have arrived."""
+        """Issue second legs up to that of ``until``, waiting for first ones, and then those whose first has arrived."""
         while until.leg is Leg.WITHIN:
             self._next()
         self.go_on_with_arrived(0)
 
     def go_on_with_arrived(self, seconds: float) -> None:
-        """Issue the second legs of those whose first arrives at once, or within so long each."""
+        """Issue second legs in order, as long as the next chain's first leg arrives within ``seconds``."""
         while self._chains and self._chains[0].first_arrives_within(seconds):
             self._next()
 
@@ -118,7 +118,7 @@ def issue_behind(first: Pending, second: Callable[[], Pending], device: torch.de
 
 
 def _beside(device: torch.device) -> AbstractContextManager[object]:
-    """The stream is the current one within it. One a device; a simulation on the CPU has none."""
+    """Make the device's stream for second legs the current one. A simulation on the CPU has none."""
     if device.type != "cuda":
         return nullcontext()
     if device not in _streams:

@@ -30,13 +30,13 @@ from .together import raising_together, values_of_one_call
 from .transport import STREAMS, Issued, Reduction, Transport, Work
 
 CHANNELS = 8
-"""Groups that one comm has under gloo, at most: of its own, and for gathers of other sizes."""
+"""The most process groups of one comm under gloo: its own one, and its channels (see ``take_channels``)."""
 
 SHARDED_MODEL = "a sharded model"
-"""The label of its comm."""
+"""The label of a sharded model's comm."""
 
 ON_HOST = torch.device("cpu")
-"""Where ``torch.distributed`` keeps pickled objects, if the group has a back-end there."""
+"""The device from which ``torch.distributed`` sends pickled objects, if the group has a back-end for it."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class Traffic:
     """An account of one kind of collective.
 
     Attributes:
-        bytes: of the whole tensor of each call, as the caller sees it. On the wire a rank sends and receives (N-1)/N of
-            it, and twice that for an all-reduce.
-        wait_seconds: for which the host was blocked.
+        bytes: of the whole tensor of each call, added up. On the wire a rank sends and receives (N-1)/N of them, and
+            twice that for an all-reduce.
+        wait_seconds: that the host has spent in ``Pending.wait``.
     """
 
     kind: str
@@ -55,20 +55,20 @@ class Traffic:
     wait_seconds: float = 0.0
 
 
-_live: weakref.WeakSet[Comm] = weakref.WeakSet()  # of optimizers, which reduce of their own accord
-_with_own_group: weakref.WeakSet[Comm] = weakref.WeakSet()  # of optimizers, and of sharded models
+_live: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms of optimizers, which reduce within a backward
+_with_own_group: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms of optimizers, and of sharded models
 _meetings: dict[str, threading.Lock] = {}  # by the name of a given group: one thread at a time gathers objects over it
 
 
 class Pending:
-    """A collective under way. ``wait`` may be called any number of times; ``on_arrival`` runs in the first.
+    """A collective under way. ``wait`` may be called any number of times; the first call runs ``on_arrival``.
 
-    ``comm``: whose it is, where the host waits in ``wait``, as under gloo; None: the current stream does. ``number``:
-    how many the comm has issued with it. ``given``: whether it goes over the group that the comm was given, and not
-    over its own. ``call``: in which this rank waits for the others to make it, too, as "full_state_dict".
+    ``comm``: the comm that issued the collective, where ``wait`` holds the host, as under gloo; None: ``wait`` holds
+    the current stream. ``number``: the collective's number among those of the comm. ``given``: whether it goes over the
+    given group; else over the own one. ``call``: the call that every rank has to make, as "full_state_dict"; "": none.
 
     Attributes:
-        of: what it is for, in messages; None: for the comm.
+        of: the unit that the collective is for, in messages; None: the whole comm.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Pending:
         self.of: str | None = None
 
     def arrives_within(self, seconds: float) -> bool:
-        """Whether ``wait`` would not hold the host, at the latest after so long. Where the current stream waits, it
-        never does; then the device is not asked."""
+        """Wait up to ``seconds``, and tell whether ``wait`` would return at once now. Always True where the current
+        stream waits: then the device is not asked."""
         # A stream waits: whether it has arrived differs from rank to rank, and must not decide what is launched next.
         if self._work is None or self._comm is None or self._work.is_completed():
             return True
@@ -100,7 +100,7 @@ class Pending:
 
     def order_current(self) -> bool:
         """Order what follows on the current stream after the collective, though another stream will ``wait`` for it.
-        False where that cannot be: where the host waits, or something else is to be done as it arrives."""
+        Returns False, and does nothing, where the host waits, or where ``on_arrival`` has to run."""
         # ``_work`` stays: the other stream has to wait for it as well.
         if self._comm is not None or self._on_arrival is not None or self._work is None:
             return False
@@ -117,10 +117,10 @@ class Pending:
             # The ranks may have issued different numbers of collectives by now, so the next would be taken for another.
             if self._comm is not None:
                 self._comm.out_of_step = True
-            # It has been found here that the ranks wait in vain: that says more than what follows.
+            # This rank has found that the ranks wait in vain: its message says more than the one below.
             if isinstance(error, RankMismatchError):
                 raise
-            # Another rank may have found it, and left: then the connection that is gone is not the cause.
+            # Another rank may have found that, and left: then the lost connection is not the cause.
             if self._comm is not None and (verdict := self._comm.given_up()) is not None:
                 raise self._comm.parted(verdict, came=self._given) from error
             if self._call:
@@ -143,7 +143,7 @@ class Pending:
         assert self._work is not None
         comm = self._comm
         group = comm.own_group if comm is not None else None
-        # The stream waits, and the host goes on; or there is one rank, and nobody to wait for.
+        # Either the stream waits, and the host goes on; or there is one rank, and nobody to wait for.
         if comm is None or group is None:
             self._work.wait()
             return
@@ -155,8 +155,8 @@ class Pending:
             wait = Wait(comm.owner, comm.rounds, what, self._number, self._given, self._call)
             if (verdict := watcher.look(wait, comm.ranks)) is not None:
                 raise comm.parted(verdict, came=self._given)
-        self._work.wait()  # raises where it has failed: then what another rank has written of this wait is read first
-        # Who has given up comes to the meeting after that: see ``Comm.parted``.
+        self._work.wait()  # raises where it has failed: ``wait`` then looks for another rank's verdict
+        # A rank that has given up still joins this meeting, so it may be complete in vain: see ``Comm.parted``.
         if self._given and (verdict := comm.given_up()) is not None:
             raise comm.parted(verdict, came=True)
         watcher.ended()
@@ -188,12 +188,12 @@ class Comm:
         self._own_name = ""  # of the own group, where it is another than the given one
         self._failed = False
         self._verdict: str | None = None  # why these ranks have parted, once they have waited for each other in vain
-        self._part_of: Comm | None = None  # of these ranks are some
-        self._name = ""  # which of its parts
+        self._part_of: Comm | None = None  # the comm that has these ranks and others
+        self._name = ""  # of the parts of that comm, as "by nodes"
         self._parts: list[Comm] = []
-        # Other groups of the same ranks, under gloo. It ends the process where one rank sends more than another expects
-        # in what is for both the n-th broadcast, or the n-th all-reduce, of a group. Ranks that are out of step come to
-        # that. So what differs in size does not share a group, and they wait: see ``standstill``.
+        # More groups of the same ranks, under gloo. Gloo ends the process where one rank sends more than another
+        # expects in the n-th broadcast, or the n-th all-reduce, of a group. Ranks that are out of step would come to
+        # that. So tensors of different sizes do not share a group: such ranks wait instead, see ``standstill``.
         self._channels: dict[object, groups.Reference] = {}
         self._beside: list[weakref.ref[Comm]] = []  # of optimizers between some of the same ranks
         self.world_size = dist.get_world_size(group) if group is not None else 1
@@ -205,22 +205,23 @@ class Comm:
 
     @property
     def shared(self) -> bool:
-        """Whether another optimizer communicates between some of the same ranks. What it changes needs no agreement."""
+        """Whether another optimizer communicates between some of the same ranks. Ranks need not agree on it: it decides
+        only where a rank waits, and what memory it takes."""
         return any((other := beside()) is not None and other in _live for beside in self._beside)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The given one. Raises ClosedError where it was destroyed."""
+        """The given group. Raises ClosedError where it was destroyed."""
         return self._alive(self._group)
 
     @property
     def own_group(self) -> dist.ProcessGroup | None:
-        """Raises ClosedError where it was destroyed."""
+        """The own group, or else the given one. Raises ClosedError where it was destroyed."""
         return self._alive(self._own)
 
     @property
     def whole(self) -> Comm:
-        """The ranks that share one optimizer's state; of some of them, as those of a node, it is another than this."""
+        """The comm of all ranks of the optimizer: this one, unless it is a ``part``, such as the ranks of a node."""
         return self if self._part_of is None else self._part_of.whole
 
     @property
@@ -233,7 +234,7 @@ class Comm:
 
     @property
     def out_of_step(self) -> bool:
-        """Whether a collective has failed, of the whole or of some of its ranks: the group is of no use any more."""
+        """Whether a collective of the whole, or of a part of it, has failed: the groups are of no use any more."""
         return self.whole._failed
 
     @out_of_step.setter
@@ -248,20 +249,20 @@ class Comm:
 
     def standstill(self) -> Standstill:
         """Give the record of waits that this thread writes to while it waits here."""
-        # A thread beside the first one looks at its own optimizer alone: where other threads wait says nothing of it.
+        # Another thread than the main one looks at its own optimizer alone: other threads' waits say nothing about it.
         return standstill_of(self.whole.ranks, self.owner if user_thread.is_beside() else "")
 
     def parted(self, verdict: Verdict, *, came: bool) -> RankMismatchError:
-        """These ranks have waited in vain. Return the error that says so.
+        """Stop every comm whose ranks have waited in vain, by ``verdict``. Return the error that says so.
 
-        Whoever has waited communicates no more, on any of the ranks: what one sends would be taken for something else,
-        or waited for by nobody. The given group goes on, as new optimizers use it. Who has not come to a meeting there
-        comes now, or the next meeting would be taken for that one.
+        Such comms send nothing more over their own groups: another rank would take it for something else, or not at
+        all. The given group stays in use, for new optimizers. So a rank that has not come to the meeting in which
+        others wait there comes now: else they would take its next meeting for this one.
 
         Args:
-            came: this rank waits in the meeting, if there is one.
+            came: whether this rank waits in that meeting itself.
         """
-        # Some are of groups that were destroyed. Another group can have the name of such a one.
+        # Comms of destroyed groups are left out: a new group can have such a group's name.
         living = [comm for comm in _with_own_group if groups.alive(comm._own) is not None]
         for comm in {self.whole, *living}:
             if comm is self.whole or any(of.split(", ")[0] == comm._own_name for of in verdict.owners):
@@ -279,7 +280,7 @@ class Comm:
             )
 
     def given_up(self) -> Verdict | None:
-        """Why another rank does not wait any more, where it has found that ranks wait for each other in vain."""
+        """Read the verdict of another rank that has found the ranks waiting in vain, and waits no more; None: none."""
         if not dist.is_initialized():
             return None
         watcher = self.standstill()
@@ -288,7 +289,7 @@ class Comm:
         return verdict
 
     def check_alone(self) -> None:
-        """Raise where one rank was all there was when this was made, and now there are more: each would train alone."""
+        """Raise where this was made for one rank, and there are several by now: each rank would train alone."""
         # A group of one rank that was given on purpose is something else: it trains alone, and is to.
         if self._group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RankMismatchError(
@@ -299,12 +300,11 @@ class Comm:
     def separate(self) -> None:
         """Collective. Take a group of its own, and learn whether another optimizer communicates between the same ranks.
 
-        Such two reduce in one backward, of which ranks may use different parts. So neither may wait in it.
+        Two such optimizers may reduce in one backward, of which ranks use different parts. So neither may wait in it.
         """
         if self.world_size == 1:
             return
-        # It is alive before the others are looked for: on every rank each of two optimizers is known to the other, in
-        # whichever order they were made.
+        # Before it looks for others: so each of two optimizers knows the other, in whichever order a rank makes them.
         _live.add(self)
         ranks = dist.get_process_group_ranks(self.group)
         others = [other for other in _live if other is not self and len({*ranks} & {*other._ranks()}) > 1]
@@ -320,13 +320,15 @@ class Comm:
             self._take_group(dist.get_process_group_ranks(self.group), "shard_module", needed=True)
 
     def take_channels(self, of: Iterable[object], device: torch.device, where: str) -> None:
-        """Collective. A group more for each of these: sizes of what is gathered, or "all_reduce" for gradients. Where
-        none can be made, where the stream waits, and for all after the first few, the own one serves."""
+        """Collective. Take one more group for each key: the bytes of a gathered tensor, or "all_reduce" for gradients.
+
+        The own group serves where the stream waits, where no group can be made, and beyond ``CHANNELS - 1`` keys.
+        """
         if self.world_size == 1 or not self.host_waits(device):
             return
         ranks = dist.get_process_group_ranks(self.group)
         for key in [*of][: CHANNELS - 1]:
-            # None can be made here, on any rank: the next could not either.
+            # Where one cannot be made, on any rank, the next cannot either.
             if (group := self._obtain(ranks, where, needed=False)) is None:
                 return
             self._channels[key] = weakref.ref(group)
@@ -356,15 +358,15 @@ class Comm:
     def connect(self, device: torch.device) -> None:
         """Collective. Let NCCL connect the ranks of the own group now, for tensors on ``device``.
 
-        It does so where a kind of collective is first used, and its host waits for all ranks in that. In the first
-        backward a rank that has raised would not come.
+        By itself NCCL connects where a kind of collective is first used, and holds the host until all ranks have come.
+        In the first backward a rank that has raised would not come.
         """
         for kind in ("reduce_scatter", "all_gather", "all_reduce"):
             self.connect_for(kind, self.world_size, torch.float32, device)
 
     def connect_for(self, kind: str, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Collective. The same for one kind, on a flat tensor [numel], a multiple of the ranks. By size NCCL chooses
-        an algorithm, and it connects the ranks for each when that is first used."""
+        """Collective. Connect for one kind of collective, on a flat tensor [numel], a multiple of the number of ranks.
+        NCCL chooses an algorithm by size, and connects the ranks for each algorithm when that is first used."""
         if self.world_size == 1 or self.host_waits(device):
             return
         transport, group = self._transport(device), self.own_group
@@ -379,19 +381,19 @@ class Comm:
         self._pending(issued, "construction", full).wait()
 
     def of_consecutive(self, count: int) -> Comm:
-        """Collective. The ``count`` consecutive ranks among which this one is, a divisor of all; traffic is one."""
+        """Collective. Make a part of the ``count`` consecutive ranks around this one; ``count`` divides all ranks."""
         ranks = dist.get_process_group_ranks(self.group)
         return self.part([ranks[start : start + count] for start in range(0, len(ranks), count)], "by nodes")
 
     def part(self, parts: Sequence[Sequence[int]], name: str) -> Comm:
-        """Collective. The ranks of that of ``parts`` in which this one is; traffic is one.
+        """Collective. Make a comm of this rank's part, with the same account of traffic.
 
         Args:
             parts: these ranks, as the whole job numbers them, each in one part.
-            name: of the parts, in messages. Another name is another use, and gets a group of its own.
+            name: of the parts, in messages. The same parts under another name get groups of their own.
         """
         assert self.own_group is not None
-        # The group goes with the own one: whoever takes that over, on all ranks alike, takes over its parts.
+        # Groups of parts belong to the own group: an optimizer that takes it over takes them over, too.
         group = groups.part_of(self.own_group, parts, name, lambda: self._split([list(part) for part in parts]))
         made = Comm(group, self.device)
         made.traffic, made.label, made._part_of, made._name = self.traffic, self.label, self, name
@@ -408,7 +410,7 @@ class Comm:
         return dist.get_process_group_ranks(group) if group is not None else []
 
     def close(self) -> None:
-        """Leave the groups of its own to the next that need one, unless what was sent over them may not be over."""
+        """Leave its own groups to later optimizers, unless something may still be under way over them."""
         _live.discard(self)
         _with_own_group.discard(self)
         for part in self._parts:
@@ -423,7 +425,7 @@ class Comm:
         self._channels.clear()
 
     def _split(self, parts: list[list[int]]) -> dist.ProcessGroup:
-        """Collective. A new group of the part of these ranks in which this one is."""
+        """Collective. Make a new group of this rank's part of these ranks."""
         assert self.group is not None
         return self._transport(ON_HOST).split(self.group, parts)
 
@@ -444,11 +446,11 @@ class Comm:
         return self._group is not None and self._transport(device).host_waits
 
     def reduce_scatter(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Pending:
-        """Sum ``full`` [N * shard] over the ranks; this rank's shard of it goes to ``out`` [shard].
+        """Sum ``full`` [N * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard].
 
         Args:
             full: contribution of this rank; its contents are lost. ``out`` may be this rank's own part of it.
-            lend: gives memory of ``full``'s dtype, that many elements, until the sum is there; called under gloo.
+            lend: lends so many elements of ``full``'s dtype until the sum is there; called under gloo.
             accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
         """
         self.check_not_parted()
@@ -465,7 +467,7 @@ class Comm:
         return self._pending(Issued(issued.work, on_arrival), "all_reduce", full, number)
 
     def reserve(self) -> int:
-        """Number a collective now that is issued later: ranks count alike, whenever each of them comes to it."""
+        """Number a collective that is issued later: so all ranks number it alike, whenever each of them issues it."""
         self.whole.issued += 1
         return self.whole.issued
 
@@ -480,8 +482,8 @@ class Comm:
     def all_to_all(
         self, sent: Tensor, counts: Sequence[int], of_each: Sequence[int], kind: str = "all_to_all"
     ) -> Tensor:
-        """Send ``counts`` elements of ``sent``, flat, to each rank. Returns what they have sent, ``of_each``, in rank
-        order, before what follows."""
+        """Send ``counts[i]`` elements of ``sent``, flat, to each rank i. Returns the ``of_each[i]`` elements that each
+        rank i has sent to this one, in rank order, before what follows."""
         self.check_not_parted()
         received = sent.new_empty(sum(of_each))
         group = self.own_group
@@ -514,9 +516,9 @@ class Comm:
                 tensor.copy_(dense)
 
     def gather_objects(self, value: Any, where: str) -> list[Any]:
-        """Every rank's ``value``, in rank order. For construction and loading: it pickles and reads on the host.
+        """Gather every rank's ``value``, in rank order. For construction and loading: it pickles and reads on the host.
 
-        Raises RankMismatchError, on every rank, unless all say the same of ``where`` they are.
+        Raises RankMismatchError, on every rank, unless all give the same ``where``, for the same optimizer.
         """
         if self.world_size == 1:
             return [value]
@@ -525,7 +527,7 @@ class Comm:
         assert group is not None
         # Two threads that gather over one group would receive each other's objects.
         with _meetings.setdefault(group.group_name, threading.Lock()):
-            if self.host_waits(ON_HOST):  # what follows cannot be looked after while the host waits for it
+            if self.host_waits(ON_HOST):  # ``standstill`` can look in this wait, but not in torch's own that follow
                 meeting = self._transport(ON_HOST).barrier(group)
                 Pending(
                     meeting, Traffic(f"the wait for the other ranks in {where}"), self, given=True, call=where
@@ -538,8 +540,8 @@ class Comm:
         """Collective. See ``together.raising_together``.
 
         Args:
-            device: for what is done often, where to ask first whether any rank has failed, over the own group: one
-                number. Else every rank gets an object of each, which takes 0.3 s among 16,384.
+            device: of one number that is reduced first, over the own group, and tells whether any rank has failed: for
+                frequent calls. None: every rank gets an object of each, which takes 0.3 s among 16,384.
         """
         return raising_together(self, where, lambda failed: device is None or self._any(failed, device, where))
 
@@ -568,7 +570,7 @@ class Comm:
 
 
 def make_comm(process_group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Comm:
-    """The given group, else the default one, else one rank where ``torch.distributed`` is not initialised.
+    """Make a comm of the given group, else of the default one, else of one rank without ``torch.distributed``.
 
     ``device``: see ``Comm``.
     """

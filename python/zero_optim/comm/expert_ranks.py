@@ -1,4 +1,4 @@
-"""Experts: parameters of which other ranks have others under the same name. What a parameter group says of their ranks.
+"""Experts: parameters that differ between ranks under one name. A parameter group says which ranks have the same ones.
 
 Four ranks, where two have each half of the experts, and all four have all other parameters::
 
@@ -6,9 +6,9 @@ Four ranks, where two have each half of the experts, and all four have all other
     replica 0    rank 0      rank 1        a row: all experts
     replica 1    rank 2      rank 3        a column: the same ones; gradients are added up along it, and state shared
 
-So experts are what tensor-parallel slices are, of some parameters alone: see ``TensorRanks``. The tokens of an expert
-come from all ranks that train together, and each of these has divided its loss by its own tokens. So the sum of an
-expert's gradients is divided by the number of all these ranks, as a rule, and not by that of its replicas.
+So experts lie on ranks as tensor-parallel slices do (see ``TensorRanks``), but for some parameters alone. The tokens of
+an expert come from all ranks that train together, and each of these has divided its loss by its own tokens. So the sum
+of an expert's gradients is divided by the number of all these ranks, as a rule, and not by that of its replicas.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .sharding import Sharding
 from .tensor_ranks import make_tensor_ranks
 
 KEYS = ("process_group", "mesh", "grad_divisor")
-"""What a parameter group says of them. It is taken out of the group: it cannot be saved, or compared between ranks."""
+"""Keys of a group of experts. They are taken out of it: their values cannot be saved, or compared between ranks."""
 
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """What one parameter group says.
+    """The ranks of one parameter group's experts.
 
     Attributes:
         ranks: those that have the same experts as this one, as the whole job numbers them.
-        grad_divisor: what the sum of gradients over them is divided by.
-        columns: all such ranks, as they have told each other; empty: not yet.
+        grad_divisor: what the sum of gradients over ``ranks`` is divided by.
+        columns: the ``ranks`` of all ranks, once they have told each other; empty: not yet.
     """
 
     ranks: tuple[int, ...]
@@ -44,7 +44,7 @@ class ExpertRanks:
 
 
 def split_off(params: Any) -> tuple[Any, dict[int, dict[str, Any]]]:
-    """Take out of ``params``, as an optimizer is given them, what groups say of experts, by the group's number."""
+    """Split an optimizer's ``params`` into groups without ``KEYS``, and what each said under these, by its number."""
     if not isinstance(params, list):
         return params, {}
     said = {
@@ -62,11 +62,11 @@ def split_off(params: Any) -> tuple[Any, dict[int, dict[str, Any]]]:
 def read_expert_ranks(
     said: Mapping[int, Mapping[str, Any]], all_ranks: Sequence[int], *, beside_slices: bool
 ) -> dict[int, ExpertRanks]:
-    """Read what groups say, by their number. One that says what holds of all parameters is left out.
+    """Read what groups say of experts, by their number. A group with the ranks and divisor of all others is left out.
 
     Args:
         all_ranks: those that average the gradients of all other parameters.
-        beside_slices: whether these are cut over tensor-parallel ranks. Experts are not, so they say something then.
+        beside_slices: whether these are cut over tensor-parallel ranks. Experts are not cut, so none is left out then.
 
     Raises TypeError or ValueError.
     """
@@ -132,7 +132,7 @@ def _divisor_of(given: Any, group: str) -> int | None:
 
 
 def told_each_other(said: Mapping[int, ExpertRanks], everyone: Comm, where: str) -> dict[int, ExpertRanks]:
-    """Collective. The same, with the columns. Raises ValueError, on every rank, where they are no matrix of ranks."""
+    """Collective. Fill in the columns. Raises ValueError, on every rank, where they are no matrix of ranks."""
     every = everyone.gather_objects([of_group.ranks for of_group in said.values()], where) if said else []
     return {
         number: replace(of_group, columns=_columns([of[place] for of in every], everyone.ranks, number))
@@ -141,7 +141,7 @@ def told_each_other(said: Mapping[int, ExpertRanks], everyone: Comm, where: str)
 
 
 def make_expert_shardings(main: Sharding, said: Mapping[int, ExpertRanks]) -> dict[int, Sharding]:
-    """Collective. Who shares the parameters of these groups, by their number. ``main``: who shares all others."""
+    """Collective. Make the shardings of these groups, by their number. ``main``: of all other parameters."""
     made: dict[Rows, Sharding] = {}
     for columns in dict.fromkeys(of_group.columns for of_group in said.values()):
         ranks = make_tensor_ranks(main.everyone, columns, main.device)
@@ -150,7 +150,7 @@ def make_expert_shardings(main: Sharding, said: Mapping[int, ExpertRanks]) -> di
 
 
 def _columns(given: Sequence[tuple[int, ...]], all_ranks: Sequence[int], number: int) -> Rows:
-    """``given``: of each rank, those that it says have the same experts."""
+    """Check the columns that are ``given``: by rank, the ranks that it says have the same experts."""
     columns: Rows = tuple(sorted({*given}))
     found = f"the ranks of parameter group {number} are {[list(column) for column in columns]}, by what each rank gives"
     if sorted(rank for column in columns for rank in column) != sorted(all_ranks):

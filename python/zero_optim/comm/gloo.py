@@ -1,4 +1,4 @@
-"""Collectives over gloo, in the ways that its own are slow at. The host waits for them."""
+"""Collectives over gloo, made anew where its own are slow. The host waits for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .storage import references_in_cpp
 from .transport import Issued, Reduction, TorchTransport, backends
 
 SUMMED_AT_ONCE = 2**16
-"""Elements: their fp32 sums, of a reduce-scatter, fit into a core's cache."""
+"""Elements that a reduce-scatter sums at once: their fp32 sums fit into a core's cache."""
 
 LETS_GO_WITHIN = 1.0
 """Seconds in which gloo's thread lets go of what it has sent. If it takes longer, no more is lost than some memory."""
@@ -32,7 +32,7 @@ class GlooTransport(TorchTransport):
     ) -> Issued:
         """Gloo's reduce-scatter is a clone and an all-reduce; this is a scatter a rank and a local sum.
 
-        One contribution is received where the sum will be, if nothing is there yet; the own one stays where it is.
+        One contribution is received where the sum will be, if that memory is free; the own one stays where it is.
         """
         full, own, out = reduction.full, reduction.own, reduction.out
         ranks, this = dist.get_world_size(group), dist.get_rank(group)
@@ -71,13 +71,12 @@ class GlooTransport(TorchTransport):
 class Works:
     """Several asynchronous collectives as one. It is complete when all are, or when one is known to have failed.
 
-    Whether one is complete, its future is asked. ``Work.is_completed`` waits, with the GIL, for a lock. The thread that
-    completes the work has that lock, and can itself wait for the GIL: to restore the hooks of ``saved_tensors_hooks``,
-    as of a checkpoint that is not re-entrant, while a profiler runs.
+    The future of a work tells whether it is complete. ``Work.is_completed`` can deadlock: it waits, with the GIL, for a
+    lock. The thread that completes the work has that lock, and can itself wait for the GIL: to restore the hooks of
+    ``saved_tensors_hooks``, as of a checkpoint that is not re-entrant, while a profiler runs.
 
-    A thread of gloo says that its work is complete, and lets go of the tensors after that. What is still referred to
-    then looks as if the user kept it, so ``wait`` ends when none of ``views`` is. These are views that were made for
-    the collectives alone.
+    A thread of gloo says that its work is complete before it lets go of the tensors. Until then they look as if the
+    user kept them. So ``wait`` ends when gloo refers to none of ``views``, which were made for the collectives alone.
     """
 
     def __init__(self, works: Sequence[Any], views: Sequence[Tensor] = ()) -> None:
@@ -88,10 +87,10 @@ class Works:
         return bool(self._failed) or all(map(_is_completed, self._works))
 
     def wait(self, *timeout: timedelta) -> None:
-        """Raises what a work that failed raises: at once where that is known, else when its turn comes."""
+        """Wait for all. Raises what a failed work raises: at once where that is known, else when its turn comes."""
         self._wait_for_all(*timeout)
         self._works = ()
-        # Who asks next whether the user keeps a tensor would take gloo's own reference for the user's.
+        # Else the next check for tensors that the user keeps would take gloo's own reference for the user's.
         until = time.monotonic() + LETS_GO_WITHIN
         while max(map(references_in_cpp, self._views), default=0) > 1 and time.monotonic() < until:
             time.sleep(0)

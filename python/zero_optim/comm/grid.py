@@ -1,7 +1,7 @@
 """Ranks in a grid: those of a row share tensors among them, those of a column hold the same.
 
-A ``DeviceMesh`` of two dimensions is one. Two nodes of four ranks, where each node shares among its own ranks, over its
-fast links, and repeats what the other has::
+A ``DeviceMesh`` of two dimensions is a grid. Two nodes of four ranks, where each node shares among its own ranks, over
+its fast links, and repeats what the other has::
 
                  shard 0   shard 1   shard 2   shard 3
     replica 0    rank 0    rank 1    rank 2    rank 3
@@ -43,7 +43,7 @@ class Grid:
 
 
 def make_grid(everyone: Comm, rows: Rows | None, device: torch.device) -> Grid | None:
-    """Collective. The communicators of a grid of ``everyone``, connected for ``device``; None: nobody repeats."""
+    """Collective. Make the communicators of a grid, connected for ``device``; None: without ``rows`` nobody repeats."""
     if rows is None:
         return None
     within = everyone.part(rows, "within a replica")
@@ -54,11 +54,10 @@ def make_grid(everyone: Comm, rows: Rows | None, device: torch.device) -> Grid |
 
 
 def read_rows(mesh: dist.DeviceMesh | None, *, shares: bool = True) -> Rows | None:
-    """Read a grid off a mesh. None: it has one dimension, or repeats nothing, so that all its ranks share; or, without
-    ``shares``, as at stage 0, none does.
+    """Read the rows of a grid off a mesh. None: the mesh has one dimension, or repeats nothing, so that all its ranks
+    share; or, without ``shares``, as at stage 0, none does.
 
-    Which dimension repeats is told by its name, if that has "replicate" in it, or the other's has "shard"; else it is
-    the first, as in FSDP2.
+    The dimension that repeats has "replicate" in its name, or the other has "shard"; else it is the first, as in FSDP2.
 
     Raises ValueError for a mesh of more dimensions, and for one whose ranks cannot be used so.
     """
@@ -91,7 +90,7 @@ def read_rows(mesh: dist.DeviceMesh | None, *, shares: bool = True) -> Rows | No
 
 
 def group_of(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Collective. The group of all ranks that are given, by a group or a mesh. None: the default one.
+    """Collective. Make the group of all ranks of a group or a mesh. None: the default one.
 
     A mesh that cannot be used gives the group of its last dimension: so the ranks can raise together.
     """
@@ -105,7 +104,7 @@ def group_of(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | No
 
 
 def group_along(given: dist.DeviceMesh | dist.ProcessGroup, option: str, what: str, example: str) -> dist.ProcessGroup:
-    """The group of an option that takes a mesh of one dimension, or a group. ``what``: is along it, for messages.
+    """Read an option that is a mesh of one dimension, or a group. ``what``: names the ranks along it, in messages.
 
     Raises ValueError for a mesh of several dimensions, TypeError for what is neither mesh nor group.
     """
@@ -122,7 +121,7 @@ def group_along(given: dist.DeviceMesh | dist.ProcessGroup, option: str, what: s
 
 
 def group_of_ranks(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Collective over ``ranks``. Whoever asks again gets the same group, while it lives.
+    """Collective over ``ranks``. Make a group of these, or return the one that was made before, while it lives.
 
     ``like``: a group over the same back-ends. Raises ValueError where there can be no such group.
     """

@@ -1,8 +1,8 @@
-"""Process groups for one use alone: made on all ranks at once, or taken from those that an optimizer has left.
+"""Process groups for one use alone: made on all ranks at once, or taken over from a closed optimizer.
 
-torch names a group after its ranks and how many there are. So one that is made where another was destroyed could be
-given that one's name, and find its addresses: a group that is not needed any more is kept here for the next use. And
-ranks that are in different numbers of groups would wait for each other under different names: they must not make one.
+torch names a group after its ranks and the number of groups. So a group that is made where another was destroyed could
+get its name, and find its addresses: therefore a group that is not needed any more is kept here for the next use. And
+ranks in different numbers of groups would wait for each other under different names: they must not make a group.
 
 All groups are held weakly; see ``Comm``.
 """
@@ -32,7 +32,7 @@ def alive(group: Reference | None) -> dist.ProcessGroup | None:
 def take(
     ranks: Ranks, numbers: Sequence[int], make: Callable[[], dist.ProcessGroup], where: str, *, needed: bool
 ) -> dist.ProcessGroup | None:
-    """Collective. A group of all ``ranks`` that nobody else uses.
+    """Collective. Take a group of all ``ranks`` that nobody else uses: one that was left, or a new one.
 
     Args:
         numbers: those ranks, as the whole job numbers them.
@@ -42,7 +42,7 @@ def take(
     there = [group for group in map(alive, _left.get(tuple(numbers), ())) if group is not None]
     spare = {group.group_name: group for group in there}
     reports = ranks.gather_objects((needed, set(spare), _count()), where)
-    # What one rank has left another may not have closed yet: only what all have left is free.
+    # Only a group that every rank has left is free: on another rank its optimizer may not be closed yet.
     common = sorted(set.intersection(*(names for _, names, _ in reports)))
     if not common and not _give_same_name([count for _, _, count in reports]):
         if any(of_rank for of_rank, _, _ in reports):
@@ -58,14 +58,14 @@ def take(
 
 
 def leave(numbers: Sequence[int], groups: Iterable[Reference]) -> None:
-    """Keep these for the next that needs one. Nothing may be under way over them."""
+    """Keep these groups for later optimizers. Nothing may be under way over them."""
     _left.setdefault(tuple(numbers), []).extend(groups)
 
 
 def part_of(
     whole: dist.ProcessGroup, parts: Sequence[Sequence[int]], name: str, make: Callable[[], dist.ProcessGroup]
 ) -> dist.ProcessGroup:
-    """Collective over ``whole``. The group of that part in which this rank is: it is made once for each ``name``.
+    """Collective over ``whole``. Find the group of this rank's part, which is made once for each ``name``.
 
     Two uses of the same ranks need two groups. The second leg of a reduction over a grid leaves when the first has
     arrived, so ranks come to it at different times: before an expert's reduction on one, and after it on another.
@@ -79,7 +79,7 @@ def part_of(
 
 
 def can_be_made(ranks: Ranks) -> bool:
-    """Collective. Whether a new group of these would have the same name on all."""
+    """Collective. Whether a new group of these ranks would have the same name on all of them."""
     return _give_same_name(ranks.gather_objects(_count(), "making a process group"))
 
 

@@ -24,16 +24,16 @@ class HostCopy:
         self._sent = False
 
     def send(self) -> None:
-        """Nothing happens where the one before has not been read."""
+        """Start to copy the values to the host. Does nothing while the last copy was not read."""
         if self._event is not None and not self._sent:
             self._host.copy_(self.source.reshape(-1), non_blocking=True)
             self._event.record(torch.cuda.current_stream(self.source.device))
         self._sent = True
 
     def read(self, *, wait: bool) -> list[float] | None:
-        """Give what was sent, once.
+        """Return the values that were sent, once.
 
-        None where nothing was sent, or where it has not arrived and is not to be waited for.
+        None where nothing was sent, or where it has not arrived and ``wait`` is False.
         """
         if not self._sent or not (wait or self._arrived()):
             return None

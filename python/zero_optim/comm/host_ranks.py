@@ -1,4 +1,4 @@
-"""The ranks of a ``Comm`` for a thread that agrees with those of other ranks while the program goes on."""
+"""The ranks of a ``Comm``, for a thread that agrees with the same thread of other ranks while the program goes on."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def forget_group(comm: Comm) -> None:
 
 
 class HostRanks:
-    """Over gloo, whatever serves the devices, and over a group that nothing else uses: a thread's collectives have no
-    place in the order of the program's. Nobody looks whether it stands still: the thread may wait for a slow disk.
+    """Ranks that communicate over a gloo group of their own, whatever serves the devices: collectives of a thread have
+    no place in the order of the program's. ``standstill`` does not look at them: the thread may wait for a slow disk.
     """
 
     def __init__(self, comm: Comm) -> None:

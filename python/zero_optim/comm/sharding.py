@@ -1,8 +1,8 @@
-"""Who shares what: the ranks that hold parts of the same state, those that repeat it, and the scale of an average.
+"""Shardings: which ranks hold shards of the same state, which hold the same shard, and the scale of an average.
 
-Tensors that are shared go through a ``Sharding``: other rooms ask for "reduce this", "gather that", and who takes part
-is decided here. What all ranks agree on, such as errors and orders, goes over ``everyone``. As a rule the ranks that
-share are all ranks, and nobody repeats. In a ``Grid`` those of a row share, and a reduction goes on across the rows.
+Other rooms ask a ``Sharding`` to reduce this, or gather that, and it decides which ranks take part. What all ranks
+agree on, such as errors and orders, goes over ``everyone``. As a rule all ranks share, and none repeats what another
+holds. In a ``Grid`` the ranks of a row share, and a reduction goes on across the rows.
 
 Where parameters are cut over tensor-parallel ranks, ``everyone`` is a matrix of ranks, and a row of it has the same
 slices: its ranks average gradients, and share. See ``TensorRanks``. Experts have a sharding of their own, with the same
@@ -25,7 +25,7 @@ from .tensor_ranks import TensorRanks, make_tensor_ranks
 from .topology import Topology
 
 _TOGETHER_BYTES = 25 * 2**20
-"""Tensors are copied into one flat tensor of at most that size for a broadcast: a larger one goes as it is."""
+"""The most bytes of a flat tensor into which others are copied for a broadcast; a larger tensor goes as it is."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Sharding:
     Attributes:
         everyone: all ranks that train together: those that agree, and fail together.
         grad_reduce_dtype: the dtype that gradients are communicated and added up in; None: their own.
-        grad_accumulation_dtype: the dtype that shards of them rest in, and later sums are added in; None: the same.
+        grad_accumulation_dtype: the dtype that their shards rest in, and later sums are added in; None: as reduced.
         device: where parameters, gradients and state are.
         grid: which ranks share, and which repeat; None: all share, and nobody repeats. Of no use at stage 0.
         tensor_ranks: how parameters are cut over tensor-parallel ranks, or experts spread; None: they are not.
-        grad_divisor: of experts, what the sum of gradients is divided by; None: it is of other parameters.
-        topology: what was said of the ranks, of which ``grid`` and ``tensor_ranks`` were made.
+        grad_divisor: for experts, what the sum of gradients is divided by; None: these are other parameters.
+        topology: the arguments that ``grid`` and ``tensor_ranks`` were made from.
     """
 
     everyone: Comm
@@ -60,7 +60,7 @@ class Sharding:
 
     @property
     def rank(self) -> int:
-        """This one among ``everyone``."""
+        """The number of this rank among ``everyone``."""
         return self.everyone.rank
 
     @property
@@ -75,12 +75,12 @@ class Sharding:
 
     @property
     def sharers(self) -> Comm:
-        """The ranks that hold all parts among them, one each, this one included."""
+        """The ranks that hold all shards among them, one each, this rank included."""
         return self.data_parallel if self.grid is None else self.grid.within
 
     @property
     def of_experts(self) -> bool:
-        """Whether it is of parameters of which the other columns have others. So they always count as cut."""
+        """Whether the parameters are experts. Other columns have other experts, so experts always count as cut."""
         return self.grad_divisor is not None
 
     @property
@@ -90,33 +90,33 @@ class Sharding:
 
     @property
     def plain_slices(self) -> int:
-        """Ranks that have plain slices of what is cut, one each."""
+        """Number of ranks that have plain slices of a cut parameter, one each; 1 where there are none."""
         return self.slice_count if self.of_plain_slices else 1
 
     @property
     def savers(self) -> Comm:
-        """The ranks that have a whole state among them. Of plain slices each column has one of its own."""
+        """The ranks that save one state together. With plain slices each column saves one of its own."""
         return self.data_parallel if self.of_plain_slices else self.everyone
 
     @property
     def shard_count(self) -> int:
-        """Parts that state is split into."""
+        """Number of shards that state is split into."""
         return self.sharers.world_size if self.stage >= 1 else 1
 
     @property
     def shard_index(self) -> int:
-        """The number of this rank's part among them."""
+        """The number of this rank's shard among these."""
         return self.sharers.rank if self.stage >= 1 else 0
 
     @property
     def replicas(self) -> Comm | None:
-        """The ranks that repeat this rank's part of the state, this one included; None: nobody does."""
+        """The ranks that hold the same shard as this rank, this one included; None: no other does."""
         if self.shard_count == 1:
             return self.data_parallel if self.world_size > 1 else None
         return None if self.grid is None else self.grid.across
 
     def holders(self, *, cut: bool) -> tuple[int, int]:
-        """How many ranks hold what this rank holds of some state, and which of them this is.
+        """Count the ranks that hold the same state as this rank, and number this rank among them.
 
         ``cut``: whether its parameters are cut over the tensor-parallel ranks; else all of these have them.
         """
@@ -128,15 +128,16 @@ class Sharding:
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients are averaged over several ranks. Those of experts count as such, also where a rank has some
-        that nobody else has: they leave, rest and are divided with the others. So do those of plain tensors beside
-        plain slices, also of one data-parallel rank: ``.grad`` does not show which of them are terms that were added
-        up, as a ``DTensor`` does, so they are added up as they leave, and then they have left."""
+        """Whether gradients are averaged over several ranks, or treated as if they were, in two cases.
+
+        - Experts that only one rank has: their gradients leave, rest and are divided as those of other experts do.
+        - Plain slices, also on one data-parallel rank: unlike a ``DTensor``, ``.grad`` of a plain tensor does not show
+          whether it is a term that was added up. So such terms are added up as they leave."""
         return self.world_size > 1 or self.of_experts or self.of_plain_slices
 
     @property
     def agrees(self) -> bool:
-        """Whether several ranks have to agree in a step. Some may only have other slices."""
+        """Whether several ranks have to agree in a step, those with other slices included."""
         return self.everyone.world_size > 1
 
     @property
@@ -150,7 +151,7 @@ class Sharding:
         return self.everyone.host_waits(self.device)
 
     def speaks(self, *, cut: bool) -> bool:
-        """Whether this rank's term counts in a sum over ranks. Of those that hold the same gradients one's does."""
+        """Whether this rank's term counts in a sum over ranks. One of the ranks with the same gradients speaks."""
         return self.holders(cut=cut)[1] == 0
 
     def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -189,8 +190,8 @@ class Sharding:
             tensor.copy_(values.view(tensor.shape))
 
     def connect_for_buckets(self, flats: Iterable[tuple[int, torch.dtype]], *, gathered: bool) -> None:
-        """Collective. See ``Comm.connect_for``. ``flats``: elements and dtype of the buckets' parameters. ``gathered``:
-        whether they are by ``all_gather``, too."""
+        """Collective. Connect the ranks for the collectives of buckets, see ``Comm.connect_for``. ``flats``: elements
+        and dtype of each bucket. ``gathered``: whether parameters are all-gathered, too."""
         kind = "reduce_scatter" if self.shard_count > 1 else "all_reduce"
         for dtype, numel in largest_of(flats).items():
             reduced = self.reduce_dtype(dtype)
@@ -205,9 +206,9 @@ class Sharding:
 
         Args:
             full: contribution of this rank; its contents are lost. ``out`` may be this rank's own part of it.
-            lend: gives memory of ``full``'s dtype, that many elements, until the sum is there.
-            accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``. It is none either
-                where its dtype is another.
+            lend: lends so many elements of ``full``'s dtype until the sum is there.
+            accumulate: add to ``out`` instead of overwriting it. Then, and where its dtype is another, ``out`` must not
+                be a part of ``full``.
         """
         if self.grid is not None:
             return self._reduce_over_grid(self.grid, full, out, lend, accumulate=accumulate)
@@ -221,7 +222,7 @@ class Sharding:
     def _reduce_over_grid(
         self, grid: Grid, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool
     ) -> Pending | Chain:
-        # What is added to goes through both legs in this rank's part of ``full``, and is added as it arrives.
+        # Both legs run in this rank's part of ``full``, and the sum is added to ``out``, or cast, as it arrives.
         part, on_arrival = out, None
         if accumulate or out.dtype != full.dtype:
             part = grid.within.own_part(full)
@@ -238,14 +239,14 @@ class Sharding:
         self._chains.abandon()
 
     def all_gather(self, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Pending | None:
-        """Fill ``full`` [shard_count * shard] with every shard, in place; its own is there. None: that is all.
+        """Fill ``full`` [shard_count * shard] with every shard, in place; its own is there. None: there are no others.
 
         ``own``: this rank's shard, a view of ``full``, where the caller has it at hand.
         """
         return self.sharers.all_gather(full, kind, own) if self.shard_count > 1 else None
 
     def whole_of(self, shard: Tensor, kind: str) -> Tensor:
-        """Collective. The whole of which each rank has given its ``shard``; this itself where it is all."""
+        """Collective. Gather the whole of which each rank gives its ``shard``; ``shard`` itself where it is all."""
         if self.shard_count == 1:
             return shard
         full = shard.new_empty(shard.numel() * self.shard_count)
@@ -256,16 +257,16 @@ class Sharding:
 
     @property
     def slice_count(self) -> int:
-        """Tensor-parallel ranks, each with another slice of what is cut."""
+        """Number of tensor-parallel ranks, each with another slice of a cut parameter."""
         return 1 if self.tensor_ranks is None else self.tensor_ranks.slices.world_size
 
     @property
     def slice_index(self) -> int:
-        """The number of this rank's slice among them."""
+        """The number of this rank's slice among these."""
         return 0 if self.tensor_ranks is None else self.tensor_ranks.slices.rank
 
     def gather_slices(self, own: Tensor, kind: str) -> Tensor:
-        """Collective. [slices, numel] what each tensor-parallel rank has given: ``own`` [numel] of this one."""
+        """Collective. Gather ``own`` [numel] of every tensor-parallel rank: [slices, numel]."""
         every = own.new_empty(self.slice_count, own.numel())
         every[self.slice_index].copy_(own)
         if self.tensor_ranks is not None:
@@ -276,7 +277,7 @@ class Sharding:
         """Copy the first rank's ``tensor`` to the others that are to have the same, in place.
 
         ``cut``: whether it is of parameters that are cut over the tensor-parallel ranks: then the first rank of each
-        column counts, and none gets what another column has.
+        column sends to its own column.
         """
         self._alike(cut=cut).broadcast(tensor, kind)
 
@@ -284,7 +285,7 @@ class Sharding:
         return self.data_parallel if cut or self.of_experts else self.everyone
 
     def broadcast_together(self, tensors: Sequence[Tensor], *, cut: bool) -> None:
-        """The same of several. Small ones of a dtype travel in one flat tensor."""
+        """Broadcast several tensors. Small ones of a dtype travel in one flat tensor."""
         for run in runs(tensors) if self._alike(cut=cut).world_size > 1 else ():
             if len(run) == 1:
                 self.broadcast(run[0], cut=cut)
@@ -308,7 +309,7 @@ def make_sharding(
     grad_reduce_dtype: torch.dtype | None = None,
     grad_accumulation_dtype: torch.dtype | None = None,
 ) -> Sharding:
-    """Collective. Who of ``everyone`` shares, with communicators that are connected for ``device``."""
+    """Collective. Make the sharding of ``everyone``, with communicators that are connected for ``device``."""
     tensor_ranks = make_tensor_ranks(everyone, topology.columns, device, plain=topology.plain)
     grid = make_grid(everyone if tensor_ranks is None else tensor_ranks.data_parallel, topology.rows, device)
     return Sharding(
@@ -332,7 +333,7 @@ def largest_of(flats: Iterable[tuple[int, torch.dtype]]) -> dict[torch.dtype, in
 
 
 def runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """``tensors`` of one dtype at a time, as many together as are no larger than ``_TOGETHER_BYTES``."""
+    """Split ``tensors`` into runs of one dtype: as many together as are no larger than ``_TOGETHER_BYTES``."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         run: list[Tensor] = []
         nbytes = 0
@@ -346,6 +347,5 @@ def runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def as_sent(tensor: Tensor) -> Tensor:
-    """View ``tensor``, which is to be copied to other ranks as it is, in a dtype that every back-end sends: none sends
-    all integers."""
+    """View ``tensor``, which is sent as it is, in a dtype that every back-end sends: none sends all integer dtypes."""
     return tensor if tensor.is_floating_point() else tensor.view(torch.uint8)

@@ -22,9 +22,9 @@ Or they were given different ranks, and each waits in a call for others who wait
     rank 0   ShardedAdamW(mesh=mesh["dp"])       waits for rank 2
     rank 2   ShardedAdamW(mesh=world_mesh)       waits for ranks 0, 1 and 3
 
-Nothing on the wire tells so. But a host that waits has time: after some seconds it writes into the job's store where it
-waits, and reads what the others have written. Where all have been waiting, with nothing changed, and not all at the
-same place, they raise.
+No message shows this. But a host that waits has time: after some seconds it writes its place into the job's store, and
+reads the places of the other ranks. Where all have been waiting, with nothing changed, and not all at the same place,
+they raise.
 
 Under gloo alone: on CUDA the host does not wait.
 """
@@ -53,13 +53,12 @@ class Wait:
     """The place at which a rank waits.
 
     Attributes:
-        owner: the name of the process group of the optimizer, or sharded model, that waits; another where it waits
-            within a node.
-        rounds: launched there by this rank. Ranks that only lag behind show equal numbers as soon as they catch up.
+        owner: the optimizer, or sharded model, that waits, by the name of its process group; see ``Comm.owner``.
+        rounds: launched by this rank there. Ranks that only lag behind show equal numbers as soon as they catch up.
         what: the collective, for people.
-        number: how many collectives this rank had issued there, with this one: others issue as many in the same order.
-        agreeing: whether it goes over the group that the user has given, as for loading.
-        call: in which this rank waits for the others to make it, too, as "full_state_dict"; "" in others.
+        number: of this collective among those that the rank has issued there: all ranks issue them in one order.
+        agreeing: whether it goes over the given group, as in loading.
+        call: the call that every rank has to make, as "full_state_dict"; "": none.
     """
 
     owner: str
@@ -72,10 +71,9 @@ class Wait:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why ranks wait in vain, for people, and whose collectives they wait in (``Wait.owner``).
+    """A finding that ranks wait in vain: why, for people, and the owners of the waits (``Wait.owner``).
 
-    ``met``: the owner for which some have met over the group that the user has given, and others have not come; "":
-    there is none.
+    ``met``: the owner for which some ranks wait over the given group, where others have not come; "": there is none.
     """
 
     text: str
@@ -84,11 +82,11 @@ class Verdict:
 
 
 class Standstill:
-    """The waits of this process for certain ranks, in whichever of their groups, as it writes and reads them.
+    """The record of the waits of certain ranks, in any of their groups: it writes this rank's, and reads the others'.
 
-    Looking beyond one group is safe among the same ranks alone: a rank that waits elsewhere, for a rank of other groups
-    too, may be waiting for one that computes. A wait within a node counts among all ranks of the model: where all of
-    these wait, none of them computes.
+    Groups of the same ranks alone share a record: a rank that waits in a group with yet other ranks may be waiting for
+    one that computes. A wait within a node counts among all ranks of the model: where all of these wait, none of them
+    computes.
     """
 
     def __init__(self, ranks: Sequence[int], of: str) -> None:
@@ -99,9 +97,10 @@ class Standstill:
         self._written = False
 
     def look(self, wait: Wait, ranks: Sequence[int] = ()) -> Verdict | None:
-        """After ``SECONDS`` more of waiting, for ``ranks``. Returns a verdict on each of the ranks that wait in vain.
+        """Write this rank's wait for ``ranks``, and read the others'. Call it after every ``SECONDS`` of waiting.
 
-        Raises RankMismatchError where they were given different ranks to wait for.
+        Returns a verdict, on each of the ranks, where they wait in vain. Raises RankMismatchError where they were given
+        different ranks to wait for.
         """
         store = dist.distributed_c10d._get_default_store()
         if (verdict := self.verdict()) is not None:
@@ -114,17 +113,17 @@ class Standstill:
             store.set(self._key(dist.get_rank()), "\t".join(map(str, (*astuple(wait), self._waits))))
             self._written = True
         keys = [self._key(rank) for rank in self._ranks]
-        # One that has never waited has written nothing: it computes.
+        # A rank without an entry has never waited: it computes.
         if not store.check(keys):
             return None
-        # "" is of a rank that does not wait now. One whose entry has changed waits somewhere else, so it goes on.
+        # "": the rank does not wait now. A changed entry: it waits somewhere else by now, so it goes on.
         now = tuple(store.get(key).decode() for key in keys)
         self._looks = self._looks + 1 if now == self._seen and "" not in now else 0
         self._seen = now
         return self._judge(now) if self._looks >= LOOKS else None
 
     def _judge(self, entries: Sequence[str]) -> Verdict | None:
-        """All have been waiting for long, and nothing has changed: in vain, unless all wait at the same place."""
+        """Judge ranks that have all waited for long, with nothing changed: in vain, unless all wait at one place."""
         parts = [entry.split("\t") for entry in entries]
         waits = [
             Wait(owner, int(rounds), what, int(number), agreeing == "True", call)
@@ -143,13 +142,13 @@ class Standstill:
         met = agreeing.pop() if len(agreeing) == 1 else ""
         verdict = Verdict(text, [*{wait.owner: None for wait in waits}], met)
         store = dist.distributed_c10d._get_default_store()
-        for rank, number in zip(self._ranks, numbers, strict=True):  # this one may be gone before another looks
+        for rank, number in zip(self._ranks, numbers, strict=True):  # this rank may be gone before another looks
             store.set(self._verdict_key(rank, number), json.dumps(astuple(verdict)))
         self.ended()
         return verdict
 
     def verdict(self) -> Verdict | None:
-        """Why another rank has given up, if it has while this one was in its present wait."""
+        """Read why another rank has given up during this rank's present wait; None: none has."""
         try:
             store = dist.distributed_c10d._get_default_store()
             key = self._verdict_key(dist.get_rank(), self._waits)
@@ -161,7 +160,7 @@ class Standstill:
             return None
 
     def ended(self) -> None:
-        """This rank does not wait any more."""
+        """Note that this rank does not wait any more."""
         if not self._of:
             _MEETINGS.ended()
         if self._written:
@@ -177,11 +176,11 @@ class Standstill:
 
 
 class _Meetings:
-    """The calls in which this rank, and others, wait for whom they were given to come to the same call.
+    """Meetings: calls in which a rank waits until all ranks that it was given have come to the same call.
 
-    A meeting has all of its ranks, or it does not begin. So where a rank waits for others, these for others again, and
-    all of them wait in meetings that not all of their ranks have come to, they wait in vain. In other collectives one
-    does not know that: a rank that waits elsewhere may have issued its part.
+    A meeting has all of its ranks, or it does not begin. So follow the ranks that a rank waits for, those that these
+    wait for, and so on: where each of them waits in a meeting that is not complete, they wait in vain. This does not
+    hold for other collectives: a rank that waits elsewhere may have issued its part.
     """
 
     def __init__(self) -> None:
@@ -191,7 +190,7 @@ class _Meetings:
         self._written = False
 
     def look(self, ranks: Sequence[int], what: str) -> None:
-        """After some more of waiting. Raises RankMismatchError on each of the ranks that wait in vain."""
+        """Look once more, in a wait for ``ranks``. Raises RankMismatchError on each of the ranks that wait in vain."""
         store = dist.distributed_c10d._get_default_store()
         if not self._written:
             self._number += 1
@@ -207,13 +206,13 @@ class _Meetings:
         if any(all(met[other][0] == wanted for other in wanted) for wanted, _, _ in met.values()):
             return
         verdict = _different_ranks(met)
-        for rank, (_, _, number) in met.items():  # this one may be gone before another looks
+        for rank, (_, _, number) in met.items():  # this rank may be gone before another looks
             store.set(self._verdict_key(rank, number), verdict)
         self.ended()
         raise RankMismatchError(verdict)
 
     def _all_that_are_waited_for(self) -> dict[int, str]:
-        """By rank, the meeting in which it waits; none where one of them waits in no meeting, so that it may come."""
+        """Find the meetings, by rank, of all that this rank waits for; none where one of these waits in no meeting."""
         store = dist.distributed_c10d._get_default_store()
         found: dict[int, str] = {}
         more = {dist.get_rank()}
@@ -229,13 +228,13 @@ class _Meetings:
         return found
 
     def verdict(self) -> str | None:
-        """Why another rank has given up, if it has while this one was in its present wait."""
+        """Read why another rank has given up during this rank's present wait; None: none has."""
         key = self._verdict_key(dist.get_rank(), self._number)
         store = dist.distributed_c10d._get_default_store()
         return store.get(key).decode() if self._written and store.check([key]) else None
 
     def ended(self) -> None:
-        """This rank does not wait any more."""
+        """Note that this rank does not wait any more."""
         if self._written:
             self._written, self._seen, self._looks = False, {}, 0
             with contextlib.suppress(RuntimeError):  # the store has gone with its rank
@@ -254,15 +253,15 @@ _MEETINGS = _Meetings()
 
 
 def standstill_of(ranks: Sequence[int], owner: str = "") -> Standstill:
-    """The one for these ranks, as the whole job numbers them. ``owner``: of waits of this one alone."""
+    """Find the record of these ranks, as the whole job numbers them. ``owner``: it has the waits of this one alone."""
     return _ALL.setdefault((owner, *map(str, ranks)), Standstill(ranks, owner))
 
 
 def _differ(waits: Sequence[Wait]) -> bool:
     """Whether ranks that have issued equally many collectives wait in different ones. ``waits`` are of one owner.
 
-    Ranks that have issued different numbers of them do not differ: those that have issued more have issued the earlier
-    one, too, so that it is on its way.
+    Ranks at different numbers do not differ: the one that is ahead has issued the earlier collective, too, so that is
+    on its way.
     """
     own = {(wait.number, wait.what) for wait in waits if not wait.agreeing}
     return len({number for number, _ in own}) < len(own)

@@ -1,4 +1,4 @@
-"""The memory behind tensors: given, taken away, and seen as a storage of its own. Whatever views it stays."""
+"""The memory behind tensors: given, taken away, and seen as a storage of its own. Views of such a tensor stay."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from .streams import keep_for_current_stream
 
 references_in_cpp: Callable[[Tensor], int] = operator.methodcaller("_use_count")
-"""How many references to the tensor there are in C++, with the one that all its references in Python share."""
+"""Count the references to a tensor in C++; all its references in Python share one of them."""
 
 
 def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
-    """Give memory to a tensor that ``deallocate`` has taken it from, and to whatever views it. Contents: undefined.
+    """Give memory back to a tensor, and to its views, after ``deallocate``. Contents: undefined.
 
-    ``nbytes``: what its beginning needs, where that is all that will be used.
+    ``nbytes``: of its beginning, where no more will be used; None: all.
     """
     storage = tensor.untyped_storage()
     needed = tensor.nbytes if nbytes is None else nbytes
@@ -27,9 +27,9 @@ def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
 
 
 def deallocate(tensor: Tensor) -> None:
-    """Take the memory of a tensor that has a storage of its own. It keeps its views.
+    """Free the memory of a tensor that has a storage of its own. Its views stay.
 
-    What NumPy has seen, by ``tensor.numpy()``, stays: an array may show it as long as there is any.
+    Memory that NumPy has seen, by ``tensor.numpy()``, is not freed: an array may still show it.
     """
     storage = tensor.untyped_storage()
     if storage.resizable():

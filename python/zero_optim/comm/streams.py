@@ -34,7 +34,7 @@ def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
 
 
 def keep_for_current_stream(*tensors: Tensor) -> None:
-    """Call it before dropping them: what the current stream does with their memory is over before it is used again.
+    """Call it before dropping ``tensors``: their memory is not reused before the current stream is done with it.
 
     Where they were allocated on the current stream, torch notes nothing. A tensor over a part of another's storage, as
     ``as_own_storage`` makes, is not noted either: torch knows whole blocks alone.
@@ -45,17 +45,17 @@ def keep_for_current_stream(*tensors: Tensor) -> None:
 
 
 def keep_tensors_of(holder: object) -> None:
-    """The same for every tensor that an object has as an attribute, before it is given others."""
+    """Do the same for every tensor among the attributes of ``holder``, before these are replaced."""
     keep_for_current_stream(*(value for value in vars(holder).values() if isinstance(value, Tensor)))
 
 
 class GradStreams:
     """The streams on which autograd adds to gradients that are not packed yet.
 
-    Autograd adds up a gradient on the stream that was current when the node for that was made: with our hooks, in the
-    optimizer's constructor. It orders that stream before the one that called backward when the backward ends, and not
-    earlier; where the backward raises, not at all. Who comes after that must wait, and so must a bucket that leaves
-    within the backward, from a hook on another node::
+    Autograd adds up a gradient on the stream that was current when its accumulation node was made: with our hooks, in
+    the optimizer's constructor. The stream that called backward waits for that stream only at the end of the backward,
+    or never, where the backward raises. So readers after such an error must wait themselves, and so must a bucket that
+    leaves within the backward, from a hook on another node::
 
         default stream   the optimizer is made            .grad += ...
         side stream                            backward                 pack: must wait for the line above
@@ -75,7 +75,7 @@ class GradStreams:
         self._called_on: torch.Stream | None = None  # where the program has stepped or zeroed; None: nowhere yet
 
     def note(self) -> None:
-        """A gradient was added to, on the current stream. For every gradient: it must be quick."""
+        """Note that a gradient was added to on the current stream. Called for every gradient: it must be quick."""
         if self._index is not None:
             self._adding.add(torch._C._accelerator_getStream(self._index))
 
@@ -87,13 +87,13 @@ class GradStreams:
                 current.wait_stream(stream)
 
     def backward_ended(self) -> None:
-        """Autograd has ordered the current stream after all of them."""
+        """Note that a backward ended: autograd has ordered the current stream after all of them."""
         self._added |= self._adding
         self._adding.clear()
 
     def keep(self, gradients: Iterable[Tensor]) -> None:
-        """The current stream has read these, which are about to be dropped. Where it is the one that added them up,
-        autograd has told the allocator of it; but not where they were the program's, made on the stream that it uses.
+        """Call it before dropping ``gradients`` that the current stream has read. Where this stream added them up,
+        autograd has told the allocator; but not of gradients that the program made, on the stream that it uses.
         """
         if self._index is None:
             return
@@ -106,7 +106,7 @@ class GradStreams:
             keep_for_current_stream(*gradients)
 
     def forget(self) -> None:
-        """Nothing is left to be packed. The program calls it."""
+        """Forget the streams, as nothing is left to be packed. The program is stepping or zeroing."""
         self._adding.clear()
         self._added.clear()
         self._called_on = None if self._index is None else self._current()

@@ -38,7 +38,7 @@ class Row:
 
 
 def read_row(tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> Row | None:
-    """Read them off an option, or off the mesh that parameters are over. None: no parameter has slices.
+    """Read this rank's row off an option, or off the mesh that parameters are over. None: no parameter has slices.
 
     Raises TypeError, or ValueError where the two say different things.
     """
@@ -61,7 +61,7 @@ def read_row(tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None, mesh: 
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """This rank's place among them.
+    """This rank's place among tensor-parallel ranks.
 
     Attributes:
         data_parallel: this rank's column.
@@ -75,7 +75,7 @@ class TensorRanks:
 
 
 def _ranks(of: dist.DeviceMesh | dist.ProcessGroup) -> list[int]:
-    """A group has its ranks in ascending order, a mesh as it was made."""
+    """List the ranks: of a group in ascending order, of a mesh as it was made."""
     if isinstance(of, dist.DeviceMesh):
         return list(of.mesh.flatten().tolist())
     return list(dist.get_process_group_ranks(of))
@@ -84,9 +84,9 @@ def _ranks(of: dist.DeviceMesh | dist.ProcessGroup) -> list[int]:
 def with_tensor_ranks(
     data_parallel: dist.ProcessGroup | None, row: Row | None
 ) -> tuple[dist.ProcessGroup | None, Rows | None]:
-    """Collective. The group of all ranks that train together, and their columns, of which ``data_parallel`` is one.
+    """Collective. Make the group of all ranks that train together, and list its columns; ``data_parallel`` is one.
 
-    ``row``: None: nothing is cut, and the ranks are those of ``data_parallel``.
+    Without a ``row`` nothing is cut, and the group is ``data_parallel``.
 
     Raises ValueError where the two do not go together.
     """
@@ -103,7 +103,7 @@ def with_tensor_ranks(
 
 
 def _check(rows: list[list[int]], given: list[int], row: Row, beside: list[list[int]]) -> None:
-    """``given``: the data-parallel ranks. ``beside``: all ranks, as each of this row counts them."""
+    """Check the rows. ``given``: the data-parallel ranks. ``beside``: all ranks, as each of this row lists them."""
     told = f"{row.told}, and mesh, or process_group"
     every = [rank for of_rank in rows for rank in of_rank]
     if len({*every}) < len(every):
@@ -129,7 +129,7 @@ def _check(rows: list[list[int]], given: list[int], row: Row, beside: list[list[
 def make_tensor_ranks(
     everyone: Comm, columns: Rows | None, device: torch.device, *, plain: bool = False
 ) -> TensorRanks | None:
-    """Collective. The communicators between these ranks, connected for ``device``; None: parameters are not cut."""
+    """Collective. Make the communicators of these ranks, connected for ``device``; None: parameters are not cut."""
     if columns is None:
         return None
     data_parallel = everyone.part(columns, "data-parallel ranks")

@@ -21,6 +21,7 @@ from ..errors import CheckpointError, ParameterError, RankMismatchError, StateMi
 
 T = TypeVar("T")
 
+# Types that every rank raises where the lowest rank that failed does.
 _KEPT = {kind.__name__: kind for kind in (CheckpointError, ParameterError, StateMismatchError, UsageError)}
 
 
@@ -49,10 +50,10 @@ def _failure(error: Exception) -> tuple[str, str]:
 
 
 def gathered(ranks: Ranks, work: Callable[[], T], where: str) -> list[T]:
-    """Collective. Do ``work`` on every rank. Returns what it gave on each, in rank order; it is pickled.
+    """Collective. Do ``work`` on every rank. Returns the results, which are pickled, in rank order.
 
     Where it raised on any rank, all raise: the lowest such rank its own error, the others one of the same type that
-    names it.
+    names this rank.
     """
     error: Exception | None = None
     report: _Report[T]
@@ -91,13 +92,13 @@ def on_rank_0(ranks: Ranks, work: Callable[[], T], where: str) -> T:
 
 @contextmanager
 def raising_together(ranks: Ranks, where: str, any_failed: Callable[[bool], bool]) -> Iterator[None]:
-    """Collective. An exception within it, on any rank, is raised on all: its own, or one that names the rank.
+    """Collective. Raise on all ranks where any raises within: its own error there, elsewhere one that names that rank.
 
-    A rank that failed alone would leave the others waiting for it.
+    A rank that raised alone would leave the others waiting for it.
 
     Args:
-        any_failed: collective; asked first, and told whether this rank has failed. Where it answers False, on every
-            rank, no report is gathered.
+        any_failed: collective; called first, with whether this rank has failed. Where it returns False, on every rank,
+            no report is gathered.
     """
     error: Exception | None = None
     try:
@@ -118,9 +119,9 @@ def raising_together(ranks: Ranks, where: str, any_failed: Callable[[bool], bool
 
 
 def values_of_one_call(reports: Sequence[tuple[str, str, Any]]) -> list[Any]:
-    """The values of ``reports``: of each rank in which call it is, of whose optimizer, and its value.
+    """Take the values out of ``reports``: by rank, the call that it is in, the optimizer whose call it is, the value.
 
-    Raises RankMismatchError unless all are in the same call. What a rank has gathered would mean something else to it.
+    Raises RankMismatchError unless all are in the same call: a value of another call would be misread.
     """
     places, owners, values = zip(*reports, strict=True)
     odd = next((rank for rank, place in enumerate(places) if place != places[0]), None)
@@ -142,7 +143,7 @@ def values_of_one_call(reports: Sequence[tuple[str, str, Any]]) -> list[Any]:
 def check_same(ranks: Ranks, description: Sequence[str], where: str, remedy: str) -> None:
     """Collective. Raise RankMismatchError, on every rank, unless all have the same description.
 
-    A hash is exchanged, and the descriptions only where it differs: of a large model among many ranks they are long.
+    Hashes are exchanged first, and descriptions only where these differ: for a large model on many ranks they are long.
     """
     digests = ranks.gather_objects(hashlib.sha256("\n".join(description).encode()).digest(), where)
     if len(set(digests)) == 1:

@@ -1,4 +1,4 @@
-"""Which ranks train one model together: who of them shares, who repeats, and who has which slices. Arguments say it."""
+"""The places of the ranks that train one model, by arguments: which share, which repeat, which have which slices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Topology:
         rows: of the grid, see ``Grid``; None: all that average gradients share.
         columns: the ranks with the same slices, see ``TensorRanks``; None: nothing is cut.
         plain: whether slices are plain tensors, see ``Row``.
-        told: whether somebody has said which ranks have slices. Megatron marks slices also where nothing is cut.
+        told: whether the user has said which ranks have slices. Megatron marks slices also where nothing is cut.
     """
 
     rows: Rows | None = None
@@ -30,19 +30,19 @@ class Topology:
 
     @property
     def slices(self) -> list[int]:
-        """The ranks that have the slices, this one's among them, one each; none where nothing is cut."""
+        """The ranks of this rank's row, one a slice; none where nothing is cut."""
         return own_row(self.columns or ())
 
     def sharing(self, everyone: Comm) -> int:
-        """How many of ``everyone`` share one state among them."""
+        """Count the ranks that share one state among them."""
         return len(self.rows[0]) if self.rows else everyone.world_size // len(self.columns or [0])
 
     def averaging(self, everyone: Comm) -> list[int]:
-        """Those of ``everyone`` that average gradients with this rank."""
+        """List the ranks of ``everyone`` that average gradients with this rank."""
         return next((list(column) for column in self.columns or () if dist.get_rank() in column), everyone.ranks)
 
     def described(self) -> dict[str, Any]:
-        """Give what all ranks have to agree on: of a grid within a column, its size alone."""
+        """Describe what all ranks have to agree on. Of a grid within a column that is its shape alone."""
         if self.columns is None:
             return {"mesh": self.rows}
         shape = None if self.rows is None else [len(row) for row in self.rows]
@@ -52,7 +52,7 @@ class Topology:
 def read_topology(
     averaging: dist.ProcessGroup | None, row: Row | None, *, told: bool
 ) -> tuple[dist.ProcessGroup | None, Topology]:
-    """Collective. The group of all ranks that train together, and their places; a grid among them is not read here.
+    """Collective. Make the group of all ranks that train together, and read their places, but for a grid.
 
     Args:
         averaging: the ranks that average gradients with this one; None: those of the default group.
@@ -67,6 +67,6 @@ def read_topology(
 
 
 def own_row(columns: Rows) -> list[int]:
-    """The ranks beside this one, one of each column; none where it is in no column."""
+    """List the ranks of this rank's row, one of each column; none where it is in no column."""
     rows = zip(*columns, strict=True)
     return next((list(row) for row in rows if dist.get_rank() in row), [])

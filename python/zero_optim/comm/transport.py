@@ -26,7 +26,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 HOST_PATIENCE = timedelta(hours=2)
-"""For a rank whose disk is slow. One that died is heard of at once."""
+"""Time-out of a host group: a rank's disk may be slow. A rank that died is heard of at once."""
 
 
 class Work(Protocol):
@@ -40,7 +40,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Issued:
-    """``on_arrival``: what is left to do with the result; to be called after ``work.wait()``."""
+    """A collective that was issued. ``on_arrival``: what is left to do with the result, after ``work.wait()``."""
 
     work: Work
     on_arrival: Callable[[], object] | None = None
@@ -54,8 +54,8 @@ class Reduction:
         full: [N * shard] the contribution of this rank; its contents are lost.
         own: [shard] this rank's part of ``full``, a view.
         out: [shard] where the sum goes; it may be ``own``.
-        accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``. It is none either
-            where its dtype is another.
+        accumulate: add to ``out`` instead of overwriting it. Then, and where its dtype is another, ``out`` must not be
+            a part of ``full``.
     """
 
     full: Tensor
@@ -68,8 +68,8 @@ class Transport(Protocol):
     """Hands collectives to a back-end. They arrive in the order in which a group was given them.
 
     Attributes:
-        host_waits: whether ``Work.wait`` holds the host. Else the host goes on, and never asks whether it has arrived:
-            what a rank launches must not depend on how fast its device is.
+        host_waits: whether ``Work.wait`` holds the host. Else the host goes on, and never asks whether a collective has
+            arrived: what a rank launches must not depend on how fast its device is.
     """
 
     host_waits: bool
@@ -77,7 +77,7 @@ class Transport(Protocol):
     def reduce_scatter(
         self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
     ) -> Issued:
-        """``lend``: gives memory of ``full``'s dtype, that many elements, until the sum is there."""
+        """Sum over the ranks. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
 
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Issued:
         """Fill ``full`` [N * shard] with every rank's ``own`` part of it, in place."""
@@ -88,19 +88,19 @@ class Transport(Protocol):
     def all_to_all(
         self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: dist.ProcessGroup
     ) -> Issued:
-        """Send ``counts`` elements of ``sent`` to each rank, and receive ``of_each`` from each, in rank order."""
+        """Send ``counts[i]`` elements of ``sent`` to each rank i, and receive ``of_each[i]`` from it, in rank order."""
 
     def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         """Copy the ``tensor`` of the group's rank 0, contiguous, to every rank, in place, before what follows."""
 
     def barrier(self, group: dist.ProcessGroup | None) -> Issued:
-        """Issue what arrives when every rank has come to it."""
+        """Issue a collective that arrives when every rank has issued it."""
 
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
         """Every rank's ``value``, in rank order. The host waits, whatever the back-end."""
 
     def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """A new group, of the part that this rank is in, over the same back-end as ``group`` and with its time-out.
+        """Make a new group of this rank's part, with the back-end and time-out of ``group``.
 
         Collective over the ranks of ``group`` and no others. ``parts``: ranks as the whole job numbers them.
         """
@@ -195,13 +195,13 @@ _side_streams: dict[int, torch.cuda.Stream] = {}  # by device
 
 @contextmanager
 def _side_stream() -> Iterator[None]:
-    """Launch what the host waits for beside all that was launched before, as a rule::
+    """Launch what the host waits for on a stream of its own, so that it does not wait for what was launched before::
 
         rank 0   backward: raises at once                   zero_grad: asks how many rounds rank 1 has, then joins them
         rank 1   backward: its stream waits for rank 0      zero_grad: must answer, whatever its stream waits for
 
-    One stream a device, of high priority. torch hands out the others in turn, so one would soon be a stream that waits.
-    With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` the device may still run one after the other.
+    There is one such stream a device, of high priority. torch hands out its other streams in turn, so a new one would
+    soon be a stream that waits. With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` the device may still run one after the other.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         yield
@@ -219,7 +219,7 @@ _used: Transport | None = None
 
 @contextmanager
 def use(transport: Transport) -> Iterator[None]:
-    """Everything within goes over this one, whatever the group's back-end. For tests, and to count what is sent."""
+    """Send everything within over ``transport``, whatever the group's back-end. For tests, and to count messages."""
     global _used
     before, _used = _used, transport
     try:
@@ -254,6 +254,6 @@ def _backend(group: Any) -> str:
 
 
 def _timeout(group: Any) -> timedelta | None:
-    """The group's own; None, for the back-end's default, where it has no options."""
+    """The group's time-out; None, for the back-end's default, where the group has no options."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)

@@ -1,6 +1,6 @@
-"""The order in which flat ranges of a tensor are counted: slice by slice, and in each as it lies in memory.
+"""The order in which flat ranges of a tensor are counted: slice by slice, and within a slice as it lies in memory.
 
-A tensor that is cut along another dimension than 0 has no range of its own in whole order: two slices of a [2, 4]::
+A slice along another dimension than 0 is no flat range of the whole tensor: two slices of a [2, 4]::
 
     whole            0 1 2 3          slices, one after another     0 1 | 4 5
                      4 5 6 7                                        2 3 | 6 7      (elements, by their numbers there)
@@ -20,18 +20,18 @@ from torch import Tensor
 from .storage_order import StorageOrder, flat_of, view_of
 
 Read = Callable[[Tensor, int], None]
-"""Fills a flat tensor with what is there from an element on."""
+"""Fills a flat tensor with the elements from a number on."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut into slices: along ``dim``, of so many rows each, in the order of the ranks."""
+    """A tensor's cut into slices: along ``dim``, of ``sizes`` rows each, in the order of the ranks."""
 
     dim: int
     sizes: tuple[int, ...]
 
     def start(self, number: int) -> int:
-        """Rows of the slices before this one."""
+        """Count the rows of the slices before number ``number``."""
         return sum(self.sizes[:number])
 
     def shape(self, of: Sequence[int], number: int) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class Arrangement:
 
 
 WHOLE = Arrangement()
-"""The elements with their dimensions as they are, as in a file of one whole tensor."""
+"""The arrangement of a contiguous whole, as in a file of one whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Slice:
 
     @property
     def end(self) -> int:
-        """Where it ends along ``dim``."""
+        """The row behind its last one, along ``dim``."""
         return self.at + self.shape[self.dim]
 
 
@@ -93,12 +93,12 @@ def _slices(shape: Sequence[int], arrangement: Arrangement) -> Iterator[_Slice]:
 def read_arranged(
     target: Tensor, start: int, shape: Sequence[int], arranged: tuple[Arrangement, Arrangement], read: Read
 ) -> None:
-    """Fill ``target``, a flat range of a tensor in one arrangement, from where the tensor lies in another.
+    """Fill ``target``, a flat range of a tensor in one arrangement, from the tensor in another.
 
     Args:
         target: [length] the elements from ``start`` on.
         shape: of the whole tensor.
-        arranged: of ``target``, and of what is read. ``read`` counts as that does.
+        arranged: the arrangement of ``target``, and that in which ``read`` counts.
     """
     here, there = arranged
     if here == there or not target.numel():
@@ -115,7 +115,7 @@ def read_arranged(
 
 
 def _read_rows(wanted: _Slice, first: int, end: int, slices: Sequence[_Slice], like: Tensor, read: Read) -> Tensor:
-    """Rows ``first`` to ``end`` of dimension 0 of a slice: whole rows of one are a flat range in every order."""
+    """Read rows ``first`` to ``end`` of dimension 0 of a slice: in every order, whole rows are a flat range."""
     parts, same_cut = [], slices[0].dim == wanted.dim
     for of in slices:
         if same_cut and (of.end <= wanted.at or of.at >= wanted.end) or not of.row:

@@ -1,4 +1,4 @@
-"""A ``FlatShard`` for ``torch.distributed.checkpoint``: as rectangles of its tensor, each a view of what is in memory.
+"""``FlatShard`` for ``torch.distributed.checkpoint``: rectangles of its tensor, each a view of the shard's memory.
 
 DCP knows tensors as unions of hyper-rectangles. A flat range of an N-dimensional tensor is at most 2N-1 of them::
 
@@ -6,7 +6,7 @@ DCP knows tensors as unions of hyper-rectangles. A flat range of an N-dimensiona
     # # # # #     whole rows
     # # . . .     the start of a row
 
-A flat range of a channels_last tensor is one of the tensor with its dimensions as they lie in memory.
+For a channels_last tensor the rectangles are cut with its dimensions in the order of memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .tensor_slice import TensorSlice
 
 
 class Shard(Protocol):
-    """``FlatShard``, as far as it is looked at here."""
+    """``FlatShard``, as far as it is used here."""
 
     start: int
     label: str
@@ -46,7 +46,7 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A part of a tensor: from ``offsets`` on, of ``sizes``. In the flat range it begins at element ``first``."""
+    """A part of a tensor: from ``offsets`` on, of ``sizes``. It begins at element ``first`` of the flat range."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -65,7 +65,7 @@ def rectangles(shape: Sequence[int], start: int, numel: int) -> Iterator[Rectang
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     at, end = start, start + numel
     while at < end:
-        # The outermost dimension in which whole slices begin here and fit, and of which this is one row of slices.
+        # The outermost dimension of which a whole slice begins at ``at`` and fits.
         fitting = (dim for dim, stride in enumerate(strides) if at % stride == 0 and stride <= end - at)
         dim = next(fitting, None)
         if dim is None:  # of no dimensions: a scalar
@@ -78,7 +78,7 @@ def rectangles(shape: Sequence[int], start: int, numel: int) -> Iterator[Rectang
 
 
 def write_items(shard: Shard, fqn: str) -> list[Any]:
-    """List what DCP is to write of ``shard``. Raises ShardAccessError for a storage that would lose some of it."""
+    """List the items of ``shard`` that DCP is to write. Raises ShardAccessError for a storage that would lose some."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -95,7 +95,7 @@ def write_items(shard: Shard, fqn: str) -> list[Any]:
 
 
 def chunks(shard: Shard) -> list[Any]:
-    """List what ``shard`` has, as DCP says it."""
+    """List the rectangles of ``shard``, in DCP's own class."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [
@@ -104,7 +104,7 @@ def chunks(shard: Shard) -> list[Any]:
 
 
 def chunk_at(shard: Shard, offsets: Sequence[int]) -> Tensor:
-    """The part that begins at ``offsets``, a view of the shard's memory."""
+    """View the rectangle that begins at ``offsets``, in the shard's memory."""
     for part in _parts(shard):
         if part.offsets == tuple(offsets):
             return view_of(shard.local.narrow(0, part.first, part.numel), part.sizes, shard.order)
@@ -129,7 +129,7 @@ def _parts(shard: Shard) -> Iterator[Rectangle]:
 
 
 def _check_storage(shard: Shard) -> None:
-    """DCP asks for what is to be written without saying where to. The call that asks knows."""
+    """Refuse Hugging Face's storage. DCP does not tell which storage it writes to, but a caller's local does."""
     for writer in map(type, locals_of_callers("storage_writer")):
         if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in writer.__mro__):
             raise ShardAccessError(

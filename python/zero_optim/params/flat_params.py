@@ -33,11 +33,11 @@ class FlatParams:
         slices: of each of ``params``, the tensor-parallel slice of it that is here; None: it is plain.
         sliced: whether one of them has a slice.
         full: [numel] all parameters. Where they are sharded its storage is empty but for the time of their use: it is
-            resized, never replaced, since what autograd saves in a forward aliases it.
-        shard: [shard_numel] this rank's part, always there: a view of ``full``, or memory of its own where sharded.
-        param_shards: where sharded, what modules hold in place of each of ``params`` while ``full`` is empty.
+            resized, never replaced, since tensors that autograd saves in a forward alias it.
+        shard: [shard_numel] this rank's shard, always there: a view of ``full``, or memory of its own where sharded.
+        param_shards: where sharded, the stand-ins for ``params`` that modules hold while ``full`` is empty.
         trained: whether they get gradients, and an optimizer's state.
-        orders: of each of ``params``, in which its elements lie in its slot: contiguous, or channels_last.
+        orders: of each of ``params``, the order of its elements in its slot: contiguous, or channels_last.
         permuted: whether one of them is not contiguous.
         offloaded: whether the shard rests in host memory.
         shown: where sharded, whether the plain parameters have values now.
@@ -70,7 +70,7 @@ class FlatParams:
 
     @property
     def locals(self) -> Sequence[Tensor]:
-        """Of each of ``params`` the tensor that has its values: another one only where it has a slice."""
+        """The tensors that have the values of ``params``: others than these only where there are slices."""
         return [local_of(parameter) for parameter in self.params] if self.sliced else self.params
 
     @property
@@ -80,26 +80,26 @@ class FlatParams:
 
     @property
     def joined(self) -> bool:
-        """Whether each whole is put together of slices. How plain ones make a whole is not known: each is its own."""
+        """Whether a whole parameter is put together of slices. Not of plain ones: how they make a whole is unknown."""
         return self.cut and self.sliced
 
     @property
     def stack(self) -> tuple[int, int]:
-        """How many plain slices there are of each, and which of them this rank has."""
+        """The number of plain slices of each parameter, and the number of this rank's among them."""
         return (self._sharding.slice_count, self._sharding.slice_index) if self.cut and not self.sliced else (1, 0)
 
     @property
     def holders(self) -> tuple[int, int]:
-        """How many ranks have the shard that this one has, and which of them this is."""
+        """The number of ranks that have this rank's shard, and the number of this rank among them."""
         return self._sharding.holders(cut=self.cut)
 
     def slot_views(self, full: Tensor) -> list[Tensor]:
-        """A view of ``full`` [numel] for each parameter, in the shape and the memory format that it has here."""
+        """View ``full`` [numel] as each parameter, in the shape and the memory format that it has here."""
         slots = zip(self.layout.slots, self.locals, self.orders, strict=True)
         return [view_of(full.narrow(0, slot.offset, slot.numel), local.shape, order) for slot, local, order in slots]
 
     def as_stored(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """View a tensor for each parameter so that it is contiguous where it lies as its slot does."""
+        """View each parameter's tensor with its dimensions in its slot's order: contiguous where it lies so."""
         if not self.permuted:  # as a rule: nothing is done for each
             return tensors
         return [as_stored(tensor, order) for tensor, order in zip(tensors, self.orders, strict=True)]
@@ -114,12 +114,12 @@ class FlatParams:
     def split(
         self, shards: Sequence[ParamShard], *, host_memory: HostMemory | None, lanes: Lanes | None = None
     ) -> None:
-        """Collective. From rank 0's values keep this rank's shard, and empty ``full``.
+        """Collective. Keep this rank's shard of rank 0's values, and empty ``full``.
 
         Args:
-            shards: of each parameter, to show the rank's range of it from now on.
+            shards: the stand-in for each parameter, which shows this rank's range of it from now on.
             host_memory: where the shard is to rest; None: on the device.
-            lanes: where it rests in host memory, on what it is copied to the device.
+            lanes: for copies to the device, where the shard rests in host memory.
         """
         self._sharding.broadcast(self.full, cut=self.cut)
         self.offloaded = host_memory is not None
@@ -140,7 +140,7 @@ class FlatParams:
         self.reshard()
 
     def unshard(self, node: Comm | None) -> Pending | None:
-        """Start to fill ``full``: from the ranks of this ``node`` where they keep all of it, else from all."""
+        """Start to fill ``full``: from the ranks of ``node`` where they keep all of it, else from all ranks."""
         allocate(self.full)
         if node is not None and self._node_part is not None:
             node.own_part(self.full).copy_(self._node_part)
@@ -151,14 +151,14 @@ class FlatParams:
         return self._sharding.all_gather(self.full)
 
     def _unshard_from_host(self, lanes: Lanes) -> Pending | None:
-        """Beside what computes: the unit in use must not wait for the copy of the next one. What is gathered from all
-        ranks follows on the lane::
+        """Copy on a lane beside the computation: the unit in use must not wait for the copy of the next one. The gather
+        from all ranks follows on the lane::
 
             computing   allocate ── mark a    the unit in use ............... wait for b    this unit
             lane                              wait for a; copy; gather ── mark b
         """
         lane = lanes.to_device
-        self._allocated.set()  # its memory may be what the stream that computes has used before
+        self._allocated.set()  # the computing stream may still use the memory that ``full`` has been given
         lane.after(self._allocated)
         lane.copy(self._sharding.own_part(self.full), self.shard)
         lane.set(self._copied)
@@ -166,7 +166,7 @@ class FlatParams:
             return self._sharding.all_gather(self.full)
 
     def order_after_copy(self) -> None:
-        """Order what follows on the current stream after what ``unshard`` has copied from host memory."""
+        """Order what follows on the current stream after the copy of ``unshard`` from host memory."""
         if self._lanes is not None:
             self._copied.order_current()
 
@@ -177,7 +177,7 @@ class FlatParams:
             self._copied.wait()
 
     def show(self) -> None:
-        """``full`` is there: let the plain parameters have their values."""
+        """Give the plain parameters their values: ``full`` is there."""
         for local, view in zip(self.locals, self._views, strict=True):
             local.data = view
         self._locate(self.full)
@@ -201,7 +201,7 @@ class FlatParams:
         return kinds.index(False) if False in kinds else None
 
     def moved(self) -> list[Tensor]:
-        """List the ``params`` that were cast or given other memory while they were shown. They are shown anew."""
+        """List the ``params`` that were cast or given other memory while they were shown, and show them anew."""
         here = zip(self.params, self.locals, self.addresses, strict=True)
         moved = [p for p, local, place in here if local.dtype != self.dtype or local.data_ptr() != place]
         if moved:
@@ -209,7 +209,8 @@ class FlatParams:
         return moved
 
     def keep_edits(self, *, unseen: bool = False) -> None:
-        """Take over what was written in place into the plain parameters since ``show``: every rank its own part."""
+        """Take in-place writes to the plain parameters since ``show`` over into the shard. ``unseen``: also those that
+        no version counter shows."""
         versions = list(map(_version_of, self.params))
         if unseen or versions != self._versions:
             self.wait_until_copied()
@@ -231,7 +232,7 @@ class FlatParams:
             deallocate(self.full)
 
     def nbytes(self) -> int:
-        """Bytes of what is there beside the shard."""
+        """Bytes in use beside the shard."""
         part = self._node_part.nbytes if self.sharded and self._node_part is not None else 0
         return part + (self.full.untyped_storage().nbytes() if self.sharded else 0)
 
@@ -246,8 +247,8 @@ class FlatParams:
         return whole
 
     def wholes(self, full: Tensor) -> list[Tensor]:
-        """Collective where they are ``joined``. Each parameter whole, of ``full`` [numel] as ``gathered`` gave it: a
-        view, or a copy where tensor-parallel ranks have slices."""
+        """Collective where they are ``joined``. Make each parameter whole, of ``full`` [numel] as ``gathered`` gave it:
+        a view, or a copy where tensor-parallel ranks have slices."""
         if not self.joined:
             return self.slot_views(full)
         every = self._sharding.gather_slices(full, "gather_parameters")
@@ -261,7 +262,7 @@ class FlatParams:
         return found
 
     def copy_out(self) -> Tensor:
-        """Collective. Give the plain parameters memory of their own: what views it may outlive ``hide``."""
+        """Collective. Give the plain parameters memory of their own, which the user's views may keep after ``hide``."""
         whole = self.gathered()
         for local, view in zip(self.locals, self.slot_views(whole), strict=True):
             local.data = as_own_storage(view)
@@ -275,20 +276,20 @@ class FlatParams:
         new = self._sharding.own_part(whole).to(self.shard.device)
         for parameter, piece in zip(self.params, self.pieces, strict=True):
             own = slice(piece.in_shard, piece.in_shard + piece.numel)
-            if not torch.equal(new[own], self.shard[own]):  # whoever has made a master of it has to know, on every rank
+            if not torch.equal(new[own], self.shard[own]):  # the optimizer has to update its master, on every rank
                 torch.autograd.graph.increment_version(parameter)
         self.wait_until_copied()
         self.shard.copy_(new)
 
     def elsewhere(self) -> list[int]:
-        """The numbers of ``params`` that are no views of ``full`` any more, as far as their addresses tell."""
+        """List the numbers of ``params`` that are no views of ``full`` any more, by their addresses."""
         here = enumerate(zip(self.locals, self.addresses, strict=True))
         return [number for number, (local, place) in here if local.numel() and local.data_ptr() != place]
 
     def put_away(self) -> None:
-        """Let ``full`` lose its memory, and whatever views the parameters with it: they read as NaN, refuse writes.
+        """Free the memory of ``full``. The parameters read as NaN and refuse writes.
 
-        What the user has taken of them, such as ``p.data``, has no memory either until ``bring_back``.
+        The user's views of them, such as ``p.data``, have no memory either until ``bring_back``.
         """
         self._storages = [local.untyped_storage() for local in self.locals]
         self._nothing = _nothing(self.dtype, self.device)
@@ -298,7 +299,7 @@ class FlatParams:
         deallocate(self.full)
 
     def bring_back(self) -> None:
-        """``full`` has its memory and values again: let all views of the parameters have theirs."""
+        """Give all views of the parameters their memory again: ``full`` has its memory and values."""
         for local, view, storage in zip(self.locals, self._views, self._storages, strict=True):
             storage._swap_data_ptr_(as_own_storage(view).untyped_storage())  # type: ignore[attr-defined]
             local.data = view.new_empty(0).set_(storage, 0, view.shape, view.stride())
@@ -306,14 +307,14 @@ class FlatParams:
         self._locate(self.full)
 
     def hide(self) -> None:
-        """Let the plain parameters have no values."""
+        """Take the values of the plain parameters away."""
         self.shown = False
         for local in self.locals:
             local.data = self._nothing.expand(local.shape)
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[] reads as NaN and refuses writes: for who holds a plain parameter while it has no memory.
+    """Make a tensor [] that reads as NaN and refuses writes: for plain parameters that have no memory.
 
     Under torch's sanitizer, which asks every tensor for its address, it refuses nothing.
     """

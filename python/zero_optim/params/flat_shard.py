@@ -26,11 +26,11 @@ class FlatShard(Tensor):
     Attributes:
         local: 1-D tensor, this rank's elements; empty where the rank owns none. Its dtype may be wider than that
             of the whole: gradients can be reduced in fp32. Reading it waits for what is on its way to it.
-        order: in which the tensor would lie in memory: its strides tell, as with any other tensor.
+        order: of the elements, as the whole tensor would lie in memory: its strides tell, as with any other tensor.
         start: flat index in the whole tensor, in that order, of the first element of ``local``.
         label: what it is, for messages ("gradient of 'fc.weight'").
-        arrivals: what is on its way to ``local``; None: nothing ever is.
-        slice: the tensor-parallel slice in which ``start`` counts, and ``local`` is a flat range; None: the whole.
+        arrivals: reductions that are on their way to ``local``; None: there never are any.
+        slice: the tensor-parallel slice of which ``local`` is a flat range from ``start`` on; None: it is of the whole.
 
     Metadata, ``detach``, ``zero_`` and ``to`` work, and ``torch.distributed.checkpoint`` takes it. Everything else that
     would read or change values raises ``ShardAccessError``: no rank has the whole tensor, and an answer from a shard
@@ -112,7 +112,7 @@ class FlatShard(Tensor):
     def __dlpack_device__(self) -> Any:
         raise self._refusal("__dlpack_device__()", Use.READ)
 
-    # What would write its memory into a file asks for these: safetensors for one.
+    # Code that writes a tensor's memory into a file asks for these: safetensors for one.
     def untyped_storage(self) -> Any:
         raise self._refusal("untyped_storage()", Use.COPY)
 
@@ -142,7 +142,7 @@ class FlatShard(Tensor):
         return self.shape == other.shape and len(ranges) == 1
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
-        """Another of the same elements, which are in ``local``. ``dtype``: of the whole; None: this one's."""
+        """Make a shard of the same range, with its elements in ``local``. ``dtype``: of the whole; None: this one's."""
         return FlatShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order, self.slice)
 
     def _again(self) -> FlatShard:
@@ -152,7 +152,7 @@ class FlatShard(Tensor):
         return again
 
     def _moved(self, options: Mapping[str, Any]) -> FlatShard:
-        """A copy elsewhere or in another dtype, as clients move an optimizer's state about."""
+        """Copy to another device or dtype, as clients move an optimizer's state about."""
         local = self.local.to(options.get("device"), options.get("dtype"), copy=True)
         return self._of_same_range(local, options.get("dtype"))
 

@@ -1,6 +1,6 @@
-"""How the slices of a parameter make a whole, for a rule that needs all of it.
+"""Joints: how the slices of a parameter make a whole, for a rule that needs whole parameters.
 
-Slices of a ``DTensor`` follow each other along the dimension that is cut. Of a plain slice Megatron's attributes tell:
+Slices of a ``DTensor`` follow each other along the dimension that is cut. For plain slices Megatron's attributes tell:
 
 ================  ========================================================================================
 partition_dim     the dimension that is cut
@@ -36,7 +36,7 @@ class Joint:
     Attributes:
         shape: of the whole.
         dim: along which it is cut.
-        blocks: of each block of the whole along ``dim``, in their order, how long the share of each rank is.
+        blocks: for each block of the whole along ``dim``, in order, the length of each rank's share.
     """
 
     shape: tuple[int, ...]
@@ -45,11 +45,11 @@ class Joint:
 
     @property
     def ranks(self) -> int:
-        """How many slices there are."""
+        """Number of slices."""
         return len(self.blocks[0])
 
     def shares(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Of each share of a rank: where it begins in the whole, where in the slice, and its length along ``dim``."""
+        """List a rank's shares: the start in the whole, the start in the slice, and the length, along ``dim``."""
         in_whole = in_slice = 0
         for lengths in self.blocks:
             yield in_whole + sum(lengths[:rank]), in_slice, lengths[rank]
@@ -58,9 +58,9 @@ class Joint:
 
 
 def joint_of(parameter: Any, ranks: int) -> Joint | None:
-    """How the slices of ``parameter`` make a whole; None: this rank has all of it.
+    """Read how the slices of ``parameter`` make a whole; None: this rank has the whole.
 
-    ``ranks``: those that have plain slices, one each. Of a plain slice ``refuse_partition`` has found nothing.
+    ``ranks``: number of ranks with plain slices, one each. ``refuse_partition`` has accepted a plain slice before.
     """
     own = slice_of(parameter)
     if own is not None:
@@ -73,7 +73,7 @@ def joint_of(parameter: Any, ranks: int) -> Joint | None:
 
 
 def is_plain_slice(parameter: Tensor) -> bool:
-    """Whether it is a slice by its mark, and no ``DTensor``."""
+    """Whether a parameter is a slice by its mark, and no ``DTensor``."""
     return is_slice(parameter) and not is_distributed(parameter)
 
 
@@ -110,12 +110,12 @@ def refuse_partition(parameter: Tensor) -> str | None:
 
 
 def says_blocks(parameter: Tensor) -> bool:
-    """Whether it is said of a plain slice if it has its share of several blocks."""
+    """Whether attributes of a plain slice say in how many blocks it has shares."""
     return hasattr(parameter, STRIDE) or hasattr(parameter, SIZES)
 
 
 def partition(parameter: Tensor) -> str:
-    """What is said of a plain slice, for messages; nothing of another parameter."""
+    """List a plain slice's attributes, for messages; empty for another parameter."""
     if not is_plain_slice(parameter):
         return ""
     said = [(name, getattr(parameter, name)) for name in (DIM, STRIDE, SIZES) if hasattr(parameter, name)]

@@ -8,14 +8,14 @@ parameters::
     rows    |r0 |r1 |r2 |r3 |r4 |r5 |r6 |...                            |
     shards  | rank 0                | rank 1                            |
 
-Where a shard may end is a policy of its own. By ``CutAtRows`` it may end at any row: an update that goes element by
-element does not mind. By ``WholeParameters`` it cuts no parameter, for an update that needs whole matrices::
+A policy says where a shard may end. By ``CutAtRows`` it may end at any row: an update that goes element by element does
+not mind. By ``WholeParameters`` it cuts no parameter, for an update that needs whole matrices::
 
     bucket  | slot 1 ............ | slot 3 .. |//| slot 0 ............... | slot 2 .. |
     shards  | rank 0                             | rank 1                             |
 
-Such updates are dear, and shards of a bucket differ in what theirs take. So the dearest shard of a bucket goes to the
-rank that has least to do in the buckets before.
+Such updates are dear, and the shards of a bucket differ in cost. So the dearest shard of a bucket goes to the rank that
+has least to do in the buckets before.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class BucketLayout:
         return self.numel // self.shards
 
     def renumbered(self, params: Sequence[int]) -> BucketLayout:
-        """The same places for parameters with other indices, slot by slot."""
+        """Give the same places to parameters with other indices, slot by slot."""
         slots = zip(self.slots, params, strict=True)
         return replace(self, slots=tuple(replace(slot, param=param) for slot, param in slots))
 
     def holding(self, numels: Mapping[int, int]) -> BucketLayout:
-        """The same places for parameters that have less here than the room they were given: ``numels`` of each."""
+        """Give the same places to parameters with fewer elements here than they were given room for: ``numels``."""
         return replace(self, slots=tuple(replace(slot, numel=numels[slot.param]) for slot in self.slots))
 
     def shard_of(self, slot: Slot) -> int:
@@ -80,12 +80,12 @@ class BucketLayout:
         return min(slot.offset // self.shard_numel, self.shards - 1)  # an empty slot may lie at the very end
 
     def dealt(self, ranks: Sequence[int]) -> BucketLayout:
-        """The same shards in another order: ``ranks`` has the new number of each. None of them cuts a slot."""
+        """Put the shards into another order: ``ranks`` has the new number of each. No shard may cut a slot."""
         moved = {slot: (ranks[self.shard_of(slot)] - self.shard_of(slot)) * self.shard_numel for slot in self.slots}
         return replace(self, slots=_in_order(replace(slot, offset=slot.offset + by) for slot, by in moved.items()))
 
     def pieces(self, shard: int) -> Iterator[SlotPiece]:
-        """Cut out what ``shard`` holds of every slot, empty pieces included."""
+        """Cut out the piece that ``shard`` holds of every slot, empty pieces included."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
         for slot in self.slots:
             start = min(max(slot.offset, low), high)
@@ -96,7 +96,7 @@ class BucketLayout:
                 yield SlotPiece(slot, start - slot.offset, start - low, end - start)
 
     def parts(self, slot: Slot) -> Iterator[tuple[int, SlotPiece]]:
-        """Cut ``slot``: give each shard that holds some of it, and what that is."""
+        """Cut ``slot`` into the pieces that shards hold, each with the number of its shard."""
         first, end = slot.offset // self.shard_numel, -(-(slot.offset + slot.numel) // self.shard_numel)
         for shard in range(first, end if slot.numel else first):
             low = shard * self.shard_numel
@@ -114,7 +114,7 @@ class BucketLayout:
 
 
 class LayoutPolicy(Protocol):
-    """Decides which parameters share a bucket, and where they lie in it, and so where shards cut them.
+    """Decides which parameters share a bucket, where they lie in it, and so where shards cut them.
 
     Attributes:
         cuts: whether a shard may end within a parameter.
@@ -126,12 +126,12 @@ class LayoutPolicy(Protocol):
         """Cut ``params``, in their order, into buckets of about ``capacity`` elements."""
 
     def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
-        """The offset of each of ``params``, in order, each on a row; and the elements of the bucket: ``shards`` equal
-        parts of whole rows, at least one."""
+        """Place ``params`` in a bucket. Returns the offset of each, in order and on a row, and the bucket's elements:
+        ``shards`` equal parts of whole rows, at least one row each."""
 
 
 class CutAtRows:
-    """Parameters lie one after another, and a shard may end at any row of one. No padding but for that of rows."""
+    """Lays parameters one after another; a shard may end at any row. Only rows, and the bucket's end, are padded."""
 
     cuts = True
 
@@ -157,13 +157,13 @@ class CutAtRows:
 
 CUT_AT_ROWS = CutAtRows()
 MOST_PADDING = 0.05
-"""Of a bucket of whole parameters, beside what they take. See ``WholeParameters``."""
+"""The most padding of a bucket of whole parameters, as a share of what they take. See ``WholeParameters``."""
 
 
 class WholeParameters:
-    """No shard cuts a parameter. The largest comes first, each goes to the shard that has least, and all shards are as
-    long as the fullest. So a bucket grows until it has parameters for all shards: its padding is ``MOST_PADDING`` at
-    most, but for that of the last bucket. What a shard has does not depend on the order."""
+    """Cuts no parameter. The largest come first, each goes to the shard that has least, and all shards are as long as
+    the fullest. So a bucket grows until it has parameters for all shards: its padding is ``MOST_PADDING`` of what they
+    take at most, but for the last bucket. Which shard a parameter is in does not depend on the order of ``params``."""
 
     cuts = False
 
@@ -181,7 +181,7 @@ class WholeParameters:
             if self._numel(bucket, numels, shards) <= (1 + MOST_PADDING) * taken:
                 buckets.append([])
                 taken = look_at = 0
-            else:  # to place all of them takes time: the more there are, the less often
+            else:  # placing all of them takes time: the more there are, the less often it is tried
                 look_at = len(bucket) + 1 + len(bucket) // 32
         last = buckets.pop()
         if last and buckets:
@@ -208,8 +208,8 @@ class WholeParameters:
 
 CAP_BYTES = 25 * 2**20
 ROWS_A_SHARD = 128
-"""A bucket is padded by less than a row a shard, and by half of one on average. Two buckets that follow each other hold
-more than one may, so a bucket holds 64 rows a shard on average, or more. Half a row is less than 1 % of that."""
+"""Rows that a bucket may hold for each shard, at least. Two neighbouring buckets together hold more than one may, so a
+bucket has 64 rows a shard or more on average. Its padding is half a row a shard on average: less than 1 % of that."""
 
 
 def bucket_capacities(
@@ -219,10 +219,10 @@ def bucket_capacities(
     itemsizes: Mapping[Any, int],
     shards: int,
 ) -> dict[Hashable, int]:
-    """Elements that a bucket of each kind may hold: ``cap_bytes``, never more than 1/4 of all that kind has.
+    """Find how many elements a bucket of each kind may hold: ``cap_bytes``, never more than 1/4 of all of that kind.
 
-    A quarter leaves at least four buckets, so that reductions overlap with backward in small models too. It comes first
-    where it is less than the default wants: then there is more padding.
+    A quarter leaves at least four buckets, so that reductions overlap with backward in small models, too. This limit
+    holds also where the default wants more: then there is more padding.
 
     Args:
         cap_bytes: None: ``CAP_BYTES``, or ``ROWS_A_SHARD`` rows a shard where that is more, so that padding stays small
@@ -251,11 +251,10 @@ def build_layout(
         numels: elements of each parameter, by index.
         kinds: what must not mix in a bucket (the dtype, the rule), by index.
         order: indices of the parameters to place, in the order in which their gradients become ready.
-        capacities: elements a bucket of each kind may hold, or about as many; the policy says.
+        capacities: elements a bucket of each kind may hold, or about as many, as its policy says.
         shards: parts that every bucket splits into.
-        policies: by kind, which parameters share a bucket, and where they lie in it. Of others ``CUT_AT_ROWS``.
-        costs: what the update of a parameter that is not cut takes, by index, in a unit that all have; else as much as
-            it has elements.
+        policies: by kind; kinds without one have ``CUT_AT_ROWS``.
+        costs: of the update of a parameter that is not cut, by index, in one unit for all; else its elements.
     """
     place = {param: number for number, param in enumerate(order)}
     buckets: list[list[int]] = []
@@ -263,7 +262,7 @@ def build_layout(
         of_kind = [param for param in order if kinds[param] == kind]
         buckets += policies.get(kind, CUT_AT_ROWS).split(of_kind, numels, capacities[kind], shards)
     buckets.sort(key=lambda params: place[params[-1]])
-    to_do = [0] * shards  # of each rank, in buckets whose parameters are whole
+    to_do = [0] * shards  # the cost of each rank's shards so far, in buckets whose parameters are whole
     layouts = []
     for params in buckets:
         policy = policies.get(kinds[params[0]], CUT_AT_ROWS)
@@ -273,7 +272,7 @@ def build_layout(
 
 
 def _deal(layout: BucketLayout, costs: Mapping[int, int], to_do: list[int]) -> BucketLayout:
-    """Give the dearest shard to the rank that has least ``to_do``, and so on. What they have then is added there."""
+    """Give the dearest shard to the rank that has least ``to_do``, and so on; adds the costs to ``to_do``."""
     takes = [0] * layout.shards
     for slot in layout.slots:
         takes[layout.shard_of(slot)] += costs.get(slot.param, slot.numel)
@@ -286,7 +285,7 @@ def _deal(layout: BucketLayout, costs: Mapping[int, int], to_do: list[int]) -> B
 
 
 def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:
-    """All of these parameters in one bucket, as a unit has them."""
+    """Lay all parameters out in one bucket, as a unit has them."""
     indexed = dict(enumerate(numels))
     (layout,) = build_layout(indexed, dict.fromkeys(indexed, 0), list(indexed), {0: 2**63}, shards)
     return layout
@@ -299,5 +298,5 @@ def _layout(params: Sequence[int], numels: Mapping[int, int], shards: int, polic
 
 
 def _in_order(slots: Iterable[Slot]) -> tuple[Slot, ...]:
-    """One without elements may lie where the next begins: it comes first."""
+    """Sort by offset. A slot without elements may lie where the next begins: it comes first."""
     return tuple(sorted(slots, key=lambda slot: (slot.offset, slot.numel)))

@@ -1,4 +1,4 @@
-"""What attributes of a plain parameter say of other ranks: Megatron's marks.
+"""Megatron's marks: attributes of a plain parameter that say what other ranks have of it.
 
 =====================================  ================================================================================
 tensor_model_parallel = True           a slice: each tensor-parallel rank has another
@@ -8,7 +8,7 @@ shared = True                          a second copy of a parameter that another
 average_gradients_across_tp_domain     a copy of whose gradient the mean is wanted: refused
 =====================================  ================================================================================
 
-How slices make a whole is not said. ``partition_dim`` does not tell it of fused weights, as of gate and up in one.
+Marks do not say how slices make a whole: ``partition_dim`` is not enough for fused weights, as of gate and up in one.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def is_averaged(parameter: Tensor) -> bool:
 
 
 def says_anything(parameter: Tensor) -> bool:
-    """Whether somebody has marked it at all. Megatron says of copies that they are no slices."""
+    """Whether the parameter was marked at all. Megatron marks copies, too, as no slices."""
     return hasattr(parameter, _SLICE) or hasattr(parameter, _TERM)
 
 
 def marked(parameter: Tensor) -> str:
-    """Which marks it has, for messages; nothing where there are none."""
+    """List the marks of a parameter, for messages; empty where it has none."""
     found = [name for name in (_SLICE, _TERM, _SHARED, _AVERAGED) if getattr(parameter, name, False)]
     return "".join(f", {name} = True" for name in found)
 
 
 def take_marks(made: Tensor, parameter: Tensor) -> None:
-    """Mark ``made``, which takes the place of ``parameter``, as that is: with all of its attributes."""
+    """Copy the marks, with all other attributes, to ``made``, which takes the place of ``parameter``."""
     vars(made).update(vars(parameter))

@@ -21,7 +21,7 @@ _REMEDY = "enter zero_optim.gather_parameters(model) on every rank"
 
 
 class Shown(Protocol):
-    """``FlatParams``, as far as shards ask it."""
+    """``FlatParams``, as far as shards use it."""
 
     shown: bool
 
@@ -37,8 +37,8 @@ class Shown(Protocol):
 class StateDictShard(FlatShard):
     """The stand-in for a sharded parameter in ``state_dict()``.
 
-    It loads into the same rank's shard again, and ``torch.distributed.checkpoint`` takes it. No file takes it: the one
-    that a rank writes would lack what the others have, and nothing would say so.
+    It loads into the same rank's shard again, and ``torch.distributed.checkpoint`` takes it. It cannot be pickled into
+    a file: that would silently lack the elements of the other ranks.
     """
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
@@ -55,8 +55,8 @@ class ParamShard(FlatShard):
     it, as ``load_state_dict`` does. All else that would read or change values raises ``ShardAccessError``.
 
     Attributes:
-        plain: the parameter that stands in its place while its unit is unsharded.
-        flat: the flat parameters that it is of.
+        plain: the parameter that takes its place while the unit is unsharded.
+        flat: the flat parameters that it is a part of.
     """
 
     plain: Tensor
@@ -102,7 +102,7 @@ class ParamShard(FlatShard):
         """As a ``DTensor`` has them."""
         return self.plain.placements  # type: ignore[attr-defined]
 
-    # Instances, not the class, are asked for these: torch's own code in C++ never is.
+    # Python code finds these; torch's own code in C++ does not.
     @property
     def grad(self) -> Tensor | None:
         return self.plain.grad
@@ -168,18 +168,18 @@ class ParamShard(FlatShard):
             whole = source.local if isinstance(source, FlatShard) else self._flat_slice(source.detach())
             start = 0 if same else self.start
             self.local.copy_(whole[start : start + self.local.numel()])
-        torch.autograd.graph.increment_version(self.plain)  # here, below autograd, nothing else does
+        torch.autograd.graph.increment_version(self.plain)  # below autograd, nothing else counts the write
         return self
 
     def _flat_slice(self, source: Tensor) -> Tensor:
-        """[slice's numel] what this tensor-parallel rank has of ``source``, a whole tensor or a ``DTensor``."""
+        """Take this tensor-parallel rank's slice of ``source``, a whole tensor or a ``DTensor``: [slice's numel]."""
         if is_distributed(source):
             return local_of(source.redistribute(placements=self.placements)).reshape(-1)  # type: ignore[attr-defined]
         return flat_of(source if self.slice is None else self.slice.of(source), self.order)
 
     def module_load(self, other: Tensor, assign: bool = False) -> ParamShard:
-        """Serve ``load_state_dict`` under ``torch.__future__.set_swap_module_params_on_conversion(True)``: it gives the
-        parameter the inside of what is returned. That is another shard over the same memory, of the same parameter."""
+        """Serve ``load_state_dict`` under ``torch.__future__.set_swap_module_params_on_conversion(True)``: torch swaps
+        the parameter with what is returned. So return another shard over the same memory, of the same parameter."""
         self.copy_(other)
         same = ParamShard(self.local, self.start, self.plain, "")
         same.label, same.flat = self.label, self.flat
@@ -206,7 +206,7 @@ def _save_refusal(shard: FlatShard) -> ShardAccessError:
 
 
 def plain_parameter(parameter: Tensor) -> Tensor:
-    """The parameter that a module's forward uses, which holds gradient and hooks."""
+    """Find the parameter that a module's forward uses, which holds gradient and hooks."""
     return parameter.plain if isinstance(parameter, ParamShard) else parameter
 
 

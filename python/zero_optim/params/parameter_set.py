@@ -1,4 +1,4 @@
-"""The parameters of an optimizer, by index over all its groups: what they are called, which are trained."""
+"""The parameters of an optimizer, by index over all its groups: their names, and which are trained."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ParameterSet:
 
     Attributes:
         all: every parameter, by index.
-        names: of each; None where none was given, or another has the same.
-        labels: what messages call each: by name where it has one, else by place and shape.
-        group_of: the number of each one's group.
-        trained: those that have a place in a bucket, by index.
+        names: of each parameter; None where none was given, or another has the same.
+        labels: of each parameter, in messages: its name where it has one, else place and shape.
+        group_of: the number of each parameter's group.
+        trained: the parameters that have a place in a bucket, by index.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
@@ -50,7 +50,7 @@ class ParameterSet:
         return self.groups[self.group_of[index]]
 
     def read_groups(self) -> list[int]:
-        """Take in what the groups have gained. Returns the indices; none of them is trained yet."""
+        """Take in parameters that the groups have gained. Returns their indices; none of them is trained yet."""
         before = len(self.all)
         self.all[:] = [plain_parameter(parameter) for group in self.groups for parameter in group["params"]]
         self._sizes = [len(group["params"]) for group in self.groups]
@@ -81,7 +81,7 @@ class ParameterSet:
             self.trained[index] = self._frozen.pop(index)
 
     def indices_of(self, parameters: Tensor | Iterable[Tensor]) -> list[int]:
-        """Raises ParameterError for a parameter that is not in the set."""
+        """Find the indices, sorted. Raises ParameterError for a parameter that is not in the set."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         index_of = {id(parameter): index for index, parameter in enumerate(self.all)}
         parameters = [plain_parameter(parameter) for parameter in parameters]
@@ -93,7 +93,7 @@ class ParameterSet:
         return sorted({index_of[id(parameter)] for parameter in parameters})
 
     def take_names(self, model: nn.Module) -> None:
-        """Call parameters what ``model.named_parameters()`` does. Raises ParameterError where it lacks one."""
+        """Name parameters as ``model.named_parameters()`` does. Raises ParameterError where the model lacks one."""
         names = _names(model)
         for group in self.groups:
             missing = [tuple(p.shape) for p in group["params"] if id(plain_parameter(p)) not in names]
@@ -104,7 +104,7 @@ class ParameterSet:
         self.relabel()
 
     def with_names(self, group: dict[str, Any]) -> dict[str, Any]:
-        """``group`` as torch wants a new one to be beside groups with names: named by the model of ``take_names``.
+        """Name the parameters of a new group by the model of ``take_names``, as torch wants it beside named groups.
 
         Raises ParameterError where that model does not have a parameter.
         """
@@ -145,9 +145,9 @@ class ParameterSet:
 
 
 def check_free(parameters: Sequence[Tensor], labels: Sequence[str], own: ParameterSet | None = None) -> None:
-    """Raise ParameterError for a parameter that a live optimizer has, other than that of ``own``."""
+    """Raise ParameterError for a parameter that another live optimizer than that of ``own`` has."""
     if any(_other_of(parameter, own) for parameter in parameters):
-        gc.collect()  # one that was dropped may wait in a cycle
+        gc.collect()  # an optimizer that was dropped may still be alive in a reference cycle
     for parameter, label in zip(parameters, labels, strict=True):
         if _other_of(parameter, own):
             raise ParameterError(
@@ -164,9 +164,9 @@ def _other_of(parameter: Tensor, own: ParameterSet | None) -> ParameterSet | Non
 
 
 def listed(params: Any) -> Any:
-    """``params`` as an optimizer takes them, every iterable as a list: it is read more than once.
+    """Make a list of every iterable in an optimizer's ``params``, as each is read more than once.
 
-    That may be an iterator, a view of a dict or an ``nn.ParameterList``. What torch refuses is left to torch.
+    It may be an iterator, a view of a dict or an ``nn.ParameterList``. What torch refuses is left to torch.
     """
     if isinstance(params, Tensor | dict) or not isinstance(params, Iterable):
         return params
@@ -182,7 +182,7 @@ def _is_listable(group: dict[str, Any]) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Without what ``torch.compile`` puts in: a state is to load with and without it."""
+    """Strip what ``torch.compile`` puts into a name, so that a state loads with and without compilation."""
     return name.replace("_orig_mod.", "")
 
 
@@ -191,7 +191,7 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def own_names(groups: Sequence[dict[str, Any]]) -> list[str | None]:
-    """The name of each parameter of ``groups``; None where it has none, or where another has the same."""
+    """List the names of all parameters of ``groups``; None where there is none, or where another has the same."""
     names = [name for group in groups for name in group.get("param_names") or [None] * len(group["params"])]
     uses = Counter(names)
     return [name if uses[name] == 1 else None for name in names]

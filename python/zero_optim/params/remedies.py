@@ -1,4 +1,4 @@
-"""Advice where an operation on a shard is refused: by what it is a shard of, and by what was tried."""
+"""Advice in errors of refused operations on a shard: by the kind of tensor, and by the kind of operation."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Kind(enum.Enum):
 class Use(enum.Enum):
     """The kind of operation that was tried."""
 
-    NORM = enum.auto()  # the norm of it, as what clips asks for
-    READ = enum.auto()  # its values, for whatever is calculated of them
-    EDIT = enum.auto()  # in place
-    VIEW = enum.auto()  # a part of it, or another shape
-    COPY = enum.auto()  # of its memory, as what saves makes it
+    NORM = enum.auto()  # take its norm, as clipping does
+    READ = enum.auto()  # read values, to calculate with them
+    EDIT = enum.auto()  # write in place
+    VIEW = enum.auto()  # take a part of it, or another shape
+    COPY = enum.auto()  # copy its memory, as saving does
 
 
 _LOCAL = "`.local` is this rank's part, a flat tensor"
@@ -76,11 +76,11 @@ _USES = {
     "pin_memory": Use.COPY,
     "_pin_memory": Use.COPY,
 }
-"""Of operators whose signature does not say it."""
+"""The use of operators whose signature does not tell it."""
 
 
 def kind_of(label: str) -> Kind:
-    """``label``: as shards have it, such as "gradient of 'fc.weight'"."""
+    """Read the kind off a shard's label, such as "gradient of 'fc.weight'"."""
     if label.startswith("gradient of "):
         return Kind.GRADIENT
     return Kind.PARAMETER if label.startswith("parameter ") else Kind.STATE

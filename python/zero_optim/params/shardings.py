@@ -1,4 +1,4 @@
-"""Who shares each parameter: as a rule all ranks alike; of experts, the ranks that have the same."""
+"""The sharding of each parameter: as a rule one for all; experts are shared by the ranks that have the same ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Shardings:
     """The sharding of each parameter, by its group.
 
     Attributes:
-        main: of all parameters that are no experts.
-        of_groups: of those of experts, by the group's number.
+        main: the sharding of all parameters that are no experts.
+        of_groups: the shardings of groups of experts, by the group's number.
     """
 
     def __init__(
@@ -24,23 +24,23 @@ class Shardings:
         self._parameters, self.main, self.of_groups = parameters, main, dict(of_groups or {})
 
     def of(self, index: int) -> Sharding:
-        """The one of a parameter."""
+        """Find the sharding of a parameter."""
         return self.of_groups.get(self._parameters.group_of[index], self.main)
 
     def is_apart(self, index: int) -> bool:
-        """Whether other ranks have other experts under its name, of which nobody knows how they make a whole. A
-        ``DTensor`` is one parameter, of which each has a slice."""
+        """Whether other ranks have other experts under the same name, and no whole of them is known. A ``DTensor`` of
+        experts is one parameter, of which each rank has a slice: it is not apart."""
         sharding = self.of(index)
         return sharding.of_experts and sharding.slice_count > 1 and not is_distributed(self._parameters.all[index])
 
     def places_of_use(self, index: int) -> tuple[int, int]:
-        """How many parameters have this index, on all ranks together, and which of them is this rank's."""
+        """Count the parameters with this index on all ranks together, and number this rank's among them."""
         sharding = self.of(index)
         return (sharding.slice_count, sharding.slice_index) if self.is_apart(index) else (1, 0)
 
     def slice_of(self, index: int) -> tuple[int, int]:
-        """The number of this rank's slice of a parameter, or of its experts, and how many ranks have others; (0, 1) of
-        what all ranks have alike."""
+        """Number this rank's slice of a parameter, or of experts, and count the slices; (0, 1) for a parameter that all
+        ranks have alike."""
         sharding = self.of(index)
         cut = is_cut(self._parameters.all[index]) or sharding.of_experts
         return (sharding.slice_index, sharding.slice_count) if cut else (0, 1)
@@ -57,7 +57,7 @@ class Shardings:
                 )
 
     def check_whole(self, where: str, ids: Container[int] | None = None) -> None:
-        """Raise ParameterError for the first parameter that ``where`` would take from one rank, and lose of the others.
+        """Raise ParameterError for the first parameter that ``where`` would keep of one rank, and lose of the others.
 
         ``ids``: of the parameters that matter; None: all.
         """

@@ -23,12 +23,12 @@ CHANNELS_LAST: dict[int, tuple[torch.memory_format, tuple[int, ...]]] = {
     4: (torch.channels_last, (0, 2, 3, 1)),
     5: (torch.channels_last_3d, (0, 2, 3, 4, 1)),
 }
-"""By number of dimensions."""
+"""The memory format and its order, by number of dimensions."""
 
 
 def storage_order(tensor: Tensor) -> StorageOrder:
-    """The order of ``tensor``. None also for one that is neither contiguous nor channels_last: no slot keeps its
-    strides.
+    """Read the order of ``tensor``. None also for a tensor that is neither contiguous nor channels_last: no slot keeps
+    its strides.
 
     Where a tensor is both, as the weight of a 1x1 convolution may be, its strides tell which it is meant to be.
     """
@@ -41,17 +41,17 @@ def storage_order(tensor: Tensor) -> StorageOrder:
 
 
 def as_stored(tensor: Tensor, order: StorageOrder) -> Tensor:
-    """A view of ``tensor`` with its dimensions in ``order``. It is contiguous where the tensor lies so."""
+    """View ``tensor`` with its dimensions in ``order``: contiguous where the tensor lies so."""
     return tensor if order is None else tensor.permute(order)
 
 
 def flat_of(tensor: Tensor, order: StorageOrder) -> Tensor:
-    """[numel] the elements in ``order``: a view where the tensor lies so, else a copy."""
+    """Flatten ``tensor`` to [numel], in ``order``: a view where the tensor lies so, else a copy."""
     return as_stored(tensor, order).reshape(-1)
 
 
 def view_of(flat: Tensor, shape: Sequence[int], order: StorageOrder) -> Tensor:
-    """``flat`` [numel], in which elements lie in ``order``, as a tensor of ``shape``."""
+    """View ``flat`` [numel], in which elements lie in ``order``, as a tensor of ``shape``."""
     if order is None:
         return flat.view(tuple(shape))
     return flat.view(stored_dims(shape, order)).permute(tensor_dims(range(len(order)), order))
@@ -64,21 +64,21 @@ def strides_of(shape: Sequence[int], order: StorageOrder) -> tuple[int, ...]:
 
 
 def stored_dims(values: Sequence[int], order: StorageOrder) -> tuple[int, ...]:
-    """One value a dimension, such as a shape, as the dimensions lie in memory."""
+    """Reorder values, one a dimension, such as a shape, from the tensor's dimensions to those in memory."""
     return tuple(values) if order is None else tuple(values[dim] for dim in order)
 
 
 def tensor_dims(values: Sequence[int], order: StorageOrder) -> tuple[int, ...]:
-    """The other way round: of what lies in memory, as the tensor has its dimensions."""
+    """Reorder values, one a dimension, from the dimensions in memory to the tensor's."""
     return tuple(values) if order is None else tuple(values[order.index(dim)] for dim in range(len(order)))
 
 
 def described(tensor: Tensor) -> str:
-    """``"(16, 8, 3, 3) torch.float32, channels_last"``."""
+    """Describe ``tensor``, as in ``"(16, 8, 3, 3) torch.float32, channels_last"``."""
     memory_format = f", {CHANNELS_LAST[tensor.dim()][0]}" if storage_order(tensor) else ""
     return f"{tuple(tensor.shape)} {tensor.dtype}{memory_format.replace('torch.', '')}"
 
 
 def is_storage_order(order: object, dims: int) -> bool:
-    """True if ``order`` is one of a tensor with so many dimensions."""
+    """True if a tensor of ``dims`` dimensions can have this ``order``."""
     return order is None or (dims in CHANNELS_LAST and order == CHANNELS_LAST[dims][1])

@@ -1,15 +1,15 @@
-"""Tensor parallelism: a parameter of which this rank has a slice along one dimension, or has all, as others do.
+"""Tensor parallelism: parameters of which each rank has a slice along one dimension, or all ranks have the whole.
 
-Such a parameter is a ``DTensor`` of torch's. The optimizer works on the tensor within it, which lies in this rank's
-memory, and what a user sees of parameter, gradient and state has the shape of the whole::
+Such a parameter is a ``DTensor`` of torch's. The optimizer works on the local tensor within it. The parameter, gradient
+and state that a user sees have the shape of the whole::
 
     weight [6, 4], cut along dimension 0 over 2 tensor-parallel ranks
 
     rank 0   rows 0 to 2   ──┐
     rank 1   rows 3 to 5   ──┴── flat ranges count the slices one after another: rank 1's begins at element 12
 
-Or it is a plain tensor that is marked as a slice: see ``marks``. How such slices make a whole nobody knows. So it is a
-parameter of its own shape, and there is no ``TensorSlice`` of it.
+Or it is a plain tensor that is marked as a slice: see ``marks``. Its mark does not say how such slices make a whole. So
+it is a parameter of its own shape, and has no ``TensorSlice``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TensorSlice:
 
     @property
     def offset(self) -> int:
-        """Of the slice along the dimension of the cut: where it begins."""
+        """The row at which the slice begins, along the dimension of the cut."""
         return 0 if self.cut is None else self.cut.start(self.rank)
 
     @property
@@ -55,12 +55,12 @@ class TensorSlice:
 
     @property
     def start(self) -> int:
-        """The number of its first element, where the slices are counted one after another."""
+        """The number of its first element, counting the slices one after another."""
         return sum(slice_counts(self.shape, self.cut)[: self.rank]) if self.cut is not None else 0
 
     @property
     def arranged(self) -> Cut | None:
-        """The cut, where slices one after another are another order of the elements than that of the whole."""
+        """The cut, where slices one after another have their elements in another order than the whole; else None."""
         return self.cut if self.cut is not None and self.cut.dim > 0 else None
 
     def of(self, whole: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class TensorSlice:
 
 
 def is_distributed(tensor: object) -> bool:
-    """True for a ``DTensor``. Its module is not imported for that: nobody has one who has not."""
+    """True for a ``DTensor``. Does not import its module: where there is one, it was imported already."""
     return hasattr(tensor, "_local_tensor")
 
 
@@ -83,13 +83,13 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def mesh_of(parameters: Iterable[Tensor]) -> dist.DeviceMesh | None:
-    """The mesh of the first of them that is a ``DTensor`` over one of one dimension: ``slice_of`` refuses others."""
+    """Find the mesh of the first ``DTensor`` over a mesh of one dimension: ``slice_of`` refuses other meshes."""
     meshes = (getattr(parameter, "device_mesh", None) for parameter in parameters)
     return next((mesh for mesh in meshes if mesh is not None and mesh.ndim == 1), None)
 
 
 def slice_of(parameter: Any, label: str = "a parameter") -> TensorSlice | None:
-    """The slice that this rank has; None for a plain parameter. ``label``: for messages.
+    """Read the slice that this rank has; None for a plain parameter. ``label``: for messages.
 
     Raises ParameterError for a ``DTensor`` that is placed in another way than tensor parallelism places it.
     """
@@ -123,40 +123,40 @@ def slice_of(parameter: Any, label: str = "a parameter") -> TensorSlice | None:
 
 
 def placed(parameter: Any) -> str:
-    """How a ``DTensor`` is placed, for messages; nothing for another."""
+    """Describe the placement of a ``DTensor``, for messages; nothing for a plain tensor."""
     return f", placed as {parameter.placements}" if is_distributed(parameter) else ""
 
 
 def is_cut(parameter: Any) -> bool:
-    """Whether the tensor-parallel ranks have a slice each. Else each has all of it, also of a plain parameter without a
+    """Whether the tensor-parallel ranks have a slice each. Else each has the whole, as of a plain parameter without a
     mark."""
     own = slice_of(parameter)
     return is_slice(parameter) if own is None else own.cut is not None
 
 
 def whole_of(tensor: Any) -> Tensor:
-    """Collective for a ``DTensor``: all of it, by torch's own means. A plain tensor is whole."""
+    """Gather a whole ``DTensor``, by torch's own means: collective then. A plain tensor is whole."""
     return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
 def put_together(own: TensorSlice, slices: Sequence[Tensor]) -> Tensor:
-    """The whole tensor of which these are all slices, in the shape of each, in the order of the ranks."""
+    """Make the whole tensor of all its slices, which come in their shapes, in the order of the ranks."""
     assert own.cut is not None
     return torch.cat([*slices], own.cut.dim)
 
 
 def room_of(parameter: Tensor) -> int:
-    """Elements of the largest slice. So much room a parameter gets on each tensor-parallel rank: all have the same
-    buckets, and walk through them together."""
+    """Count the elements of the largest slice. Every tensor-parallel rank gives a parameter that much room: so all have
+    the same buckets, and walk through them together."""
     own = slice_of(parameter)
     return parameter.numel() if own is None else prod(own.on(0).local_shape)  # torch makes the first the largest
 
 
 @torch.no_grad()
 def shown_as(parameter: Any, local: Tensor, *, term: bool = False) -> Tensor:
-    """``local`` as a user is to see it: a ``DTensor`` around it, placed as ``parameter`` is; itself for a plain one.
+    """Wrap ``local`` for the user: in a ``DTensor`` placed as ``parameter`` is; as it is for a plain parameter.
 
-    ``term``: it is a term of a sum over the tensor-parallel ranks, and says so.
+    ``term``: it is a term of a sum over the tensor-parallel ranks, and is placed as ``Partial()``.
     """
     if not is_distributed(parameter):
         return local
@@ -166,7 +166,7 @@ def shown_as(parameter: Any, local: Tensor, *, term: bool = False) -> Tensor:
 
         placements = (Partial(),)
     shown: Any = type(parameter.data).from_local(
-        # torch cannot deepcopy a DTensor that is made around memory behind the beginning of a storage.
+        # torch cannot deepcopy a DTensor around a tensor with an offset in its storage.
         local.as_strided(local.shape, local.stride(), 0),
         parameter.device_mesh,
         placements,
@@ -180,10 +180,10 @@ def shown_as(parameter: Any, local: Tensor, *, term: bool = False) -> Tensor:
 
 @torch.no_grad()
 def local_gradient(parameter: Any, grad: Any) -> tuple[Tensor, bool]:
-    """This rank's slice of a gradient, and whether it is a term alone of the sum over the tensor-parallel ranks.
+    """Take this rank's slice of a gradient, and tell whether it is but a term of the sum over tensor-parallel ranks.
 
-    Under sequence parallelism the gradient of a parameter that all of them have is such a term. A gradient that is
-    placed in yet another way is communicated here, as torch does it.
+    Under sequence parallelism the gradient of a parameter that all of these ranks have is such a term. A gradient with
+    yet another placement is redistributed here, by torch.
     """
     if not is_distributed(grad):
         return grad, False
