@@ -1,10 +1,10 @@
 """Alarms, which all ranks must hear of before they update, and how the exchange carries them.
 
-An alarm is data. From the list below follow the width of the exchange's vector, what a usual step puts there, when a
-step is skipped, and what is raised. A new alarm is one entry, and the set of parameters that the optimizer gives it.
+An alarm is data. The list below decides the width of the exchange's vector, its contents in a usual step, when a step
+is skipped, and what is raised. A new alarm is one entry, and the set of parameters that the optimizer gives it.
 
-Each rank says a number: for how many parameters it has the alarm, or a code where the alarm is DIFFERENT. As a rule it
-is 0. The table has the width of an alarm in the vector, and which numbers of the ranks raise it:
+For each alarm a rank says a number: of parameters that it has the alarm for, or a code where the alarm is DIFFERENT. As
+a rule it is 0. The table has the width of an alarm in the vector, and which numbers of the ranks raise it:
 
 ==========  =======  =======  =======  =======  =======
 combine     columns  all 0    some 0   equal    unequal
@@ -36,7 +36,7 @@ from ..units.cycle import ORDER_CODES
 
 
 class Combine(enum.Enum):
-    """The rule by which what the ranks say becomes an alarm."""
+    """The rule by which the ranks' numbers raise an alarm."""
 
     ANY = enum.auto()
     DIVIDED = enum.auto()
@@ -54,7 +54,7 @@ class About:
 
 @dataclass(frozen=True)
 class Alarm:
-    """``codes``: how many a DIFFERENT one has. ``error``: makes what is raised, on every rank."""
+    """An alarm. ``codes``: their number, where it is DIFFERENT. ``error``: makes the error that every rank raises."""
 
     name: str
     combine: Combine
@@ -66,7 +66,7 @@ class Alarm:
         return {Combine.ANY: 1, Combine.DIVIDED: 2, Combine.DIFFERENT: self.codes}[self.combine]
 
     def entry(self, count: int) -> list[float]:
-        """Make what a rank writes that has ``count`` of it; of a DIFFERENT one, whose code is ``count``."""
+        """Make the columns of a rank that says ``count``: a number of parameters, or the code of a DIFFERENT alarm."""
         if self.combine is Combine.ANY:
             return [float(count)]
         if self.combine is Combine.DIVIDED:
@@ -74,7 +74,7 @@ class Alarm:
         return [float(code == count) for code in range(self.codes)]
 
     def raised(self, columns: Sequence[float]) -> bool:
-        """True if it is raised: on the host, of what came back."""
+        """True if it is raised, by the ``columns`` that came back, on the host."""
         if self.combine is Combine.DIVIDED:
             return columns[0] > 0 and columns[1] > 0
         return sum(column > 0 for column in columns) >= (2 if self.combine is Combine.DIFFERENT else 1)
@@ -172,7 +172,7 @@ class AlarmColumns:
         self._on_host = HostCopy(columns) if of else None
 
     def fill(self, counts: Mapping[str, int]) -> None:
-        """Write this rank's. As a rule there are none, and one copy does it."""
+        """Write this rank's columns. As a rule it has no alarm, and one copy does it."""
         self._all.copy_(self._quiet)
         for alarm, view in zip(self._alarms, self._views, strict=True):
             count = counts.get(alarm.name, 0)
@@ -199,12 +199,12 @@ class AlarmColumns:
         return self._on_host is not None and self._on_host.immediate
 
     def read_first_raised(self) -> Alarm | None:
-        """Read, once, what was sent last, and pick the alarm; None also where nothing was sent. The host waits."""
+        """Read the columns that were sent last, once, and pick the alarm; None also without any. The host waits."""
         values = self._on_host.read(wait=True) if self._on_host is not None else None
         return None if values is None else self.first_raised(values)
 
     def first_raised(self, values: Sequence[float]) -> Alarm | None:
-        """Pick the alarm to be raised, of the columns as the host has read them."""
+        """Pick the alarm to raise, by the columns as the host has read them."""
         start = 0
         for alarm in self._alarms:
             if alarm.raised(values[start : start + alarm.columns]):

@@ -1,12 +1,12 @@
-"""Groups the shards that one call of the rule updates: neighbours that are small, and alike in rule and dtypes.
+"""Batches: shards that one call of the rule updates. They are small neighbours, alike in rule and dtypes.
 
-A call costs the host some time, and a launch costs a GPU some, however few elements it updates. Where many ranks share
-a bucket that is more than the update itself takes. But the parameters of a shard are sent out when its update has been
-launched. So a batch has no more elements than are updated in about that time.
+A call costs the host time, and a launch costs a GPU time, however few elements are updated. Where many ranks share a
+bucket that is longer than the update itself. But the parameters of a shard are sent out only when its update has been
+launched. So a batch has no more elements than are updated in about the time of a call.
 
-Where an update makes parameters whole that are cut over ranks, a batch has some parameters for each rank at least, and
-some elements: then each rank has about as much to do as the others, and no message is small. It is not much larger
-either, since what is sent and received takes memory. Its pages come twice: before parameters are whole, and after.
+Where an update joins parameters that are cut over ranks, a batch has a least number of parameters a rank, so that all
+ranks have about as much to do, and of elements, so that no message is small. It is not much larger either, since
+messages take memory. Its pages are fetched twice: before the parameters are joined, and after.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Done = TypeVar("Done")
 
 
 def in_turn(things: Sequence[T], ahead: int, trouble: Trouble) -> Iterator[T]:
-    """Give one after the other, each when ``ahead`` of those that follow have been prefetched. 0: none ever is.
+    """Yield ``things`` in order, each when the ``ahead`` that follow it have been prefetched. 0: none ever is.
 
     ``trouble``: told of state that is lost on the way.
     """
@@ -66,11 +66,11 @@ class Batch:
 
     @property
     def parameters(self) -> list[int]:
-        """Their indices."""
+        """Indices of its parameters."""
         return [index for shard in self.shards for index in shard.parameters]
 
     def prefetch(self) -> None:
-        """``update`` will follow soon."""
+        """Prefetch all shards: ``update`` will follow soon."""
         for shard in self.shards:
             shard.prefetch()
 
@@ -104,7 +104,7 @@ class JoinedBatch(Batch):
         self._to_join = [shard.to_join for shard in shards if shard.to_join is not None]
 
     def prefetch(self) -> None:
-        """Nothing: pages come one by one within ``update``."""
+        """Do nothing: pages are fetched one by one within ``update``."""
 
     def update(self, by: Coefficients) -> None:
         rule = self._rule
@@ -123,7 +123,7 @@ class JoinedBatch(Batch):
     def _pass(
         self, shard: ShardState, by: Coefficients, do: Callable[[ShardUpdate], Done], end: Callable[[], None]
     ) -> Done | None:
-        """Have the page of a shard for what ``do`` does with it, and ``end`` that. None: it is lost."""
+        """Fetch a shard's page for a pass, ``do`` it and ``end`` it. None: the page is lost."""
         with self._trouble.losing(shard):
             update = shard.begin_pass(by)
             try:
@@ -137,7 +137,7 @@ class JoinedBatch(Batch):
 
 
 def _on_device(shard: ShardState, tensor: Tensor | None) -> Tensor:
-    """What of ``shard`` is made whole, where ranks exchange it. None: it is lost, so nobody waits for it."""
+    """Bring a shard's ``tensor`` to where ranks exchange it; zeros where it was lost (None), so that none waits."""
     device = shard.bucket.sharding.device
     if tensor is None:
         return torch.zeros(shard.numel, dtype=shard.rule.joined_in, device=device)
@@ -145,7 +145,7 @@ def _on_device(shard: ShardState, tensor: Tensor | None) -> Tensor:
 
 
 def batches_of(shards: Sequence[ShardState], trouble: Trouble) -> list[Batch]:
-    """Cut ``shards`` into batches: those that are to be made whole first, the others in their order."""
+    """Cut ``shards`` into batches: first the shards to join, then the others in their order."""
     joining = [shard for shard in shards if shard.to_join is not None]
     others = [shard for shard in shards if shard.to_join is None]
     joined = (part for alike in _alike(joining) for part in _parts(alike))
@@ -156,7 +156,7 @@ def batches_of(shards: Sequence[ShardState], trouble: Trouble) -> list[Batch]:
 
 
 def _alike(shards: Sequence[ShardState]) -> list[list[ShardState]]:
-    """Those that can be made whole together, wherever they are."""
+    """Group the shards that can be joined together, wherever they are."""
     found: list[list[ShardState]] = []
     for shard in shards:
         batch = next((batch for batch in found if shard.is_joined_like(batch[0])), None)
@@ -168,7 +168,7 @@ def _alike(shards: Sequence[ShardState]) -> list[list[ShardState]]:
 
 
 def _parts(shards: Sequence[ShardState]) -> Iterator[list[ShardState]]:
-    """Cut them into batches. Below stage 3 a rank has some of the parameters of each alone."""
+    """Cut shards to join into batches. Below stage 3 a shard has only some of its bucket's parameters."""
     first, bucket = shards[0], shards[0].bucket
     of_parts, of_slices, _ = first.joining  # with more parameters for replicas a batch would take more memory
     ranks = prod(ranks.world_size for ranks in (of_parts, of_slices) if ranks is not None)

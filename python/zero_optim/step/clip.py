@@ -25,8 +25,8 @@ def unscale_in_place(buffers: Sequence[Tensor], inverse_scale: Tensor, found_inf
     """Multiply gradients by ``inverse_scale``, [1] fp32, as ``torch.amp.GradScaler`` does: in fp32, rounded once.
 
     Args:
-        found_inf: [1] fp32, where torch's op writes whether it has found an inf or a NaN; or leaves it alone, of bf16
-            on CUDA, for which torch has no such op.
+        found_inf: [1] fp32, where torch's op writes whether it has found an inf or a NaN. It is left alone for bf16 on
+            CUDA, for which torch has no such op.
     """
     for dtype in {buffer.dtype for buffer in buffers}:
         alike = [buffer for buffer in buffers if buffer.dtype == dtype]
@@ -38,7 +38,7 @@ def unscale_in_place(buffers: Sequence[Tensor], inverse_scale: Tensor, found_inf
 
 
 def multiply_in_parts(buffer: Tensor, factor: Tensor) -> None:
-    """``buffer``: [numel]. Each product is in fp32 and rounded once."""
+    """Multiply ``buffer`` [numel] by ``factor``, in place. Each product is in fp32 and rounded once."""
     for part in buffer.split(PART):
         part.copy_(part.float().mul_(factor))
 
@@ -70,7 +70,7 @@ class Clip:
         self._subsets = {}
 
     def reset(self) -> None:
-        """The step is over, or its gradients were dropped."""
+        """Forget all factors: the step is over, or its gradients were dropped."""
         self.unclip()
         self.inverse_scale, self.scaled = None, False
 
@@ -78,7 +78,7 @@ class Clip:
         self.clipped, self.factor = False, None
 
     def discard(self) -> None:
-        """Gradients come, or may have come on some rank, after they were clipped."""
+        """Forget clipping, and warn: gradients come, or may have come on some rank, after they were clipped."""
         if self.clipped:
             warnings.warn(
                 "a backward after clip_grad_norm_ discards its coefficient: call it after the last backward of a step",
@@ -87,7 +87,7 @@ class Clip:
         self.unclip()
 
     def grad_scale(self) -> Tensor | None:
-        """[1] fp32, what multiplies every gradient; None: nothing does."""
+        """[1] fp32, the factor of every gradient; None: there is none."""
         if not self.clipped:
             return self.inverse_scale
         return self.coefficient if self.inverse_scale is None else self.coefficient * self.inverse_scale
@@ -100,7 +100,7 @@ class Clip:
         buckets: Sequence[Bucket],
         subset: Sequence[int] | None = None,
     ) -> Tensor:
-        """Clip all gradients, or those of ``subset``, as torch's ``clip_grad_norm_`` does. They were exchanged.
+        """Clip all gradients, or those of ``subset``, after an exchange, as torch's ``clip_grad_norm_`` does.
 
         Returns the norm before this call and after earlier calls of the step; unscaled if asked for. [] fp32.
         """
@@ -123,7 +123,7 @@ class Clip:
         return norm
 
     def _norm_over_ranks(self, here: Norms | None, norm_type: float) -> Tensor:
-        """Collective. [] float64, the norm of what all ranks have; ``here``: None is nothing."""
+        """Collective. [] float64, the norm over all ranks. ``here``: of this rank's gradients; None: it has none."""
         sharding = self.sharding
         found = norms_over(sharding.everyone, here, norm_type, sharding.device)
         if self._pipeline is not None:
@@ -136,9 +136,9 @@ class Clip:
         return self.factor
 
     def _parts(self, buckets: Sequence[Bucket], norm_type: float, subset: Sequence[int] | None) -> Norms | None:
-        """Measure what this rank counts of the gradients of ``subset``, each times its factor; None: nothing."""
+        """Measure the gradients of ``subset`` that this rank counts, each times its factor; None: there are none."""
         held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY and bucket.speaks]
-        if subset is None and self.factor is None:  # whole shards: what is in them beside gradients is zero
+        if subset is None and self.factor is None:  # whole shards: gaps between gradients are zero
             counted = [part for bucket in held for part in bucket.counted()]
             return Norms.of(counted, norm_type) if counted else None
         wanted = set(range(len(self.labels)) if subset is None else subset)

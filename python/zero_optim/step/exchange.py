@@ -1,6 +1,6 @@
 """Phase 2 of a step: what all ranks must know of the gradients, in one small all-reduce.
 
-What was exchanged holds for the gradients as they were then. The state says what of it is known of them as they are:
+An exchange describes the gradients as they were then. The state says what is known of the gradients as they are:
 
 ==============  ==========  ==========  ==========
 event           OUTDATED    USED        COUNTED
@@ -13,7 +13,7 @@ outdate         OUTDATED    OUTDATED    OUTDATED
 resize          OUTDATED    OUTDATED    OUTDATED
 ==============  ==========  ==========  ==========
 
-- *run: stats*: gradients were read for it. *run: raises*: an alarm.
+- *run: stats*: non-finite values were counted, too. *run: raises*: an alarm was raised.
 - *outdate*: gradients come, or may have come on some rank; or the step is over, or they were dropped.
 
 ``exchange_vector`` has what is sent, ``alarms`` what a step fails for, ``clip`` what the norm is used for.
@@ -73,10 +73,10 @@ class Exchange:
     ) -> None:
         """
         Args:
-            at_once: the host waits for every exchange, so that alarms are raised in the same step on all ranks.
+            at_once: whether the host waits for every exchange, so that all ranks raise alarms in the same step.
             pipeline: the other stages of the model; None: there are none.
-            places: gives, of a parameter's index, how many parameters have it on all ranks together, and which of them
-                is this rank's. Of experts every rank may have another.
+            places: for a parameter's index, the number of parameters with it on all ranks together, and the number of
+                this rank's among them. Ranks may have different experts under one index.
         """
         self.sharding, self.labels, self._parameters, self._at_once = sharding, labels, parameters, at_once
         self._pipeline, self._places = pipeline, places
@@ -88,7 +88,7 @@ class Exchange:
         self.state = Exchanged.OUTDATED
         self.norm_type: float | None = None
         self._edited: set[int] = set()  # parameters, since the last exchange
-        self._raised: Alarm | None = None  # is known here, and told in the next step, where the other ranks hear of it
+        self._raised: Alarm | None = None  # known on this rank; raised in the next step, when the other ranks know it
         self._own_reasons: Mapping[str, Sequence[str]] = {}  # by alarm, of the last exchange
         self._failed_stages = torch.zeros_like(self.found_inf)  # above 0 where another stage takes no step
         self._make_room()
@@ -109,17 +109,17 @@ class Exchange:
         self._make_room()
 
     def knows(self, *, stats: bool) -> bool:
-        """True if the gradients as they are were exchanged; ``stats``: and their non-finite values counted."""
+        """True if the present gradients were exchanged; ``stats``: and their non-finite values counted."""
         return self.state is Exchanged.COUNTED or (self.state is Exchanged.USED and not stats)
 
     def outdate(self) -> None:
-        """The gradients change, or have gone: what was exchanged is no longer what they are. On all ranks alike."""
+        """Note, on all ranks alike, that gradients change or have gone: the last exchange no longer describes them."""
         self.state = Exchanged.OUTDATED
 
     def follow_edits(self, dropped: Set[int], written: Set[int]) -> None:
-        """The user has done this to the gradients of these parameters, by index, since they were exchanged.
+        """Note the gradients, by parameter index, that the user has dropped or written since they were exchanged.
 
-        What was dropped is unused, here. The next exchange tells the ranks if only some of them have edited.
+        Parameters of dropped ones are unused on this rank. The next exchange tells whether all ranks have edited.
         """
         for index in dropped:
             self.used[index].fill_(False)
@@ -153,9 +153,9 @@ class Exchange:
             own: by alarm, this rank's reasons in words.
             flags: which slots were not finite as they were packed, and the parameters of the slots.
 
-        Raises what the alarms raise, on every rank, before anything is updated. On CUDA every rank raises it one step
-        later, in one call, and the step in between is skipped: as a rule the host reads nothing from the device. A rank
-        that has a part in it does, as it must know whether to go on: see ``failed``.
+        Raises the errors of the alarms, on every rank, before anything is updated. On CUDA every rank raises one step
+        later, in the same call, and skips the step in between: so the host need not wait for the device. Only a rank
+        that has the alarm itself reads at once, since it must know whether to go on: see ``failed``.
         """
         self.check_alarms()
         about, self._edited = {**about, "edited": self._edited}, set()
@@ -182,8 +182,8 @@ class Exchange:
     def share_with_stages(self, norm_type: float | None, *, stats: bool, failed: bool = False) -> None:
         """Collective over the stages of a pipeline, once a step. Make the totals of this stage those of all.
 
-        ``failed``: an alarm was raised, so this stage takes no step. Then the others skip theirs: else the stages would
-        have parted before anybody sees the error.
+        ``failed``: an alarm was raised, so this stage takes no step. Then the other stages skip theirs: else the stages
+        would differ before the error is seen.
         """
         if self._pipeline is None:
             return
@@ -198,11 +198,11 @@ class Exchange:
 
     @property
     def failed(self) -> bool:
-        """True on a rank that has a part in an alarm, and knows already that it is raised: the step is skipped."""
+        """True on a rank that has an alarm itself, and knows already that it is raised: the step is skipped."""
         return self._raised is not None
 
     def check_alarms(self) -> None:
-        """Raise what a GPU has reported of the last step. It has arrived, or the host is a step ahead and waits."""
+        """Raise the last step's alarm, if any. A GPU's report has arrived; else the host is a step ahead and waits."""
         if not self._alarms or is_capturing(self.sharding.device):
             return
         alarm, self._raised = self._raised or self._vector.alarms.read_first_raised(), None
@@ -218,7 +218,7 @@ class Exchange:
         return (self._vector.totals[1:] > 0).float()
 
     def decide(self, skip_nonfinite: bool) -> None:
-        """Fill in found_inf. What an alarm is raised for always skips; a non-finite gradient if asked."""
+        """Fill in ``found_inf``. A raised alarm always skips the step; a non-finite gradient does if asked."""
         nonfinite = self._vector.totals[1:] if skip_nonfinite else 0.0
         raised = self._vector.alarms.raised_on_device()
         if self._pipeline is not None:
@@ -228,14 +228,14 @@ class Exchange:
 
     def _local_totals(self, buckets: Sequence[Bucket], norm_type: float) -> Tensor:
         """[2]: this rank's term of the norm, and its count of non-finite values."""
-        # Of ranks that hold the same gradients one counts them.
+        # One of the ranks that hold the same gradients counts them.
         held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY]
         counted = [part for bucket in held for part in bucket.counted()]
         elsewhere = [part for bucket in held for part in bucket.counted_elsewhere()]
         if not counted and not elsewhere:
             return torch.zeros(2, dtype=torch.float32, device=self.sharding.device)
         stats = torch.ops.zero_kernels.grad_stats([*counted, *elsewhere], norm_type)
-        if elsewhere:  # in the norm; but what is not finite here skips the step
+        if elsewhere:  # the norm has them from another rank; but a value that is not finite here skips the step
             stats[len(counted) :, 0].zero_()
         totals = stats.sum(0)
         if norm_type == math.inf:

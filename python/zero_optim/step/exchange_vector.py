@@ -1,4 +1,4 @@
-"""The vector that the ranks send each other in a step, and what stands where in it.
+"""The vector that the ranks exchange in a step, and its layout.
 
 ::
 
@@ -8,7 +8,7 @@
 An expert has a used count for each of the parameters that ranks have under its name: one may be used, and another not.
 
 It is summed for finite norms and maximised for the infinity norm; every part means the same under either. A rank adds 0
-or 1 to each count: fp32 adds up as many ranks as there are, 2^24 of them, without rounding in any order.
+or 1 to each count: in any order fp32 adds up to 2^24 ranks without rounding.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _TOTALS = 2  # the norm term and the non-finite count
 
 
 class ExchangeVector:
-    """The vector, for so many parameters.
+    """The vector, with a view for each part.
 
     Args:
-        of: the alarms that it carries; none: nor does it name parameters.
-        places: of each parameter, how many used counts it has, and the number of this rank's among them.
+        of: the alarms that it carries; without any it does not name parameters either.
+        places: of each parameter, the number of its used counts, and the number of this rank's among them.
         reports: entries for reports of non-finite gradients.
 
     Attributes:
-        all: fp32, the vector. What follows are views of it.
+        all: fp32, the vector. The others are views of it.
         totals: [2] the norm term and the non-finite count.
         alarms: their columns.
         used_counts: [parameters, and more of experts] how many ranks use each.
@@ -50,7 +50,7 @@ class ExchangeVector:
         self.all = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.totals, columns, self.used_counts, self._named_counts, self.reports = self.all.split(sizes)
         self.alarms = AlarmColumns(of, columns)
-        self._own_counts: Tensor | None = None  # [parameters] int64, where this rank's are; None: they are all
+        self._own_counts: Tensor | None = None  # [parameters] int64, the places of this rank's counts; None: all
         if sum(counts) > len(places):
             starts = itertools.accumulate(counts, initial=0)
             own = [start + number for start, (_, number) in zip(starts, places, strict=False)]
@@ -64,7 +64,7 @@ class ExchangeVector:
             self.used_counts.zero_().index_copy_(0, self._own_counts, used)
 
     def use(self) -> Tensor:
-        """[parameters] fp32, how many ranks use each that this rank has."""
+        """[parameters] fp32, the number of ranks that use each of this rank's parameters."""
         return self.used_counts if self._own_counts is None else self.used_counts.index_select(0, self._own_counts)
 
     def name(self, parameters: Iterable[int]) -> None:
@@ -74,19 +74,19 @@ class ExchangeVector:
             self._named_counts[index].fill_(1.0)
 
     def named(self) -> list[int]:
-        """List those that any rank has named. It reads device values: for an alarm that is raised."""
+        """List the parameters that any rank has named. Reads device values: for an alarm that is raised."""
         return [index for index, count in enumerate(self._named_counts.tolist()) if count > 0]
 
 
 class OwnUse:
-    """The use of parameters by this rank, on the device. As a rule it is that of the step before, and is there."""
+    """The use of parameters by this rank, on the device. As a rule it is as in the step before: nothing is copied."""
 
     def __init__(self, parameters: int, device: torch.device) -> None:
         self._here = torch.zeros(parameters, dtype=torch.float32, device=device)  # as last sent there
         self._sent = bytearray(parameters)
 
     def on_device(self, used: bytearray) -> Tensor:
-        """``used``, a byte a parameter, as fp32 [parameters]."""
+        """Bring ``used``, a byte a parameter, to the device, as fp32 [parameters]."""
         if is_capturing(self._here.device):
             # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
             flags = torch.ones_like(self._here)

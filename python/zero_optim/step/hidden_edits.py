@@ -1,20 +1,20 @@
 """Edits of 16-bit parameters that no version counter shows, such as ``p.data.clamp_(-c, c)``: a look at a window.
 
 A parameter is its fp32 master, rounded. The update reads the master alone, so an edit that nobody notices is
-overwritten. To compare all of them in every step takes longer than the update. So a *window* of them is compared: what
-the last update has left there is kept, and looked at before the next. The windows take turns::
+overwritten. To compare all parameters in every step takes longer than the update. So only a *window* of them is
+compared: its values are kept after an update, and compared before the next. The windows take turns::
 
     step 1  update | keep window 0           edits?
     step 2  look at window 0 | update | keep window 1
     step 3  look at window 1 | ...
 
 An edit of all weights is found in the step that follows it, an edit that is made again and again within ``_TURNS``
-steps or so. What was found stays so: from then on every update compares all of its shard, and takes edits over.
+steps or so. Once an edit was found, every update compares all of its shard, and takes edits over.
 
-The host reads the answer where it is at hand. That of a GPU it reads in the next step: by then the update has
-overwritten the edits that were found, and takes over those that follow. On several ranks it reads in the next step and
-no later, so that ranks that hold the same parameters take an edit over in the same step; the exchange lets the host be
-no further ahead anyway. A rank alone waits for nothing: it reads what has arrived.
+On a CPU the host reads the answer at once. A GPU's answer it reads in the next step: by then the update has overwritten
+the edits that were found, and takes over those that follow. Several ranks read in the next step and no later, so that
+ranks with the same parameters take an edit over in the same step; the exchange lets the host be no further ahead
+anyway. A rank alone does not wait: it reads an answer once it has arrived.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WindowPart:
     numel: int
 
     def values(self) -> Tensor:
-        """[numel] int16, the bits of what is there now."""
+        """[numel] int16, the bits of the present values."""
         return self.shard.bucket.param_shard.narrow(0, self.start, self.numel).view(torch.int16)
 
     def label_at(self, place: int) -> str:
@@ -78,7 +78,7 @@ class Window:
 
 
 def windows_of(shards: Sequence[ShardState]) -> list[Window]:
-    """All elements of these shards that parameters have, in windows of equal size but for the last."""
+    """Cut the parameters' elements of these shards into windows, of equal size but for the last."""
     ends = [max(piece.in_shard + piece.numel for piece in shard.bucket.pieces) for shard in shards]
     size = min(max(-(-sum(ends) // _TURNS), _LEAST), _MOST)
     windows: list[Window] = []
@@ -118,7 +118,7 @@ class HiddenEdits:
         self._on_host = HostCopy(self._found)
 
     def lay_out(self, shards: Sequence[ShardState]) -> None:
-        """Watch these from now on: those of which an update on the device writes what a user can write, too."""
+        """Watch ``shards`` from now on, but for those that a user cannot edit unseen."""
         self._kept = 0
         self._looked.clear()
         self._windows = windows_of([shard for shard in shards if shard.can_be_edited_unseen])
@@ -127,7 +127,7 @@ class HiddenEdits:
             self._values, self._changed = self._values.new_empty(room), self._changed.new_empty(room)
 
     def accept(self, shard: ShardState, pieces: Sequence[SlotPiece]) -> None:
-        """Take what these parameters are now for what is looked for: somebody has written them, and said so."""
+        """Accept the present values of these parameters: their edit is known."""
         start = 0
         for part in self._window.parts if self._kept and not self._idle else ():
             if part.shard is shard:
@@ -149,7 +149,7 @@ class HiddenEdits:
         return self.found or not self._windows or is_capturing(self._sharding.device)
 
     def keep(self, shard: ShardState) -> None:
-        """``shard`` was updated, and not yet sent out."""
+        """Keep the window's values in ``shard``, which was updated, and not yet sent out."""
         start = 0
         for part in () if self._idle else self._window.parts:
             if part.shard is shard:
@@ -158,7 +158,7 @@ class HiddenEdits:
             start += part.numel
 
     def look(self) -> None:
-        """Once a step, before the update."""
+        """Compare the window with its kept values, once a step, before the update."""
         if not self._idle:
             self._read()  # what a GPU has found in the step before
         if not self._idle:

@@ -1,4 +1,4 @@
-"""Makes of ``param_groups`` on the host one row of coefficients a parameter on the device."""
+"""The hyper table: one row of coefficients a parameter, on the device, made of ``param_groups`` on the host."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class HyperTable:
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError for a number that was set out of range since the last step, where it would make weights NaN,
-        and for what a group says its parameters are, where they are not.
+        and for a description of parameters, such as ``view``, that a group's parameters do not fit.
 
         Tensors are not read: that would be a host sync.
         """
@@ -81,7 +81,7 @@ class HyperTable:
         self._checked, self._described = numbers, described
 
     def _read(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-        """A column of ``_by_group`` for each group."""
+        """Read a column of ``_by_group`` from each group."""
         columns = []
         for rule, group in zip(self._rules, groups, strict=True):
             numbers, own = rule.read_group(group), self._own[rule]
@@ -90,7 +90,7 @@ class HyperTable:
         return columns
 
     def _name(self, group: int, row: int) -> str:
-        """What the rule of a group calls the number in a row of ``_by_group``."""
+        """Name the number in a row of ``_by_group``, as the group's rule does."""
         return self._averages[row - self._width] if row >= self._width else self._rules[group].coefficients[row]
 
     def take_over(self, saved: SavedState) -> None:

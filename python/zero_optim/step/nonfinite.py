@@ -1,8 +1,9 @@
 """Finds the first gradient that was not finite in the latest run of skipped steps, by parameter, rank and step.
 
 Flags come from two places. ``pack`` marks gradients that were not finite on the rank that made them: the exchange of
-the same step tells all ranks. ``adam_step`` marks, on a skipped step, what is not finite in a shard: an overflow born
-in the sum, which its owner knows at once and the others from the next exchange on. On the device until somebody asks.
+the same step tells all ranks. ``adam_step`` marks, on a skipped step, values of a shard that are not finite: an
+overflow born in the sum, which the shard's owner knows at once and the other ranks from the next exchange on. The
+record stays on the device until it is asked for.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ class NonFinite:
     """The record, and what this rank has to report to the others.
 
     Attributes:
-        marks: [parameters] int32, what ``adam_step`` marks.
-        entries: how many fp32 values of the exchange are for reports: two for each rank. An entry is a parameter's
-            index plus one, or 0; only its own rank writes it, so that it means the same summed and maximised.
+        marks: [parameters] int32, set by ``adam_step``.
+        entries: number of fp32 values in the exchange for reports: two a rank. An entry is a parameter's index plus
+            one, or 0; only its own rank writes it, so that it means the same summed and maximised.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -39,13 +40,13 @@ class NonFinite:
         self._numbers = torch.arange(parameters, device=self.marks.device)
 
     def report(self, entries: Tensor, flags: Tensor, slot_params: Tensor) -> None:
-        """Fill in this rank's part of ``entries``; the others' is zero. ``flags`` [slots]: what ``pack`` marked."""
+        """Fill in this rank's ``entries``, and zero the others'. ``flags`` [slots]: set by ``pack``."""
         entries.zero_()
         entries[self._rank] = _first(flags, slot_params)
         entries[self._world_size + self._rank] = _first(self.marks, self._numbers)
 
     def note(self, entries: Tensor, found_inf: Tensor) -> None:
-        """Once a step, before the update: every rank's reports, and whether the step is skipped."""
+        """Record every rank's reports, once a step, before the update. ``found_inf``: whether the step is skipped."""
         packed, marked = entries.split(self._world_size)
         self._steps += 1
         bad = (found_inf.reshape(()) > 0) | (packed.amax() > 0)

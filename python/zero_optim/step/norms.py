@@ -21,13 +21,13 @@ from torch import Tensor
 from ..comm.collectives import Comm
 
 KERNEL_NORMS = (1.0, 2.0, math.inf)
-"""Those that ``grad_stats`` makes in one read, in one order of additions on every backend."""
+"""Norms that ``grad_stats`` takes in one read, in one order of additions on every backend."""
 
 _CHUNK = 2**22  # elements handled at once: bounds what a power takes to some 100 MB
 
 
 def root(power_sum: Tensor, norm_type: float) -> Tensor:
-    """The norm, of the sum of |g|^p; for inf, of the largest |g|."""
+    """Make the norm of the sum of |g|^p; for inf, of the largest |g|."""
     return power_sum.clone() if norm_type == math.inf else power_sum.pow(1.0 / norm_type)
 
 
@@ -50,7 +50,7 @@ class Norms:
         return cls(stats, torch.stack([_powers(g, divisors[i], norm_type) for i, g in enumerate(gradients)]))
 
     def together(self, norm_type: float) -> Norms:
-        """One part, of all of them: [1] each."""
+        """Combine all parts into one: [1] each."""
         largest = self.largest.amax(0, keepdim=True)
         total = self.total * (self.largest / _divisor(largest)) ** norm_type
         return Norms(largest, total.sum(0, keepdim=True))
@@ -61,10 +61,10 @@ class Norms:
 
 
 def norms_over(comm: Comm, here: Norms | None, norm_type: float, device: torch.device) -> Norms:
-    """Collective: one small all-reduce. One part, of what all ranks of ``comm`` have; ``here``: None is nothing.
+    """Collective: one small all-reduce. Combine the parts of all ranks of ``comm`` into one; ``here`` None: no parts.
 
-    Each rank has two places in the vector, and the others add 0 to them: how the parts are to be scaled is known only
-    when the largest is.
+    Each rank has two places of its own in the vector, to which the others add 0: parts can be scaled, and added up,
+    only once the largest is known.
     """
     vector = torch.zeros(2, comm.world_size, dtype=torch.float32, device=device)
     if here is not None:

@@ -1,4 +1,4 @@
-"""The state of all shards: who notices edits of parameters, moves it to another layout, saves and loads it."""
+"""The state of all shards: it follows edits of parameters, moves to other layouts, is saved and loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _version_of = operator.attrgetter("_version")
 
 @dataclass(frozen=True)
 class StatePiece:
-    """The part that one tensor of a shard's state has of a slot."""
+    """A slot's part of one tensor of a shard's state."""
 
     shard: ShardState
     tensor: StateTensor
@@ -90,14 +90,14 @@ class OptimizerState:
         self.record_versions()
 
     def _follow_shards(self) -> None:
-        """There are other shards than before, or none."""
+        """Batch and watch the shards anew, after they have changed."""
         # In the order in which the next forward wants the parameters.
         self._batches = batches_of(self.shards[::-1], self.trouble)
         self._hidden.lay_out(self.shards)
 
     def close(self, *, wait: bool = True) -> None:
-        """``wait``: for what is under way to and from the host. Not where the ranks have parted: a copy may come after
-        a reduction that never ends."""
+        """Release all state. ``wait``: for copies to and from the host. Not where the ranks have parted: a copy may
+        come after a reduction that never ends."""
         old, self.shards = self.shards, []
         self._follow_shards()
         try:
@@ -162,7 +162,7 @@ class OptimizerState:
 
     def update(self, by: Coefficients) -> Iterator[ShardState]:
         """Update every shard, in the order in which the next forward wants the parameters, and yield each once its
-        parameters can be sent out. The state of those that follow is on its way meanwhile."""
+        parameters can be sent out. The state of later shards is prefetched meanwhile."""
         host = self._store if isinstance(self._store, HostStore) else None
         here = by if host is None else by.on_host()
         with nullcontext() if host is None else host_threads(host.threads):
@@ -180,14 +180,14 @@ class OptimizerState:
     # -- state that is in trouble --------------------------------------------------------------------------------
 
     def look_for_trouble(self) -> None:
-        """Before every rank hears of it: what could not be written since the last time."""
+        """Note state that could not be written since the last time, before every rank hears of it."""
         problems = self._store.take_problems()
         for shard in self.shards if problems else ():
             if shard.page in problems:
                 self.trouble.unwritten(shard.parameters, problems[shard.page])
 
     def raise_trouble(self) -> None:
-        """Raise, on a rank alone. Of several, the exchange has all of them raise."""
+        """Raise where there is one rank. Among several the exchange makes all of them raise."""
         self.look_for_trouble()
         if self.trouble.condition is not Condition.WHOLE:
             error = self.trouble.error()
@@ -207,7 +207,7 @@ class OptimizerState:
         """Follow the parameters into new buckets. State that was started moves over, one old bucket at a time."""
         old, self.shards = self.shards, []
         self._follow_shards()
-        while old and not self.started:  # they hold nothing that is not made anew
+        while old and not self.started:  # their state is as at construction, and is made anew
             old.pop().release()
         # Memory may be lacking on one rank, and what follows may be collective.
         with self.sharding.everyone.raising_together("laying out the state", self.sharding.device):
@@ -251,13 +251,13 @@ class OptimizerState:
     def state_pieces(self, *, stored: bool) -> Iterator[StatePiece]:
         """List what this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out.
 
-        ``stored``: of the tensors as they are stored, else as they are thought of.
+        ``stored``: of the stored tensors, else of the logical ones.
         """
         for shard in self.shards:
             yield from _state_pieces(shard, stored=stored)
 
     def values(self, *, stored: bool) -> Generator[Tensor]:
-        """Give the values of each of ``state_pieces``, in their order, flat: to be read or written before the next."""
+        """Give the values of each of ``state_pieces``, in their order, flat: read or write them before the next."""
         for shard in self.shards:
             with shard.opened() as state:
                 for own in _state_pieces(shard, stored=stored):
@@ -283,7 +283,7 @@ class OptimizerState:
             self._aside = [(shard.bucket, shard.bucket.param_shard.clone()) for shard in self.shards]
 
     def show(self, name: str) -> None:
-        """Collective. Make the parameters what the average ``name`` is, rounded."""
+        """Collective. Set the parameters to the average ``name``, rounded."""
         with self.sharding.everyone.raising_together("swap_to_ema", self.sharding.device):
             for shard in self.shards:
                 with shard.opened() as state:
@@ -291,7 +291,7 @@ class OptimizerState:
         self._send_out()
 
     def put_back(self, *, collective: bool = True) -> None:
-        """Make the parameters what was set aside. ``collective``: and let the other ranks have them."""
+        """Restore the parameters that were set aside. ``collective``: send them to the other ranks, too."""
         aside, self._aside = self._aside, []
         for bucket, before in aside:
             bucket.param_shard.copy_(before)
@@ -299,7 +299,7 @@ class OptimizerState:
             self._send_out()
 
     def _send_out(self) -> None:
-        """Collective. Other ranks get the parameters, whose writes are no edits of the user's."""
+        """Collective. Send the parameters to the other ranks. Their writes do not count as the user's edits."""
         for shard in self.shards:
             shard.bucket.unshard()
         torch.autograd.graph.increment_version(self._all)
@@ -321,9 +321,9 @@ class OptimizerState:
         self.raise_lost_together()
 
     def whole_masters(self) -> Iterator[dict[int, Tensor]]:
-        """Collective. Of one bucket after another, the whole masters of those parameters that have one, by index.
+        """Collective. Give the whole masters, by parameter index, of those parameters that have one, bucket by bucket.
 
-        They are good until the next bucket is asked for.
+        They are valid until the next bucket is asked for.
         """
         self.refresh_edited()
         for shard in self.shards:
@@ -331,15 +331,15 @@ class OptimizerState:
                 if tensor.begins is Begins.PARAMETER:
                     full = self._gathered(shard, tensor)
                     yield self._wholes(shard, tensor, full)
-                    # Then it is no state itself; gloo's threads may still have it.
+                    # Here ``full`` is a copy. Its memory is freed now, as gloo's threads may still refer to it.
                     if shard.bucket.sharding.shard_count > 1:
                         deallocate(full)
         self.raise_lost_together()
 
     def _gathered(self, shard: ShardState, tensor: StateTensor, kind: str = "state") -> Tensor:
-        """Collective. A tensor of a whole bucket: of its own memory, unless this rank has all of it anyway.
+        """Collective. Gather a tensor of a whole bucket: a copy, unless this rank has all of it anyway.
 
-        Where this rank has lost its part, it takes part with zeros: the caller has all ranks raise in the end.
+        A rank that has lost its page gives zeros: the caller makes all ranks raise in the end.
         """
         _, numel = tensor.span(0, shard.bucket.layout.shard_numel)
         here = torch.zeros(0, dtype=tensor.dtype, device=self.sharding.device)
@@ -354,8 +354,8 @@ class OptimizerState:
         return shard.bucket.sharding.whole_of(here, kind)
 
     def _wholes(self, shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, Tensor]:
-        """Collective where tensor-parallel ranks have slices. Cut ``full``, of a whole bucket, into what each parameter
-        has of it, whole and in its shape: a view, or a copy that is put together of slices."""
+        """Collective where tensor-parallel ranks have slices. Cut ``full``, of a whole bucket, into one whole tensor a
+        parameter, by index: a view in the parameter's shape, or a copy that is put together of slices."""
         flat = shard.bucket.flat
         if not flat.joined:
             return {slot.param: shard.view_in(full, tensor, n) for n, slot in enumerate(shard.bucket.layout.slots)}
@@ -368,12 +368,11 @@ class OptimizerState:
         return wholes
 
     def distribute(self, names: Mapping[int, Collection[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Collective. Take over whole tensors that the first of the ranks has that save together, those of one bucket
-        at a time.
+        """Collective. Take over whole tensors from rank 0 of those that save together, one bucket at a time.
 
         Args:
-            names: by parameter index, the tensors that are given; the same on every rank.
-            tensors: on rank 0, they themselves.
+            names: by parameter index, the names of the tensors that are given; the same on every rank.
+            tensors: on rank 0, the tensors, by parameter index and name.
         """
         for shard in self.shards:
             for tensor in shard.tensors:
@@ -397,7 +396,7 @@ class OptimizerState:
                 whole = tensors[slot.param][tensor.name]
                 part = whole if own is None else own.on(rank).of(whole)
                 shard.view_in(full, tensor, number, rank).copy_(part)
-        # Rank 0 alone has them: to all, whatever slice each has.
+        # Rank 0 alone has the tensors: every slice goes to every rank.
         self.sharding.savers.broadcast(as_sent(every), "state")
         with self.trouble.losing(shard):
             own_slice = every[sharding.slice_index if flat.joined else 0]
@@ -411,14 +410,14 @@ class OptimizerState:
                 yield shard, pieces
 
     def distrust_masters(self) -> None:
-        """State was loaded. The next step takes masters from parameters where they do not round to them: the model may
-        be loaded later, and a master may be older than the parameters, when another optimizer carried it along."""
+        """Have the next step set masters to their parameters where they do not round to them. After a load: the model
+        may be loaded later, and a master may be older than the parameters, if another optimizer carried it along."""
         self.started = True
         self._versions, self._updates, self._total = [-1] * len(self._versions), 0, -1
 
 
 def _fill(shard: ShardState, tensor: StateTensor, full: Tensor, parts: Sequence[tuple[SlotPiece, int]]) -> None:
-    """Copy what ``full``, of a whole bucket, has for these pieces of a shard, each with its slot's offset there."""
+    """Copy from ``full``, of a whole bucket, into pieces of a shard. Each comes with its slot's offset in ``full``."""
     with shard.opened() as state:
         for piece, offset in parts:
             source = full.narrow(0, *tensor.span(offset + piece.in_param, piece.numel))

@@ -80,7 +80,7 @@ class ParamGather:
         self._owners.clear()
 
     def after_step(self) -> None:
-        """Wait for what no module waits for."""
+        """Wait for the buckets that no module waits for."""
         if not self._observed and any(owner.called for owner in self._owners):
             self._observed = True
             self._choose_under_way()
@@ -101,8 +101,9 @@ class ParamGather:
 
 
 def _owners(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
-    """Modules that own parameters, each with them. A compiled module owns all that is below it: hooks within would
-    break its graph. One compiled in place has its own hook in the graph, so it is left out, with all below."""
+    """List the modules that own parameters, each with these. A compiled module owns all that is below it: hooks within
+    would break its graph. A module compiled in place would have its own hook in the graph: it is left out, with all
+    below."""
     seen = set() if seen is None else seen
     if module in seen or module._compiled_call_impl is not None:
         return

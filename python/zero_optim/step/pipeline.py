@@ -1,4 +1,4 @@
-"""The stages of a pipeline: what each has to know of the others' gradients.
+"""The stages of a pipeline, and what each has to know of the others' gradients.
 
 Two stages, each on two ranks that average its gradients::
 
@@ -7,8 +7,8 @@ Two stages, each on two ranks that average its gradients::
     stage 1      rank 2      rank 3
                                           a column: one pipeline
 
-The ranks of a row exchange what every step needs. What is left is one number or two: the norm is that of the whole
-model, and a gradient that is not finite skips the step of all stages. It takes one all-reduce more, along the column.
+The ranks of a row exchange what every step needs. The column then needs one all-reduce more, of a few numbers: the norm
+is that of the whole model, and a gradient that is not finite skips the step of all stages.
 
 A parameter that two stages have, as a tied embedding, is marked ``shared`` on one of them, and counts on the other.
 """
@@ -40,16 +40,16 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Number of stages."""
         return self._comm.world_size
 
     @property
     def stage(self) -> int:
-        """The number of this rank's."""
+        """The number of this rank's stage."""
         return self._comm.rank
 
     def share(self, totals: Tensor, norm_type: float | None) -> None:
-        """Collective. Make of the ``totals`` of each stage those of all, in place.
+        """Collective. Combine the ``totals`` of all stages, in place.
 
         Args:
             totals: [3] fp32, the norm term, the count of values that are not finite, and whether an alarm is raised.
@@ -58,17 +58,17 @@ class Pipeline:
         self._comm.exchange(totals, maximum=norm_type == math.inf)
 
     def together(self, norms: Norms, norm_type: float, device: torch.device) -> Norms:
-        """Collective. Make of the one norm of each stage that of all: [1] each."""
+        """Collective. Combine the norms of all stages, one each, into one: [1] each."""
         return norms_over(self._comm, norms, norm_type, device)
 
 
 def make_pipeline(
     comm: Comm, device: torch.device, options: Mapping[str, Any], parameters: Mapping[str, Tensor]
 ) -> Pipeline | None:
-    """Collective over the stages. None: there is one alone.
+    """Collective over the stages. Make the pipeline; None: there is one stage alone.
 
     Args:
-        options: what has to be the same of all stages, by name.
+        options: those that have to be the same on all stages, by name.
         parameters: of this stage, by label.
 
     Raises, on every rank of the pipeline: RankMismatchError where options differ, ParameterError for a parameter that
@@ -84,7 +84,7 @@ def make_pipeline(
 
 
 def _check_shared(comm: Comm, parameters: Mapping[str, Tensor]) -> None:
-    """Each second copy has to have a first one on another stage, of which nothing but its shape is known here."""
+    """Check that each second copy has a first one on another stage, as far as shape, dtype and memory format tell."""
     shared = {label: described(p) for label, p in parameters.items() if is_shared(p)}
     counted = {described(p) for p in parameters.values() if not is_shared(p)}
     every = comm.gather_objects((shared, counted), "the constructor")
@@ -100,7 +100,7 @@ def _check_shared(comm: Comm, parameters: Mapping[str, Tensor]) -> None:
 
 
 def comm_of_pipeline(pipeline: dist.DeviceMesh | dist.ProcessGroup | None, device: torch.device | None) -> Comm:
-    """The ranks of ``pipeline``; None: this one alone.
+    """Make the comm of the ranks of ``pipeline``; None: of this one alone.
 
     Raises ValueError for a mesh of several dimensions, TypeError for what is neither mesh nor group.
     """

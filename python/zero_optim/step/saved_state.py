@@ -1,7 +1,7 @@
-"""A saved state that is going to be loaded, whatever it comes from: which tensors of which parameters it has.
+"""``SavedState``: which tensors of which parameters a saved state has that is going to be loaded.
 
-It comes from ``opt.state_dict()``, from ``full_state_dict`` or from a checkpoint. Each of them says by a ``SavedState``
-what it has. ``Engine.begin_load`` and ``Engine.end_load`` do what is alike for all of them.
+It comes from ``opt.state_dict()``, from ``full_state_dict`` or from a checkpoint. ``Engine.begin_load`` and
+``Engine.end_load`` do the part of loading that is the same for all of them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class SavedState:
     """A saved state that fits the parameters here.
 
     Attributes:
-        tensors: by parameter index, the names of those that it has. What it does not have begins anew.
+        tensors: by parameter index, the names of the tensors that it has. All others begin anew.
         steps: [parameters] float64 on the CPU, the updates that each has had.
-        rounded: names of those that were saved with more bits than are kept here.
+        rounded: names of tensors that were saved with more bits than are kept here.
     """
 
     tensors: Mapping[int, Collection[str]]
@@ -42,8 +42,8 @@ class SavedState:
 def tensors_of(
     entry: Mapping[str, Any], rule: UpdateRule, dtype: torch.dtype
 ) -> list[tuple[StateTensor, Codec | None]]:
-    """List the tensors that ``entry`` has to have for a parameter of that dtype, and the codecs that they are stored
-    by. One that begins as the parameter, or as its master, may be missing."""
+    """List the tensors that ``entry`` has to have for a parameter of ``dtype``, with the codecs that they are stored
+    by. A tensor that begins as the parameter, or as its master, may be missing."""
     forms = [(tensor, saved_codec(tensor, entry, rule.codecs)) for tensor in tensors_for(rule, dtype)]
     return [(t, codec) for t, codec in forms if t.begins is Begins.ZERO or codec is not None or t.name in entry]
 
@@ -68,8 +68,8 @@ def check_rows(tensors: Iterable[StateTensor], entry: Mapping[str, Any], order: 
 
 
 def state_tensor(entry: Mapping[str, Any], tensor: StateTensor, shape: Sequence[int], label: str) -> Tensor:
-    """What ``entry`` has of ``tensor``, of that ``shape``. Floats may be of any floating dtype, others are of the
-    tensor's own. Raises StateMismatchError."""
+    """Take ``tensor``, of ``shape``, out of ``entry``. Floats may be of any floating dtype, others are of the tensor's
+    own. Raises StateMismatchError."""
     name = tensor.name
     saved = entry.get(name)
     if not isinstance(saved, Tensor):

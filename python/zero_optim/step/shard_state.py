@@ -1,4 +1,4 @@
-"""The state of one bucket's shard: a page in a store, the tensors of which an update rule names."""
+"""The state of one bucket's shard: a page in a store, with the tensors that an update rule names."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from .speculation import Speculation, Speculator
 from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, Workplace
 
 _CHUNK = 2**22
-"""Elements that are compared at once: bounds what that takes to some 50 MB."""
+"""Elements that are compared at once: bounds the memory for it to some 50 MB."""
 
 
 class ShardState:
     """Updates a shard, and cuts its state into the parameters' parts.
 
     Attributes:
-        tensors: what there is, as it is thought of. fp32 parameters have no master: they are their own.
-        stored: the same as it is stored. Where a tensor has no codec it is the same one.
+        tensors: the logical tensors. fp32 parameters have no master: they are their own.
+        stored: the stored tensors: a logical one itself, where it has no codec.
         page: its number in the store.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
         wholes: the parameters in it, where the rule has them whole, or a slice of each.
-        to_join: what of it an update makes whole that is cut over ranks, or shares with ranks that have the same; None:
-            nothing.
-        row_keys: [shard_numel / ROW] int32, of which the noise of each row is made; None: nothing is rounded by noise.
-        row_stats: [shard_numel / ROW, 5] fp32, what the last update has measured of each row; None: it measures none.
+        to_join: the parameters that an update makes whole over ranks, or whose work it shares with ranks that have the
+            same; None: none.
+        row_keys: [shard_numel / ROW] int32, keys of each row's noise; None: nothing is rounded by noise.
+        row_stats: [shard_numel / ROW, 5] fp32, the last update's measurements of each row; None: it measures none.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ShardState:
             )
 
     def _keys(self, rows: int) -> Tensor:
-        """Keys that are the same wherever a row is: by the parameter's index, and the row's number in it."""
+        """Make the keys of rows: of the parameter's index and the row's number in it, however parameters are cut."""
         keys = torch.zeros(rows, dtype=torch.int32, device="cpu")
         for piece in self.bucket.pieces:
             first, count = piece.in_shard // ROW, -(-piece.numel // ROW)
@@ -105,7 +105,7 @@ class ShardState:
     def _to_join(self, group: Callable[[int], Mapping[str, Any]]) -> ToJoin | None:
         sharding, tensor_ranks = self.bucket.sharding, self.bucket.sharding.tensor_ranks
         joins = self._joins_shards or self._joins_slices
-        # What comes in pages would come twice for it, and what is updated on the host would go to the device and back.
+        # Where work alone is shared, pages would come twice, and state on the host would go to the device and back.
         shares = self.rule.shares_work and (joins or self._store.keeps_views)
         replicas = sharding.replicas if shares else None
         if not joins and replicas is None:
@@ -126,7 +126,7 @@ class ShardState:
             yield Whole(slot.param, 0, local.shape, order, group(slot.param), joint)
 
     def _joints(self) -> list[Joint | None]:
-        """Of each parameter of the bucket how its slices make a whole."""
+        """Read, for each parameter of the bucket, how its slices make a whole."""
         return [joint_of(parameter, self.bucket.sharding.plain_slices) for parameter in self.bucket.params]
 
     @property
@@ -137,7 +137,7 @@ class ShardState:
 
     @property
     def _joins_slices(self) -> bool:
-        """It is so on all tensor-parallel ranks alike: of a bucket they have slices of the same parameters."""
+        """Whether updates join slices: alike on all tensor-parallel ranks, which have slices of the same parameters."""
         return not self.rule.layout.cuts and any(map(self._is_joined, self._joints()))
 
     def _is_joined(self, joint: Joint | None) -> bool:
@@ -151,7 +151,7 @@ class ShardState:
         return torch.zeros(numel, dtype=tensor.dtype, device=device)
 
     def release(self) -> None:
-        """The parameters have moved to other buckets, and their state with them."""
+        """Release the page and all else that is held: nothing needs this state any more."""
         if self._speculation is not None:
             self._speculation.drop()
         keep_for_current_stream(*(t for t in (self.row_slot, self.row_keys, self.row_stats) if t is not None))
@@ -161,13 +161,13 @@ class ShardState:
     # -- the update ----------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """``update`` will follow soon."""
+        """Prefetch page and gradient: an update will follow soon."""
         self._place.prefetch()
         self._store.prefetch(self.page)
 
     def begin_update(self, by: Coefficients) -> ShardUpdate | None:
-        """Give what the update reads and writes: the page is fetched, until ``end_update`` or ``give_up_update``. None:
-        the update is made already."""
+        """Fetch the page, until ``end_update`` or ``give_up_update``, and give the tensors of the update. None: the
+        update was guessed right, and is made already."""
         if self._speculation is not None and by.take_over:
             self._speculation.drop()
         elif self._speculation is not None and self._speculation.confirm(by):
@@ -176,7 +176,7 @@ class ShardState:
         return self.begin_pass(by)
 
     def begin_pass(self, by: Coefficients) -> ShardUpdate:
-        """The same of an update in several passes, each of which has the page."""
+        """Do the same for one pass of an update, without a guess. Each pass fetches the page."""
         state = self._store.fetch(self.page)
         try:
             if by.take_over:
@@ -200,16 +200,16 @@ class ShardState:
             raise
 
     def end_pass(self) -> None:
-        """A pass has been launched, and another follows."""
+        """Commit the page: a pass has been launched."""
         self._store.commit(self.page)
 
     def end_update(self) -> None:
-        """The update has been launched, or the last of its passes."""
+        """Commit the page and send the parameters on: the update, or its last pass, has been launched."""
         self.end_pass()
         self._place.updated()
 
     def give_up_update(self) -> None:
-        """The update has failed."""
+        """Discard the page: the update has failed."""
         self._store.discard(self.page)
 
     def is_updated_like(self, other: ShardState) -> bool:
@@ -235,8 +235,8 @@ class ShardState:
 
     @contextmanager
     def opened(self) -> Iterator[Mapping[str, Tensor]]:
-        """The stored tensors by name, where the update has them, to be read and written within, in place. Where that
-        raises, what was written until then may be kept or not."""
+        """Fetch the stored tensors, by name, to be read and written in place within. After an error within, earlier
+        writes may be kept or not."""
         if self._speculation is not None:
             self._speculation.drop()
         state = self._store.fetch(self.page)
@@ -250,16 +250,16 @@ class ShardState:
             self._store.wait_for_visitors(self.page)
 
     def part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
-        """Values of one of ``tensors``, or of ``stored``, for a piece, flat: a view of ``state``, or of a tensor that
-        has a codec a copy, decoded."""
+        """Give a piece's values of one of ``tensors``, or of ``stored``, flat: a view of ``state``, or a decoded copy
+        where the tensor has a codec."""
         return self._values(tensor, state, piece.in_shard, piece.numel)
 
     def values(self, tensor: StateTensor, state: Mapping[str, Tensor]) -> Tensor:
-        """The same for all of the shard."""
+        """Give the values for all of the shard, as ``part`` does for a piece."""
         return self._values(tensor, state, 0, self.numel)
 
     def values_named(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
-        """The same of the tensor of that name."""
+        """Give the values of the tensor of that name, as ``values`` does."""
         return self.values(next(tensor for tensor in self.tensors if tensor.name == name), state)
 
     def _values(self, tensor: StateTensor, state: Mapping[str, Tensor], start: int, numel: int) -> Tensor:
@@ -287,12 +287,12 @@ class ShardState:
         return [state[part.name].narrow(0, *part.span(start, numel)) for part in codec.parts(tensor)]
 
     def parameter_of(self, piece: SlotPiece) -> Tensor:
-        """[piece.numel] the parameter itself, a view; or a copy, where the update has its own."""
+        """[piece.numel] the parameter's values: a view, or a copy where it is updated on another device."""
         return self.bucket.param_shard.narrow(0, piece.in_shard, piece.numel).to(self._store.works_on)
 
     def master(self, state: Mapping[str, Tensor]) -> Tensor:
-        """[shard_numel] what the parameters are roundings of; they themselves where they have no master. A view, or a
-        copy of one that has a codec."""
+        """[shard_numel] the master, or the parameters where they have none: a view, or a decoded copy where the master
+        has a codec."""
         tensor = next((tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER), None)
         return state.get(PARAMETER, self.bucket.param_shard) if tensor is None else self.values(tensor, state)
 
@@ -313,7 +313,7 @@ class ShardState:
 
     @property
     def parameters(self) -> list[int]:
-        """Their indices, slot by slot."""
+        """Indices of its parameters, slot by slot."""
         return [slot.param for slot in self.bucket.layout.slots]
 
     @property
@@ -324,7 +324,7 @@ class ShardState:
 
     @property
     def keeps_views(self) -> bool:
-        """True if what ``opened`` gave stays the state afterwards."""
+        """True if the tensors of ``opened`` stay the live state afterwards."""
         return self._store.keeps_views
 
     def views(self, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -332,13 +332,13 @@ class ShardState:
         return {tensor.name: self.shown(index, tensor, state[tensor.name]) for tensor in self.stored}
 
     def shape(self, index: int, tensor: StateTensor) -> Tensor:
-        """What ``shown`` gives of any tensor for slot ``index``, without values: the page stays where it is."""
+        """Show slot ``index`` of a tensor as ``shown`` does, without values: no page is fetched."""
         _, numel = tensor.span(0, self.numel)
         return self.shown(index, tensor, torch.empty(numel, dtype=tensor.dtype, device="meta"))
 
     def shown(self, index: int, tensor: StateTensor, of_shard: Tensor) -> Tensor:
-        """What ``of_shard``, a tensor along the shard, has for slot ``index``: a plain view where this rank holds all
-        of it, else a ``FlatShard``. Rows of a slice are shown as those of that slice alone."""
+        """Show slot ``index`` of ``of_shard``, a tensor along the shard: a plain view where this rank holds the whole,
+        else a ``FlatShard``. Rows of a slice are shown as those of that slice alone."""
         bucket, piece, own = self.bucket, self.bucket.pieces[index], self.bucket.flat.slices[index]
         rows_of_slice = tensor.per is Per.ROW and own is not None and own.cut is not None
         if bucket.sharding.shard_count == 1 and not rows_of_slice:
@@ -353,7 +353,7 @@ class ShardState:
         return FlatShard(local, start, torch.Size(shape), label, None, order, own)
 
     def view_in(self, full: Tensor, tensor: StateTensor, index: int, rank: int | None = None) -> Tensor:
-        """View in ``full``, this tensor of a whole bucket, what slot ``index`` has, in its shape and memory format.
+        """View slot ``index`` in ``full``, a tensor of a whole bucket, in the slot's shape and memory format.
 
         ``rank``: of a parameter that is cut, the tensor-parallel rank whose slice it is; None: this one.
         """
@@ -365,8 +365,8 @@ class ShardState:
         return view_of(part, tensor.shape(shape, numel), tensor.order(flat.orders[index]))
 
     def refresh_masters(self, pieces: Sequence[SlotPiece]) -> None:
-        """Take over what a user wrote into these parameters; the rest keeps its precision. A master of which they are a
-        part follows by itself."""
+        """Take a user's writes to these parameters over into the masters; unwritten elements keep their precision. A
+        master that has its parameter as a part follows by itself."""
         if not has_master(self.rule, self.bucket.dtype):
             return
         with self.opened() as state:
@@ -375,7 +375,7 @@ class ShardState:
                 _follow(master.narrow(0, piece.in_shard, piece.numel), self.parameter_of(piece))
 
     def _take_edits_over(self, state: Mapping[str, Tensor]) -> None:
-        """``refresh_masters`` of all, before an update. What is between them is zero in both."""
+        """Do ``refresh_masters`` for the whole shard, before an update. Gaps between parameters are zero in both."""
         if has_master(self.rule, self.bucket.dtype):
             _follow(self.master(state), self.bucket.param_shard.to(self._store.works_on))
 
@@ -397,7 +397,7 @@ class ShardState:
 
 
 def _follow(master: Tensor, parameter: Tensor) -> None:
-    """Make ``master`` the parameter where that is not its rounding."""
+    """Set ``master`` to ``parameter`` where the parameter is not its rounding."""
     for own, edited in zip(master.split(_CHUNK), parameter.split(_CHUNK), strict=True):
         kept = own.to(edited.dtype) == edited
         torch.where(kept, own, edited, out=own)

@@ -1,16 +1,16 @@
 """Updates on the host before the norm is known, while backward still runs.
 
 A clip factor below 1 and an overflow are rare. So each shard is updated as its gradient arrives, as if neither came:
-into spare buffers, by a thread of its own. When ``step`` knows better it compares what was assumed with what is. Where
-all is the same, bit for bit, live and spare change places. Else the update is made again, from the live state, which
-nothing has touched::
+into spare buffers, by a thread of its own. ``step`` compares the assumed coefficients with the true ones. Where all are
+the same, bit for bit, live and spare change places. Else the update is made again, from the live state, which nothing
+has touched::
 
     backward   | bucket 2 | bucket 1 | bucket 0 |
     thread                | update 2 | update 1 | update 0 |
     step                                        norm | as assumed? | send 2, 1, 0
 
-What is assumed: gradients are multiplied by what they were multiplied by last time, unclipped; every parameter that was
-updated last time is updated; and as many reductions come before ``step`` as last time.
+The assumptions: gradients have the same factor as last time, unclipped; every parameter that was updated last time is
+updated; and as many reductions come before ``step`` as last time.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Guesses:
 
 @dataclass(frozen=True)
 class Guess:
-    """An update under way, or over, in a thread. ``by``: what it assumes."""
+    """An update under way, or over, in a thread. ``by``: the coefficients that it assumes."""
 
     by: Coefficients
     over: Future[None]
 
     def holds(self, by: Coefficients, rule: UpdateRule, parameters: Tensor) -> bool:
-        """True if it assumes, of these ``parameters`` [n] int64 of that rule, what is true."""
+        """True if the assumed coefficients are those of ``by``, for these ``parameters`` [n] int64 of ``rule``."""
         if not by.updates:
             return False
         same = _same_rows(by.hyper[rule], self.by.hyper[rule], parameters)
@@ -133,7 +133,7 @@ class Speculation:
         return right
 
     def drop(self) -> None:
-        """The live state, or the gradient, is about to change, or to go."""
+        """Drop the guess: the live state, or the gradient, is about to change, or to go."""
         guess, self._guess = self._guess, None
         if guess is not None:
             self._speculator.guesses.dropped += 1
@@ -159,7 +159,7 @@ class Speculator:
         self._next: Coefficients | None = None  # what is assumed; made when it is first asked for
 
     def step_is(self, by: Coefficients) -> None:
-        """Note what is true of this step, on the host. The next is assumed to be alike."""
+        """Note the true coefficients of this step, on the host. The next is assumed to be alike."""
         self._last, self._next = by, None
 
     def assumed(self, parameters: Tensor) -> Coefficients | None:
@@ -175,7 +175,7 @@ class Speculator:
         return self._next
 
     def _on_a_device(self) -> bool:
-        """True if a group's number would have to be read from there: the host would wait for it."""
+        """True if a group has a number in a device tensor, which the host would have to wait for."""
         groups = zip(self._rules.by_group, self._parameters.groups, strict=True)
         values = (value for rule, group in groups for value in rule.read_group(group))
         return any(isinstance(value, Tensor) and value.device != _HOST for value in values)

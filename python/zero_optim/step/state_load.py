@@ -22,7 +22,7 @@ from .shard_state import ShardState
 
 @dataclass(frozen=True)
 class Copy:
-    """A part of a load: what ``values`` gives, flat, belongs into this piece of this tensor."""
+    """One copy of a load: the result of ``values``, flat, goes into this piece of this tensor."""
 
     shard: ShardState
     tensor: StateTensor
@@ -65,7 +65,7 @@ def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: 
             values.append(partial(shard.parameter_of, piece))
         if codec is None:
             yield Copy(shard, tensor, piece, values[0])
-        elif codec == own.get(tensor.name):  # as it is: the model, which a master is a part of, may be loaded later
+        elif codec == own.get(tensor.name):  # as stored: a parameter that is a part of it may be loaded later
             yield from (Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=False))
         else:
             yield Copy(shard, tensor, piece, partial(_values_of, codec, tensor, values))
@@ -86,7 +86,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _flat_part(saved: Tensor, target: Tensor, own: TensorSlice | None) -> Tensor:
-    """``saved``: the whole tensor, or what the slice ``own``, that is here, has of it."""
+    """Flatten this rank's part of ``saved``, which is the whole tensor, or the slice ``own`` of it that is here."""
     whole = own is not None and not is_distributed(saved) and saved.shape == own.shape
     here = own.of(saved) if own is not None and whole else local_of(saved)
     flat = flat_of(here, storage_order(target))
@@ -96,13 +96,13 @@ def _flat_part(saved: Tensor, target: Tensor, own: TensorSlice | None) -> Tensor
 def _values(
     entry: Mapping[str, Any], tensor: StateTensor, target: Tensor, own: TensorSlice | None, label: str
 ) -> Callable[[], Tensor]:
-    """Gives the part of what ``entry`` has of ``tensor`` that belongs into ``target``, flat.
+    """Make a function that gives the part of ``tensor`` in ``entry`` that belongs into ``target``, flat.
 
-    ``own``: the slice of which that is a part.
+    ``own``: the slice that ``target`` is a part of.
     """
     saved = state_tensor(entry, tensor, target.shape, label)
     if not isinstance(saved, FlatShard) and slice_of(saved, label) in (None, own):
-        return partial(_flat_part, saved, target, own)  # in another memory format it is a copy: not before it is wanted
+        return partial(_flat_part, saved, target, own)  # deferred: in another memory format it makes a copy
     if isinstance(target, FlatShard) and isinstance(saved, FlatShard) and saved.same_range(target):
         return partial(_local, saved)
     raise StateMismatchError(

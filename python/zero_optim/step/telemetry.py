@@ -1,9 +1,8 @@
-"""Numbers of each parameter: what the last update has measured, row by row, added up by parameter.
+"""Numbers of each parameter: measurements of the last update, row by row, added up by parameter.
 
-An update writes five numbers for each row that it makes anew; see ``row_stats`` in docs/ops.md. Nothing more is done in
-a step. Only when somebody asks are rows added up: 32 neighbours at a time, until each parameter has one left, in
-float64. That order is the same in every run. Over ranks the sums of each are gathered, and added up in the order of the
-ranks.
+An update writes five numbers for each row that it updates; see ``row_stats`` in docs/ops.md. Nothing more is done in a
+step. Rows are added up only when the numbers are read: 32 neighbours at a time, until each parameter has one left, in
+float64. That order is the same in every run. The sums of all ranks are gathered, and added up in the order of ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ELEMENTS = len(ROW_STATS)
 
 @dataclass(frozen=True)
 class ParameterNumbers:
-    """What the last step has made of one parameter. Each is a tensor [] on the optimizer's device, fp32 but the last.
+    """Numbers of one parameter in the last step. Each is a tensor [] on the optimizer's device, fp32 but the last.
 
     Attributes:
         grad_norm: 2-norm of the gradient that the update was given: averaged, unscaled and clipped.
@@ -96,7 +95,7 @@ class Telemetry(Mapping[str, ParameterNumbers]):
 
 
 class Measured:
-    """What the shards of an optimizer have measured in the last step.
+    """Measurements of an optimizer's shards in the last step.
 
     Args:
         on_host: whether they are updated, and measured, in host memory.
@@ -110,7 +109,7 @@ class Measured:
         self._chunks: WeakKeyDictionary[ShardState, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
     def after_step(self, updated: Tensor) -> None:
-        """The step has made these: [parameters] bool."""
+        """Note which parameters the step has updated: [parameters] bool."""
         self._updated = updated
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -119,11 +118,11 @@ class Measured:
         return [shard.row_stats for shard in self._states.shards if shard.row_stats is not None]
 
     def nbytes(self, *, on_host: bool) -> int:
-        """Bytes of it on the device, or in host memory."""
+        """Bytes of the measurements on the device, or in host memory."""
         return sum(t.nbytes for t in self._row_stats() if is_there(t)) if on_host == self._on_host else 0
 
     def free(self) -> None:
-        """The optimizer falls asleep: give the device's memory back. What was measured is forgotten."""
+        """Give the device's memory back: the optimizer falls asleep. The measurements are forgotten."""
         self._updated = None
         for stats in () if self._on_host else self._row_stats():
             deallocate(stats)
@@ -147,7 +146,7 @@ class Measured:
                 indices = [piece.slot.param for piece in held]
                 numels = _on(device, [piece.numel for piece in held], torch.float64)
                 of_shard = torch.cat([self._sums_of(shard).to(device), numels[:, None]], dim=1)
-                # A piece has its rows alone. What is behind it in the last of them has a gradient of 0.
+                # No two pieces share a row. The gap behind a piece in its last row has zero gradients: not counted.
                 between = _on(device, [-piece.numel % ROW for piece in held], torch.float64)
                 of_shard[:, _ZEROS].sub_(between).clamp_(min=0)
                 sums.index_copy_(0, _on(device, indices, torch.int64), of_shard)
@@ -177,9 +176,9 @@ class Measured:
         return values
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
-        """Collective: one small message. The sums of all ranks, in the order of their numbers.
+        """Collective: one small message. Add up the sums of all ranks, in the order of their numbers.
 
-        Where ranks have other experts under one name, each of these has a place of its own.
+        Where ranks have different experts under one name, each of these has a place of its own.
         """
         main = self._shardings.main
         places = [self._shardings.places_of_use(index) for index in range(len(sums))]
@@ -202,24 +201,24 @@ def _numbers(sums: Tensor) -> Tensor:
 
 
 def _joined(parts: Tensor) -> Tensor:
-    """[parts, n, columns] → [n, columns]: sums, and the largest of the largest. NaN stays."""
+    """Combine [parts, n, columns] into [n, columns]: sums, and the largest of the largest. NaN stays."""
     joined = parts.sum(0, dtype=torch.float64)
     joined[:, _LARGEST] = parts[:, :, _LARGEST].amax(0)
     return joined
 
 
 def _added(values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-    """[chunks, 5] float64: of each chunk of ``values`` [n, 5], ``counts`` from ``starts`` on, all added up."""
+    """Add up each chunk of ``values`` [n, 5], ``counts`` rows from ``starts`` on: [chunks, 5] float64."""
     place = torch.arange(_TOGETHER, device=values.device)[:, None]
     nothing = len(values)
     index = torch.where(place < counts, starts + place, nothing)  # [32, chunks]
     with_nothing = torch.cat([values, values.new_zeros(1, len(ROW_STATS))])
-    # Of a table this is twice as fast on a CPU as with_nothing[index].
+    # Twice as fast on a CPU as with_nothing[index], for a table.
     return _joined(with_nothing.index_select(0, index.view(-1)).view(*index.shape, len(ROW_STATS)))
 
 
 def _chunks_of(shard: ShardState) -> list[tuple[Tensor, Tensor]]:
-    """Starts and lengths of the chunks that are added up at a time, level by level, until each piece has one left."""
+    """List starts and lengths of the chunks that are added up, level by level, until each piece has one row left."""
     runs = [(piece.in_shard // ROW, -(-piece.numel // ROW)) for piece in shard.bucket.pieces if piece.numel]
     levels: list[tuple[Tensor, Tensor]] = []
     while not levels or any(count > 1 for _, count in runs):
@@ -234,6 +233,6 @@ def _chunks_of(shard: ShardState) -> list[tuple[Tensor, Tensor]]:
 
 
 def _on(device: torch.device, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-    """``values`` as a tensor, which is copied without waiting."""
+    """Make a tensor of ``values`` on ``device``, without waiting for the copy."""
     host = torch.tensor(values, dtype=dtype, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -1,4 +1,4 @@
-"""State off the device that is in trouble: what has happened, to which parameters, and who is told.
+"""Trouble with state off the device: what has happened, to which parameters, and whether all ranks were told.
 
 ==========  =========  =========  =====
 event       WHOLE      UNWRITTEN  LOST
@@ -54,10 +54,10 @@ class Losing:
 
 
 class Trouble:
-    """Keeps what is in trouble on one rank.
+    """The record of trouble on one rank.
 
     Attributes:
-        parameters: indices of those that it is about.
+        parameters: indices of the parameters concerned.
         reasons: in words.
     """
 
@@ -72,8 +72,8 @@ class Trouble:
             self._note(parameters, f"{error}. Save a checkpoint: state is whole")
 
     def lose(self, parameters: Iterable[int], error: OffloadError) -> None:
-        """Note that state is lost. Other ranks count on this one in the middle of a step: it goes on, and all raise in
-        the next one."""
+        """Note that state is lost. In the middle of a step other ranks wait for this one, so it goes on, and all raise
+        in the next step."""
         if self.condition is not Condition.LOST:
             self.told()
         self.condition = Condition.LOST
@@ -88,11 +88,11 @@ class Trouble:
             self.reasons.append(why)
 
     def losing(self, of: Holder) -> Losing:
-        """Within it an OffloadError loses the state of these parameters, and is not raised."""
+        """Note an OffloadError within as a loss of these parameters' state, instead of raising it."""
         return Losing(self, of)
 
     def told(self) -> None:
-        """Every rank has raised."""
+        """Note that every rank has raised."""
         if self.condition is not Condition.LOST:
             self.condition = Condition.WHOLE
             self.parameters, self.reasons = set(), []

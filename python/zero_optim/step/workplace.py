@@ -1,4 +1,4 @@
-"""Places where a shard is updated, and how gradient and parameters get there: on the device, or on the host."""
+"""Workplaces, where shards are updated: on the device, or on the host; and the copies of gradients and parameters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Coefficients:
     rates: Tensor | None = None
 
     def on_host(self) -> Coefficients:
-        """The same in host memory, with marks of its own. The host waits for the device."""
+        """Copy all to host memory, with marks of its own. The host waits for the device."""
         found_inf, used = self.found_inf.cpu(), self.used.cpu()
         updates = bool(found_inf == 0)
         return Coefficients(
@@ -69,22 +69,22 @@ class Workplace(Protocol):
     """Brings together what the update of one shard needs."""
 
     def prefetch(self) -> None:
-        """The update will follow soon."""
+        """Start copies: the update will follow soon."""
 
     def gradient(self) -> Tensor:
         """[shard_numel] the reduced gradient."""
 
     def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
-        """[shard_numel] to be written; where not all of it will be, it holds what they are."""
+        """[shard_numel] the parameters, to be written; with their values, unless the update writes all of them."""
 
     def updated(self) -> None:
-        """The update has been launched: let the device have the parameters."""
+        """Send the parameters to the device: the update has been launched."""
 
     def release(self) -> None: ...
 
 
 class OnDevice:
-    """Everything is there, or visits with the page."""
+    """Updates on the device: everything is there, or visits with the page."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -106,26 +106,26 @@ class Guesser(Protocol):
     """Updates a shard as soon as its gradient is on the host."""
 
     def gradient_taken(self) -> None:
-        """The gradient is on its way to the host, or there, after as many reductions as in the last step."""
+        """Start: the gradient is on the host, or on its way, after as many reductions as in the last step."""
 
     def gradient_changes(self) -> None:
-        """Be told that what was taken is about to be overwritten."""
+        """Drop the update: the gradient that was taken is about to be overwritten."""
 
     @property
     def busy(self) -> bool:
-        """True if it would hold who calls ``gradient_changes``."""
+        """True if ``gradient_changes`` would have to wait."""
 
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """The gradient that the host has: of which tensor, and as of how many writes into it."""
+    """The gradient that the host has: the tensor that it was copied from, and the count of writes into that."""
 
     source: Tensor
     written: tuple[int, int]
 
 
 class OnHost:
-    """The gradient comes to the host as its reduction arrives, while backward goes on. The parameters go back.
+    """Updates on the host: gradients are copied there as reductions arrive, during backward, and parameters back.
 
     Args:
         reads_parameters: whether the update reads them: they have no master.
@@ -148,7 +148,7 @@ class OnHost:
         self._has: Taken | None = None  # None: nothing, or what is outdated
         self._reductions = self._last_reductions = 0  # that were taken in this step, and in the one before
         self.guesser: Guesser | None = None
-        # Up to the step: at stage 0, and alone. There is nothing to be taken before it.
+        # At stage 0, and alone, the user may edit gradients up to the step. So none is taken before that.
         self._users_may_edit = bucket.sharding.stage == 0 or not bucket.sharding.reduces
         if not self._users_may_edit:
             bucket.follower = self
@@ -168,7 +168,7 @@ class OnHost:
 
     def reduction_launched(self, pending: Pending | Chain) -> bool:
         if self.guesser is not None and self.guesser.busy:
-            return False  # to take it now, the host would wait for that thread, within a backward
+            return False  # the copy would overwrite the gradient that the guesser reads: the host would have to wait
         with self._store.lanes.to_host.as_current():
             ordered = pending.order_current()
         if ordered:
@@ -243,7 +243,7 @@ class OnHost:
         return self._param
 
     def parameters_to_guess(self) -> Tensor:
-        """[shard_numel] where an update may write what the parameters will be; ``updated`` sends it where it holds."""
+        """[shard_numel] the buffer for parameters of a guessed update; ``guessed`` puts it to use."""
         if self._guess_run is not None:
             return self._guess_run.view(self._bucket.dtype)
         self._sent.wait()
@@ -257,7 +257,7 @@ class OnHost:
             self._guess_run = self._store.memory.take(self._bucket.param_shard.nbytes)
 
     def guessed(self) -> None:
-        """Let what was written to ``parameters_to_guess`` be what they are."""
+        """Make ``parameters_to_guess`` the parameters: the guess was right."""
         if self._param is None:
             self._bucket.flat.wait_until_copied()
             self._bucket.param_shard.copy_(self.parameters_to_guess())
