@@ -1,14 +1,14 @@
-"""Codecs: a state tensor that is stored in another form than it is thought of, such as int8 with a scale for each row.
+"""Codecs: forms in which a logical fp32 state tensor is stored, such as int8 with a scale for each row.
 
-An update rule thinks of fp32 values, an element or none. What is stored, in the device's memory and in checkpoints, are
-the tensors that the codec names. Updates and stores see these alone. Everything that shows, compares or loads state
-sees the values::
+An update rule works with logical values: fp32, one an element. The device's memory and checkpoints have the stored
+tensors, which the codec names. Updates and stores see these alone. Code that shows, compares or loads state sees the
+logical values::
 
     exp_avg, fp32 [rows, 128]  --encode-->  exp_avg_int8, int8 [rows, 128]   and   exp_avg_scale, fp32 [rows, 1]
                                <--decode--
 
-A codec works on each row of 128 elements by itself. A row is one parameter's alone, and no shard cuts it. So what is
-stored depends on no number of ranks, no bucket size and no stage.
+A codec works on each row of 128 elements by itself. A row is one parameter's alone, and no shard cuts it. So stored
+values do not depend on the number of ranks, the bucket size or the stage.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .state_tensor import Begins, Per, StateTensor
 class Codec:
     """A form in which state is stored. A codec is a subclass, one of those below or a user's own.
 
-    Three things hold of each. Zeros are stored as zeros. What ``decode`` gives stays what it is when it is encoded and
-    decoded again: so it may be loaded as often as one likes. A value that is not finite does not become finite.
+    Three things hold for each. Zeros are stored as zeros. Decoded values do not change when they are encoded and
+    decoded again: so state may be loaded as often as one likes. A value that is not finite does not become finite.
 
     Attributes:
         name: by which a checkpoint knows it again.
-        reads_parameter: whether the parameter is a part of what is stored: it stands for the master then, and is given
-            to ``decode`` behind the others.
-        ulps: of a master, by how many units in its last place of fp32 it is moved at most.
+        reads_parameter: whether the parameter is a part of the stored form, which is a master's then; ``decode`` gets
+            it behind the other parts.
+        ulps: the most by which a master is moved, in units in its last place of fp32.
         stochastic: whether updates round by noise, for which they are given keys of rows.
     """
 
@@ -65,32 +65,32 @@ class Codec:
         raise NotImplementedError
 
     def encode(self, values: Tensor) -> Sequence[Tensor]:
-        """What is stored of whole rows ``values``, [rows, 128] fp32: [rows, 128], or [rows, 1] of one value a row. The
-        last row of a parameter may come alone, and without what is behind its last element."""
+        """Encode whole rows ``values``, [rows, 128] fp32: into [rows, 128], or [rows, 1] of one value a row. The last
+        row of a parameter may come alone, and without what is behind its last element."""
         raise NotImplementedError
 
     def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
-        """The same where an update has made ``values``. ``columns``: of the table, [rows, 1], and the keys of rows;
+        """Encode ``values`` that an update has made. ``columns``: of the table, [rows, 1], and the keys of rows;
         ``state``: the number of the state among those of the rule."""
         return self.encode(values)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """[rows, 128] fp32, the values that were encoded, rounded as the codec rounds. Each element is made of what is
-        stored of it and of its row alone."""
+        """Decode to [rows, 128] fp32: the values that were encoded, as the codec has rounded them. An element depends
+        on what is stored of it and of its row alone."""
         raise NotImplementedError
 
     def keeps(self, saved: Codec | None) -> bool:
-        """Whether values that were stored by ``saved`` stay what they are. None: they were fp32."""
+        """Whether values that were stored by ``saved`` do not change in this codec. None: they were fp32."""
         return saved == self
 
     # -- flat ------------------------------------------------------------------------------------------------------
 
     def read_of(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
-        """What ``decode`` reads: the parts, and the parameter where it does."""
+        """List what ``decode`` reads: the parts, and with ``reads_parameter`` the parameter."""
         return self.parts(tensor) + ((PARAMETER,) if self.reads_parameter else ())
 
     def decode_flat(self, tensor: StateTensor, parts: Sequence[Tensor]) -> Tensor:
-        """[numel] fp32, the values of a flat range that begins with a row. ``parts``: flat, of the same range."""
+        """Decode a flat range that begins with a row: [numel] fp32. ``parts``: flat, of the same range."""
         numel = parts[0].numel()
         shaped = [
             _rows_of(part) if of.per is Per.ELEMENT else part.view(-1, 1)
@@ -99,14 +99,14 @@ class Codec:
         return self.decode(shaped).reshape(-1)[:numel]
 
     def encode_flat(self, values: Tensor) -> list[Tensor]:
-        """The same the other way round, for ``values`` [numel] of any floating dtype."""
+        """Encode a flat range that begins with a row, ``values`` [numel] of any floating dtype, into flat parts."""
         numel = values.numel()
         encoded = self.encode(_rows_of(values.float()))
         return [part.reshape(-1)[:numel] if part.shape[1] > 1 else part.reshape(-1) for part in encoded]
 
 
 def _rows_of(flat: Tensor) -> Tensor:
-    """[rows, 128], with zeros behind the last element."""
+    """View ``flat`` as [rows, 128], with zeros behind its last element."""
     return torch.nn.functional.pad(flat, (0, -flat.numel() % ROW)).view(-1, ROW)
 
 
@@ -123,7 +123,7 @@ class _Scaled(Codec):
 
 
 class Int8(_Scaled):
-    """Values of either sign, as a first moment: what is small beside its row's largest survives.
+    """For values of either sign, as a first moment: values that are small beside their row's largest survive.
 
     With s the largest magnitude of the row, x = v / s and y = 2 x / (1 + abs(x)), the nearest integer to 127 y is
     stored. Close to 0 its steps are s / 254, close to s they are s / 64. Each operation is rounded to fp32.
@@ -139,7 +139,7 @@ class Int8(_Scaled):
 
 
 class Root8(_Scaled):
-    """Values that are not negative, as a second moment: 8 bits for the root of each.
+    """For values that are not negative, as a second moment: 8 bits for the root of each.
 
     With s the largest root of the row, the nearest integer to 255 root(v) / s is stored, and 1 at least where v is not
     0: an update divides by the root, and must not divide by 0 where there was more. Each operation is rounded to fp32.
@@ -155,7 +155,7 @@ class Root8(_Scaled):
 
 
 class Bf16(Codec):
-    """Any values, rounded to bf16: the range of fp32, and 8 bits of precision."""
+    """For any values, rounded to bf16: the range of fp32, and 8 bits of precision."""
 
     name = "bf16"
 
@@ -173,12 +173,12 @@ class Bf16(Codec):
 
 
 class StochasticBf16(Bf16):
-    """What ``Bf16`` stores. But an update rounds each value to one of its two neighbours, by noise: to the nearer with
-    the higher probability, and so that the mean is the value.
+    """Stores as ``Bf16`` does. But an update rounds each value to one of its two neighbours, by noise: to the nearer
+    with the higher probability, and so that the mean is the value.
 
     The noise is made of the place of the row in its parameter, of the parameter's place in the optimizer, the number of
     the step, the state, and the element's place in the row. So it is the same however parameters are cut and shared,
-    and goes on from a checkpoint. What is loaded, or set, is rounded to nearest even.
+    and goes on from a checkpoint. Values that are loaded, or set, are rounded to nearest even.
     """
 
     name, stochastic = "bf16_stochastic", True
@@ -193,14 +193,14 @@ class StochasticBf16(Bf16):
 class Split(Codec):
     """A master whose high half is the bf16 parameter itself: 16 bits are stored beside it.
 
-    The bits of the master are those of the parameter, moved up by 16, and the stored number added, of either sign. The
+    The bits of the master are the parameter's, shifted left by 16, plus the stored number, of either sign. The
     parameter is the master rounded to the nearest, to even, as everywhere. A parameter whose last bit is 0 stands for
     65537 masters, and 16 bits count 65536. So a master that lies just between two parameters, one of 65536, is moved by
     a unit in its last place towards the one that it is rounded to. All others are kept bit for bit, infinities and
     subnormals among them.
 
-    A parameter that somebody has edited has the old number beside it. Where the two are no number together, as they may
-    be of a parameter that was made 0, the master is the parameter.
+    An edited parameter has the old number beside it. Where the two make no number together, as may happen after a
+    parameter was set to 0, the master is the parameter.
     """
 
     name, reads_parameter, ulps = "split", True, 1
@@ -269,10 +269,10 @@ def check_ema_dtype(given: str) -> None:
 def codecs_for(
     tensors: Sequence[StateTensor], nonnegative: Collection[str], master: str, state_dtype: str
 ) -> dict[str, Codec]:
-    """The codecs for ``tensors`` of a rule, by name, that a user means by two words.
+    """Choose the codecs for ``tensors`` of a rule, by name, from a user's two words.
 
     Args:
-        nonnegative: names of those that are never below 0.
+        nonnegative: names of the tensors that are never below 0.
         master: one of ``MASTERS``. state_dtype: one of ``STATE_DTYPES``, for all fp32 state beside the master.
     """
     chosen: dict[str, Codec] = {}
@@ -288,8 +288,8 @@ def codecs_for(
 
 
 def saved_codec(tensor: StateTensor, entry: Mapping[str, object], own: Mapping[str, Codec]) -> Codec | None:
-    """The codec by which the state ``entry`` of a parameter has ``tensor``, as the names in it tell; None: it has the
-    values themselves, or nothing. ``own``: the codecs of the rule, by the names of tensors."""
+    """Find the codec by which a parameter's state ``entry`` has stored ``tensor``, by the names in it; None: it has the
+    logical values, or nothing. ``own``: the codecs of the rule, by the names of tensors."""
     if tensor.name in entry:
         return None
     known = [own[tensor.name], *CODECS.values()] if tensor.name in own else CODECS.values()

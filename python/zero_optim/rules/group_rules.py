@@ -1,4 +1,4 @@
-"""Which rule updates each parameter: as a rule one for all of them; or that which its parameter group has brought."""
+"""The rule that updates each parameter: most often one for all, or one that the parameter group has brought."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ..params.parameter_set import ParameterSet
 from .update_rule import UpdateRule
 
 RULE = "rule"
-"""What a parameter group calls the rule that it brings."""
+"""The key in a parameter group of the rule that it brings."""
 
 Apply = Callable[[UpdateRule, Sequence[Mapping[str, Any]]], UpdateRule]
-"""Makes of a rule, as it was given, the one for its first groups: with state in the form that was asked for, and
+"""Turns a rule, as it was given, into the one for its first groups: with state in the form that was asked for, and with
 averages. May raise ValueError."""
 
 
 class GroupRules:
     """The rules of an optimizer, by parameter group.
 
-    What hangs on a rule hangs on it alone: a bucket has the parameters of one, a shard its state, and the hyper table
-    is one for each. The averages and the form of state are the same for all.
+    A bucket has the parameters of one rule, a shard the state of one, and each rule has a hyper table of its own. The
+    averages and the form of state are the same for all rules.
 
     Args:
-        parameters: whose groups have the rules.
+        parameters: the parameters, whose groups have the rules.
 
     Attributes:
         all: each rule once, in the order in which the groups came with them.
@@ -37,7 +37,7 @@ class GroupRules:
         self.by_group: list[UpdateRule] = []
 
     def of(self, index: int) -> UpdateRule:
-        """The one of a parameter."""
+        """Find the rule of a parameter."""
         return self.by_group[self._parameters.group_of[index]]
 
     @property
@@ -46,7 +46,7 @@ class GroupRules:
         return self.all[0].averages
 
     def take(self, given: Sequence[UpdateRule]) -> None:
-        """Take in the rules of the groups that have come, one for each. Those that differ in defaults alone are one.
+        """Take in the rules of new groups, one for each. Rules that differ in defaults alone count as one.
 
         Raises ValueError; ``forget`` what was taken in then.
         """

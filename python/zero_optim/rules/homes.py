@@ -8,15 +8,15 @@ Every rank sends its parts to their homes, and gets back what is made of them th
 So a rank sends and receives as much as it has of the parameters, twice, however many ranks there are.
 
 Parts are of two kinds: at stage 3 flat ranges, of the ranks that share; and slices, of tensor-parallel ranks. Where
-there are both, flat ranges come first, and each slice is whole then. Tensor-parallel ranks have the same layout: slices
-of one parameter have the same home, or below stage 3 the same place in a bucket. So a row exchanges slices::
+there are both, flat ranges are joined first, into whole slices. Tensor-parallel ranks have the same layout: slices of
+one parameter have the same home, or below stage 3 the same place in a bucket. So a row exchanges slices::
 
                      slice 0        slice 1
     data-parallel 0  a0 b0     <->  a1 b1       each of a and b is made whole on one of the two
     data-parallel 1  c0        <->  c1
 
-Replicas all have the same parameters whole, by now. Each updates some of them. What it leaves to the others it takes
-for zero, and the sum over replicas is exact::
+By now all replicas have the same parameters whole. Each updates some of them, and puts zeros in place of the others, so
+that the sum over replicas is exact::
 
     replica 0   a b c  ──>  a' 0  0     ── all-reduce ──>  a' b' c'
     replica 1   a b c  ──>  0  b' c'                       a' b' c'
@@ -36,31 +36,31 @@ from ..comm.collectives import Comm
 from .update_rule import Cut, Whole
 
 TENSOR_ALL_TO_ALL = "tensor_all_to_all"
-"""What tensor-parallel ranks send each other, in the account of collectives."""
+"""The kind of messages between tensor-parallel ranks, in the account of collectives."""
 REPLICA_ALL_REDUCE = "replica_all_reduce"
-"""What replicas send each other there."""
+"""The kind of messages between replicas there."""
 
 JOINED_ON_A_GPU, JOINED_ON_A_PROCESSOR = 2**24, 2**20
 """Elements of a rank that are made whole together, at least. Muon's take 8 bytes each meanwhile. On a GPU nobody has
 measured how long small messages take."""
 
 PARAMETERS_A_RANK = 4
-"""Parameters that are made whole together, at least, for each rank. Of as many as there are ranks, one that is twice as
-dear would keep the others waiting."""
+"""Parameters that are made whole together, at least, for each rank. With one a rank, a parameter that is twice as dear
+would keep the other ranks waiting."""
 
 
 class Size(NamedTuple):
-    """How large a shard is: elements of a rank, and parameters, of all ranks together."""
+    """The size of a shard: elements of a rank, and parameters, of all ranks together."""
 
     numel: int
     parameters: int
 
 
 def batch_lengths(shards: Sequence[Size], ranks: int, device: torch.device) -> Iterator[int]:
-    """Cut shards into batches whose parameters are made whole together: how many each has, in their order. Where what
-    is left would not be worth a batch, the last takes it in. Sizes are the same on all ranks.
+    """Cut shards, in order, into batches whose parameters are made whole together: give the length of each. The last
+    takes in a rest that would not be worth a batch. Sizes are the same on all ranks.
 
-    ``ranks``: that share the parameters. ``device``: where that is.
+    ``ranks``: number of those that share the parameters. ``device``: where parameters are made whole.
     """
     least = Size(JOINED_ON_A_PROCESSOR if device.type == "cpu" else JOINED_ON_A_GPU, PARAMETERS_A_RANK * ranks)
     left = _total(shards)
@@ -80,7 +80,7 @@ def _total(sizes: Sequence[Size]) -> Size:
 
 
 class Piece(NamedTuple):
-    """``length`` rows along ``dim``, from ``start`` on, of what lies in the tensor with this ``number``."""
+    """A part of ``whole``: ``length`` rows along ``dim``, from ``start`` on, in the tensor with this ``number``."""
 
     number: int
     whole: Whole
@@ -93,7 +93,7 @@ class Piece(NamedTuple):
         return self.whole.numel // self.whole.shape[self.dim] * self.length
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """View it, in its shape."""
+        """View the piece, in its shape."""
         of_whole = self.whole.shaped(self.whole.of(tensors[self.number]))
         return of_whole.narrow(self.dim, self.start, self.length)
 
@@ -103,9 +103,9 @@ class Joined(NamedTuple):
 
     Attributes:
         whole: as its home has it.
-        cost: how dear it is, in any unit.
-        own: what this rank has of it, where that lies.
-        all: what each rank has of it, by rank and then as in ``own``: where it belongs in the whole.
+        cost: of its update, in any unit.
+        own: this rank's pieces of it, where they lie.
+        all: every rank's pieces, each with its rank, and in the order of ``own``: where they belong in the whole.
     """
 
     whole: Whole
@@ -115,7 +115,7 @@ class Joined(NamedTuple):
 
 
 def joined_parts(number: int, cut: Cut, cost: int, rank: int) -> Joined:
-    """A parameter of which the shards have parts. ``number``: of this rank's shard. ``rank``: this one."""
+    """Describe a parameter of which shards have parts. ``number``: of this rank's shard. ``rank``: this one."""
     flat = cut.whole._replace(shape=torch.Size((cut.whole.numel,)), order=None)
     own = [
         Piece(number, flat._replace(start=part.in_shard, shape=torch.Size((part.numel,))), 0, 0, part.numel)
@@ -126,7 +126,7 @@ def joined_parts(number: int, cut: Cut, cost: int, rank: int) -> Joined:
 
 
 def joined_slices(number: int, own: Whole, cost: int, rank: int) -> Joined:
-    """A parameter of which the tensor-parallel ranks have slices: ``own`` is this rank's, in the tensor ``number``."""
+    """Describe a parameter of which tensor-parallel ranks have slices: ``own`` is this rank's, in tensor ``number``."""
     joint = own.joint
     assert joint is not None
     whole = own._replace(start=0, shape=torch.Size(joint.shape), order=None, joint=None)
@@ -156,14 +156,14 @@ class _Side:
         self.counts = [sum(piece.numel for piece in pieces) for pieces in by_rank]
 
     def taken(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A message with all pieces of ``tensors``, one after another."""
+        """Copy all pieces of ``tensors`` into a message, one after another."""
         message = tensors[0].new_empty(sum(self.counts))
         parts, there = self._pairs(message, tensors)
         _copy(parts, there)
         return message
 
     def put(self, message: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Write what such a message has into the pieces of ``tensors``."""
+        """Write such a message into the pieces of ``tensors``."""
         parts, there = self._pairs(message, tensors)
         _copy(there, parts)
 
@@ -174,12 +174,12 @@ class _Side:
 
 
 class Homes:
-    """Which parameters each rank makes whole: the dearest first, each goes to the rank that has least to do.
+    """The homes of parameters, which make them whole: the dearest first, each goes to the rank that has least to do.
 
     Args:
         joined: in an order that all ranks have.
         ranks: over which they are cut.
-        kind: of what is sent, in the account.
+        kind: of the messages, in the account.
 
     Attributes:
         wholes: the parameters whose home is this rank, one after another.
@@ -201,39 +201,40 @@ class Homes:
         self._leaving, self._arriving = _Side(leaving), _Side(arriving)
 
     def bring(self, shards: Sequence[Tensor]) -> Tensor:
-        """Collective. Give [numel], the ``wholes`` of what lies in ``shards``, flat tensors of one dtype, in the parts
-        of all ranks."""
+        """Collective. Make this rank's ``wholes``, [numel], of the parts in all ranks' ``shards``, flat tensors of one
+        dtype."""
         answer = self._sent(shards, self._leaving, self._arriving)
         whole = answer.new_empty(self._numel)
         self._arriving.put(answer, [whole])
         return whole
 
     def give_back(self, whole: Tensor, shards: Sequence[Tensor]) -> None:
-        """Collective. Let ``shards`` have what the homes of their parameters have made of these."""
+        """Collective. Send back into ``shards`` what the homes have made of their parameters."""
         self._leaving.put(self._sent([whole], self._arriving, self._leaving), shards)
 
     def _sent(self, source: Sequence[Tensor], sent: _Side, received: _Side) -> Tensor:
-        """What all ranks have sent to this one, piece by piece."""
+        """Exchange pieces, and return what all ranks have sent to this one, piece by piece."""
         message = sent.taken(source)
         return self._ranks.all_to_all(message, sent.counts, received.counts, self._kind)
 
 
 class Shares:
-    """Which of some parameters, that several ranks have whole, each of them updates: chosen as ``Homes`` does.
+    """The shares of work of ranks that have the same whole parameters: each parameter is updated by one of them, chosen
+    as in ``Homes``.
 
     Args:
-        wholes: by the tensor in which they lie.
-        cost: how dear one is, in any unit.
+        wholes: the parameters, by the tensor in which they lie.
+        cost: gives that of an update, in any unit.
         ranks: that all have them; None: this rank alone does.
 
     Attributes:
-        own: those that this rank updates, as ``wholes``.
+        own: the parameters that this rank updates, by tensor as in ``wholes``.
     """
 
     def __init__(self, wholes: Sequence[Sequence[Whole]], cost: Callable[[Whole], int], ranks: Comm | None) -> None:
         every = [(number, whole) for number, of_tensor in enumerate(wholes) for whole in of_tensor if whole.numel]
         self.own, self._every = wholes, every
-        self._ranks = ranks if every else None  # none of them has any then
+        self._ranks = ranks if every else None  # without parameters here no rank has any
         if self._ranks is None:
             return
         homes = _homes([cost(whole) for _, whole in every], self._ranks.world_size)
@@ -245,7 +246,7 @@ class Shares:
         self.own = own
 
     def exchange(self, tensors: Sequence[Tensor]) -> None:
-        """Collective. Let ``tensors`` have what the other ranks have made of theirs."""
+        """Collective. Copy the parameters that other ranks have updated into ``tensors``."""
         if self._ranks is None:
             return
         there = [whole.of(tensors[number]) for number, whole in self._every]
@@ -263,7 +264,7 @@ def _copy(to: list[Tensor], of: list[Tensor]) -> None:
 
 
 def _homes(costs: Sequence[int], ranks: int) -> list[int]:
-    """Give each a rank."""
+    """Give each parameter a rank."""
     loads, homes = [0] * ranks, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
         homes[number] = loads.index(min(loads))

@@ -19,12 +19,12 @@ _OF_KERNELS = (Bf16, StochasticBf16, Int8, Root8, Split, Split8)
 
 
 class _Stored(NamedTuple):
-    """What a kernel is given, by name.
+    """The names of the stored tensors that a kernel is given.
 
     Attributes:
-        master: as it is stored, and so ``states`` and ``averages``.
-        scales: of those states that have one.
-        by_noise: whether some of it is rounded by noise. Given keys of rows, a kernel rounds all bf16 so.
+        master: of the stored master, as ``states`` and ``averages`` are.
+        scales: of the states that have one.
+        by_noise: whether some state is rounded by noise. Given keys of rows, a kernel rounds all bf16 so.
     """
 
     master: str
@@ -80,7 +80,7 @@ class KernelRule(UpdateRule):
         self._step(self.kernel, *lists, scales or None, row_keys if stored.by_noise else None)
 
     def _as_stored(self) -> _Stored | None:
-        """None where torch's ops have to update: a codec is unknown to kernels, or bf16 is rounded in two ways."""
+        """Name them; None where torch's ops have to update: kernels lack a codec, or bf16 is rounded in two ways."""
         given = {type(codec) for codec in self.codecs.values()}
         if not given <= set(_OF_KERNELS) or given >= {Bf16, StochasticBf16}:
             return None

@@ -1,4 +1,4 @@
-"""Which matrices a parameter is, for a rule that makes matrices orthogonal.
+"""The matrices of a parameter, for a rule that makes matrices orthogonal.
 
 By its shape, first::
 
@@ -29,7 +29,7 @@ VIEW = "view"
 
 ROWS, COLUMNS = "rows", "columns"
 _DIMS = {ROWS: 1, COLUMNS: 2}
-"""What a view may cut, and which dimension of [matrices, rows, columns] that is."""
+"""The dimension of [matrices, rows, columns] that a view cuts, by its key."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _are_blocks(blocks: Any) -> bool:
 
 
 def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Give (matrices, rows, columns) of a parameter of 2 to 5 dimensions, in whose order its elements are theirs."""
+    """Give (matrices, rows, columns) of a parameter of 2 to 5 dimensions: the same elements in the same order."""
     if len(shape) == 3:
         return (shape[0], shape[1], shape[2])
     return (1, shape[0], math.prod(shape[1:]))
@@ -93,8 +93,8 @@ def refuse_view(shape: Sequence[int], view: Mapping[str, Any] | None) -> str | N
 
 
 def blocks_of(matrices: Tensor, view: Mapping[str, Any] | None) -> list[Tensor]:
-    """Cut ``matrices``, contiguous [matrices, rows, columns], into those that ``view`` names: views [n, rows, columns],
-    of all that are to be made orthogonal each for itself."""
+    """Cut ``matrices``, contiguous [matrices, rows, columns], into those that ``view`` names: views [n, rows, columns]
+    of n matrices, each of which is to be made orthogonal by itself."""
     if view is None:
         return [matrices]
     ((cut, blocks),) = view.items()

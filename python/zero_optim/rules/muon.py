@@ -37,18 +37,18 @@ _LOOK_AHEAD = zero_kernels.RULES["muon_look_ahead"]
 """The first kernel. The second reads the same table."""
 
 LEAST_TOGETHER = 17
-"""Rows and columns that matrices have at least, of which several parameters go in one product on a CPU. Products of
+"""The least rows and columns of matrices that share one product with those of other parameters, on a CPU. Products of
 bf16 matrices of this size were seen to have the same bits whatever the number of matrices. For smaller ones torch
 chooses the way by the elements of all of them together. On a GPU nobody has looked."""
 
 ON_A_PROCESSOR, ON_A_GPU = 2**18, 2**22
-"""Elements of matrices that are updated together, at most, or one parameter. On a processor they stay in its cache. On
+"""The most elements that are updated together, unless one parameter has more. On a processor they stay in its cache. On
 a GPU they are more, since each launch takes time; nobody has measured that."""
 
 
 class _Part(NamedTuple):
-    """What a shard has of a parameter: ``numel`` elements, in the shard from ``start`` on, as the parameter lies from
-    ``in_param`` on."""
+    """A shard's part of a parameter: ``numel`` elements, from ``start`` on in the shard, and from ``in_param`` on in
+    the parameter as it lies in memory."""
 
     whole: Whole
     start: int
@@ -57,13 +57,13 @@ class _Part(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Where each matrix is made orthogonal.
+    """The ranks on which matrices are made orthogonal.
 
     Attributes:
-        over_shards: homes of those that are cut over the ranks that share them; None: none is.
-        of_wholes: of what this rank has whole then, what it makes.
-        over_slices: homes of those that tensor-parallel ranks have slices of; None: there are none.
-        of_slices: of those whose home this rank is, what it makes.
+        over_shards: homes of parameters that are cut over the ranks that share them; None: none is.
+        of_wholes: among replicas, this rank's share of the parameters that it has whole then.
+        over_slices: homes of parameters of which tensor-parallel ranks have slices; None: there are none.
+        of_slices: among replicas, this rank's share of those that have their home here.
     """
 
     over_shards: Homes | None
@@ -90,7 +90,7 @@ class _Scale(Fixed):
 
 
 class _Way(Fixed):
-    """How the iteration is made. State that was made in another way loads: it differs by rounding alone, if at all."""
+    """A way to compute the iteration. State from another way loads: it differs by rounding alone, if at all."""
 
     stays = True
 
@@ -126,7 +126,7 @@ class Muon(UpdateRule):
     # Of the momentum. It is lerp(m, g, share): a difference of up to 2 of the larger of the two, a product, a sum, and
     # the gradient's two factors. Each rounds by half of 2^-23 of that, and a unit is a half to all of this.
     ulps_an_update = 8
-    # A prepared rule learns it in its first update.
+    # Found in the first update of a prepared rule.
     _places: _Places | None = None
     _passes: tuple[KernelRule, KernelRule] | None = None  # made in ``prepared``
 
@@ -160,7 +160,7 @@ class Muon(UpdateRule):
         return bool(self.defaults["ns_replicas"] == SHARE)
 
     def needs_whole(self, joint: Joint) -> bool:
-        """A stack of matrices that is cut between them has whole ones in each slice."""
+        """False for a stack that is cut between its matrices: each slice has whole ones."""
         return not are_stacked(len(joint.shape), joint.dim)
 
     def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
@@ -216,9 +216,9 @@ class Muon(UpdateRule):
         return self._look_ahead(shard).to(self.joined_in)
 
     def join(self, held: Sequence[Tensor], shards: Sequence[ToJoin]) -> None:
-        """Collective. Parts of matrices go to their homes among the ranks that share them; then slices, to theirs among
-        the tensor-parallel ranks. Of what replicas all have then, each makes some orthogonal. What is made comes back
-        the other way round."""
+        """Collective. Send parts of matrices to their homes among the ranks that share them, then slices to theirs
+        among the tensor-parallel ranks. Replicas share the matrices that they all have then, and make them orthogonal.
+        The results go back the same way."""
         if self._places is None:
             self._places = self._places_of(shards)
         over_shards, of_wholes, over_slices, of_slices = self._places
@@ -236,7 +236,7 @@ class Muon(UpdateRule):
         self._subtract(shard, [*_parts_of(to_join)], joined.float(), to_join.slices)
 
     def _run(self, shard: ShardUpdate, wholes: Sequence[Whole]) -> ShardUpdate:
-        """What ``shard`` has of ``wholes``, which follow each other in it: views."""
+        """View the part of ``shard`` that has ``wholes``, which follow each other in it."""
         start = wholes[0].start
         numel = round_up(wholes[-1].start + wholes[-1].numel, ROW) - start
         rows = slice(start // ROW, (start + numel) // ROW)
@@ -256,8 +256,8 @@ class Muon(UpdateRule):
         )
 
     def _look_ahead(self, shard: ShardUpdate) -> Tensor:
-        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32. It means nothing in rows that
-        are not updated, from which nothing is subtracted either."""
+        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32. Rows that are not updated
+        have no meaning there: nothing is subtracted from them either."""
         ahead = torch.empty_like(shard.grad, dtype=torch.float32)
         momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(BUFFER))}
         look_ahead, _ = self._passes or self._make_passes()
@@ -269,7 +269,7 @@ class Muon(UpdateRule):
     ) -> None:
         """Subtract ``direction``, [shard_numel] fp32, times rate and scale, from the masters. It is overwritten.
 
-        ``parts``: what the shard has of parameters. ``slices``: the ranks that have slices of them.
+        ``parts``: the shard's parts of parameters. ``slices``: the ranks that have slices of them.
         """
         lr = self.columns.index("lr")
         for whole, start, in_param, numel in parts:
@@ -281,8 +281,8 @@ class Muon(UpdateRule):
         subtract.update([shard._replace(state={**shard.state, _DIRECTION: direction}, marks=None)])
 
     def _scale(self, whole: Whole, device: torch.device, slices: Comm | None) -> float | Tensor:
-        """What multiplies the rate: of the parameter, or where its matrices differ in that of each element, [numel] as
-        it lies."""
+        """Give the factor of the rate: one for the parameter, or, where its matrices differ in it, one for each
+        element, [numel] as the parameter lies."""
         joint = whole.joint if self._is_slice(whole) else None
         shape, view = whole.shape if joint is None else joint.shape, whole.group.get(VIEW)
         scales = [scale_of(of_block, self.defaults["adjust_lr_fn"]) for of_block in shapes_of(shape, view)]
@@ -302,7 +302,7 @@ class Muon(UpdateRule):
         return flat
 
     def _is_slice(self, whole: Whole) -> bool:
-        """Whether the matrices of ``whole`` are those of other tensor-parallel ranks, too."""
+        """Whether other tensor-parallel ranks have slices of the same matrices."""
         return whole.joint is not None and self.needs_whole(whole.joint)
 
     def _places_of(self, shards: Sequence[ToJoin]) -> _Places:
@@ -327,19 +327,19 @@ class Muon(UpdateRule):
         return _Places(over_shards, of_all, over_slices, of_joined)
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """How many multiplications the iteration takes."""
-        if len(shape) < 2:  # refused, but for a plan
+        """Count the multiplications of the iteration."""
+        if len(shape) < 2:  # for a plan alone: an optimizer refuses such a parameter
             return super().cost(shape)
         matrices, rows, columns = matrices_of(shape)
         coefficients, steps, _, gram, _ = (self.defaults[name] for name in newton_schulz.OPTIONS)
         return matrices * newton_schulz.multiplications(rows, columns, coefficients, steps, gram)
 
     def _cost(self, whole: Whole) -> int:
-        """Of a slice that of the whole parameter: so tensor-parallel ranks choose alike."""
+        """Take the cost of the whole parameter also for a slice: so tensor-parallel ranks choose alike."""
         return self.cost(whole.shape if whole.joint is None else whole.joint.shape)
 
     def _orthogonalize_shared(self, tensors: Sequence[Tensor], shares: Shares) -> None:
-        """The same as ``_orthogonalize``, of some at a time, and of those that other ranks make there. Collective."""
+        """Collective. Do ``_orthogonalize`` for this rank's share, some at a time, and take in the other ranks'."""
         for tensor, wholes in zip(tensors, shares.own, strict=True):
             for run in _together([whole for whole in wholes if whole.numel], _most(tensor)):
                 self._orthogonalize(tensor, run)
@@ -348,9 +348,9 @@ class Muon(UpdateRule):
     def _orthogonalize(self, step: Tensor, wholes: Sequence[Whole]) -> None:
         """Make each matrix in ``step``, flat, orthogonal, in place.
 
-        Matrices of one shape are made orthogonal together, those of one parameter as a rule. What one becomes must not
-        depend on those beside it, since which are on a rank depends on the number of ranks. So those of several
-        parameters are together only where their bits are those of each alone; see ``LEAST_TOGETHER``.
+        Matrices of one shape are made orthogonal together, as a rule those of one parameter. A matrix's bits must not
+        depend on those beside it, since the number of ranks decides which are on a rank. So matrices of several
+        parameters go together only where each has the bits that it has alone; see ``LEAST_TOGETHER``.
         """
         batches: dict[tuple[int, ...], list[Tensor]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
@@ -388,7 +388,7 @@ class Muon(UpdateRule):
 
 
 def _most(tensor: Tensor) -> int:
-    """How many elements are updated together, where ``tensor`` is."""
+    """Give the most elements that are updated together, where ``tensor`` is."""
     return ON_A_PROCESSOR if tensor.device.type == "cpu" else ON_A_GPU
 
 
@@ -407,7 +407,7 @@ def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
 
 
 def _parts_of(to_join: ToJoin) -> Iterator[_Part]:
-    """What this rank has of the parameters of a shard."""
+    """List this rank's parts of the parameters of a shard."""
     for whole in to_join.wholes:
         yield _Part(whole, whole.start, 0, whole.numel)
     for cut in to_join.cuts:
@@ -417,7 +417,7 @@ def _parts_of(to_join: ToJoin) -> Iterator[_Part]:
 
 
 def scale_of(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
-    """Give what multiplies the rate of a matrix of this shape.
+    """Give the factor of the rate of a matrix of this shape.
 
     None and "original": sqrt(max(1, rows / columns)), by Jordan. "match_rms_adamw": 0.2 sqrt(max(rows, columns)), with
     which AdamW's rate and weight decay may stay (Liu et al., "Muon is Scalable for LLM Training", 2025).

@@ -1,7 +1,7 @@
-"""What Muon subtracts of a matrix in exact arithmetic, for ``verify``: written anew, by singular values.
+"""Muon's update of a matrix in exact arithmetic, for ``verify``: written anew, by singular values.
 
-A step of the iteration makes of X = U S V^T the matrix U (a S + b S^3 + c S^5) V^T. So the singular vectors stay, and
-all steps together make U p(S) V^T, where p is a polynomial of a polynomial, and so on.
+A step of the iteration turns X = U S V^T into U (a S + b S^3 + c S^5) V^T. So the singular vectors stay, and all steps
+together make U p(S) V^T, where p is a polynomial of a polynomial, and so on.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class MuonInFloat64:
         buffer: the name of the momentum.
         coefficients: (a, b, c) of each step of the iteration.
         eps: the least norm that a matrix is divided by.
-        gram: whether several steps of long matrices are one polynomial. Rounding is another then.
-        adjust_lr_fn: how a matrix's shape multiplies the rate.
+        gram: whether several steps of long matrices are one polynomial, which is rounded in another way.
+        adjust_lr_fn: how the rate depends on a matrix's shape.
     """
 
     buffer: str
@@ -80,8 +80,8 @@ class MuonInFloat64:
 
 
 def _rounded_factor(gram: Tensor, steps: Sequence[Step]) -> Tensor:
-    """What these steps multiply X by, whose X X^T ``gram`` is: the product of a factor for each. The next X X^T is this
-    one between two such factors."""
+    """Make the matrix that these steps multiply X by, of ``gram`` = X X^T: the product of a factor for each step. The
+    next X X^T is this one between two such factors."""
     product = identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     for a, b, c in steps:
         factor = _in_bf16(a * identity + _in_bf16(b * gram + c * gram @ gram))

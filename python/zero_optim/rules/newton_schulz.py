@@ -37,7 +37,7 @@ OPTIONS = ("ns_coefficients", "ns_steps", "eps", "ns_gram", "ns_product")
 """Names of a rule's options of the iteration, in the order of ``orthogonalized``."""
 
 TORCH, TRITON = PRODUCTS = ("torch", "triton")
-"""What makes those products that are symmetric: torch all of each, or a kernel the half of it, where it is faster."""
+"""The makers of symmetric products: torch makes all of each, or a kernel half of it, where that is faster."""
 
 TRITON_FROM = 4096
 """Rows or columns, whichever are fewer, from which on the kernel is faster. On an H200 it made the iteration of 4096 x
@@ -85,8 +85,8 @@ def orthogonalized(
         eps: the least norm that a matrix is divided by.
         gram: whether several steps of long matrices are made one polynomial of A, by which X is multiplied once. It is
             the same in exact arithmetic (Zhang et al., "Gram Newton-Schulz", 2026).
-        product: one of ``PRODUCTS``: what makes those that are symmetric. torch's make those of matrices below
-            ``TRITON_FROM`` in any case.
+        product: one of ``PRODUCTS``, for symmetric products. Those of matrices below ``TRITON_FROM`` are torch's in any
+            case.
 
     Returns bf16 of the same shape, in another memory format perhaps.
     """
@@ -109,7 +109,7 @@ def orthogonalized(
 
 
 def _polynomial(square: Tensor, phase: Sequence[Step], of: _Products) -> Tensor:
-    """Give what these steps multiply X by, of ``square`` = X X^T."""
+    """Make the matrix that these steps multiply X by, of ``square`` = X X^T."""
     made = factor = _factor(square, phase[0], of)
     for step in phase[1:]:
         square = of.symmetric(of.symmetric(square, factor), factor)
@@ -129,10 +129,10 @@ def _factor(square: Tensor, step: Step, of: _Products) -> Tensor:
 
 def phases(rows: int, columns: int, of_steps: Sequence[Step], gram: bool) -> list[list[Step]]:
     """Cut the steps for a matrix into phases, each of which multiplies X once. Without ``gram``, and where the matrix
-    is not long, each step is one.
+    is not long, each step is one phase.
 
-    Within a phase X X^T is not computed anew. A direction that X does not have, and that rounding has put into X X^T,
-    grows by the square of each a then, as a small singular value would.
+    Within a phase X X^T is not computed anew. So a direction that X does not have, but that rounding has put into
+    X X^T, grows by the square of each a, as a small singular value would.
     """
     if not gram or not is_long(rows, columns):
         return [[step] for step in of_steps]
@@ -153,7 +153,7 @@ def is_long(rows: int, columns: int) -> bool:
 
 
 def multiplications(rows: int, columns: int, coefficients: Sequence[Any], steps: int, gram: bool) -> int:
-    """Of the iteration of a matrix."""
+    """Count the multiplications of the iteration of a matrix."""
     short, long = sorted((rows, columns))
     square, whole = short**3, short**2 * long
     cut = phases(rows, columns, listed(coefficients, steps), gram)
@@ -161,7 +161,7 @@ def multiplications(rows: int, columns: int, coefficients: Sequence[Any], steps:
 
 
 def listed(coefficients: Sequence[Any], steps: int) -> list[Step]:
-    """The coefficients of each step."""
+    """List the coefficients of each step."""
     return [(a, b, c) for a, b, c in ([coefficients] * steps if _are_three(coefficients) else coefficients)]
 
 
@@ -175,7 +175,7 @@ class _Products(NamedTuple):
 
 
 def _products(matrix: Tensor, backend: str) -> _Products:
-    """Those of one matrix, or of several."""
+    """Choose the products for one matrix, or for several."""
     product, added = (torch.mm, torch.addmm) if matrix.dim() == 2 else (torch.bmm, torch.baddbmm)
 
     def symmetric(a: Tensor, b: Tensor, d: Tensor | None = None, **factors: Any) -> Tensor:

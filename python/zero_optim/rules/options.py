@@ -15,10 +15,10 @@ EMA = "ema"
 """The name of an average of the master; of several, they are ``ema_0``, ``ema_1`` and so on."""
 
 EMA_DECAY = "ema_decay"
-"""The option that has averages kept."""
+"""The option that asks for averages."""
 
 SMALLEST = 2.0**-150
-"""Positive numbers below it, and it itself, are 0 in fp32."""
+"""The largest positive number that is 0 in fp32."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Option:
     """Whether a group may be without, as those of older checkpoints, and has the default then."""
 
     stays: ClassVar[bool] = False
-    """Whether a load leaves it as it is, and asks for nothing of what was saved: it says what a parameter is, or what
-    calculates, and nothing of the training."""
+    """Whether a load leaves it as it is, whatever was saved: such an option says what a parameter is, or how something
+    is computed, and nothing about the training."""
 
     name: str
     default: Any
@@ -63,7 +63,7 @@ class Option:
 class Number(Option):
     """A number from ``least`` on and below ``below``.
 
-    ``rate``: it may be a tensor of one element, too, and be as small as it likes: 0 in fp32 does no harm.
+    ``rate``: it may also be a tensor of one element, and as small as one likes: 0 in fp32 does no harm.
     """
 
     least: float = 0.0
@@ -131,8 +131,8 @@ class Flag(Option):
 
 @dataclass(frozen=True)
 class Fixed(Option):
-    """What all groups have as the rule has it: a bool that decides what state there is, or a way to calculate. It is no
-    number of a group."""
+    """An option that is the same for all groups: a bool that decides what state there is, or a way to calculate. It is
+    no number of a group."""
 
     default: Any = False
     optional = True
@@ -157,7 +157,7 @@ class Refused(Option):
 
 @dataclass(frozen=True)
 class Decays(Option):
-    """One number in [0, 1], or as many as ``default`` has: what of an average stays in each update."""
+    """One number in [0, 1], or as many as ``default`` has: the share of an average that stays in each update."""
 
     default: tuple[float, ...] = ()
     optional = True
@@ -177,8 +177,8 @@ class Decays(Option):
 
 
 def of_another_optimizer(number: int, group: Mapping[str, Any], needed: str, foreign: Sequence[str]) -> str | None:
-    """Say that the saved group ``number`` is of another optimizer: it lacks the option ``needed``, and has options of
-    others. None: it is not. Schedulers and users add options of their own, so that those of nobody say nothing."""
+    """Say that the saved group ``number`` is of another optimizer: it lacks the option ``needed``, and has ``foreign``
+    ones. None: it is not. Unknown options tell nothing, since schedulers and users add options of their own."""
     found = [name for name in foreign if name in group]
     if needed in group or not found:
         return None
@@ -194,7 +194,7 @@ def is_average(kind: str) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it can be compared with one: numpy's numbers and tensors, too."""
+    """Whether ``value`` can be compared with a number: numpy's numbers and tensors, too."""
     return type(value) is float or (isinstance(value, (Real, Tensor)) and not isinstance(value, bool))
 
 

@@ -67,11 +67,11 @@ class SGD(KernelRule):
 
     @property
     def ulps_an_update(self) -> int:  # type: ignore[override]
-        """The rounding of a momentum buffer stays in it for 1 / (1 - momentum) updates."""
+        """Grows with the momentum: a rounding stays in the momentum buffer for 1 / (1 - momentum) updates."""
         return 8 + round(8 / max(1 - self._momentum, 2**-10))
 
     def size_of_update(self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """What an update subtracts is of the size of the gradients."""
+        """An update subtracts as much as gradients and momentum are large, times the rate."""
         buffer = state.get(_BUFFER, torch.zeros_like(gradient))
         gradient = gradient.abs() + float(group["weight_decay"]) * state[MASTER].abs()
         return float(group["lr"]) * (1 + self._momentum) * (gradient + buffer.abs())

@@ -24,8 +24,8 @@ class Begins(enum.Enum):
     """The content of a state tensor before the first update."""
 
     ZERO = enum.auto()
-    PARAMETER = enum.auto()  # a copy of it. Where the parameter has the dtype itself there is none: it is its own
-    AVERAGE = enum.auto()  # a copy of it, always: an average of what it becomes
+    PARAMETER = enum.auto()  # a copy of the parameter. If the parameter has the dtype itself there is no such tensor
+    AVERAGE = enum.auto()  # a copy of the parameter, always: later the average of its values
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class StateTensor:
     per: Per = Per.ELEMENT
 
     def span(self, offset: int, numel: int) -> tuple[int, int]:
-        """Start and length of the values of ``numel`` elements from ``offset`` on. Both are at rows' starts."""
+        """Find start and length of the values of ``numel`` elements from ``offset`` on, which begins a row."""
         return (offset, numel) if self.per is Per.ELEMENT else (offset // ROW, -(-numel // ROW))
 
     def shape(self, parameter: Sequence[int], numel: int) -> tuple[int, ...]:
-        """Shape of the state of a whole parameter, of that shape and so many elements."""
+        """Make the shape of the state of a whole parameter, whose shape is ``parameter``, with ``numel`` elements."""
         return tuple(parameter) if self.per is Per.ELEMENT else (-(-numel // ROW),)
 
     def order(self, parameter: StorageOrder) -> StorageOrder:
         """Give the order in which state lies whose parameter lies in the order ``parameter``.
 
-        Rows have no dimensions of their own. But which elements are one depends on the parameter's order: what was
-        kept for rows in one order means nothing in another, and whoever loads it refuses it.
+        State per row has no dimensions. But the parameter's order decides which elements make a row: so values of rows
+        in one order mean nothing in another, and loading refuses them.
         """
         return parameter if self.per is Per.ELEMENT else None

@@ -28,7 +28,7 @@ from .options import EMA_DECAY, Decays, Fixed, Option, coefficients_of
 from .state_tensor import Begins, StateTensor
 
 MASTER = "master"
-"""The name of the state that the parameters are roundings of, in the rules of the package."""
+"""The name of the master, of which the parameters are roundings, in the rules of the package."""
 
 
 class Whole(NamedTuple):
@@ -47,7 +47,7 @@ class Whole(NamedTuple):
         return self.shape.numel()
 
     def of(self, along_shard: Tensor) -> Tensor:
-        """[numel] what a tensor along the shard has of it: a view."""
+        """View its part, [numel], of a tensor along the shard."""
         return along_shard.narrow(0, self.start, self.numel)
 
     def shaped(self, flat: Tensor) -> Tensor:
@@ -56,22 +56,22 @@ class Whole(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A parameter that is cut over ranks. ``whole``: as if it began a shard. ``parts``: of each rank that has some of
-    it, in their order, the rank and its piece."""
+    """A parameter that is cut over ranks. ``whole``: as if it began a shard. ``parts``: the ranks that have some of it,
+    in order, each with its piece."""
 
     whole: Whole
     parts: tuple[tuple[int, SlotPiece], ...]
 
 
 class ToJoin(NamedTuple):
-    """What a shard has of parameters that a rule needs whole, and that are cut over ranks.
+    """The parameters of a shard that a rule needs whole, where they are cut over ranks, or ranks share the work.
 
     Attributes:
         wholes: the parameters in it, or slices of them, that no other shard has parts of.
         cuts: the parameters in it of which other shards have parts.
-        ranks: those that have these shards; None: no parameter is in several.
+        ranks: those that have these shards; None: no parameter is in several shards.
         slices: the tensor-parallel ranks, which have the slices; None: there are no slices.
-        replicas: ranks that have the same, and share the work; None: there are none.
+        replicas: ranks that have the same parameters, and share the work; None: there are none.
     """
 
     wholes: Sequence[Whole]
@@ -99,7 +99,7 @@ class ShardUpdate(NamedTuple):
         row_stats: [shard_numel / ROW, 5] fp32, receives what ``zero_kernels.ROW_STATS`` names of each row; None: it is
             not wanted.
         wholes: the parameters in it, where the rule has them whole, or a slice of each.
-        row_keys: [shard_numel / ROW] int32, of which the noise of each row is made; None: nothing is rounded by noise.
+        row_keys: [shard_numel / ROW] int32, keys of each row's noise; None: nothing is rounded by noise.
     """
 
     grad: Tensor
@@ -117,12 +117,12 @@ class ShardUpdate(NamedTuple):
 
     @property
     def shared(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """What is the same for all shards, as ``foreach_step`` takes it."""
+        """The tensors that are the same for all shards, as ``foreach_step`` takes them."""
         return self.hyper, self.grad_scale, self.found_inf, self.marks
 
 
 class MatricesInFloat64(Protocol):
-    """How ``verify`` follows an update that takes whole matrices. All tensors are float64.
+    """The arithmetic by which ``verify`` follows an update that takes whole matrices. All tensors are float64.
 
     Attributes:
         buffer: the name of the state that goes element by element, and so is compared in units in the last place.
@@ -132,14 +132,14 @@ class MatricesInFloat64(Protocol):
     def buffer(self) -> str: ...
 
     def begin(self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Do what goes element by element, exact but for coefficients rounded once to fp32: update the state, and let
-        the master decay. ``state`` by name, all [n], in place. Returns what whole matrices are taken of, [n]."""
+        """Do the part that goes element by element, exact but for coefficients rounded once to fp32: update the state,
+        and let the master decay. ``state`` by name, all [n], in place. Returns [n], whose matrices come next."""
 
     def matrices(self, parameter: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
         """Cut a tensor of the parameter's shape, which is whole, into its matrices, [rows, columns] each."""
 
     def subtracted(self, matrix: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Give what is subtracted from the master where ``begin`` has given this matrix: in exact arithmetic, and with
+        """Give the matrix to subtract from the master, for one that ``begin`` has given: in exact arithmetic, and with
         roundings as the update makes them."""
 
 
@@ -155,10 +155,10 @@ class UpdateRule:
     Attributes:
         options: what it can be told, in the order of the numbers that ``fill_table`` reads.
         tensors: the state of a shard, in the order of state dicts. One of them may begin as the parameter.
-        own_columns: names of what ``update_rows`` reads of a parameter, beside its gradient and state.
+        own_columns: names of the numbers that ``update_rows`` reads of a parameter, beside its gradient and state.
         counterparts: names of the classes whose state is alike, such as torch's. Checkpoints go from one to the other.
-        torch_options: options that torch's groups have beside, and their defaults.
-        needs_steps: whether state is of use only where the updates that it has had are known.
+        torch_options: options that torch's groups have in addition, and their defaults.
+        needs_steps: whether state is of no use without the number of updates that it has had.
         compiled: arguments of ``torch.compile``, which fuses ``update_rows``; its bits are the compiler's then. None:
             torch's ops run one after another.
         nonnegative: names of state that is never below 0, as a mean of squares: a codec may have more room for it then.
@@ -170,10 +170,10 @@ class UpdateRule:
         joins_parts: whether such a rule works at stage 3, too, where all parameters are cut over ranks, and where
             tensor-parallel ranks have slices of them. It brings ``before_joining``, ``join`` and ``after_joining``
             then, which take the place of ``update`` there.
-        joined_in: the dtype in which ranks exchange what is made whole.
-        plain_slices: how many tensor-parallel ranks have plain slices of what is cut, one each.
-        ulps_an_update: the most that rounding makes of an update, in units in the last place; None: nobody knows. Where
-            it takes whole matrices, of their ``buffer``.
+        joined_in: the dtype in which ranks exchange parts to be made whole.
+        plain_slices: number of tensor-parallel ranks that have plain slices of a cut parameter, one each.
+        ulps_an_update: the largest rounding error of an update, in units in the last place; None: it is not known.
+            Where an update takes whole matrices, it is that of their ``buffer``.
     """
 
     options: tuple[Option, ...] = ()
@@ -219,17 +219,17 @@ class UpdateRule:
 
     @property
     def stored_averages(self) -> list[str]:
-        """Names of what is stored of ``averages``."""
+        """Names of the stored tensors of ``averages``."""
         return [parts_of(self.codecs, StateTensor(name))[0].name for name in self.averages]
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What all groups have alike, by name: it decides what state there is."""
+        """Values of the ``Fixed`` options, by name: the same for all groups."""
         return {option.name: self.defaults[option.name] for option in self.options if isinstance(option, Fixed)}
 
     @property
     def said(self) -> dict[str, Any]:
-        """What a description of a group says beside its options: what the constructor was told of the arithmetic."""
+        """Entries of a group's description beside its options: arguments of the constructor about the arithmetic."""
         return {}
 
     def check(self) -> None:
@@ -247,13 +247,12 @@ class UpdateRule:
         return False
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """What an update of a parameter of this shape takes, in multiplications or another unit that the rules of one
-        optimizer share. By it whole parameters go to ranks."""
+        """The cost of updating a parameter of this shape, in multiplications or another unit that the rules of one
+        optimizer share. Whole parameters are dealt to ranks by it."""
         return math.prod(shape)
 
     def is_like(self, other: UpdateRule) -> bool:
-        """Whether one rule can take the place of both: they differ in defaults alone, of which a group may have its
-        own."""
+        """Whether one rule can take the place of both: they differ in defaults alone, which a group may override."""
         if self is other:
             return True
         own, its = ({**vars(rule), "defaults": rule.fixed} for rule in (self, other))
@@ -261,8 +260,8 @@ class UpdateRule:
 
     def with_averages(self, decays: Decays, codec: Codec | None = None) -> UpdateRule:
         """Give this rule with an exponential average of the master for each of ``decays``: e = e + (1 - decay) (p - e),
-        after an update has made p. The first update makes it p. ``codec``: how they are stored; one of ``AVERAGES``.
-        What is stored is rounded in each update."""
+        after an update has made p. The first update makes it p. ``codec``: of the averages; one of ``AVERAGES``. Each
+        update rounds the stored average."""
         made = copy.copy(self)
         made.averages = decays.coefficients
         made.tensors = (*self.tensors, *(StateTensor(name, Begins.AVERAGE) for name in made.averages))
@@ -277,7 +276,7 @@ class UpdateRule:
         return made
 
     def with_plain_slices(self, ranks: int) -> UpdateRule:
-        """Give this rule for parameters of which so many tensor-parallel ranks have plain slices."""
+        """Give this rule for parameters of which ``ranks`` tensor-parallel ranks have plain slices."""
         made = copy.copy(self)
         made.plain_slices = ranks
         return made
@@ -324,11 +323,11 @@ class UpdateRule:
         return None
 
     def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Numbers, or tensors of one element, in the order of ``coefficients``; the decays of averages follow."""
+        """Read numbers, or tensors of one element, in the order of ``coefficients``; the decays of averages follow."""
         return tuple(number for option in self.options for number in option.numbers(group))
 
     def describe(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """What ``group`` says its parameters are, where it says something: ``refuse_parameter`` goes by it."""
+        """List the options by which ``group`` describes its parameters: ``refuse_parameter`` goes by them."""
         said = [(option, group.get(option.name, option.default)) for option in self.options if option.stays]
         return tuple(f"{option.name}={value!r}" for option, value in said if value != option.default)
 
@@ -351,7 +350,7 @@ class UpdateRule:
         return {name: given[name] for name in self.own_columns}
 
     def _as_kernel(self) -> zero_kernels.Rule:
-        """This rule as the kernel package has its own, with a list of states in place of names."""
+        """Give this rule in the form of the kernel package's own, with a list of states in place of names."""
         names = tuple(t.name for t in self.tensors if t.name not in (master_of(self), *self.averages))
 
         def table(given: Mapping[str, Tensor], steps: Tensor) -> Mapping[str, Tensor]:
@@ -376,28 +375,28 @@ class UpdateRule:
         return made
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        """One fused pass over each: unscale, clip, update, cast into the parameter.
+        """Make one fused pass over each shard: unscale, clip, update, cast into the parameter.
 
-        Parameters have one dtype, and gradients one. ``hyper`` and what follows it are the same for all.
+        Parameters have one dtype, and gradients one. ``shared`` and ``rates`` are the same for all shards.
         """
         rule = _with_codecs(self._as_kernel(), self.codecs)
         lists = lists_of(shards, stored_master(self), rule.states, self.stored_averages)
         zero_kernels.update_rows(rule.update, rule.columns, *lists)
 
     def before_joining(self, shard: ShardUpdate) -> Tensor:
-        """Do what an update does before parameters are made whole. Returns [shard_numel] in ``joined_in``, along the
-        shard: what is to be made whole."""
+        """Do the part of an update that comes before parameters are made whole. Returns the tensor to be made whole,
+        [shard_numel] in ``joined_in``, along the shard."""
         raise NotImplementedError(f"{self.name} joins parts, and has no before_joining")
 
     def join(self, held: Sequence[Tensor], shards: Sequence[ToJoin]) -> None:
-        """Collective. Make parameters whole, each on one rank, and give back what becomes of them there, in place.
+        """Collective. Make parameters whole, each on one rank, and send back what that rank makes of them, in place.
 
-        ``held``: what ``before_joining`` gave of each of these shards, on the device.
+        ``held``: the result of ``before_joining`` for each of these shards, on the device.
         """
         raise NotImplementedError(f"{self.name} joins parts, and has no join")
 
     def after_joining(self, shard: ShardUpdate, to_join: ToJoin, joined: Tensor) -> None:
-        """Do the rest of the update of this shard, by what ``join`` has made."""
+        """Do the rest of the update of this shard, with ``joined``, the result of ``join``."""
         raise NotImplementedError(f"{self.name} joins parts, and has no after_joining")
 
     def update_rows(self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> NewValues:
@@ -416,19 +415,19 @@ class UpdateRule:
     def update_in_float64(
         self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any], step: float
     ) -> Tensor | None:
-        """The same, for ``verify``: written anew, and exact but for coefficients rounded once to fp32.
+        """Update in float64, for ``verify``: written anew, and exact but for coefficients rounded once to fp32.
 
         ``state`` by name, the one that begins as the parameter always in it; all [n] float64, updated in place.
 
-        Returns [n] bool, the elements that rounding may take elsewhere, as near the step of a sign: they are not
-        compared. None: there are none.
+        Returns [n] bool, the elements that rounding may change much, as near the step of a sign: they are not compared.
+        None: there are none.
         """
         raise NotImplementedError
 
     def size_of_update(self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """[n] or [] float64: the magnitude of what an update may subtract, before it: rounding errors are units of it.
+        """[n] or [] float64: the magnitude that an update may subtract, which rounding errors are measured in.
 
-        As the arguments of ``update_in_float64``.
+        Called before the update, with arguments as of ``update_in_float64``.
         """
         return gradient.new_tensor(float(group["lr"]))
 
@@ -444,9 +443,9 @@ NewValues = tuple[Tensor, Mapping[str, Tensor]]
 def lists_of(
     shards: Sequence[ShardUpdate], master: str | None, states: Sequence[str], averages: Sequence[str]
 ) -> tuple[Any, ...]:
-    """List what ``update_rows`` takes of shards after the columns, in its order.
+    """List the arguments of ``update_rows`` behind the columns, in its order.
 
-    ``master``: its name, as it is stored. ``states``: those of the rule's own, and ``averages``, theirs, too.
+    ``master``, ``states`` (the rule's own) and ``averages``: names of stored tensors.
     """
     apart = master in shards[0].state  # else the parameters are their own masters
     return (
@@ -464,12 +463,12 @@ def lists_of(
 
 
 def keys_of(shards: Sequence[ShardUpdate]) -> list[Tensor] | None:
-    """The keys of the rows of each shard; None: nothing is rounded by noise."""
+    """List the keys of the rows of each shard; None: nothing is rounded by noise."""
     return None if shards[0].row_keys is None else [shard.row_keys for shard in shards]  # type: ignore[misc]
 
 
 def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_kernels.Rule:
-    """``rule`` for state that is stored by ``codecs``: it is decoded before the update of some rows, and encoded after
+    """Make ``rule`` work on state that is stored by ``codecs``: decoded before the update of some rows, encoded after
     it."""
     parts = {name: parts_of(codecs, StateTensor(name)) for name in rule.states}
 
@@ -489,7 +488,7 @@ def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_k
 
 
 def parts_of(codecs: Mapping[str, Codec], tensor: StateTensor) -> tuple[StateTensor, ...]:
-    """What is stored of ``tensor``: it itself, where it has no codec."""
+    """List the stored tensors of ``tensor``: itself, where it has no codec."""
     return codecs[tensor.name].parts(tensor) if tensor.name in codecs else (tensor,)
 
 
@@ -499,32 +498,32 @@ def in_fp32(value: float) -> float:
 
 
 def tensors_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:
-    """The state of parameters of ``dtype``, as it is thought of."""
+    """List the logical state of parameters of ``dtype``."""
     return [tensor for tensor in rule.tensors if tensor.begins is not Begins.PARAMETER or tensor.dtype != dtype]
 
 
 def stored_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:
-    """The state of parameters of ``dtype``, as it is stored."""
+    """List the stored state of parameters of ``dtype``."""
     return [part for tensor in tensors_for(rule, dtype) for part in parts_of(rule.codecs, tensor)]
 
 
 def stored_names(rule: UpdateRule) -> list[str]:
-    """Names of all state, as it is stored."""
+    """List the names of all stored state."""
     return [part.name for tensor in rule.tensors for part in parts_of(rule.codecs, tensor)]
 
 
 def has_master(rule: UpdateRule, dtype: torch.dtype) -> bool:
-    """True if parameters of ``dtype`` have a more precise copy in the state, and are no part of it themselves."""
+    """True if parameters of ``dtype`` have a more precise copy in the state that is whole without them."""
     tensors = (tensor for tensor in tensors_for(rule, dtype) if tensor.begins is Begins.PARAMETER)
     return any(tensor.name not in rule.codecs for tensor in tensors)
 
 
 def master_of(rule: UpdateRule) -> str | None:
-    """The name of the state that parameters are roundings of. None: they have no more precise copy."""
+    """Find the name of the master, of which parameters are roundings. None: there is none."""
     return next((tensor.name for tensor in rule.tensors if tensor.begins is Begins.PARAMETER), None)
 
 
 def stored_master(rule: UpdateRule) -> str | None:
-    """The name of what is stored of the master, beside the parameter. None: there is none."""
+    """Find the name of the tensor that is stored of the master, beside the parameter. None: there is none."""
     name = master_of(rule)
     return None if name is None else parts_of(rule.codecs, StateTensor(name))[0].name
