@@ -12,7 +12,7 @@ from .storage import allocate, deallocate
 from .streams import keep_for_current_stream
 
 PATIENCE_SECONDS = 2.0
-"""How long a rank waits for a buffer before it makes itself another. Far longer than ranks differ in a healthy job."""
+"""The longest wait of a rank for a buffer, before it makes another. Ranks of a healthy job differ by far less."""
 
 
 COUNT = 2

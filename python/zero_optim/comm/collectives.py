@@ -205,8 +205,7 @@ class Comm:
 
     @property
     def shared(self) -> bool:
-        """Whether another optimizer communicates between some of the same ranks. Ranks need not agree on it: it decides
-        only where a rank waits, and what memory it takes."""
+        """Whether another optimizer communicates between some of the same ranks. Ranks need not agree on the answer."""
         return any((other := beside()) is not None and other in _live for beside in self._beside)
 
     @property

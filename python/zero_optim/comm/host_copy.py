@@ -31,10 +31,7 @@ class HostCopy:
         self._sent = True
 
     def read(self, *, wait: bool) -> list[float] | None:
-        """Return the values that were sent, once.
-
-        None where nothing was sent, or where it has not arrived and ``wait`` is False.
-        """
+        """Return the sent values, once. None where nothing was sent, or where it has not arrived, without ``wait``."""
         if not self._sent or not (wait or self._arrived()):
             return None
         if self._event is not None:

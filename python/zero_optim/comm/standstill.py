@@ -43,7 +43,7 @@ from ..errors import RankMismatchError
 SECONDS = 2.0
 """Between two looks. A step that waits for less costs nothing."""
 LOOKS = 4
-"""How often all ranks must be found unchanged before one raises."""
+"""Looks at which all ranks must be found unchanged before one raises."""
 
 _ALL: dict[tuple[str, ...], Standstill] = {}
 

@@ -15,10 +15,8 @@ references_in_cpp: Callable[[Tensor], int] = operator.methodcaller("_use_count")
 
 
 def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
-    """Give memory back to a tensor, and to its views, after ``deallocate``. Contents: undefined.
-
-    ``nbytes``: of its beginning, where no more will be used; None: all.
-    """
+    """Give memory back to a tensor, and to its views, after ``deallocate``. Contents: undefined. ``nbytes``: of its
+    beginning, where no more will be used; None: all."""
     storage = tensor.untyped_storage()
     needed = tensor.nbytes if nbytes is None else nbytes
     if storage.nbytes() < needed:
@@ -27,10 +25,8 @@ def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
 
 
 def deallocate(tensor: Tensor) -> None:
-    """Free the memory of a tensor that has a storage of its own. Its views stay.
-
-    Memory that NumPy has seen, by ``tensor.numpy()``, is not freed: an array may still show it.
-    """
+    """Free the memory of a tensor that has a storage of its own. Its views stay. Memory that NumPy has seen, by
+    ``tensor.numpy()``, is not freed: an array may still show it."""
     storage = tensor.untyped_storage()
     if storage.resizable():
         keep_for_current_stream(tensor)
@@ -48,7 +44,7 @@ def is_there(tensor: Tensor) -> bool:
 
 
 def as_own_storage(view: Tensor) -> Tensor:
-    """The same memory, seen as a storage of its own.
+    """View the same memory as a storage of its own.
 
     Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
     without most parameters), and torch.save of a single one writes them all.

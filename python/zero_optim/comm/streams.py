@@ -93,8 +93,7 @@ class GradStreams:
 
     def keep(self, gradients: Iterable[Tensor]) -> None:
         """Call it before dropping ``gradients`` that the current stream has read. Where this stream added them up,
-        autograd has told the allocator; but not of gradients that the program made, on the stream that it uses.
-        """
+        autograd has told the allocator; but not of gradients that the program made, on the stream that it uses."""
         if self._index is None:
             return
         current = self._current()

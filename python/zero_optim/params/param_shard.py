@@ -94,12 +94,12 @@ class ParamShard(FlatShard):
 
     @property
     def device_mesh(self) -> Any:
-        """As a ``DTensor`` has it."""
+        """The mesh of a ``DTensor``."""
         return self.plain.device_mesh  # type: ignore[attr-defined]
 
     @property
     def placements(self) -> Any:
-        """As a ``DTensor`` has them."""
+        """The placements of a ``DTensor``."""
         return self.plain.placements  # type: ignore[attr-defined]
 
     # Python code finds these; torch's own code in C++ does not.

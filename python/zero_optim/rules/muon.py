@@ -31,7 +31,7 @@ from .update_rule import MASTER, ShardUpdate, ToJoin, UpdateRule, Whole, parts_o
 BUFFER = "momentum_buffer"
 """The name of the momentum, an exponential average of gradients."""
 _DIRECTION = "direction"
-"""What is subtracted: the kernel's name of it."""
+"""The kernel's name of the tensor that is subtracted."""
 
 _LOOK_AHEAD = zero_kernels.RULES["muon_look_ahead"]
 """The first kernel. The second reads the same table."""
@@ -73,10 +73,10 @@ class _Places(NamedTuple):
 
 
 SCALES = (None, "original", "match_rms_adamw", "spectral_unclamped")
-"""What ``adjust_lr_fn`` may be; see ``scale_of``."""
+"""Values of ``adjust_lr_fn``; see ``scale_of``."""
 
 SHARE, REPEAT = REPLICAS = ("share", "repeat")
-"""What ``ns_replicas`` may be."""
+"""Values of ``ns_replicas``."""
 
 _HEADS = ("head", "lm_head", "output", "classifier", "score")
 """Names of modules that ``split_for_muon`` takes for heads."""
@@ -311,7 +311,7 @@ class Muon(UpdateRule):
             every = [(number, cut) for number, shard in enumerate(shards) for cut in shard.cuts]
             parts = [joined_parts(number, cut, self._cost(cut.whole), ranks.rank) for number, cut in every]
             over_shards = Homes(parts, ranks, "all_to_all")
-        # What this rank has whole, or a slice of, by the tensor that it lies in.
+        # The parameters that this rank has whole, or a slice of, by the tensor that they lie in.
         held = [shard.wholes for shard in shards] if over_shards is None else [over_shards.wholes]
         if (ranks := shards[0].slices) is not None:
             slices = [

@@ -425,10 +425,8 @@ class UpdateRule:
         raise NotImplementedError
 
     def size_of_update(self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """[n] or [] float64: the magnitude that an update may subtract, which rounding errors are measured in.
-
-        Called before the update, with arguments as of ``update_in_float64``.
-        """
+        """[n] or [] float64: the magnitude that an update may subtract, which rounding errors are measured in. Called
+        before the update, with arguments as of ``update_in_float64``."""
         return gradient.new_tensor(float(group["lr"]))
 
     def matrices_in_float64(self) -> MatricesInFloat64 | None:
@@ -437,16 +435,14 @@ class UpdateRule:
 
 
 NewValues = tuple[Tensor, Mapping[str, Tensor]]
-"""What ``update_rows`` returns."""
+"""The result of ``update_rows``."""
 
 
 def lists_of(
     shards: Sequence[ShardUpdate], master: str | None, states: Sequence[str], averages: Sequence[str]
 ) -> tuple[Any, ...]:
-    """List the arguments of ``update_rows`` behind the columns, in its order.
-
-    ``master``, ``states`` (the rule's own) and ``averages``: names of stored tensors.
-    """
+    """List the arguments of ``update_rows`` behind the columns, in its order. ``master``, ``states`` (the rule's own)
+    and ``averages``: names of stored tensors."""
     apart = master in shards[0].state  # else the parameters are their own masters
     return (
         [shard.grad for shard in shards],

@@ -308,7 +308,7 @@ class ShardState:
 
     @property
     def lookahead(self) -> int:
-        """How many pages are worth prefetching while one is updated."""
+        """Number of pages that are worth prefetching while one is updated."""
         return self._store.lookahead
 
     @property
