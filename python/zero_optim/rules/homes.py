@@ -79,7 +79,7 @@ def _total(sizes: Sequence[Size]) -> Size:
     return Size(sum(size.numel for size in sizes), sum(size.parameters for size in sizes))
 
 
-class MatrixPiece(NamedTuple):
+class Piece(NamedTuple):
     """A part of ``whole``: ``length`` rows along ``dim``, from ``start`` on, in the tensor with this ``number``."""
 
     number: int
@@ -114,7 +114,7 @@ class Joined(NamedTuple):
     all: Sequence[tuple[int, MatrixPiece]]
 
 
-def joined_parts(number: int, cut: CutParameter, cost: int, rank: int) -> Joined:
+def joined_parts(number: int, cut: Cut, cost: int, rank: int) -> Joined:
     """Describe a parameter of which shards have parts. ``number``: of this rank's shard. ``rank``: this one."""
     flat = cut.whole._replace(shape=torch.Size((cut.whole.numel,)), order=None)
     own = [
@@ -175,7 +175,7 @@ class _Side:
         return [part.view(piece.shape) for part, piece in zip(parts, there, strict=True)], there
 
 
-class MatrixHomes:
+class Homes:
     """The homes of parameters, which make them whole: the dearest first, each goes to the rank that has least to do.
 
     Args:
@@ -222,7 +222,7 @@ class MatrixHomes:
 
 class Shares:
     """The shares of work of ranks that have the same whole parameters: each parameter is updated by one of them, chosen
-    as in ``MatrixHomes``.
+    as in ``Homes``.
 
     Args:
         wholes: the parameters, by the tensor in which they lie.

@@ -90,7 +90,7 @@ class OptimizerState:
         self.record_versions()
 
     def _follow_shards(self) -> None:
-        """ShardBatch and watch the shards anew, after they have changed."""
+        """Batch and watch the shards anew, after they have changed."""
         # In the order in which the next forward wants the parameters.
         self._batches = batches_of(self.shards[::-1], self.trouble)
         self._hidden.lay_out(self.shards)
