@@ -37,7 +37,9 @@ class RowRanks:
     plain: bool
 
 
-def read_row(tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> Row | None:
+def read_row(
+    tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None, mesh: dist.DeviceMesh | None
+) -> RowRanks | None:
     """Read this rank's row off an option, or off the mesh that parameters are over. None: no parameter has slices.
 
     Raises TypeError, or ValueError where the two say different things.
@@ -102,7 +104,7 @@ def with_tensor_ranks(
     return everyone, tuple(zip(*rows, strict=True))
 
 
-def _check(rows: list[list[int]], given: list[int], row: Row, beside: list[list[int]]) -> None:
+def _check(rows: list[list[int]], given: list[int], row: RowRanks, beside: list[list[int]]) -> None:
     """Check the rows. ``given``: the data-parallel ranks. ``beside``: all ranks, as each of this row lists them."""
     told = f"{row.told}, and mesh, or process_group"
     every = [rank for of_rank in rows for rank in of_rank]

@@ -25,7 +25,7 @@ from .storage_order import StorageOrder, stored_dims, tensor_dims, view_of
 from .tensor_slice import TensorSlice
 
 
-class Shard(Protocol):
+class AnyFlatShard(Protocol):
     """``FlatShard``, as far as it is used here."""
 
     start: int
@@ -77,7 +77,7 @@ def rectangles(shape: Sequence[int], start: int, numel: int) -> Iterator[Rectang
         at += count * strides[dim]
 
 
-def write_items(shard: Shard, fqn: str) -> list[Any]:
+def write_items(shard: AnyFlatShard, fqn: str) -> list[Any]:
     """List the items of ``shard`` that DCP is to write. Raises ShardAccessError for a storage that would lose some."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -94,7 +94,7 @@ def write_items(shard: Shard, fqn: str) -> list[Any]:
     ]
 
 
-def chunks(shard: Shard) -> list[Any]:
+def chunks(shard: AnyFlatShard) -> list[Any]:
     """List the rectangles of ``shard``, in DCP's own class."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -103,7 +103,7 @@ def chunks(shard: Shard) -> list[Any]:
     ]
 
 
-def chunk_at(shard: Shard, offsets: Sequence[int]) -> Tensor:
+def chunk_at(shard: AnyFlatShard, offsets: Sequence[int]) -> Tensor:
     """View the rectangle that begins at ``offsets``, in the shard's memory."""
     for part in _parts(shard):
         if part.offsets == tuple(offsets):
@@ -128,7 +128,7 @@ def _parts(shard: AnyFlatShard) -> Iterator[Rectangle]:
         yield replace(part, offsets=offsets, sizes=tensor_dims(part.sizes, order))
 
 
-def _check_storage(shard: Shard) -> None:
+def _check_storage(shard: AnyFlatShard) -> None:
     """Refuse Hugging Face's storage. DCP does not tell which storage it writes to, but a caller's local does."""
     for writer in map(type, locals_of_callers("storage_writer")):
         if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in writer.__mro__):

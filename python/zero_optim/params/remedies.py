@@ -79,7 +79,7 @@ _USES = {
 """The use of operators whose signature does not tell it."""
 
 
-def kind_of(label: str) -> Kind:
+def kind_of(label: str) -> ShardKind:
     """Read the kind off a shard's label, such as "gradient of 'fc.weight'"."""
     if label.startswith("gradient of "):
         return ShardKind.GRADIENT

@@ -79,7 +79,7 @@ def _total(sizes: Sequence[Size]) -> Size:
     return Size(sum(size.numel for size in sizes), sum(size.parameters for size in sizes))
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """A part of ``whole``: ``length`` rows along ``dim``, from ``start`` on, in the tensor with this ``number``."""
 
     number: int
@@ -175,7 +175,7 @@ class _Side:
         return [part.view(piece.shape) for part, piece in zip(parts, there, strict=True)], there
 
 
-class Homes:
+class MatrixHomes:
     """The homes of parameters, which make them whole: the dearest first, each goes to the rank that has least to do.
 
     Args:
@@ -222,7 +222,7 @@ class Homes:
 
 class Shares:
     """The shares of work of ranks that have the same whole parameters: each parameter is updated by one of them, chosen
-    as in ``Homes``.
+    as in ``MatrixHomes``.
 
     Args:
         wholes: the parameters, by the tensor in which they lie.

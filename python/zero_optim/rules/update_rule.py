@@ -55,7 +55,7 @@ class Whole(NamedTuple):
         return view_of(flat, self.shape, self.order)
 
 
-class Cut(NamedTuple):
+class CutParameter(NamedTuple):
     """A parameter that is cut over ranks. ``whole``: as if it began a shard. ``parts``: the ranks that have some of it,
     in order, each with its piece."""
 

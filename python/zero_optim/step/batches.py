@@ -144,7 +144,7 @@ def _on_device(shard: ShardState, tensor: Tensor | None) -> Tensor:
     return tensor.to(device)
 
 
-def batches_of(shards: Sequence[ShardState], trouble: Trouble) -> list[Batch]:
+def batches_of(shards: Sequence[ShardState], trouble: Trouble) -> list[ShardBatch]:
     """Cut ``shards`` into batches: first the shards to join, then the others in their order."""
     joining = [shard for shard in shards if shard.to_join is not None]
     others = [shard for shard in shards if shard.to_join is None]
