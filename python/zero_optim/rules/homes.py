@@ -114,7 +114,7 @@ class Joined(NamedTuple):
     all: Sequence[tuple[int, MatrixPiece]]
 
 
-def joined_parts(number: int, cut: Cut, cost: int, rank: int) -> Joined:
+def joined_parts(number: int, cut: CutParameter, cost: int, rank: int) -> Joined:
     """Describe a parameter of which shards have parts. ``number``: of this rank's shard. ``rank``: this one."""
     flat = cut.whole._replace(shape=torch.Size((cut.whole.numel,)), order=None)
     own = [

@@ -310,7 +310,7 @@ class Muon(UpdateRule):
         if (ranks := shards[0].ranks) is not None:
             every = [(number, cut) for number, shard in enumerate(shards) for cut in shard.cuts]
             parts = [joined_parts(number, cut, self._cost(cut.whole), ranks.rank) for number, cut in every]
-            over_shards = Homes(parts, ranks, "all_to_all")
+            over_shards = MatrixHomes(parts, ranks, "all_to_all")
         # The parameters that this rank has whole, or a slice of, by the tensor that they lie in.
         held = [shard.wholes for shard in shards] if over_shards is None else [over_shards.wholes]
         if (ranks := shards[0].slices) is not None:
