@@ -79,7 +79,7 @@ class ConvergenceRow:
 
 @dataclass(frozen=True)
 class Where:
-    """Where trainings run. ``at_once``: how many run at the same time."""
+    """The place of trainings: device and ranks of each. ``at_once``: how many run at the same time."""
 
     device: str
     ranks: int

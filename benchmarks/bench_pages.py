@@ -36,7 +36,7 @@ NUMEL, ROUNDS = 2**26, 11
 
 
 class Pages:
-    """As many pages as the state of ``numel`` parameters has, moved through buffers as in the store."""
+    """The pages of a state of ``numel`` parameters, moved through as many buffers as the store has."""
 
     def __init__(self, folder: Path, numel: int) -> None:
         nbytes = 12 * numel // PAGES
