@@ -1,10 +1,10 @@
-"""What trains as well? ``zero-optim train`` on the same text from several seeds, by each form of state or optimizer.
+"""Loss curves of ``zero-optim train`` on the same text from several seeds, by form of state or by optimizer.
 
     python benchmarks/bench_convergence.py --steps 500 --seeds 0,1,2 --lr 0.001
     python benchmarks/bench_convergence.py --compare optimizers
 
-Of the optimizers the first seed trains with each learning rate, and the other seeds with the best one. Writes losses
-as JSON, and a picture of them.
+For optimizers, the first seed trains with each learning rate, and the other seeds with the best one. Losses are written
+as JSON, with a picture of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from zero_optim.train.data import fixed_windows, load_corpus
 from zero_optim.train.model import GPT, next_byte_loss
 
 Contenders = Mapping[str, Sequence[str]]
-"""The flags of each that trains, by name."""
+"""Flags of ``zero-optim train`` by contender."""
 
 FORMS: Contenders = {
     "fp32": (),
@@ -47,7 +47,7 @@ OPTIMIZERS: Mapping[str, Contenders] = {
     "AdamW": {f"AdamW, lr {lr}": ("--lr", lr) for lr in ("0.001", "0.002", "0.004", "0.008")},
     "Muon": {f"Muon, lr {lr}": ("--optimizer", "muon", "--muon-lr", lr) for lr in ("0.01", "0.02", "0.04")},
 }
-"""By learning rate. What Muon leaves to AdamW has the rate of ``zero-optim train``."""
+"""Contenders of each optimizer, by learning rate. Parameters that Muon leaves to AdamW have the default rate."""
 MEAN_OF = 20
 """Steps whose training losses are one point of the picture."""
 VALIDATE_EVERY = 25
@@ -79,7 +79,7 @@ class ConvergenceRow:
 
 @dataclass(frozen=True)
 class Where:
-    """``at_once``: trainings that run at the same time."""
+    """The place of trainings: device and ranks of each. ``at_once``: how many run at the same time."""
 
     device: str
     ranks: int
@@ -108,7 +108,7 @@ def train(name: str, flags: Sequence[str], seed: int, where: Where, steps: int, 
 
 @torch.no_grad()
 def validate_checkpoints(folders: Sequence[Path]) -> list[float]:
-    """The mean loss of each on held-out text, as ``zero-optim train`` takes it at its end."""
+    """Compute the mean held-out loss of each checkpoint, as ``zero-optim train`` does at its end."""
     config = TrainConfig()
     windows = fixed_windows(load_corpus(config.data, config.seq).validation, config.seq, WINDOWS)
     model = GPT(config.model, config.torch_dtype)
@@ -121,15 +121,15 @@ def validate_checkpoints(folders: Sequence[Path]) -> list[float]:
 
 
 def best_of(rows: Sequence[ConvergenceRow], optimizer: str) -> str:
-    """The name of the rate whose loss is lowest at the end, by the first seed."""
+    """Choose the contender of ``optimizer`` whose last loss is lowest for the first seed."""
     tried = [row for row in rows if row.name in OPTIMIZERS[optimizer] and row.seed == rows[0].seed]
     return min(tried, key=lambda row: row.validation_loss).name
 
 
 def steps_to(loss: float, curve: Sequence[float]) -> float | None:
-    """When a curve of validation losses has come down to ``loss``, on the straight line between two of its points.
+    """Find the step at which a curve of validation losses reaches ``loss``, interpolated between two of its points.
 
-    None: never. Where the first point is below already, it is that point."""
+    None: never. Where the first point is below ``loss`` already, it is the step of that point."""
     for number, found in enumerate(curve):
         if found <= loss:
             before = curve[number - 1] if number else found
@@ -139,7 +139,7 @@ def steps_to(loss: float, curve: Sequence[float]) -> float | None:
 
 
 def draw_forms(rows: Sequence[ConvergenceRow]) -> Sheet:
-    """A line for each form: the mean over seeds, from a tenth of the steps on."""
+    """Draw a line for each form: the mean over seeds, without the first tenth of the steps."""
     lines, off = [], []
     names = list(dict.fromkeys(row.name for row in rows))
     exact = _mean_losses(rows, "fp32")
@@ -158,7 +158,7 @@ def draw_forms(rows: Sequence[ConvergenceRow]) -> Sheet:
 
 
 def draw_optimizers(rows: Sequence[ConvergenceRow]) -> Sheet:
-    """A line for each optimizer at its best rate, and a bar for each rate that was tried."""
+    """Draw a line for each optimizer at its best rate, and a bar for each rate that was tried."""
     lines, bars = [], []
     for optimizer in OPTIMIZERS:
         best = best_of(rows, optimizer)
@@ -183,7 +183,7 @@ def draw_optimizers(rows: Sequence[ConvergenceRow]) -> Sheet:
 
 
 def steps_to_adamw(rows: Sequence[ConvergenceRow]) -> float | None:
-    """How many steps Muon takes to AdamW's last loss, by the means of seeds, each at its best rate."""
+    """Find after how many steps Muon has AdamW's last loss: means over seeds, each optimizer at its best rate."""
     curves = [
         _over_seeds([row.validation_losses for row in rows if row.name == best_of(rows, optimizer)], statistics.mean)
         for optimizer in ("AdamW", "Muon")
@@ -212,7 +212,7 @@ def sheet_of(rows: Sequence[ConvergenceRow]) -> Sheet:
 def compare_forms(
     forms: Sequence[str], seeds: Sequence[int], where: Where, steps: int, lr: float | None
 ) -> Iterator[ConvergenceRow]:
-    """``forms``: fp32 comes first."""
+    """Train by each form from each seed. ``forms``: fp32 comes first, which the others are compared with."""
     rows: list[ConvergenceRow] = []
     rate = () if lr is None else ("--lr", str(lr))
 
@@ -285,7 +285,7 @@ def main() -> None:
         trained = compare_forms(forms, seeds, where, given.steps, given.lr)
     rows: list[ConvergenceRow] = []
     path: Path | None = None
-    for row in trained:  # each is on disk at once, whatever ends the run
+    for row in trained:  # the record is written after each training: a run that ends early keeps its rows
         rows.append(row)
         record = make_record(rows, torch.device(given.device), {})
         if path is None:

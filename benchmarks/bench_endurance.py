@@ -1,9 +1,9 @@
-"""A hundred thousand steps of a small model: what a process has then must be what it had near the beginning.
+"""A hundred thousand steps of a small model: memory, objects, hooks, files and threads must not grow along them.
 
     python benchmarks/bench_endurance.py --steps 20000 --ranks 2
 
-Each contender trains in processes of its own. It has one core, which its ranks share, and as many contenders train at
-once as there are cores: a message between ranks then wakes no other core.
+Each contender trains in processes of its own. All its ranks share one core, so that a message between them wakes no
+other core. As many contenders train at once as there are cores.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ LIMIT_SECONDS = 12 * 3600.0
 STAGE2, STAGE3, FUSED, DDP, FSDP2 = "stage2", "stage3", "fused", "ddp", "fsdp2"
 
 Samples = dict[str, list[float]]
-"""By counter, ``step`` and ``ms`` among them, a figure a sample."""
+"""By counter, a figure for each sample. ``step`` and ``ms`` are counters, too."""
 
 
 class Block(nn.Sequential):
-    """A unit, where parameters are sharded."""
+    """A unit of the sharded contenders."""
 
 
 def make_model() -> nn.Sequential:
@@ -94,12 +94,12 @@ MAKERS: Mapping[str, Callable[[], Training]] = {
 
 
 def contenders(ranks: int) -> tuple[str, ...]:
-    """Who trains on that many ranks. On one, nobody else has anything to share."""
+    """Choose the contenders for so many ranks. On one rank there is nothing to share, so DDP and FSDP2 are left out."""
     return (STAGE2, FUSED) if ranks == 1 else (STAGE2, STAGE3, DDP, FSDP2)
 
 
 def measure(ranks: Sequence[int], steps: int, say: Callable[[str], object]) -> list[EnduranceRow]:
-    """A row of each contender on each number of ranks."""
+    """Make a row of each contender on each number of ranks."""
     cores: SimpleQueue[int] = SimpleQueue()
     for core in os.sched_getaffinity(0):
         cores.put(core)
@@ -120,8 +120,8 @@ def measure(ranks: Sequence[int], steps: int, say: Callable[[str], object]) -> l
 
 
 def endure_on_rank(name: str, steps: int, core: int) -> Samples:
-    """This rank's samples. The time of a step is the median of those since the last sample."""
-    for task in os.listdir(census.PROC / "task"):  # gloo's threads are there already
+    """Train on this rank. Returns its samples; the time of a step is the median since the last sample."""
+    for task in os.listdir(census.PROC / "task"):  # every thread, as gloo's have been started already
         os.sched_setaffinity(int(task), {core})
     torch.set_num_threads(1)
     model, opt = MAKERS[name]()
@@ -144,7 +144,7 @@ def _milliseconds(model: nn.Module, opt: torch.optim.Optimizer, inputs: torch.Te
 
 
 def most(of_ranks: Sequence[Samples]) -> Samples:
-    """In each sample, of the rank that has most."""
+    """Take the most of any rank, for each counter and sample."""
     return {
         counter: [max(of_sample) for of_sample in zip(*(samples[counter] for samples in of_ranks), strict=True)]
         for counter in of_ranks[0]
@@ -159,7 +159,7 @@ def make_row(name: str, ranks: int, steps: int, samples: Samples) -> EnduranceRo
 
 
 def slope(steps: Sequence[float], figures: Sequence[float]) -> float:
-    """Theil and Sen's: the median over all pairs of samples, which a few odd ones leave alone."""
+    """Compute Theil and Sen's slope: the median over all pairs of samples, which a few outliers do not change."""
     pairs = itertools.combinations(zip(steps, figures, strict=True), 2)
     slopes = [(later - earlier) / (end - begin) for (begin, earlier), (end, later) in pairs]
     return round(statistics.median(slopes), 9) if slopes else 0.0

@@ -1,9 +1,9 @@
-"""How long a step takes by each form of state: ``opt.step()`` of one rank, in turns, beside fp32.
+"""Time of a step by form of state: ``opt.step()`` of one rank, in turns, compared with fp32.
 
     python benchmarks/bench_forms.py --numel 33554432 --threads 2
 
-Where bitsandbytes and torchao are installed, their AdamW with 8-bit moments takes turns, too. Neither has a master
-beside the bf16 parameter. They take much longer on a CPU: ``--numel 4194304 --rounds 7``.
+Where bitsandbytes or torchao is installed, its AdamW with 8-bit moments takes turns, too. Neither has a master beside
+the bf16 parameter. Both take much longer on a CPU: ``--numel 4194304 --rounds 7``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 
 
 NEIGHBOURS = {"bitsandbytes": "bitsandbytes.optim", "torchao": "torchao.optim"}
-"""Packages, and where each has ``AdamW8bit``."""
+"""Packages, each with its module that has ``AdamW8bit``."""
 
 
 def make(numel: int, optimizer: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """An optimizer of one bf16 parameter that has a gradient, and has made two steps."""
+    """Make an optimizer of one bf16 parameter with a gradient, and let it make two steps."""
     parameter = nn.Parameter(torch.randn(numel).bfloat16() * 0.02)
     parameter.grad = torch.randn(numel).bfloat16()
     opt = optimizer([parameter], lr=1e-3)
@@ -48,7 +48,7 @@ def make(numel: int, optimizer: Callable[..., torch.optim.Optimizer]) -> torch.o
 
 
 def makers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """By name, what makes an optimizer: ours in each form, and those of packages that are installed."""
+    """List the constructors of optimizers by name: ours in each form, and those of installed packages."""
     ours = {name: partial(ShardedAdamW, **form) for name, form in FORMS.items()}
     there = {name: module for name, module in NEIGHBOURS.items() if importlib.util.find_spec(name)}
     return {**ours, **{name: importlib.import_module(module).AdamW8bit for name, module in there.items()}}

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_gpt_step.py --numel 16Mi --dtypes bf16
 
-Two ops come of it: ``step`` is unscaling, clipping and updating; ``train_step`` is all of forward, backward, ``step``
-and ``zero_grad``, so that work moved from one into the other shows.
+There are two ops: ``step`` is unscaling, clipping and updating; ``train_step`` is forward, backward, ``step`` and
+``zero_grad``, so that work moved from one into the other shows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from zero_optim.errors import ZeroOptimError
 from zero_optim.grad_scaler import GradScaler
 from zero_optim.train.model import GPT, VOCAB, ModelConfig, next_byte_loss
 
-BYTES = 30  # adam_step's 28, and the gradient once more for the norm, which must be known before
-TRAINING = {**HYPER, "lr": 1e-5}  # the same few windows over and over, for as long as it takes
+BYTES = 30  # adam_step's 28, and 2 to read the gradient for the norm, which must be known before the update
+TRAINING = {**HYPER, "lr": 1e-5}  # low, as all steps of a run train on the same few windows
 MAX_NORM = 1.0
 SCALE = 2.0**7  # small enough that no fp16 gradient overflows: a skipped step would be a fast one
 NEVER = 2**30
@@ -45,7 +45,7 @@ Laps = dict[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train. ``laps``: by LAPS, in this order. ``skipped``: how many steps overflowed."""
+    """One way to train. ``laps``: by name, one for each of LAPS. ``skipped``: counts the steps that overflowed."""
 
     laps: Laps
     skipped: Callable[[], int]
@@ -56,8 +56,8 @@ class Contender:
         return [self.laps[name] for name in LAPS]
 
 
-def measure(setting: Setting, clock: Clock, rounds: TimedRounds) -> list[Row]:
-    """Rows of ``step`` and of ``train_step``. ``setting.numel`` is how many parameters the model has, about."""
+def measure(setting: Setting, clock: Clock, rounds: Rounds) -> list[Row]:
+    """Make rows of ``step`` and of ``train_step``. The model has about ``setting.numel`` parameters."""
     model = make_model(model_config(setting.numel, setting.device), setting)
     setting = replace(setting, numel=sum(parameter.numel() for parameter in model.parameters()))
     contenders = make_contenders(model, setting)
@@ -108,7 +108,7 @@ def ours(model: nn.Module, windows: Tensor) -> Contender:
 
 
 def amp_recipe(model: nn.Module, windows: Tensor) -> Contender:
-    """Loss scaling for fp16, clipping, ``AdamW(fused=True)`` on fp32 masters, whose values are cast into the model."""
+    """Train with loss scaling for fp16, clipping, and ``AdamW(fused=True)`` on fp32 masters, cast into the model."""
     masters = Masters(model.parameters())
     opt = torch.optim.AdamW(masters.masters, fused=True, **TRAINING)
     scaler = torch.amp.GradScaler(**_scaling(model, windows))
@@ -173,7 +173,7 @@ def _step_rows(
 
 
 def _train_step_rows(case: Case, laps: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Row]:
-    """The whole, which has no fewest bytes to be held to."""
+    """Make rows of the whole training step."""
     spreads = {name: Spread.of(_sums(of_contender, LAPS)) for name, of_contender in laps.items()}
     return [
         Row.of_whole(

@@ -2,8 +2,8 @@
 
 python benchmarks/bench_muon.py --ranks 2 4 --tokens 256
 
-Three columns say what is Muon's own: the share of the step that is the Newton-Schulz iteration, on the rank where it is
-largest; what that rank multiplies over the mean of ranks; and at stage 2 the padding of the matrices' buckets.
+Three columns are Muon's own: the share of the Newton-Schulz iteration in the step, on the rank where it is largest; the
+most multiplications of a rank in it, over the mean of ranks; and at stage 2 the padding of the matrices' buckets.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from zero_optim.train.model import GPT
 NAME = "muon"
 ABOUT = "Trains a GPT by Muon, and compares time, memory and what is communicated with torch's under DDP."
 TOLERANCE = 1e-2
-"""Of the losses. bf16 leaves an update by either form of the iteration a percent from the exact one. Two percent of
-noise in torch's updates were seen to make half a percent of the loss."""
+"""Relative difference of losses. In bf16 an update by either form of the iteration is a percent off the exact one. Two
+percent of noise in torch's updates were seen to change the loss by half a percent."""
 MENU = Menu({NAME: Choices({name: said for name, said in TAKEN.items() if name != "contenders"}, gpu=True)})
 
 
@@ -51,7 +51,7 @@ def run(request: Request, device: torch.device, say: Say) -> Measured:
 
 
 def with_iteration(row: Row, task: Task, rounds: int, say: Say) -> Row:
-    """``row`` with the three columns of its own; as it is where the iteration is compiled, and so cannot be watched."""
+    """Add Muon's three columns to ``row``, except where the iteration is compiled, and so cannot be timed apart."""
     if row.backend == FSDP2_DION:
         return row
     ranks = row.ranks or 1
@@ -67,7 +67,7 @@ def with_iteration(row: Row, task: Task, rounds: int, say: Say) -> Row:
 
 
 def padding(task: Task, ranks: int) -> float:
-    """Of the buckets of the matrices, over what these take."""
+    """Compute the padding in the matrices' buckets, over the elements of the matrices."""
     with torch.device("meta"):
         matrices, _ = ShardedMuon.split(GPT(task.config, task.dtype))
     return on_paper([(p.shape[0], p.shape[1]) for _, p in reversed(matrices)], ranks).padding

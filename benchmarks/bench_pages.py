@@ -2,7 +2,7 @@
 
 python benchmarks/bench_pages.py --numel 64Mi
 
-Its rows are of ``offload``, as the part ``pages``. The file is in the folder of temporary ones; TMPDIR names another.
+Rows are those of ``offload``, in its part ``pages``. The file is in the folder for temporary files, which TMPDIR names.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from zero_optim.stores.offload import HOST_BUFFERS
 from zero_optim.stores.page_file import PageFile, Transfer
 from zero_optim.stores.patience import PATIENCE_SECONDS
 
-WAYS = {"write": (False, True), "read": (True, False), "both": (True, True)}  # whether read, whether written
+WAYS = {"write": (False, True), "read": (True, False), "both": (True, True)}  # (read, written)
 
 NUMEL, ROUNDS = 2**26, 11
 
 
 class Pages:
-    """As many pages as the state of ``numel`` parameters, on their way in the store's six buffers."""
+    """The pages of a state of ``numel`` parameters, moved through as many buffers as the store has."""
 
     def __init__(self, folder: Path, numel: int) -> None:
         nbytes = 12 * numel // PAGES
@@ -47,7 +47,7 @@ class Pages:
         self.move(read=False, written=True)
 
     def move(self, *, read: bool, written: bool) -> None:
-        """Each page once each way. Where both are asked for, what is written is half of the file ahead."""
+        """Move each page once each way. Where pages are read and written, writes are half a file ahead of reads."""
         under_way: deque[Transfer] = deque()
         for number in range(PAGES):
             if read:
@@ -62,7 +62,7 @@ class Pages:
 
 
 def measure_pages(numel: int, dtype: str, folder: Path, rounds: int) -> list[OffloadRow]:
-    """A row each way."""
+    """Make a row for each of ``WAYS``."""
     nbytes = 12 * numel
     disk, pages = DiskLink(folder, nbytes), Pages(folder, numel)
     jobs = {}

@@ -1,16 +1,16 @@
-"""What a step costs the host at 8 to 16,384 ranks: Python time, collectives, padding, the size of the exchange.
+"""The host's cost of a step at 8 to 16,384 ranks: Python time, collectives, padding, the size of the exchange.
 
     python benchmarks/bench_scale.py --ranks 8 1024
     python benchmarks/bench_scale.py --ranks 16384 --replicas 2048  # a mesh: 2048 replicas of 8 ranks that share
 
-One process plays rank 0 of a fake process group. Its collectives are counted and go nowhere. Figures of two kinds come
-of it, and a row says which is which:
+One process plays rank 0 of a fake process group. Its collectives are counted and send nothing. There are two kinds of
+figures, and a row says which is which:
 
 - *Integers of the true shapes*: buckets, padding, bytes. The layout needs no tensors, so nothing is shrunk.
 - *Timed, on small tensors*: there are as many parameters, buckets and ranks, and Python's work depends on nothing else.
   The kernels that pack and update are left out: on a CPU they would be most of the time.
 
-``bucket_parts`` is apart: what one small bucket takes at stage 2, kernels and all, on the same ranks in every run.
+``bucket_parts`` is apart: the time of one small bucket at stage 2, kernels included, on the same ranks in every run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Calls = dict[str, int]
 
 
 class Arrived:
-    """A collective that is over."""
+    """A collective that has completed."""
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         return True
@@ -64,11 +64,11 @@ class Arrived:
 
 
 class Nowhere(StreamTransport):
-    """Counts collectives and sends nothing. Objects are gathered as ever: of a fake group all ranks say the same.
+    """A transport that counts collectives and sends nothing. Objects are gathered: a fake group repeats rank 0's.
 
     Attributes:
         calls: by kind.
-        object_bytes: pickled, of all ranks' objects: what each rank receives of them.
+        object_bytes: pickled bytes of all ranks' objects, which each rank receives.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Nowhere(StreamTransport):
         return Issued(Arrived())
 
     def take(self) -> tuple[Calls, int]:
-        """Calls and bytes of objects since this was last asked."""
+        """Return the calls and the bytes of objects since the last call of this method."""
         taken = dict(sorted(self.calls.items())), self.object_bytes
         self.calls, self.object_bytes = Counter(), 0
         return taken
@@ -106,7 +106,7 @@ class Nowhere(StreamTransport):
 def measure(
     ranks: Sequence[int], rounds: int, say: Say, shapes: Shapes = LLAMA_70B, *, replicas: int = 1
 ) -> list[ScaleRow]:
-    """A row a number of ranks and stage. ``replicas``: of these ranks, how many hold each part of the state."""
+    """Make a row for each number of ranks and stage. ``replicas``: the number of ranks with each part of the state."""
     rows = []
     say(f"scale: {bucket_parts.BUCKETS} small buckets")
     with fake_ranks(bucket_parts.RANKS):
@@ -121,7 +121,7 @@ def measure(
 
 
 class Training:
-    """The small model, in steps whose laps are timed: forward and backward, ``step``, ``zero_grad``."""
+    """Training of the small model. A step's laps are: forward and backward, ``step``, ``zero_grad``."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.model = Small(shapes)
@@ -135,7 +135,7 @@ class Training:
             self.model.named_parameters(),
             stage=stage,
             bucket_cap_mb=cap_mb(shapes, shards),
-            mesh=mesh if stage < 3 else None,  # else the model's
+            mesh=mesh if stage < 3 else None,  # at stage 3 the model's mesh is taken
             **HYPER,
         )
 
@@ -156,7 +156,7 @@ class Training:
 
 @contextmanager
 def fake_ranks(count: int) -> Iterator[Nowhere]:
-    """Rank 0 of so many, of which there are no others."""
+    """Make a fake process group of ``count`` ranks, in which this process is rank 0, alone."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
@@ -170,7 +170,7 @@ def fake_ranks(count: int) -> Iterator[Nowhere]:
 
 @contextmanager
 def _without_kernels() -> Iterator[None]:
-    """The ops do all but call the compiled library."""
+    """Replace the kernels of the compiled library by functions that do nothing; the ops' Python code stays."""
     library = torch.ops.zero_kernels_C
     kernels = {name: getattr(library, name) for name in KERNELS if hasattr(library, name)}
     try:
@@ -230,7 +230,7 @@ def _row(shapes: Shapes, ranks: int, replicas: int, stage: int, nowhere: Nowhere
 
 
 def _once(work: Callable[[], object], nowhere: Nowhere) -> tuple[float, Calls, int]:
-    """Milliseconds of the thread, calls, and bytes of objects."""
+    """Run ``work`` once. Returns milliseconds of the thread, calls, and bytes of objects."""
     begin = time.thread_time()
     work()
     return (time.thread_time() - begin) * 1e3, *nowhere.take()

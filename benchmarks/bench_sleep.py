@@ -1,9 +1,9 @@
-"""``sleep`` and ``wake`` of an optimizer against one plain copy of as many bytes, and what comes back to the device.
+"""``sleep`` and ``wake`` of an optimizer against one plain copy of as many bytes, and the memory freed on the device.
 
 python benchmarks/bench_sleep.py --numel 64Mi
 
-Its rows are of ``offload``, as the part ``sleep``. Without a GPU both are copies from memory to memory, and memory that
-is taken anew is touched for the first time in ``wake``.
+Rows are those of ``offload``, in its part ``sleep``. Without a GPU both are copies from memory to memory, and ``wake``
+touches memory that it has allocated anew for the first time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zero_optim.bench.timing import HostClock, Spread, TimedRounds, interleaved
 from zero_optim.stores.host_memory import HostMemory
 
 NUMEL, ROUNDS = {"cpu": 2**26, "cuda": 2**30}, 11
-PARAMETER = 2**22  # elements of each, a layer's
+PARAMETER = 2**22  # elements of a parameter, as of a layer's
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WHAT = {"state": False, **({"all": True} if MOVES_STORAGES else {})}  # whether the parameters sleep, too
 
@@ -34,9 +34,9 @@ class Sleeper:
     """An optimizer of one rank that has made a step.
 
     Attributes:
-        nbytes: that are copied, out and in again.
-        left: bytes of the device that it still takes, asleep.
-        freed: of what it takes awake, the share that comes back, by what sleeps.
+        nbytes: bytes copied out, and in again, by what sleeps.
+        left: bytes that it still takes on the device when asleep, by what sleeps.
+        freed: share of the bytes to be freed that are free when asleep, by what sleeps.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -70,14 +70,14 @@ class Sleeper:
 
 
 class Copies:
-    """One flat tensor on the device, and pinned memory of its size."""
+    """Plain copies between one flat tensor on the device and host memory of its size, pinned for a GPU."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device, self._there = device, torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._here = HostMemory(pinned=device.type == "cuda", device=device).take(nbytes).zero_()
 
     def laps(self, nbytes: int) -> list[Callable[[], object]]:
-        """Out, and in."""
+        """Make two laps: copy out to the host, and copy in to the device."""
         here, there = self._here[:nbytes], self._there[:nbytes]
         return [lambda: self._copy(here, there), lambda: self._copy(there, here)]
 
@@ -87,18 +87,18 @@ class Copies:
 
 
 def _taken(device: torch.device) -> int:
-    """Bytes of all tensors on the device."""
+    """Count the bytes of all tensors on the device."""
     gc.collect()
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     dense = (v for v in gc.get_objects() if type(v) in (Tensor, nn.Parameter) and v.layout is torch.strided)
     storages = (value.untyped_storage() for value in dense)
-    # Neither parts of others, as parameters have, nor host memory in which something rests.
+    # Storages that cannot be resized are left out: parts of others, as parameters have, and host memory of sleepers.
     return sum({storage._cdata: storage.nbytes() for storage in storages if storage.resizable()}.values())
 
 
 def measure(numel: int, dtype: str, device: torch.device, rounds: int) -> list[OffloadRow]:
-    """A row for each call, of each choice of what sleeps."""
+    """Make a row for ``sleep`` and one for ``wake``, for each choice of what sleeps."""
     sleeper = Sleeper(numel, DTYPES[dtype], device)
     copies = Copies(max(sleeper.nbytes.values()), device)
     jobs = {}

@@ -33,14 +33,14 @@ def measure(
     device: torch.device,
     say: Say,
 ) -> tuple[list[Row], dict[str, str]]:
-    """Rows of ``names`` and of both FSDP2s, on each number of ``ranks``, of ``tokens``; and why one is left out."""
+    """Measure ``names`` and both FSDP2s for all ``ranks`` and ``tokens``. Returns rows, and why one is left out."""
     tasks = [make_task(numel, dtype, count, device) for count in tokens]
     names = in_order(names, FSDP2, FSDP2_ZERO2)
     return hold_all([contest(task, names, count) for count in ranks for task in tasks], rounds, say)
 
 
 def contest(task: Task, names: Sequence[str], ranks: int) -> Contest:
-    """Whoever has whole parameters from forward to backward is held against the FSDP2 that keeps them, too."""
+    """Compare contenders that keep whole parameters from forward to backward with the FSDP2 that keeps them, too."""
     keeping = [name for name in names if name not in GATHERING_TWICE]
     return Contest("stages", task, names, ranks, FSDP2, dict.fromkeys(keeping, FSDP2_ZERO2))
 

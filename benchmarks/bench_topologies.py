@@ -40,7 +40,7 @@ MENU = Menu({NAME: Choices({**TAKEN, "ranks": str(RANKS)}, gpu=True)})
 
 @dataclass(frozen=True)
 class Topology:
-    """How many replicas there are of what is shared, and how many slices of each block."""
+    """A topology: the number of replicas of the shared state, and of slices of each block."""
 
     name: str
     replicas: int = 1
@@ -68,10 +68,10 @@ class MeshTask(Task):
 
 
 def cut(model: GPT, mesh: dist.DeviceMesh) -> None:
-    """Collective. Cut blocks and embedding over the ranks of ``mesh``, and between them the sequence.
+    """Collective. Cut blocks and embedding over the ranks of ``mesh``; between blocks, cut the sequence.
 
-    A rank takes its slice of queries, keys and values for whole heads. So this is another model than the one that is
-    not cut, with as many of each.
+    Each rank splits its slice of ``qkv`` into queries, keys and values. So the cut model computes something else than
+    the whole one, with equal sizes.
     """
     sequence, whole = Shard(1), Replicate()
     plan = {

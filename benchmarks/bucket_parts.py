@@ -1,4 +1,4 @@
-"""What a bucket costs the host, by part: to pack its gradients, to update its shard, to gather its parameters."""
+"""The host's cost of a bucket, by part: packing its gradients, updating its shard, gathering its parameters."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PARTS = ("pack", "adam_step", "all_gather")
 
 
 def measure(rounds: int, device: torch.device = CPU) -> dict[str, float]:
-    """Microseconds of the thread for each of ``PARTS``, within a process group of ``RANKS``.
+    """Measure the thread's microseconds for each of ``PARTS``, within a process group of ``RANKS``.
 
-    The kernels run, on gradients of a row each: so they take next to nothing.
+    Kernels run, but take next to no time: each gradient is one row.
     """
     parameters = [
         nn.Parameter(torch.zeros(ROW, dtype=torch.bfloat16, device=device)) for _ in range(BUCKETS * GRADIENTS)

@@ -1,4 +1,4 @@
-"""What a process has at one moment: resident memory, and counts of what could pile up over many steps."""
+"""A census of a process: resident memory, and counts of things that could pile up over many steps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.autograd.graph import Node
 
 PROC = Path("/proc/self")
 _HOOKS_OF_A_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_COLLECTIONS = 20  # at most: another thread may make garbage for as long as it runs
+_COLLECTIONS = 20  # the most in a row: another thread may make garbage without end
 
 
 @dataclass(frozen=True)
 class Census:
-    """What a process has.
+    """Counts of a process.
 
     Attributes:
         resident: bytes.
-        objects: that Python's garbage collector tracks, without those that were frozen.
-        tensors: among the objects.
-        nodes: of the autograd graphs that those tensors keep.
-        hooks: of those tensors, and of the modules among the objects.
+        objects: objects that Python's garbage collector tracks, without frozen ones.
+        tensors: tensors among the objects.
+        nodes: nodes of the autograd graphs that those tensors keep.
+        hooks: hooks of those tensors, and of the modules among the objects.
         files: open file descriptors.
         threads: of the process, libraries' own included.
     """
@@ -45,9 +45,9 @@ def can_count() -> bool:
 
 
 def take() -> Census:
-    """Counts, after garbage was collected. Two in a row are the same but for ``resident``.
+    """Collect garbage, then count. Two calls in a row give the same, except for ``resident``.
 
-    What is collected may leave more to collect: a graph in C++ frees objects of Python, a finalizer makes new ones.
+    Collecting is repeated, as it may leave new garbage: a graph in C++ frees Python objects, a finalizer makes some.
     """
     for _ in range(_COLLECTIONS):
         if not gc.collect():
@@ -61,7 +61,7 @@ def take() -> Census:
 
 
 def _nodes() -> int:
-    """Of graphs that a live tensor keeps."""
+    """Count the nodes of graphs that a live tensor keeps."""
     found: set[Node] = set()
     ahead = [node for tensor in _live(Tensor) if (node := tensor.grad_fn) is not None]
     while ahead:

@@ -16,8 +16,8 @@ class EnduranceRow(RankRow):
     """The figures of a rank along a training of very many steps.
 
     Attributes:
-        samples: by counter, a figure for each of its ``step``.
-        growth: by counter, a step, over the second half.
+        samples: by counter, a figure for each sample; ``step`` has the steps of the samples.
+        growth: by counter, its growth a step over the second half.
     """
 
     steps: int
@@ -34,7 +34,7 @@ NOTE = (
 
 
 def _table(rows: Sequence[JsonRow]) -> list[str]:
-    """A counter a line."""
+    """Write a counter a line."""
     first = rows[0]
     about = f"{elements(first['numel'])} {first['dtype']} parameters, ranks: {first['ranks']}"
     lines = [f"{first['op']}: {about}, {first['steps']:,} steps; growth a step in the second half"]
@@ -51,13 +51,13 @@ def _table(rows: Sequence[JsonRow]) -> list[str]:
 
 
 def _sheet(rows: Sequence[JsonRow]) -> Sheet:
-    """A line of drawings for each number of ranks."""
+    """Draw a line of drawings for each number of ranks."""
     numbers = dict.fromkeys(row["ranks"] for row in rows)
     return Sheet([_courses([row for row in rows if row["ranks"] == number]) for number in numbers], NOTE)
 
 
 def _courses(rows: Sequence[JsonRow]) -> list[Lines]:
-    """Memory, everything that is counted, and time, along the steps."""
+    """Draw memory, the sum of all counts, and time, along the steps."""
     ranks = of_ranks(rows[0])
     of_rows = [row["samples"] for row in rows]
     resident = [_since_first([figure / 2**10 for figure in samples["resident"]]) for samples in of_rows]

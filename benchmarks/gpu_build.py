@@ -1,4 +1,4 @@
-"""Makes sure that the compiled library runs on this device: takes what is built, else builds for its architecture.
+"""A check that the compiled library runs on this device; where it does not, it is built for the architecture.
 
 python benchmarks/gpu_build.py cuda
 """
@@ -19,13 +19,13 @@ PROBE = "import sys; from zero_kernels import compiled; print(compiled.why_unusa
 
 
 def why_unusable(name: str) -> str:
-    """Empty when the library loads and has code for this device. Asked in a fresh process: a library loads once."""
+    """Say why the library cannot be used on this device; empty: it can. A fresh process asks: a library loads once."""
     command = [sys.executable, "-c", PROBE, name]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def why_stale(name: str) -> str:
-    """Empty when no source is newer than the library."""
+    """Say which source is newer than the library; empty: none."""
     from zero_kernels import compiled
 
     library = compiled.library(name)
@@ -47,7 +47,7 @@ def load_setup() -> ModuleType:
 
 
 def build(arch: str) -> None:
-    """Build into the checkout, by setup.py's own functions: setuptools would read pyproject.toml, and has to be new."""
+    """Build into the checkout by setup.py's own functions, which need no recent setuptools to read pyproject.toml."""
     os.environ["TORCH_CUDA_ARCH_LIST"] = arch
     setup = load_setup()
     for name, built in setup.build_all(ROOT / "build" / "gpu-check").items():

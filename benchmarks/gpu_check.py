@@ -1,4 +1,4 @@
-"""The proof on a GPU: build, test, train, measure; a JSON record a part, a plot, a table of outcomes.
+"""The check on a GPU: build, test, train and measure. Each part gives a JSON record, a plot and a table of outcomes.
 
     make gpu-check PYTHON=python3 ARGS="--part a"
     make gpu-check PYTHON=python3 ARGS="--part c --nccl /path/to/libnccl.so.2"
@@ -6,14 +6,14 @@
     python benchmarks/gpu_check.py --at-once --seconds 120 --only test_capture test_no_sync test_stores
 
 There are five parts, of at most nine minutes each; `gpu_phases.py` says what is in them. Without --part all of them
-run, one after another. Each phase is a process with a limit of its own: one that hangs is ended with its children, one
-that fails does not stop those after it. What a phase says is in the log as it says it, and what it has measured is on
-disk within a second, whatever ends the run. <date>-<commit>-gpu-<part>.json and .png go to $OUT, else to
-benchmarks/results/<device>; the whole output, gpu-check-<part>.log, to $OUT, else to build/.
+run, one after another. Each phase is a process with a limit of its own: one that hangs is ended with its children, and
+one that fails does not stop those after it. A phase's output is logged at once, and its figures are on disk within a
+second, whatever ends the run. <date>-<commit>-gpu-<part>.json and .png go to $OUT, else to benchmarks/results/<device>;
+the whole output, gpu-check-<part>.log, to $OUT, else to build/.
 
-Tests of several NCCL ranks need as many GPUs, or an NCCL that lets ranks share one (2.30). Where neither is there, they
-are skipped, and the reason is told. --nccl PATH preloads a newer NCCL for them. --wheel FILE unpacks a wheel for the
-phases, such as google_crc32c's, without which no checkpoint is saved.
+Tests of several NCCL ranks need as many GPUs, or an NCCL that lets ranks share one (2.30). Without either they are
+skipped, with the reason. --nccl PATH preloads a newer NCCL for them. --wheel FILE unpacks a wheel for the phases, such
+as google_crc32c's, without which no checkpoint is saved.
 
 Exit codes: 0, 1 when a phase failed or found no time, 2 without torch or a CUDA device, or for a bad flag.
 """
@@ -41,8 +41,8 @@ from gpu_results import Outcome, Results, Verdict, reports, skips, summary, verd
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = 5.0  # a group with fewer seconds left is not started
-GRACE = 5.0  # between asking a phase to end and ending it
-LOOK = 1.0  # seconds between two looks at what a phase has written
+GRACE = 5.0  # seconds between asking a phase to end and killing it
+LOOK = 1.0  # seconds between two reads of the files that a phase writes
 TAIL = 30  # lines shown of a phase that failed
 CHOICES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OUT", "PYTEST_ADDOPTS")
 CHOICES += ("ZERO_KERNELS_BACKEND", "ZERO_KERNELS_ISA", "TRITON_INTERPRET")
@@ -55,8 +55,8 @@ TOOLKIT = "/usr/local/cuda/bin"  # nvcc, ncu and compute-sanitizer, where the PA
 
 
 class Log:
-    """What all phases say, in one file, as they say it. Lines of phases that run at the same time are mixed, so each
-    begins with its phase."""
+    """The output of all phases in one file, written at once. Each line begins with its phase, as several may run at the
+    same time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,7 +75,7 @@ running: set[subprocess.Popen[bytes]] = set()
 
 
 def run_phase(phase: Phase, limit: float, log: Log, look: Callable[[], object] = lambda: None) -> Outcome:
-    """Run the phase for at most ``limit`` seconds; nothing of it outlives this. ``look`` is called every second."""
+    """Run the phase for at most ``limit`` seconds; none of its processes outlives that. Calls ``look`` every second."""
     begin = time.monotonic()
     if phase.folder is not None:
         phase.folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def _listen(process: subprocess.Popen[bytes], phase: Phase, log: Log, said: list
 
 
 def run_group(group: Group, left: float, log: Log, results: Results) -> list[Outcome]:
-    """Its phases at the same time, each for as long as it may, and ``left`` seconds at most."""
+    """Run the phases of a group at the same time, each up to its own limit and at most ``left`` seconds."""
 
     cores = max(1, (os.cpu_count() or 1) // len(group))
     shared = {"OMP_NUM_THREADS": str(cores)} if len(group) > 1 else {}
@@ -158,7 +158,7 @@ unpacked: list[Path] = []  # folders of wheels
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's, with the checkout importable, and without what would choose ranks or backends for a phase."""
+    """Make a phase's environment: this process's without ``CHOICES``, and with the checkout on PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if name not in CHOICES}
     modules = [str(ROOT), str(ROOT / "python"), *map(str, unpacked), *filter(None, [os.environ.get("PYTHONPATH")])]
     paths = {"PYTHONPATH": os.pathsep.join(modules), "PATH": os.pathsep.join((os.environ.get("PATH", ""), TOOLKIT))}
@@ -167,10 +167,10 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End the process, where it still runs, and all that it started, in whatever sessions they are.
+    """End the process, if it still runs, and all its descendants, also those in other sessions.
 
-    It is interrupted first, as by Ctrl-C: pytest then tells what has failed so far. One that ignores that, as what was
-    started in the background may, is asked to end.
+    SIGINT comes first, as by Ctrl-C, so that pytest reports the failures so far. A process that ignores it, as one
+    started in the background may, gets SIGTERM, and then SIGKILL.
     """
     children = descendants(process.pid) if process.poll() is None else []
     for request in (signal.SIGINT, signal.SIGTERM):
@@ -191,7 +191,7 @@ def _signal_group(leader: int, number: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes started by ``pid`` or by one of its descendants, on a system that has /proc."""
+    """List the processes started by ``pid`` or by one of its descendants, on a system that has /proc."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _chosen(options: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, list[Group]]]:
-    """A name for the files, and the groups: of a part, of all, or the phases that were named."""
+    """Give for each part, or for the phases named without a part, a name for its files and its groups."""
     how = {"rehearse": options.rehearse, "nccl": options.nccl}
     if options.only and not options.part:
         yield "some", _only(all_groups(scratch, **how), options)
@@ -255,7 +255,7 @@ def _only(groups: Sequence[Group], options: argparse.Namespace) -> list[Group]:
 
 
 def check(groups: Sequence[Group], results: Results, log: Log, seconds: float) -> int:
-    """Run the groups within ``seconds``, saving as they go; then the plot and the table. The exit code."""
+    """Run the groups within ``seconds``, saving as they go, then draw and print the table. Returns the exit code."""
     deadline = time.monotonic() + seconds
     outcomes: list[Outcome] = []
     for group in groups:
@@ -305,7 +305,7 @@ def _unpack(wheel: Path, folder: Path) -> Path:
 
 
 def _nccl_library(text: str) -> Path:
-    """The file, as an absolute path. Raises ArgumentTypeError, for argparse, which puts the flag's name before it."""
+    """Give the file's absolute path. Raises ArgumentTypeError, before which argparse puts the flag's name."""
     path = Path(text).expanduser().absolute()
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"{path} is not a file; the wheel has it in nvidia/nccl/lib/{gpu_nccl.SONAME}")

@@ -1,4 +1,4 @@
-"""What a bucket costs the host on this device, in microseconds: `bucket_parts`, within a process group of 8 fake ranks.
+"""The host's microseconds for a bucket on this device: `bucket_parts`, within a process group of 8 fake ranks.
 
 python benchmarks/gpu_host_time.py --out host_time.json
 """

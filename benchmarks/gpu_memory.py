@@ -1,11 +1,11 @@
-"""The planner against torch's allocator: one GPU plays rank 0 of 64, and holds its share of a 7.5 B model for real.
+"""The planner against torch's allocator: one GPU plays rank 0 of 64, and really holds its share of a 7.5 B model.
 
     python benchmarks/gpu_memory.py --out memory.json
     python benchmarks/gpu_memory.py --device cpu --params 4e6
 
-The process group is fake: collectives send nothing, so other ranks' parameters stay what they were. What is allocated
-does not depend on that. A forward uses every parameter once and has next to no activations. On a CPU storages are
-counted in place of the allocator's blocks.
+The process group is fake: collectives send nothing, so other ranks' parameters do not change. Allocations do not depend
+on that. A forward uses every parameter once and has next to no activations. On a CPU storages are counted in place of
+the allocator's blocks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from zero_optim.bench.live_memory import watch
 RANKS = 64
 PARAMETERS = 7.5e9
 STAGES = (1, 2, 3)
-TOLERANCE = {"cpu": 0.01, "cuda": 0.03}  # torch's allocator of a GPU gives whole blocks: 2.3 % more on an H100
+TOLERANCE = {"cpu": 0.01, "cuda": 0.03}  # on a GPU torch allocates whole blocks: 2.3 % more on an H100
 IN_BACKWARD = ("local_gradients", "unsharded")
 
 
 @dataclass(frozen=True)
 class Share:
-    """Bytes of a stage: ``held`` after a step, its gradients still there, ``peak`` in it, and ``first_peak`` in the
-    first step; with what was planned of them. ``difference``: of ``held``, relative."""
+    """Bytes of a stage, measured and planned: ``held`` after a step, gradients included, ``peak`` in a step, and
+    ``first_peak`` in the first step. ``difference``: of ``held``, relative."""
 
     stage: int
     held: int
@@ -48,7 +48,7 @@ class Share:
 
 
 class Values(nn.Module):
-    """Parameters of so many elements, each of which a forward uses once."""
+    """Parameters of ``numels`` elements, each of which a forward uses once."""
 
     def __init__(self, numels: Sequence[int]) -> None:
         super().__init__()
@@ -81,13 +81,13 @@ class Model(nn.Module):
 
 
 def zero(module: nn.Module) -> None:
-    """Give the parameters of a module values, where it holds any itself."""
+    """Zero the parameters that a module holds itself."""
     for parameter in module.parameters(recurse=False):
         nn.init.zeros_(parameter)
 
 
 def measure(decoder: memory.Decoder, stage: int, device: torch.device) -> Share:
-    """Train on rank 0's share; what is allocated more than before it is that share."""
+    """Train on rank 0's share, and compare the memory that it has allocated with the plan."""
     with fake_ranks(RANKS), watch(device) as live:
         before, _ = live.after(lambda: None)
         with torch.device("meta"):
@@ -104,16 +104,16 @@ def measure(decoder: memory.Decoder, stage: int, device: torch.device) -> Share:
             opt.step()
 
         _, first_peak = live.after(train)
-        held, peak = live.after(train)  # the first step may have laid buckets out anew
+        held, peak = live.after(train)  # of the second step: the first may have laid buckets out anew
         share = compare(memory.plan_of(opt), held - before, peak - before, first_peak - before)
         opt.close()
     return share
 
 
 def held_by(plan: memory.Plan) -> int:
-    """Bytes after a step, its gradients still there.
+    """Sum the planned bytes after a step, gradients included.
 
-    At stage 3 communication buffers have memory while a backward runs alone, as units and local gradients have.
+    Unsharded parameters and local gradients have memory only in backward. So have communication buffers at stage 3.
     """
     passing = (*IN_BACKWARD, "communication") if plan.job.stage == 3 else IN_BACKWARD
     return sum(nbytes for kind, nbytes in plan.memory.items() if kind not in passing)

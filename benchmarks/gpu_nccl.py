@@ -1,7 +1,7 @@
-"""Which NCCL there is, and whether it lets several ranks share one GPU. It needs no torch.
+"""The version of the NCCL in use, and whether it lets several ranks share one GPU. This file needs no torch.
 
-torch is linked against one NCCL and names the version that it was compiled with (`torch.cuda.nccl.version()`). Another
-of the same soname, preloaded, is used in its place: so the library itself is asked here.
+`torch.cuda.nccl.version()` is the version that torch was compiled with. A preloaded library of the same soname is used
+in its place, so the library itself is asked here.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Version = tuple[int, ...]
 
 
 def ask(library: ctypes.CDLL) -> int:
-    """The library's version as one number, 22807 for 2.28.7. Raises AttributeError where it is no NCCL."""
+    """Ask the library for its version, as one number: 22807 for 2.28.7. Raises AttributeError where it is no NCCL."""
     code = ctypes.c_int()
     library.ncclGetVersion(ctypes.byref(code))
     return code.value
 
 
 def parse(code: int) -> Version:
-    """(2, 28, 7) of 22807. Before 2.9 a minor version had three digits behind it."""
+    """Split a version's number: (2, 28, 7) of 22807. Before 2.9 it had four digits."""
     major = 10_000 if code >= 10_000 else 1_000
     return code // major, code % major // 100, code % 100
 
@@ -43,7 +43,7 @@ def dotted(version: Sequence[int]) -> str:
 
 
 def version_of(path: Path) -> Version:
-    """The version of the NCCL in the file. It is loaded in a process of its own: a library is never unloaded.
+    """Read the version of the NCCL in a file. A process of its own loads it: a library is never unloaded.
 
     Raises ValueError, in words, where the file can't be loaded or is no NCCL.
     """
@@ -58,7 +58,7 @@ def version_of(path: Path) -> Version:
 
 
 def loaded() -> Version | None:
-    """The version of the NCCL that this process has loaded; None: of none by itself, such as one within torch."""
+    """Read the version of the NCCL library that this process has loaded; None: none, or NCCL is a part of torch."""
     try:
         return parse(ask(ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)))
     except (OSError, AttributeError):
@@ -66,7 +66,7 @@ def loaded() -> Version | None:
 
 
 def why_not_shared(ranks: int, gpus: int, version: Sequence[int]) -> str | None:
-    """None where so many ranks find a GPU each, or this NCCL lets them share one; else the reason and the remedy."""
+    """Say why ranks cannot run, and the remedy; None where each has a GPU, or this NCCL lets them share one."""
     if gpus >= ranks or tuple(version) >= SHARES_A_GPU:
         return None
     have = "one GPU" if gpus == 1 else f"{gpus} GPUs"

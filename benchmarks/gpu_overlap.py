@@ -1,9 +1,9 @@
-"""Which share of the collectives' time lies under computation, by stage: two NCCL ranks, on as many GPUs or on one.
+"""The share of the collectives' time that computation hides, by stage: two NCCL ranks, on two GPUs or on one.
 
     python benchmarks/gpu_overlap.py --out overlap.json
 
-Rank 0's kernels come from the profiler. A collective's time is hidden while a kernel that is none runs on the same
-rank. Where both ranks share a GPU they take turns on it, so that times are long; the order in which kernels run stays.
+Rank 0's kernels come from the profiler. A collective's time is hidden while a kernel that is no collective runs on the
+same rank. Ranks that share a GPU take turns on it: times are longer, but kernels run in the same order.
 Exit codes: 0; 1 where a rank fails or takes more than SECONDS; 77 where NCCL takes one rank a GPU.
 """
 
@@ -34,7 +34,7 @@ Span = tuple[float, float]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time, as spans that do not meet, in order."""
+    """Join overlapping spans. Returns disjoint ones, in order."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -49,13 +49,13 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def hidden(collectives: Sequence[Span], others: Sequence[Span]) -> float:
-    """The share of the collectives' time in which one of the others runs, from 0 to 1."""
+    """Compute the share of the collectives' time in which one of the others runs, from 0 to 1."""
     together = length(collectives) + length(others) - length([*collectives, *others])
     return together / length(collectives)
 
 
 def shares(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """By kind of collective, of a trace: how many kernels, their milliseconds, and the share that is hidden."""
+    """Compute, by kind of collective in a trace: the number of kernels, their milliseconds, and the hidden share."""
     kernels = [(of["name"], (of["ts"], of["ts"] + of["dur"])) for of in events if of.get("cat") == "kernel"]
     others = [span for name, span in kernels if "nccl" not in name.lower()]
     found = {}
@@ -68,7 +68,7 @@ def shares(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def traced(step: Callable[[], object], count: int, device: torch.device) -> list[dict[str, Any]]:
-    """The events of the profiler's trace of so many steps."""
+    """Run ``count`` steps under the profiler. Returns the events of its trace."""
     on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as profiler:
         for _ in range(count):
@@ -82,7 +82,7 @@ def traced(step: Callable[[], object], count: int, device: torch.device) -> list
 
 
 def train(stage: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Of STEPS steps, after WARM_UP of them."""
+    """Train at a stage. Returns the shares of STEPS steps, after WARM_UP others."""
     torch.manual_seed(0)
     with device:
         model = GPT(MODELS[device.type], torch.bfloat16)

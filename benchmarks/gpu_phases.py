@@ -1,7 +1,7 @@
-"""What `make gpu-check` runs: five parts, each of at most nine minutes and useful by itself.
+"""The phases of `make gpu-check`, in five parts, each of at most nine minutes and useful by itself.
 
-A part is a list of groups, and the phases of a group run at the same time. A group takes as long as the longest of its
-phases may; the sum over a part's groups, and KEPT, are no more than SECONDS.
+A part is a list of groups, and the phases of a group run at the same time. A group's limit is the longest limit of its
+phases. The sum of a part's groups, and KEPT, are no more than SECONDS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TESTS = ROOT / "tests" / "gpu"
 
 SECONDS = 530.0  # of a part
 KEPT = 15.0  # of it for the plot and the table at the end
-REHEARSED_SLOWER = 4  # times the limits: on a CPU there are few cores, and no GPU
+REHEARSED_SLOWER = 4  # factor of the limits on a CPU, which has few cores and no GPU
 
 SIZES = tuple(f"2^{power}" for power in range(20, 31, 2))
 STORES = ("paged 0", "cpu", "torchao")  # of the contenders of offload
@@ -30,9 +30,9 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}  # so that a CPU has Triton's kernels
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}  # ranks on one GPU; NVLS can't be had there
 ON_RANKS, ALONE = "gpu and ranks", "gpu and not ranks"  # marks of tests
 TWO_RANKS = "test_programs and 2-"
-SLOW = 50  # seconds after which a test that still runs is told, with what each of its threads does
-BITS_IN = 5  # processes: one alone takes too long. Not 4, as there are backends: one would have all of Triton's
-SMOKE_IN = {"triton": 6}  # processes: Triton compiles most of its kernels for it
+SLOW = 50  # seconds after which pytest dumps the threads of a test that still runs
+BITS_IN = 5  # processes: one takes too long. Not 4, the number of backends: one process would get all of Triton's
+SMOKE_IN = {"triton": 6}  # processes, as Triton has to compile most of its kernels
 ORDER_IN, ORDER_AGAIN_IN, NCCL_IN, NCCL_AGAIN_IN = 4, 5, 3, 2  # processes
 
 PARTS = {
@@ -46,10 +46,10 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Phase:
-    """A command and the most seconds that it may take. Rows and results that it writes lie in ``folder``.
+    """A command and the most seconds that it may take. It writes rows and results into ``folder``.
 
-    ``after``: a phase that must have been ok, else this one is not run. ``told``: whether each line that it says is
-    shown as it comes; else the last ones, where it fails.
+    ``after``: a phase without whose success this one is not run. ``told``: whether its output is shown as it comes;
+    else only the last lines are, if it fails.
     """
 
     name: str
@@ -65,7 +65,7 @@ Group = Sequence[Phase]
 
 
 def groups_of(part: str, scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> list[Group]:
-    """``nccl``: a library for several ranks on one GPU, which is preloaded where there are any."""
+    """Make a part's groups. ``nccl``: a library that phases of several ranks on one GPU preload."""
     device = "cpu" if rehearse else "cuda"
     preloaded = os.pathsep.join(filter(None, [str(nccl) if nccl else "", os.environ.get("LD_PRELOAD")]))
     ranks = SHARED | ({"LD_PRELOAD": preloaded} if nccl else {})
@@ -86,7 +86,7 @@ def all_groups(scratch: Path, *, rehearse: bool, nccl: Path | None = None) -> li
 
 
 def seconds_of(groups: Sequence[Group]) -> float:
-    """That they may take."""
+    """Sum the limits of the groups, in seconds."""
     return sum(max(phase.limit for phase in group) for group in groups)
 
 
@@ -119,7 +119,7 @@ def bits(scratch: Path, device: str) -> list[Group]:
 
 
 def nccl_ranks(scratch: Path, device: str, ranks: Mapping[str, str]) -> list[Group]:
-    """First of all whether two ranks can share the GPU: what needs that is left out where they cannot."""
+    """Make part c. Its first phase tries whether two ranks can share the GPU; where not, phases on ranks do not run."""
 
     def on_ranks(name: str, tests: str, limit: float, more: Mapping[str, str], *flags: str) -> Phase:
         phase = _tests(tests, limit, device, {**ranks, **more}, *flags)
@@ -201,18 +201,18 @@ def _tests(name: str, limit: float, device: str, environment: Mapping[str, str] 
 
 
 def _in_this_process() -> Iterator[str]:
-    """The flag of pytest-xdist, where that is installed: phases themselves run at the same time."""
+    """Turn pytest-xdist off, where it is installed: phases already run at the same time."""
     if importlib.util.find_spec("xdist") is not None:
         yield "-n0"
 
 
 def _again(name: str, tests: str, limit: float, environment: Mapping[str, str]) -> Phase:
-    """Tests that another phase runs as well, under another environment."""
+    """Make a phase of tests that another phase runs too, under another environment."""
     return replace(_tests(tests, limit, "cuda", environment), name=name)
 
 
 def _in_parts(phase: Phase, count: int) -> list[Phase]:
-    """The tests of a phase, in so many that run at the same time."""
+    """Split the tests of a phase into ``count`` phases, to run at the same time."""
     numbers = range(1, count + 1)
     parts = {number: {"ZERO_KERNELS_GPU_TESTS_PART": f"{number}/{count}"} for number in numbers}
     return [
@@ -222,7 +222,7 @@ def _in_parts(phase: Phase, count: int) -> list[Phase]:
 
 
 def _smoke(backend: str, device: str) -> list[Phase]:
-    """Every op once at small and odd sizes: whether it runs at all."""
+    """Make phases that run every op once at small and odd sizes, to see that it runs at all."""
     command = [sys.executable, str(TESTS / "memcheck_ops.py"), backend, device]
     if (count := SMOKE_IN.get(backend)) is None:
         return [Phase(f"smoke_{backend}", command, 100, told=True)]
@@ -231,7 +231,7 @@ def _smoke(backend: str, device: str) -> list[Phase]:
 
 
 def _curves(scratch: Path) -> Phase:
-    """Training by each form of state, many at a time."""
+    """Make the phase that trains by each form of state, many at a time."""
     folder = scratch / "convergence"
     flags = ["--device", "cuda", "--ranks", "1", "--at-once", "8", "--lr", "0.001", "--out", str(folder)]
     command = [sys.executable, str(HERE / "bench_convergence.py"), *flags]
@@ -245,7 +245,7 @@ def _script(scratch: Path, name: str, script: str, limit: float, device: str, *f
 
 
 def _bench(scratch: Path, op: str, limit: float, device: str, *flags: str, script: str | None = None) -> Phase:
-    """By ``zero-optim bench``, or by the script that has the op."""
+    """Make the phase of an op, by ``zero-optim bench`` or by the script that has the op."""
     folder = scratch / f"bench_{op}"
     program = [str(HERE / script)] if script else ["-m", "zero_optim", "bench", op]
     command = [sys.executable, *program, "--device", device, "--out", str(folder), *flags]

@@ -1,11 +1,11 @@
-"""Where Muon's `ns_product="triton"` is faster: the products of its iteration, and all of it, beside torch's.
+"""Muon's `ns_product="triton"` against torch, by shape: the products of its iteration, and the whole iteration.
 
     python benchmarks/gpu_products.py --out products.json
     TRITON_INTERPRET=1 python benchmarks/gpu_products.py --device cpu
 
 For each shape, in turns: X X^T by `torch.bmm`, b A + c A A by `torch.baddbmm`, and the whole iteration. Muon takes the
-kernel for large matrices alone; here it makes those of all shapes.
-The peak is what `torch.mm` of large square matrices comes to in the same run. Exit codes: 0; 77 without Triton.
+kernel for large matrices alone; here it takes it for all shapes.
+The peak is the speed of `torch.mm` of large square matrices in the same run. Exit codes: 0; 77 without Triton.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ SHAPES = {  # matrices, rows, columns
     "cpu": [(1, 32, 32), (2, 20, 50)],
 }
 SIDE = {"cuda": 8192, "cpu": 64}  # of the peak's matrices
-BLOCKS = {"cuda": (64, 128), "cpu": (32,)}  # tiles that are measured beside the one that a shape has
+BLOCKS = {"cuda": (64, 128), "cpu": (32,)}  # rows of tiles that are measured besides a shape's own tile
 STEPS = 5
 SQUARE, POLYNOMIAL, ITERATION = "square", "polynomial", "iteration"
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one shape.
+    """Figures of one shape.
 
     Attributes:
         shape: matrices, rows, columns.
-        ms: by work and backend, the median.
+        ms: median milliseconds by work and backend.
         speed: by work, torch's time over Triton's.
-        of_peak: by work but the iteration, and backend, multiplications that are really made, over the peak.
-        share: of torch's iteration, about the time of its products that are symmetric: by those that were measured.
-        by_tile: by the rows of a tile, milliseconds of X X^T in Triton.
+        of_peak: speed over the peak, by product and backend, where only multiplications that are made count.
+        share: about the share of symmetric products in the time of torch's iteration, from the products' own times.
+        by_tile: milliseconds of X X^T in Triton, by the rows of a tile.
     """
 
     shape: tuple[int, int, int]
@@ -70,7 +70,7 @@ def named(shape: Sequence[int]) -> str:
 
 
 def jobs_of(given: Tensor, blocks: Sequence[int]) -> dict[str, Callable[[], object]]:
-    """By work and backend, of [n, rows, columns] bf16. A tall matrix is transposed, without a copy, as Muon does it."""
+    """Make jobs by work and backend, on [n, rows, columns] bf16. As in Muon a tall matrix is transposed, uncopied."""
     product = zero_kernels.symmetric_product
     x = given.mT if given.shape[1] > given.shape[2] else given
     a, out = torch.bmm(x, x.mT), {}
@@ -100,8 +100,8 @@ def with_tile(block: int, work: Callable[[], object]) -> None:
         work()
 
 
-def measure(shape: tuple[int, int, int], device: torch.device, peak: float, rounds: TimedRounds) -> Figures:
-    """``peak``: multiplications a millisecond."""
+def measure(shape: tuple[int, int, int], device: torch.device, peak: float, rounds: Rounds) -> Figures:
+    """Measure one shape. ``peak``: multiplications a millisecond."""
     from zero_kernels.triton import symmetric
 
     n, (rows, columns) = shape[0], sorted(shape[1:])
@@ -126,8 +126,8 @@ def measure(shape: tuple[int, int, int], device: torch.device, peak: float, roun
     )
 
 
-def peak_of(device: torch.device, rounds: TimedRounds) -> float:
-    """Multiplications a millisecond of ``torch.mm``."""
+def peak_of(device: torch.device, rounds: Rounds) -> float:
+    """Measure the multiplications a millisecond of ``torch.mm``."""
     side = SIDE[device.type]
     x = torch.randn(side, side, device=device).bfloat16()
     times = interleaved({"mm": [lambda: torch.mm(x, x)]}, make_clock(device), rounds)
@@ -135,7 +135,7 @@ def peak_of(device: torch.device, rounds: TimedRounds) -> float:
 
 
 def verdict(found: Sequence[Figures]) -> str:
-    """Which of the two is faster in the whole iteration of which shape."""
+    """Write for which shapes Triton, and for which torch, is faster in the whole iteration."""
     faster = {True: TRITON, False: TORCH}
     told = {name: [of for of in found if (of.speed[ITERATION] > 1) == wins] for wins, name in faster.items()}
     said = (f"{name}: {', '.join(named(of.shape) for of in shapes) or 'none'}" for name, shapes in told.items())

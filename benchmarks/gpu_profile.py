@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_profile.py --out profile.json
 
-Exit codes: 0; 1 where ncu fails; 77 where it is not there, or may not read the counters. On a CPU the ops run without.
+Exit codes: 0; 1 where ncu fails; 77 where it is missing, or may not read the counters. On a CPU the ops run without it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METRICS = {
 
 
 def launch(device: str) -> None:
-    """Each op twice on each backend; the second time where a profiler looks."""
+    """Run each op twice on each backend; only the second run is profiled."""
     import torch
     from zero_optim.bench.case import Setting, choose_backends
     from zero_optim.bench.run import CASES
@@ -58,7 +58,7 @@ def launch(device: str) -> None:
 
 
 def read(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """A row a kernel, of ncu's CSV: the names of the columns, their units, the kernels. Other lines stand between."""
+    """Read ncu's CSV: a line of names, one of units, then a kernel a line. Other lines in between are skipped."""
     table = list(csv.reader(line for line in lines if line.startswith('"')))
     if len(table) < 2:
         return []
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("ncu is not on the PATH", flush=True)
         return SKIP_CODE
     command = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off"]
-    command += ["--clock-control", "none"]  # the GPU is measured as it is, and may be others', too
+    command += ["--clock-control", "none"]  # leave the GPU's clocks alone: others may use it, too
     command += ["--metrics", ",".join(METRICS.values()), sys.executable, __file__, "launch"]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)

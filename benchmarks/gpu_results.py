@@ -1,4 +1,4 @@
-"""What `make gpu-check` has found so far: outcomes and figures, in one JSON file that is written as they come."""
+"""The results of `make gpu-check`: outcomes and figures, in one JSON file that is written as they come."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 from gpu_phases import Phase
 
-SKIP_CODE = 77  # of a script that cannot do its work here; its last line says why
-NO_TESTS = 5  # pytest's, where it has run none
+SKIP_CODE = 77  # exit code of a script that cannot do its work here; its last line says why
+NO_TESTS = 5  # exit code of pytest that has run no test
 OWN_RESULTS = ("trainer", "memory", "stages", "profile", "products", "host_time", "overlap", "convergence")
-"""Phases without a table of rows."""
+"""Phases with a JSON of their own in place of rows."""
 
 
 class Verdict(enum.Enum):
-    """Of a phase, as its record says it."""
+    """The verdict of a phase, as the record has it."""
 
     OK = "ok"
     SKIPPED = "skipped"
@@ -35,12 +35,12 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a phase ended.
+    """The end of a phase.
 
     Attributes:
-        note: its last line, or why it did not run.
-        skipped: why tests of it did not run.
-        reported: what is beyond a tolerance that nobody has measured on a GPU. It does not fail the phase.
+        note: its last line of output, or why it did not run.
+        skipped: reasons why tests of it were skipped.
+        reported: figures beyond a tolerance that was never measured on a GPU. They do not fail the phase.
     """
 
     phase: str
@@ -52,9 +52,9 @@ class Outcome:
 
 
 def verdict(code: int | None, said: Sequence[str]) -> Verdict:
-    """Of the exit code, None where the phase was ended, and of what it has said.
+    """Judge a phase by its output and its exit code, which is None where the phase was ended at its limit.
 
-    Tests that were all skipped have shown nothing, so the phase is not ok.
+    A phase whose tests were all skipped has shown nothing, so it is not ok.
     """
     if code is None:
         return Verdict.TIMED_OUT
@@ -66,12 +66,12 @@ def verdict(code: int | None, said: Sequence[str]) -> Verdict:
 
 
 def skips(said: Sequence[str]) -> list[str]:
-    """Why pytest has skipped tests: each reason once, in the order of its summary."""
+    """Collect pytest's reasons for skipped tests, each once, in the order of its summary."""
     return _told(r"SKIPPED \[\d+\] \S+?:\d+: (.*)", said)
 
 
 def reports(said: Sequence[str]) -> list[str]:
-    """What a phase has said of tolerances that were never measured."""
+    """Collect a phase's lines about tolerances that were never measured."""
     return _told(r".*\bUncalibrated: (.*)", said)
 
 
@@ -81,7 +81,7 @@ def _told(pattern: str, said: Sequence[str]) -> list[str]:
 
 
 class Results:
-    """What the phases have given so far. It is on disk after each change: nothing is lost to what comes later."""
+    """The results of the phases so far, written after each change, so that a later failure loses nothing."""
 
     def __init__(self, device: Any, folder: Path, about: str) -> None:
         """``about``: the end of the file's name."""
@@ -95,12 +95,12 @@ class Results:
         self._given: dict[str, dict[str, Any]] = {}  # by phase and file, what was written so far
 
     def result_of(self, phase: str) -> Verdict | None:
-        """None where it was not run."""
+        """Find a phase's verdict; None: it is not among the results."""
         results = (Verdict(outcome["result"]) for outcome in self.record["phases"] if outcome["phase"] == phase)
         return next(results, None)
 
     def look(self, phase: Phase) -> None:
-        """Take over what the phase has written by now."""
+        """Read the files that the phase has written by now, and save their contents."""
         with self._lock:
             before = self._given.get(phase.name, {})
             if (now := before | _read(phase.folder)) != before:
@@ -109,7 +109,7 @@ class Results:
                 self.save()
 
     def take(self, phase: Phase, outcome: Outcome) -> Outcome:
-        """Add the outcome, and the rows or the results that the phase has written, which then make its note."""
+        """Add the outcome, and the rows or results that the phase has written. Rows make its note."""
         with self._lock:
             self.look(phase)
             tables = [given for given in self._given.get(phase.name, {}).values() if phase.name not in OWN_RESULTS]
@@ -131,7 +131,7 @@ class Results:
                     self.record["baselines"].update(given["baselines"])
 
     def save(self) -> Path:
-        """Write the record: under a new name the first time, over it from then on, at once."""
+        """Write the record: under a new name the first time, from then on over that file, in one rename."""
         with self._lock:
             if self.path is None:
                 self.path = self._write(self.record, self.folder, self._about)
@@ -140,19 +140,19 @@ class Results:
             return self.path
 
     def draw(self) -> str:
-        """The plots' paths, or why there are none: one of speed under the roof, and one of stores."""
+        """Draw the plots, of speed and of stores. Returns their paths, or why there are none."""
         if not self.record["rows"]:
             return "no plot: nothing was measured"
         try:
             from zero_optim.bench.plot import draw
 
             return " ".join(map(str, draw(self.record, self.save().with_suffix(".png"))))
-        except Exception as error:  # the figures are on disk: a drawing must not hide them
+        except Exception as error:  # the figures are on disk already: a failed drawing must not fail the check
             return f"no plot: {type(error).__name__}: {error}"
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Each backend's share of the yardstick, and its speed against torch, at the largest size of the first dtype."""
+    """Write each backend's share of the yardstick, and its speed over torch's, at the first dtype's largest size."""
     from zero_optim.drawing.figures import elements
 
     if any(row["op"] == "offload" for row in rows):
@@ -175,7 +175,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def _read(folder: Path | None) -> dict[str, Any]:
-    """By name, the JSON files that are whole."""
+    """Read the complete JSON files of a folder, by name."""
     found = {}
     for path in sorted(folder.glob("*.json")) if folder is not None else []:
         try:

@@ -1,11 +1,11 @@
-"""Training a GPT on one GPU by the stages and by the AMP recipe: tokens a second, memory, what the host waits for.
+"""Training a GPT on one GPU by the stages and by the AMP recipe: tokens a second, memory, and waits of the host.
 
     python benchmarks/gpu_stages.py --out stages.json
     python benchmarks/gpu_stages.py --device cpu --out stages.json
 
-One NCCL rank, so a stage shows its own work and no messages. All train in turns, on models of the same weights. At last
-stage 3 trains with its parameters in host memory, and the profiler tells which share of their copies lies under
-computation. Exit codes: 0; 1 where a loss or the memory is not what it has to be, or a step waits for the device.
+There is one NCCL rank, so a stage shows its own work and no messages. All train in turns, from the same weights. Then
+stage 3 trains with its parameters in host memory, and the profiler shows the share of their copies that computation
+hides. Exit codes: 0; 1 where a loss or the memory is not what it has to be, or a step waits for the device.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from zero_optim.train.model import GPT, VOCAB, Block, next_byte_loss
 AMP = "the AMP recipe"
 STAGES = (0, 1, 2, 3)
 NUMEL = {"cuda": 1e9, "cpu": 2e6}
-BYTES_OF_ALL = 120  # of a device, for each parameter of a model: all train in turns, and so are there at once
+BYTES_OF_ALL = 120  # of the device for each parameter of a model: all contenders are in memory at once
 BATCH, MAX_NORM = 4, 1.0
 WARM_UP, PROFILED = 3, 2
-CLOSE = 1e-3  # of a loss, between the recipe and a stage, whose sums have another order. 4e-5 was seen on an H200
+CLOSE = 1e-3  # relative difference of losses between recipe and stage, which sum in other orders; 4e-5 on an H200
 SECONDS = 60
 
 Step = Callable[[], Tensor]
@@ -47,13 +47,13 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """What the first steps of one way to train have shown.
+    """Losses, memory and waits in the first steps of one way to train.
 
     Attributes:
         losses: of the first WARM_UP steps.
-        held, planned: bytes after a step, its gradients still there. No plan is made for the recipe.
-        peak: bytes in a step, with its activations.
-        waits: what a step waits for the device for, in torch's words; None: nothing.
+        held, planned: bytes after a step, gradients included. No plan is made for the recipe.
+        peak: bytes in a step, activations included.
+        waits: torch's error at a step's first wait for the device; None: the step has none.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Timed:
-    """Of whole training steps: their times, the tokens a second of the median, and the AMP recipe's time over it."""
+    """Times of whole training steps, tokens a second at the median, and the AMP recipe's time over the median."""
 
     ms: float
     p20: float
@@ -105,7 +105,7 @@ def sharded(model: GPT, stage: int, windows: Tensor, **options: Any) -> tuple[Sh
 
 
 def recipe(model: GPT, windows: Tensor) -> Step:
-    """Gradients are dropped first, so that they are still there after a step."""
+    """Make a step of the AMP recipe. It drops old gradients first, so that there are gradients after a step."""
     laps = amp_recipe(model, windows).laps
 
     def step() -> Tensor:
@@ -131,8 +131,8 @@ def train_first(
 
 
 def time_in_turns(steps: Mapping[str, Step], tokens: int, device: torch.device) -> dict[str, Timed]:
-    """``tokens``: of a step."""
-    rounds = TimedRounds(seconds=8.0) if device.type == "cuda" else TimedRounds.exactly(2)
+    """Time the steps in turns. ``tokens``: of a step."""
+    rounds = Rounds(seconds=8.0) if device.type == "cuda" else Rounds.exactly(2)
     times = interleaved({name: [step] for name, step in steps.items()}, make_clock(device), rounds)
     spreads = {name: Spread.of([sum(laps) for laps in of_one]) for name, of_one in times.items()}
     return {
@@ -156,7 +156,7 @@ def waits(step: Step, device: torch.device) -> str | None:
 
 
 def hidden_copies(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """By direction, of a trace: how many copies between host and device, milliseconds, the share under kernels."""
+    """Compute, by direction of copies in a trace: their number, milliseconds, and the share that kernels hide."""
     events = list(events)
 
     def spans(chosen: Callable[[Mapping[str, Any]], bool]) -> list[Span]:
@@ -173,7 +173,7 @@ def hidden_copies(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, fl
 
 
 def join(device: torch.device) -> dict[str, int]:
-    """Make the process group of this rank alone. Bytes of the device that its context and its communicator take."""
+    """Make the process group of this rank alone. Returns the device's bytes for its context and its communicator."""
 
     def taken() -> int:
         if device.type == "cpu":
@@ -183,7 +183,7 @@ def join(device: torch.device) -> dict[str, int]:
         return total - free - torch.cuda.memory_reserved()
 
     x = torch.ones(256, 256, device=device, dtype=torch.bfloat16)
-    torch.mm(x, x)  # cuBLAS takes its workspace now, and not from the first contender
+    torch.mm(x, x)  # cuBLAS allocates its workspace now, so that it is not counted for the first contender
     context = taken()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=SECONDS))
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trained = [of for of, _ in found]
     for of in trained:
         print(f"{of.name}: {timed[of.name]}; {of}", flush=True)
-    found.clear()  # their models, before the next is made
+    found.clear()  # free the models before the next one is made
     gc.collect()
     _, step = sharded(model, 3, windows, param_offload="cpu")
     for _ in range(WARM_UP):

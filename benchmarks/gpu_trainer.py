@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``difference``: the largest of |loss - CPU's| / CPU's loss over the steps, at ``step``."""
+    """A run compared with the CPU's. ``difference``: the largest |loss - CPU's loss| / CPU's loss, at ``step``."""
 
     run: Run
     steps: int
@@ -72,7 +72,7 @@ class Comparison:
 
 
 def train(run: Run, flags: Sequence[str], folder: Path) -> Log | str:
-    """The log of the run, or why there is none. On the process group that a GPU or a CPU has, of one rank."""
+    """Train on one rank, in the device's process group (NCCL or gloo). Returns the log, or why there is none."""
     out = folder / str(run).replace(" ", "-")
     words = ["--ranks", 1, "--device", run.device, "--dtype", run.dtype, "--stage", run.stage, "--out", out]
     command = [sys.executable, "-m", "zero_optim", "train", *map(str, words), "--no-checkpoint", *flags]
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a model that only shows that everything runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     options = parser.parse_args()
-    # Text that every checkout has. A validation reads a tenth of it, so a rehearsal takes little.
+    # Text that every checkout has; little in a rehearsal, as validation goes through a tenth of it.
     data = str(ROOT / "python" / ("zero_optim/rules" if options.tiny else ""))
     flags = [*(TINY if options.tiny else MODEL), "--steps", str(options.steps), "--data", data]
     baselines = [Run("cpu", dtype, 2) for dtype in options.dtypes]

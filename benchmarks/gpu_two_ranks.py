@@ -1,4 +1,4 @@
-"""Whether two ranks get a sum from each other on this machine's GPUs, or on its only one. No optimizer is in it.
+"""A check that two ranks can all-reduce on this machine's GPUs, or on its only one, without any optimizer.
 
     python benchmarks/gpu_two_ranks.py cuda
 
@@ -35,7 +35,7 @@ def rank(number: int, device: str, store: str) -> None:
 
 
 def run_both(command: Sequence[str], device: str, seconds: float) -> int:
-    """Run it twice at the same time, with the path of a store for both and the rank's number behind it.
+    """Run ``command`` as two ranks at the same time. A common store's path and the rank's number are appended to it.
 
     Returns the exit code: 0, 1 where a rank fails or takes longer, SKIP_CODE where this NCCL takes one rank a GPU.
     """

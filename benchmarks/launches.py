@@ -1,4 +1,4 @@
-"""Counts what a piece of work launches on a GPU, from the profiler's trace."""
+"""Counts of a piece of work's launches on a GPU, from the profiler's trace."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KINDS = {"kernel": "kernels", "gpu_memcpy": "memcpys", "gpu_memset": "memsets"}
 def count_launches(
     device: torch.device, prepare: Callable[[], object], work: Callable[[], object]
 ) -> dict[str, int] | None:
-    """Kernels, memcpys and memsets of ``work``; None off a GPU. ``prepare`` comes before and is not counted."""
+    """Count kernels, memcpys and memsets of ``work``; None off a GPU. ``prepare`` runs before and is not counted."""
     if device.type != "cuda":
         return None
-    for _ in range(2):  # the first time the profiler sets itself up, and may miss what comes early
+    for _ in range(2):  # the first time the profiler sets itself up, and may miss the first launches
         prepare()
         torch.cuda.synchronize(device)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -34,6 +34,6 @@ def count_launches(
 
 
 def tally(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Launches by kind. Annotations, which the trace also shows on the GPU's rows, are of other categories."""
+    """Count launches by kind. Annotations in the GPU's rows of the trace have other categories, and do not count."""
     categories = Counter(event.get("cat") for event in events)
     return {name: categories[category] for category, name in _KINDS.items()}

@@ -1,4 +1,4 @@
-"""What a rank has allocated along a training, by stage: `zero-optim bench memory_walkthrough`, with its flags."""
+"""Memory of a rank along a training, by stage: `zero-optim bench memory_walkthrough`, with its flags."""
 
 import sys
 

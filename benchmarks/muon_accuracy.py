@@ -1,9 +1,9 @@
-"""How far Muon's iteration is from exact arithmetic: torch's operations, and the form with fewer multiplications.
+"""The error of Muon's iteration against float64: by torch's operations, and in the form with fewer multiplications.
 
     python benchmarks/muon_accuracy.py
 
-Of matrices of 20 x 60 to 768 x 3072, three of each size: the distance from the iteration in float64, by the norm of
-Frobenius, and by how much the result is longer along it. In less than a minute.
+Matrices are of 20 x 60 to 768 x 3072, three of each size. Printed are the relative distance from the float64 result, in
+the Frobenius norm, and by how much the result is longer along it. This takes less than a minute.
 """
 
 from __future__ import annotations

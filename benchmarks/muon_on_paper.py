@@ -1,10 +1,10 @@
-"""Where Muon's matrices lie at stages 1 and 2, for so many ranks, by shapes alone: buckets, padding, and who has most.
+"""The layout of Muon's matrices over ranks at stages 1 and 2, from shapes alone: buckets, padding, and imbalance.
 
     python benchmarks/muon_on_paper.py --ranks 8 64 1024 16384
 
-For each model and number of ranks there is a line where all of them share. Where that does not fit, there is another
-one, where fewer share and the others are replicas: a mesh of two dimensions. Replicas may share the work. Its last
-column says from which speed of the link between them on that takes less time than it saves.
+For each model and number of ranks there is a line in which all ranks share. Where that does not fit, there is another
+one, in which fewer ranks share and the others are replicas: a mesh of two dimensions. Replicas may share the work. The
+last column is the speed of the link between them from which on that saves time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from zero_optim.rules.homes import PARAMETERS_A_RANK
 MODELS = {"Llama 2 7B": LLAMA_7B, "Llama 2 70B": LLAMA_70B}
 RANKS = (8, 64, 1024, 16384)
 MOST_PADDING, MOST_IMBALANCE = 0.1, 1.25
-"""The iteration is a small part of a long step, so what one rank has to do beside the others matters less."""
+"""Imbalance may be the larger of both, since the iteration is a small part of a long step."""
 MOST_BYTES = 16e9
-"""Of the largest bucket. A rank has two buffers as large, which are then two fifths of a GPU with 80 GB."""
+"""Limit of the largest bucket. A rank has two buffers of its size: two fifths of a GPU with 80 GB."""
 
 PEAK = 400e12
-"""Operations a second in bf16 that a GPU is taken to make in the iteration: an assumption, not a measurement."""
+"""Assumed operations a second of a GPU in the iteration in bf16. It was not measured."""
 
 Matrix = tuple[int, int]
 
@@ -38,11 +38,11 @@ class OnPaper:
     Attributes:
         shards: ranks that share.
         largest: elements of the largest bucket.
-        padding: elements beside those of the matrices, over theirs.
-        imbalance: what the rank with most to do multiplies, over the mean.
-        idle: ranks without a matrix.
-        numel: elements that a rank has of matrices, on average.
-        multiplied: what the rank with most to do multiplies.
+        padding: elements of padding over those of the matrices.
+        imbalance: multiplications of the rank with most, over the mean of ranks.
+        idle: number of ranks without a matrix.
+        numel: elements of matrices on a rank, on average.
+        multiplied: multiplications of the rank with most.
     """
 
     shards: int
@@ -60,20 +60,20 @@ class OnPaper:
         return balanced and self.largest * ITEMSIZE <= MOST_BYTES
 
     def pays_from(self, replicas: int) -> float:
-        """Bytes a second of a rank's link, from which on replicas save time where they share the work: an all-reduce of
-        what a rank has sends it twice, but for the part of one."""
+        """Compute the bytes a second of a rank's link from which on replicas save time by sharing the work. The
+        all-reduce of a rank's matrices sends 2 (R-1)/R of their bytes, for R replicas."""
         sent = 2 * ITEMSIZE * self.numel * (replicas - 1) / replicas
         saved = 2 * self.multiplied * (1 - 1 / min(replicas, PARAMETERS_A_RANK)) / PEAK
         return sent / saved
 
 
 def costs_of(matrices: Sequence[Matrix]) -> dict[int, int]:
-    """Multiplications of the iteration of each, by Muon's own options."""
+    """Count the multiplications of each matrix's iteration, by Muon's default options."""
     return {number: Muon().cost(matrix) for number, matrix in enumerate(matrices)}
 
 
 def layouts_of(matrices: Sequence[Matrix], shards: int) -> list[BucketLayout]:
-    """The buckets of bf16 ``matrices``, in the order in which the first backward makes their gradients."""
+    """Lay out buckets of bf16 ``matrices``, given in the order in which the first backward makes their gradients."""
     numels = {number: rows * columns for number, (rows, columns) in enumerate(matrices)}
     kinds = dict.fromkeys(numels, 0)
     capacities = bucket_capacities(numels, kinds, None, {0: ITEMSIZE}, shards)
@@ -100,12 +100,12 @@ def on_paper(matrices: Sequence[Matrix], shards: int) -> OnPaper:
 
 
 def matrices_of(shapes: Shapes) -> list[Matrix]:
-    """Those of blocks, from the last to the first."""
+    """List the matrices of blocks, from the last to the first."""
     return (shapes.block_matrices * shapes.layers)[::-1]
 
 
 def choices(matrices: Sequence[Matrix], ranks: int) -> Iterator[OnPaper]:
-    """All ranks share; and if that does not fit, the most that do, by halves."""
+    """Give the layout in which all ranks share. If that does not fit, halve the ranks that share until it does."""
     found = on_paper(matrices, ranks)
     yield found
     shards = ranks

@@ -1,4 +1,4 @@
-"""How much of a training step by Muon is its Newton-Schulz iteration, on each rank: by time, and by multiplications."""
+"""The Newton-Schulz iteration's part of a training step by Muon, on each rank: its time, and its multiplications."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ITERATIONS = {True: (torch.optim._muon, "_zeropower_via_newtonschulz"), False: (
 
 @dataclass
 class Iteration:
-    """What a rank has done in it. ``multiplications``: as ours takes them."""
+    """Time and work of a rank in the iteration. ``multiplications``: as many as our form of it takes."""
 
     seconds: float = 0.0
     multiplications: int = 0
@@ -30,7 +30,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class OfRank:
-    """``share``: seconds of the iteration over those of a step, the median of steps. ``multiplications``: a step."""
+    """Figures of a rank. ``share``: the iteration's part of a step's time, median. ``multiplications``: in a step."""
 
     share: float
     multiplications: int
@@ -38,7 +38,7 @@ class OfRank:
 
 @contextmanager
 def watched(name: str, device: torch.device) -> Iterator[Iteration]:
-    """Time and count the iterations of the contender ``name`` meanwhile."""
+    """Time and count the iterations of the contender ``name`` in this block."""
     seen = Iteration()
     module, of = ITERATIONS[name == DDP_MUON]
     real: Callable[..., Tensor] = getattr(module, of)
@@ -56,7 +56,7 @@ def watched(name: str, device: torch.device) -> Iterator[Iteration]:
 
 
 def on_rank(task: Task, name: str, rounds: int) -> OfRank:
-    """Collective. Train alone. On a GPU the host waits around each iteration, which makes the step longer."""
+    """Collective. Train one contender. On a GPU the host waits around each iteration, which makes a step longer."""
     contender = MAKERS[name](task)
     train(contender, WARM_UP_STEPS)
     shares = []

@@ -1,4 +1,4 @@
-"""The model of ``scale``: the shapes of Llama 2 70B, as integers, and as tensors a 4096th of their size. And 7B's."""
+"""The model of ``scale``: the shapes of Llama 2 70B and 7B as integers, and small tensors a 4096th of their size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_optim.params.layout import BucketLayout, bucket_capacities, build_layo
 
 ITEMSIZE = 2  # bf16
 SHRINK = 4096
-"""What is timed has as many parameters, each with 1/4096 of the elements: 17 million instead of 69 billion."""
+"""The model that is timed has as many parameters, each with 1/4096 of the elements: 17 million, not 69 billion."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Shapes:
 
     @property
     def block(self) -> list[int]:
-        """Elements of each parameter of a block: its matrices; two norms."""
+        """Elements of each parameter of a block: its matrices, then two norms."""
         return [*(rows * columns for rows, columns in self.block_matrices), self.hidden, self.hidden]
 
     @property
     def root(self) -> list[int]:
-        """Of what is outside of the blocks: embedding, last norm, head."""
+        """Elements of each parameter outside of the blocks: embedding, last norm, head."""
         return [self.vocab * self.hidden, self.hidden, self.vocab * self.hidden]
 
     @property
     def numels(self) -> list[int]:
-        """Of all parameters, in the order in which they are used."""
+        """Elements of all parameters, in the order in which they are used."""
         embedding, *last = self.root
         return [embedding, *self.block * self.layers, *last]
 
@@ -52,13 +52,13 @@ LLAMA_70B = Shapes(layers=80, hidden=8192, ffn=28672, kv=1024, vocab=32000)
 
 
 def capacity(shapes: Shapes, ranks: int) -> int:
-    """Elements that a bucket may hold by default, at stages 1 and 2."""
+    """Compute the elements that a bucket may hold by default, at stages 1 and 2."""
     numels = dict(enumerate(shapes.numels))
     return bucket_capacities(numels, dict.fromkeys(numels, 0), None, {0: ITEMSIZE}, ranks)[0]
 
 
 def layouts(shapes: Shapes, ranks: int, stage: int) -> list[BucketLayout]:
-    """The buckets of the true shapes: at stage 3 one a block and one of the rest. Nothing is allocated."""
+    """Lay out buckets of the true shapes: at stage 3 one for each block and one for the rest. Allocates nothing."""
     if stage == 3:
         units = [shapes.root, *[shapes.block] * shapes.layers]
         return [bucket for unit in units for bucket in _filled(unit, 2**63, ranks)]
@@ -71,12 +71,12 @@ def _filled(numels: Sequence[int], room: int, ranks: int) -> list[BucketLayout]:
 
 
 def cap_mb(shapes: Shapes, ranks: int) -> float:
-    """For the small tensors, what fills buckets with the same parameters as the default does for the true shapes."""
+    """Choose ``bucket_cap_mb`` for the small tensors: buckets get the same parameters as by default in true shapes."""
     return capacity(shapes, ranks) * ITEMSIZE / SHRINK / 2**20
 
 
 class Values(nn.Module):
-    """Parameters of so many elements, 1/SHRINK of ``numels``, each of which the forward uses once."""
+    """Parameters of 1/SHRINK of ``numels`` elements, each of which the forward uses once."""
 
     def __init__(self, numels: Sequence[int]) -> None:
         super().__init__()

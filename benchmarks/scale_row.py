@@ -14,15 +14,15 @@ from zero_optim.drawing.sheet import Sheet
 @dataclass(frozen=True)
 class ScaleRow(RankRow):
     """The work of the host at so many ranks. ``timed`` and ``timed_buckets`` are of small tensors, all else of true
-    shapes. ``of_bucket``: what a small bucket takes, by part. ``replicas``: how many ranks hold each part."""
+    shapes. ``of_bucket``: time of a small bucket, by part. ``replicas``: number of ranks that hold each part."""
 
     parameters: int
     buckets: int
     largest: int  # elements of a bucket
     padding: float  # over numel
     exchange: int  # bytes
-    collectives: dict[str, dict[str, int]]  # calls by kind; by when
-    object_bytes: dict[str, int]  # that a rank receives of gathered objects; by when
+    collectives: dict[str, dict[str, int]]  # by when, then kind: calls
+    object_bytes: dict[str, int]  # by when: bytes of gathered objects that a rank receives
     rounds: int
     timed_buckets: int
     timed: dict[str, float]  # ms
@@ -44,7 +44,7 @@ NOTE = (
 
 
 def _table(rows: Sequence[JsonRow]) -> list[str]:
-    """Stages of one number of ranks beside each other, a figure a line."""
+    """Write the stages of one number of ranks beside each other, a figure a line."""
     first = rows[0]
     about = f"{elements(first['numel'])} {first['dtype']} in {first['parameters']} parameters, {first['ranks']:,} ranks"
     about += f" in {first['replicas']:,} replicas" if first.get("replicas", 1) > 1 else ""
@@ -62,7 +62,7 @@ def _table(rows: Sequence[JsonRow]) -> list[str]:
 
 
 def _beside_each_other(columns: Sequence[Column], rows: Sequence[JsonRow]) -> list[str]:
-    """The rows' names, and a line for each column."""
+    """Write the rows' names, and a line for each column."""
     lines = [("", [row["backend"] for row in rows])]
     lines += [(column.name, [column.text(row) for row in rows]) for column in columns]
     return [f"{name:<30}" + "".join(f"{text:>16}" for text in texts) for name, texts in lines]
@@ -77,7 +77,7 @@ def _whole_bucket(row: JsonRow) -> float | None:
 
 
 def _sheet(rows: Sequence[JsonRow]) -> Sheet:
-    """Draw what the host does in a step, and how much of the buckets is padding, by ranks."""
+    """Draw Python's time in a step, and the padding of buckets, by ranks."""
     title = f"Python in a step: {elements(rows[0]['numel'])} parameters, {rows[0]['dtype']}"
     unit = "ms, of the hooks, step and zero_grad"
     python = bars_of(rows, title, unit, IN_STEP, (IN_STEP, IN_STEP), (IN_STEP, BUCKETS, COLLECTIVES), of_ranks)

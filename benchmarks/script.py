@@ -1,4 +1,4 @@
-"""Runs a benchmark of a script in this folder, with the flags, tables, files and plots of the bench."""
+"""The command line of this folder's scripts, with the flags, tables, files and plots of the bench."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def run_script(
     alone: Mapping[str, Measure] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Measures what is on the menu, an op by ``ops``, another by ``alone``; returns the exit code. ``about``: for
-    --help."""
+    """Measure the benchmarks on the menu, by ``ops`` or ``alone``. Returns the exit code. ``about``: for --help."""
     parser = Parser(prog=f"bench_{name}.py", description=f"{about} Defaults in brackets.", allow_abbrev=False)
     add_arguments(parser, menu)
     parser.set_defaults(ops=[*menu.choices])

@@ -1,9 +1,9 @@
-"""Draws docs/zero3-timeline.png: what rank 0 of two did in one step at stage 3, as it happened.
+"""Draws docs/zero3-timeline.png: a measured timeline of rank 0 of two in one step at stage 3.
 
 python benchmarks/zero3_timeline.py [--out FILE]
 
 Two gloo ranks train a small model. Time stamps are taken around ``unshard`` and ``reshard`` of its units, in hooks of
-its modules, at each launch of a reduction, and when a collective is through. The picture is of the step of median time.
+its modules, at each launch of a reduction, and when a collective completes. The step of median time is drawn.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OUT = Path(__file__).resolve().parents[1] / "docs" / "zero3-timeline.png"
 
 @dataclass(frozen=True)
 class Span:
-    """What took from ``start`` to ``end``, in seconds. ``unit``: 0 is the root, None no unit."""
+    """A piece of work from ``start`` to ``end``, in seconds. ``unit``: 0 is the root, None no unit."""
 
     lane: str
     name: str
@@ -48,7 +48,7 @@ class Span:
 
 
 class Trace:
-    """The spans of a step, and when how many bytes became or were no longer unsharded."""
+    """The spans of a step, and ``unsharded``: moments, each with the bytes that are unsharded from then on."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -56,7 +56,7 @@ class Trace:
         self._computing: tuple[str, int | None, float] | None = None
 
     def compute(self, name: str, unit: int | None) -> None:
-        """From now on the rank computes this, and what it did before is over."""
+        """Begin a span of computing, and end the one before."""
         self.idle()
         self._computing = name, unit, time.perf_counter()
 
@@ -67,7 +67,7 @@ class Trace:
         self._computing = None
 
     def until_through(self, lane: str, unit: int, start: float, work: Any) -> None:
-        """A span from ``start`` to the moment at which all of a collective is through, seen from its own thread."""
+        """Add a span from ``start`` until all parts of a collective complete, which callbacks of its thread note."""
         left = list(getattr(work, "_works", [work]))
         for one in list(left):
             one.get_future().add_done_callback(functools.partial(self._through, left, one, lane, unit, start))
@@ -103,7 +103,7 @@ class Model(nn.Module):
 
 @contextmanager
 def wrapped(owner: type, name: str, around: Callable[..., None]) -> Iterator[None]:
-    """``owner.name`` becomes ``around(original, self, *args)``."""
+    """Replace ``owner.name`` by ``around(original, self, *args)`` in this block."""
     original = getattr(owner, name)
     setattr(owner, name, lambda self, *args, **options: around(original, self, *args, **options))
     try:
@@ -114,7 +114,7 @@ def wrapped(owner: type, name: str, around: Callable[..., None]) -> Iterator[Non
 
 @contextmanager
 def traced(sharded: ShardedModel, trace: Trace) -> Iterator[None]:
-    """Within it ``trace`` hears of what happens to the units."""
+    """Record the units' work into ``trace`` in this block."""
     number = {unit: index for index, unit in enumerate(sharded.units)}
     of_flat = {flat: number[unit] for unit in sharded.units for flat in unit.flats}
 
@@ -158,7 +158,7 @@ def traced(sharded: ShardedModel, trace: Trace) -> Iterator[None]:
 
 
 def forward_hooks(sharded: ShardedModel, trace: Trace) -> list[Any]:
-    """Ours come after the units' own: what these wait for is not computing."""
+    """Register hooks that begin and end computing. They run after the units' own, whose waits are not computing."""
     model = sharded.model
     computes = {unit.module: index for index, unit in enumerate(sharded.units) if index}
     computes |= {model.embedding: 0, model.head: 0}
@@ -244,7 +244,7 @@ def draw_phases(axes: Any, spans: Sequence[Span], zero: float) -> None:
 
 
 def draw_span(axes: Any, span: Span, zero: float, *, labelled: bool) -> None:
-    """What communicates is drawn on two lines in turn: one begins before the other is through."""
+    """Draw a span. Collectives alternate between two lines, since one begins before the other completes."""
     start, length = 1000 * (span.start - zero), 1000 * (span.end - span.start)
     row, height = float(LANES.index(span.lane)), 0.8
     if row:

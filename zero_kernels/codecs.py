@@ -17,7 +17,7 @@ from zero_kernels.rules.rule import square_root
 
 INT8_SMALLEST = 2.0**-100
 ROOT8_SMALLEST = 2.0**-63
-"""Scales below it are 0, and so is the row: what is multiplied by others is never below the normal numbers."""
+"""Smaller scales become 0, and their rows too, so that no factor of a product is ever a subnormal number."""
 
 
 def _scales(magnitudes: Tensor, smallest: float) -> Tensor:
@@ -33,10 +33,10 @@ def _over(stored: Tensor, divisor: float) -> Tensor:
 
 
 def encode_int8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Give int8 [rows, 128] and the scales: finest close to 0. A row that is not finite is stored as zeros, with such a
-    scale."""
+    """Give int8 [rows, 128], with steps that are finest close to 0, and the scales. A row that is not finite is stored
+    as zeros, with a scale that is not finite."""
     scale = _scales(values.abs(), INT8_SMALLEST)
-    x = torch.where(scale > 0, values / scale, 0.0)  # of a scale that is not finite 0, or NaN
+    x = torch.where(scale > 0, values / scale, 0.0)  # 0 or NaN, where the scale is not finite
     y = (x + x) / (1 + x.abs())
     return (127 * y).round().nan_to_num(0.0).to(torch.int8), scale
 
@@ -72,8 +72,8 @@ def decode_bf16(stored: Tensor) -> Tensor:
 
 _WORD = 0xFFFFFFFF
 NOISE_STRIDE = 0x9E3779B9
-"""Between the numbers of which the words of a row are made. Of numbers that follow each other `mixed` makes words whose
-upper halves are not quite independent: a test of 2^23 pairs finds it."""
+"""Distance of the numbers from which `mixed` makes the words of a row. From consecutive numbers it would make words
+whose upper halves are not quite independent: a test of 2^23 pairs finds it."""
 
 CUT_FROM = 0x7F7F0000
 """From this magnitude on nothing is rounded up: the largest finite bf16, infinities and NaN."""
@@ -102,8 +102,7 @@ def noise_of(row_key: Tensor, step_number: Tensor, state: int, width: int = ROW)
 
 
 def number_of_average(average: int) -> int:
-    """Give what stands for that average of a shard in the place of a state's number: -1, -2, ... So it is none of the
-    rule's, however many states that has, and whatever form they have."""
+    """Number the averages of a shard where states have their numbers: -1, -2, ... No state of any rule has these."""
     return -1 - average
 
 
@@ -120,7 +119,7 @@ def encode_bf16_stochastic(values: Tensor, noise: Tensor) -> tuple[Tensor]:
 
 
 def encode_stochastic_in_update(values: Tensor, columns: Mapping[str, Tensor], state: int) -> tuple[Tensor]:
-    """The same within an update of rows: `columns`, those of the table and the keys, as `update_rows` gives them."""
+    """Do the same in an update of rows. `columns`: the table's, and the row keys, as `update_rows` passes them."""
     return encode_bf16_stochastic(values, noise_of(columns[ROW_KEY], columns[STEP_NUMBER], state, values.shape[1]))
 
 
@@ -153,10 +152,10 @@ LOWS = (torch.int16, torch.int8)
 
 
 def split_master(master: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tensor, Tensor]:
-    """Split fp32 into bf16, to nearest even, and int16: what its bits are above or below those of the bf16. Or int8:
-    256ths of that, to nearest even, from -127 to 127.
+    """Split fp32 into bf16, rounded to nearest even, and the difference of their bits as int16; or as int8, in units of
+    256, rounded to nearest even, from -127 to 127.
 
-    One value is not exact in int16: of a tie, 32768 away, 32767 are kept, as int16 has no 32768. NaN has 0.
+    One difference is not exact in int16: the 32768 of a tie is kept as 32767. That of NaN is 0.
     """
     high = master.to(torch.bfloat16)
     low = master.view(torch.int32) - (high.view(torch.int16).to(torch.int32) << 16)
@@ -167,8 +166,8 @@ def split_master(master: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tens
 
 
 def join_master(high: Tensor, low: Tensor) -> Tensor:
-    """Give the fp32 that was split, by the dtype of `low`. Where somebody has made the high half 0 or inf, and the two
-    are no number together, the low one is forgotten."""
+    """Join the halves of a split master to fp32, by the dtype of `low`. Where the high half was set to 0 or inf since,
+    and both together are NaN, `low` is ignored."""
     away = low.to(torch.int32) << (8 if low.dtype == torch.int8 else 0)
     master = ((high.view(torch.int16).to(torch.int32) << 16) + away).view(torch.float32)
     return torch.where(master.isnan(), high.float(), master)

@@ -128,7 +128,7 @@ def select(op: str, device: torch.device) -> Callable[..., Any]:
 
 
 def compiled_overload(op: str, device: torch.device) -> Callable[..., Any] | None:
-    """Give the op that `select` would, as the compiled library has it; None where it gives another backend."""
+    """Give the compiled library's own op where `select` picks that backend; None where it picks another."""
     return compiled.overload(op) if select(op, device) is compiled.OPS[op] else None
 
 

@@ -62,8 +62,8 @@ def adam_step(
         grad_scale: fp32, one element: multiplies the gradient as it is loaded (unscaling and clipping in one), times
             the slot's `grad_factor` in `hyper`.
         found_inf: fp32, one element: anything but 0 leaves all state and `param_out` as they were.
-        nonfinite_slots: int32 [slots]: when `found_inf` is not 0, slots with a gradient that is not finite, times
-            both, get 1. Nothing is ever cleared in it.
+        nonfinite_slots: int32 [slots]: when `found_inf` is not 0, slots get 1 whose gradient, scaled as above, is not
+            finite. Nothing is ever cleared in it.
 
     All tensors are contiguous and on one device. The arithmetic is written out in docs/ops.md; every backend gives
     the same bits. Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or layout, and BackendError.

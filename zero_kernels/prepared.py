@@ -18,15 +18,15 @@ OPS = ("adam_step", "foreach_step", "pack")
 
 
 class Prepared:
-    """`adam_step`, `foreach_step` or `pack`, without the checks that the first call has passed.
+    """`adam_step`, `foreach_step` or `pack`, checked at the first call alone.
 
-    Call it with all arguments of the op, by position. Each call after the first has to be like the first: its tensors
-    are on the same device and fit each other as the op wants it, and None is where None was. The tensors may be others,
-    as may be the number of those in a list, and nothing of them is kept.
+    Call it with all arguments of the op, by position. Later calls must be like the first: with tensors on the same
+    device that fit each other as the op wants it, and None where None was. Tensors, and the lengths of lists, may
+    differ. No argument is kept.
 
-    With a compiled backend such a call goes straight to the library. What the op would refuse with a TypeError or
-    ValueError, the library refuses with a RuntimeError that says less. With any other backend it is the op. The backend
-    is picked by the first call, and again by the first one after `use_backend` was called: these calls are checked, and
+    With a compiled backend a later call goes straight to the library. What the op would refuse with a TypeError or
+    ValueError, the library refuses with a RuntimeError that says less. With any other backend the op is called. The
+    first call picks the backend, and so does the first one after `use_backend` was called: these calls are checked, and
     raise what the op raises. Raises ValueError for another op.
     """
 
@@ -34,9 +34,9 @@ class Prepared:
         if op not in OPS:
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
         self._name = op
-        self._picked: int | None = None  # as of which choice of a backend
+        self._picked: int | None = None  # `dispatch.choices` when the backend was picked
         self._run: Any = None
-        self._written: Any = None  # gives what a call writes, of its arguments; None: the op itself tells autograd
+        self._written: Any = None  # picks the arguments that a call writes; None: the op itself tells autograd
 
     def __call__(self, *args: Any) -> None:
         if self._picked != dispatch.choices:
@@ -55,7 +55,7 @@ class Prepared:
 
 
 def _written(args: tuple[Any, ...], mutated: tuple[int, ...]) -> Any:
-    """Make a function that picks, of its arguments, the tensors that a call like this one writes."""
+    """Make a function that picks the tensors that are written from the arguments of a call like this one."""
     mutated = tuple(i for i in mutated if i < len(args))
     single = [i for i in mutated if isinstance(args[i], Tensor)]
     lists = [i for i in mutated if isinstance(args[i], list | tuple)]

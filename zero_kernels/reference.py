@@ -85,7 +85,7 @@ def foreach_step(
 
 
 def _encoded(update: Update, dtypes: Sequence[torch.dtype]) -> Update:
-    """`update`, of states that are stored in these dtypes: each is decoded before, and encoded after it."""
+    """Wrap `update` for states that are stored in these dtypes: decode each before, and encode it after."""
     forms = [FORMS[dtype] for dtype in dtypes]
 
     def encode(state: int, value: Tensor, c: Coefficients) -> Sequence[Tensor]:

@@ -23,14 +23,13 @@ def table(coefficients: Coefficients, step: Tensor) -> dict[str, Tensor]:
 
 
 def between(start: Tensor, end: Tensor, weight: Tensor, rest: Tensor) -> Tensor:
-    """As far from `start` to `end` as `weight` says, counted from the nearer of them: as torch's lerp. `rest`: 1 -
-    weight."""
+    """Interpolate from `start` to `end` by `weight`, from the nearer end, as torch's lerp does. `rest`: 1 - weight."""
     way = end - start
     return torch.where(weight < 0.5, start + weight * way, end - rest * way)
 
 
 def look_ahead(g: Tensor, p: Tensor, states: States, c: Coefficients) -> tuple[Tensor, States]:
-    """The new momentum, and in place of p what is to be made orthogonal. p is not read."""
+    """Give the new momentum, and in place of p the tensor that is to be made orthogonal. p is not read."""
     (m,) = states
     m = between(m, g, c["share"], c["momentum"])
     ahead = between(g, m, c["momentum"], c["share"])
@@ -38,7 +37,7 @@ def look_ahead(g: Tensor, p: Tensor, states: States, c: Coefficients) -> tuple[T
 
 
 def subtract(g: Tensor, p: Tensor, states: States, c: Coefficients) -> tuple[Tensor, States]:
-    """g is not read: the direction has the rate in it."""
+    """Decay p and subtract the direction, which is multiplied by the rate already. g is not read."""
     (direction,) = states
     return p * c["decay"] - direction, states
 

@@ -11,7 +11,7 @@ COLUMNS = columns_of("lr", "weight_decay", "momentum", "keep", "take", "nesterov
 
 
 def table(coefficients: Coefficients, step: Tensor) -> dict[str, Tensor]:
-    """The first buffer is the gradient itself: `keep` is 0 then, and `take` is 1. Dampening needs a momentum."""
+    """In the first step `keep` is 0 and `take` 1: the buffer is the gradient itself. Dampening needs a momentum."""
     momentum, first = coefficients["momentum"], step == 1
     return {
         "lr": coefficients["lr"],

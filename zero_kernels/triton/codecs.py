@@ -53,7 +53,7 @@ def _quotient(a, b):
 
 @triton.jit
 def decode(stored, scale):
-    """fp32 of what is stored; scale: [ROWS, 1], or None of a form without."""
+    """Decode stored values to fp32. scale: [ROWS, 1], or None for a form without scales."""
     if stored.dtype == tl.int8:
         y = _over(stored.to(tl.float32), _OVER_127, _REST_127)
         return times(_quotient(y, 2.0 - tl.abs(y)), scale)
@@ -79,7 +79,7 @@ def noise_of_rows(row_key, step_number):
 
 @triton.jit
 def encode_stochastic(values, noise_of_rows, state: tl.constexpr, element):
-    """bf16 of fp32; element: [1, 128], its place in the row, uint32. Two elements share a word of noise."""
+    """Round fp32 to bf16; element: uint32 [1, 128], places in the row. Two elements share a word of noise."""
     word = _mixed(_mixed(noise_of_rows + state) + (element >> 1) * _STRIDE)
     noise = (word >> ((element & 1) << 4)) & 0xFFFF
     bits = values.to(tl.uint32, bitcast=True)
@@ -99,7 +99,7 @@ def _scale(magnitudes, inside, smallest):
 
 @triton.jit
 def encode(values, inside, dtype: tl.constexpr):
-    """What is stored of fp32 in 8 bits, and the scales, [ROWS, 1]."""
+    """Encode fp32 in 8 bits. Returns that and the scales, [ROWS, 1]."""
     inside = inside & (tl.zeros_like(values) == 0)
     if dtype == tl.int8:
         scale = _scale(values, inside, _INT8_SMALLEST)
@@ -119,7 +119,7 @@ def encode(values, inside, dtype: tl.constexpr):
 
 @triton.jit
 def join(high, low):
-    """fp32 of a master that was split; the high half alone where the two are no number together."""
+    """Join the halves of a split master to fp32; the high half alone where both together are NaN."""
     bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
     away = low.to(tl.int32)
     if low.dtype == tl.int8:
@@ -130,7 +130,7 @@ def join(high, low):
 
 @triton.jit
 def split(master, dtype: tl.constexpr):
-    """bf16, and of `dtype` what the bits of fp32 are above or below that: in int16, or 256ths of it in int8."""
+    """Split fp32 into bf16 and the difference of their bits: in int16, or in int8 in units of 256."""
     high = narrow(master, tl.bfloat16)
     low = master.to(tl.int32, bitcast=True) - (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     low = tl.minimum(tl.maximum(low, -32767), 32767)

@@ -21,11 +21,11 @@ from zero_kernels.triton.table import BF16, DTYPES, FP16, elements, upload
 # Eight lanes a thread: 16 bytes of a 16-bit type, twice that of fp32.
 WARPS = 4
 
-# Row k of a shard's partials has a term for each lane, as a row of elements has. The one program of a shard has eight
-# rows on their way at a time. With many rows it waits long, while a launch more shares the lanes out.
+# Row k of a shard's partials has a term for each lane, as a row of elements has. One program combines a shard, with
+# loads of eight rows in flight. For many rows that is slow, so one more launch first shares the lanes out to programs.
 LARGE = 16 * STATS_LANES  # partials; a shard that has more of them is large
-LARGE_LANES = 32  # of a large shard, a program: 128 bytes of a row
-LARGE_ROWS = 32  # on their way at a time
+LARGE_LANES = 32  # lanes of a large shard for each program: 128 bytes of a row
+LARGE_ROWS = 32  # rows whose loads are in flight together
 
 INF = 0  # the norm inf, for a kernel; 1 and 2 are themselves
 FIELDS = 5  # of a shard in the table
@@ -152,7 +152,7 @@ def _large_kernel(
     bad_counts,
     NORM: tl.constexpr,
 ):
-    """Adds the rows of a large shard's partials into the first row, some lanes a program, which no other one touches.
+    """Add up the rows of a large shard's partials into the first row. Each program has some lanes, as no other has.
 
     A sum starts from +0, so the first row added to +0 once more stays as it is. An int32 has room for a lane's count.
     """
@@ -192,12 +192,12 @@ def _rows(shards: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
 def _combine(
     rows: Sequence[tuple[int, ...]], table: Tensor, partials: Tensor, bad_counts: Tensor, out: Tensor, norm: int
 ) -> None:
-    """The launches that make of the blocks' partials what is known of each shard. ``table`` has ``rows``."""
+    """Launch the kernels that combine the blocks' partials by shard, into `out`. `table`: `rows` on the device."""
     large = [shard for shard, (this, after) in enumerate(itertools.pairwise(rows)) if after[2] - this[2] > LARGE]
     if large:
         indices = upload(torch.tensor(large, dtype=torch.int64, device="cpu"), out.device)
         grid = (len(large), STATS_LANES // LARGE_LANES)
-        # Else ptxas was seen to keep it to 64 registers, and to wait for the first loads before it asked for the last.
+        # Without maxnreg ptxas was seen to take 64 registers, and to wait for the first loads before issuing the last.
         options = {"num_warps": 1, "maxnreg": 255, **EXACT}
         _large_kernel[grid](table, indices, partials, bad_counts, NORM=norm, **options)
     _shard_kernel[(len(rows) - 1,)](table, partials, bad_counts, out, NORM=norm, num_warps=WARPS, **EXACT)

@@ -69,7 +69,7 @@ def _symmetric_kernel(
     for first in range(0, columns, DEPTH):
         a = tl.load(a_at, mask=(row < rows)[:, None] & (first + depth < columns)[None, :], other=0.0)
         b = tl.load(b_at, mask=(first + depth < columns)[:, None] & (column < rows)[None, :], other=0.0)
-        if _INTERPRETED:  # which would multiply the bits
+        if _INTERPRETED:  # the interpreter would multiply the bits of bf16
             a, b = widen(a), widen(b)
         total = tl.dot(a, b, total)
         a_at += DEPTH * tl.cast(left_column, tl.int64)
@@ -81,7 +81,7 @@ def _symmetric_kernel(
         total = total + times(widen(tl.load(at, mask=inside, other=0.0)), beta)
     value = narrow(total, tl.bfloat16)
     out += matrix * rows * rows
-    if i == j:  # within it, too, what is above the diagonal is what is below
+    if i == j:  # in a tile on the diagonal, too, what is above is copied from below
         value = tl.where(row[:, None] >= column[None, :], value, tl.trans(value))
     tl.store(out + row[:, None] * rows + column[None, :], value, mask=inside)
     if i != j:
@@ -90,7 +90,7 @@ def _symmetric_kernel(
 
 
 def tile_of(rows: int, columns: int) -> tuple[int, int]:
-    """Rows, which are its columns, of a tile of the result, and the warps that make it."""
+    """Choose the side of the result's square tiles, and the warps that make one."""
     block = next((block for most, block in BLOCKS.items() if rows <= most), LARGEST)
     odd = rows % 16 != 0 or columns % 16 != 0
     return (min(block, LARGEST_ODD), 8) if odd else (block, 8 if block == LARGEST else 4)
