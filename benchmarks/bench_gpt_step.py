@@ -56,7 +56,7 @@ class Contender:
         return [self.laps[name] for name in LAPS]
 
 
-def measure(setting: Setting, clock: Clock, rounds: Rounds) -> list[Row]:
+def measure(setting: Setting, clock: Clock, rounds: TimedRounds) -> list[Row]:
     """Make rows of ``step`` and of ``train_step``. The model has about ``setting.numel`` parameters."""
     model = make_model(model_config(setting.numel, setting.device), setting)
     setting = replace(setting, numel=sum(parameter.numel() for parameter in model.parameters()))

@@ -100,7 +100,7 @@ def with_tile(block: int, work: Callable[[], object]) -> None:
         work()
 
 
-def measure(shape: tuple[int, int, int], device: torch.device, peak: float, rounds: Rounds) -> Figures:
+def measure(shape: tuple[int, int, int], device: torch.device, peak: float, rounds: TimedRounds) -> Figures:
     """Measure one shape. ``peak``: multiplications a millisecond."""
     from zero_kernels.triton import symmetric
 
@@ -126,7 +126,7 @@ def measure(shape: tuple[int, int, int], device: torch.device, peak: float, roun
     )
 
 
-def peak_of(device: torch.device, rounds: Rounds) -> float:
+def peak_of(device: torch.device, rounds: TimedRounds) -> float:
     """Measure the multiplications a millisecond of ``torch.mm``."""
     side = SIDE[device.type]
     x = torch.randn(side, side, device=device).bfloat16()

@@ -132,7 +132,7 @@ def train_first(
 
 def time_in_turns(steps: Mapping[str, Step], tokens: int, device: torch.device) -> dict[str, Timed]:
     """Time the steps in turns. ``tokens``: of a step."""
-    rounds = Rounds(seconds=8.0) if device.type == "cuda" else Rounds.exactly(2)
+    rounds = TimedRounds(seconds=8.0) if device.type == "cuda" else TimedRounds.exactly(2)
     times = interleaved({name: [step] for name, step in steps.items()}, make_clock(device), rounds)
     spreads = {name: Spread.of([sum(laps) for laps in of_one]) for name, of_one in times.items()}
     return {
