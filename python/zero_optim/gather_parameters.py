@@ -20,7 +20,7 @@ def gather_parameters(module: nn.Module, *, writeback: bool = False) -> Iterator
 
     Every rank enters and leaves it. Tensors taken out of it, as by ``module.state_dict()``, stay valid. The module's
     forward may be called in it, without communication. The units that hold parameters of ``module`` are gathered: one,
-    several, or all. On one rank, and for a module that is not sharded, it does nothing.
+    several, or all. It does nothing for a module that is not sharded.
 
     Args:
         writeback: keep what is written to them: rank 0's values, on every rank. An exception on any rank is raised on

@@ -2,8 +2,8 @@
 
 ``request`` (the flags) ← ``run``, which runs these, and in the same way those that ``benchmarks/`` has:
 
-- an op, as a list of cases (``case``): ``adam_step``, ``pack``, ``grad_stats``; ``gpt_step`` is a step on one device.
-  They are compared with ``fused_adams`` (of other packages) and ``masters`` (of the AMP recipe).
+- an op, as a list of cases (``case``): ``adam_step``, ``pack``, ``grad_stats``; and ``gpt_step`` of ``benchmarks/``,
+  a step on one device. They are compared with ``fused_adams`` (of other packages) and ``masters`` (of the AMP recipe).
 - a step on several ranks: ``train_step`` (with ``contenders``), ``step_overhead``.
 - ``memory_walkthrough``; ``checkpoints``; ``offload`` (with ``offload_contenders`` and ``offload_links``).
 

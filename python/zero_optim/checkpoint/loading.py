@@ -86,7 +86,7 @@ def load(
     After an error model and optimizer are as they were. For that, values that overwrite others are read twice: all are
     checked before the first tensor is written. The state of an optimizer that has not stepped yet is read once, since
     it can be made anew; that may drop gradients. There is one exception: a disk may fail at the second reading alone.
-    The error says so. Model and optimizer are a mixture then: load another checkpoint, or make them anew.
+    Then the checkpoint before it is loaded. If there is none, model and optimizer are a mixture: make them anew.
     """
     wait()
     subject = make_subject(model, opt, _WHERE)

@@ -4,7 +4,7 @@ Other rooms ask a ``Sharding`` to reduce this, or gather that, and it decides wh
 agree on, such as errors and orders, goes over ``everyone``. As a rule all ranks share, and none repeats what another
 holds. In a ``Grid`` the ranks of a row share, and a reduction goes on across the rows.
 
-Where parameters are cut over tensor-parallel ranks, ``everyone`` is a matrix of ranks, and a row of it has the same
+Where parameters are cut over tensor-parallel ranks, ``everyone`` is a matrix of ranks, and a column of it has the same
 slices: its ranks average gradients, and share. See ``TensorRanks``. Experts have a sharding of their own, with the same
 ``everyone``: see ``expert_ranks``.
 """

@@ -72,7 +72,7 @@ class Rounds:
         state: says what is owed.
         launched: rounds since the last ``step`` or ``zero_grad``.
         zeroed: whether ``zero_grad`` was called since the last ``step``.
-        applied: whether no backward has begun since the last ``step``: gradients that are there were applied.
+        applied: whether nothing was accumulated since the last ``step`` or ``zero_grad``: any gradient there is old.
     """
 
     def __init__(self) -> None:

@@ -85,8 +85,9 @@ class ShardedStrategy(DDPStrategy):
             they evaluate and save. None: each rank keeps its own, and those of rank 0 are saved.
         options: those of ``DDPStrategy``.
 
-    Raises TypeError, on several ranks, for an optimizer that is not a ``ShardedOptimizer``, and ValueError for one over
-    other ranks than the mesh has, or for a ``tensor_parallel_size`` that does not divide the ranks.
+    Raises TypeError, on several ranks, for an optimizer that is not a ``ShardedOptimizer``, and ValueError for one
+    whose parameters are cut over another number of ranks than ``tensor_parallel_size``, or if that does not divide the
+    ranks.
     """
 
     model: Any

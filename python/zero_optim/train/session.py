@@ -42,7 +42,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A forecast by formula, without padding: bytes of a rank by kind, and what it communicates in a step, bytes by
+    """A forecast by formula: bytes of a rank by kind, and what it communicates in a step, bytes by
     collective."""
 
     memory: dict[str, float]
@@ -69,7 +69,7 @@ class Session:
     Attributes:
         started: date and time, with the offset from UTC.
         after_step: the step after which the session began; 0: a fresh run.
-        resumed_from: a checkpoint's folder.
+        resumed_from: the folder of the run that it resumes; None: a fresh run.
         facts: model, data, ranks and versions, by name, in the order to be shown.
         config: the flags.
         peak_of: the memory that ``RankReport.peak_bytes`` counts, in words.

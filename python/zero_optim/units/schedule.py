@@ -120,7 +120,7 @@ class UnitSchedule:
         listeners: the reducers of the optimizers that train the model.
         owner: the ``ShardedModel``, which lives while hooks hold the schedule.
         thread: the thread that uses the model.
-        sleeping: optimizers that sleep, with the parameters.
+        sleeping: one entry for each optimizer that sleeps, and has the parameters off the device.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding, prefetch: int, *, keep_evaluating: bool) -> None:

@@ -28,7 +28,7 @@ _model_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class ShardedModel:
-    """The units of ``model``, the root first. On one rank there is nothing to shard, and no hook.
+    """The units of ``model``, the root first. On one rank, without offload, nothing is sharded, and there is no hook.
 
     Attributes:
         sharding: who shares the parameters. It has a group of its own: while backward runs, reductions are under way in
