@@ -79,7 +79,7 @@ def _on_cpu(options: Any) -> Any:
 
 @dataclass(frozen=True)
 class _OfRank0:
-    """The state that the first of the ranks that load it has read, without its tensors. ``refusal``: why it is not loaded."""
+    """The state that the first of these ranks has read, without its tensors. ``refusal``: why it is not loaded."""
 
     refusal: str | None = None
     state: SavedState = field(default_factory=lambda: SavedState({}, torch.empty(0, device="cpu")))

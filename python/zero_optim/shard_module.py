@@ -51,8 +51,8 @@ def shard_module(
 
     A unit's parameters are gathered before its forward and freed after, gathered again for its backward, and its
     gradients reduced when that is through. Give ``model.parameters()`` to ``ShardedAdamW`` afterwards, as ever; to run
-    the model forward alone, no optimizer is needed. Rank 0's values count. On one rank nothing
-    changes, unless ``param_offload`` moves the parameters.
+    the model forward alone, no optimizer is needed. Rank 0's values count. On one rank nothing changes,
+    unless ``param_offload`` moves the parameters.
 
     Args:
         units: which modules are units, by class or by its name, as ``(Block,)``. What no unit holds, and what several
