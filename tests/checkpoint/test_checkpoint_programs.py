@@ -22,6 +22,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from cells import after
 from checkpoint_programs.execute import CHECKPOINTS, Checkpoints
 from checkpoint_programs.generate import program
 from checkpoint_programs.law import why_not
@@ -41,11 +42,12 @@ MIB = 1 << 20
 PROGRAMS = 5  # ``python -m checkpoint_programs`` runs more
 
 
+@pytest.mark.parametrize("at", after(1, [range(2), range(2, PROGRAMS)]), ids=str)
 @pytest.mark.parametrize(
     ("saving", "loading", "first"), [(1, 1, 1000), (2, 2, 1100), (3, 3, 1200), (2, 3, 1300), (4, 2, 1400), (1, 4, 1500)]
 )
-def test_programs_obey_the_law(saving, loading, first):
-    programs = [program(seed, saving, loading) for seed in range(first, first + PROGRAMS)]
+def test_programs_obey_the_law(saving, loading, first, at):
+    programs = [program(first + seed, saving, loading) for seed in at]
     assert {why_not(made) for made in programs} == {None}
     check_all(CHECKPOINTS, programs, "checkpoints")
 
@@ -63,7 +65,7 @@ def test_a_fault_is_found_and_its_program_made_short():
     assert run_alone(CHECKPOINTS, drawn) is None
     failure = run_alone(Faulty(), drawn)
     assert failure is not None and "[random]" in failure.message
-    short = shrink(Faulty(), failure, seconds=2)
+    short = shrink(Faulty(), failure, seconds=0.5)
     assert len(repr(short.program)) < len(repr(drawn)) and short.kind == failure.kind
     assert "from checkpoint_programs.program import *" in Faulty().script(short.program, "")
 
@@ -209,9 +211,20 @@ def _load_damaged(rank: int, world_size: int, folder: str, names: list[str]) -> 
     return wrong
 
 
-def test_damage_is_named_and_the_checkpoint_before_is_loaded(tmp_path, monkeypatch):
+LIKE_OTHERS = [
+    "a byte late in rank 1",
+    *(f"a byte at {place} of the index" for place in (0.03, 0.3, 0.8)),
+    *(f"{SECOND} cut at {place}" for place in (0, 0.99)),
+    f"{FIRST} deleted",
+    f"garbage for {FIRST}",
+    f"a pickle for {INDEX}",
+]
+
+
+@pytest.mark.parametrize("names", after(1, [sorted(DAMAGE.keys() - LIKE_OTHERS), LIKE_OTHERS]), ids=len)
+def test_damage_is_named_and_the_checkpoint_before_is_loaded(tmp_path, monkeypatch, names):
     monkeypatch.chdir(tmp_path)
-    for wrong in run_ranks(2, _load_damaged, str(tmp_path), list(DAMAGE)):
+    for wrong in run_ranks(2, _load_damaged, str(tmp_path), names):
         assert not wrong
     assert not list(tmp_path.rglob("exploded"))
 

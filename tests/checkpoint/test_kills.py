@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 import warm_python
+from cells import after
 from kills import MODEL, SAVE_EVERY, Death, assert_same, train
 from training import environment, write_text
 from zero_optim import checkpoint
@@ -13,13 +15,16 @@ from zero_optim import checkpoint
 LIMIT = 240.0
 
 
-def test_a_run_that_loses_ranks_is_one_that_nobody_disturbed(tmp_path: Path) -> None:
+DEATHS = [
+    Death(1, "backward", SAVE_EVERY + 2, 0.001),
+    Death(0, "save", 1, 0.002),
+    Death(0, "step", SAVE_EVERY + 1, 0.001),
+]
+
+
+@pytest.mark.parametrize("deaths", after(1, [DEATHS[:1], DEATHS]), ids=len)
+def test_a_run_that_loses_ranks_is_one_that_nobody_disturbed(deaths: list[Death], tmp_path: Path) -> None:
     """Each attempt gets a checkpoint further, or dies in saving it. ``kills.py`` does it fifty times."""
-    deaths = [
-        Death(1, "backward", SAVE_EVERY + 2, 0.001),
-        Death(0, "save", 1, 0.002),
-        Death(0, "step", SAVE_EVERY + 1, 0.001),
-    ]
     text = write_text(tmp_path / "text")
     flags = [*MODEL, "--stage", "3", "--steps", "8", "--data", str(text), "--save-every", str(SAVE_EVERY)]
     train(tmp_path / "undisturbed", 2, flags, [], LIMIT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero_optim
+from cells import slow
 from harness import run_ranks
 from muon_cases import assert_rounding_alone
 from torch import Tensor, nn
@@ -129,7 +130,7 @@ EMA = {"ema_decay": 0.5, "ema_dtype": "bf16_stochastic"}
     ("world_size", "dtype", "options"),
     [
         (1, torch.bfloat16, {"max_grad_norm": 0.1}),
-        (2, torch.float32, {"ema_decay": 0.9}),
+        pytest.param(2, torch.float32, {"ema_decay": 0.9}, marks=slow),
         (3, torch.bfloat16, {"master": "split", "state_dtype": "int8", "telemetry": True}),
         (5, torch.bfloat16, {"state_dtype": "bf16_stochastic", **EMA}),
     ],
@@ -268,21 +269,30 @@ def _eventful(parameters: int, options: dict[str, Any]) -> tuple[dict[str, Tenso
     return found, sent
 
 
-def _stored(rank: int, world_size: int, folder: str) -> list[tuple[dict[str, int], dict[str, int]]]:
+def _stored(
+    rank: int, world_size: int, names: Sequence[str], folder: str
+) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Against the same of everything on the device. Each unit is a batch of its own, as those of large models are."""
-    sent = []
-    for options in STORES.values():
+    sent, on_the_device = [], {}
+    for options in (STORES[name] for name in names):
         here = {name: value for name, value in options.items() if "offload" not in name and name != "device_budget"}
         folders = {"state_offload": f"nvme:{folder}"} if options.get("state_offload") == "nvme" else {}
-        at_once, in_batches = _eventful(100, here), _eventful(1, {**options, **folders})
+        at_once = on_the_device.get(str(here)) or on_the_device.setdefault(str(here), _eventful(100, here))
+        in_batches = _eventful(1, {**options, **folders})
         assert_same(at_once[0], in_batches[0])
         sent.append((at_once[1], in_batches[1]))
     return sent
 
 
-def test_state_and_parameters_off_the_device(tmp_path: Path) -> None:
-    ranks, steps = run_ranks(3, _stored, str(tmp_path), timeout=180), 3
-    for number in range(len(STORES)):
+# Those that are slow are among the others in another form, and all are on one rank below.
+@pytest.mark.parametrize(
+    "names",
+    [("paged", "parameters", "nvme, small"), pytest.param(("cpu", "nvme", "all on the host"), marks=slow)],
+    ids=", ".join,
+)
+def test_state_and_parameters_off_the_device(names: Sequence[str], tmp_path: Path) -> None:
+    ranks, steps = run_ranks(3, _stored, names, str(tmp_path), timeout=180), 3
+    for number in range(len(names)):
         at_once, in_batches = zip(*(of_rank[number] for of_rank in ranks), strict=True)
         assert sum(sent["bytes"] for sent in in_batches) == sum(sent["bytes"] for sent in at_once)
         assert [sent["calls"] for sent in in_batches] == [2 * steps * 3] * 3
@@ -290,7 +300,7 @@ def test_state_and_parameters_off_the_device(tmp_path: Path) -> None:
 
 
 def test_state_and_parameters_off_the_device_of_one_rank(tmp_path: Path) -> None:
-    run_ranks(1, _stored, str(tmp_path))
+    run_ranks(1, _stored, list(STORES), str(tmp_path))
 
 
 def _loses(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:

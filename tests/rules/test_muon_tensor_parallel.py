@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero_optim
+from cells import slow
 from harness import run_ranks
 from muon_cases import assert_rounding_alone
 from torch import Tensor, nn
@@ -282,14 +283,24 @@ def _train_cells(rank: int, world_size: int, cells: Sequence[Cell]) -> list[Foun
 SMALL = {"master": "split", "state_dtype": "int8"}
 ON_TWO = [Cell(0), Cell(2), Cell(3), Cell(1, PLAIN, plain=True), Cell(3, PLAIN, plain=True, dtype=torch.bfloat16)]
 ON_FOUR = [
-    *(Cell(stage, dtype=torch.bfloat16) for stage in (0, 1, 2, 3)),
-    *(Cell(stage, PLAIN, plain=True) for stage in (0, 2, 3)),
-    *(Cell(stage, ALIGNED, dtype=torch.bfloat16, options=SMALL) for stage in (2, 3)),
+    *(Cell(stage, dtype=torch.bfloat16) for stage in (1, 3)),
+    Cell(2, PLAIN, plain=True),
+    Cell(3, ALIGNED, dtype=torch.bfloat16, options=SMALL),
     Cell(2, NOT_SENT, options={"state_offload": "paged"}),
 ]
+MORE_ON_FOUR = [
+    *(Cell(stage, dtype=torch.bfloat16) for stage in (0, 2)),
+    *(Cell(stage, PLAIN, plain=True) for stage in (0, 3)),
+    Cell(2, ALIGNED, dtype=torch.bfloat16, options=SMALL),
+]
+"""What these are of two settings, stage and kind or stage and dtype, is on two ranks, too, or at another stage."""
 
 
-@pytest.mark.parametrize(("world_size", "cells"), [(2, ON_TWO), (4, ON_FOUR)], ids=["1 x 2", "2 x 2"])
+@pytest.mark.parametrize(
+    ("world_size", "cells"),
+    [(2, ON_TWO), (4, ON_FOUR), pytest.param(4, MORE_ON_FOUR, marks=slow)],
+    ids=["1 x 2", "2 x 2", "2 x 2, more"],
+)
 def test_it_has_the_bits_of_whole_matrices(world_size: int, cells: Sequence[Cell]) -> None:
     results = run_ranks(world_size, _train_cells, cells, timeout=180)
     for number, cell in enumerate(cells):
@@ -304,28 +315,30 @@ OFF_THE_DEVICE = [
 ]
 
 
-def _train_in_batches(rank: int, world_size: int) -> list[Found]:
+def _train_in_batches(rank: int, world_size: int, cell: Cell) -> list[Found]:
     """Each bucket, or unit, by itself."""
     with mock.patch.multiple(homes, JOINED_ON_A_PROCESSOR=1, PARAMETERS_A_RANK=0):
-        return _train_cells(rank, world_size, OFF_THE_DEVICE)
+        return _train_cells(rank, world_size, [cell])
 
 
-def test_state_off_the_device_and_several_batches() -> None:
-    results = run_ranks(4, _train_in_batches, timeout=180)
-    for number, cell in enumerate(OFF_THE_DEVICE):
-        wanted = Alone(cell, 2).train(range(STEPS)).found()
-        for rank in range(4):
-            assert_same(cell, results[rank][number], wanted, rank)
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=slow if cell.stage == 0 else ()) for cell in OFF_THE_DEVICE],
+    ids=lambda of: of.stage,
+)
+def test_state_off_the_device_and_several_batches(cell: Cell) -> None:
+    wanted = Alone(cell, 2).train(range(STEPS)).found()
+    for rank, (found,) in enumerate(run_ranks(4, _train_in_batches, cell, timeout=180)):
+        assert_same(cell, found, wanted, rank)
 
 
-def test_replicas_have_the_same() -> None:
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=slow), 3])
+def test_replicas_have_the_same(stage: int) -> None:
     """Two replicas of two shards of two slices."""
-    cells = [Cell(stage, EVEN, dtype=torch.bfloat16, replicas=2) for stage in (1, 3)]
-    results = run_ranks(8, _train_cells, cells, timeout=180)
-    for number, cell in enumerate(cells):
-        wanted = Alone(cell, 2).train(range(STEPS)).found()
-        for rank in range(8):
-            assert_same(cell, results[rank][number], wanted, rank)
+    cell = Cell(stage, EVEN, dtype=torch.bfloat16, replicas=2)
+    wanted = Alone(cell, 2).train(range(STEPS)).found()
+    for rank, (found,) in enumerate(run_ranks(8, _train_cells, [cell], timeout=180)):
+        assert_same(cell, found, wanted, rank)
 
 
 @dataclass
@@ -339,29 +352,26 @@ class Events:
     skipped: int
 
 
-def _eventful(rank: int, world_size: int, cells: Sequence[Cell]) -> list[Events]:
+def _eventful(rank: int, world_size: int, cell: Cell) -> Events:
     """A skipped step between two others; then one that clips."""
-    results = []
-    for cell in cells:
-        model, opt = make(cell)
-        train(model, opt, cell, [0])
-        before = found_in(model, opt, cell)
-        shadow = zero_optim.verify(opt, samples=100)
-        train(model, opt, cell, [1], overflow=1)
-        after = found_in(model, opt, cell)
-        assert [name for name in before if not torch.equal(before[name], after[name])] == []
-        train(model, opt, cell, [2])
-        found, numbers = found_in(model, opt, cell), opt.telemetry(over_ranks=True).floats()
-        sent = opt.stats()["collectives"]["tensor_all_to_all"]["bytes"]
-        model(gradients(cell, rank // TENSOR, 3)).backward()
-        norm = float(opt.clip_grad_norm_(0.5))
-        opt.step()
-        assert_rounding_alone(shadow.report())
-        clipped, stats = found_in(model, opt, cell), opt.stats()
-        planned = zero_optim.memory.plan_of(opt).traffic["tensor_all_to_all"]
-        results.append(Events(found, numbers, norm, clipped, sent, planned, stats["skipped_steps"]))
-        opt.close()
-    return results
+    model, opt = make(cell)
+    train(model, opt, cell, [0])
+    before = found_in(model, opt, cell)
+    shadow = zero_optim.verify(opt, samples=100)
+    train(model, opt, cell, [1], overflow=1)
+    after = found_in(model, opt, cell)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    train(model, opt, cell, [2])
+    found, numbers = found_in(model, opt, cell), opt.telemetry(over_ranks=True).floats()
+    sent = opt.stats()["collectives"]["tensor_all_to_all"]["bytes"]
+    model(gradients(cell, rank // TENSOR, 3)).backward()
+    norm = float(opt.clip_grad_norm_(0.5))
+    opt.step()
+    assert_rounding_alone(shadow.report())
+    clipped, stats = found_in(model, opt, cell), opt.stats()
+    planned = zero_optim.memory.plan_of(opt).traffic["tensor_all_to_all"]
+    opt.close()
+    return Events(found, numbers, norm, clipped, sent, planned, stats["skipped_steps"])
 
 
 def joined_elements(cell: Cell) -> int:
@@ -370,26 +380,34 @@ def joined_elements(cell: Cell) -> int:
     return 2 * sum(torch.Size(kind.shape).numel() for kind in joined)
 
 
-def test_a_skipped_step_a_clip_numbers_and_traffic() -> None:
-    options = {"telemetry": True, "lr": 0.01}
-    cells = [Cell(1, options=options), Cell(3, options=options), Cell(2, PLAIN, plain=True, options=options)]
-    results = run_ranks(4, _eventful, cells, timeout=180)
-    for number, cell in enumerate(cells):
-        alone = Alone(cell, 2).train([0, 2])
-        wanted, numbers = alone.found(), alone.opt.telemetry().floats()
-        norm = sum(float(grad.double().square().sum()) for grad in averages(cell, 2, 3).values()) ** 0.5
-        clipped = alone.train([3], clip=0.5).found()
-        of_ranks = [of_rank[number] for of_rank in results]
-        assert sum(events.sent for events in of_ranks) == 3 * 4 * joined_elements(cell)
-        assert sum(events.planned for events in of_ranks) == pytest.approx(4 * joined_elements(cell), rel=1e-3)
-        for rank, events in enumerate(of_ranks):
-            assert events.skipped == 1 and events.norm == pytest.approx(norm, rel=1e-6)
-            assert_same(cell, events.found, wanted, rank)
-            assert events.numbers == pytest.approx(numbers, rel=1e-5)
-            for name, value in events.clipped.items():  # the norm is added up in another order
-                kind, whole = kind_of(cell, name), clipped[name]
-                whole = own_slice(kind, whole, rank % TENSOR) if cell.plain and kind and value.dim() else whole
-                torch.testing.assert_close(value, whole, rtol=0, atol=2e-4)
+MEASURED = {"telemetry": True, "lr": 0.01}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(Cell(1, options=MEASURED), marks=slow),
+        Cell(3, options=MEASURED),
+        Cell(2, PLAIN, plain=True, options=MEASURED),
+    ],
+    ids=lambda of: of.stage,
+)
+def test_a_skipped_step_a_clip_numbers_and_traffic(cell: Cell) -> None:
+    of_ranks = run_ranks(4, _eventful, cell, timeout=180)
+    alone = Alone(cell, 2).train([0, 2])
+    wanted, numbers = alone.found(), alone.opt.telemetry().floats()
+    norm = sum(float(grad.double().square().sum()) for grad in averages(cell, 2, 3).values()) ** 0.5
+    clipped = alone.train([3], clip=0.5).found()
+    assert sum(events.sent for events in of_ranks) == 3 * 4 * joined_elements(cell)
+    assert sum(events.planned for events in of_ranks) == pytest.approx(4 * joined_elements(cell), rel=1e-3)
+    for rank, events in enumerate(of_ranks):
+        assert events.skipped == 1 and events.norm == pytest.approx(norm, rel=1e-6)
+        assert_same(cell, events.found, wanted, rank)
+        assert events.numbers == pytest.approx(numbers, rel=1e-5)
+        for name, value in events.clipped.items():  # the norm is added up in another order
+            kind, whole = kind_of(cell, name), clipped[name]
+            whole = own_slice(kind, whole, rank % TENSOR) if cell.plain and kind and value.dim() else whole
+            torch.testing.assert_close(value, whole, rtol=0, atol=2e-4)
 
 
 def _saves_and_loads(rank: int, world_size: int, cell: Cell, folder: Path) -> list[Found]:

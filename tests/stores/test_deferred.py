@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from cells import slow
 from harness import run_ranks
 
 from stores.deferred import Waits, deferring, waits_of_the_stores
@@ -93,8 +94,15 @@ def _deferred(rank: int, world_size: int, number: int, left_out: str = "") -> tu
     return found, waits.called
 
 
-@pytest.mark.parametrize("number", range(len(TRAININGS)))
-@pytest.mark.parametrize("ranks", (1, 2))
+# On one rank FEW go on below until something shows.
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [
+        pytest.param(ranks, number, marks=() if ranks == 2 - number % 2 or number in (3, 5) else slow)
+        for ranks in (1, 2)
+        for number in range(len(TRAININGS))
+    ],
+)
 def test_late_copies_change_nothing(ranks: int, number: int) -> None:
     for found, called in run_ranks(ranks, _deferred, number):
         assert not found
@@ -113,7 +121,10 @@ def _without(rank: int, world_size: int, wait: str, numbers: Sequence[int]) -> s
     return ""
 
 
-@pytest.mark.parametrize("wait", waits_of_the_stores())
+# One that may be left out tells of UNSEEN, and not of the stores.
+@pytest.mark.parametrize(
+    "wait", [pytest.param(wait, marks=slow if wait in UNSEEN else ()) for wait in waits_of_the_stores()]
+)
 def test_a_wait_that_is_left_out_shows(wait: str) -> None:
     shown = run_ranks(2, _without, wait, GUESSING) if "speculation" in wait else run_ranks(1, _without, wait, FEW)
     assert any(shown) == (wait not in UNSEEN), shown

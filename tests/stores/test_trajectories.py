@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import slow
 from harness import run_ranks
 from sharded_cases import Given, GivenNet
 from training_cases import bits, make_gradients, make_parameters
@@ -40,10 +41,19 @@ def _id(training: Training) -> str:
     return f"stage{training.stage}-{str(training.dtype).removeprefix('torch.')}-{training.micro}"
 
 
-def _on_ranks() -> list[tuple[int, Training]]:
-    """Stage 3 on one rank and on two. Of the other stages every training is on one of them, in turn."""
-    both = [(ranks, training) for training in TRAININGS if training.stage == 3 for ranks in (1, 2)]
-    return both + [(1 + turn % 2, training) for turn, training in enumerate(TRAININGS) if training.stage < 3]
+SLOW = (1, 2, 4)  # of TRAININGS: what each has of two settings, one of the others has
+
+
+def _on_ranks() -> list[Any]:
+    """Stage 3 on one rank and on two, in ``make test`` in turn. Of the other stages every training is on one of them,
+    in turn."""
+    every = [
+        pytest.param(ranks, training, marks=slow if turn in SLOW or ranks != 1 + turn % 2 else ())
+        for turn, training in enumerate(TRAININGS)
+        for ranks in (1, 2)
+        if training.stage == 3 or ranks == 1 + turn % 2
+    ]
+    return every
 
 
 @pytest.mark.parametrize(("ranks", "training"), _on_ranks(), ids=lambda of: _id(of) if isinstance(of, Training) else of)
