@@ -119,55 +119,6 @@ STAYS: dict[str, Choice] = {
     ),
     "comm/test_standstill.py::test_ranks_that_have_parted_are_refused_at_once": Only("3"),
     "comm/test_collectives.py::test_calls_and_bytes_of_one_step": Only("3"),
-    "checkpoint/test_tensor_parallel_checkpoints.py::test_loads_on_any_other_mesh_bit_for_bit": Only(
-        "Mesh(data=2, tensor=2, stage=1, replicas=1)", "Mesh(data=2, tensor=2, stage=3, replicas=1)"
-    ),
-    "checkpoint/test_tensor_parallel_checkpoints.py::"
-    "test_what_replicas_of_shards_of_slices_have_saved_loads_bit_for_bit": none(
-        "test_loads_on_any_other_mesh_bit_for_bit has slices, test_any_to_any has replicas"
-    ),
-    "checkpoint/test_tensor_parallel_checkpoints.py::"
-    "test_a_vocabulary_that_no_number_of_ranks_divides_gives_the_same_loss_after_a_resume": none(
-        "test_slices_are_exported_whole_and_read_from_whole_files has uneven slices"
-    ),
-    "checkpoint/test_plain_slices_checkpoints.py::test_loads_on_any_data_parallel_ranks_bit_for_bit": Only(
-        "Mesh(data=2, tensor=2, stage=2)"
-    ),
-    "checkpoint/test_experts_checkpoints.py::test_loads_on_any_other_mesh_bit_for_bit": Only("bf16"),
-    "checkpoint/test_checkpoint_programs.py::test_programs_obey_the_law": Only("2-2-1100", "2-3-1300", "4-2-1400"),
-    "checkpoint/test_kills.py::test_a_run_that_loses_ranks_is_one_that_nobody_disturbed": none(
-        "the other test of that file kills in each phase of one save, and kills.py any number of times"
-    ),
-    "checkpoint/test_dcp.py::test_it_goes_over_to_fsdp2_and_to_torch_and_comes_back": Only("2-4-3", "2-1-2", "1-2-3"),
-    "checkpoint/test_dcp.py::test_it_is_saved_and_loaded_at_another_scale": every(2),
-    "checkpoint/test_any_to_any.py::test_drawn_jobs": every(2),
-    "checkpoint/test_any_to_any.py::test_on_a_grid_training_goes_on_bit_for_bit": Only("1", "3"),
-    "checkpoint/test_any_to_any.py::test_at_the_same_scale_training_goes_on_bit_for_bit": every(2),
-    "checkpoint/test_channels_last.py::test_any_format_loads_into_any": every(2),
-    "stores/test_trajectories.py::test_every_store_gives_the_bits_of_none": every(2),
-    "stores/test_deferred.py::test_a_wait_that_is_left_out_shows": every(2),
-    "stores/test_deferred.py::test_late_copies_change_nothing": every(2),
-    "stores/test_moving_between_stores.py::test_every_store_takes_over_from_every_other": Only("3"),
-    "stores/test_patience_cells.py::test_a_disk_that_says_that_it_has_failed_answers": Only(
-        "read-BEHIND", "write-SILENT"
-    ),
-    "kernels/test_encoded_state.py::test_every_fp32_is_split_and_joined": every(2, first=1),
-    "rules/test_muon_tensor_parallel.py::test_it_has_the_bits_of_whole_matrices": Only("1 x 2"),
-    "rules/test_muon_tensor_parallel.py::test_replicas_have_the_same": none(
-        "rules/test_muon_replicas.py has replicas, the other tests of that file have slices"
-    ),
-    "rules/test_muon_stage3.py::test_it_has_the_bits_of_stage_2": every(2),
-    "rules/test_muon_stage3.py::test_state_and_parameters_off_the_device": none(
-        "test_muon_replicas.py::test_wherever_state_is, and stores/test_trajectories.py for stage 3"
-    ),
-    "rules/test_muon_replicas.py::test_it_has_the_bits_of_ranks_that_repeat_the_work": every(2),
-    "rules/test_muon_replicas.py::test_each_makes_some_and_tells_the_others": every(2, first=1),
-    "rules/test_muon_replicas.py::test_wherever_state_is": Only("pages", "averages, measured"),
-    "rules/test_muon_verified.py::test_a_right_optimizer_differs_by_rounding_alone": Only("2-1", "3-3"),
-    "rules/test_muon.py::test_ranks_make_no_difference": every(2),
-    "rules/test_averages_on_topologies.py::test_averages_are_those_of_whole_masters": every(2),
-    "rules/test_forms.py::test_smaller_state_trains_as_well": Only("adamw", "lion"),
-    "rules/test_codecs.py::test_state_that_is_stored_by_a_codec_is_kept_shown_saved_and_counted": every(2),
     "clients/test_meshes_of_clients.py::test_accelerate_by_a_parallelism_config": none(
         "clients/test_accelerate.py, and test_trainer_with_models_that_are_cut for slices"
     ),
