@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import covering, slow
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, averages
 from torch import Tensor, nn
@@ -102,9 +103,15 @@ def _train_all(rank: int, world_size: int, cells: list[Any]) -> list[Any]:
     return [_train(rank, *cell) for cell in cells]
 
 
+OF_WORLDS = [(ranks, cell[0], cell[1:]) for ranks in (1, 2, 3) for cell in CELLS if ranks < 3 or cell[1] > 0]
+IN_PAIRS = covering(OF_WORLDS)
+
+
+@pytest.mark.parametrize("in_pairs", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_thawed_and_frozen_parameters_train_as_if_they_had_no_gradient_meanwhile(world_size):
-    cells = [cell for cell in CELLS if world_size < 3 or cell[1] > 0]
+def test_thawed_and_frozen_parameters_train_as_if_they_had_no_gradient_meanwhile(world_size, in_pairs):
+    chosen = [cell for cell in OF_WORLDS if cell[0] == world_size and (cell in IN_PAIRS) is in_pairs]
+    cells = [(name, *rest) for _, name, rest in chosen]
     results = run_ranks(world_size, _train_all, cells, timeout=90)
     for number, (name, stage, cap, dtype) in enumerate(cells):
         oracle = MasterAdamW(make_parameters(SHAPES, dtype), Hyper(lr=LR))

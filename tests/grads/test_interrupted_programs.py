@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 import zero_optim
+from cells import pairs
 from fuzz.execute import Face
 from fuzz.law import why_not
 from fuzz.program import (
@@ -131,9 +132,8 @@ def _check(programs: Sequence[Program]) -> None:
 NUMBERS = (1, 2, 3)  # of optimizers
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["one rank", "both"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_after_some_gradients(stage: int, alone: bool):
+@pytest.mark.parametrize(("stage", "alone", "at_the_end"), pairs([0, 1, 2], [True, False], [False, True]))
+def test_after_some_gradients(stage: int, alone: bool, at_the_end: bool):
     """Between gradients, of every optimizer; and after the last one.
 
     The rank that raises ``alone`` and the number of optimizers take turns: at each stage every rank meets every number,
@@ -141,7 +141,7 @@ def test_after_some_gradients(stage: int, alone: bool):
     optimizer's.
     """
     programs = []
-    for (turn, then), at_the_end in itertools.product(enumerate(FOLLOWED_BY), (False, True)):
+    for turn, then in enumerate(FOLLOWED_BY):
         turn += stage + at_the_end
         raising = (turn % RANKS,) if alone else (0, 1)
         optimizers = NUMBERS[turn % len(NUMBERS)]

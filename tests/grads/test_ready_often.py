@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from cells import covering, slow
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, accumulate, averages
 from torch import Tensor, nn
@@ -140,12 +142,10 @@ def _train(rank: int, forward: str, accumulation: str, stage: int, overlap: bool
     return copies(params)
 
 
-def _train_all(rank: int, world_size: int, accumulation: str) -> dict[tuple[str, int, bool], list[Tensor]]:
-    return {
-        (forward, stage, overlap): _train(rank, forward, accumulation, stage, overlap)
-        for forward in FORWARDS
-        for stage, overlap in ((0, True), (1, True), (1, False), (2, True), (2, False))
-    }
+def _train_all(
+    rank: int, world_size: int, accumulation: str, cells: Sequence[tuple[str, tuple[int, bool]]]
+) -> list[list[Tensor]]:
+    return [_train(rank, forward, accumulation, *setting) for forward, setting in cells]
 
 
 def _local_gradients(params: list[Tensor], loss: Tensor, before: list[Tensor] | None = None) -> list[Tensor]:
@@ -184,16 +184,21 @@ def _expected(forward: str, accumulation: str, world_size: int) -> dict[bool, li
     return results
 
 
+SETTINGS = ((0, True), (1, True), (1, False), (2, True), (2, False))  # stage and overlap
+CELLS = list(itertools.product(ACCUMULATIONS, FORWARDS, SETTINGS))
+IN_PAIRS = covering(CELLS)
+
+
+@pytest.mark.parametrize("in_pairs", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-def test_backwards_in_which_parameters_become_ready_often(accumulation):
-    results = run_ranks(2, _train_all, accumulation, timeout=90)
-    for forward in FORWARDS:
-        expected = _expected(forward, accumulation, 2)
-        for rank, result in enumerate(results):
-            for stage, overlap in ((0, True), (1, True), (1, False), (2, True), (2, False)):
-                wanted = expected[stage != 1 or overlap]
-                what = f"{forward}, {accumulation}, stage {stage}, overlap {overlap}, rank {rank}"
-                assert_bitwise(result[forward, stage, overlap], wanted, what)
+def test_backwards_in_which_parameters_become_ready_often(accumulation, in_pairs):
+    cells = [cell[1:] for cell in CELLS if cell[0] == accumulation and (cell in IN_PAIRS) is in_pairs]
+    results = run_ranks(2, _train_all, accumulation, cells, timeout=90)
+    expected = {forward: _expected(forward, accumulation, 2) for forward, _ in cells}
+    for rank, result in enumerate(results):
+        for (forward, (stage, overlap)), params in zip(cells, result, strict=True):
+            what = f"{forward}, {accumulation}, stage {stage}, overlap {overlap}, rank {rank}"
+            assert_bitwise(params, expected[forward][stage != 1 or overlap], what)
 
 
 # -- a backward that raises ------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from simulated_gpu.switch import SIMULATIONS, VARIABLE  # noqa: E402
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-m", "")  # slow tests, too
 PARTS = ("programs", "tests", "faults")
 FILES = (
     "face/test_parity.py",
@@ -69,10 +70,11 @@ LEFT_OUT = {
         )
     },
     "fuzz/test_random_programs_of_the_face.py::test_a_failure_is_made_short": "it forks ranks",
-    f"{_DRAWN}[steps on three ranks]": "one program raises before the first gradient, and then zeroes: see above",
+    f"{_DRAWN}[steps on three ranks, the others]": "one program raises before the first gradient, and then zeroes: "
+    "see above",
     **{
-        f"{_DRAWN}[stores on {ranks} ranks]": "in one program a rank without gradients of a sharded model gathers "
-        "before the others reduce, without a store as well"
+        f"{_DRAWN}[stores on {ranks} ranks, the others]": "in one program a rank without gradients of a sharded model "
+        "gathers before the others reduce, without a store as well"
         for ranks in ("two", "three")
     },
 }
@@ -101,12 +103,12 @@ def check_programs(simulation: str) -> Iterator[tuple[int, list[str]]]:
 
 def check_tests(simulation: str) -> Iterator[tuple[int, list[str]]]:
     """The same of tests that exist."""
-    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *(f"tests/{test}" for test in LEFT_OUT)]
+    collect = [*PYTEST, "--collect-only", *(f"tests/{test}" for test in LEFT_OUT)]
     collected = subprocess.run(collect, cwd=TESTS.parent, capture_output=True, text=True)
     if collected.returncode:
         yield 0, [f"LEFT_OUT names a test that is not there:\n{collected.stdout}{collected.stderr}"]
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--tb=short"]
+    command = [*PYTEST, "-n", "2", "--dist", "loadfile", "--tb=short"]
     command += ["-p", "no:cacheprovider", *(f"--deselect=tests/{test}" for test in LEFT_OUT)]
     done = subprocess.run(
         command + [f"tests/{name}" for name in FILES[SHARE.get(simulation, slice(None))]],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cells import pairs
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW
 from torch import Tensor, nn
@@ -103,9 +104,7 @@ def _train(
     return raised, result
 
 
-@pytest.mark.parametrize("simulated", [ON_CUDA, ON_CPU])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "stage", "simulated"), pairs([*FAULTS], [0, 1, 2], [ON_CUDA, ON_CPU]))
 def test_ranks_raise_in_the_same_step_and_train_on(device: None, fault: str, stage: int, simulated: str) -> None:
     told = WRONG + (simulated == ON_CUDA)
     oracle = MasterAdamW(make_parameters(SHAPES, torch.float32), Hyper(lr=1e-2))
@@ -118,9 +117,9 @@ def test_ranks_raise_in_the_same_step_and_train_on(device: None, fault: str, sta
         assert_bitwise(params, oracle.params, fault)
 
 
-@pytest.mark.parametrize("how", ["clip", "unscale_", "unscale_ and clip"])
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("fault", ["late", "leftover"])
+@pytest.mark.parametrize(
+    ("fault", "stage", "how"), pairs(["late", "leftover"], [0, 2], ["clip", "unscale_", "unscale_ and clip"])
+)
 def test_they_do_whatever_comes_before_step(device: None, fault: str, stage: int, how: str) -> None:
     for raised, _ in run_ranks(2, _train, fault, stage, how, simulated=ON_CUDA):
         assert [step for step, _ in raised] == [WRONG + 1]

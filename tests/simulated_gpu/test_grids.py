@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import after, slow
 from grid_cases import make_mesh, on_mesh
 from harness import RankFailure, run_ranks
 from sharded_cases import Net, Run, full_state, gathered, loss_of, make, tokens
@@ -74,14 +75,22 @@ def _by_gloo(name: str) -> list[Tensor]:
     return run_ranks(4, _train, name)[0]
 
 
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("simulated", ["streams:never", "held+bound"])
+HELD = ("stage 2, in tiny buckets", "stage 3, kept by nodes")  # in ``make test``; streams see what these do not
+
+
+@pytest.mark.parametrize(
+    ("simulated", "name"),
+    [
+        *(("streams:never", name) for name in RUNS),
+        *(pytest.param("held+bound", name, marks=() if name in HELD else slow) for name in RUNS),
+    ],
+)
 def test_the_bits_of_gloo_without_a_race(device: None, name: str, simulated: str) -> None:
     for rank, values in enumerate(run_ranks(4, _train, name, simulated=simulated)):
         assert_bitwise(values, _by_gloo(name), f"rank {rank}")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", after(1, FAULTS))
 def test_a_wait_that_is_left_out_is_seen(device: None, fault: str) -> None:
     with pytest.raises(RankFailure, match="RaceFound"):
         run_ranks(4, _train, "stage 2, in tiny buckets", fault, simulated="streams:never")

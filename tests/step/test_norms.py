@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from cells import pairs
 from harness import run_ranks
 from oracle import FP32_EPS, averages
 from torch import Tensor
@@ -141,10 +142,13 @@ def _check(world_size: int, stage: int, programs: dict[str, tuple[Clip, ...]], u
             assert_bitwise(own, results[0][name][0], f"{name}, rank {rank} against rank 0")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_clips_of_all_and_of_some_equal_torchs(stage, world_size):
-    _check(world_size, stage, PROGRAMS)
+OF_TYPE = {name: name.rpartition(", ")[2] if name[-1].isdigit() or name.endswith("inf") else "" for name in PROGRAMS}
+"""The norm that all clips of a program have; empty: several."""
+
+
+@pytest.mark.parametrize(("stage", "world_size", "norm_type"), pairs([0, 1, 2], [1, 2], [*map(str, NORMS), ""]))
+def test_clips_of_all_and_of_some_equal_torchs(stage, world_size, norm_type):
+    _check(world_size, stage, {name: clips for name, clips in PROGRAMS.items() if OF_TYPE[name] == norm_type})
 
 
 def test_clips_equal_torchs_on_three_ranks():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ import pytest
 import tables
 import torch
 import zero_optim
+from cells import covering, slow
 from guards import open_files_in
 from harness import run_ranks
 from sharded_cases import GivenNet
@@ -142,32 +144,41 @@ def _sleep_and_look(job: Job, parameters: bool, to: str | None) -> None:
                 assert old.data_ptr() == new.data_ptr()
 
 
-def _life(rank: int, world_size: int, stage: int, folder: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        plain = Job(stage, dtype)
-        trained = []
+def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, stores: Sequence[Any], folder: str) -> None:
+    plain = Job(stage, dtype)
+    trained = []
+    for step in range(STEPS):
+        plain.step(rank, step)
+        plain.opt.zero_grad()
+        trained.append(plain.held())
+    plain.opt.close()
+    for store in stores:
+        job = Job(stage, dtype, f"nvme:{folder}" if store == "nvme" else store)
         for step in range(STEPS):
-            plain.step(rank, step)
-            plain.opt.zero_grad()
-            trained.append(plain.held())
-        plain.opt.close()
-        for store in STORES:
-            job = Job(stage, dtype, f"nvme:{folder}" if store == "nvme" else store)
-            for step in range(STEPS):
-                job.step(rank, step)
-                if step == 2:
-                    job.opt.zero_grad()
-                if step:
-                    _sleep_and_look(job, parameters=step != 1, to=None if step < 3 else f"nvme:{folder}")
+            job.step(rank, step)
+            if step == 2:
                 job.opt.zero_grad()
-                assert_bitwise(job.held(), trained[step], f"{stage}, {dtype}, {store}, step {step}")
-            job.opt.close()
+            if step:
+                _sleep_and_look(job, parameters=step != 1, to=None if step < 3 else f"nvme:{folder}")
+            job.opt.zero_grad()
+            assert_bitwise(job.held(), trained[step], f"{stage}, {dtype}, {store}, step {step}")
+        job.opt.close()
 
 
+RANKS_AND_STAGE = ((1, 2), (1, 3), *((2, stage) for stage in range(4)))
+LIVES = list(itertools.product(RANKS_AND_STAGE, (torch.float32, torch.bfloat16), STORES))
+IN_PAIRS = covering(LIVES)
+
+
+@pytest.mark.parametrize("in_pairs", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_it_wakes_as_it_was_and_trains_as_if_it_had_not_slept(world_size: int, tmp_path: Path) -> None:
-    for stage in range(4) if world_size == 2 else (2, 3):
-        run_ranks(world_size, _life, stage, str(tmp_path))
+def test_it_wakes_as_it_was_and_trains_as_if_it_had_not_slept(world_size: int, in_pairs: bool, tmp_path: Path) -> None:
+    stores: dict[Any, list[Any]] = {}
+    for where, dtype, store in LIVES:
+        if where[0] == world_size and ((where, dtype, store) in IN_PAIRS) is in_pairs:
+            stores.setdefault((where[1], dtype), []).append(store)
+    for (stage, dtype), some in stores.items():
+        run_ranks(world_size, _life, stage, dtype, some, str(tmp_path))
 
 
 def _kept(rank: int, world_size: int, folder: str) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zero_optim
+from cells import slow
 from harness import run_ranks
 from sharded_cases import Block, gathered
 from torch import Tensor, nn
@@ -965,7 +966,25 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", list(PROGRAMS))
+# Neighbours that stay have each of their settings: checkpoints re-entrant or not, what is frozen, and what is thawed.
+SLOW = {
+    "checkpoint a block, reentrant",
+    "checkpoint within a block, plain",
+    "checkpoint the whole model, reentrant",
+    "checkpoint segments, plain, within: False",
+    "checkpoint segments, plain, within: True",
+    "checkpoint segments, reentrant, within: None",
+    "units called twice, checkpointed",
+    "units within units, all checkpointed",
+    "frozen first, thawed one",
+    "frozen half, thawed all",
+    "frozen most, thawed one",
+    "evaluation, no_grad",
+    "a loss kept on the unit, frozen",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow) if name in SLOW else name for name in PROGRAMS])
 def test_stage_3_is_stage_2(name: str):
     ranks = 3 if "rank" in name else 2
     assert run_ranks(ranks, parity, name) == [""] * ranks
@@ -1169,7 +1188,10 @@ def _compiled_parity(rank: int, world_size: int, in_place: bool, before: bool, b
 
 @pytest.mark.parametrize(
     ("in_place", "before", "backend"),
-    [(False, True, "eager"), (False, False, "aot_eager"), (True, True, "aot_eager"), (True, False, "eager")],
+    [
+        *((True, True, "aot_eager"), (False, False, "aot_eager")),
+        *(pytest.param(*cell, "eager", marks=slow) for cell in ((False, True), (True, False))),
+    ],
 )
 def test_compiled_units(in_place: bool, before: bool, backend: str):
     assert run_ranks(2, _compiled_parity, in_place, before, backend) == [""] * 2
