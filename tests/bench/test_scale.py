@@ -14,7 +14,7 @@ from zero_optim.comm import transport
 
 import zero_kernels
 
-LAYERS = 4
+LAYERS = 2
 SMALL = Shapes(layers=LAYERS, hidden=8192, ffn=28672, kv=1024, vocab=32000)
 RANKS = (8, 16384)
 ROOT_AND_BLOCKS = 1 + LAYERS
@@ -23,7 +23,7 @@ FAILURES = 2  # asked for when the buckets are made, and when the state is
 
 @pytest.fixture(scope="module")
 def rows():
-    """Of four layers, by ranks and stage."""
+    """By ranks and stage."""
     measured = bench_scale.measure(RANKS, 2, lambda line: None, SMALL)
     return {(row.ranks, row.backend): row for row in measured}
 

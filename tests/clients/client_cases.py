@@ -21,11 +21,15 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 import zero_optim
+from cells import slow
 from harness import run_ranks
 from oracle import adamw_bound
 from torch import Tensor, nn
 from training_cases import assert_bitwise
 from zero_optim.integrations.clients import is_sharded
+
+ALONE_SLOW = [pytest.param(1, marks=slow), 2]
+"""Numbers of ranks: what one does alone, two do as well, and communicate."""
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

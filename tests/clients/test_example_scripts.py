@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import warm_python
+from cells import slow
 from client_cases import EXAMPLES, needs
 
 SCRIPTS = ("accelerate_loop", "compile_model", "hf_trainer", "lightning_module", "transformers_loop")
@@ -23,7 +24,8 @@ ACCELERATE_LOOP = ("accelerate_loop", ["--steps", "10", "--checkpoint"], "micro-
 @pytest.mark.parametrize(
     ("launcher", "name", "options", "sign"),
     [
-        pytest.param(TORCHRUN, *ACCELERATE_LOOP, marks=needs("accelerate"), id="torchrun-accelerate"),
+        # The same loop by the other launcher, and the Trainer in test_sharded_trainer.py, stay.
+        pytest.param(TORCHRUN, *ACCELERATE_LOOP, marks=[slow, needs("accelerate")], id="torchrun-accelerate"),
         pytest.param(ACCELERATE, *ACCELERATE_LOOP, marks=needs("accelerate"), id="accelerate-launch"),
         pytest.param(
             TORCHRUN,
@@ -34,7 +36,7 @@ ACCELERATE_LOOP = ("accelerate_loop", ["--steps", "10", "--checkpoint"], "micro-
         pytest.param(
             TORCHRUN,
             *("hf_trainer", ["--steps", "10", "--output"], "'train_loss'"),
-            marks=needs("transformers", "accelerate"),
+            marks=[slow, needs("transformers", "accelerate")],
             id="torchrun-trainer",
         ),
     ],

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero_optim
+from cells import slow
 from client_cases import (
     as_torchrun,
     assert_like_adamw,
@@ -141,33 +142,43 @@ def refused_by_accelerate() -> dict[str, str]:
     return found
 
 
-def _accelerate(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+# Data-parallel ranks, and sizes of the mesh.
+MESHES = {
+    "grid": (4, {"dp_replicate_size": 2, "dp_shard_size": 2}),
+    "cut": (2, {"dp_shard_size": 2, "tp_size": 2}),
+    "cut over all": (1, {"tp_size": 4}),
+}
+FEW = [("grid", 3), ("cut", 2)]
+ALL = [("grid", 2), ("grid", 3), ("cut", 2), ("cut", 3), ("cut over all", 2)]
+
+
+def _accelerate(rank: int, world_size: int, folder: str, cells: list[tuple[str, int]]) -> dict[Any, Any]:
     with as_torchrun(rank, world_size), taking_meshes():
         dist.barrier()  # importing accelerate takes longer on some ranks
-        found: dict[str, Any] = {"refused": refused_by_accelerate()}
-        for stage in (2, 3):
-            place = f"{folder}/{stage}"
-            found[f"grid {stage}"] = accelerated(stage, 4, f"{place}/grid", dp_replicate_size=2, dp_shard_size=2)
-            found[f"cut {stage}"] = accelerated(stage, 2, f"{place}/cut", dp_shard_size=2, tp_size=2)
-        found["cut over all 2"] = accelerated(2, 1, f"{folder}/all", tp_size=4)
+        found: dict[Any, Any] = {"refused": refused_by_accelerate()}
+        for name, stage in cells:
+            data_ranks, sizes = MESHES[name]
+            found[name, stage] = accelerated(stage, data_ranks, f"{folder}/{name}/{stage}", **sizes)
         return found
 
 
 @needs("accelerate")
-def test_accelerate_by_a_parallelism_config(tmp_path: Any) -> None:
-    per_rank = run_client_ranks(4, _accelerate, str(tmp_path), timeout=180, collective_timeout=60)
+@pytest.mark.parametrize("cells", [FEW, pytest.param(ALL, marks=slow)], ids=["few", "all"])
+def test_accelerate_by_a_parallelism_config(tmp_path: Any, cells: list[tuple[str, int]]) -> None:
+    """Each stage and each mesh but one: face/test_tensor_parallel.py and test_grids.py have every pair of them."""
+    per_rank = run_client_ranks(4, _accelerate, str(tmp_path), cells, timeout=180, collective_timeout=60)
     for found in per_rank:
         refused = found["refused"]
         assert "mesh=data_parallel_mesh(accelerator)" in refused["no grid"]
         assert "no parameter of the optimizer is cut: call parallelize_module" in refused["not cut"]
         assert "parallelism_config=ParallelismConfig(dp_shard_size=..., tp_size=2)" in refused["not told"]
         assert all("_flatten('dp_cp')" in refused[name] and name in refused[name] for name in ("cp_size", "sp_size"))
-        for stage, gathers in ((2, 1), (3, 2)):  # 8 rows of 128 fp32 with padding; half of them are a shard
-            sent = found[f"grid {stage}"]["sent"]
-            assert (sent["reduce_scatter"], sent["all_reduce"]) == (4096, 2048)
-            assert sent["all_gather"] == gathers * 4096
-        for name, data_ranks in (("grid 2", 4), ("grid 3", 4), ("cut 2", 2), ("cut 3", 2), ("cut over all 2", 1)):
-            assert_like_adamw(found[name]["weights"], expected(data_ranks), LR, STEPS)
+        for name, stage in cells:
+            if name == "grid":  # 8 rows of 128 fp32 with padding; half of them are a shard
+                sent = found[name, stage]["sent"]
+                assert (sent["reduce_scatter"], sent["all_reduce"]) == (4096, 2048)
+                assert sent["all_gather"] == (stage - 1) * 4096
+            assert_like_adamw(found[name, stage]["weights"], expected(MESHES[name][0]), LR, STEPS)
 
 
 # -- transformers --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 import zero_optim
 from client_cases import (
+    ALONE_SLOW,
     EPS,
     as_torchrun,
     assert_like_adamw,
@@ -120,7 +121,7 @@ def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", ALONE_SLOW)
 def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None:
     found = assert_ranks_alike(run_client_ranks(ranks, _all_stages, str(tmp_path), timeout=180))
     for stage in range(4):

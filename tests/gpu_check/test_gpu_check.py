@@ -26,6 +26,7 @@ import gpu_trainer
 import pytest
 import torch
 import warm_python
+from cells import slow
 from gpu_check import Log, run_phase
 from gpu_phases import PARTS, Phase
 from gpu_results import SKIP_CODE, Outcome, Results, Verdict, reports, verdict
@@ -60,16 +61,19 @@ def read_record(folder: Path) -> dict[str, Any]:
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
+FEW = ("build", "bench_adam_step", "profile", "test_large", "nccl_two_ranks", "bench_step", "bench_sleep")
 REHEARSED = ("build", "bench_adam_step", "profile", "test_large", "nccl_two_ranks", "test_each_collective")
 REHEARSED += ("test_nccl_ranks", "test_work_order", "memory", "stages", "trainer", "bench_step", "bench_offload")
 REHEARSED += ("bench_sleep", "test_symmetric_product", "products")
 """In the order in which they run. The tests of the other phases take longer, and need no process of their own."""
-SOME = ("build", "bench_adam_step", "nccl_two_ranks", "test_work_order", "memory", "trainer")
+ALL = pytest.param(REHEARSED, marks=slow, id="all")
+"""``test_gpu_memory.py``, ``bench/test_bench_offload.py``, ``simulated_gpu/test_order_programs.py`` and
+``triton_backend/test_symmetric.py`` see most of what these would."""
 
-Rehearsal = tuple[tuple[str, ...], Path, subprocess.CompletedProcess[str]]
+Rehearsal = tuple[Path, subprocess.CompletedProcess[str], tuple[str, ...]]
 
 
-@pytest.fixture(scope="module", params=[SOME, REHEARSED], ids=["some", "all"])
+@pytest.fixture(scope="module", params=[pytest.param(FEW, id="few"), ALL])
 def rehearsal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
     """By the make target, with $OUT, in an environment that must not matter to the phases. Of the order programs it
     takes few: all of them are in ``make race-check``, too."""
@@ -80,42 +84,45 @@ def rehearsal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     environment["ZERO_KERNELS_ORDER_PROGRAMS"] = "few"
     for name in ("PYTHONPATH", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # of a make that runs this test
         environment.pop(name, None)
-    return request.param, folder, subprocess.run(command, env=environment, capture_output=True, text=True)
+    return folder, subprocess.run(command, env=environment, capture_output=True, text=True), request.param
 
 
 def test_phases_are_rehearsed(rehearsal: Rehearsal) -> None:
-    names, folder, done = rehearsal
+    folder, done, phases = rehearsal
     assert done.returncode == 0, done.stdout + done.stderr
     record = read_record(folder)
-    assert tuple(phase["phase"] for phase in record["phases"]) == names
-    assert [phase["result"] for phase in record["phases"]] == [Verdict.OK.value] * len(names)
-    assert all(f"\n{name} {Verdict.OK.value}, " in done.stdout for name in names)
+    assert tuple(phase["phase"] for phase in record["phases"]) == phases
+    assert [phase["result"] for phase in record["phases"]] == [Verdict.OK.value] * len(phases)
+    assert all(f"\n{name} {Verdict.OK.value}, " in done.stdout for name in phases)
     assert "nccl_two_ranks| two ranks have each other's sums\n" in done.stdout, "its lines are shown as they come"
+    assert {row["op"] for row in record["rows"]} == {"adam_step", "step", "train_step", "offload"}
+
+
+@pytest.mark.parametrize("rehearsal", [ALL], indirect=True)
+def test_what_phases_have_measured_is_kept(rehearsal: Rehearsal) -> None:
+    record = read_record(rehearsal[0])
     assert [share["stage"] for share in record["memory"]["stages"]] == [1, 2, 3]
-    if names == REHEARSED:
-        assert {row["op"] for row in record["rows"]} == {"adam_step", "step", "train_step", "offload"}
-        assert len(record["stages"]["ways"]) == 5 and record["stages"]["problems"] == []
-        assert [of["shape"] for of in record["products"]["shapes"]] == [[1, 32, 32], [2, 20, 50]]
+    assert len(record["stages"]["ways"]) == 5 and record["stages"]["problems"] == []
+    assert [of["shape"] for of in record["products"]["shapes"]] == [[1, 32, 32], [2, 20, 50]]
     (trained,) = record["trainer"]["runs"]
     assert trained["run"] == {"device": "cpu", "dtype": "bf16", "stage": 0} and trained["problem"] is None
     assert trained["steps"] == 3 and trained["difference"] == 0.0  # stages 0 and 2 on one rank are the same arithmetic
 
 
+@pytest.mark.parametrize("rehearsal", [ALL], indirect=True)
 def test_the_programs_are_rehearsed_on_ranks(rehearsal: Rehearsal) -> None:
     """None of them is skipped but the one that shows that torch's sanitizer is at work."""
-    names, folder, done = rehearsal
-    phases = {phase["phase"]: phase for phase in read_record(folder)["phases"]}
-    if "test_nccl_ranks" in names:
-        assert phases["test_nccl_ranks"]["skipped"] == [] and "passed" in phases["test_nccl_ranks"]["note"]
+    phases = {phase["phase"]: phase for phase in read_record(rehearsal[0])["phases"]}
+    assert phases["test_nccl_ranks"]["skipped"] == [] and "passed" in phases["test_nccl_ranks"]["note"]
     assert phases["test_work_order"]["skipped"] == ["there are no streams on cpu"]
-    assert "    skipped: there are no streams on cpu\n" in done.stdout
+    assert "    skipped: there are no streams on cpu\n" in rehearsal[1].stdout
 
 
 def test_its_files_are_few_and_flat(rehearsal: Rehearsal) -> None:
-    names, folder, done = rehearsal
+    folder, done, _ = rehearsal
     (record,) = folder.glob("*.json")
     assert record.stem.endswith("-gpu-some")
-    plots = {record.with_suffix(".png").name, *([f"{record.stem}-offload.png"] if "bench_offload" in names else [])}
+    plots = {record.with_suffix(".png").name, f"{record.stem}-offload.png"}
     drawn = plots if importlib.util.find_spec("matplotlib") else set()
     assert {path.name for path in folder.iterdir()} == {record.name, "gpu-check-some.log"} | drawn
     log = (folder / "gpu-check-some.log").read_text()

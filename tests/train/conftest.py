@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ if str(HERE) not in sys.path:
 
 from training import TINY, run_ranks, write_text  # noqa: E402
 from zero_optim.cli import main  # noqa: E402
+from zero_optim.train import loop  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,24 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path) -> FinishedR
     return FinishedRun(folder, text, run_ranks(2, [*TINY, *flags], folder.parent))
 
 
+@contextlib.contextmanager
+def shortened() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_SAMPLE_LENGTH", 20)
+        patch.delitem(sys.modules, "zero_optim.drawing.plot", raising=False)
+        patch.delattr("zero_optim.drawing.plot", raising=False)
+        patch.setitem(sys.modules, "matplotlib", None)
+        yield
+
+
 @pytest.fixture
 def zero_optim(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., Outcome]]:
-    """``zero_optim(*arguments)`` runs the command line here, as one rank, in an empty folder."""
+    """``zero_optim(*arguments)`` runs the command line here, as one rank, in an empty folder.
+
+    Of a training that is not ``whole``, nothing is drawn, and the sample is short.
+    """
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     work = tmp_path / "work"
@@ -62,12 +77,13 @@ def zero_optim(
     torch.set_num_threads(1)  # tiny tensors; more threads would only wait for one another
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def run(*arguments: str | os.PathLike[str]) -> Outcome:
+    def run(*arguments: str | os.PathLike[str], whole: bool = False) -> Outcome:
         capfd.readouterr()
-        try:
-            code = main([os.fspath(argument) for argument in arguments])
-        except SystemExit as stop:
-            code = int(stop.code or 0)
+        with contextlib.nullcontext() if whole else shortened():
+            try:
+                code = main([os.fspath(argument) for argument in arguments])
+            except SystemExit as stop:
+                code = int(stop.code or 0)
         return Outcome(code, *capfd.readouterr())
 
     yield run

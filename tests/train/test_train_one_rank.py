@@ -87,7 +87,7 @@ def test_a_run_resumed_in_its_own_folder_rewrites_what_came_after(
 
 def test_what_a_run_writes_and_says(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    outcome = zero_optim("train", *TINY, "--steps", "3", "--accumulate", "2", "--data", text, "--out", run)
+    outcome = zero_optim("train", *TINY, "--steps", "3", "--accumulate", "2", "--data", text, "--out", run, whole=True)
     assert outcome.code == 0 and outcome.err == ""
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert [list(line) for line in lines] == [KEYS] * 3

@@ -14,6 +14,7 @@ from typing import Any
 import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
+UNDRAWN = Path(__file__).with_name("undrawn")
 TIMEOUT_SECONDS = 90
 TINY = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "16", "--batch", "2", "--device", "cpu"]
 ENDLESS = ["--steps", "4000"]  # far more than a test waits for, and still an end
@@ -29,9 +30,9 @@ def write_text(folder: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """This process's, with the source tree importable and no launcher's variables."""
+    """This process's, with the source tree importable, no launcher's variables, and nothing that draws."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    paths = [str(ROOT), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(UNDRAWN), str(ROOT), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
