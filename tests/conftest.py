@@ -16,7 +16,6 @@ for _folder in (str(HERE.parent / "benchmarks"), str(HERE)):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
 
-import slow  # noqa: E402
 import uncollected  # noqa: E402, F401  (until all tests are collected)
 from turns import take_turns  # noqa: E402
 
@@ -60,11 +59,8 @@ def _rank_pool() -> Iterator[None]:
         sys.modules["harness"].close_pool()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Slow tests are marked before pytest looks at marks. The longest files come first: where several workers take a
-    file at a time, none is left with one at the end."""
-    slow.mark(items, whole=config.args_source is pytest.Config.ArgsSource.TESTPATHS)
-    yield
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: where several workers take a file at a time, none is left with one at the end."""
     seconds = {HERE / name: of_file for name, of_file in json.loads((HERE / "seconds.json").read_text()).items()}
     items.sort(key=lambda item: -seconds.get(item.path, 0.0))
