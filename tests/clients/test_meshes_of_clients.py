@@ -148,7 +148,7 @@ MESHES = {
     "cut": (2, {"dp_shard_size": 2, "tp_size": 2}),
     "cut over all": (1, {"tp_size": 4}),
 }
-FEW = [("grid", 3), ("cut", 2)]
+FEW = [("grid", 2), ("cut", 3), ("cut over all", 2)]
 ALL = [("grid", 2), ("grid", 3), ("cut", 2), ("cut", 3), ("cut over all", 2)]
 
 
@@ -165,7 +165,7 @@ def _accelerate(rank: int, world_size: int, folder: str, cells: list[tuple[str, 
 @needs("accelerate")
 @pytest.mark.parametrize("cells", [FEW, pytest.param(ALL, marks=slow)], ids=["few", "all"])
 def test_accelerate_by_a_parallelism_config(tmp_path: Any, cells: list[tuple[str, int]]) -> None:
-    """Each stage and each mesh but one: face/test_tensor_parallel.py and test_grids.py have every pair of them."""
+    """Each mesh, and each stage: face/test_tensor_parallel.py and test_grids.py have every pair of them."""
     per_rank = run_client_ranks(4, _accelerate, str(tmp_path), cells, timeout=180, collective_timeout=60)
     for found in per_rank:
         refused = found["refused"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import after, slow
+from cells import after
 from checkpoint_files import read_tensors
 from training import (
     ENDLESS,
@@ -46,7 +46,7 @@ def test_a_resumed_run_repeats_the_whole_one(two_ranks: object, tmp_path: Path) 
     assert without_speed(read_log(resumed)) == without_speed(whole[3:])
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(1, 4), pytest.param(4, 1, marks=slow)])
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 4), (4, 1)])
 def test_a_run_goes_on_with_fewer_and_with_more_ranks(
     two_ranks: object, tmp_path: Path, ranks: int, batch: int
 ) -> None:
