@@ -11,7 +11,6 @@ import bench_topologies
 import pytest
 import torch
 import torch.distributed as dist
-from cells import slow
 from harness import run_ranks
 from test_bench_train_step import call
 from zero_optim import ShardedAdamW
@@ -79,8 +78,6 @@ def losses(rank: int, world_size: int, task: Task) -> dict[str, list[float]]:
     return {name: train_step.train(MAKERS[name](task), 5) for name in bench_topologies.NAMES}
 
 
-# test_the_contenders_train_the_same_model stays, and so does what a mesh communicates.
-@slow
 def test_slices_train_alike_whoever_shares_them():
     """Parameters of FSDP2 without fp32 masters would lose small updates: after four steps that is seen in the loss."""
     sliced = bench_topologies.MeshTask(**vars(TASK), topology=bench_topologies.TOPOLOGIES[2])

@@ -194,7 +194,7 @@ CASES: dict[str, tuple[int, Callable[..., Job], int]] = {
 
 # In `make test` each topology at one stage, which meet all stages. Context parallelism averages as data parallelism.
 OTHER_STAGES = {"pipeline, stage 1", "context parallel, stage 3", "hybrid, stage 3", "plain slices, stage 2"}
-OTHER_STAGES |= {"experts, stage 2", "context parallel, stage 2"}
+OTHER_STAGES |= {"experts, stage 2"}
 
 # -- what is wrong on one rank -----------------------------------------------------------------------------------------
 

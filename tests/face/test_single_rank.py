@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import zero_optim
-from cells import slow
 from oracle import Hyper, MasterAdamW, adamw_bound
 from torch import nn
 from torch.optim import lr_scheduler
@@ -333,7 +332,6 @@ def test_attach_names_parameters_afterwards():
     opt.close()
 
 
-@slow  # test_torch_alone sees it, too
 def test_importing_starts_no_process_group():
     code = (
         "import zero_optim, torch.distributed as d; assert not (d.is_available() and d.is_initialized()); print('fine')"

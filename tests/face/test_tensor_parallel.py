@@ -283,8 +283,7 @@ def _replicated(rank: int, world_size: int, way: Way) -> list[Outcome]:
     return [_train(rank, way, mesh, mesh["replicate", "shard"])]
 
 
-@slow  # norms on topologies see what is added up twice, or not at all
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", after(1, [2, 3]))
 def test_replicas_of_shards_of_slices(stage):
     """At stage 0 nothing is sharded: all data-parallel ranks average as those of one dimension do."""
     way = replace(ALL_THAT_HAPPENS, stage=stage, steps=3)
