@@ -192,7 +192,7 @@ CASES: dict[str, tuple[int, Callable[..., Job], int]] = {
     "experts, stage 2": (4, experts, 2),
 }
 
-# In `make test` each topology at one stage, which meet all stages. Context parallelism averages as data parallelism.
+# In `make test` each topology at one stage, which meet all stages.
 OTHER_STAGES = {"pipeline, stage 1", "context parallel, stage 3", "hybrid, stage 3", "plain slices, stage 2"}
 OTHER_STAGES |= {"experts, stage 2"}
 
