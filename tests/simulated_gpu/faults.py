@@ -15,6 +15,7 @@ __all__ = ["FAULTS", "PACKAGE", "Edit", "Fault"]
 # Waits that hide others, left out in several faults.
 _FOLLOW_WAIT = Edit("grads.bucket.Bucket.follow_edits: arrivals.wait()")
 _DEALLOCATE_WAIT = Edit("comm.buffers.CommBuffers.deallocate: user.wait()")
+_ABANDON_KEEPS = Edit("grads.bucket.Bucket.abandon: self._allocate_gradients()")
 _LAUNCH_KEPT = Edit("grads.bucket.Bucket.launch: _use_new_memory_if_kept()")
 _GATHERED_FIRST = "[shard.bucket.unshard() for shard in self.states.shards[::-1]] and self.states.update(by)"
 _KEPT = "A collective under way counts as a user who keeps the memory, so that gradients go elsewhere."
@@ -213,7 +214,13 @@ FAULTS: tuple[Fault, ...] = (
             hidden_by="Buffers wait for who has them before they free memory, which would hold up the backward.",
         ),
         # Close leaves reductions under way.
-        fault("Reducer.close: bucket.arrives_within(...)", one("remade", 3, 2, 1, 0), new="False"),
+        fault(
+            "Reducer.close: bucket.arrives_within(...)",
+            one("remade", 3, 2, 1, 0),
+            new="False",
+            and_=(_ABANDON_KEEPS,),
+            hidden_by="An optimizer that is dropped leaves a reduction under way the memory that it writes into.",
+        ),
         fault("Reducer.close: wait_for_parameters()", one("closed", 2, 1)),
     ),
     *within(
