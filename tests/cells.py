@@ -7,12 +7,26 @@ every pair of values, and the others are marked ``slow``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
 slow = pytest.mark.slow
+
+
+def slow_where(condition: Callable[[Any], bool], cells: Iterable[Any]) -> list[Any]:
+    """Every cell, for ``parametrize``; those that meet the condition are slow. A tuple is a cell of several values."""
+    return [
+        pytest.param(*(cell if isinstance(cell, tuple) else (cell,)), marks=slow if condition(cell) else ())
+        for cell in cells
+    ]
+
+
+def slow_after(first: int, cells: Iterable[Any]) -> list[Any]:
+    """Every cell; those behind the first ``first`` are slow: they differ in what no fault depends on."""
+    cells = list(cells)
+    return slow_where(lambda cell: cell not in cells[:first], cells)
 
 
 def pairs(*axes: Sequence[Any]) -> list[Any]:
@@ -24,7 +38,7 @@ def pairs_of(cells: Iterable[tuple[Any, ...]]) -> list[Any]:
     """As ``pairs``, of a table in which not every cell makes sense."""
     cells = list(cells)
     needed = covering(cells)
-    return [pytest.param(*cell, marks=() if cell in needed else slow) for cell in cells]
+    return slow_where(lambda cell: cell not in needed, cells)
 
 
 def covering(cells: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -42,13 +56,9 @@ def covering(cells: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return found
 
 
-def after(first: int, cells: Sequence[Any]) -> list[Any]:
-    """All of the cells, of which those behind the first ``first`` are slow: they differ in what no fault depends on."""
-    return [cell if i < first else pytest.param(cell, marks=slow) for i, cell in enumerate(cells)]
-
-
 def halves(kinds: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Each kind with each half of a list of cells, 0 or 1: in turns one of the two is slow. So a cell of the list meets
     every other kind, and its neighbour, which differs in one thing, the others."""
-    marked = [(kind, turn, half) for turn, kind in enumerate(kinds) for half in (0, 1)]
-    return [pytest.param(*kind, half, marks=slow if (turn + half) % 2 else ()) for kind, turn, half in marked]
+    cells = [(*kind, half) for kind in kinds for half in (0, 1)]
+    other = {(*kind, 1 - turn % 2) for turn, kind in enumerate(kinds)}
+    return slow_where(other.__contains__, cells)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zero_optim
-from cells import after, slow
+from cells import slow_after, slow_where
 from checkpoint_cases import (
     DTYPES,
     Job,
@@ -50,9 +50,7 @@ def load(rank: int, world_size: int, folder: str, job: Job, goes_on: bool = Fals
 
 
 # Of sixteen pairs of stages, eight in which each stage saves twice and loads twice.
-@pytest.mark.parametrize(
-    "seed", [pytest.param(of, marks=() if (of // 4 - of % 4) % 4 in (1, 2) else slow) for of in range(16)]
-)
+@pytest.mark.parametrize("seed", slow_where(lambda seed: (seed // 4 - seed % 4) % 4 not in (1, 2), range(16)))
 def test_drawn_jobs(tmp_path: Path, seed: int) -> None:
     draw = drawn(seed)
     ranks, ranks_then = draw.randint(1, 4), draw.randint(1, 4)
@@ -66,7 +64,7 @@ def test_drawn_jobs(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "stage"),
-    [(2, 0), (3, 1), (2, 2), (3, 3), *(pytest.param(*cell, marks=slow) for cell in [(1, 1), (1, 3), (3, 0), (3, 2)])],
+    slow_after(4, [(2, 0), (3, 1), (2, 2), (3, 3), (1, 1), (1, 3), (3, 0), (3, 2)]),
 )
 def test_at_the_same_scale_training_goes_on_bit_for_bit(tmp_path: Path, stage: int, ranks: int) -> None:
     job = Job(stage=stage, dtype=torch.bfloat16, cap=0.002)
@@ -79,7 +77,7 @@ def test_at_the_same_scale_training_goes_on_bit_for_bit(tmp_path: Path, stage: i
             assert torch.equal(end.values[name], end_then.values[name]), name
 
 
-@pytest.mark.parametrize("stage", after(1, [3, 1, 2]))
+@pytest.mark.parametrize("stage", slow_after(1, [3, 1, 2]))
 def test_on_a_grid_training_goes_on_bit_for_bit(tmp_path: Path, stage: int) -> None:
     """And what was saved there loads where all ranks share, and the other way round."""
     grid, flat = (Job(stage=stage, dtype=torch.bfloat16, cap=0.002, replicas=replicas) for replicas in (2, 0))
@@ -118,7 +116,7 @@ def load_whole(rank: int, world_size: int, folder: str, job: Job) -> list[float]
 
 @pytest.mark.parametrize(
     ("ranks", "ranks_then", "stage"),
-    [(1, 3, 3), (4, 2, 2), *(pytest.param(*cell, marks=slow) for cell in [(2, 1, 1), (2, 4, 3)])],
+    slow_after(2, [(1, 3, 3), (4, 2, 2), (2, 1, 1), (2, 4, 3)]),
 )
 def test_at_another_scale_training_goes_on(tmp_path: Path, ranks: int, ranks_then: int, stage: int) -> None:
     """With the losses of a job that was loaded there from whole states, by ``load_full_state_dict``."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import zero_optim
-from cells import after, slow
+from cells import slow_after
 from harness import run_ranks
 from memory_formats import given_net, strides
 from mutations import sealed
@@ -96,7 +96,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize(
-    "how", after(3, ["2 ranks, bf16", "3 ranks, stage 3", "contiguous", "2 ranks", "1 rank", "AdamW"])
+    "how", slow_after(3, ["2 ranks, bf16", "3 ranks, stage 3", "contiguous", "2 ranks", "1 rank", "AdamW"])
 )
 def test_any_format_loads_into_any(tmp_path: Path, how: str) -> None:
     ranks, job = SAVED[how]
@@ -182,11 +182,10 @@ def _dcp_load(rank: int, world_size: int, folder: str, job: _Job) -> Seen:
 
 @pytest.mark.parametrize(
     ("ranks", "job", "wait"),
-    [
-        (2, _Job(True, 2), True),
-        (2, _Job(True, 3), False),
-        *(pytest.param(*cell, marks=slow) for cell in [(3, _Job(True, 3), True), (2, _Job(False, 3), True)]),
-    ],
+    slow_after(
+        2,
+        [(2, _Job(True, 2), True), (2, _Job(True, 3), False), (3, _Job(True, 3), True), (2, _Job(False, 3), True)],
+    ),
 )
 def test_dcp_has_logical_tensors(tmp_path: Path, ranks: int, job: _Job, wait: bool) -> None:
     saved = run_ranks(ranks, _dcp_save, str(tmp_path), job, wait)[0]

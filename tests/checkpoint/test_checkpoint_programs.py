@@ -22,7 +22,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from cells import after
+from cells import slow_after
 from checkpoint_programs.execute import CHECKPOINTS, Checkpoints
 from checkpoint_programs.generate import program
 from checkpoint_programs.law import why_not
@@ -42,7 +42,7 @@ MIB = 1 << 20
 PROGRAMS = 5  # ``python -m checkpoint_programs`` runs more
 
 
-@pytest.mark.parametrize("at", after(1, [range(2), range(2, PROGRAMS)]), ids=str)
+@pytest.mark.parametrize("at", slow_after(1, [range(2), range(2, PROGRAMS)]), ids=str)
 @pytest.mark.parametrize(
     ("saving", "loading", "first"), [(1, 1, 1000), (2, 2, 1100), (3, 3, 1200), (2, 3, 1300), (4, 2, 1400), (1, 4, 1500)]
 )
@@ -65,7 +65,7 @@ def test_a_fault_is_found_and_its_program_made_short():
     assert run_alone(CHECKPOINTS, drawn) is None
     failure = run_alone(Faulty(), drawn)
     assert failure is not None and "[random]" in failure.message
-    short = shrink(Faulty(), failure, seconds=0.5)
+    short = shrink(Faulty(), failure, seconds=2)
     assert len(repr(short.program)) < len(repr(drawn)) and short.kind == failure.kind
     assert "from checkpoint_programs.program import *" in Faulty().script(short.program, "")
 
@@ -221,7 +221,7 @@ LIKE_OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("names", after(1, [sorted(DAMAGE.keys() - LIKE_OTHERS), LIKE_OTHERS]), ids=len)
+@pytest.mark.parametrize("names", slow_after(1, [sorted(DAMAGE.keys() - LIKE_OTHERS), LIKE_OTHERS]), ids=len)
 def test_damage_is_named_and_the_checkpoint_before_is_loaded(tmp_path, monkeypatch, names):
     monkeypatch.chdir(tmp_path)
     for wrong in run_ranks(2, _load_damaged, str(tmp_path), names):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cells import slow
+from cells import slow_after
 from harness import run_ranks
 from sharded_cases import Block, Net, Run, full_state, gathered, make, train_step
 from torch import Tensor, nn
@@ -104,22 +104,20 @@ def load(rank: int, world_size: int, folder: str, run: Run, how: str) -> Snapsho
 
 @pytest.mark.parametrize(
     ("how", "ranks", "stage", "ranks_then", "stage_then", "dtype"),
-    [
-        ("save", 3, 3, 2, 0, torch.float16),
-        ("async_save", 2, 2, 4, 3, torch.bfloat16),
-        ("get_state_dict", 1, 0, 3, 2, torch.float32),
-        ("get_state_dict", 4, 1, 1, 3, torch.bfloat16),
-        *(
-            pytest.param(*cell, marks=slow)
-            for cell in [
-                ("save", 2, 2, 2, 2, torch.bfloat16),
-                ("get_state_dict", 4, 3, 2, 3, torch.float32),
-                ("async_save", 4, 1, 1, 3, torch.bfloat16),
-                ("async_save", 3, 3, 2, 0, torch.float16),
-                ("save", 1, 0, 3, 2, torch.float32),
-            ]
-        ),
-    ],
+    slow_after(
+        4,
+        [
+            ("save", 3, 3, 2, 0, torch.float16),
+            ("async_save", 2, 2, 4, 3, torch.bfloat16),
+            ("get_state_dict", 1, 0, 3, 2, torch.float32),
+            ("get_state_dict", 4, 1, 1, 3, torch.bfloat16),
+            ("save", 2, 2, 2, 2, torch.bfloat16),
+            ("get_state_dict", 4, 3, 2, 3, torch.float32),
+            ("async_save", 4, 1, 1, 3, torch.bfloat16),
+            ("async_save", 3, 3, 2, 0, torch.float16),
+            ("save", 1, 0, 3, 2, torch.float32),
+        ],
+    ),
 )
 def test_it_is_saved_and_loaded_at_another_scale(
     tmp_path: Path, how: str, ranks: int, stage: int, ranks_then: int, stage_then: int, dtype: torch.dtype
@@ -188,7 +186,7 @@ def _kinds(state: dict[str, dict[str, Tensor]], kinds: Sequence[str]) -> dict[st
 
 @pytest.mark.parametrize(
     ("ranks", "ranks_then", "stage"),
-    [(2, 4, 3), (2, 1, 2), *(pytest.param(*cell, marks=slow) for cell in [(4, 2, 2), (2, 1, 3), (1, 2, 3), (1, 2, 2)])],
+    slow_after(2, [(2, 4, 3), (2, 1, 2), (4, 2, 2), (2, 1, 3), (1, 2, 3), (1, 2, 2)]),
 )
 def test_it_goes_over_to_fsdp2_and_to_torch_and_comes_back(
     tmp_path: Path, ranks: int, ranks_then: int, stage: int

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import warm_python
-from cells import after
+from cells import slow_after
 from kills import MODEL, SAVE_EVERY, Death, assert_same, train
 from training import environment, write_text
 from zero_optim import checkpoint
@@ -22,7 +22,7 @@ DEATHS = [
 ]
 
 
-@pytest.mark.parametrize("deaths", after(1, [DEATHS[:1], DEATHS]), ids=len)
+@pytest.mark.parametrize("deaths", slow_after(1, [DEATHS[:1], DEATHS]), ids=len)
 def test_a_run_that_loses_ranks_is_one_that_nobody_disturbed(deaths: list[Death], tmp_path: Path) -> None:
     """Each attempt gets a checkpoint further, or dies in saving it. ``kills.py`` does it fifty times."""
     text = write_text(tmp_path / "text")

@@ -106,7 +106,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) 
     assert not wrong, f"{what}: {wrong}"
 
 
-# In ``make test`` stages 2 and 3 have saved, and each mesh loads from one of them.
+# In ``make test`` each of SAVED is loaded by half of the meshes.
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import slow
+from cells import slow, slow_after, slow_where
 from harness import run_ranks
 from tensor_cases import HYPER, VOCABULARY, Block, Way, loss_of, losses, make_mesh, make_model
 from torch import Tensor
@@ -177,7 +177,7 @@ def test_every_mesh_loads_in_every_way_and_what_each_has_saved_is():
 
 
 # From the others of SAVED the same meshes load in the ways that they do not from these: each loads from one of these.
-@pytest.mark.parametrize("saved", [pytest.param(of, marks=() if of in FIRST else slow) for of in SAVED], ids=str)
+@pytest.mark.parametrize("saved", slow_where(lambda mesh: mesh not in FIRST, SAVED), ids=str)
 def test_loads_on_any_other_mesh_bit_for_bit(saved, tmp_path):
     every = [(torch.float32, 24), (torch.bfloat16, UNEVEN)]
     dtype, hidden = every[saved.stage % 2]
@@ -247,7 +247,7 @@ def _resumed(rank: int, world_size: int, mesh: Mesh, folder: str) -> list[float]
 
 @pytest.mark.parametrize(
     "mesh",
-    [Mesh(2, 2, 2), *(pytest.param(mesh, marks=slow) for mesh in (Mesh(2, 1, 2), Mesh(2, 2, 3), Mesh(3, 1, 1)))],
+    slow_after(1, [Mesh(2, 2, 2), Mesh(2, 1, 2), Mesh(2, 2, 3), Mesh(3, 1, 1)]),
     ids=str,
 )
 def test_a_vocabulary_that_no_number_of_ranks_divides_gives_the_same_loss_after_a_resume(mesh, tmp_path):

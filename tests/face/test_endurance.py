@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 from collections import Counter, deque
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero_optim
-from cells import slow
+from cells import slow_where
 from harness import await_ended_groups, new_ranks, run_ranks
 from torch import Tensor, nn
 from training_cases import TINY_CAP_MB, Planned, maybe_no_sync, raise_in_backward
@@ -166,7 +167,7 @@ def _no_threads_of_other_tests() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "world_size"),
-    [pytest.param(s, w, marks=slow if (s, w) in ((0, 1), (1, 1), (1, 2)) else ()) for s in range(4) for w in (1, 2)],
+    slow_where({(0, 1), (1, 1), (1, 2)}.__contains__, itertools.product(range(4), (1, 2))),
 )
 def test_further_steps_leave_nothing_behind(stage, world_size):
     for first, *later in run_ranks(world_size, train, stage):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cells import after
+from cells import slow_after
 from grid_cases import grid_averages
 from grid_cases import make_mesh as make_grid
 from harness import run_ranks
@@ -145,7 +145,7 @@ def _train_cells(rank: int, world_size: int, dtype: torch.dtype, turn: int, fold
     return [_train(rank, cell, dtype, groups, folder) for cell in of_dtype(CELLS, dtype, turn)]
 
 
-@pytest.mark.parametrize("turn", after(1, (0, 1)))
+@pytest.mark.parametrize("turn", slow_after(1, (0, 1)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_every_cell_equals_the_oracle_bit_for_bit(dtype, turn, tmp_path):
     results = run_ranks(RANKS, _train_cells, dtype, turn, str(tmp_path), timeout=180)

@@ -9,7 +9,7 @@ import math
 import eventful_cases
 import pytest
 import torch
-from cells import after, slow
+from cells import slow, slow_after
 from grid_cases import grid_averages, make_mesh, on_mesh
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, accumulate
@@ -110,7 +110,7 @@ def _train_cells(rank: int, world_size: int, dtype: torch.dtype, turn: int, fold
     return [_train(rank, cell, dtype, mesh, folder) for cell in of_dtype(CELLS, dtype, turn)]
 
 
-@pytest.mark.parametrize("turn", after(1, (0, 1)))
+@pytest.mark.parametrize("turn", slow_after(1, (0, 1)))
 @pytest.mark.parametrize(
     ("ranks", "dtype"), [(4, torch.float32), (4, torch.bfloat16), (6, torch.float16)], ids=["fp32", "bf16", "fp16"]
 )
@@ -181,7 +181,7 @@ def _norms(rank: int, world_size: int, stage: int) -> list[tuple[float, float, f
     return found
 
 
-@pytest.mark.parametrize("stage", after(1, (3, 1, 2)))  # norms on topologies have stages 1 and 2
+@pytest.mark.parametrize("stage", slow_after(1, (3, 1, 2)))  # norms on topologies have stages 1 and 2
 def test_norms_count_each_gradient_once(stage):
     for found in run_ranks(4, _norms, stage):
         for on_grid, flat, whole in found:
@@ -239,7 +239,7 @@ def _sent(rank: int, world_size: int, stage: int) -> tuple[dict[str, int], dict[
     return sent, planned.traffic, held, {kind: planned.memory[kind] for kind in kinds}
 
 
-@pytest.mark.parametrize("stage", after(2, (1, 3, 2)))
+@pytest.mark.parametrize("stage", slow_after(2, (1, 3, 2)))
 def test_traffic_over_either_link_and_memory_are_as_planned(stage):
     for sent, planned, held, memory in run_ranks(6, _sent, stage):
         assert sent == planned

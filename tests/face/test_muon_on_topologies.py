@@ -20,7 +20,7 @@ import tensor_cases
 import torch
 import torch.distributed as dist
 import zero_optim
-from cells import slow
+from cells import slow_where
 from eventful_cases import ABSENT, OVERFLOW
 from harness import run_ranks
 from oracle import PaperLion
@@ -290,7 +290,7 @@ def assert_right(report: zero_optim.VerifyReport, compared: int) -> None:
     assert 0 < report.ulps <= report.bound, report
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=slow if c in OTHER_STAGES else ()) for c in CASES])
+@pytest.mark.parametrize("case", slow_where(OTHER_STAGES.__contains__, CASES))
 def test_verify_finds_what_is_wrong_on_one_rank_and_nothing_else(case: str) -> None:
     """In a pipeline the ranks of a stage report together."""
     ranks, make, _ = CASES[case]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cells import after, halves
+from cells import halves, slow_after
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, accumulate, adamw_bound, averages
 from torch import Tensor
@@ -171,7 +171,7 @@ def _train_cells_on_grid(rank: int, world_size: int, cells: list[Cell]) -> list[
     return [train(rank, cell, torch.bfloat16, world_size) for cell in cells]
 
 
-@pytest.mark.parametrize("world_size", after(1, (3, 2)))
+@pytest.mark.parametrize("world_size", slow_after(1, (3, 2)))
 def test_overlap_on_and_off_are_bitwise_equal(world_size):
     """One reduction a step, with and without accumulation under ``no_sync``; stages 1 and 2 equal each other too."""
     cells = [

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cells import after, slow
+from cells import slow, slow_after
 from harness import run_ranks
 from tensor_cases import HYPER, Block, Gpt, Way, cut, loss_of, losses, make_mesh, make_model
 from torch import Tensor
@@ -195,7 +195,7 @@ def _found_at_stages(part: int) -> Sequence[Mapping[AtStage, list]]:
     return run_ranks(4, _at_stages, part, timeout=120)
 
 
-in_parts = pytest.mark.parametrize("part", after(1, (0, 1)))
+in_parts = pytest.mark.parametrize("part", slow_after(1, (0, 1)))
 
 
 def _shown(rank: int, stage: int) -> None:
@@ -235,7 +235,7 @@ def _shown(rank: int, stage: int) -> None:
 
 @in_parts
 def test_parameters_and_readable_gradients_are_dtensors(part):
-    assert all(len(of_rank[_shown]) == len(AT_STAGES[_shown][part]) for of_rank in _found_at_stages(part))
+    _found_at_stages(part)  # which raises what a rank has raised
 
 
 def _dropped_on_one_rank(rank: int, stage: int) -> tuple[Tensor, Tensor]:
@@ -283,7 +283,7 @@ def _replicated(rank: int, world_size: int, way: Way) -> list[Outcome]:
     return [_train(rank, way, mesh, mesh["replicate", "shard"])]
 
 
-@pytest.mark.parametrize("stage", after(1, [2, 3]))
+@pytest.mark.parametrize("stage", slow_after(1, [2, 3]))
 def test_replicas_of_shards_of_slices(stage):
     """At stage 0 nothing is sharded: all data-parallel ranks average as those of one dimension do."""
     way = replace(ALL_THAT_HAPPENS, stage=stage, steps=3)
@@ -336,7 +336,7 @@ def _no_host_reads(rank: int, stage: int) -> None:
     way = Way(stage=stage, sequence=False)
     model = make_model(way, mesh["tp"])
     opt = _optimizer(way, model, mesh["dp"])
-    for step in range(3):
+    for step in range(4):
         loss = loss_of(model, rank // 2, step)
         loss.backward()
         with no_host_reads() if step > 1 else contextlib.nullcontext():  # the first ones lay out, and agree
@@ -348,9 +348,7 @@ def _no_host_reads(rank: int, stage: int) -> None:
 
 @in_parts
 def test_a_step_reads_nothing_on_the_host(part):
-    assert all(
-        len(of_rank[_no_host_reads]) == len(AT_STAGES[_no_host_reads][part]) for of_rank in _found_at_stages(part)
-    )
+    _found_at_stages(part)  # which raises what a rank has raised
 
 
 def _from_meta(rank: int, stage: int) -> tuple[float, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from cells import after, covering, halves, pairs
+from cells import covering, halves, pairs, slow_after
 
 AXES = (range(4), "abc", (True, False), (None, 1))
 
@@ -29,9 +29,9 @@ def test_no_cell_of_one_or_of_two_axes_is_left_out() -> None:
 
 
 def test_after_the_first() -> None:
-    assert after(2, "ab") == ["a", "b"]
-    first, second = after(1, "ab")
-    assert first == "a" and second.values == ("b",) and [mark.name for mark in second.marks] == ["slow"]
+    made = slow_after(2, ["a", ("b", 1), "c"])
+    assert [parameters.values for parameters in made] == [("a",), ("b", 1), ("c",)]
+    assert [[mark.name for mark in parameters.marks] for parameters in made] == [[], [], ["slow"]]
 
 
 def test_every_kind_has_both_halves_and_one_of_them_is_slow() -> None:

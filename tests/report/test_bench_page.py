@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cells import slow
+from cells import slow_where
 from run_cases import Page
 from zero_optim.bench.record import read
 from zero_optim.bench.rows import sheets_of
@@ -66,9 +66,7 @@ def test_there_is_a_result_of_every_kind() -> None:
     assert {row["op"] for path in FILES for row in read(path)["rows"]} >= OPS
 
 
-@pytest.mark.parametrize(
-    "path", [path if path in NEWEST else pytest.param(path, marks=slow) for path in FILES], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", slow_where(lambda path: path not in NEWEST, FILES), ids=lambda path: path.stem)
 def test_every_result_here_is_drawn(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page, record = page_of(path, tmp_path / "a.html"), read(path)

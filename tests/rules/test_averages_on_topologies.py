@@ -15,7 +15,7 @@ import pytest
 import tensor_cases
 import torch
 import zero_optim
-from cells import slow
+from cells import slow_where
 from eventful_cases import ABSENT, OVERFLOW
 from harness import run_ranks
 from oracle import rounded_by_noise
@@ -196,6 +196,6 @@ def follow_case(rank: int, world_size: int, name: str) -> None:
 SLOW = ("hybrid at stage 2", "tensor parallel")  # stage 2 has others, and so have DTensors
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=slow if name in SLOW else ()) for name in CASES])
+@pytest.mark.parametrize("name", slow_where(SLOW.__contains__, CASES))
 def test_averages_are_those_of_whole_masters(name: str) -> None:
     run_ranks(4, follow_case, name)

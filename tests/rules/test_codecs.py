@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import after, slow
+from cells import slow_after
 from harness import run_ranks
 from torch import Tensor, nn
 from zero_optim.rules import AdamW, Bf16, Codec, Int8, Per, Root8, Split, Split8, StateTensor, UpdateRule
@@ -306,21 +306,19 @@ def _life(
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "dtype", "store", "codecs"),
-    [
-        (1, 2, torch.float32, None, CODECS),
-        (2, 0, torch.bfloat16, "paged", SPLIT),
-        (2, 1, torch.bfloat16, "cpu", CODECS),
-        (2, 2, torch.bfloat16, None, HALF),
-        (3, 1, torch.bfloat16, "nvme", SPLIT8),
-        *(
-            pytest.param(*cell, marks=slow)
-            for cell in [
-                (1, 2, torch.bfloat16, None, SPLIT),
-                (1, 2, torch.bfloat16, None, SPLIT8),
-                (2, 2, torch.bfloat16, "cpu", SPLIT8),
-            ]
-        ),
-    ],
+    slow_after(
+        5,
+        [
+            (1, 2, torch.float32, None, CODECS),
+            (2, 0, torch.bfloat16, "paged", SPLIT),
+            (2, 1, torch.bfloat16, "cpu", CODECS),
+            (2, 2, torch.bfloat16, None, HALF),
+            (3, 1, torch.bfloat16, "nvme", SPLIT8),
+            (1, 2, torch.bfloat16, None, SPLIT),
+            (1, 2, torch.bfloat16, None, SPLIT8),
+            (2, 2, torch.bfloat16, "cpu", SPLIT8),
+        ],
+    ),
 )
 def test_state_that_is_stored_by_a_codec_is_kept_shown_saved_and_counted(
     world_size: int, stage: int, dtype: torch.dtype, store: str | None, codecs: dict[str, Codec], tmp_path: Path
@@ -450,7 +448,9 @@ def _sliced(rank: int, world_size: int, tensor: int, folder: str, save: bool, co
     return full
 
 
-@pytest.mark.parametrize("meshes", after(1, [((2, 2, SPLIT), (1, 1, {})), ((2, 1, SPLIT), (4, 4, {}))]), ids=[2, 4])
+@pytest.mark.parametrize(
+    "meshes", slow_after(1, [[(2, 2, SPLIT), (1, 1, {})], [(2, 1, SPLIT), (4, 4, {})]]), ids=[2, 4]
+)
 def test_rows_of_slices_load_on_any_other_mesh(meshes: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     saved = run_ranks(4, _sliced, 2, folder, True, SPLIT, timeout=120)

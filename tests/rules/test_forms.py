@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import slow
+from cells import slow, slow_where
 from harness import run_ranks
 from torch import Tensor, nn
 from zero_optim.rules import Codec, Int8, Root8, Split, Split8, StateTensor
@@ -86,7 +86,7 @@ def _masters(rank: int, world_size: int, way: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=slow if way in SLOW else ()) for way in WAYS])
+@pytest.mark.parametrize("way", slow_where(SLOW.__contains__, WAYS))
 def test_a_split_master_trains_as_an_fp32_master(way: str) -> None:
     """Some masters are others after an update: so the losses are compared as numbers."""
     for found in run_ranks(2, _masters, way):

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import zero_optim
-from cells import slow
+from cells import slow_after
 from harness import run_ranks
 from muon_cases import AS_TORCH, OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
 from oracle import rounded_by_noise
@@ -97,9 +97,7 @@ def test_another_momentum() -> None:
             torch.testing.assert_close(master, exact, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "stage"), [(2, 0), (3, 2), *(pytest.param(*cell, marks=slow) for cell in [(2, 1), (3, 1), (2, 2)])]
-)
+@pytest.mark.parametrize(("world_size", "stage"), slow_after(2, [(2, 0), (3, 2), (2, 1), (3, 1), (2, 2)]))
 def test_ranks_make_no_difference(world_size: int, stage: int) -> None:
     """To the bit: each matrix is made orthogonal by the same operations, on whatever rank it lies."""
     for dtype, options in product((torch.float32, torch.bfloat16), ({}, AS_TORCH)):

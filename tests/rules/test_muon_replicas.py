@@ -12,7 +12,7 @@ import grid_cases
 import pytest
 import torch
 import zero_optim
-from cells import after, slow
+from cells import slow_after
 from harness import run_ranks
 from torch import Tensor, nn
 from training_cases import error_of
@@ -111,12 +111,7 @@ def _check_alike(found: list[Alike], replicas: int) -> None:
     assert sum(made for _, made, _ in found) * replicas == sum(made for *_, made in found)
 
 
-CELLS = [
-    (3, 0, 1),
-    (4, 1, 2),
-    (4, 3, 2),
-    *(pytest.param(*cell, marks=slow) for cell in [(2, 0, 1), (4, 2, 2), (6, 2, 2)]),
-]
+CELLS = slow_after(3, [(3, 0, 1), (4, 1, 2), (4, 3, 2), (2, 0, 1), (4, 2, 2), (6, 2, 2)])
 every_cell = pytest.mark.parametrize(("ranks", "stage", "shards"), CELLS, ids=lambda value: str(value))
 
 
@@ -133,7 +128,7 @@ STORED = {
 }
 
 
-@pytest.mark.parametrize("name", after(2, ["pages", "averages, measured", "state on the host"]))
+@pytest.mark.parametrize("name", slow_after(2, ["pages", "averages, measured", "state on the host"]))
 def test_wherever_state_is(name: str) -> None:
     stage, options = STORED[name]
     _check_alike(run_ranks(4, _alike, stage, 2, torch.bfloat16, options), 2)

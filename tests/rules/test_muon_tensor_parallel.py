@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero_optim
-from cells import slow
+from cells import slow, slow_where
 from harness import run_ranks
 from muon_cases import assert_rounding_alone
 from torch import Tensor, nn
@@ -323,7 +323,7 @@ def _train_in_batches(rank: int, world_size: int, cell: Cell) -> list[Found]:
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, marks=slow if cell.stage == 0 else ()) for cell in OFF_THE_DEVICE],
+    slow_where(lambda cell: cell.stage == 0, OFF_THE_DEVICE),
     ids=lambda of: of.stage,
 )
 def test_state_off_the_device_and_several_batches(cell: Cell) -> None:

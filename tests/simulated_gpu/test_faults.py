@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from cells import after
+from cells import slow_after
 
 from simulated_gpu.fault_check import verdict
 from simulated_gpu.faults import FAULTS, PACKAGE, Edit, Fault
@@ -39,7 +39,7 @@ def test_a_wait_that_is_gone_is_told_of():
         gone.applied_to((PACKAGE / gone.file).read_text())
 
 
-@pytest.mark.parametrize("name", after(2, FEW))
+@pytest.mark.parametrize("name", slow_after(2, FEW))
 def test_it_is_caught(device: None, name: str):
     (fault,) = (fault for fault in FAULTS if fault.name == name)
     found = verdict(fault)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import after, slow
+from cells import slow, slow_after
 from grid_cases import make_mesh, on_mesh
 from harness import RankFailure, run_ranks
 from sharded_cases import Net, Run, full_state, gathered, loss_of, make, tokens
@@ -90,7 +90,7 @@ def test_the_bits_of_gloo_without_a_race(device: None, name: str, simulated: str
         assert_bitwise(values, _by_gloo(name), f"rank {rank}")
 
 
-@pytest.mark.parametrize("fault", after(1, FAULTS))
+@pytest.mark.parametrize("fault", slow_after(1, FAULTS))
 def test_a_wait_that_is_left_out_is_seen(device: None, fault: str) -> None:
     with pytest.raises(RankFailure, match="RaceFound"):
         run_ranks(4, _train, "stage 2, in tiny buckets", fault, simulated="streams:never")

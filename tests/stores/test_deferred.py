@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from cells import slow
+from cells import slow, slow_where
 from harness import run_ranks
 
 from stores.deferred import Waits, deferring, waits_of_the_stores
@@ -122,9 +122,7 @@ def _without(rank: int, world_size: int, wait: str, numbers: Sequence[int]) -> s
 
 
 # One that may be left out tells of UNSEEN, and not of the stores.
-@pytest.mark.parametrize(
-    "wait", [pytest.param(wait, marks=slow if wait in UNSEEN else ()) for wait in waits_of_the_stores()]
-)
+@pytest.mark.parametrize("wait", slow_where(UNSEEN.__contains__, waits_of_the_stores()))
 def test_a_wait_that_is_left_out_shows(wait: str) -> None:
     shown = run_ranks(2, _without, wait, GUESSING) if "speculation" in wait else run_ranks(1, _without, wait, FEW)
     assert any(shown) == (wait not in UNSEEN), shown

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import after
+from cells import slow_after
 from checkpoint_files import read_tensors
 from training import (
     ENDLESS,
@@ -59,7 +59,7 @@ def test_a_run_goes_on_with_fewer_and_with_more_ranks(
     assert losses == pytest.approx([record["loss"] for record in whole[3:]], rel=2e-3)
 
 
-@pytest.mark.parametrize("stage", after(1, [0, 1]))
+@pytest.mark.parametrize("stage", slow_after(1, [0, 1]))
 def test_every_stage_gives_the_same_losses(two_ranks: object, tmp_path: Path, stage: int) -> None:
     flags = ["--stage", str(stage), "--steps", "6", "--data", str(two_ranks.text), "--out", "run"]
     output = run_ranks(2, [*TINY, *flags], tmp_path)

@@ -16,7 +16,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from cells import after
+from cells import slow_after
 from checkpoint_files import weights_in
 from training import TINY, Command, read_log, table_row, without_speed
 from zero_optim.cli import main
@@ -115,7 +115,9 @@ def assert_stage_3_is_stage_2(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    after(2, [[], ["--dtype", "fp16", "--accumulate", "3", "--layers", "2"], ["--dtype", "fp32", "--layers", "1"]]),
+    slow_after(
+        2, [[], ["--dtype", "fp16", "--accumulate", "3", "--layers", "2"], ["--dtype", "fp32", "--layers", "1"]]
+    ),
     ids=["bf16", "fp16-accumulate", "fp32"],
 )
 def test_stage_3_is_stage_2(text: Path, tmp_path: Path, flags: list[str]) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zero_optim
-from cells import slow
+from cells import slow_after, slow_where
 from harness import run_ranks
 from sharded_cases import Block, gathered
 from torch import Tensor, nn
@@ -984,7 +984,7 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=slow) if name in SLOW else name for name in PROGRAMS])
+@pytest.mark.parametrize("name", slow_where(SLOW.__contains__, PROGRAMS))
 def test_stage_3_is_stage_2(name: str):
     ranks = 3 if "rank" in name else 2
     assert run_ranks(ranks, parity, name) == [""] * ranks
@@ -1188,10 +1188,9 @@ def _compiled_parity(rank: int, world_size: int, in_place: bool, before: bool, b
 
 @pytest.mark.parametrize(
     ("in_place", "before", "backend"),
-    [
-        *((True, True, "aot_eager"), (False, False, "aot_eager")),
-        *(pytest.param(*cell, "eager", marks=slow) for cell in ((False, True), (True, False))),
-    ],
+    slow_after(
+        2, [(True, True, "aot_eager"), (False, False, "aot_eager"), (False, True, "eager"), (True, False, "eager")]
+    ),
 )
 def test_compiled_units(in_place: bool, before: bool, backend: str):
     assert run_ranks(2, _compiled_parity, in_place, before, backend) == [""] * 2
