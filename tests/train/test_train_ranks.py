@@ -50,13 +50,13 @@ def test_a_resumed_run_repeats_the_whole_one(two_ranks: object, tmp_path: Path) 
 def test_a_run_goes_on_with_fewer_and_with_more_ranks(
     two_ranks: object, tmp_path: Path, ranks: int, batch: int
 ) -> None:
-    """As many windows a step, so the same losses but for the order of sums, which bf16 rounds."""
+    """As many windows a step, so the same losses but for the order of sums, which bf16 rounds: to 3e-5, measured."""
     whole = read_log(two_ranks.folder)
     checkpoint = two_ranks.folder / "checkpoint" / "step-3"
     output = run_ranks(ranks, ["--resume", str(checkpoint), "--batch", str(batch), "--out", "run"], tmp_path)
     assert f"random states were saved by 2 ranks, and are not loaded by {ranks}\n" in output
     losses = [record["loss"] for record in read_log(tmp_path / "run")]
-    assert losses == pytest.approx([record["loss"] for record in whole[3:]], rel=2e-3)
+    assert losses == pytest.approx([record["loss"] for record in whole[3:]], rel=2e-4)
 
 
 @pytest.mark.parametrize("stage", slow_after(1, [0, 1]))
