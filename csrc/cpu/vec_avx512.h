@@ -114,6 +114,36 @@ inline Vec is_zero(Vec a) {
   return Vec(_mm512_maskz_mov_ps(zero, _mm512_set1_ps(1.0f)));
 }
 
+}  // namespace
+
+// A divisor that has its reciprocal, in two parts. The product with them is next to the quotient, on one side or the
+// other. So its remainder is exact, and what the remainder makes of it is rounded as the quotient is (Markstein,
+// "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). The divider takes ten cycles of a
+// Xeon for 16 lanes, and this takes three.
+template <>
+struct Divisor<Vec> {
+  Vec by, reciprocal, rest;
+  bool usual;  // then no product and no remainder of a root leaves the normal numbers
+
+  explicit Divisor(float divisor)
+      : by(divisor),
+        reciprocal(Vec(1.0f) / by),
+        rest(Vec(_mm512_fnmadd_ps(reciprocal.x, by.x, Vec(1.0f).x)) / by),
+        usual(divisor > 0x1p-27f && divisor < 0x1p27f) {}
+};
+
+namespace {
+
+// `a`: a root of what a float can be.
+inline Vec operator/(Vec a, const Divisor<Vec>& divisor) {
+  if (!divisor.usual) [[unlikely]]
+    return a / divisor.by;
+  __mmask16 finite = _mm512_cmp_ps_mask(a.x, _mm512_set1_ps(__builtin_inff()), _CMP_LT_OQ);
+  __m512 q = _mm512_fmadd_ps(a.x, divisor.reciprocal.x, _mm512_maskz_mul_ps(finite, a.x, divisor.rest.x));
+  __m512 remainder = _mm512_maskz_fnmadd_ps(finite, q, divisor.by.x, a.x);
+  return Vec(_mm512_fmadd_ps(remainder, divisor.reciprocal.x, q));
+}
+
 // Two vectors, of elements one after the other.
 struct Pair {
   Vec a, b;

@@ -12,7 +12,8 @@ struct AdamW {
   template <class V>
   struct Own {
     V step_size, decay, weight_decay, eps;
-    V beta1, one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt;
+    V beta1, one_minus_beta1, beta2, one_minus_beta2;
+    Divisor<V> bias_correction2_sqrt;
     bool l2;  // weight_decay is 0 where the decay is decoupled
 
     ZK_HOST_DEVICE explicit Own(const float* column)

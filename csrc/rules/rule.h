@@ -56,6 +56,19 @@ ZK_HOST_DEVICE static inline float sign(float x) { return x > 0.0f ? 1.0f : x < 
 // 1 where x is 0, of either sign, else 0.
 ZK_HOST_DEVICE static inline float is_zero(float x) { return x == 0.0f ? 1.0f : 0.0f; }
 
+// What many lanes are divided by. The quotients are rounded to nearest, as those of `/` are: vectors may find them in
+// another way than by dividing.
+template <class V>
+struct Divisor {
+  V by;
+
+  ZK_HOST_DEVICE explicit Divisor(float by) : by(by) {}
+};
+template <class V>
+ZK_HOST_DEVICE inline V operator/(V a, const Divisor<V>& divisor) {
+  return a / divisor.by;
+}
+
 // A row of the hyper table, spread over the lanes of V.
 template <class Rule, class V>
 struct Coefficients {

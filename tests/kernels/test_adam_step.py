@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import shutil
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,6 +93,14 @@ def test_reference_is_the_written_formula() -> None:
         assert same_bits(torch.from_numpy(want), got)
     live = torch.isin(case.row_slot, torch.tensor([0, 1, 2])).repeat_interleave(ROW)[:numel]
     assert same_bits(torch.where(live, master.bfloat16(), case.param), param)
+
+
+@pytest.mark.skipif("avx512" not in ISAS or shutil.which("g++") is None, reason="AVX-512, compiled by g++")
+def test_quotients_by_a_divisor_have_the_bits_of_a_division(tmp_path: Path) -> None:
+    flags = ["-std=c++20", "-O3", "-w", "-ffp-contract=off", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+    subprocess.run(["g++", *flags, str(Path(__file__).with_name("divisors.cpp")), "-o", tmp_path / "run"], check=True)
+    done = subprocess.run([tmp_path / "run"], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"] * 3, "how many are wrong: all fractions, any exponents, unusual divisors"
 
 
 @pytest.mark.parametrize("name", ["reference", *ISAS])
