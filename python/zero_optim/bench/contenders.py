@@ -31,13 +31,15 @@ from .timing import Job
 MAX_NORM = 1.0
 NEVER = 1e6  # a norm that no gradient has: the norm is computed, and nothing is clipped
 TRAINING = {**HYPER, "lr": 1e-4}
-STAGE3, STAGE3_KEEP, STAGE3_SPLIT, STAGE3_SMALL = "stage3", "stage3_keep", "stage3_split", "stage3_small"
+STAGE3, STAGE3_SPLIT, STAGE3_SMALL = "stage3", "stage3_split", "stage3_small"
+STAGE3_KEEP, STAGE3_KEEP_SPLIT = "stage3_keep", "stage3_keep_split"
 OURS = ("stage0", "stage1", "stage2", STAGE3, STAGE3_KEEP)
 SMALL: Mapping[str, Any] = {"master": "split", "state_dtype": "int8"}
 SMALLEST: Mapping[str, Any] = {"master": "split8", "state_dtype": "int8"}
 STAGE2_SMALL, STAGE2_SMALLEST, STAGE3_SMALLEST = "stage2_small", "stage2_smallest", "stage3_smallest"
 FORMS: Mapping[str, Mapping[str, Any]] = {
     STAGE3_SPLIT: {"master": "split"},
+    STAGE3_KEEP_SPLIT: {"master": "split"},
     STAGE2_SMALL: SMALL,
     STAGE3_SMALL: SMALL,
     STAGE2_SMALLEST: SMALLEST,
@@ -46,7 +48,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 """Options of our contenders with smaller state, which only bf16 parameters can have."""
 STAGE_OF = {
     **{f"stage{n}": n for n in range(4)},
-    **dict.fromkeys((STAGE3_KEEP, STAGE3_SPLIT, STAGE3_SMALL, STAGE3_SMALLEST), 3),
+    **dict.fromkeys((STAGE3_KEEP, STAGE3_SPLIT, STAGE3_KEEP_SPLIT, STAGE3_SMALL, STAGE3_SMALLEST), 3),
     **dict.fromkeys((STAGE2_SMALL, STAGE2_SMALLEST), 2),
 }
 """Stage of each of our contenders that updates by AdamW alone."""
@@ -351,7 +353,7 @@ def deepspeed(task: Task, stage: int, *, offload: bool = False) -> Contender:
 
 MAKERS: Mapping[str, Callable[[Task], Contender]] = {
     **{
-        name: functools.partial(ours, stage=stage, reshard=name != STAGE3_KEEP, form=FORMS.get(name))
+        name: functools.partial(ours, stage=stage, reshard=name in GATHERING_TWICE, form=FORMS.get(name))
         for name, stage in STAGE_OF.items()
     },
     MUON: functools.partial(muon, stage=2),

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..drop_ins import ShardedAdamW
 from ..shard_module import shard_module
-from .contenders import FORMS, STAGE_OF
+from .contenders import FORMS, STAGE3_KEEP_SPLIT, STAGE_OF
 from .contest import Say
 from .fused_adams import HYPER
 from .live_memory import LiveMemory, watch
@@ -57,9 +57,9 @@ class Way:
 
 def ways(dtype: torch.dtype) -> list[Way]:
     """List every stage, and for bf16, where a master can be split, the ways with smaller state."""
-    small = FORMS if dtype == torch.bfloat16 else {}
+    small = [name for name in FORMS if name != STAGE3_KEEP_SPLIT] if dtype == torch.bfloat16 else []
     plain = [Way(f"stage{stage}", stage, {}) for stage in STAGES]
-    return plain + [Way(name, STAGE_OF[name], options) for name, options in small.items()]
+    return plain + [Way(name, STAGE_OF[name], FORMS[name]) for name in small]
 
 
 class Walk:
