@@ -116,14 +116,14 @@ inline Vec is_zero(Vec a) {
 
 }  // namespace
 
-// A divisor that has its reciprocal, in two parts. The product with them is next to the quotient, on one side or the
-// other. So its remainder is exact, and what the remainder makes of it is rounded as the quotient is (Markstein,
-// "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). The divider takes ten cycles of a
-// Xeon for 16 lanes, and this takes three.
+// A divisor that keeps its reciprocal: rounded, and the rest. A number times both of them is one of the two floats
+// around the quotient. Then what remains is exact, and adding its share gives the quotient, rounded to nearest
+// (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). It is for updates
+// whose state is in the caches: there the divider of a Xeon, ten cycles for 16 lanes, was AdamW's limit.
 template <>
 struct Divisor<Vec> {
   Vec by, reciprocal, rest;
-  bool usual;  // then no product and no remainder of a root leaves the normal numbers
+  bool usual;  // so that quotients of roots, and what remains, are normal numbers
 
   explicit Divisor(float divisor)
       : by(divisor),
@@ -134,7 +134,7 @@ struct Divisor<Vec> {
 
 namespace {
 
-// `a`: a root of what a float can be.
+// `a`: the root of a float that is not -0.
 inline Vec operator/(Vec a, const Divisor<Vec>& divisor) {
   if (!divisor.usual) [[unlikely]]
     return a / divisor.by;

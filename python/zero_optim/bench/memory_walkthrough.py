@@ -56,7 +56,8 @@ class Way:
 
 
 def ways(dtype: torch.dtype) -> list[Way]:
-    """List every stage, and for bf16, where a master can be split, the ways with smaller state."""
+    """List every stage, and for bf16, where a master can be split, the ways with smaller state. Units are freed after
+    forward in all of them, so the contender that keeps them is left out."""
     small = [name for name in FORMS if name != STAGE3_KEEP_SPLIT] if dtype == torch.bfloat16 else []
     plain = [Way(f"stage{stage}", stage, {}) for stage in STAGES]
     return plain + [Way(name, STAGE_OF[name], FORMS[name]) for name in small]
