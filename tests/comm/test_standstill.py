@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -20,8 +21,10 @@ import torch.distributed as dist
 import zero_optim
 from harness import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from training_cases import Planned, raise_in_backward
 from zero_optim.comm import standstill
+from zero_optim.comm.collectives import Pending
 from zero_optim.comm.standstill import Wait
 
 IN_VAIN = 5  # seconds of a group's time-out: the ranks are told after one, and their group cannot end before
@@ -162,6 +165,29 @@ def test_ranks_out_of_step_are_told_and_live_on(stage, part):
             assert "rank 0 in all_gather of unit '0' of a sharded model, rank 1 in all_gather of unit '3'" in text
 
 
+def _one_backward_more_in_a_grid(rank: int, world_size: int) -> str:
+    """Rank 1 reduces twice within its row, where its own replica, rank 3, and the others reduce once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = nn.Linear(8, 8)
+    opt = zero_optim.ShardedAdamW(model.parameters(), mesh=mesh)
+    model(torch.ones(2, 8)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(zero_optim.RankMismatchError) as caught:
+        patch.setattr(standstill, "SECONDS", 0.1)
+        for _ in range(1 + (rank == 1)):
+            model(torch.ones(2, 8)).sum().backward()
+        opt.step()
+    return str(caught.value)
+
+
+def test_ranks_of_a_grid_are_told_how_many_backwards_each_has_reduced():
+    told = run_ranks(4, _one_backward_more_in_a_grid, collective_timeout=IN_VAIN)
+    assert len({*told}) == 1
+    counts = "rank 0 has reduced 2, rank 1 has reduced 3, rank 2 has reduced 2, rank 3 has reduced 2"
+    assert f"have reduced different numbers of backwards: {counts}" in told[0]
+
+
 def _gone_on(rank: int, world_size: int, stage: int) -> tuple[list[str], int, float]:
     """Rank 0's backward raises, and it zeroes; rank 1 steps. Both go on as if nothing had happened, then anew."""
     model, opt = _made(stage)
@@ -237,11 +263,62 @@ def test_a_rank_that_is_alone_in_a_call_is_told_of_it():
     assert "every rank has to call full_state_dict" in end
 
 
-def test_ranks_that_wait_one_after_the_other_are_no_standstill():
-    """Over a slow connection the first of two gathers may have arrived on one rank alone."""
-    first, second = Wait("own", 1, "all_gather of unit 'a'", 7), Wait("own", 1, "all_gather of unit 'b'", 8)
-    assert not standstill._differ([first, first]) and not standstill._differ([first, second])
-    assert standstill._differ([first, replace(second, number=7)])
+ALIKE = [(5, "all_gather of 64"), (6, "all_gather of 80"), (7, "all_gather of 64")]
+
+
+@pytest.mark.parametrize(
+    ("number", "of_others", "on_its_way"),
+    [
+        (7, {"model": ALIKE}, True),
+        (6, {"model": ALIKE[:2]}, True),  # they will issue the seventh later
+        (7, {"model": ALIKE[:2]}, False),  # not issued yet
+        (7, {"model": [*ALIKE[:2], (7, "all_gather of 80")]}, False),
+        (7, {"model": [ALIKE[0], (6, "all_gather of 64"), ALIKE[2]]}, False),  # they parted before
+        (6, {"model": [*ALIKE[:2], (7, "all_gather of 80")]}, True),  # they part later
+        (7, {"model": [(9, "all_gather of 64")]}, True),  # issued so long ago that it is not kept
+        (7, {"model": [ALIKE[0], ALIKE[2]]}, True),  # the sixth is the second half of a chain
+        (6, {"model": [ALIKE[0], ALIKE[2]]}, False),
+        (7, {"another model": ALIKE}, False),
+        (7, {"model": []}, False),
+    ],
+)
+def test_what_all_ranks_have_issued_is_on_its_way(number, of_others, on_its_way):
+    wait = Wait("model, by nodes", 1, "all_gather of unit 'a'", number)
+    assert standstill._is_on_its_way(wait, [{"model": ALIKE}, of_others]) is on_its_way
+    assert not standstill._is_on_its_way(replace(wait, agreeing=True), [{"model": ALIKE}, of_others])
+
+
+def _slow_reductions(rank: int, world_size: int) -> float:
+    """Two optimizers reduce in one backward, over a connection on which each rank has to wait for another one's."""
+    torch.manual_seed(0)
+    models = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    optimizers = [zero_optim.ShardedAdamW(model.parameters(), lr=0.1) for model in models]
+    slow, refused = optimizers[rank].engine.sharding.everyone.owner, 0
+    arrives_within = Pending.arrives_within
+
+    def arrives_late(pending: Pending, seconds: float) -> bool:
+        nonlocal refused
+        arrived = arrives_within(pending, seconds)
+        if pending._comm is None or pending._comm.owner != slow or refused == 5 * standstill.LOOKS:
+            return arrived
+        if seconds > 0:
+            refused += 1
+            threading.Event().wait(seconds)
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standstill, "SECONDS", 0.05)
+        patch.setattr(Pending, "arrives_within", arrives_late)
+        sum(model(torch.ones(1, 8)).sum() for model in models).backward()
+        for opt in optimizers:
+            opt.step()
+    assert refused == 5 * standstill.LOOKS
+    return float(sum(model.weight.detach().sum() for model in models))
+
+
+def test_ranks_that_wait_for_slow_collectives_of_two_optimizers_are_no_standstill():
+    first, second = run_ranks(2, _slow_reductions, collective_timeout=IN_VAIN)
+    assert first == second
 
 
 def _groups() -> tuple[dict[int, Any], dict[int, Any]]:

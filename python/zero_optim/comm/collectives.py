@@ -24,13 +24,16 @@ from .. import user_thread
 from ..errors import ClosedError, CollectiveError, RankMismatchError
 from . import groups, standstill, transport
 from .gloo import GLOO
-from .standstill import Standstill, Verdict, Wait, standstill_of
+from .standstill import Issuances, Standstill, Verdict, Wait, standstill_of
 from .streams import on_device
 from .together import raising_together, values_of_one_call
 from .transport import STREAMS, Issued, Reduction, Transport, Work
 
 CHANNELS = 8
 """The most process groups of one comm under gloo: its own one, and its channels (see ``take_channels``)."""
+
+ISSUED_LATELY = 1024
+"""Collectives of a comm that are remembered by kind and size: see ``standstill``."""
 
 SHARDED_MODEL = "a sharded model"
 """The label of a sharded model's comm."""
@@ -152,8 +155,8 @@ class Pending:
             comm.check_not_parted()
         while not self.arrives_within(standstill.SECONDS):
             what = f"{self._kind} of {comm.label if self.of is None else f'{self.of} of {comm.label}'}"
-            wait = Wait(comm.owner, comm.rounds, what, self._number, self._given, self._call)
-            if (verdict := watcher.look(wait, comm.ranks)) is not None:
+            wait = Wait(comm.owner, comm.whole.rounds, what, self._number, self._given, self._call)
+            if (verdict := watcher.look(wait, comm.ranks, comm.issued_beside())) is not None:
                 raise comm.parted(verdict, came=self._given)
         self._work.wait()  # raises where it has failed: ``wait`` then looks for another rank's verdict
         # A rank that has given up still joins this meeting, so it may be complete in vain: see ``Comm.parted``.
@@ -200,6 +203,7 @@ class Comm:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.rounds = 0  # of reductions that this rank has launched
         self.issued = 0  # collectives over groups of its own
+        self._issued_lately: dict[int, tuple[str, int]] = {}  # their kinds and bytes, by number
         self.label = "an optimizer"  # whose collectives these are, for people
         self.traffic: dict[str, Traffic] = {}
 
@@ -251,6 +255,16 @@ class Comm:
         # Another thread than the main one looks at its own optimizer alone: other threads' waits say nothing about it.
         return standstill_of(self.whole.ranks, self.owner if user_thread.is_beside() else "")
 
+    def issued_beside(self) -> Issuances:
+        """List what was issued lately, by owner, over own groups of exactly the ranks of the whole."""
+        living = [comm for comm in _with_own_group if groups.alive(comm._own) is not None]
+        beside = {comm for comm in (self.whole, *living) if comm.ranks == self.whole.ranks}
+        # Copied first: another thread may issue meanwhile.
+        lately = {comm.owner: [*comm._issued_lately.items()] for comm in beside}
+        return {
+            owner: [(number, f"{kind} of {nbytes}") for number, (kind, nbytes) in of] for owner, of in lately.items()
+        }
+
     def parted(self, verdict: Verdict, *, came: bool) -> RankMismatchError:
         """Stop every comm whose ranks have waited in vain, by ``verdict``. Return the error that says so.
 
@@ -264,7 +278,7 @@ class Comm:
         # Comms of destroyed groups are left out: a new group can have such a group's name.
         living = [comm for comm in _with_own_group if groups.alive(comm._own) is not None]
         for comm in {self.whole, *living}:
-            if comm is self.whole or any(of.split(", ")[0] == comm._own_name for of in verdict.owners):
+            if comm is self.whole or any(standstill.whole_of(of) == comm._own_name for of in verdict.owners):
                 comm._verdict, comm.out_of_step = verdict.text, True
             if comm._own_name and comm._own_name == verdict.met and not came:
                 comm._transport(ON_HOST).barrier(comm.group)
@@ -501,6 +515,10 @@ class Comm:
 
     def _pending(self, issued: Issued, kind: str, tensor: Tensor, number: int | None = None, call: str = "") -> Pending:
         number = self.reserve() if number is None else number
+        lately = self.whole._issued_lately
+        lately[number] = kind, tensor.nbytes
+        if len(lately) > ISSUED_LATELY:
+            del lately[next(iter(lately))]
         comm = self if self.host_waits(tensor.device) else None
         return Pending(issued, self._record(kind, tensor), comm, number=number, call=call)
 

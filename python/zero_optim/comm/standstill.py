@@ -24,7 +24,10 @@ Or they were given different ranks, and each waits in a call for others who wait
 
 No message shows this. But a host that waits has time: after some seconds it writes its place into the job's store, and
 reads the places of the other ranks. Where all have been waiting, with nothing changed, and not all at the same place,
-they raise.
+they raise. Unless a collective that one of them waits for was issued by all: over a slow connection it is on its way::
+
+    rank 0   waits for the gather of unit 3, which takes a minute
+    rank 1   has it, and waits for the reduction of unit 4, which takes a minute
 
 Under gloo alone: on CUDA the host does not wait.
 """
@@ -68,6 +71,15 @@ class Wait:
     agreeing: bool = False
     call: str = ""
 
+    @property
+    def whole(self) -> str:
+        """The owner, where this is a wait of a part of its ranks, too."""
+        return whole_of(self.owner)
+
+
+Issuances = Mapping[str, Sequence[tuple[int, str]]]
+"""What a rank has issued lately: by owner, the number of each collective, and its kind and size."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -96,8 +108,10 @@ class Standstill:
         self._looks = 0
         self._written = False
 
-    def look(self, wait: Wait, ranks: Sequence[int] = ()) -> Verdict | None:
+    def look(self, wait: Wait, ranks: Sequence[int] = (), issued: Issuances | None = None) -> Verdict | None:
         """Write this rank's wait for ``ranks``, and read the others'. Call it after every ``SECONDS`` of waiting.
+
+        ``issued``: by this rank, for the optimizers and sharded models of exactly the ranks of this record.
 
         Returns a verdict, on each of the ranks, where they wait in vain. Raises RankMismatchError where they were given
         different ranks to wait for.
@@ -110,7 +124,7 @@ class Standstill:
             _MEETINGS.look(ranks, wait.what)
         if not self._written:
             self._waits += 1
-            store.set(self._key(dist.get_rank()), "\t".join(map(str, (*astuple(wait), self._waits))))
+            store.set(self._key(dist.get_rank()), json.dumps([astuple(wait), issued or {}, self._waits]))
             self._written = True
         keys = [self._key(rank) for rank in self._ranks]
         # A rank without an entry has never waited: it computes.
@@ -124,16 +138,13 @@ class Standstill:
 
     def _judge(self, entries: Sequence[str]) -> Verdict | None:
         """Judge ranks that have all waited for long, with nothing changed: in vain, unless all wait at one place."""
-        parts = [entry.split("\t") for entry in entries]
-        waits = [
-            Wait(owner, int(rounds), what, int(number), agreeing == "True", call)
-            for owner, rounds, what, number, agreeing, call, _ in parts
-        ]
-        numbers = [int(number) for *_, number in parts]
-        # All wait in the same collective: it is slow, and the time-out of the group is for that.
-        if len({(wait.owner, wait.rounds, wait.agreeing) for wait in waits}) == 1 and not _differ(waits):
+        read = [json.loads(entry) for entry in entries]
+        waits = [Wait(*wait) for wait, _, _ in read]
+        if len({(wait.owner, wait.rounds, wait.agreeing, wait.number, wait.what) for wait in waits}) == 1:
+            return None  # it is slow, and the time-out of the group is for that
+        if any(_is_on_its_way(wait, [issued for _, issued, _ in read]) for wait in waits):
             return None
-        one_owner = len({wait.owner for wait in waits}) == 1 and len({wait.rounds for wait in waits}) > 1
+        one_owner = len({wait.whole for wait in waits}) == 1 and len({wait.rounds for wait in waits}) > 1
         if len({wait.call for wait in waits}) > 1:
             text = _different_calls(waits)
         else:
@@ -142,7 +153,7 @@ class Standstill:
         met = agreeing.pop() if len(agreeing) == 1 else ""
         verdict = Verdict(text, [*{wait.owner: None for wait in waits}], met)
         store = dist.distributed_c10d._get_default_store()
-        for rank, number in zip(self._ranks, numbers, strict=True):  # this rank may be gone before another looks
+        for rank, (*_, number) in zip(self._ranks, read, strict=True):  # this rank may be gone before another looks
             store.set(self._verdict_key(rank, number), json.dumps(astuple(verdict)))
         self.ended()
         return verdict
@@ -257,14 +268,26 @@ def standstill_of(ranks: Sequence[int], owner: str = "") -> Standstill:
     return _ALL.setdefault((owner, *map(str, ranks)), Standstill(ranks, owner))
 
 
-def _differ(waits: Sequence[Wait]) -> bool:
-    """Whether ranks that have issued equally many collectives wait in different ones. ``waits`` are of one owner.
+def whole_of(owner: str) -> str:
+    """Take the name of the part, as ", by nodes", from the name of an owner."""
+    return owner.split(", ")[0]
 
-    Ranks at different numbers do not differ: the one that is ahead has issued the earlier collective, too, so that is
-    on its way.
+
+def _is_on_its_way(wait: Wait, issued: Sequence[Issuances]) -> bool:
+    """Tell whether every rank has issued the collective that ``wait`` is for, so that it arrives.
+
+    They have to agree on those before it, too: gloo would hand over one in the place of another.
     """
-    own = {(wait.number, wait.what) for wait in waits if not wait.agreeing}
-    return len({number for number, _ in own}) < len(own)
+    of_owner = [dict(of_rank.get(wait.whole, ())) for of_rank in issued]
+    if wait.agreeing or not all(numbers and _came_to(wait.number, numbers) for numbers in of_owner):
+        return False
+    kinds: dict[int, str] = {}
+    earlier = ((number, kind) for of in of_owner for number, kind in of.items() if number <= wait.number)
+    return all(kinds.setdefault(number, kind) == kind for number, kind in earlier)
+
+
+def _came_to(number: int, numbers: Mapping[int, str]) -> bool:
+    return number in numbers or number < min(numbers)  # those from long ago are not kept
 
 
 def _reduced(waits: Sequence[Wait]) -> str:
@@ -280,7 +303,7 @@ def _different_rounds(waits: Sequence[Wait]) -> str:
 
 
 def _rounds(waits: Sequence[Wait]) -> str:
-    if len({wait.owner for wait in waits}) > 1 or len({wait.rounds for wait in waits}) == 1:
+    if len({wait.whole for wait in waits}) > 1 or len({wait.rounds for wait in waits}) == 1:
         return ""
     return f"Of backwards, {_reduced(waits)}. "
 
