@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import zero_optim
 from harness import run_ranks
+from script_ranks import run_script
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from training_cases import Planned, raise_in_backward
@@ -357,6 +358,43 @@ def test_ranks_that_were_given_different_ranks_are_told():
             assert "in the constructor" in told and "mesh=world_mesh['dp']" in told
         assert "rank 0 with ranks [0, 2]" in one_of_all and "rank 3 with ranks [0, 1, 2, 3]" in one_of_all
         assert "rank 1 with ranks [0, 1]" in one_of_rows and "rank 3 with ranks [1, 3]" in one_of_rows
+
+
+PARTED = """
+import sys
+import torch
+import torch.distributed as dist
+import zero_optim
+from zero_optim.comm import standstill
+
+rank, world_size, meet, how = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+standstill.SECONDS = 0.1
+dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world_size)
+model = torch.nn.Linear(8, 8)
+opt = zero_optim.ShardedAdamW(model.parameters(), **({} if how != "grid" else {
+    "mesh": dist.device_mesh.init_device_mesh("cpu", (2, world_size // 2))
+}))
+model(torch.ones(1, 8)).sum().backward()
+opt.step()
+opt.zero_grad()
+try:
+    for _ in range(1 + (rank == 0)):
+        model(torch.ones(1, 8)).sum().backward()
+    opt.step()
+except zero_optim.RankMismatchError:
+    if how == "uncaught":
+        raise
+dist.destroy_process_group()
+print("destroyed")
+"""
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("caught", 2), ("uncaught", 2), ("grid", 4)])
+def test_ranks_that_have_waited_in_vain_end(how, ranks, tmp_path):
+    """Not half an hour later: until then, a thread of gloo's waits for the other rank."""
+    for end in run_script(PARTED, ranks, tmp_path, how):
+        assert (end.code, end.output) == ((1, "") if how == "uncaught" else (0, "destroyed\n")), end.errors
+        assert "RankMismatchError" in end.errors or how != "uncaught"
 
 
 class _Store(dict):

@@ -119,7 +119,7 @@ class Pending:
         except RuntimeError as error:
             # The ranks may have issued different numbers of collectives by now, so the next would be taken for another.
             if self._comm is not None:
-                self._comm.out_of_step = True
+                self._comm.abandon()
             # This rank has found that the ranks wait in vain: its message says more than the one below.
             if isinstance(error, RankMismatchError):
                 raise
@@ -244,6 +244,14 @@ class Comm:
     def out_of_step(self, value: bool) -> None:
         self.whole._failed = value
 
+    def abandon(self) -> None:
+        """Note that a collective has failed for which the host waited. The process can end all the same."""
+        self.out_of_step = True
+        groups.abandon(group for comm in self.whole._with_parts() for group in (comm._own, *comm._channels.values()))
+
+    def _with_parts(self) -> list[Comm]:
+        return [self, *(comm for part in self._parts for comm in part._with_parts())]
+
     def _alive(self, reference: groups.Reference | None) -> dist.ProcessGroup | None:
         group = reference() if reference is not None else None
         if group is None and self.world_size > 1:
@@ -279,7 +287,8 @@ class Comm:
         living = [comm for comm in _with_own_group if groups.alive(comm._own) is not None]
         for comm in {self.whole, *living}:
             if comm is self.whole or any(standstill.whole_of(of) == comm._own_name for of in verdict.owners):
-                comm._verdict, comm.out_of_step = verdict.text, True
+                comm._verdict = verdict.text
+                comm.abandon()
             if comm._own_name and comm._own_name == verdict.met and not came:
                 comm._transport(ON_HOST).barrier(comm.group)
         return RankMismatchError(verdict.text)

@@ -9,6 +9,7 @@ All groups are held weakly; see ``Comm``.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,6 +21,7 @@ from .together import Ranks
 Reference = weakref.ref[dist.ProcessGroup]
 
 _left: dict[tuple[int, ...], list[Reference]] = {}  # by the ranks, as the whole job numbers them
+_abandoned: set[int] = set()  # the ids of groups that are never freed
 _parts: dict[tuple[str, object, str], Reference] = {}  # by the name of a group, what its parts are, and are for
 
 
@@ -60,6 +62,19 @@ def take(
 def leave(numbers: Sequence[int], groups: Iterable[Reference]) -> None:
     """Keep these groups for later optimizers. Nothing may be under way over them."""
     _left.setdefault(tuple(numbers), []).extend(groups)
+
+
+def abandon(groups: Iterable[Reference | None]) -> None:
+    """Never free these groups, in which ranks may wait for each other in vain.
+
+    A thread of gloo's waits in each, up to the time-out, by default for half an hour. Who frees the group waits for the
+    thread: ``destroy_process_group`` would, and so would the end of the process. One reference too many is what keeps
+    a group until the process has ended, as modules lose theirs before that.
+    """
+    for group in filter(None, map(alive, groups)):
+        if id(group) not in _abandoned:
+            _abandoned.add(id(group))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def part_of(
