@@ -1,7 +1,8 @@
 """Finds who calls, in the interpreter's frames, where torch gives no other sign.
 
 ``torch.amp.GradScaler`` and ``torch.distributed.checkpoint`` read the same attributes of an optimizer as other clients,
-and need another answer. They pass nothing along that tells them apart. No other part of the package looks at frames.
+and need another answer; so does ``torch.compile``, of a gradient. They pass nothing along that tells them apart. No
+other part of the package looks at frames.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ def _converted(opt: ShardedOptimizer, index: int, group: Mapping[str, Any], entr
     lacking = [tensor for tensor in tensors if tensor.begins is Begins.ZERO and tensor.name not in made]
     whole = next(value for kind, value in entry.items() if kind != "step" and isinstance(value, Tensor))
     for tensor in lacking:
-        made[tensor.name] = torch.zeros(tensor.shape(whole.shape, whole.numel()), dtype=tensor.dtype)
+        shape = tensor.shape(whole.shape, whole.numel())
+        made[tensor.name] = torch.zeros(shape, dtype=tensor.dtype, device=whole.device)
     return {**made, "step": 0.0 if lacking else float(entry.get("step", 1))}
 
 

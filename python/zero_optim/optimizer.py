@@ -273,7 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             OffloadError: state off the device was lost, or could not be written; on every rank.
             ClosedError: after ``close()``.
         """
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # tensors made here are written in every step
             self.check_usable()
             self.engine.check_step(self.param_groups)
             result = None
@@ -286,6 +286,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.engine.step(self.param_groups)
             return result
 
+    @torch.inference_mode(False)
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient; ``set_to_none=False`` makes it zero instead, which counts as a gradient in ``step``.
 
@@ -302,9 +303,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self.engine.reducer.no_sync():
             yield
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, parameters: Tensor | Iterable[Tensor] | None = None
+        self, max_norm: float, norm_type: float | str = 2.0, parameters: Tensor | Iterable[Tensor] | None = None
     ) -> Tensor:
         """Clip the gradients of the next step to ``max_norm``. No pass over memory: ``step`` multiplies as it loads.
 
@@ -314,22 +316,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         clipping, with a warning.
 
         Args:
-            norm_type: any p > 0, or inf.
+            max_norm: not negative.
+            norm_type: any p > 0, or "inf".
             parameters: clip these alone, by their own norm; the same on every rank. None: all.
 
         Raises:
             ParameterError: one of ``parameters`` is not this optimizer's.
             TypeError: ``max_norm`` is no number, as where parameters come first.
+            ValueError: ``max_norm`` is negative, or ``norm_type`` is not positive.
         """
         self.check_usable()
         validate.check_max_norm(max_norm)
-        if not norm_type > 0:
-            raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+        norm = validate.read_norm_type(norm_type)
         subset = None if parameters is None else self.engine.parameters.indices_of(parameters)
-        return self.engine.clip_grad_norm(max_norm, float(norm_type), subset)
+        return self.engine.clip_grad_norm(max_norm, norm, subset)
 
     # -- loss scaling --------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def unscale_gradients(self, inverse_scale: Tensor) -> None:
         """Divide gradients that ``.grad`` shows, a dtype at a time; else ``step`` will. For ``GradScaler.unscale_``."""
@@ -343,6 +347,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.engine.clip.inverse_scale = inverse_scale
         return self.step()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def found_inf_without_step(self) -> Tensor:
         """Return [1] fp32, not 0 where a gradient is not finite. For ``GradScaler.update`` after ``unscale_`` alone."""
@@ -596,6 +601,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state = state if changed is None else changed
         return state
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` gave on the same rank of as many ranks; or, on every rank, full tensors such as

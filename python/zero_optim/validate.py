@@ -48,6 +48,20 @@ def check_max_norm(max_norm: object) -> None:
             f"clip_grad_norm_: max_norm must be a number, got {got}. Call opt.clip_grad_norm_(1.0), for all, or "
             "opt.clip_grad_norm_(1.0, parameters=some)"
         )
+    # A tensor's value may be on the device: to read it, the host would wait.
+    if not isinstance(max_norm, Tensor) and not max_norm >= 0:  # type: ignore[operator]  # a number, by the check above
+        raise ValueError(f"clip_grad_norm_: max_norm must not be negative, got {max_norm}")
+
+
+def read_norm_type(norm_type: object) -> float:
+    """Read the p of a p-norm, a number or, as torch takes it, "inf". Raises ValueError for any other."""
+    try:
+        read = float(norm_type)  # type: ignore[arg-type]  # it raises
+    except (TypeError, ValueError):
+        read = -1.0
+    if not read > 0:
+        raise ValueError(f'norm_type must be positive, or "inf", got {norm_type!r}')
+    return read
 
 
 def check_group(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> None:

@@ -154,7 +154,7 @@ def _on_host(flat: Tensor) -> Iterator[Tensor]:
         yield flat.cpu()
         return
     parts = flat.split(_STAGED_BYTES)
-    staging = [torch.empty(parts[0].numel(), dtype=torch.uint8, pin_memory=True) for _ in parts[:2]]
+    staging = [torch.empty(parts[0].numel(), dtype=torch.uint8, device="cpu", pin_memory=True) for _ in parts[:2]]
     copied = [torch.cuda.Event() for _ in staging]
 
     def bring(place: int) -> None:

@@ -153,7 +153,7 @@ def merged(own: Observation, sharding: Sharding, count: int) -> list[Observation
 
 def _vector(own: Observation, count: int, *, orders: bool) -> Tensor:
     """[3 * count + 1] fp32. ``orders``: whether this rank's order counts."""
-    vector = torch.zeros(3 * count + 1, dtype=torch.float32)
+    vector = torch.zeros(3 * count + 1, dtype=torch.float32, device="cpu")
     times, came, places, cut_short = vector.split([count, count, count, 1])
     for index, most in own.counts.items():
         times[index] = most

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..callers import called_from
 from ..comm.arrivals import Arrivals
 from ..errors import ShardAccessError
 from . import dcp
@@ -17,6 +18,7 @@ from .storage_order import StorageOrder, storage_order, strides_of
 from .tensor_slice import TensorSlice
 
 aten = torch.ops.aten
+_DESCRIBES = "torch._subclasses.meta_utils"
 _SAME_SHARD = {aten.detach.default, aten.alias.default}
 
 
@@ -114,6 +116,9 @@ class FlatShard(Tensor):
 
     # Code that writes a tensor's memory into a file asks for these: safetensors for one.
     def untyped_storage(self) -> Any:
+        # torch.compile describes a parameter together with its gradient, and reads nothing of either.
+        if called_from(_DESCRIBES):
+            return torch.UntypedStorage(self.numel() * self.itemsize, device="meta")
         raise self._refusal("untyped_storage()", Use.COPY)
 
     def storage(self) -> Any:

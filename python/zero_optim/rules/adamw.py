@@ -32,7 +32,7 @@ class AdamW(KernelRule):
     )
     counterparts = frozenset(("Adam", "AdamW"))
     nonnegative = frozenset(("exp_avg_sq", _LARGEST))
-    torch_options = MappingProxyType(torch.optim.AdamW([torch.empty(0)]).defaults)
+    torch_options = MappingProxyType(torch.optim.AdamW([torch.empty(0, device="cpu")]).defaults)
     # An update rounds the decayed value and the difference by half an ulp each, and forms what it subtracts, of lr's
     # size, in about ten operations: that is eps * (|p| + 8 lr), and an ulp is eps / 2 or more of the larger of the two.
     ulps_an_update = 18

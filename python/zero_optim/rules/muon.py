@@ -288,10 +288,10 @@ class Muon(UpdateRule):
         scales = [scale_of(of_block, self.defaults["adjust_lr_fn"]) for of_block in shapes_of(shape, view)]
         if len({*scales}) == 1:
             return scales[0]
-        by_element = torch.empty(shape, device=device)
+        by_element = torch.empty(shape, dtype=torch.float32, device=device)
         for block, scale in zip(blocks_of(by_element.view(matrices_of(shape)), view), scales, strict=True):
             block.fill_(scale)
-        flat = torch.empty(whole.numel, device=device)
+        flat = torch.empty(whole.numel, dtype=torch.float32, device=device)
         if joint is None:
             whole.shaped(flat).copy_(by_element)
         else:

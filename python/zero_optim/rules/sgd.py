@@ -30,7 +30,7 @@ class SGD(KernelRule):
         DIFFERENTIABLE,
     )
     counterparts = frozenset(("SGD",))
-    torch_options = MappingProxyType(torch.optim.SGD([torch.empty(0)]).defaults)
+    torch_options = MappingProxyType(torch.optim.SGD([torch.empty(0, device="cpu")]).defaults)
     needs_steps = False
 
     def __init__(self, **values: Any) -> None:

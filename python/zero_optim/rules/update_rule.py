@@ -490,7 +490,7 @@ def parts_of(codecs: Mapping[str, Codec], tensor: StateTensor) -> tuple[StateTen
 
 def in_fp32(value: float) -> float:
     """Round ``value`` to fp32, as a column of the table is."""
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def tensors_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:

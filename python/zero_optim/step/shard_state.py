@@ -85,7 +85,7 @@ class ShardState:
         self.row_keys = self._keys(len(rows)) if any(codec.stochastic for codec in rule.codecs.values()) else None
         self.row_stats: Tensor | None = None
         if measures:
-            self.row_stats = torch.zeros(len(rows), len(ROW_STATS), device=store.works_on)
+            self.row_stats = torch.zeros(len(rows), len(ROW_STATS), dtype=torch.float32, device=store.works_on)
         alone = self.to_join is None and has_master(rule, bucket.dtype)
         if speculator is not None and isinstance(self._place, OnHost) and alone:
             assert isinstance(store, HostStore)
