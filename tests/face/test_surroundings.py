@@ -50,7 +50,9 @@ def _whole(model: nn.Module) -> list[Tensor]:
     return [parameter.clone() for _, parameter in zero_optim.iter_full_parameters(model)]
 
 
-def _trained(rank: int, world_size: int, stage: int, surrounding: str) -> tuple[list[Tensor], list[float], dict[str, float]]:
+def _trained(
+    rank: int, world_size: int, stage: int, surrounding: str
+) -> tuple[list[Tensor], list[float], dict[str, float]]:
     """Parameters, norms, and what was measured of the last step."""
     model, opt = _model(stage)
     norms = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from ..engine import Engine
@@ -10,6 +11,7 @@ from ..errors import StateMismatchError
 from ..step.state_load import Copy, plan_load
 from .state_dict import (
     Groups,
+    index_by_key,
     load_groups,
     make_state_dict,
     match_state,
@@ -20,6 +22,9 @@ from .state_dict import (
 
 PLACE = "place"
 """The key of a state dict, beside torch's two, where other ranks have other parameters under the same names."""
+PARTS = "parts"
+"""The key that says how many parameters, in the order of the state, were laid out together. It is there while some were
+thawed or added, and the buckets were not laid out anew since then."""
 
 
 def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
@@ -34,8 +39,14 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
     # A load lays out the same buckets by this order. Within a bucket parameters may lie in another.
     in_order = {index: exported[index] for index in engine.reducer.layout.order}
     state_dict = make_state_dict(groups, in_order, engine.hyper.steps.float())
-    place = _place(engine)
-    return state_dict if as_torch or not place else {**state_dict, PLACE: place}
+    if as_torch:
+        return state_dict
+    parts = engine.reducer.layout.parts
+    if len(parts) > 1 and engine.sharding.reduces and engine.sharded_model is None:
+        state_dict[PARTS] = [len(part) for part in parts]
+    if place := _place(engine):
+        state_dict[PLACE] = place
+    return state_dict
 
 
 STAGE = "stage"
@@ -78,10 +89,10 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
         _check_place(engine, state_dict)
     # Keys stand in the order of the layout, unless they were sorted by group, as torch.distributed.checkpoint does.
     # A sorted state that fits needs no other layout.
-    here = (_fits(engine, saved), saved_order(saved))
-    fits, orders = zip(*everyone.gather_objects(here, "load_state_dict"), strict=True)
-    if not all(fits) or orders[0] != sorted(orders[0]):
-        engine.reducer.restore_order(orders[0])
+    here = (_fits(engine, saved), _saved_parts(groups, state_dict, saved))
+    fits, parts = zip(*everyone.gather_objects(here, "load_state_dict"), strict=True)
+    if parts[0] and not (all(fits) and all(part == sorted(part) for part in parts[0])):
+        engine.reducer.restore_order(*parts[0])
     with everyone.raising_together("load_state_dict"):
         copies = plan_load(engine.states.shards, saved, parameters.labels)
     state = saved_state_of(saved, parameters, engine.rules)
@@ -90,6 +101,22 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     engine.states.raise_lost_together()
     engine.end_load(state)
     load_groups(groups, state_dict["param_groups"], engine.rules.by_group)
+
+
+def _saved_parts(
+    groups: Groups, state_dict: Mapping[str, Any], saved: Mapping[int, Mapping[str, Any]]
+) -> list[list[int]]:
+    """Give the order of the layout that shards were saved in, by ``PARTS``; none for full tensors, which fit any.
+
+    ``saved``: by parameter index, without those that are not loaded.
+    """
+    if not saved_order(saved):
+        return []
+    index_of = index_by_key(state_dict["param_groups"], groups)
+    order = iter([index_of[key] for key in state_dict["state"]])
+    parts = [[*islice(order, length)] for length in state_dict.get(PARTS, ())]
+    loaded = [[index for index in part if index in saved] for part in (*parts, [*order])]
+    return [part for part in loaded if part]
 
 
 def _fits(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> bool:

@@ -69,7 +69,7 @@ def match_state(
     for number, (rule, options) in enumerate(zip(rules.by_group, saved_groups, strict=True)):
         if (refusal := rule.refuse_options(number, options)) is not None:
             raise StateMismatchError(refusal)
-    index_of = _index_by_key(saved_groups, groups)
+    index_of = index_by_key(saved_groups, groups)
     unknown = [key for key in state_dict["state"] if key not in index_of]
     if unknown:
         raise StateMismatchError(f"the state holds {unknown[:5]}, which this optimizer does not train")
@@ -149,7 +149,7 @@ def check_groups_fit(saved: Groups, groups: Groups, rules: Sequence[UpdateRule])
         raise StateMismatchError(f"in the state's parameter groups, {error}") from error
 
 
-def _index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
+def index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
     """Map every key that a state may use to an index: torch's own, by place in the groups, or a parameter's name."""
     ids = [key for group in saved for key in group["params"]]
     names = own_names([*saved])

@@ -5,6 +5,8 @@ At stages 0 to 2 a bucket has as many parameters as fit into it, at stage 3 thos
 
 from __future__ import annotations
 
+import itertools
+import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,34 +25,40 @@ from ..units.sharded_model import ShardedModel
 from .bucket import Bucket
 from .slots import GradState
 
+MakeBuckets = Callable[[Sequence[int], Sequence[int]], list[Bucket]]
+
 
 class Buckets:
     """The layout of the gradients, and what is kept for every slot of it.
 
     Args:
         labels: a name for each parameter, for messages; it grows.
-        make: builds the buckets for an order; parameters become views of them.
+        make: builds the buckets for an order; parameters become views of them. It is given all parameters up to then,
+            too: the fewer there are, the smaller are the buckets.
 
     Attributes:
         order: indices of the parameters, in the order of their slots.
+        parts: the same, those together that were laid out at once. Parameters of two parts share no bucket.
         all: the buckets, in the order in which they leave.
         slot_of: by parameter: its bucket, the bucket's number, and the number of its slot there.
         slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
         nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
     """
 
-    def __init__(
-        self, labels: Sequence[str], sharding: Sharding, make: Callable[[Sequence[int]], list[Bucket]]
-    ) -> None:
+    def __init__(self, labels: Sequence[str], sharding: Sharding, make: MakeBuckets) -> None:
         self._labels, self._sharding, self._make = labels, sharding, make
-        self.order: list[int] = []
+        self.parts: list[list[int]] = []
         self.all: list[Bucket] = []
 
-    def use(self, order: Sequence[int], buckets: Sequence[Bucket]) -> None:
+    @property
+    def order(self) -> list[int]:
+        return [index for part in self.parts for index in part]
+
+    def use(self, parts: Sequence[Sequence[int]], buckets: Sequence[Bucket]) -> None:
         """Use these buckets from now on. Their gradients stay where they are."""
         for bucket in self.all:  # after ``let_go`` they have nothing left but their arrivals
             bucket.wait()
-        self.order, self.all = list(order), list(buckets)
+        self.parts, self.all = [list(part) for part in parts if part], list(buckets)
         device = self._sharding.device
         slots = [slot for bucket in buckets for slot in bucket.layout.slots]
         self.slot_params = torch.tensor([slot.param for slot in slots], dtype=torch.int64, device=device)
@@ -67,12 +75,12 @@ class Buckets:
     def grow(self, indices: Sequence[int]) -> list[Bucket]:
         """Take in parameters, in buckets after all others. Returns the new ones."""
         order = list(reversed(indices))
-        new = self._make(order)
-        self.use([*self.order, *order], [*self.all, *new])
+        new = self._make(order, [*self.order, *order])
+        self.use([*self.parts, order], [*self.all, *new])
         return new
 
-    def lay_out(self, order: Sequence[int]) -> None:
-        """Build all buckets anew for ``order``. Collective where they hold reduced gradients, which move along."""
+    def lay_out(self, parts: Sequence[Sequence[int]]) -> None:
+        """Build all buckets anew for ``parts``. Collective where they hold reduced gradients, which move along."""
         for bucket in self.all:
             bucket.wait()
             bucket.wait_for_parameters()
@@ -84,7 +92,8 @@ class Buckets:
         for bucket in self.all:
             bucket.let_go()
         with self._sharding.everyone.raising_together("laying out the buckets", device):  # memory may be lacking
-            self.use(order, self._make(order))
+            upto = itertools.accumulate(map(list, parts), operator.add)
+            self.use(parts, [bucket for part, of in zip(parts, upto, strict=True) for bucket in self._make(part, of)])
         self.nonfinite.copy_(marks[self.slot_params])
         for param in terms & self.slot_of.keys():
             bucket, _, index = self.slot_of[param]
@@ -136,11 +145,14 @@ def buckets_by_size(
     rules: GroupRules,
     bucket_cap_mb: float | None,
     order: Sequence[int],
+    upto: Sequence[int],
 ) -> list[Bucket]:
-    kinds = {i: BucketKind(p.dtype, is_cut(p), shardings.of(i), rules.of(i)) for i, p in parameters.items()}
-    rooms = {index: room_of(parameter) for index, parameter in parameters.items()}
-    numels = {index: local_of(parameter).numel() for index, parameter in parameters.items()}
-    costs = {index: kinds[index].rule.cost(tuple(parameter.shape)) for index, parameter in parameters.items()}
+    """Build buckets for ``order``, as large as all parameters ``upto`` then allow."""
+    known = {index: parameters[index] for index in upto}
+    kinds = {i: BucketKind(p.dtype, is_cut(p), shardings.of(i), rules.of(i)) for i, p in known.items()}
+    rooms = {index: room_of(parameter) for index, parameter in known.items()}
+    numels = {index: local_of(parameter).numel() for index, parameter in known.items()}
+    costs = {index: kinds[index].rule.cost(tuple(parameter.shape)) for index, parameter in known.items()}
     made = []
     laid_out = layouts_by_size(rooms, kinds, bucket_cap_mb, order, costs)
     warn_of_padding(laid_out)
@@ -215,6 +227,7 @@ def buckets_of_units(
     sharding: Sharding,
     rules: GroupRules,
     order: Sequence[int],
+    upto: Sequence[int],
 ) -> list[Bucket]:
     index_of = {id(parameters[index]): index for index in order}
     flats = sharded.flats_to_train({key: rules.of(index) for key, index in index_of.items()})

@@ -38,7 +38,7 @@ from ..params.storage_order import described
 from ..units.schedule import UnitSchedule, complete_raised_backwards, prefetch_rest_of_backwards
 from ..user_thread import UserThread
 from .bucket import Bucket, Edits
-from .buckets import Buckets, buffer_nbytes
+from .buckets import Buckets, MakeBuckets, buffer_nbytes
 from .ddp_check import check_not_replicated
 from .hooks import GradHooks
 from .readiness import ByCounts, ByUnits, Learned, Readiness, merged
@@ -87,7 +87,7 @@ class Reducer:
         parameters: dict[int, Tensor],
         labels: Sequence[str],
         sharding: Sharding,
-        make_buckets: Callable[[Sequence[int]], list[Bucket]],
+        make_buckets: MakeBuckets,
         overlap: bool,
         schedule: UnitSchedule | None = None,
         mode: CurrentMode | None = None,
@@ -133,11 +133,12 @@ class Reducer:
         self.rounds.local()
         return new
 
-    def lay_out(self, order: Sequence[int]) -> None:
-        """Build all buckets anew for ``order``. Collective where they hold reduced gradients, which move along."""
+    def lay_out(self, *parts: Sequence[int]) -> None:
+        """Build all buckets anew for ``parts`` of the parameters: see ``Buckets``. Collective where they hold reduced
+        gradients, which move along."""
         everyone = self.sharding.everyone
         try:
-            self.layout.lay_out(order)
+            self.layout.lay_out(parts)
             with everyone.raising_together("making the buffers", self.sharding.device):  # memory may be lacking
                 self._use_layout()
             for follow in self.on_layout:
@@ -167,13 +168,15 @@ class Reducer:
     def _use_readiness(self) -> None:
         self._readiness.use(self.buckets)
 
-    def restore_order(self, order: Sequence[int]) -> None:
-        """Lay the buckets out in a saved order; parameters not in it follow. Gradients are dropped."""
-        known = set(order)
-        order = [*order, *(index for index in self.layout.order if index not in known)]
-        if self.sharding.reduces and self._schedule is None and order != self.layout.order:
+    def restore_order(self, *parts: Sequence[int]) -> None:
+        """Lay the buckets out in a saved order, by parts as they were; parameters not in it follow. Gradients are
+        dropped."""
+        known = {index for part in parts for index in part}
+        *first, last = [[*part] for part in parts]
+        last += [index for index in self.layout.order if index not in known]
+        if self.sharding.reduces and self._schedule is None and [*first, last] != self.layout.parts:
             self.clear()
-            self.lay_out(order)
+            self.lay_out(*first, last)
 
     # -- a gradient ------------------------------------------------------------------------------------------------
 
@@ -359,7 +362,7 @@ class Reducer:
         buckets = sorted(self.buckets, key=lambda bucket: flats.index(bucket.flat))
         if buckets != self.buckets:
             self.complete_raised()
-            self.layout.use([slot.param for bucket in buckets for slot in bucket.layout.slots], buckets)
+            self.layout.use([[slot.param for bucket in buckets for slot in bucket.layout.slots]], buckets)
             self._use_layout()
 
     # -- rounds ----------------------------------------------------------------------------------------------------
