@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(__file__), help="a text; this file")
+    parser.add_argument("--data", type=Path, default=Path(__file__).with_name("model.py"), help="a text; model.py")
     parser.add_argument("--out", type=Path, help="a folder for ckpt.pt")
     parser.add_argument("--resume", action="store_true", help="go on from OUT/ckpt.pt")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the computation; weights are fp32")

@@ -1,5 +1,7 @@
 """ZeRO for PyTorch: a drop-in ``torch.optim.AdamW`` that shards its state and gradients over data-parallel ranks."""
 
+from zero_kernels import __version__
+
 from . import checkpoint, memory, rules
 from .checkpoint.hugging_face import load_safetensors
 from .drop_ins import ShardedAdam, ShardedAdamW, ShardedLion, ShardedMuon, ShardedSGD
@@ -51,6 +53,7 @@ __all__ = [
     "Verifier",
     "VerifyReport",
     "ZeroOptimError",
+    "__version__",
     "checkpoint",
     "full_model_state_dict",
     "full_state_dict",

@@ -308,7 +308,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float | str = 2.0, parameters: Tensor | Iterable[Tensor] | None = None
     ) -> Tensor:
-        """Clip the gradients of the next step to ``max_norm``. No pass over memory: ``step`` multiplies as it loads.
+        """Clip the gradients of the next step to ``max_norm``. No pass over memory: ``step`` multiplies as it loads,
+        and the gradients themselves are not written.
 
         Returns the norm of the averaged gradients before clipping, a device tensor [] fp32, the same on every rank;
         still times the loss scale unless ``scaler.unscale_(opt)`` was called, as in torch. A second call for the same

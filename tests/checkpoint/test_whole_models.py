@@ -293,3 +293,6 @@ def test_inspect_lists_and_verifies(saved: tuple[Path, Any], tmp_path: Path, cap
     assert not open_files_in(tmp_path)
     assert main(["inspect", str(tmp_path / "nothing")]) == 1
     assert "holds no checkpoint" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["inspect", str(tmp_path / "file")]) == 1
+    assert "file is a file: give the folder of a checkpoint" in capsys.readouterr().err

@@ -431,6 +431,17 @@ def test_activations_and_a_picture(capsys, tmp_path):
     said = command(capsys, *flags, "--png", str(tmp_path / "plan.png"))
     assert "2 x 1,024 tokens" in said
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert said.endswith(f"drawn in {tmp_path / 'plan.png'}\n")
+
+
+@pytest.mark.parametrize(
+    ("file", "why"), [("no/plan.png", "No such file or directory: give"), ("plan.x", "not supported")]
+)
+def test_a_picture_that_cannot_be_drawn_is_told_before_the_plan(capsys, tmp_path, file, why):
+    pytest.importorskip("matplotlib")
+    assert main(["plan", "--params", "1e9", "--png", str(tmp_path / file)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and why in said.err and said.err.count("\n") == 1
 
 
 def test_every_stage_of_the_picture_can_be_read(tmp_path, monkeypatch):

@@ -151,7 +151,11 @@ def test_one_result_is_written_beside_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "part"),
-    [("{", "is no record of a benchmark"), ('{"rows": [], "schema": 1}', "has schema 1; this version reads")],
+    [
+        ("{", "is no record of a benchmark"),
+        ('{"rows": [{"curve": []}], "schema": 3}', "its rows are of something else"),
+        ('{"rows": [], "schema": 1}', "has schema 1; this version reads"),
+    ],
 )
 def test_what_is_no_result_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, part: str

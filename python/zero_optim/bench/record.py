@@ -129,14 +129,21 @@ def write_anew(record: Mapping[str, Any], path: Path) -> None:
     write_atomically(path, json.dumps(record, indent=1) + "\n")
 
 
+def has_ops(rows: object) -> bool:
+    """Tell whether these are rows of a benchmark. Curves of training are written in the same form, without ops."""
+    return isinstance(rows, list) and all(isinstance(row, dict) and "op" in row for row in rows)
+
+
 def read(path: Path, flag: str = "") -> dict[str, Any]:
     """Read a record that ``write`` has written. Raises UsageError; its message begins with ``flag``."""
     named = f"{flag} {path}".lstrip()
     try:
         record = json.loads(path.read_text())
-        schema, _ = record["schema"], record["rows"]
+        schema, rows = record["schema"], record["rows"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{named}: is no record of a benchmark") from error
+    if not has_ops(rows):
+        raise UsageError(f"{named}: is no record of a benchmark: its rows are of something else")
     if not isinstance(schema, int) or not OLDEST <= schema <= SCHEMA:
         raise UsageError(f"{named}: has schema {schema}; this version reads {OLDEST} to {SCHEMA}")
     return {"version": None, **record}

@@ -64,6 +64,8 @@ def standings_in(path: Path) -> list[Standing]:
         found = {at: step for at in path.iterdir() if (step := step_of(at)) is not None and at.is_dir()}
     except FileNotFoundError:
         return []
+    except NotADirectoryError as error:
+        raise CheckpointError(f"{path} is a file: give the folder of a checkpoint, or one that holds some") from error
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     steps = {at: step for at, step in found.items() if _in_place(at) == at or _in_place(at) not in found}

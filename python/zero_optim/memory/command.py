@@ -104,13 +104,15 @@ def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
             "--nodes: says what a machine takes of host memory and disk: nothing, without --offload or --param-offload"
         )
     largest = [largest_model(made.job, dtype, parsed.gpu_memory) for made in plans]
+    if parsed.png:
+        _draw(parsed, plans)
     if parsed.json:
         described = zip(plans, largest, strict=True)
         print(json.dumps([_as_json(made, most, parsed) for made, most in described], indent=1))
     else:
         print("\n".join(_report(parsed, plans, largest)))
-    if parsed.png:
-        _draw(parsed, plans)
+        if parsed.png:
+            print(f"drawn in {parsed.png}")
     return 0
 
 
@@ -486,7 +488,7 @@ def _draw(parsed: argparse.Namespace, plans: Sequence[Plan]) -> None:
         raise UsageError(f"--png {parsed.png}: needs matplotlib ({error}): pip install matplotlib") from error
     try:
         draw(parsed.png, plans, parsed.gpu_memory)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"--png {parsed.png}: {error.strerror}: give a file in a folder that is there") from error
+    except ValueError as error:
         raise UsageError(f"--png {parsed.png}: {error}") from error
-    if not parsed.json:
-        print(f"drawn in {parsed.png}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench.record import read
+from ..bench.record import has_ops, read
 from ..bench.rows import sheets_of
 from ..bench.table import table as text_table
 from ..errors import UsageError
@@ -45,7 +45,7 @@ def _is_result(path: Path) -> bool:
         said = json.loads(path.read_text())
     except (OSError, ValueError):
         return False
-    return isinstance(said, dict) and {"schema", "rows", "baselines"} <= said.keys()
+    return isinstance(said, dict) and {"schema", "rows", "baselines"} <= said.keys() and has_ops(said["rows"])
 
 
 def write_bench_page(source: Path, out: Path | None = None) -> Path:
