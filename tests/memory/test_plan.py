@@ -290,6 +290,11 @@ def test_the_cheapest_change():
     averaged = AdamW().with_averages(Decays("ema_decay", (0.9,)), StochasticBf16())
     assert change(125, world=1, stage=2, rule=averaged) == 'master="split"'
     assert change(10, world=2, stage=2) == "zero_optim.shard_module (stage 3) and 32 ranks"
+    stage_3 = "zero_optim.shard_module (stage 3) and "
+    on_host = 'state_offload="paged" and shard_module(param_offload="cpu")'
+    assert change(14, world=2, stage=2) == stage_3 + on_host
+    assert change(14, world=2, stage=3) == on_host
+    assert change(14, world=2, stage=3, param_offload=True) == 'state_offload="paged"'
     assert change(None, world=2, stage=1) == "stage=2"
     assert change(1, world=2, stage=1) is None
     split = AdamW().with_codecs({"master": Split()})

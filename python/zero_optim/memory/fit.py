@@ -89,6 +89,9 @@ def changes(model: ModelShapes, job: Job) -> Iterator[Change]:
         for tier in _STORES:
             offloaded = replace(best, offload=read_offload(tier.value))
             yield _change(model, offloaded, f'{shared}state_offload="{tier.value}"')
+            if most >= 3 and not job.param_offload:
+                both = f'state_offload="{tier.value}" and shard_module(param_offload="cpu")'
+                yield _change(model, replace(offloaded, param_offload=True), shared + both)
     times = 2
     while times <= _MOST_TIMES and (most >= 1 or model.units):
         more = replace(best, world=job.world * times, stage=max(most, _stages(model, 0)[-1]), rank=None)
