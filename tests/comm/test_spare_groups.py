@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from script_ranks import run_script
 from zero_optim import RankMismatchError
 from zero_optim.comm import groups
 
@@ -63,3 +64,38 @@ def test_ranks_in_different_numbers_of_groups_make_none(left):
             groups.take(TwoOfFour(other_count=4, other_needs=there), [0, 1], make, "here", needed=here)
     assert not groups.can_be_made(TwoOfFour(other_count=4))
     assert groups.can_be_made(TwoOfFour(other_count=3))
+
+
+NOT_DESTROYED = """
+import atexit
+import sys
+import torch
+import torch.distributed as dist
+
+# Runs after what zero_optim registers as it is imported.
+atexit.register(lambda: print(len(dist.distributed_c10d._world.pg_map)))
+
+import zero_optim
+
+rank, world_size, meet = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world_size)
+mesh = dist.device_mesh.init_device_mesh("cpu", (2, world_size // 2))
+model = torch.nn.Linear(8, 8)
+opt = zero_optim.ShardedAdamW(model.parameters(), mesh=mesh)
+model(torch.ones(1, 8)).sum().backward()
+opt.step()
+atexit.register(lambda: print(float(zero_optim.full_state_dict(opt)["state"][0]["step"]) if rank == 0 else None))
+if rank != 0:
+    atexit.register(zero_optim.full_state_dict, opt)
+print(len(dist.distributed_c10d._world.pg_map))
+"""
+
+
+def test_what_nobody_destroys_is_destroyed_as_the_process_ends(tmp_path):
+    """Gloo's threads want the interpreter as they let go of tensors, and abort the process where it has ended."""
+    ends = run_script(NOT_DESTROYED, 4, tmp_path)
+    assert [end.code for end in ends] == [0] * 4, ends
+    for rank, end in enumerate(ends):
+        before, step, after = end.output.split()
+        assert step == ("1.0" if rank == 0 else "None")  # the optimizer was of use until then
+        assert int(after) < int(before)

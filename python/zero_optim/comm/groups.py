@@ -9,6 +9,8 @@ All groups are held weakly; see ``Comm``.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch.distributed as dist
 
 from ..errors import RankMismatchError
+from . import transport
 from .together import Ranks
 
 Reference = weakref.ref[dist.ProcessGroup]
 
 _left: dict[tuple[int, ...], list[Reference]] = {}  # by the ranks, as the whole job numbers them
+_made: list[Reference] = []  # all of them
 _abandoned: set[int] = set()  # the ids of groups that are never freed
 _parts: dict[tuple[str, object, str], Reference] = {}  # by the name of a group, what its parts are, and are for
 
@@ -54,7 +58,7 @@ def take(
                 "dist.new_group(ranks), and give it"
             )
         return None
-    own = spare.pop(common[0]) if common else make()
+    own = spare.pop(common[0]) if common else _noted(make())
     _left[tuple(numbers)] = [weakref.ref(group) for group in spare.values()]
     return own
 
@@ -62,6 +66,23 @@ def take(
 def leave(numbers: Sequence[int], groups: Iterable[Reference]) -> None:
     """Keep these groups for later optimizers. Nothing may be under way over them."""
     _left.setdefault(tuple(numbers), []).extend(groups)
+
+
+def _noted(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    _made[:] = [other for other in _made if alive(other) is not None] + [weakref.ref(group)]
+    return group
+
+
+@atexit.register  # as this is imported, so that it runs after what users have registered since
+def _end() -> None:
+    """Destroy what nobody has destroyed, under gloo, before the interpreter ends.
+
+    A thread of gloo's that lets go of a tensor wants the interpreter. Where that ends meanwhile, the process aborts.
+    """
+    for group in filter(None, map(alive, _made)):
+        if id(group) not in _abandoned and {*transport.backends(group).values()} == {"gloo"}:
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group(group)
 
 
 def abandon(groups: Iterable[Reference | None]) -> None:
@@ -88,7 +109,7 @@ def part_of(
     key = (whole.group_name, tuple(map(tuple, parts)), name)
     found = alive(_parts.get(key))
     if found is None:
-        found = make()
+        found = _noted(make())
         _parts[key] = weakref.ref(found)
     return found
 
