@@ -50,7 +50,7 @@ def check_max_norm(max_norm: object) -> None:
         )
     # A tensor's value may be on the device: to read it, the host would wait.
     if not isinstance(max_norm, Tensor) and not max_norm >= 0:  # type: ignore[operator]  # a number, by the check above
-        raise ValueError(f"clip_grad_norm_: max_norm must not be negative, got {max_norm}")
+        raise ValueError(f"clip_grad_norm_: max_norm must be a number >= 0, got {max_norm}")
 
 
 def read_norm_type(norm_type: object) -> float:

@@ -295,4 +295,4 @@ def test_inspect_lists_and_verifies(saved: tuple[Path, Any], tmp_path: Path, cap
     assert "holds no checkpoint" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(["inspect", str(tmp_path / "file")]) == 1
-    assert "file is a file: give the folder of a checkpoint" in capsys.readouterr().err
+    assert "file is no folder: give that of a checkpoint" in capsys.readouterr().err

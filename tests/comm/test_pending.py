@@ -40,6 +40,9 @@ class FakeComm:
     own_group = None
     out_of_step = False
 
+    def abandon(self) -> None:
+        self.out_of_step = True
+
     def given_up(self) -> None:
         return None
 

@@ -6,6 +6,7 @@ Gloo ends a process that is sent more than it expects, as where one rank gathers
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import threading
@@ -264,6 +265,7 @@ def test_a_rank_that_is_alone_in_a_call_is_told_of_it():
     assert "every rank has to call full_state_dict" in end
 
 
+LONG = [(number, "all_gather of 64") for number in range(8, 8 + standstill.ISSUED_LATELY)]
 ALIKE = [(5, "all_gather of 64"), (6, "all_gather of 80"), (7, "all_gather of 64")]
 
 
@@ -276,7 +278,8 @@ ALIKE = [(5, "all_gather of 64"), (6, "all_gather of 80"), (7, "all_gather of 64
         (7, {"model": [*ALIKE[:2], (7, "all_gather of 80")]}, False),
         (7, {"model": [ALIKE[0], (6, "all_gather of 64"), ALIKE[2]]}, False),  # they parted before
         (6, {"model": [*ALIKE[:2], (7, "all_gather of 80")]}, True),  # they part later
-        (7, {"model": [(9, "all_gather of 64")]}, True),  # issued so long ago that it is not kept
+        (7, {"model": LONG}, True),  # issued so long ago that it is not kept
+        (7, {"model": LONG[1:]}, False),  # reserved, and not issued yet: the record is not full
         (7, {"model": [ALIKE[0], ALIKE[2]]}, True),  # the sixth is the second half of a chain
         (6, {"model": [ALIKE[0], ALIKE[2]]}, False),
         (7, {"another model": ALIKE}, False),
@@ -285,6 +288,7 @@ ALIKE = [(5, "all_gather of 64"), (6, "all_gather of 80"), (7, "all_gather of 64
 )
 def test_what_all_ranks_have_issued_is_on_its_way(number, of_others, on_its_way):
     wait = Wait("model, by nodes", 1, "all_gather of unit 'a'", number)
+    assert wait.whole == "model"
     assert standstill._is_on_its_way(wait, [{"model": ALIKE}, of_others]) is on_its_way
     assert not standstill._is_on_its_way(replace(wait, agreeing=True), [{"model": ALIKE}, of_others])
 
@@ -320,6 +324,43 @@ def _slow_reductions(rank: int, world_size: int) -> float:
 def test_ranks_that_wait_for_slow_collectives_of_two_optimizers_are_no_standstill():
     first, second = run_ranks(2, _slow_reductions, collective_timeout=IN_VAIN)
     assert first == second
+
+
+def _issued(rank: int, world_size: int, rule: str, stage: int, mesh: bool) -> dict[str, dict[int, str]]:
+    """What a rank has issued after two steps, by owner. Matrices are of two sizes, so ranks send unequal parts."""
+    torch.manual_seed(0)
+    sizes = (32, 48, 32, 48, 7)
+    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes)))
+    of = {"mesh": init_device_mesh("cpu", (2, world_size // 2))} if mesh else {}
+    if stage == 3:
+        zero_optim.shard_module(model, (nn.Linear,), **of)
+    made = getattr(zero_optim, rule)
+    opt = made(model.parameters()) if stage == 3 else made(model.parameters(), stage=stage, **of)
+    for _ in range(2):
+        model(torch.randn(2, 32)).sum().backward()
+        opt.clip_grad_norm_(1.0, parameters=model[0].weight)
+        opt.step()
+        opt.zero_grad()
+    return {owner: dict(numbers) for owner, numbers in opt.engine.sharding.everyone.issued_beside().items()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rule", "stage"),
+    [
+        (2, "ShardedMuon", 3),
+        (2, "ShardedMuon", 2),
+        (2, "ShardedAdamW", 0),
+        (4, "ShardedMuon", 3),
+        (4, "ShardedAdamW", 1),
+    ],
+)
+def test_ranks_that_do_the_same_have_issued_the_same(ranks, rule, stage):
+    """By what is compared. Four ranks are a grid."""
+    first, *others = run_ranks(ranks, _issued, rule, stage, ranks == 4)
+    kinds = [kind for numbers in first.values() for kind in numbers.values()]
+    assert len(kinds) > 4
+    assert any("all_to_all" in kind for kind in kinds) is ((rule, stage) == ("ShardedMuon", 3))
+    assert all(other == first for other in others)
 
 
 def _groups() -> tuple[dict[int, Any], dict[int, Any]]:
@@ -369,6 +410,10 @@ from zero_optim.comm import standstill
 
 rank, world_size, meet, how = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 standstill.SECONDS = 0.1
+if how == "interrupted":
+    def interrupt(*of):
+        raise KeyboardInterrupt  # as Ctrl-C does while the host waits
+    standstill.Standstill.look = interrupt
 dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world_size)
 model = torch.nn.Linear(8, 8)
 opt = zero_optim.ShardedAdamW(model.parameters(), **({} if how != "grid" else {
@@ -384,12 +429,14 @@ try:
 except zero_optim.RankMismatchError:
     if how == "uncaught":
         raise
+except (KeyboardInterrupt, zero_optim.CollectiveError):  # or the other rank was interrupted, and has ended
+    opt.close()
 dist.destroy_process_group()
 print("destroyed")
 """
 
 
-@pytest.mark.parametrize(("how", "ranks"), [("caught", 2), ("uncaught", 2), ("grid", 4)])
+@pytest.mark.parametrize(("how", "ranks"), [("caught", 2), ("uncaught", 2), ("interrupted", 2), ("grid", 4)])
 def test_ranks_that_have_waited_in_vain_end(how, ranks, tmp_path):
     """Not half an hour later: until then, a thread of gloo's waits for the other rank."""
     for end in run_script(PARTED, ranks, tmp_path, how):

@@ -105,8 +105,8 @@ def test_a_forward_is_compiled_while_gradients_are_shards(stage):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_norm": -1.0}, "max_norm must not be negative, got -1.0"),
-        ({"max_norm": float("nan")}, "max_norm must not be negative, got nan"),
+        ({"max_norm": -1.0}, "max_norm must be a number >= 0, got -1.0"),
+        ({"max_norm": float("nan")}, "max_norm must be a number >= 0, got nan"),
         ({"norm_type": 0}, 'norm_type must be positive, or "inf", got 0'),
         ({"norm_type": "two"}, "norm_type must be positive, or \"inf\", got 'two'"),
         ({"norm_type": None}, 'norm_type must be positive, or "inf", got None'),

@@ -65,7 +65,7 @@ def standings_in(path: Path) -> list[Standing]:
     except FileNotFoundError:
         return []
     except NotADirectoryError as error:
-        raise CheckpointError(f"{path} is a file: give the folder of a checkpoint, or one that holds some") from error
+        raise CheckpointError(f"{path} is no folder: give that of a checkpoint, or one that holds some") from error
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     steps = {at: step for at, step in found.items() if _in_place(at) == at or _in_place(at) not in found}

@@ -23,8 +23,8 @@ from .state_dict import (
 PLACE = "place"
 """The key of a state dict, beside torch's two, where other ranks have other parameters under the same names."""
 PARTS = "parts"
-"""The key that says how many parameters, in the order of the state, were laid out together. It is there while some were
-thawed or added, and the buckets were not laid out anew since then."""
+"""The key that says how many parameters, in the order of the state, were laid out together. It is there
+from when parameters are thawed or added until the buckets are laid out anew."""
 
 
 def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
     if as_torch:
         return state_dict
     parts = engine.reducer.layout.parts
-    if len(parts) > 1 and engine.sharding.reduces and engine.sharded_model is None:
+    if len(parts) > 1 and engine.sharded_model is None and saved_order(exported):
         state_dict[PARTS] = [len(part) for part in parts]
     if place := _place(engine):
         state_dict[PLACE] = place
@@ -84,12 +84,14 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     everyone, parameters = engine.sharding.everyone, engine.parameters
     saved: dict[int, Mapping[str, Any]] = {}
     copies: list[Copy] = []
+    own_parts: list[list[int]] = []
     with everyone.raising_together("load_state_dict"):
         saved = match_state(state_dict, parameters, engine.rules)
         _check_place(engine, state_dict)
+        own_parts = _saved_parts(groups, state_dict, saved)
     # Keys stand in the order of the layout, unless they were sorted by group, as torch.distributed.checkpoint does.
     # A sorted state that fits needs no other layout.
-    here = (_fits(engine, saved), _saved_parts(groups, state_dict, saved))
+    here = (_fits(engine, saved), own_parts)
     fits, parts = zip(*everyone.gather_objects(here, "load_state_dict"), strict=True)
     if parts[0] and not (all(fits) and all(part == sorted(part) for part in parts[0])):
         engine.reducer.restore_order(*parts[0])

@@ -32,9 +32,6 @@ from .transport import STREAMS, Issued, Reduction, Transport, Work
 CHANNELS = 8
 """The most process groups of one comm under gloo: its own one, and its channels (see ``take_channels``)."""
 
-ISSUED_LATELY = 1024
-"""Collectives of a comm that are remembered by kind and size: see ``standstill``."""
-
 SHARDED_MODEL = "a sharded model"
 """The label of a sharded model's comm."""
 
@@ -61,6 +58,12 @@ class Traffic:
 _live: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms of optimizers, which reduce within a backward
 _with_own_group: weakref.WeakSet[Comm] = weakref.WeakSet()  # comms of optimizers, and of sharded models
 _meetings: dict[str, threading.Lock] = {}  # by the name of a given group: one thread at a time gathers objects over it
+
+
+def _all_with_own_group() -> list[Comm]:
+    while True:
+        with suppress(RuntimeError):  # another thread has made one, or closed one, meanwhile
+            return [*_with_own_group]
 
 
 class Pending:
@@ -116,10 +119,12 @@ class Pending:
         start = time.perf_counter()
         try:
             self._hold()
-        except RuntimeError as error:
+        except BaseException as error:
             # The ranks may have issued different numbers of collectives by now, so the next would be taken for another.
             if self._comm is not None:
                 self._comm.abandon()
+            if not isinstance(error, RuntimeError):  # as Ctrl-C
+                raise
             # This rank has found that the ranks wait in vain: its message says more than the one below.
             if isinstance(error, RankMismatchError):
                 raise
@@ -180,7 +185,8 @@ class Comm:
     CPU, pickled objects are communicated as tensors on this device.
 
     The groups are held weakly: gloo's threads end only when ``destroy_process_group`` drops the last reference, and
-    one that still runs while the interpreter shuts down aborts the process.
+    one that lets go of a tensor while the interpreter shuts down aborts the process. (In ``groups.abandon`` they wait
+    for what never comes, so they let go of nothing.)
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | None = None) -> None:
@@ -265,7 +271,7 @@ class Comm:
 
     def issued_beside(self) -> Issuances:
         """List what was issued lately, by owner, over own groups of exactly the ranks of the whole."""
-        living = [comm for comm in _with_own_group if groups.alive(comm._own) is not None]
+        living = [comm for comm in _all_with_own_group() if groups.alive(comm._own) is not None]
         beside = {comm for comm in (self.whole, *living) if comm.ranks == self.whole.ranks}
         # Copied first: another thread may issue meanwhile.
         lately = {comm.owner: [*comm._issued_lately.items()] for comm in beside}
@@ -284,7 +290,7 @@ class Comm:
             came: whether this rank waits in that meeting itself.
         """
         # Comms of destroyed groups are left out: a new group can have such a group's name.
-        living = [comm for comm in _with_own_group if groups.alive(comm._own) is not None]
+        living = [comm for comm in _all_with_own_group() if groups.alive(comm._own) is not None]
         for comm in {self.whole, *living}:
             if comm is self.whole or any(standstill.whole_of(of) == comm._own_name for of in verdict.owners):
                 comm._verdict = verdict.text
@@ -511,22 +517,36 @@ class Comm:
         group = self.own_group
         assert group is not None
         issued = self._transport(sent.device).all_to_all(sent, counts, received, of_each, group)
-        self._pending(issued, kind, sent).wait()
+        self._pending(issued, kind, sent, alike=False).wait()
         return received
 
-    def exchange(self, vector: Tensor, *, maximum: bool = False, kind: str = "exchange", call: str = "") -> None:
-        """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows. ``call``: see
-        ``Pending``."""
+    def exchange(
+        self, vector: Tensor, *, maximum: bool = False, kind: str = "exchange", call: str = "", alike: bool = True
+    ) -> None:
+        """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows.
+
+        ``call``: see ``Pending``. ``alike``: see ``_pending``.
+        """
         if self.world_size > 1:
             self.check_not_parted()
             issued = self._transport(vector.device).all_reduce(vector, self.own_group, maximum=maximum)
-            self._pending(issued, kind, vector, call=call).wait()
+            self._pending(issued, kind, vector, call=call, alike=alike).wait()
 
-    def _pending(self, issued: Issued, kind: str, tensor: Tensor, number: int | None = None, call: str = "") -> Pending:
+    def _pending(
+        self,
+        issued: Issued,
+        kind: str,
+        tensor: Tensor,
+        number: int | None = None,
+        call: str = "",
+        *,
+        alike: bool = True,
+    ) -> Pending:
+        """``alike``: whether ``tensor`` has one size on all ranks of the whole, and so tells collectives apart."""
         number = self.reserve() if number is None else number
         lately = self.whole._issued_lately
-        lately[number] = kind, tensor.nbytes
-        if len(lately) > ISSUED_LATELY:
+        lately[number] = kind, tensor.nbytes if alike else 0
+        if len(lately) > standstill.ISSUED_LATELY:
             del lately[next(iter(lately))]
         comm = self if self.host_waits(tensor.device) else None
         return Pending(issued, self._record(kind, tensor), comm, number=number, call=call)

@@ -48,6 +48,9 @@ SECONDS = 2.0
 LOOKS = 4
 """Looks at which all ranks must be found unchanged before one raises."""
 
+ISSUED_LATELY = 1024
+"""Collectives of which a rank remembers kind and size, of each owner."""
+
 _ALL: dict[tuple[str, ...], Standstill] = {}
 
 
@@ -73,7 +76,7 @@ class Wait:
 
     @property
     def whole(self) -> str:
-        """The owner, where this is a wait of a part of its ranks, too."""
+        """The owner, without the name of a part."""
         return whole_of(self.owner)
 
 
@@ -124,7 +127,8 @@ class Standstill:
             _MEETINGS.look(ranks, wait.what)
         if not self._written:
             self._waits += 1
-            store.set(self._key(dist.get_rank()), json.dumps([astuple(wait), issued or {}, self._waits]))
+            store.set(self._issued_key(dist.get_rank()), json.dumps(issued or {}))
+            store.set(self._key(dist.get_rank()), json.dumps([astuple(wait), self._waits]))
             self._written = True
         keys = [self._key(rank) for rank in self._ranks]
         # A rank without an entry has never waited: it computes.
@@ -134,15 +138,19 @@ class Standstill:
         now = tuple(store.get(key).decode() for key in keys)
         self._looks = self._looks + 1 if now == self._seen and "" not in now else 0
         self._seen = now
-        return self._judge(now) if self._looks >= LOOKS else None
+        return self._judge(now) if self._looks == LOOKS else None  # once: what it judges by does not change
 
     def _judge(self, entries: Sequence[str]) -> Verdict | None:
-        """Judge ranks that have all waited for long, with nothing changed: in vain, unless all wait at one place."""
+        """Judge ranks that have all waited for long, with nothing changed: in vain, unless all wait at one place, or a
+        collective is on its way."""
+        store = dist.distributed_c10d._get_default_store()
         read = [json.loads(entry) for entry in entries]
-        waits = [Wait(*wait) for wait, _, _ in read]
+        waits = [Wait(*wait) for wait, _ in read]
+        # A collective that all wait for is slow, and the time-out of the group is for that.
         if len({(wait.owner, wait.rounds, wait.agreeing, wait.number, wait.what) for wait in waits}) == 1:
-            return None  # it is slow, and the time-out of the group is for that
-        if any(_is_on_its_way(wait, [issued for _, issued, _ in read]) for wait in waits):
+            return None
+        issued = [json.loads(store.get(self._issued_key(rank)).decode()) for rank in self._ranks]
+        if any(_is_on_its_way(wait, issued) for wait in waits):
             return None
         one_owner = len({wait.whole for wait in waits}) == 1 and len({wait.rounds for wait in waits}) > 1
         if len({wait.call for wait in waits}) > 1:
@@ -152,8 +160,7 @@ class Standstill:
         agreeing = {wait.owner for wait in waits if wait.agreeing}
         met = agreeing.pop() if len(agreeing) == 1 else ""
         verdict = Verdict(text, [*{wait.owner: None for wait in waits}], met)
-        store = dist.distributed_c10d._get_default_store()
-        for rank, (*_, number) in zip(self._ranks, read, strict=True):  # this rank may be gone before another looks
+        for rank, (_, number) in zip(self._ranks, read, strict=True):  # this rank may be gone before another looks
             store.set(self._verdict_key(rank, number), json.dumps(astuple(verdict)))
         self.ended()
         return verdict
@@ -181,6 +188,9 @@ class Standstill:
 
     def _key(self, rank: int) -> str:
         return f"zero_optim/waits of {self._ranks}{self._of}/{rank}"
+
+    def _issued_key(self, rank: int) -> str:
+        return f"zero_optim/issued by {self._ranks}{self._of}/{rank}"
 
     def _verdict_key(self, rank: int, number: int) -> str:
         return f"zero_optim/verdict of {self._ranks}{self._of}/{rank}/{number}"
@@ -269,7 +279,7 @@ def standstill_of(ranks: Sequence[int], owner: str = "") -> Standstill:
 
 
 def whole_of(owner: str) -> str:
-    """Take the name of the part, as ", by nodes", from the name of an owner."""
+    """Give the name of an owner without that of its part, as ", by nodes"."""
     return owner.split(", ")[0]
 
 
@@ -287,7 +297,7 @@ def _is_on_its_way(wait: Wait, issued: Sequence[Issuances]) -> bool:
 
 
 def _came_to(number: int, numbers: Mapping[int, str]) -> bool:
-    return number in numbers or number < min(numbers)  # those from long ago are not kept
+    return number in numbers or (len(numbers) == ISSUED_LATELY and number < min(numbers))  # the oldest are not kept
 
 
 def _reduced(waits: Sequence[Wait]) -> str:

@@ -33,8 +33,8 @@ class Buckets:
 
     Args:
         labels: a name for each parameter, for messages; it grows.
-        make: builds the buckets for an order; parameters become views of them. It is given all parameters up to then,
-            too: the fewer there are, the smaller are the buckets.
+        make: builds the buckets for an order; parameters become views of them. Its second argument is
+            all parameters that are laid out by then, these included: they set the size of the buckets.
 
     Attributes:
         order: indices of the parameters, in the order of their slots.
@@ -79,7 +79,7 @@ class Buckets:
         self.use([*self.parts, order], [*self.all, *new])
         return new
 
-    def lay_out(self, parts: Sequence[Sequence[int]]) -> None:
+    def lay_out(self, *parts: Sequence[int]) -> None:
         """Build all buckets anew for ``parts``. Collective where they hold reduced gradients, which move along."""
         for bucket in self.all:
             bucket.wait()

@@ -138,7 +138,7 @@ class Reducer:
         gradients, which move along."""
         everyone = self.sharding.everyone
         try:
-            self.layout.lay_out(parts)
+            self.layout.lay_out(*parts)
             with everyone.raising_together("making the buffers", self.sharding.device):  # memory may be lacking
                 self._use_layout()
             for follow in self.on_layout:
@@ -634,7 +634,6 @@ class Reducer:
 
     def close(self, *, collective: bool) -> None:
         """Remove the hooks and drop the gradients. ``collective``: complete an open round, as other ranks may have."""
-        everyone = self.sharding.everyone
         try:
             if collective:
                 self.complete_all_raised()
@@ -643,16 +642,24 @@ class Reducer:
                 if bucket.arrives_within(PATIENCE_SECONDS):
                     bucket.wait()
         except RuntimeError:  # whoever closes after an error has seen it
-            everyone.out_of_step = True
+            self._fall_out_of_step()
         if self._schedule is not None:  # only now: it tells of units that are over while the round is completed
             self._schedule.remove(self)
         self._hooks.remove()
         _open[:] = [of for of in _open if of() is not self]
         for bucket in self.buckets:
-            everyone.out_of_step |= bucket.arrivals.under_way or bucket.unsharding is not None
+            if bucket.arrivals.under_way or bucket.unsharding is not None:
+                self._fall_out_of_step()
             bucket.abandon()
             bucket.clear()
         self.sharding.abandon()
+
+    def _fall_out_of_step(self) -> None:
+        """Note that a collective may not arrive any more."""
+        if self.sharding.host_waits:
+            self.sharding.everyone.abandon()
+        else:
+            self.sharding.everyone.out_of_step = True
 
     # -- the buffers, at stage 3 -----------------------------------------------------------------------------------
 

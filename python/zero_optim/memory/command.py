@@ -34,6 +34,8 @@ from .plan import Job, Plan, plan
 from .shapes import ModelShapes, of_decoder, of_module, usual_units
 from .table import advice, memory_lines, ranks_of, said_smallest, unit_of
 
+_NO_FOLDER = (FileNotFoundError, NotADirectoryError)
+
 RULES = {
     "adamw": AdamW(),
     "amsgrad": AdamW(amsgrad=True),
@@ -489,6 +491,7 @@ def _draw(parsed: argparse.Namespace, plans: Sequence[Plan]) -> None:
     try:
         draw(parsed.png, plans, parsed.gpu_memory)
     except OSError as error:
-        raise UsageError(f"--png {parsed.png}: {error.strerror}: give a file in a folder that is there") from error
+        where = ": give a file in a folder that is there" if isinstance(error, _NO_FOLDER) else ""
+        raise UsageError(f"--png {parsed.png}: {error.strerror or error}{where}") from error
     except ValueError as error:
         raise UsageError(f"--png {parsed.png}: {error}") from error

@@ -21,8 +21,8 @@ def write_report(source: Path, out: Path | None) -> Path:
         if source.is_file() or results_in(source):
             return write_bench_page(source, out)
     except OSError as error:
-        where = " Give --out a file in a folder that is there" if isinstance(error, FileNotFoundError) else ""
-        raise UsageError(f"{error.filename or source}: {error.strerror}.{where}") from error
+        where = ": give --out a file in a folder that is there" if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"{error.filename or source}: {error.strerror}{where}") from error
     if not source.exists():
         raise UsageError(f"{source}: no such file or folder")
     raise UsageError(

@@ -256,7 +256,7 @@ class Shares:
         message = tensors[0].new_zeros(sum(numels))
         parts = message.split(numels)
         _copy([parts[place] for place in self._made], [there[place] for place in self._made])
-        self._ranks.exchange(message, kind=REPLICA_ALL_REDUCE)
+        self._ranks.exchange(message, kind=REPLICA_ALL_REDUCE, alike=False)  # other shards have other matrices
         _copy([there[place] for place in self._awaited], [parts[place] for place in self._awaited])
 
 
