@@ -503,7 +503,8 @@ class Engine:
         if first is None:
             return None
         index, rank, step = first
-        return {"parameter": None if index is None else self.parameters.name(index), "rank": rank, "step": step}
+        number = None if rank is None else self.sharding.everyone.ranks[rank]
+        return {"parameter": None if index is None else self.parameters.name(index), "rank": number, "step": step}
 
     def begin_averages(self) -> None:
         """Set averages that begin with the next update to the parameters' present values: loaded ones, perhaps."""

@@ -67,7 +67,7 @@ class GradScaler(TorchGradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is called after step(); call update() between")
         self._sharded[id(optimizer)] = weakref.ref(optimizer)
-        optimizer.unscale_gradients(self._inverse_scale())
+        optimizer.unscale_gradients(self._inverse_scale(optimizer))
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -80,7 +80,7 @@ class GradScaler(TorchGradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
         self._sharded[id(optimizer)] = weakref.ref(optimizer)
-        inverse = self._inverse_scale() if state["stage"] is OptState.READY else None
+        inverse = self._inverse_scale(optimizer) if state["stage"] is OptState.READY else None
         result = optimizer.step_scaled(inverse)
         state["found_inf_per_device"] = {optimizer.device: optimizer.found_inf_of_step()}
         state["stage"] = OptState.STEPPED
@@ -126,7 +126,9 @@ class GradScaler(TorchGradScaler):
             stacklevel=3,
         )
 
-    def _inverse_scale(self) -> Tensor:
+    def _inverse_scale(self, optimizer: Any) -> Tensor:
         """[1] fp32: 1 / scale, divided in float64."""
+        if self._scale is None and not optimizer.engine.reducer.has_own_gradients():  # a rank without data yet
+            self._lazy_init_scale_growth_tracker(optimizer.device)
         scale, _ = self._check_scale_growth_tracker("unscale_")
         return scale.double().reciprocal().float().reshape(1)

@@ -485,3 +485,39 @@ def test_ranks_wait_in_vain_where_nobody_of_whom_they_wait_for_can_go_on(monkeyp
             meetings.look([0, 1], "the constructor")
     assert {key for key in store if "verdict" in key} == {meetings._verdict_key(rank, 1) for rank in (0, 1, 2)}
     assert store[meetings._key(0)] == ""
+
+
+def _of_some_ranks(rank: int, world_size: int) -> tuple[Any, str, str]:
+    """Ranks 2 and 3 train together. Rank 3's gradient overflows; then it gives a wrong rate, and waits elsewhere."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    parameter = nn.Parameter(torch.ones(4))
+    opt = zero_optim.ShardedAdamW([parameter], process_group=groups[rank // 2])
+    (parameter.sum() * (float("inf") if rank == 3 else 1.0)).backward()
+    opt.step()
+    first = opt.stats()["non_finite"]
+    told = ""
+    try:
+        zero_optim.ShardedAdamW(
+            [nn.Parameter(torch.ones(4))], lr=-1.0 if rank == 3 else 1.0, process_group=groups[rank // 2]
+        )
+    except (ValueError, zero_optim.ZeroOptimError) as error:
+        told = str(error)
+    parted = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standstill, "SECONDS", 0.1)
+        try:
+            for _ in range(1 + (rank == 3)):
+                parameter.sum().backward()
+            opt.step()
+        except zero_optim.RankMismatchError as error:
+            parted = str(error)
+    return first, told, parted
+
+
+def test_ranks_of_a_part_are_named_as_the_whole_job_numbers_them():
+    own = run_ranks(4, _of_some_ranks, collective_timeout=5)
+    assert [first for first, _, _ in own[:2]] == [None, None]
+    for first, _, parted in own[2:]:
+        assert first["rank"] == 3
+        assert "rank 2" in parted and "rank 3" in parted and "rank 0" not in parted
+    assert own[2][1].startswith("rank 3 failed with ValueError: lr of parameter group 0")

@@ -16,6 +16,7 @@ class Rank:
 
     def __init__(self, rank: int, world_size: int, table: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.world_size, self._table, self._barrier = rank, world_size, table, barrier
+        self.ranks = range(10, 10 + world_size)  # as the whole job numbers them
 
     def gather_objects(self, value: Any, where: str) -> list[Any]:
         self._table[self.rank] = value
@@ -69,7 +70,7 @@ def test_without_a_failure_all_go_on():
 def test_alike_all_raise_what_the_lowest_raised():
     work = failing(None, CheckpointError("torn"), ValueError("other"), CheckpointError("torn here too"))
     found = on_ranks(4, lambda ranks: together(ranks, work(ranks), "here"))
-    named = (CheckpointError, "on rank 1: torn")
+    named = (CheckpointError, "on rank 11: torn")
     assert told(found) == [named, (CheckpointError, "torn"), named, (CheckpointError, "torn here too")]
     assert str(found[2].__cause__) == "other"
 
@@ -77,7 +78,7 @@ def test_alike_all_raise_what_the_lowest_raised():
 def test_alike_other_types_are_named():
     work = failing(None, ZeroDivisionError("0"))
     found = on_ranks(2, lambda ranks: together(ranks, work(ranks), "here"))
-    assert told(found) == [(RankMismatchError, "rank 1 failed with ZeroDivisionError: 0"), (ZeroDivisionError, "0")]
+    assert told(found) == [(RankMismatchError, "rank 11 failed with ZeroDivisionError: 0"), (ZeroDivisionError, "0")]
 
 
 @pytest.mark.parametrize("asks", (True, False))
@@ -89,7 +90,7 @@ def test_each_its_own(asks):
         with raising_together(ranks, "here", asked):
             work(ranks)()
 
-    named = "rank 1 failed with CheckpointError: torn; rank 2 failed with ValueError: other"
+    named = "rank 11 failed with CheckpointError: torn; rank 12 failed with ValueError: other"
     assert told(on_ranks(3, program)) == [(RankMismatchError, named), (CheckpointError, "torn"), (ValueError, "other")]
 
 
@@ -106,14 +107,16 @@ def test_the_first_difference_is_named_on_all():
     for other in (["a=1", "b=3"], ["a=1"]):
         found = on_ranks(2, lambda ranks, other=other: check_same(ranks, [["a=1", "b=2"], other][ranks.rank], "f", "g"))
         there = other[1] if len(other) > 1 else "nothing more"
-        words = f"rank 1 differs from rank 0: rank 0 has b=2; rank 1 has {there}. Every rank must g the same arguments"
+        words = (
+            f"rank 11 differs from rank 10: rank 10 has b=2; rank 11 has {there}. Every rank must g the same arguments"
+        )
         assert told(found) == [(RankMismatchError, words)] * 2
     assert on_ranks(2, lambda ranks: check_same(ranks, ["a"], "f", "g")) == [None, None]
 
 
 def test_values_are_of_one_call_of_one_optimizer():
-    assert values_of_one_call([("save", "1", 5), ("save", "1", 6)]) == [5, 6]
-    with pytest.raises(RankMismatchError, match="rank 0 is in save, rank 1 in load"):
-        values_of_one_call([("save", "1", 5), ("load", "1", 6)])
-    with pytest.raises(RankMismatchError, match="ranks 0 and 2 are in save of different optimizers"):
-        values_of_one_call([("save", "1", 5), ("save", "1", 6), ("save", "2", 7)])
+    assert values_of_one_call([4, 6], [("save", "1", 5), ("save", "1", 6)]) == [5, 6]
+    with pytest.raises(RankMismatchError, match="rank 4 is in save, rank 6 in load"):
+        values_of_one_call([4, 6], [("save", "1", 5), ("load", "1", 6)])
+    with pytest.raises(RankMismatchError, match="ranks 4 and 8 are in save of different optimizers"):
+        values_of_one_call([4, 6, 8], [("save", "1", 5), ("save", "1", 6), ("save", "2", 7)])

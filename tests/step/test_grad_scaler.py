@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import zero_optim
 from harness import run_ranks
 from oracle import FP32_EPS, Hyper, MasterAdamW, averages
 from torch import Tensor, nn
@@ -357,3 +358,41 @@ def test_a_scaler_continues_from_its_state_dict():
     for (scales, params), (again, resumed_params) in zip(straight, resumed, strict=True):
         assert scales == again == [64.0, 128.0, 128.0, 256.0, 256.0, 512.0]
         assert_bitwise(resumed_params, params)
+
+
+def _without_data(rank: int, world_size: int, stage: int, missing: int, unscales: bool) -> tuple[list[Tensor], float]:
+    """Rank 1 has no data in the step ``missing``, and makes the scaler's calls alone."""
+    model = nn.Linear(8, 8)
+    nn.init.eye_(model.weight)
+    if stage == 3:
+        zero_optim.shard_module(model)
+    opt = zero_optim.ShardedAdamW(model.parameters(), lr=0.1, **({} if stage == 3 else {"stage": stage}))
+    scaler = zero_optim.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        if (rank, step) != (1, missing):
+            scaler.scale(model(torch.full((2, 8), 1.0 + rank + step)).square().mean()).backward()
+        if unscales:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    return [whole.clone() for _, whole in zero_optim.iter_full_parameters(model)], scaler.get_scale()
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_rank_without_data_makes_the_scalers_calls_from_the_first_step_on(stage, unscales):
+    """AdamW's first update does not depend on the size of gradients: so the missing half shows from the second on."""
+    for missing in (0, 1):
+        first, second = run_ranks(2, _without_data, stage, missing, unscales)
+        assert first[1] == second[1] == 2.0**10
+        assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+
+
+def test_a_gradient_that_was_not_scaled_is_told():
+    parameter = nn.Parameter(torch.ones(4))
+    opt, scaler = zero_optim.ShardedAdamW([parameter]), zero_optim.GradScaler("cpu")
+    parameter.sum().backward()
+    with pytest.raises(AssertionError, match="scaler.scale"):
+        scaler.step(opt)
+    opt.close()

@@ -181,7 +181,7 @@ def _note_leftover_state(index: Index, matched: Match) -> None:
         if index.is_state(kind) and (kind, name) not in used and name in updated:
             unused.setdefault(name, []).append(kind)
     if unused:
-        averages = any(kind.startswith(EMA) for kinds in unused.values() for kind in kinds)
+        averages = all(kind.startswith(EMA) for kinds in unused.values() for kind in kinds)
         remedy = " (averages: make the optimizer with ema_decay=, as it was)" if averages else ""
         told = f"left over in the checkpoint, and not trained or not kept here: {_state_of(unused)}{remedy}"
         matched.misfits.append(told)

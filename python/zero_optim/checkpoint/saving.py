@@ -204,13 +204,13 @@ def _begin(comm: Comm, path: Path, step: int) -> Path:
     on_rank_0(comm, lambda: folders.begin(path, step), _WHERE)
     # Folders of one name on different disks would each get a part of the checkpoint.
     seen = gathered(comm, lambda: (writing.is_dir(), socket.gethostname()), _WHERE)
-    blind = [f"rank {rank} on {host}" for rank, (there, host) in enumerate(seen) if not there]
+    blind = [f"rank {rank} on {host}" for rank, (there, host) in zip(comm.ranks, seen, strict=True) if not there]
     if blind:
         if comm.rank == 0:
             folders.give_up(writing)
         raise CheckpointError(
-            f"{writing}, which rank 0 on {seen[0][1]} has made, is not there for {', '.join(blind[:5])}: a checkpoint "
-            "goes to one folder that all nodes share, not to one on each"
+            f"{writing}, which rank {comm.ranks[0]} on {seen[0][1]} has made, is not there for {', '.join(blind[:5])}: "
+            "a checkpoint goes to one folder that all nodes share, not to one on each"
         )
     return writing
 

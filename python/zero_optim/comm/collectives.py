@@ -580,7 +580,7 @@ class Comm:
                 ).wait()
             with on_device(self.device):
                 reports = self._transport(ON_HOST).gather_objects((where, self.owner, value), group)
-        return values_of_one_call(reports)
+        return values_of_one_call(self.ranks, reports)
 
     def raising_together(self, where: str, device: torch.device | None = None) -> AbstractContextManager[None]:
         """Collective. See ``together.raising_together``.

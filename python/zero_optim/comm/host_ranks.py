@@ -27,7 +27,7 @@ class HostRanks:
 
     def __init__(self, comm: Comm) -> None:
         """Collective, where these ranks have no such group yet."""
-        self.rank, self.world_size = comm.rank, comm.world_size
+        self.rank, self.world_size, self.ranks = comm.rank, comm.world_size, comm.ranks
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         if self.world_size > 1:
             key = tuple(comm.ranks)

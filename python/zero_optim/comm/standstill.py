@@ -152,11 +152,12 @@ class Standstill:
         issued = [json.loads(store.get(self._issued_key(rank)).decode()) for rank in self._ranks]
         if any(_is_on_its_way(wait, issued) for wait in waits):
             return None
+        by_rank = dict(zip(self._ranks, waits, strict=True))
         one_owner = len({wait.whole for wait in waits}) == 1 and len({wait.rounds for wait in waits}) > 1
         if len({wait.call for wait in waits}) > 1:
-            text = _different_calls(waits)
+            text = _different_calls(by_rank)
         else:
-            text = _different_rounds(waits) if one_owner else _different_places(waits)
+            text = _different_rounds(by_rank) if one_owner else _different_places(by_rank)
         agreeing = {wait.owner for wait in waits if wait.agreeing}
         met = agreeing.pop() if len(agreeing) == 1 else ""
         verdict = Verdict(text, [*{wait.owner: None for wait in waits}], met)
@@ -300,11 +301,11 @@ def _came_to(number: int, numbers: Mapping[int, str]) -> bool:
     return number in numbers or (len(numbers) == ISSUED_LATELY and number < min(numbers))  # the oldest are not kept
 
 
-def _reduced(waits: Sequence[Wait]) -> str:
-    return ", ".join(f"rank {rank} has reduced {wait.rounds}" for rank, wait in enumerate(waits))
+def _reduced(waits: Mapping[int, Wait]) -> str:
+    return ", ".join(f"rank {rank} has reduced {wait.rounds}" for rank, wait in waits.items())
 
 
-def _different_rounds(waits: Sequence[Wait]) -> str:
+def _different_rounds(waits: Mapping[int, Wait]) -> str:
     return (
         f"the ranks wait for each other, and have reduced different numbers of backwards: {_reduced(waits)}. Did one "
         "raise on one of them before its first gradient, or reach none of this optimizer's parameters? Then "
@@ -312,15 +313,15 @@ def _different_rounds(waits: Sequence[Wait]) -> str:
     )
 
 
-def _rounds(waits: Sequence[Wait]) -> str:
-    if len({wait.whole for wait in waits}) > 1 or len({wait.rounds for wait in waits}) == 1:
+def _rounds(waits: Mapping[int, Wait]) -> str:
+    if len({wait.whole for wait in waits.values()}) > 1 or len({wait.rounds for wait in waits.values()}) == 1:
         return ""
     return f"Of backwards, {_reduced(waits)}. "
 
 
-def _different_calls(waits: Sequence[Wait]) -> str:
-    told = ", ".join(f"rank {rank} in {wait.call or wait.what}" for rank, wait in enumerate(waits))
-    calls = " and ".join(sorted({wait.call for wait in waits} - {""}))
+def _different_calls(waits: Mapping[int, Wait]) -> str:
+    told = ", ".join(f"rank {rank} in {wait.call or wait.what}" for rank, wait in waits.items())
+    calls = " and ".join(sorted({wait.call for wait in waits.values()} - {""}))
     return (
         f"the ranks wait for each other: {told}. Every rank has to call {calls}, at the same place in its program and "
         f"not within `if rank == 0:`. {_rounds(waits)}After a backward that raised on some ranks, all have to call "
@@ -328,8 +329,8 @@ def _different_calls(waits: Sequence[Wait]) -> str:
     )
 
 
-def _different_places(waits: Sequence[Wait]) -> str:
-    told = ", ".join(f"rank {rank} in {wait.what}" for rank, wait in enumerate(waits))
+def _different_places(waits: Mapping[int, Wait]) -> str:
+    told = ", ".join(f"rank {rank} in {wait.what}" for rank, wait in waits.items())
     return (
         f"the ranks wait for each other, in different places: {told}. Has each made as many forwards and backwards? "
         "Did a backward raise on some of them, before it came to a model or an optimizer that the others use in it? "

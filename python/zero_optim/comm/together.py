@@ -31,6 +31,10 @@ class Ranks(Protocol):
     rank: int
     world_size: int
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Their numbers in the whole job, which messages name."""
+
     def gather_objects(self, value: Any, where: str) -> list[Any]: ...
 
 
@@ -70,8 +74,8 @@ def gathered(ranks: Ranks, work: Callable[[], T], where: str) -> list[T]:
         if error is not None and (rank == ranks.rank or type(error).__name__ == kind):
             raise error
         if kind in _KEPT:
-            raise _KEPT[kind](f"on rank {rank}: {message}") from error
-        raise RankMismatchError(f"rank {rank} failed with {kind}: {message}") from error
+            raise _KEPT[kind](f"on rank {ranks.ranks[rank]}: {message}") from error
+        raise RankMismatchError(f"rank {ranks.ranks[rank]} failed with {kind}: {message}") from error
     return [cast(T, of_rank.result) for of_rank in reports]
 
 
@@ -110,7 +114,8 @@ def raising_together(ranks: Ranks, where: str, any_failed: Callable[[bool], bool
     reports = ranks.gather_objects(None if error is None else ": ".join(_failure(error)), where)
     if error is not None:
         raise error
-    failed = [f"rank {rank} failed with {report}" for rank, report in enumerate(reports) if report is not None]
+    by_rank = zip(ranks.ranks, reports, strict=True)
+    failed = [f"rank {rank} failed with {report}" for rank, report in by_rank if report is not None]
     if failed:
         raise RankMismatchError("; ".join(failed))
 
@@ -118,8 +123,9 @@ def raising_together(ranks: Ranks, where: str, any_failed: Callable[[bool], bool
 # -- the same call, with the same arguments ---------------------------------------------------------------------------
 
 
-def values_of_one_call(reports: Sequence[tuple[str, str, Any]]) -> list[Any]:
+def values_of_one_call(ranks: Sequence[int], reports: Sequence[tuple[str, str, Any]]) -> list[Any]:
     """Take the values out of ``reports``: by rank, the call that it is in, the optimizer whose call it is, the value.
+    ``ranks``: as the whole job numbers them.
 
     Raises RankMismatchError unless all are in the same call: a value of another call would be misread.
     """
@@ -127,15 +133,15 @@ def values_of_one_call(reports: Sequence[tuple[str, str, Any]]) -> list[Any]:
     odd = next((rank for rank, place in enumerate(places) if place != places[0]), None)
     if odd is not None:
         raise RankMismatchError(
-            f"rank 0 is in {places[0]}, rank {odd} in {places[odd]}: each rank has to make the same calls, "
-            "in the same order. Does each find what it loads?"
+            f"rank {ranks[0]} is in {places[0]}, rank {ranks[odd]} in {places[odd]}: each rank has to make the same "
+            "calls, in the same order. Does each find what it loads?"
         )
     odd = next((rank for rank, owner in enumerate(owners) if owner != owners[0]), None)
     if odd is not None:
         raise RankMismatchError(
-            f"ranks 0 and {odd} are in {places[0]} of different optimizers, or sharded models: each rank has to make "
-            "the same calls, in the same order. Where several threads train, give the optimizer of each a process "
-            "group of its own, process_group=dist.new_group(), or the model, to shard_module"
+            f"ranks {ranks[0]} and {ranks[odd]} are in {places[0]} of different optimizers, or sharded models: each "
+            "rank has to make the same calls, in the same order. Where several threads train, give the optimizer of "
+            "each a process group of its own, process_group=dist.new_group(), or the model, to shard_module"
         )
     return list(values)
 
@@ -152,7 +158,8 @@ def check_same(ranks: Ranks, description: Sequence[str], where: str, remedy: str
     odd = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
     pairs = itertools.zip_longest(everyone[0], everyone[odd], fillvalue="nothing more")
     here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    first, other = ranks.ranks[0], ranks.ranks[odd]
     raise RankMismatchError(
-        f"rank {odd} differs from rank 0: rank 0 has {here}; rank {odd} has {there}. Every rank must {remedy} the same "
-        "arguments"
+        f"rank {other} differs from rank {first}: rank {first} has {here}; rank {other} has {there}. Every rank must "
+        f"{remedy} the same arguments"
     )

@@ -654,6 +654,10 @@ class Reducer:
             bucket.clear()
         self.sharding.abandon()
 
+    def has_own_gradients(self) -> bool:
+        """Tell whether there is a gradient to which this rank has added."""
+        return any(self.layout.used()) or any(parameter.grad is not None for parameter in self.parameters.values())
+
     def _fall_out_of_step(self) -> None:
         """Note that a collective may not arrive any more."""
         if self.sharding.host_waits:
