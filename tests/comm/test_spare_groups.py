@@ -79,7 +79,7 @@ import zero_optim
 
 rank, world_size, meet = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world_size)
-mesh = dist.device_mesh.init_device_mesh("cpu", (2, world_size // 2))
+mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1))
 model = torch.nn.Linear(8, 8)
 opt = zero_optim.ShardedAdamW(model.parameters(), mesh=mesh)
 model(torch.ones(1, 8)).sum().backward()
@@ -93,8 +93,8 @@ print(len(dist.distributed_c10d._world.pg_map))
 
 def test_what_nobody_destroys_is_destroyed_as_the_process_ends(tmp_path):
     """Gloo's threads want the interpreter as they let go of tensors, and abort the process where it has ended."""
-    ends = run_script(NOT_DESTROYED, 4, tmp_path)
-    assert [end.code for end in ends] == [0] * 4, ends
+    ends = run_script(NOT_DESTROYED, 2, tmp_path)
+    assert [end.code for end in ends] == [0, 0], ends
     for rank, end in enumerate(ends):
         before, step, after = end.output.split()
         assert step == ("1.0" if rank == 0 else "None")  # the optimizer was of use until then

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero_optim
+from cells import slow_after
 from harness import run_ranks
 from script_ranks import run_script
 from torch import nn
@@ -436,7 +437,9 @@ print("destroyed")
 """
 
 
-@pytest.mark.parametrize(("how", "ranks"), [("caught", 2), ("uncaught", 2), ("interrupted", 2), ("grid", 4)])
+@pytest.mark.parametrize(
+    ("how", "ranks"), slow_after(3, [("caught", 2), ("uncaught", 2), ("interrupted", 2), ("grid", 4)])
+)
 def test_ranks_that_have_waited_in_vain_end(how, ranks, tmp_path):
     """Not half an hour later: until then, a thread of gloo's waits for the other rank."""
     for end in run_script(PARTED, ranks, tmp_path, how):
