@@ -79,9 +79,8 @@ import zero_optim
 
 rank, world_size, meet = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world_size)
-mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1))
 model = torch.nn.Linear(8, 8)
-opt = zero_optim.ShardedAdamW(model.parameters(), mesh=mesh)
+opt = zero_optim.ShardedAdamW(model.parameters())
 model(torch.ones(1, 8)).sum().backward()
 opt.step()
 atexit.register(lambda: print(float(zero_optim.full_state_dict(opt)["state"][0]["step"]) if rank == 0 else None))
