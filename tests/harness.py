@@ -103,8 +103,7 @@ _ENDED: queue.Queue[list[dist.ProcessGroup]] = queue.Queue()  # groups of calls 
 
 
 def _let_go() -> None:
-    """Ends process groups, while the next call runs: gloo waits 10 ms for each connection, and as long as the group's
-    time-out where a rank waits in vain."""
+    """Ends process groups, while the next call runs: gloo waits 10 ms for each connection."""
     while True:
         groups = _ENDED.get()
         del groups
@@ -339,8 +338,7 @@ def run_ranks(
     says, as a rule none. ``one_order``: in a simulation, whether two ranks must issue the collectives that they share
     in the same order. False is for programs in which ranks come to several optimizers in different orders.
 
-    ``collective_timeout``: seconds after which a collective gives up; None: those of ``TIMEOUT_SECONDS``. Where a rank
-    waits in vain, its group cannot be destroyed before that.
+    ``collective_timeout``: seconds after which a collective gives up; None: those of ``TIMEOUT_SECONDS``.
 
     ``imported``: modules that the ranks find imported. Ranks that import a large library themselves do so one by one.
 

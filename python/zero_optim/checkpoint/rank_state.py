@@ -23,8 +23,8 @@ from .state_dict import (
 PLACE = "place"
 """The key of a state dict, beside torch's two, where other ranks have other parameters under the same names."""
 PARTS = "parts"
-"""The key that says how many parameters, in the order of the state, were laid out together. It is there
-from when parameters are thawed or added until the buckets are laid out anew."""
+"""The key that says how many parameters, in the order of the state, were laid out together. It is there from when
+parameters are thawed or added until the buckets are laid out anew."""
 
 
 def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class Pending:
         while not self.arrives_within(standstill.SECONDS):
             what = f"{self._kind} of {comm.label if self.of is None else f'{self.of} of {comm.label}'}"
             wait = Wait(comm.owner, comm.whole.rounds, what, self._number, self._given, self._call)
-            if (verdict := watcher.look(wait, comm.ranks, comm.issued_beside())) is not None:
+            if (verdict := watcher.look(wait, comm.ranks, comm.issued_beside)) is not None:
                 raise comm.parted(verdict, came=self._given)
         self._work.wait()  # raises where it has failed: ``wait`` then looks for another rank's verdict
         # A rank that has given up still joins this meeting, so it may be complete in vain: see ``Comm.parted``.

@@ -89,8 +89,8 @@ def abandon(groups: Iterable[Reference | None]) -> None:
     """Never free these groups, in which ranks may wait for each other in vain.
 
     A thread of gloo's waits in each, up to the time-out, by default for half an hour. Who frees the group waits for the
-    thread: ``destroy_process_group`` would, and so would the end of the process. One reference too many is what keeps
-    a group until the process has ended, as modules lose theirs before that.
+    thread: ``destroy_process_group`` does, and so does the end of the process. So each group gets a reference that
+    nobody gives back. A variable would not do: the interpreter clears all variables as it ends.
     """
     for group in filter(None, map(alive, groups)):
         if id(group) not in _abandoned:

@@ -24,7 +24,8 @@ Or they were given different ranks, and each waits in a call for others who wait
 
 No message shows this. But a host that waits has time: after some seconds it writes its place into the job's store, and
 reads the places of the other ranks. Where all have been waiting, with nothing changed, and not all at the same place,
-they raise. Unless a collective that one of them waits for was issued by all: over a slow connection it is on its way::
+they raise. They do not where one of them waits for a collective that all have issued: it is on its way, over a slow
+connection::
 
     rank 0   waits for the gather of unit 3, which takes a minute
     rank 1   has it, and waits for the reduction of unit 4, which takes a minute
@@ -36,7 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch.distributed as dist
@@ -111,10 +112,11 @@ class Standstill:
         self._looks = 0
         self._written = False
 
-    def look(self, wait: Wait, ranks: Sequence[int] = (), issued: Issuances | None = None) -> Verdict | None:
+    def look(self, wait: Wait, ranks: Sequence[int] = (), issued: Callable[[], Issuances] = dict) -> Verdict | None:
         """Write this rank's wait for ``ranks``, and read the others'. Call it after every ``SECONDS`` of waiting.
 
-        ``issued``: by this rank, for the optimizers and sharded models of exactly the ranks of this record.
+        ``issued``: lists what this rank has issued, for the optimizers and sharded models of exactly these ranks. It is
+        called once in a wait.
 
         Returns a verdict, on each of the ranks, where they wait in vain. Raises RankMismatchError where they were given
         different ranks to wait for.
@@ -127,7 +129,7 @@ class Standstill:
             _MEETINGS.look(ranks, wait.what)
         if not self._written:
             self._waits += 1
-            store.set(self._issued_key(dist.get_rank()), json.dumps(issued or {}))
+            store.set(self._issued_key(dist.get_rank()), json.dumps(issued()))
             store.set(self._key(dist.get_rank()), json.dumps([astuple(wait), self._waits]))
             self._written = True
         keys = [self._key(rank) for rank in self._ranks]
