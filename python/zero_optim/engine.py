@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
@@ -181,12 +181,13 @@ class Engine:
         """Update the parameters. The host reads nothing from the device, except where this rank raises an alarm, and
         while the layout is still learned. On several ranks it also reads whether the step before has found edits
         through ``.data``: the exchange of that step keeps the host no further ahead anyway."""
-        self.param_gather.wait()
-        self.keep_edits()  # first into the shards: masters are refreshed from them
-        self.states.refresh_edited()
-        self.states.look_for_hidden_edits()
-        if not self.sharding.agrees:  # else all ranks raise together, in the exchange
-            self.states.raise_trouble()
+        with self.failing_with_stages():
+            self.param_gather.wait()
+            self.keep_edits()  # first into the shards: masters are refreshed from them
+            self.states.refresh_edited()
+            self.states.look_for_hidden_edits()
+            if not self.sharding.agrees:  # else all ranks raise together, in the exchange
+                self.states.raise_trouble()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
         by = self._coefficients(groups)
         for watcher in self.watchers:
@@ -198,6 +199,37 @@ class Engine:
     def finish_and_exchange(self, norm_type: float | None) -> None:
         """Phases 1 and 2: complete the reductions; agree on norm, overflow and used parameters.
 
+        In a pipeline every call, on every stage, ends in one all-reduce over the stages, whatever this stage did.
+        """
+        if self.pipeline is None:
+            self._finish_and_exchange(norm_type)
+            return
+        with self.failing_with_stages():
+            self.pipeline.check()
+            fresh = self._finish_and_exchange(norm_type)
+        scale = self.clip.inverse_loss_scale
+        self.exchange.share_with_stages(norm_type, fresh=fresh, stats=self._wants_stats, inverse_scale=scale)
+        try:
+            self.pipeline.check_now(wait=self.store.may_lose)
+        except ZeroOptimError:
+            self.forget_coefficients()
+            raise
+
+    @contextmanager
+    def failing_with_stages(self) -> Iterator[None]:
+        """Where this stage of a pipeline raises, let the other stages skip the step and raise: they wait in it."""
+        try:
+            yield
+        except Exception as error:
+            if self.pipeline is not None:
+                self.exchange.outdate()
+                with suppress(ZeroOptimError):  # the first error is the one to raise
+                    self.pipeline.fail(error)
+            raise
+
+    def _finish_and_exchange(self, norm_type: float | None) -> bool:
+        """Phases 1 and 2 on this stage. Returns whether totals were exchanged; False: those of before still hold.
+
         Two kinds of gradient need a second pass: those of thawed parameters, and those assigned after the last round.
         The first exchange shows that every rank has them, or raises. The second pass reduces them.
         """
@@ -206,15 +238,14 @@ class Engine:
         if self.exchange.knows(stats=False):
             self._follow_edits()
         if self.exchange.knows(stats=self._wants_stats):
-            return
+            return False
         while True:
             thawed = self.parameters.thawed()
             validate.check_kinds(self.parameters, thawed)
             used = self.reducer.finish()
             self._run_exchange(used, norm_type, thawed)
             if self.exchange.failed or not (thawed or self.reducer.leftover):
-                self.exchange.share_with_stages(norm_type, stats=self._wants_stats)
-                return
+                return True
             if thawed:
                 self.grow(thawed, thawed)  # it ends with a round owed, which takes leftovers along
             else:
@@ -247,7 +278,6 @@ class Engine:
                 flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             )
         except ZeroOptimError as error:
-            self.exchange.share_with_stages(norm_type, stats=self._wants_stats, failed=True)
             self.clip.unclip()  # the step failed: its clip must not multiply the gradients of the next
             if isinstance(error, OffloadError):
                 self.states.trouble.told()
@@ -259,12 +289,13 @@ class Engine:
         On several ranks this sends nothing: ranks without edits would not take part.
         """
         edits = self.reducer.follow_edits()
+        several = self.sharding.reduces or self.sharding.agrees  # one data-parallel rank may have others to agree with
         # After an exchange that failed the assignment is known already, and the next exchange tells all ranks of it.
-        if self.sharding.reduces and edits.assigned and not self.exchange.failed:
+        if several and edits.assigned and not self.exchange.failed:
             raise GradientError(
                 "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
             )
-        if self.sharding.reduces:
+        if several:
             self.exchange.follow_edits(edits.dropped, edits.written)
         elif edits.assigned or edits.dropped or edits.written:
             self.exchange.outdate()
@@ -321,7 +352,7 @@ class Engine:
 
     def unscale(self, inverse_scale: Tensor) -> None:
         """Divide gradients that are readable through ``.grad``, a dtype at a time; else leave it to ``step``."""
-        self.clip.scaled = True
+        self.clip.scaled, self.clip.inverse_loss_scale = True, inverse_scale
         # Thawed parameters need slots first. In a pipeline perhaps only one stage has some, so every stage exchanges.
         if self.pipeline is not None or self.parameters.thawed():
             self.finish_and_exchange(None)

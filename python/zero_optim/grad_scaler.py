@@ -128,7 +128,10 @@ class GradScaler(TorchGradScaler):
 
     def _inverse_scale(self, optimizer: Any) -> Tensor:
         """[1] fp32: 1 / scale, divided in float64."""
-        if self._scale is None and not optimizer.engine.reducer.has_own_gradients():  # a rank without data yet
+        # A rank without data has scaled no loss yet, and of a pipeline the last stage alone scales one. All ranks begin
+        # with the same scale, and change it alike.
+        engine = optimizer.engine
+        if self._scale is None and (engine.pipeline is not None or not engine.reducer.has_own_gradients()):
             self._lazy_init_scale_growth_tracker(optimizer.device)
         scale, _ = self._check_scale_growth_tracker("unscale_")
         return scale.double().reciprocal().float().reshape(1)

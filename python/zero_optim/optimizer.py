@@ -275,13 +275,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         with torch.inference_mode(False), torch.no_grad():  # tensors made here are written in every step
             self.check_usable()
-            self.engine.check_step(self.param_groups)
             result = None
-            if closure is not None:
-                self.engine.reducer.complete_before_closure()
-                with torch.enable_grad():
-                    result = closure()
-            self._adopt_torch_scale()
+            with self.engine.failing_with_stages():
+                self.engine.check_step(self.param_groups)
+                if closure is not None:
+                    self.engine.reducer.complete_before_closure()
+                    with torch.enable_grad():
+                        result = closure()
+                self._adopt_torch_scale()
             with explaining_out_of_memory(self.engine, "in the first step"):
                 self.engine.step(self.param_groups)
             return result
@@ -327,9 +328,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: ``max_norm`` is negative, or ``norm_type`` is not positive.
         """
         self.check_usable()
-        validate.check_max_norm(max_norm)
-        norm = validate.read_norm_type(norm_type)
-        subset = None if parameters is None else self.engine.parameters.indices_of(parameters)
+        with self.engine.failing_with_stages():
+            validate.check_max_norm(max_norm)
+            norm = validate.read_norm_type(norm_type)
+            subset = None if parameters is None else self.engine.parameters.indices_of(parameters)
         return self.engine.clip_grad_norm(max_norm, norm, subset)
 
     # -- loss scaling --------------------------------------------------------------------------------------------
@@ -345,7 +347,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Step on gradients times ``inverse_scale`` [1]; None: they were unscaled before. For ``GradScaler.step``."""
         self.engine.clip.scaled = True
         if inverse_scale is not None:
-            self.engine.clip.inverse_scale = inverse_scale
+            self.engine.clip.inverse_scale = self.engine.clip.inverse_loss_scale = inverse_scale
         return self.step()
 
     @torch.inference_mode(False)
@@ -753,6 +755,7 @@ def _make_engine(
         admission.topology,
         grad_reduce_dtype=settings.grad_reduce_dtype,
         grad_accumulation_dtype=settings.grad_accumulation_dtype,
+        pipeline_stages=stages.world_size,
     )
     shardings = Shardings(parameters, sharding, make_expert_shardings(sharding, experts))
     store = _store(settings.offload, sharding, params_on_host=model is not None and model.offload)

@@ -17,7 +17,15 @@ from harness import RankFailure, run_ranks
 from pipeline_cases import MICRO, SCHEDULES, Pipeline, batch, loss_of, make_blocks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from zero_optim import GradientError, RankMismatchError, ShardedAdamW, checkpoint, gather_parameters, shard_module
+from zero_optim import (
+    GradientError,
+    GradScaler,
+    RankMismatchError,
+    ShardedAdamW,
+    checkpoint,
+    gather_parameters,
+    shard_module,
+)
 
 STEPS, LR = 3, 1e-2
 Values = dict[str, Tensor]
@@ -239,16 +247,133 @@ def alarm(rank: int, world_size: int) -> tuple[str, bool]:
     before, raised = values(own), ""
     try:
         opt.step()
-    except GradientError as error:
+    except (GradientError, RankMismatchError) as error:
         raised = str(error)
     after = values(own)
-    return raised, all(torch.equal(before[name], after[name]) for name in before)
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    for _ in range(2):  # all of them go on
+        forward_backward(pipeline, opt, mesh, 0)
+        opt.step()
+    return raised, unchanged
 
 
-def test_a_stage_that_raises_keeps_the_others_from_stepping() -> None:
+def test_a_stage_that_raises_makes_the_others_raise() -> None:
     for rank, (raised, unchanged) in enumerate(run_ranks(4, alarm)):
         assert unchanged
-        assert ("0.up.weight" in raised) == (rank < 2) and bool(raised) == (rank < 2)
+        assert ("0.up.weight" if rank < 2 else "stage 0 of the pipeline has failed") in raised
+
+
+# -- one data-parallel rank a stage ------------------------------------------------------------------------------------
+
+
+def make_narrow(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Pipeline, ShardedAdamW, nn.Module]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    pipeline = Pipeline("Schedule1F1B", mesh.get_group("pp"), dtype)
+    own = nn.ModuleDict({str(index): module for index, module in pipeline.modules.items()})
+    opt = ShardedAdamW(own.named_parameters(), lr=LR, mesh=mesh["dp"], pipeline=mesh["pp"], **options)
+    return pipeline, opt, own
+
+
+def failing_alone(rank: int, world_size: int, how: str) -> tuple[str, bool, int]:
+    """Something is wrong on the last stage alone, which raises before the stages exchange, or after they have."""
+    pipeline, opt, own = make_narrow()
+    pipeline.forward_backward(*batch(0, 0))
+    before, raised, weight = values(own), "", next(iter(own.values())).up.weight
+    if "clipped" in how:
+        opt.clip_grad_norm_(1.0)
+    if rank == 1 and "sparse" in how:
+        weight.grad = weight.grad.to_sparse()
+    if rank == 1 and "assigned" in how:
+        weight.grad = weight.grad.clone()
+    if rank == 1 and "lr" in how:
+        opt.param_groups[0]["lr"] = -1.0
+    try:
+        opt.clip_grad_norm_(1.0, 2.0, [nn.Parameter()]) if rank == 1 and "foreign" in how else opt.step()
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    unchanged = all(torch.equal(before[name], value) for name, value in values(own).items())
+    opt.param_groups[0]["lr"] = LR
+    for _ in range(2):
+        opt.zero_grad()
+        pipeline.forward_backward(*batch(0, 0))
+        opt.step()
+    return raised, unchanged, opt.stats()["steps"]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("sparse", "GradientError: the gradient of '1.up.weight'"),
+        ("clipped, assigned", "GradientError: a gradient was assigned after clip_grad_norm_"),
+        ("lr", "ValueError: lr of parameter group 0"),
+        ("clipped, lr", "ValueError: lr of parameter group 0"),
+        ("foreign", "ParameterError"),
+    ],
+)
+def test_a_narrow_stage_that_raises_makes_the_other_raise(how: str, reason: str) -> None:
+    (other, *first), (own, *last) = run_ranks(2, failing_alone, how)
+    assert own.startswith(reason)
+    assert other.startswith("RankMismatchError: stage 1 of the pipeline has failed")
+    assert first == last == [True, 2]
+
+
+def scaled(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Values, list[float], int]:
+    """The last stage alone scales the loss. Its first gradient overflows in the second step."""
+    pipeline, opt, own = make_narrow(dtype)
+    scaler, scales = GradScaler(init_scale=2.0**10, growth_interval=2), []
+    if rank == 1:
+        pipeline._schedule._loss_fn = lambda out, target: scaler.scale(loss_of(out, target))
+    for step in range(4):
+        opt.zero_grad()
+        pipeline.forward_backward(*(value.to(dtype) for value in batch(step, 0)))
+        if step == 1 and rank == 1:
+            own["1"].up.bias.grad[0] = math.inf
+        if step == 3:
+            scaler.unscale_(opt)
+            scales.append(opt.clip_grad_norm_(0.1).item())
+        scaler.step(opt)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return values(own), scales, opt.stats()["skipped_steps"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_last_stage_alone_scales_the_loss(dtype: torch.dtype) -> None:
+    outcomes = run_ranks(2, scaled, dtype)
+    model = nn.Sequential(*make_blocks(2))
+    opt = torch.optim.AdamW(model.parameters(), lr=LR)
+    norm = 0.0
+    for step in (0, 2, 3):
+        opt.zero_grad()
+        for x, target in zip(*(part.chunk(MICRO) for part in batch(step, 0)), strict=True):
+            (loss_of(model(x), target) / MICRO).backward()
+        if step == 3:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+        opt.step()
+    near = {"rtol": 2e-5, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    expected = dict(model.named_parameters())
+    for found, (*scales, clipped, last), skipped in outcomes:
+        assert scales == [2.0**10, 2.0**9, 2.0**9] and last == 2.0**10 and skipped == 1
+        assert clipped == pytest.approx(norm, rel=near["rtol"])
+        for name, value in found.items():
+            torch.testing.assert_close(value.float(), expected[name], **near)
+
+
+def without_a_scaler(rank: int, world_size: int) -> str:
+    """Only the last stage uses its scaler: gradients of the first are scaled as well."""
+    pipeline, opt, own = make_narrow(torch.float16)
+    scaler = GradScaler(init_scale=2.0**10)
+    if rank == 1:
+        pipeline._schedule._loss_fn = lambda out, target: scaler.scale(loss_of(out, target))
+    pipeline.forward_backward(*map(Tensor.half, batch(0, 0)))
+    with pytest.raises(RankMismatchError) as error:
+        scaler.step(opt) if rank == 1 else opt.step()
+    return str(error.value)
+
+
+def test_stages_with_other_loss_scales_raise() -> None:
+    for message in run_ranks(2, without_a_scaler):
+        assert "different loss scales: 1 on stage 0, 1024 on stage 1" in message
 
 
 def frozen_on_one_stage(rank: int, world_size: int) -> tuple[Values, dict, list]:

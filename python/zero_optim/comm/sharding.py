@@ -43,6 +43,7 @@ class Sharding:
         tensor_ranks: how parameters are cut over tensor-parallel ranks, or experts spread; None: they are not.
         grad_divisor: for experts, what the sum of gradients is divided by; None: these are other parameters.
         topology: the arguments that ``grid`` and ``tensor_ranks`` were made from.
+        pipeline_stages: stages of the pipeline that the model is cut into; 1: it is in one piece.
     """
 
     everyone: Comm
@@ -54,6 +55,7 @@ class Sharding:
     grad_divisor: int | None = None
     topology: Topology = Topology()
     grad_accumulation_dtype: torch.dtype | None = None
+    pipeline_stages: int = 1
     _chains: ChainQueue = field(default_factory=ChainQueue, compare=False)
 
     # -- who holds what ------------------------------------------------------------------------------------------
@@ -137,8 +139,8 @@ class Sharding:
 
     @property
     def agrees(self) -> bool:
-        """Whether several ranks have to agree in a step, those with other slices included."""
-        return self.everyone.world_size > 1
+        """Whether several ranks have to agree in a step, those with other slices or pipeline stages included."""
+        return self.everyone.world_size > 1 or self.pipeline_stages > 1
 
     @property
     def grad_scale(self) -> float:
@@ -308,6 +310,7 @@ def make_sharding(
     *,
     grad_reduce_dtype: torch.dtype | None = None,
     grad_accumulation_dtype: torch.dtype | None = None,
+    pipeline_stages: int = 1,
 ) -> Sharding:
     """Collective. Make the sharding of ``everyone``, with communicators that are connected for ``device``."""
     tensor_ranks = make_tensor_ranks(everyone, topology.columns, device, plain=topology.plain)
@@ -321,6 +324,7 @@ def make_sharding(
         tensor_ranks,
         topology=topology,
         grad_accumulation_dtype=grad_accumulation_dtype,
+        pipeline_stages=pipeline_stages,
     )
 
 

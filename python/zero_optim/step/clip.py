@@ -52,6 +52,7 @@ class Clip:
         factor: [parameters] fp32, multiplies the gradients of each; None: no subset was clipped.
         inverse_scale: [1] fp32, multiplies the gradients of the next step; None: they are unscaled.
         scaled: whether a GradScaler takes part in the next step.
+        inverse_loss_scale: [1] fp32, what a GradScaler has given for the next step, applied already or not.
     """
 
     def __init__(self, sharding: Sharding, labels: Sequence[str], pipeline: Pipeline | None = None) -> None:
@@ -60,6 +61,7 @@ class Clip:
         self.clipped = False
         self.factor: Tensor | None = None
         self.inverse_scale: Tensor | None = None
+        self.inverse_loss_scale: Tensor | None = None
         self.scaled = False
         self._subsets: dict[tuple[int, ...], Tensor] = {}
 
@@ -72,7 +74,8 @@ class Clip:
     def reset(self) -> None:
         """Forget all factors: the step is over, or its gradients were dropped."""
         self.unclip()
-        self.inverse_scale, self.scaled = None, False
+        self.inverse_scale = self.inverse_loss_scale = None
+        self.scaled = False
 
     def unclip(self) -> None:
         self.clipped, self.factor = False, None

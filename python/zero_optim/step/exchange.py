@@ -90,7 +90,6 @@ class Exchange:
         self._edited: set[int] = set()  # parameters, since the last exchange
         self._raised: Alarm | None = None  # known on this rank; raised in the next step, when the other ranks know it
         self._own_reasons: Mapping[str, Sequence[str]] = {}  # by alarm, of the last exchange
-        self._failed_stages = torch.zeros_like(self.found_inf)  # above 0 where another stage takes no step
         self._make_room()
 
     def _make_room(self) -> None:
@@ -179,22 +178,18 @@ class Exchange:
         torch.gt(vector.use(), 0, out=self.used)
         self.state, self.norm_type = Exchanged.COUNTED if stats else Exchanged.USED, norm_type
 
-    def share_with_stages(self, norm_type: float | None, *, stats: bool, failed: bool = False) -> None:
-        """Collective over the stages of a pipeline, once a step. Make the totals of this stage those of all.
+    def share_with_stages(
+        self, norm_type: float | None, *, fresh: bool, stats: bool, inverse_scale: Tensor | None
+    ) -> None:
+        """Collective over the stages of a pipeline. Make the totals of this stage those of all.
 
-        ``failed``: an alarm was raised, so this stage takes no step. Then the other stages skip theirs: else the stages
-        would differ before the error is seen.
+        Args:
+            fresh: False: the totals are those of all stages already.
+            inverse_scale: the inverse of the loss scale of this step; None: there is none. See ``Pipeline.share``.
         """
-        if self._pipeline is None:
-            return
-        totals = self._vector.totals
-        if norm_type is None and not stats:
-            totals.zero_()
-        told = torch.ones_like(self.found_inf) if failed else self._vector.alarms.raised_on_device()
-        shared = torch.cat((torch.zeros_like(totals) if failed else totals, told))
-        self._pipeline.share(shared, norm_type)
-        totals.copy_(shared[:2])
-        self._failed_stages = shared[2:]
+        assert self._pipeline is not None
+        totals = self._vector.totals if fresh and (norm_type is not None or stats) else None
+        self._pipeline.share(totals, norm_type, self._vector.alarms.raised_on_device(), inverse_scale)
 
     @property
     def failed(self) -> bool:
@@ -222,7 +217,7 @@ class Exchange:
         nonfinite = self._vector.totals[1:] if skip_nonfinite else 0.0
         raised = self._vector.alarms.raised_on_device()
         if self._pipeline is not None:
-            raised = raised + self._failed_stages
+            raised = raised + self._pipeline.failed
         self.found_inf.copy_(raised + nonfinite > 0)
         self.nonfinite.note(self._vector.reports, self.found_inf)
 

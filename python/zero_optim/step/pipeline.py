@@ -17,26 +17,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_kernels import is_capturing
+
 from ..comm.collectives import Comm, make_comm
 from ..comm.grid import group_along
+from ..comm.host_copy import HostCopy
 from ..comm.together import check_same
-from ..errors import ParameterError
+from ..errors import ParameterError, RankMismatchError
 from ..params.marks import is_shared
 from ..params.storage_order import described
 from .norms import Norms, norms_over
 
+_FAILED, _FAILED_LATE = 1.0, 0.5
+"""Flags of a stage that takes no step: for a reason that the others have yet to hear, and for one that they know."""
+
 
 class Pipeline:
-    """The ranks that have the other stages of this rank's pipeline."""
+    """The ranks that have the other stages of this rank's pipeline.
 
-    def __init__(self, comm: Comm) -> None:
+    They exchange one vector in every step, summed or maximised; each stage has places of its own in it::
+
+        norm term | non-finite count | flag of each stage | inverse loss scale of each stage
+
+    Attributes:
+        failed: [1] fp32, above 0 where the step has to be skipped: a stage has failed, or loss scales differ.
+    """
+
+    def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm = comm
+        self._vector = torch.zeros(2 + 2 * comm.world_size, dtype=torch.float32, device=device)
+        self._totals, self._flags, self._scales = self._vector.split([2, comm.world_size, comm.world_size])
+        self.failed = torch.zeros(1, dtype=torch.float32, device=device)
+        self._on_host = HostCopy(self._vector[2:])
+        self._known: RankMismatchError | None = None  # the failure that ``check`` has raised last
 
     @property
     def stages(self) -> int:
@@ -48,14 +67,67 @@ class Pipeline:
         """The number of this rank's stage."""
         return self._comm.rank
 
-    def share(self, totals: Tensor, norm_type: float | None) -> None:
+    def share(
+        self, totals: Tensor | None, norm_type: float | None, alarm: Tensor, inverse_scale: Tensor | None
+    ) -> None:
         """Collective. Combine the ``totals`` of all stages, in place.
 
         Args:
-            totals: [3] fp32, the norm term, the count of values that are not finite, and whether an alarm is raised.
+            totals: [2] fp32, the norm term and the count of values that are not finite; None: nobody asks for them.
             norm_type: of the norm term; None: there is none.
+            alarm: [1] fp32, above 0 where this stage takes no step.
+            inverse_scale: [1] fp32, the inverse of the loss scale of this step; None: the loss is not scaled.
         """
-        self._comm.exchange(totals, maximum=norm_type == math.inf)
+        self._vector.zero_()
+        if totals is not None:
+            self._totals.copy_(totals)
+        self._flags[self.stage].copy_(alarm.reshape(()))
+        self._scales[self.stage].copy_(1.0 if inverse_scale is None else inverse_scale.reshape(()))
+        self._comm.exchange(self._vector, maximum=norm_type == math.inf)
+        if totals is not None:
+            totals.copy_(self._totals)
+        self.failed.copy_(self._flags.sum() + (self._scales.amax() != self._scales.amin()))
+        if not is_capturing(self._vector.device):
+            self._on_host.send()
+
+    def fail(self, error: Exception) -> None:
+        """Collective. Let the other stages skip the step that they are in, and raise, as ``error`` has come up here."""
+        self._on_host.read(wait=True)  # what it says of this step is known here
+        self._vector.zero_()
+        self._flags[self.stage].fill_(_FAILED_LATE if error is self._known else _FAILED)
+        self._scales.fill_(1.0)
+        self._comm.exchange(self._vector)
+
+    def check(self) -> None:
+        """Raise RankMismatchError where another stage has failed in the last step, or its loss scale was another one.
+
+        On CUDA all stages raise one step later, in the same call, as with alarms: the host does not wait for a step.
+        """
+        values = None if is_capturing(self._vector.device) else self._on_host.read(wait=True)
+        if values is None:
+            return
+        flags, scales = values[: self.stages], values[self.stages :]
+        failed = [stage for stage, flag in enumerate(flags) if flag >= _FAILED]
+        if any(flags):
+            others = [stage for stage in failed if stage != self.stage]
+            if self.stage not in failed and others:  # this stage's own alarm says more
+                self._raise(f"stage {others[0]} of the pipeline has failed, and its ranks have raised the reason")
+        elif min(scales) != max(scales):
+            odd = next(stage for stage, scale in enumerate(scales) if scale != scales[0])
+            self._raise(
+                f"the stages of the pipeline have different loss scales: {_scale(scales[0])} on stage 0, "
+                f"{_scale(scales[odd])} on stage {odd}. Give every stage a zero_optim.GradScaler with the same options "
+                "and state, and call scaler.step(opt) and scaler.update() on all of them"
+            )
+
+    def _raise(self, message: str) -> NoReturn:
+        self._known = RankMismatchError(f"{message}. Nothing was updated")
+        raise self._known
+
+    def check_now(self, *, wait: bool) -> None:
+        """``check`` what was just exchanged, where the host has it already, or is to ``wait`` for it."""
+        if wait or self._on_host.immediate:
+            self.check()
 
     def together(self, norms: Norms, norm_type: float, device: torch.device) -> Norms:
         """Collective. Combine the norms of all stages, one each, into one: [1] each."""
@@ -80,7 +152,11 @@ def make_pipeline(
     check_same(comm, described, "the constructor", "give the optimizers of all stages of a pipeline")
     _check_shared(comm, parameters)
     comm.connect_for("all_reduce", comm.world_size, torch.float32, device)
-    return Pipeline(comm)
+    return Pipeline(comm, device)
+
+
+def _scale(inverse: float) -> str:
+    return f"{1 / inverse:g}" if inverse else "inf"
 
 
 def _check_shared(comm: Comm, parameters: Mapping[str, Tensor]) -> None:
