@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -149,8 +148,10 @@ def test_an_error_of_the_last_step_is_told_by_close(device: None) -> None:
         assert [text for text in told if "the last step was skipped: a gradient of" in text]
 
 
-def _in_a_pipeline(rank: int, world_size: int, fault: str, options: dict[str, Any]) -> list[bool]:
-    """By step, whether the parameters moved. Ranks 0 and 1 have one stage, and 2 and 3 the other; rank 1 is wrong."""
+def _in_a_pipeline(
+    rank: int, world_size: int, fault: str, options: dict[str, Any]
+) -> tuple[list[bool], list[tuple[int, str]]]:
+    """By step, whether the parameters moved; the steps that raised, and what. Ranks 0 and 1 have one stage, and 2 and 3 the other; rank 1 is wrong."""
     import zero_optim
 
     shares = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
@@ -160,24 +161,29 @@ def _in_a_pipeline(rank: int, world_size: int, fault: str, options: dict[str, An
     params = [nn.Parameter(p.detach().to(device)) for p in make_parameters(SHAPES, torch.float32)]
     groups = {"process_group": shares, "pipeline": stages}
     opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=1, bucket_cap_mb=1e-5, **groups, **options)
-    moved = []
+    moved, raised = [], []
     for step in range(STEPS):
         before = [p.cpu() for p in copies(params)]
         grads = [grad.to(device) for grad in _gradients(rank % 2, step)]
-        with contextlib.suppress(zero_optim.GradientError):
+        try:
             FAULTS[fault][0](params, grads) if (rank, step) == (1, WRONG) else linear_backward(params, grads)
             opt.step()
+        except zero_optim.ZeroOptimError as error:
+            raised.append((step, type(error).__name__))
         opt.zero_grad()
         moved.append(not all(map(torch.equal, before, [p.cpu() for p in copies(params)])))
     opt.close()
-    return moved
+    return moved, raised
 
 
 @pytest.mark.parametrize("simulated", [ON_CUDA, ON_CPU])
 @pytest.mark.parametrize(
     "options", [{}, {"skip_nonfinite": False}, {"skip_nonfinite": False, "max_grad_norm": 1.0}], ids=str
 )
-def test_all_stages_of_a_pipeline_skip_what_one_skips(device: None, options: dict[str, Any], simulated: str) -> None:
-    skipped = {WRONG, WRONG + (simulated == ON_CUDA)}
-    for moved in run_ranks(4, _in_a_pipeline, "late", options, simulated=simulated):
-        assert moved == [step not in skipped for step in range(STEPS)]
+def test_all_stages_of_a_pipeline_skip_the_step_that_one_skips_and_raise(
+    device: None, options: dict[str, Any], simulated: str
+) -> None:
+    late = WRONG + (simulated == ON_CUDA)
+    for rank, (moved, raised) in enumerate(run_ranks(4, _in_a_pipeline, "late", options, simulated=simulated)):
+        assert moved == [step not in {WRONG, late} for step in range(STEPS)]
+        assert raised == [(late, "GradientError" if rank < 2 else "RankMismatchError")]
