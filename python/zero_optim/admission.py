@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from . import validate
 from .comm.collectives import Comm
 from .comm.expert_ranks import ExpertRanks, read_expert_ranks, told_each_other
 from .comm.tensor_ranks import RowRanks
 from .comm.topology import Topology
+from .errors import RankMismatchError
+from .params.layout import ROW
 from .params.parameter_set import ParameterSet
+from .params.shardings import Shardings
+from .params.tensor_slice import is_cut, local_of
 from .rules.group_rules import GroupRules
 
 Experts = dict[int, ExpertRanks]
@@ -102,3 +111,58 @@ class Admission:
         new = self._new(parameters)
         given, labels = [parameters.all[index] for index in new], [parameters.labels[index] for index in new]
         validate.check_slices(given, labels, self.topology, [parameters.group_of[index] for index in new], experts)
+
+
+def check_order(parameters: ParameterSet, shardings: Shardings, indices: Sequence[int], where: str) -> None:
+    """Collective. Raise RankMismatchError, on every rank, where unnamed parameters come in another order on a rank.
+
+    Names would show it. Values show it where the ranks have begun with the same ones, as from one seed: then each rank
+    has the same set of values. The broadcast of rank 0's values would overwrite other parameters with them.
+    """
+    kinds: dict[Comm, list[int]] = {}
+    for index in indices if shardings.main.agrees else ():
+        if parameters.names[index] is None:
+            kinds.setdefault(shardings.of(index).alike(cut=is_cut(parameters.all[index])), []).append(index)
+    if not kinds:
+        return
+    with shardings.main.everyone.raising_together(where):
+        misplaced = [_misplaced(comm, _digests(parameters, own), where) for comm, own in kinds.items()]
+        for own, found in zip(kinds.values(), misplaced, strict=True):  # only now: other ranks take part in the others
+            if found is not None:
+                place, first, odd = found
+                raise RankMismatchError(
+                    f"{parameters.labels[own[place]]} has the values of another parameter on rank {odd} than on rank "
+                    f"{first}: every rank must give the optimizer the same parameters, in the same order. "
+                    "model.named_parameters() gives them names, which are compared"
+                )
+
+
+def _misplaced(comm: Comm, digests: list[bytes], where: str) -> tuple[int, int, int] | None:
+    """Collective. Find a place where two ranks of ``comm`` have the same values in another order, and these ranks."""
+    whole = [hashlib.sha256(b"".join(of)).digest() for of in (digests, sorted(digests))]
+    reports = comm.gather_objects(whole, where)
+    if all(in_order == reports[0][0] or values != reports[0][1] for in_order, values in reports):
+        return None
+    every = comm.gather_objects(digests, where)
+    odd = next(rank for rank, of in enumerate(every) if of != every[0] and sorted(of) == sorted(every[0]))
+    place = next(place for place, pair in enumerate(zip(every[0], every[odd], strict=True)) if pair[0] != pair[1])
+    return place, comm.ranks[0], comm.ranks[odd]
+
+
+def _digests(parameters: ParameterSet, indices: Sequence[int]) -> list[bytes]:
+    """Hash the shape of each parameter and its first elements, as they lie in memory."""
+    found: dict[int, bytes] = {}
+    by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
+    for index in indices:
+        local = local_of(parameters.all[index]).detach()
+        count = min(local.numel(), ROW)
+        head = local.as_strided((count,), (1,)) if count else local.reshape(-1)
+        by_dtype.setdefault(local.dtype, {})[index] = head
+    for heads in by_dtype.values():
+        flat = torch.cat([*heads.values()]).cpu()
+        data, start = ctypes.string_at(flat.data_ptr(), flat.nbytes), 0
+        for index, head in heads.items():
+            shape = str(tuple(parameters.all[index].shape)).encode()
+            found[index] = hashlib.blake2b(shape + data[start : start + head.nbytes], digest_size=8).digest()
+            start += head.nbytes
+    return [found[index] for index in indices]

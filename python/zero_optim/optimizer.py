@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from . import averages, validate
-from .admission import Admission, Experts
+from .admission import Admission, Experts, check_order
 from .callers import called_from, local_of_caller
 from .checkpoint import rank_state
 from .comm.collectives import Comm, make_comm
@@ -228,6 +228,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._closed = False
         self.engine.optimizer = weakref.ref(self)
         try:
+            if model is None:  # else shard_module has compared the names
+                check_order(parameters, self.engine.shardings, indices, "the constructor")
             with explaining_out_of_memory(self.engine, "as the optimizer was made"):
                 self.engine.grow(indices, self.engine.to_train(indices))
         except BaseException:
@@ -547,12 +549,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 rules.take([rule])
                 experts = admission.check(parameters, said)
             experts = admission.agree(parameters, experts, {})
+            self.engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
+            if self.engine.sharded_model is None:
+                check_order(parameters, self.engine.shardings, indices, "add_param_group")
         except BaseException:
+            self.engine.shardings.of_groups.pop(before, None)
             del self.param_groups[before:]
             parameters.read_groups()
             rules.forget(before)
             raise
-        self.engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
         self.engine.grow(indices, self.engine.to_train(indices))
 
     def _add_group(self, param_group: Any) -> UpdateRule:

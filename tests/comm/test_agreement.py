@@ -157,6 +157,55 @@ def test_the_parameter_that_differs_is_named():
             assert "layer0.weight" in text
 
 
+# -- the order of parameters without names -----------------------------------------------------------------------------
+
+
+def _unnamed(rank: int, world_size: int, how: str, stage: int) -> str:
+    """What the constructor raises, or ``add_param_group``, where the last rank has another order."""
+    import zero_optim
+
+    torch.manual_seed(rank if "seeds" in how else 0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2))
+    for layer in model[:2]:
+        layer.weight.requires_grad_("frozen" not in how)
+    groups = [[*model[0].parameters()], [*model[1].parameters(), model[2].weight]]
+    if rank == world_size - 1 and "swapped" in how:
+        groups = [[*model[1].parameters()], [*model[0].parameters(), model[2].weight]]
+    if rank == world_size - 1 and "added" in how:
+        groups[1] = [groups[1][2], groups[1][1], groups[1][0]]
+    before = [p.detach().clone() for p in model.parameters()]
+    opt = zero_optim.ShardedAdamW(model[3].parameters(), stage=stage)
+    try:
+        if "added" in how:
+            opt.add_param_group({"params": groups[0]})
+            opt.add_param_group({"params": groups[1]})
+        else:
+            zero_optim.ShardedAdamW([{"params": group} for group in groups], stage=stage)
+    except zero_optim.RankMismatchError as error:
+        assert all(map(torch.equal, before, model.parameters()))  # nothing was broadcast
+        assert len(opt.param_groups) == ("added" in how) + 1
+        opt.add_param_group({"params": model[2].bias})  # and it goes on
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "stage", "ranks"),
+    [
+        ("same", 2, 2),
+        ("swapped", 0, 2),
+        ("swapped", 2, 3),
+        ("swapped, frozen", 1, 2),
+        ("added", 2, 2),
+        ("swapped, other seeds", 2, 2),  # nothing shows it
+    ],
+)
+def test_unnamed_parameters_in_another_order(how: str, stage: int, ranks: int) -> None:
+    seen = how != "same" and "seeds" not in how
+    for raised in run_ranks(ranks, _unnamed, how, stage):
+        assert (f"the values of another parameter on rank {ranks - 1} than on rank 0" in raised) == seen == bool(raised)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_bad_argument_on_one_rank_raises_on_all_and_names_the_rank(world_size):
     for rank, errors in enumerate(run_ranks(world_size, _construct_all, BAD_ON_ONE_RANK, timeout=40)):

@@ -281,14 +281,15 @@ class Sharding:
         ``cut``: whether it is of parameters that are cut over the tensor-parallel ranks: then the first rank of each
         column sends to its own column.
         """
-        self._alike(cut=cut).broadcast(tensor, kind)
+        self.alike(cut=cut).broadcast(tensor, kind)
 
-    def _alike(self, *, cut: bool) -> Comm:
+    def alike(self, *, cut: bool) -> Comm:
+        """The ranks whose values of a parameter are the same. ``cut``: whether it is cut over tensor-parallel ranks."""
         return self.data_parallel if cut or self.of_experts else self.everyone
 
     def broadcast_together(self, tensors: Sequence[Tensor], *, cut: bool) -> None:
         """Broadcast several tensors. Small ones of a dtype travel in one flat tensor."""
-        for run in runs(tensors) if self._alike(cut=cut).world_size > 1 else ():
+        for run in runs(tensors) if self.alike(cut=cut).world_size > 1 else ():
             if len(run) == 1:
                 self.broadcast(run[0], cut=cut)
                 continue
