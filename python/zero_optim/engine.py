@@ -243,6 +243,7 @@ class Engine:
             thawed = self.parameters.thawed()
             validate.check_kinds(self.parameters, thawed)
             used = self.reducer.finish()
+            self.parameters.warn_of_replaced(used)
             self._run_exchange(used, norm_type, thawed)
             if self.exchange.failed or not (thawed or self.reducer.leftover):
                 return True
@@ -339,7 +340,8 @@ class Engine:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        self.reducer.clear(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # 10 µs less for each parameter whose gather is in flight
+            self.reducer.clear(set_to_none)
         for parameter in self.parameters.untrained():
             if parameter.grad is not None:
                 parameter.grad = None if set_to_none else parameter.grad.detach().zero_()

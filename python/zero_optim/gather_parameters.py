@@ -58,6 +58,8 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
             unit.gather()
         with model.sharding.everyone.raising_together("gather_parameters") if writeback else nullcontext():
             yield
+            for unit in fresh if writeback else ():
+                unit.take_replaced()
         written = [label for unit in fresh for label in unit.written()]
         if written and not writeback:
             raise ShardAccessError(

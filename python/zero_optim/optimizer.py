@@ -35,7 +35,7 @@ from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory
 from .params.param_shard import plain_parameter
-from .params.parameter_set import ParameterSet, listed
+from .params.parameter_set import ParameterSet, listed, model_behind
 from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
@@ -173,6 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         telemetry: bool = False,
     ) -> None:
         self._closed = True  # until the constructor is through
+        source = model_behind(params)
         params, said = split_off(listed(params))
         model = next(iter(sharded_model_of(tensors_in(params))), None)
         settings = Settings(
@@ -208,7 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._rule, self._shared_defaults = rule, settings.group_defaults
             self._brought: list[UpdateRule] = []
             super().__init__(params, {**rule.defaults, **settings.group_defaults})
-            parameters = ParameterSet(self.param_groups)
+            parameters = ParameterSet(self.param_groups, source)
             indices = parameters.read_groups()
             plain = len(topology.slices) if topology.plain else 1
             rules = GroupRules(parameters, partial(settings.applied_to, plain_slices=plain))

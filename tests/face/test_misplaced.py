@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from unittest import mock
 
 import pytest
@@ -64,6 +65,61 @@ def _made_too_early(rank: int, world_size: int) -> str:
 def test_a_process_group_that_came_after_the_optimizer() -> None:
     for message in run_ranks(2, _made_too_early):
         assert "initialised after this optimizer was made" in message
+
+
+def _replaced(rank: int, world_size: int, stage: int, how: str, known: str) -> list[str]:
+    """What four steps warn of: the embedding is replaced after the second, and the last layer is never used."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"emb": nn.Embedding(8, 4), "unused": nn.Linear(4, 2), "out": nn.Linear(4, 4)})
+    if stage == 3:
+        zero_optim.shard_module(model, (nn.Linear,))
+    params = model.parameters() if known == "generator" else list(model.parameters())
+    opt = zero_optim.ShardedAdamW(params, stage=stage)
+    if known == "attach":
+        opt.attach(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if step == 2:
+                whole = {
+                    name: torch.zeros_like(value) for name, value in zero_optim.full_model_state_dict(model).items()
+                }
+                with zero_optim.gather_parameters(model, writeback=True):
+                    if how == "module":
+                        model["emb"] = nn.Embedding(9, 4)
+                    elif how == "parameter":
+                        model["emb"].weight = nn.Parameter(torch.zeros(9, 4))
+                    elif how == "assign" and rank == 0:
+                        model.load_state_dict(whole, assign=True)
+            model["out"](model["emb"](torch.arange(8))).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    opt.close()
+    return [str(warning.message) for warning in caught if "replaced" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "how", "known", "lost"),
+    [
+        (0, "module", "generator", ["emb.weight"]),
+        (2, "module", "attach", ["emb.weight"]),
+        (2, "parameter", "generator", ["emb.weight"]),
+        (2, "assign", "generator", ["emb.weight", "out.weight", "out.bias"]),
+        (2, "nothing", "generator", []),
+        (2, "module", "list", []),  # nothing shows the model
+        (3, "module", "list", ["emb.weight"]),
+    ],
+)
+def test_a_parameter_that_was_replaced_in_the_model_is_named_once(
+    stage: int, how: str, known: str, lost: list[str]
+) -> None:
+    for rank, found in enumerate(run_ranks(2, _replaced, stage, how, known)):
+        assert len(found) == (bool(lost) and not (how == "assign" and rank))
+        for message in found:
+            shapes = {"emb.weight": "(8, 4)", "out.weight": "(4, 4)", "out.bias": "(4,)"}
+            named = known == "attach" or stage == 3
+            assert all((name if named else shapes[name]) in message for name in lost) and "unused" not in message
+            assert "replaced in the model after the optimizer was made" in message and "(2, 4)" not in message
 
 
 def test_copies_are_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import warnings
 from collections.abc import Callable
 
@@ -69,15 +70,16 @@ def _tokens(rank: int, step: int) -> Tensor:
     return torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def _lazy(monkeypatch: pytest.MonkeyPatch) -> None:
+def _lazy(monkeypatch: pytest.MonkeyPatch, *, nan: bool = True) -> None:
     eager = Comm.all_gather
 
     class Lazy(Pending):
         def __init__(self, comm: Comm, full: Tensor) -> None:
             self._comm, self._full = comm, full
-            kept = comm.own_part(full).clone()
-            full.fill_(torch.nan)
-            comm.own_part(full).copy_(kept)
+            if nan:
+                kept = comm.own_part(full).clone()
+                full.fill_(torch.nan)
+                comm.own_part(full).copy_(kept)
 
         def wait(self) -> None:
             eager(self._comm, self._full).wait()
@@ -158,6 +160,20 @@ def _other_readers(rank: int, world_size: int) -> tuple:
         read = {
             "state_dict": lambda: list(model.state_dict().values()),
             "load_state_dict": lambda: model.load_state_dict(saved) and list(model.parameters()),
+            "keep_vars": lambda: [value + 0 for value in model.state_dict(keep_vars=True).values()],
+            "data": lambda: [p.data.clone() for p in model.parameters()],
+            "written data": lambda: [p.data.mul_(1.0) for p in model.parameters()],
+            "foreach": lambda: torch._foreach_mul([p.detach() for p in model.parameters()], 1.0),
+            "foreach of parameters": lambda: torch._foreach_norm(list(model.parameters())),
+            "vector": lambda: [nn.utils.parameters_to_vector(model.parameters())],
+            "numpy": lambda: [torch.from_numpy(p.detach().numpy().copy()) for p in model.parameters()],
+            "items": lambda: [torch.tensor(p.tolist()) for p in model.parameters()],
+            "memory": lambda: [p.data_ptr() and p.new_tensor(0) + p.sum() for p in model.parameters()],
+            "parameter's deepcopy": lambda: [copy.deepcopy(p) for p in model.parameters()],
+            "deepcopy": lambda: list(copy.deepcopy(model.direct).parameters()),
+            "pickle": lambda: [pickle.loads(pickle.dumps(p)) for p in model.parameters()],
+            "groups": lambda: [p.norm() for group in opt.param_groups for p in group["params"]],
+            "full_model_state_dict": lambda: list(zero_optim.full_model_state_dict(model, None).values()),
             "wait_for_parameters": lambda: opt.wait_for_parameters() or list(model.parameters()),
             "close": lambda: opt.close() or list(model.parameters()),
         }
@@ -169,14 +185,66 @@ def _other_readers(rank: int, world_size: int) -> tuple:
                 opt.step()
                 opt.zero_grad()
             under_way[name] = any(_under_way(opt, model).values())
-            finite[name] = all(bool(value.isfinite().all()) for value in reader())
+            with torch.no_grad():
+                values = reader()
+            finite[name] = all(type(v) in (Tensor, nn.Parameter) and bool(v.isfinite().all()) for v in values)
         return finite, under_way
 
 
-def test_state_dicts_and_close_wait() -> None:
+def test_whoever_reads_waits() -> None:
     for finite, under_way in run_ranks(2, _other_readers):
-        assert all(under_way.values()) and len(under_way) == 4
+        assert all(under_way.values()), under_way
         assert all(finite.values()), finite
+
+
+def _metadata(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether gathers are still under way after all that reads no value, and parameters are plain once they arrived."""
+    model = _model(torch.float32)
+    opt = zero_optim.ShardedAdamW(model.parameters(), bucket_cap_mb=CAP_MB, overlap_param_gather=True)
+    opt.attach(model)
+    for step in range(2):
+        model(_tokens(rank, step)).backward()
+        opt.step()
+    before = _under_way(opt, model)
+    opt.zero_grad()
+    opt.zero_grad(set_to_none=False)
+    for p in model.parameters():
+        assert isinstance(p, nn.Parameter) and p.grad is None and p.requires_grad and p.is_leaf and p._version >= 0
+        assert p.shape == p.size() and p.dim() == p.ndim and p.numel() >= 0 and p.device.type == "cpu"
+        p.grad = None
+    sum(p.numel() for p in model.parameters() if p.requires_grad)
+    same = _under_way(opt, model) == before and any(before.values())
+    opt.wait_for_parameters()
+    return same, all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_what_reads_no_value_leaves_gathers_under_way() -> None:
+    assert run_ranks(2, _metadata) == [(True, True)] * 2
+
+
+def _alias(rank: int, world_size: int, poison: bool) -> tuple[bool, bool]:
+    """Whether a tensor that shares a parameter's memory shows NaN before the gather has arrived, and afterwards."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _lazy(monkeypatch, nan=False)
+        if poison:
+            monkeypatch.setenv("ZERO_OPTIM_DEBUG", "poison")
+        model = nn.Sequential(nn.Linear(64, 64, bias=False))
+        opt = zero_optim.ShardedAdamW(model.parameters(), overlap_param_gather=True)
+        opt.attach(model)
+        seen = []
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            alias = model[0].weight.detach()
+            opt.step()
+            seen.append(bool(alias.isnan().any()))
+            opt.zero_grad()
+        opt.wait_for_parameters()
+        return seen[-1], bool(alias.isnan().any())
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_poison_shows_reads_of_an_alias(poison: bool) -> None:
+    assert run_ranks(2, _alias, poison) == [(poison, False)] * 2
 
 
 def _copies(rank: int, world_size: int) -> tuple:

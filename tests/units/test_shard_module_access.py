@@ -658,7 +658,15 @@ def _writing(rank: int, world_size: int) -> None:
         pass
     assert not difference(list(gathered(model).values()), list(before.values()))
     with zero_optim.gather_parameters(model.blocks[1], writeback=True), torch.no_grad():
-        model.blocks[1].up.bias.fill_(float(rank + 3))
+        model.blocks[1].up.bias.fill_(float(rank + 5))
+    assert (gathered(model)["blocks.1.up.bias"] == 5).all(), "rank 0's values count"
+    with zero_optim.gather_parameters(model, writeback=True):
+        model.blocks[1].up.bias.data = torch.full_like(model.blocks[1].up.bias, rank + 3.0)  # assigned, not copied into
+    misfit, gather = pytest.raises(ShardAccessError, match=r"blocks\.1\.up\.bias.*\(2,\)"), zero_optim.gather_parameters
+    with misfit, gather(model, writeback=True):
+        model.blocks[1].up.bias.data = torch.zeros(2)
+    with refusal, gather(model):
+        model.blocks[1].up.bias.data = model.blocks[1].up.bias.detach().clone()
     after = gathered(model)
     assert (after.pop("blocks.1.up.bias") == 3).all(), "rank 0's values count"
     assert not difference(list(after.values()), [v for name, v in before.items() if name in after])

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zero_kernels
 
 from ..comm.arrivals import Arrivals
-from ..comm.buffers import CommBuffers
+from ..comm.buffers import CommBuffers, debug_options
 from ..comm.chain import Chain
 from ..comm.collectives import Pending
 from ..comm.sharding import Sharding
@@ -29,6 +29,7 @@ from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
 from ..params.layout import BucketLayout, Slot
 from ..params.marks import is_shared, is_term
+from ..params.param_shard import ArrivingParameter, arriving
 from ..params.storage_order import as_stored
 from ..params.tensor_slice import local_gradient, local_of, shown_as
 from .handed_out import HandedOut
@@ -149,6 +150,8 @@ class Bucket:
         self._zeroings = 0  # how often the user had zeroed gradients here as the last reduction left
         self._zeroings_noted = 0  # the same, as ``note_writes`` was last called
         self.unsharding: Pending | None = None
+        self._guarded: list[Tensor] = []
+        self._poison = "poison" in debug_options() and sharding.shard_count > 1
         self.follower: Follower | None = None
         self.slots = Slots(self.params)
         self._allocate_gradients()
@@ -403,9 +406,7 @@ class Bucket:
         """Fill ``grad_buffer`` with NaN beside this rank's shard: reduced in place, the rest was communicated, too."""
         # At stage 0 every rank has the average of all of it.
         if self.sharding.stage >= 1:
-            kept = self.grad_shard.clone()
-            self.grad_buffer.fill_(torch.nan)
-            self.grad_shard.copy_(kept)
+            _poison_beside(self.grad_shard, self.grad_buffer)
 
     def counted(self) -> list[Tensor]:
         """List the parts of ``grad_shard`` that this rank counts in a norm: as a rule all of it. Gaps are zero."""
@@ -428,13 +429,30 @@ class Bucket:
     def unshard(self) -> None:
         """Start the all-gather of the parameters. At stage 3 units are gathered as they are used."""
         if self.sharding.stage < 3:  # else a unit gathers them when it is called
+            if self._poison:
+                _poison_beside(self.flat.shard, self.flat.full)
             self.unsharding = self.sharding.all_gather(self.flat.full, own=self.flat.shard)
+
+    def guard(self) -> None:
+        """Let the first read or write of a parameter that is in flight wait for it: see ``ArrivingParameter``."""
+        if self.unsharding is not None:
+            self._guarded = [parameter for parameter in self.params if type(parameter) is nn.Parameter]
+            for parameter in self._guarded:
+                parameter.__class__ = ArrivingParameter
+                arriving[id(parameter)] = self
 
     def wait_for_parameters(self) -> None:
         """Order later work after the arrival of the parameters."""
         if self.unsharding is not None:
             self.unsharding.wait()
-            self.unsharding = None
+            self._end_unsharding()
+
+    def _end_unsharding(self) -> None:
+        self.unsharding = None
+        for parameter in self._guarded:
+            parameter.__class__ = nn.Parameter
+            arriving.pop(id(parameter), None)
+        self._guarded = []
 
     def follow_edits(self) -> Edits:
         """Drop what the user has zeroed since the last reduction. Returns the gradients assigned since, and dropped."""
@@ -454,7 +472,7 @@ class Bucket:
         if self.flat.sharded and self.arrivals.under_way:
             self._allocate_gradients()
         self.arrivals.abandon()
-        self.unsharding = None
+        self._end_unsharding()
 
     def clear(self) -> None:
         """Forget every gradient. At stage 3 their memory goes, else it stays."""
@@ -593,6 +611,13 @@ class Bucket:
                 f"{self.dtype} on {self.device}. For an embedding, build it with sparse=False"
             )
         return grad.detach().contiguous()
+
+
+def _poison_beside(shard: Tensor, full: Tensor) -> None:
+    """Fill ``full`` with NaN beside ``shard``, a view of it."""
+    kept = shard.clone()
+    full.fill_(torch.nan)
+    shard.copy_(kept)
 
 
 def _zero(*tensors: Tensor) -> None:

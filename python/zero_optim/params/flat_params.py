@@ -286,6 +286,17 @@ class FlatParams:
         here = enumerate(zip(self.locals, self.addresses, strict=True))
         return [number for number, (local, place) in here if local.numel() and local.data_ptr() != place]
 
+    def take_replaced(self, whole: Tensor) -> Tensor | None:
+        """Copy tensors that were assigned to ``.data`` since ``copy_out`` gave ``whole`` into that. Returns the first
+        parameter whose tensor has another shape."""
+        for number in self.elsewhere():
+            local, view = self.locals[number].detach(), self._views[number]
+            if local.shape != view.shape:
+                return self.params[number]
+            slot = self.layout.slots[number]
+            view_of(whole.narrow(0, slot.offset, slot.numel), view.shape, self.orders[number]).copy_(local)
+        return None
+
     def put_away(self) -> None:
         """Free the memory of ``full``. The parameters read as NaN and refuse writes.
 
@@ -309,8 +320,8 @@ class FlatParams:
     def hide(self) -> None:
         """Take the values of the plain parameters away."""
         self.shown = False
-        for local in self.locals:
-            local.data = self._nothing.expand(local.shape)
+        for local, view in zip(self.locals, self._views, strict=True):
+            local.data = self._nothing.expand(view.shape)
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,12 +1,13 @@
-"""Stand-ins for a parameter while it is sharded: in a module, and in a module's ``state_dict()``."""
+"""Stand-ins for a parameter while it is sharded, and the class of one that is in flight."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..callers import called_within
 from ..errors import ParameterError, ShardAccessError
@@ -212,3 +213,48 @@ def plain_parameter(parameter: Tensor) -> Tensor:
 
 def _described(source: Tensor) -> str:
     return repr(source) if isinstance(source, FlatShard) else f"a tensor of shape {tuple(source.shape)}"
+
+
+class Arrives(Protocol):
+    """A bucket whose parameters may be in flight."""
+
+    def wait_for_parameters(self) -> None: ...
+
+
+arriving: dict[int, Arrives] = {}
+"""The bucket of each parameter that is in flight, by the parameter's ``id``."""
+
+_FIELDS = ("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "_version")
+_GRAD: Any = Tensor.grad
+_METADATA = {
+    *(getattr(Tensor, name).__get__ for name in (*_FIELDS, "is_cuda", "is_cpu", "is_meta", "is_sparse")),
+    *(_GRAD.__set__, _GRAD.__delete__, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point),
+}
+"""What reads or writes no values."""
+
+
+class ArrivingParameter(nn.Parameter):
+    """The class of a parameter from ``step`` until its all-gather is waited for, with ``overlap_param_gather``.
+
+    It has stale values then. Whoever first reads or writes it waits for its bucket, whose parameters are plain again
+    from then on. Calls of modules never see it, as their hooks have waited. Code that takes a tensor past torch's
+    operators, as an extension built by pybind, is the only one not to be seen here.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _METADATA:
+            for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
+                if type(tensor) is ArrivingParameter:
+                    arriving[id(tensor)].wait_for_parameters()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        arriving[id(self)].wait_for_parameters()  # first: a copy must be of the class that it has then
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        arriving[id(self)].wait_for_parameters()
+        return self.__reduce_ex__(protocol)

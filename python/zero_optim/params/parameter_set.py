@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from types import GeneratorType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ class ParameterSet:
         trained: the parameters that have a place in a bucket, by index.
     """
 
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], model: nn.Module | None = None) -> None:
         self.groups = groups
         self.all: list[Tensor] = []
         self.names: list[str | None] = []
@@ -39,7 +41,9 @@ class ParameterSet:
         self.trained: dict[int, Tensor] = {}
         self._frozen: dict[int, Tensor] = {}
         self._sizes: list[int] = []  # of the groups
-        self._model: weakref.ref[nn.Module] | None = None
+        self._model = None if model is None else weakref.ref(model)
+        self._used = b""  # of the last step, as ``warn_of_replaced`` was given it
+        self._found_unused: set[int] = set()
 
     def name(self, index: int) -> str:
         """The name, or the label of a parameter without one."""
@@ -123,6 +127,28 @@ class ParameterSet:
             )
         return {**group, "params": [(names[id(plain_parameter(p))], p) for p in params]}
 
+    def warn_of_replaced(self, used: bytearray) -> None:
+        """Warn of parameters without a gradient that the model does not have any more, where the model is known.
+
+        Each parameter is looked for once, in the first step without its gradient. ``used``: a byte for each parameter,
+        1 where this rank has a gradient for it; as a rule what it was in the step before.
+        """
+        model = None if used == self._used or self._model is None else self._model()
+        self._used = bytes(used)
+        found = {index for index in self.trained if not used[index]} - self._found_unused if model is not None else ()
+        if model is None or not found:
+            return
+        self._found_unused |= found
+        here = _names(model)
+        lost = [self.labels[index] for index in sorted(found) if id(self.all[index]) not in here]
+        if lost:
+            warnings.warn(
+                f"{', '.join(lost[:5])}{f' and {len(lost) - 5} more' if lost[5:] else ''}: replaced in the model after "
+                "the optimizer was made, as by resizing an embedding or by load_state_dict(assign=True). The new "
+                "parameter is not trained: make a new optimizer, or write into the old parameter instead",
+                stacklevel=2,
+            )
+
     def check_groups_unedited(self) -> None:
         """Raise ParameterError where parameters were put into ``groups``, or taken out, by hand."""
         sizes = [len(group["params"]) for group in self.groups]
@@ -174,6 +200,12 @@ def listed(params: Any) -> Any:
         {**group, "params": list(group["params"])} if isinstance(group, dict) and _is_listable(group) else group
         for group in params
     ]
+
+
+def model_behind(params: Any) -> nn.Module | None:
+    """Find the model of ``model.named_parameters()`` or ``model.parameters()``, before the generator has begun."""
+    owner = params.gi_frame.f_locals.get("self") if isinstance(params, GeneratorType) and params.gi_frame else None
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _is_listable(group: dict[str, Any]) -> bool:

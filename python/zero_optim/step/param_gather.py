@@ -85,7 +85,9 @@ class ParamGather:
             self._observed = True
             self._choose_under_way()
         for bucket in self._buckets:
-            if bucket not in self._under_way:
+            if bucket in self._under_way:
+                bucket.guard()
+            else:
                 bucket.wait_for_parameters()
 
     def wait(self) -> None:

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm, Pending
-from ..errors import CollectiveError, ParameterError
+from ..errors import CollectiveError, ParameterError, ShardAccessError
 from ..params.flat_params import FlatParams
 from ..params.param_shard import ParamShard
 from .stand_in import StandIn
@@ -228,6 +228,16 @@ class Unit:
         self.show_plain()
         self._versions = [parameter._version for parameter in self.parameters]
 
+    def take_replaced(self) -> None:
+        """Copy tensors that were assigned to ``.data`` into the whole parameters. Raises ShardAccessError where one has
+        another shape."""
+        for flat, whole in zip(self.flats, self._wholes, strict=True):
+            if (odd := flat.take_replaced(whole)) is not None:
+                raise ShardAccessError(
+                    f"{self._labels([[odd]])[0]} was given data of shape {tuple(odd.shape)} within gather_parameters, "
+                    "which is not its own: resize it before zero_optim.shard_module"
+                )
+
     def write_back(self) -> None:
         """Collective. Keep the values that rank 0 has written."""
         for flat, whole in zip(self.flats, self._wholes, strict=True):
@@ -236,7 +246,8 @@ class Unit:
     def written(self) -> list[str]:
         """List the labels of parameters that were written since ``gather``."""
         versions = zip(self.parameters, self._versions, strict=True)
-        return self._labels([[parameter for parameter, before in versions if parameter._version != before]])
+        written = [parameter for parameter, before in versions if parameter._version != before]
+        return self._labels([written, *([flat.params[number] for number in flat.elsewhere()] for flat in self.flats)])
 
     def drop(self) -> None:
         """Go back to shards. The whole parameters live for as long as somebody has them."""
