@@ -281,11 +281,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             result = None
             with self.engine.failing_with_stages():
                 self.engine.check_step(self.param_groups)
-                if closure is not None:
-                    self.engine.reducer.complete_before_closure()
-                    with torch.enable_grad():
-                        result = closure()
-                self._adopt_torch_scale()
+            if closure is not None:  # where it raises, other stages may wait for its activations, not in ``step``
+                self.engine.reducer.complete_before_closure()
+                with torch.enable_grad():
+                    result = closure()
+            self._adopt_torch_scale()
             with explaining_out_of_memory(self.engine, "in the first step"):
                 self.engine.step(self.param_groups)
             return result
