@@ -19,6 +19,10 @@ INT8_SMALLEST = 2.0**-100
 ROOT8_SMALLEST = 2.0**-63
 """Smaller scales become 0, and their rows too, so that no factor of a product is ever a subnormal number."""
 
+LARGEST = float.fromhex("0x1.fffffep63")
+"""The root of the largest fp32, and the largest scale. A second moment that overflowed is stored as the square of this,
+and a first moment as this at most: so an update that divides by the root of the one moves by no more than usual."""
+
 
 def _scales(magnitudes: Tensor, smallest: float) -> Tensor:
     """[rows, 1], the largest of each row, compared as bit patterns: so NaN is above inf, and stays."""
@@ -33,8 +37,9 @@ def _over(stored: Tensor, divisor: float) -> Tensor:
 
 
 def encode_int8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Give int8 [rows, 128], with steps that are finest close to 0, and the scales. A row that is not finite is stored
-    as zeros, with a scale that is not finite."""
+    """Give int8 [rows, 128], with steps that are finest close to 0, and the scales. Finite values are clamped to
+    `LARGEST`. A row that is not finite is stored as zeros, with a scale that is not finite."""
+    values = torch.where(values.isfinite(), values.clamp(-LARGEST, LARGEST), values)
     scale = _scales(values.abs(), INT8_SMALLEST)
     x = torch.where(scale > 0, values / scale, 0.0)  # 0 or NaN, where the scale is not finite
     y = (x + x) / (1 + x.abs())
@@ -47,12 +52,12 @@ def decode_int8(stored: Tensor, scale: Tensor) -> Tensor:
 
 
 def encode_root8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Give uint8 [rows, 128] of the roots of values that are not negative, 0 for 0 alone, and the scales. A row that is
-    not finite, or has a negative value, is stored as zeros, with a scale that is not finite."""
-    roots = square_root(values)
+    """Give uint8 [rows, 128] of the roots of values that are not negative, 0 for 0 alone, and the scales. The root of
+    inf is taken to be `LARGEST`. A row with NaN, or a negative value, is stored as zeros, with a scale that is NaN."""
+    roots = square_root(values).clamp(max=LARGEST)
     scale = _scales(roots.abs(), ROOT8_SMALLEST)
     near = (255 * torch.where(scale > 0, roots / scale, 0.0)).round().nan_to_num(0.0)
-    lost = (near == 0) & (roots > 0) & (scale > 0) & (scale < math.inf)
+    lost = (near == 0) & (roots > 0) & (scale > 0)
     return torch.where(lost, 1.0, near).to(torch.uint8), scale
 
 

@@ -434,10 +434,10 @@ float scale_of_row(Form form, const float* values) {
 }
 
 // Stores estimates. False where one is too near to a tie for that, or may be wrong: where a value or a reciprocal is
-// below the normal numbers, processors take it for 0.
+// below the normal numbers, processors take it for 0, and at the largest scale values may lie above it.
 template <class T>
 bool estimate_row(const float* values, T* to, float scale) {
-  if (!kEstimates || scale < 0x1p-50f || scale > 0x1p100f) return false;
+  if (!kEstimates || scale < 0x1p-50f || scale >= kLargest) return false;
   Estimate estimate(scale);
   Vec unsure(0.0f);
   for (int i = 0; i < kRow; i += kLanes) unsure = any_bits(unsure, estimate.store(Vec::load(values + i), to + i));
@@ -445,13 +445,14 @@ bool estimate_row(const float* values, T* to, float scale) {
 }
 
 template <Form kForm, class T>
-void encode_rows(const float* values, int numel, T* to, float* scales) {
+void encode_rows(float* values, int numel, T* to, float* scales) {
   for (int i = 0; i < numel; i += kRow) scales[i / kRow] = scale_of_row(kForm, values + i);
   for (int i = 0; i < numel; i += kRow) {
     float scale = scales[i / kRow];
     if (!is_usable(scale)) {
       __builtin_memset(to + i, 0, kRow);
     } else if (!estimate_row(values + i, to + i, scale)) {
+      for (int j = i; scale == kLargest && j < i + kRow; ++j) values[j] = within(values[j], scale);
       for (int j = i; j < i + kRow; j += kLanes) {
         Vec value = Vec::load(values + j);
         (kForm == Form::kInt8 ? encoded_int8(value, Vec(scale)) : encoded_root8(value, Vec(scale))).store(to + j);
@@ -460,7 +461,7 @@ void encode_rows(const float* values, int numel, T* to, float* scales) {
   }
 }
 
-void encode(Form form, const float* values, int numel, void* to, float* scales) {
+void encode(Form form, float* values, int numel, void* to, float* scales) {
   if (form == Form::kInt8) encode_rows<Form::kInt8>(values, numel, static_cast<int8_t*>(to), scales);
   if (form == Form::kRoot8) encode_rows<Form::kRoot8>(values, numel, static_cast<uint8_t*>(to), scales);
 }

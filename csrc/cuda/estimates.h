@@ -41,7 +41,7 @@ ZK_HOST_DEVICE inline float quick_unscaled_int8(float stored) {
 }
 
 // What of a row is stored in eight bits, by estimates, as codecs.h has it. The scales at which reciprocals and roots
-// would be flushed to 0 are not usual.
+// would be flushed to 0 are not usual, nor is the one that values may lie above.
 constexpr int32_t kUnsure = -1000;
 struct Estimate {
   Form form;
@@ -52,7 +52,7 @@ struct Estimate {
       : form(form),
         scale(scale),
         factor(form == Form::kInt8 ? 254.0f : 255.0f / scale),
-        usual(scale > 0x1p-50f && scale < 0x1p124f) {}
+        usual(scale > 0x1p-50f && scale < kLargest) {}
 
   // near: the reciprocal of the scale and the value's magnitude together, or the value's root.
   ZK_HOST_DEVICE int32_t stored(float value, float near) const {

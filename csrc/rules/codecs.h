@@ -72,8 +72,13 @@ inline void store_each_stochastic(BFloat16* to, V a, V b, uint32_t of_state, int
     to[i] = narrow_stochastic(x[i], noise_in(noise_word(of_state, element + i), element + i));
 }
 
+// The root of the largest float, and the largest scale. Roots of inf and finite values above it are clamped to it:
+// zero_kernels/codecs.py has the reason.
+constexpr float kLargest = 0x1.fffffep63f;
+
 // 0 where the largest of a row is too small.
 ZK_HOST_DEVICE static inline float usual_scale(Form form, float largest) {
+  if (largest > kLargest && (form == Form::kRoot8 || largest < bits_float(0x7f800000))) return kLargest;
   return largest < (form == Form::kInt8 ? 0x1p-100f : 0x1p-63f) ? 0.0f : largest;
 }
 
@@ -92,6 +97,11 @@ ZK_HOST_DEVICE static inline float scale_of(Form form, float bound) {
 // Whether a row of that scale is stored by what follows. Else all of it is stored as 0.
 ZK_HOST_DEVICE static inline bool is_usable(float scale) { return scale > 0.0f && scale < bits_float(0x7f800000); }
 
+// Of a value, or a root, and the scale of its row: more than that is there only where the scale is `kLargest`.
+ZK_HOST_DEVICE static inline float within(float value, float scale) {
+  return value > scale ? scale : value < -scale ? -scale : value;
+}
+
 // What is rounded to the nearest integer and stored.
 template <class V>
 ZK_HOST_DEVICE inline V encoded_int8(V value, V scale) {
@@ -102,9 +112,9 @@ template <class V>
 ZK_HOST_DEVICE inline V encoded_root8(V root, V scale) {
   return max_bits(V(255.0f) * (root / scale), V(1.0f) - is_zero(root));  // 0 is for 0 alone
 }
-template <class V>
-ZK_HOST_DEVICE inline V encoded(Form form, V value, V scale) {
-  return form == Form::kInt8 ? encoded_int8(value, scale) : encoded_root8(square_root(value), scale);
+ZK_HOST_DEVICE static inline float encoded(Form form, float value, float scale) {
+  return form == Form::kInt8 ? encoded_int8(within(value, scale), scale)
+                             : encoded_root8(within(square_root(value), scale), scale);
 }
 
 constexpr float kOver127 = 0x1.0204000000000p-7f, kRest127 = 0x1.0204080000000p-28f;

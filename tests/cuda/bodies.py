@@ -232,14 +232,14 @@ def encoded_cases() -> Iterator[EncodedCase]:
             average_dtype = torch.bfloat16 if measured and (number + form) % 2 else torch.float32
             of = (rule, form, given, low, FLOATS[(form + number) % 3], param, measured, found_inf)
             yield EncodedCase(*of, (form + measured) % 3, average_dtype)
-    for given, low, form in itertools.product(USUAL, (None, *codecs.LOWS), range(4)):
+    for given, low, form in itertools.product(USUAL, (None, *codecs.LOWS), range(5)):
         of = ("adamw", form, given, low, torch.bfloat16, torch.bfloat16, False, float(form == 1))
         yield EncodedCase(*of, 0, torch.float32)
 
 
 def encoded_step(folder: Path) -> int:
     """Every form for every state, beside others, bf16 also rounded stochastically; tails, misaligned shards, rows that
-    are measured, averages in fp32 and bf16, a skipped step; and the usual forms of AdamW."""
+    are measured, averages in fp32 and bf16, a skipped step, huge gradients; and the usual forms of AdamW."""
     body = ctypes.CDLL(str(folder / "step.so")).encoded_step
     body.argtypes = [*step_body(folder).argtypes, ADDRESS, ADDRESS, ctypes.c_int, ADDRESS, ctypes.c_int]
     body.restype = ctypes.c_int
@@ -248,7 +248,8 @@ def encoded_step(folder: Path) -> int:
         rule, form, sizes, measured, count = case.rule, case.form, case.sizes, case.measured, len(case.given)
         shards = EncodedShards(
             *(rule, sizes, case.grad, case.param, form % 2),
-            calm=measured or form == 2,
+            calm=measured or form in (2, 4),
+            huge=form == 4 or (measured and form >= 2),
             averages=case.averages,
             average_dtype=case.average_dtype,
             forms=case.given,
@@ -306,7 +307,7 @@ def eight_bits(folder: Path) -> int:
     library.unsure_estimates.restype = LONG
     generator, count = torch.Generator().manual_seed(3), 200_000
     for form, root in ((2, False), (3, True)):
-        exponents = torch.randint(-49, 60 if root else 120, (count,), generator=generator)
+        exponents = torch.randint(-49, 60, (count,), generator=generator)
         scales = torch.ldexp(1 + torch.rand(count, generator=generator), exponents)
         small = torch.ldexp(torch.ones(count), -torch.randint(0, 30, (count,), generator=generator) * (exponents % 2))
         values = scales * torch.rand(count, generator=generator) * small

@@ -254,6 +254,7 @@ def test_the_usual_forms_of_adamw(forms: tuple[torch.dtype, ...], low: torch.dty
         shards = EncodedShards(
             *("adamw", sizes_at(place, (0, 2000, 1, 127, 129, 4097, 3 * 2048)), torch.bfloat16, torch.bfloat16, offset),
             calm=calm,
+            huge=offset != 0,
             forms=forms,
             low=low,
             stochastic=stochastic,

@@ -171,7 +171,8 @@ class Shards:
 
 class EncodedShards(Shards):
     """`Shards` whose states have these forms, in the order of the rule's. `low`: the masters, which awkward parameters
-    are the high halves of, are split, and the low parts have that dtype. `stochastic`: bf16 is rounded so.
+    are the high halves of, are split, and the low parts have that dtype. `stochastic`: bf16 is rounded so. `huge`:
+    every second row has a gradient that is the largest of its dtype.
 
     Attributes:
         scales: of the states, in their order.
@@ -185,10 +186,13 @@ class EncodedShards(Shards):
         forms: Sequence[torch.dtype],
         low: torch.dtype | None = None,
         stochastic: bool = False,
+        huge: bool = False,
         **kwargs: Any,
     ) -> None:
         self.scales: list[Tensor] = []
         super().__init__(rule, *args, **kwargs)
+        for grad in self.grads if huge else ():
+            grad[5 :: 2 * ROW] = torch.finfo(grad.dtype).max
         keys = [at_offset(codecs.row_keys(i, i, len(rows)), i % 3) for i, rows in enumerate(self.row_slots)]
         self.row_keys = keys if stochastic else None
         for i, state in enumerate(self.states):

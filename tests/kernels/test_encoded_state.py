@@ -38,6 +38,7 @@ def test_same_bits_on_every_backend(rule: str) -> None:
             shards = EncodedShards(
                 *(rule, SIZES, grad, torch.bfloat16 if low else param, number % 2 * 3, number % 3),
                 calm=number % 4 != 0,
+                huge=number % 4 == 2,
                 forms=forms,
                 low=low,
             )
@@ -63,9 +64,11 @@ def test_threads_share_rows_without_changing_a_bit(low: torch.dtype) -> None:
 # ---- the arithmetic, written anew, an element at a time --------------------------------------------------------------
 
 F = np.float32
+LARGEST = F(2.0**64 - 2.0**40)
 
 
 def int8_row(values: Sequence[np.float32]) -> tuple[list[int], np.float32]:
+    values = [np.clip(v, -LARGEST, LARGEST) if np.isfinite(v) else v for v in values]
     scale = max((abs(v) for v in values), key=lambda v: int(v.view(np.uint32)))
     if scale < F(2.0**-100):
         return [0] * len(values), F(0)
@@ -76,7 +79,7 @@ def int8_row(values: Sequence[np.float32]) -> tuple[list[int], np.float32]:
 
 
 def root8_row(values: Sequence[np.float32]) -> tuple[list[int], np.float32]:
-    roots = [np.sqrt(v) for v in values]
+    roots = [LARGEST if v == np.inf else np.sqrt(v) for v in values]
     scale = max((abs(r) for r in roots), key=lambda r: int(r.view(np.uint32)))
     if scale < F(2.0**-63):
         return [0] * len(values), F(0)
@@ -111,7 +114,9 @@ def rows_that_hurt() -> Tensor:
     halves[:, -1] = torch.tensor([127.0, 127.0, 255.0])
     both = torch.stack([torch.full((ROW,), math.inf), torch.full((ROW,), 5.0), torch.zeros(ROW)])
     both[0, 3] = math.nan
-    return torch.cat((random.float(), spread, alone, halves, halves**2, both))
+    around = torch.tensor([-(2.0**64), 2.0**64 - 2.0**40, 2.0**65, -3e38, 1e-40, 0.0, 1.0, -7e18]).repeat(2, ROW // 8)
+    around[1, 9] = math.inf
+    return torch.cat((random.float(), spread, alone, halves, halves**2, both, around))
 
 
 @every_backend
@@ -290,6 +295,33 @@ def test_a_row_that_is_not_finite_spoils_no_other(name: str) -> None:
             assert middle.isnan().all()
         elif not middle.is_floating_point():
             assert not middle.any()
+
+
+@every_backend
+@pytest.mark.parametrize("rule", ["adamw", "amsgrad"])
+def test_a_finite_gradient_that_overflows_a_second_moment_is_kept_as_the_largest(rule: str, name: str) -> None:
+    """In two steps of four, in every second row; the others' gradients are usual, or tiny."""
+    forms = (torch.int8, torch.uint8, torch.uint8)[: len(RULES[rule].states)]
+    for low in (None, *codecs.LOWS):
+        shards = EncodedShards(rule, (6 * ROW,), torch.float32, low and torch.bfloat16, calm=True, forms=forms, low=low)
+        shards.row_slots = [torch.ones(6, dtype=torch.int32)]
+        shards.grads[0][3 * ROW : 4 * ROW] *= 1e-30
+        usual, twin = shards.lists()
+        lists, written = shards.lists()
+        lists[0] = [shards.grads[0].clone()]
+        *_, v = scales = written[-len(forms) :]
+        with backend(name):
+            for huge in (None, 1e22, torch.finfo(torch.float32).max, None):
+                lists[0][0][5 :: 2 * ROW] = shards.grads[0][5 :: 2 * ROW] if huge is None else huge
+                for of in (usual, lists):
+                    torch.ops.zero_kernels.foreach_step(rule, *of)
+                if huge:
+                    assert v[::2].tolist() == [2.0**64 - 2.0**40] * 3
+        decoded = codecs.decode_root8(written[len(forms)].view(6, ROW), v.view(6, 1))
+        assert (decoded[::2, 5] > 3e38).all() and (decoded[::2, 6:] < 1e34).all() and decoded.isfinite().all()
+        assert all(tensor.float().isfinite().all() for tensor in (*written, *scales))
+        for changed, same in zip(written, twin, strict=True):
+            assert same_bits(changed.view(6, -1)[1::2], same.view(6, -1)[1::2])
 
 
 def arguments() -> dict[str, object]:

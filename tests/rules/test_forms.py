@@ -14,6 +14,8 @@ from harness import run_ranks
 from torch import Tensor, nn
 from zero_optim.rules import Codec, Int8, Root8, Split, Split8, StateTensor
 
+from zero_kernels import ROW
+
 STEPS = 12
 MASTER = StateTensor("master")
 SPLIT: dict[str, Codec] = {"split": Split(), "split8": Split8()}
@@ -369,6 +371,49 @@ def test_a_load_into_fewer_bits_says_so_once(tmp_path: Path) -> None:
         narrow |= {"master"} if loaded_by.get("master") == "split8" else set()
         narrow |= {"ema"} if "ema_dtype" in loaded_by else set()
         assert [told.split(":")[0] for told in by_full] == ([", ".join(sorted(narrow))] if narrow else [])
+
+
+# ---- gradients that overflow a second moment -------------------------------------------------------------------------
+
+
+def _after(spike: float, **options: Any) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Three rows after five steps, in the second of which one gradient of the middle row is ``spike``: weights, state,
+    and how many steps were skipped."""
+    import zero_optim
+
+    p = nn.Parameter(torch.zeros(3 * ROW, dtype=torch.bfloat16 if "master" in options else torch.float32))
+    opt = zero_optim.ShardedAdamW([("p", p)], lr=0.01, **options)
+    for step in range(5):
+        p.grad = torch.linspace(-0.1, 0.2, 3 * ROW).to(p.dtype)
+        if step == 1:
+            p.grad[ROW + 3] = spike
+        opt.step()
+    state, skipped = zero_optim.full_state_dict(opt)["state"][0], opt.stats()["skipped_steps"]
+    opt.close()
+    return p.detach().float(), state, skipped
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"master": "split"}, {"master": "split8"}], ids=str)
+def test_a_finite_gradient_that_overflows_costs_no_weight(options: dict[str, Any]) -> None:
+    """fp32 state keeps the weight where it is, for good. Eight bits move it on by no more than usual steps do."""
+    for spike in (1e21, 3e38):
+        want, found = (_after(spike, state_dtype=form, **options) for form in ("fp32", "int8"))
+        assert want[1]["exp_avg_sq"][ROW + 3].isinf() and found[1]["exp_avg_sq"][ROW + 3] > 3e38
+        assert found[2] == 0 and all(values.isfinite().all() for values in (found[0], *found[1].values()))
+        assert (found[0] - want[0])[ROW + 3].abs() < 0.02
+        assert 0.049 < want[0].abs().max() < 0.051 and 0.049 < found[0].abs().max() < 0.055
+        of_others = (found[0] - want[0]).view(3, ROW)[::2].abs()
+        assert of_others.max() <= 0.01, "a step, where the gradient is nearly 0"
+        assert of_others.median() <= 1e-3
+
+
+def test_a_gradient_that_is_not_finite_loses_its_row_where_it_is_not_skipped() -> None:
+    for spike in (float("inf"), float("nan")):
+        kept, _, skipped = _after(spike, state_dtype="int8")
+        assert skipped == 1 and kept.isfinite().all()
+        lost, _, skipped = _after(spike, state_dtype="int8", skip_nonfinite=False)
+        assert skipped == 0 and lost.view(3, ROW).isnan().all(1).tolist() == [False, True, False]
+        assert lost.view(3, ROW)[::2].isfinite().all()
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

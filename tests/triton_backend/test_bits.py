@@ -131,6 +131,11 @@ def test_encoded_states_and_split_masters(rule: str) -> None:
     shards.row_slots = [torch.zeros(1, dtype=torch.int32)]
     wide = {"grad_scale": torch.tensor(math.inf)}
     check(shards.run("reference", **wide), shards.run("triton", **wide), "inf")
+    shards = EncodedShards(
+        rule, (300,), torch.float32, None, calm=True, huge=True, forms=(torch.int8, torch.uint8, torch.uint8)
+    )
+    shards.row_slots = [torch.zeros(3, dtype=torch.int32)]
+    check(shards.run("reference"), shards.run("triton"), "huge")
 
 
 @interpreted

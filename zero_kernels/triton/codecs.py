@@ -11,6 +11,7 @@ _STRIDE = tl.constexpr(codecs.NOISE_STRIDE)
 
 _INT8_SMALLEST = tl.constexpr(codecs.INT8_SMALLEST)
 _ROOT8_SMALLEST = tl.constexpr(codecs.ROOT8_SMALLEST)
+_LARGEST = tl.constexpr(codecs.LARGEST)
 _OVER_127, _REST_127 = tl.constexpr(float.fromhex("0x1.0204p-7")), tl.constexpr(float.fromhex("0x1.020408p-28"))
 _OVER_255, _REST_255 = tl.constexpr(float.fromhex("0x1.01p-8")), tl.constexpr(float.fromhex("0x1.010102p-24"))
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -103,12 +104,16 @@ def encode(values, inside, dtype: tl.constexpr):
     inside = inside & (tl.zeros_like(values) == 0)
     if dtype == tl.int8:
         scale = _scale(values, inside, _INT8_SMALLEST)
+        scale = tl.where((scale > _LARGEST) & (scale < float("inf")), _LARGEST, scale)
     else:
         values = tl.sqrt_rn(values)
         scale = _scale(values, inside, _ROOT8_SMALLEST)
+        scale = tl.where(scale > _LARGEST, _LARGEST, scale)
     usable = (scale > 0) & (scale < float("inf")) & inside
     x = tl.where(usable, tl.div_rn(values, scale + tl.zeros_like(values)), 0.0)
+    x = tl.minimum(x, 1.0)  # there may be more where the scale is the largest
     if dtype == tl.int8:
+        x = tl.maximum(x, -1.0)
         y = tl.div_rn(x + x, 1.0 + tl.abs(x))
         return _nearest(times(127.0 + tl.zeros_like(y), y)).to(tl.int8), scale
     else:

@@ -39,7 +39,7 @@ class Codec:
     """A form in which state is stored. A codec is a subclass, one of those below or a user's own.
 
     Three things hold for each. Zeros are stored as zeros. Decoded values do not change when they are encoded and
-    decoded again: so state may be loaded as often as one likes. A value that is not finite does not become finite.
+    decoded again: so state may be loaded as often as one likes. NaN stays NaN.
 
     Attributes:
         name: by which a checkpoint knows it again.
@@ -126,7 +126,8 @@ class Int8(_Scaled):
     """For values of either sign, as a first moment: values that are small beside their row's largest survive.
 
     With s the largest magnitude of the row, x = v / s and y = 2 x / (1 + abs(x)), the nearest integer to 127 y is
-    stored. Close to 0 its steps are s / 254, close to s they are s / 64. Each operation is rounded to fp32.
+    stored. Close to 0 its steps are s / 254, close to s they are s / 64. Each operation is rounded to fp32. Finite
+    values are clamped to 2^64 - 2^40, the root of the largest fp32. A row with inf or NaN is decoded to NaN.
     """
 
     name, dtype = "int8", torch.int8
@@ -143,6 +144,7 @@ class Root8(_Scaled):
 
     With s the largest root of the row, the nearest integer to 255 root(v) / s is stored, and 1 at least where v is not
     0: an update divides by the root, and must not divide by 0 where there was more. Each operation is rounded to fp32.
+    inf is stored as the largest fp32, less its last bit. A row with NaN is decoded to NaN.
     """
 
     name, dtype = "root8", torch.uint8
