@@ -69,6 +69,8 @@ class Admission:
         validate.check_sharded(parameters, indices, self.stage, self.everyone, self.topology, row)
         validate.check_rules_take(self.rules, parameters, indices, self.stage, self.state_offload)
         validate.check_parameters(parameters, indices)
+        if self.everyone.world_size == 1:
+            validate.check_private(parameters.all, parameters.labels)
         validate.check_master(self.rules, parameters, indices, whole=self.pipeline_stages == 1)
         validate.check_backend(self.everyone, parameters.all[0].device)
         averaging = self.topology.averaging(self.everyone)

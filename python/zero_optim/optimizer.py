@@ -111,7 +111,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None: their own.
         grad_accumulation_dtype: torch.float32: shards add up several reductions of a step in fp32, in whatever dtype
             they are sent. On several ranks, from stage 1 on; not at stage 1 with ``overlap_grad_reduce=False``, which
-            adds up in ``.grad``. None: in the dtype that is sent.
+            adds up in ``.grad``. Nor within ``no_sync``, which warns then. None: in the dtype that is sent.
         max_grad_norm: clip every step to this 2-norm, unless ``clip_grad_norm_`` was called for it.
         skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes through.
         overlap_grad_reduce: reduce while backward runs, instead of after it.
@@ -173,6 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         telemetry: bool = False,
     ) -> None:
         self._closed = True  # until the constructor is through
+        self._warned_of_narrow_sums = False
         source = model_behind(params)
         params, said = split_off(listed(params))
         model = next(iter(sharded_model_of(tensors_in(params))), None)
@@ -227,6 +228,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         experts = admission.agree(parameters, experts, settings.described())
         self.engine = _make_engine(settings, parameters, rules, model, admission, experts, stages)
         self._closed = False
+        if not self.engine.sharding.reduces:
+            validate.warn_of_narrow_sums(grad_accumulation_dtype, self.engine.parameters.all, "on one rank")
         self.engine.optimizer = weakref.ref(self)
         try:
             if model is None:  # else shard_module has compared the names
@@ -302,8 +305,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up the gradients of backwards within it, without communication. The next one, or ``step``, reduces."""
+        """Add up the gradients of backwards within it, without communication. The next one, or ``step``, reduces.
+
+        They add up in ``.grad``, as autograd does it, in the parameter's dtype, whatever ``grad_reduce_dtype`` and
+        ``grad_accumulation_dtype`` are.
+        """
         self.check_usable()
+        if self.engine.sharding.reduces and not self._warned_of_narrow_sums:
+            self._warned_of_narrow_sums = True
+            narrow = self.engine.settings.grad_accumulation_dtype
+            validate.warn_of_narrow_sums(narrow, self.engine.parameters.trained.values(), "within no_sync")
         with self.engine.reducer.no_sync():
             yield
 

@@ -93,6 +93,8 @@ def shard_module(
         _check_plans(plans, topology)
         if comm.world_size > 1:
             _check_no_experts(plans)
+        else:
+            validate.check_private([*model.parameters()], [repr(name) for name, _ in model.named_parameters()])
         target = _device(plans, device)
         validate.check_backend(comm, target)
     options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}

@@ -22,7 +22,7 @@ from .comm.tensor_ranks import RowRanks
 from .comm.together import check_same
 from .comm.topology import Topology, own_row
 from .comm.transport import used
-from .errors import ParameterError
+from .errors import GradientError, ParameterError
 from .params.joint import is_plain_slice, partition, refuse_partition
 from .params.marks import is_averaged, is_shared, is_slice, is_term, marked, says_anything
 from .params.param_shard import plain_parameter
@@ -215,7 +215,7 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
     first: dict[int, str] = {}
     for parameter, label in zip(everything, labels, strict=True):
         if first.setdefault(id(parameter), label) != label:
-            raise ParameterError(f"{label} is {first[id(parameter)]} given again: give each parameter once")
+            raise ParameterError(f"{label} is {_place(first[id(parameter)])} given again: give each parameter once")
     check_kinds(parameters, indices)
     if not sharded_model_of(everything):  # else they have no memory, or each its own
         check_memory(parameters.all, parameters.labels)
@@ -311,8 +311,33 @@ def check_memory(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
     for (_, end, label), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise ParameterError(
-                f"{label} and {other} share memory, which would end: tie them by giving both modules the same Parameter"
+                f"{label} and {_place(other)} share memory, which would end: tie them by giving both modules the same "
+                "Parameter"
             )
+
+
+def check_private(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
+    """Raise ParameterError for the first parameter on a CPU whose memory other processes have, too. For one rank alone:
+    of several, each gets rank 0's values and averages gradients, wherever its parameters were before."""
+    for parameter, label in zip(parameters, labels, strict=True):
+        if parameter.device.type == "cpu" and parameter.is_shared():
+            raise ParameterError(
+                f"{label} is in shared memory, as share_memory() leaves it. The optimizer would move it into memory of "
+                "its own, and each process would train a private copy. Start the processes as ranks of "
+                "torch.distributed, or train copy.deepcopy(model) in this process alone"
+            )
+
+
+def warn_of_narrow_sums(grad_accumulation_dtype: torch.dtype | None, parameters: Iterable[Tensor], where: str) -> None:
+    """Warn where gradients of 16-bit parameters add up in ``.grad`` though they were to add up in fp32."""
+    narrow = {str(p.dtype) for p in parameters if p.dtype != torch.float32} if grad_accumulation_dtype else ()
+    if narrow:
+        warnings.warn(
+            f"grad_accumulation_dtype={grad_accumulation_dtype} has no effect {where}: autograd adds up gradients in "
+            f".grad, in {' and '.join(sorted(narrow))}. On several ranks, backwards without no_sync are reduced one by "
+            "one, and add up in fp32",
+            stacklevel=4,
+        )
 
 
 def _span(parameter: Tensor, label: str) -> tuple[int, int, str]:
@@ -324,7 +349,8 @@ def _span(parameter: Tensor, label: str) -> tuple[int, int, str]:
 
 
 def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str, *, meta: bool = False) -> None:
-    """Raise ParameterError for a kind of tensor that cannot be held. ``meta``: it may be on the meta device."""
+    """Raise ParameterError for a kind of tensor that cannot be held, GradientError for one whose gradients cannot be.
+    ``meta``: it may be on the meta device."""
     if is_lazy(parameter):
         raise ParameterError(f"{label} has no shape yet: run a forward of the model before making the optimizer")
     if parameter.device.type == "meta" and not meta:
@@ -338,6 +364,11 @@ def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str
         raise ParameterError(f"{label} is {parameter.layout}; only dense parameters can be sharded: .to_dense() it")
     if parameter.dtype not in PARAMETER_DTYPES:
         raise ParameterError(f"{label} is {parameter.dtype}; parameters must be float16, bfloat16 or float32: cast it")
+    if (grad_dtype := getattr(parameter, "grad_dtype", None)) not in (None, parameter.dtype):
+        raise GradientError(
+            f"{label} is {parameter.dtype} and has grad_dtype = {grad_dtype}: leave grad_dtype as it is. "
+            "grad_reduce_dtype=torch.float32 sums gradients over ranks in fp32"
+        )
     if parameter.device != first.device and not meta:
         raise ParameterError(
             f"{label} is on {parameter.device}, but {label_of_first} is on {first.device}; "
@@ -483,12 +514,18 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
         left_out = ("params", "param_names", *(key for key, value in group.items() if _has_tensor(value)))
         values = {key: value for key, value in group.items() if key not in left_out}
         description.append(f"group {number} with {values}")
+    kinds = parameters.group_of, parameters.all, parameters.names, parameters.labels
     description += [
-        f"{label}: {_kind_of(p)} of group {number}{'' if p.requires_grad else ', frozen'}"
-        for number, p, label in zip(parameters.group_of, parameters.all, parameters.labels, strict=True)
+        f"{_place(label)}: {_kind_of(p)}{f' of group {number}' if name else ''}{'' if p.requires_grad else ', frozen'}"
+        for number, p, name, label in zip(*kinds, strict=True)
         if number >= first_group
     ]
     check_same(comm, description, "the constructor", "give the optimizer the same parameters, in the same order, with")
+
+
+def _place(label: str) -> str:
+    """Leave the shape out of the label of a parameter without a name."""
+    return label.partition(" (shape ")[0]
 
 
 def _kind_of(parameter: Tensor) -> str:

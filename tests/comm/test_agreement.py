@@ -157,6 +157,23 @@ def test_the_parameter_that_differs_is_named():
             assert "layer0.weight" in text
 
 
+def _other_shape(rank: int, world_size: int) -> str:
+    import zero_optim
+
+    with pytest.raises(zero_optim.RankMismatchError) as error:
+        zero_optim.ShardedAdamW(make_parameters(((3,), (20, 32 + rank))))
+    return str(error.value)
+
+
+def test_a_parameter_without_a_name_is_described_once_for_each_rank():
+    for message in run_ranks(2, _other_shape):
+        assert (
+            "rank 0 has parameter 1 of group 0: (20, 32) torch.float32; rank 1 has parameter 1 of group 0: (20, 33)"
+            in message
+        )
+        assert message.count("(20, 32)") == 1 and message.count("of group 0") == 2
+
+
 # -- the order of parameters without names -----------------------------------------------------------------------------
 
 

@@ -67,6 +67,29 @@ def test_a_process_group_that_came_after_the_optimizer() -> None:
         assert "initialised after this optimizer was made" in message
 
 
+def test_shared_memory_without_ranks_is_refused() -> None:
+    model = nn.Linear(4, 4).share_memory()
+    with pytest.raises(zero_optim.ParameterError, match=r"'weight' is in shared memory.*copy\.deepcopy\(model\)"):
+        zero_optim.ShardedAdamW(model.named_parameters())
+    with pytest.raises(zero_optim.ParameterError, match="'weight' is in shared memory"):
+        zero_optim.shard_module(model, (nn.Linear,))
+    zero_optim.ShardedAdamW(copy.deepcopy(model).named_parameters()).close()
+
+
+def _spawned_with(rank: int, world_size: int) -> torch.Tensor:
+    """As where a model is an argument of ``torch.multiprocessing.spawn``: it arrives in shared memory."""
+    model = nn.Linear(4, 4).share_memory()
+    opt = zero_optim.ShardedAdamW(model.named_parameters())
+    model(torch.full((2, 4), rank + 1.0)).sum().backward()
+    opt.step()
+    return model.weight.detach().clone()
+
+
+def test_ranks_may_be_given_a_model_in_shared_memory() -> None:
+    first, second = run_ranks(2, _spawned_with)
+    assert torch.equal(first, second)
+
+
 def _replaced(rank: int, world_size: int, stage: int, how: str, known: str) -> list[str]:
     """What four steps warn of: the embedding is replaced after the second, and the last layer is never used."""
     torch.manual_seed(0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+
 import pytest
 import torch
 from harness import run_ranks
@@ -101,3 +104,75 @@ def test_stage_0_adds_up_in_grad() -> None:
         zero_optim.ShardedAdamW([parameter], stage=1, overlap_grad_reduce=False, grad_accumulation_dtype=torch.float32)
     with pytest.raises(ValueError, match="grad_accumulation_dtype must be None or torch.float32, got torch.float16"):
         zero_optim.ShardedAdamW([parameter], grad_accumulation_dtype=torch.float16)
+
+
+# -- where gradients add up in 16 bits all the same --------------------------------------------------------------------
+
+
+def _warnings(rank: int, world_size: int, dtype: torch.dtype, local: bool) -> list[str]:
+    import zero_optim
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = _Product().to(dtype)
+        opt = zero_optim.ShardedSGD(model.parameters(), lr=1.0, grad_accumulation_dtype=torch.float32)
+        for _ in range(2):
+            with opt.no_sync() if local else contextlib.nullcontext():
+                model(_gradient(rank, 0)).backward()
+            model(_gradient(rank, 1)).backward()
+            opt.step()
+        opt.close()
+    return [str(warning.message) for warning in caught if "grad_accumulation_dtype" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "local", "where"),
+    [
+        (2, torch.bfloat16, True, "within no_sync"),
+        (2, torch.bfloat16, False, None),
+        (2, torch.float32, True, None),
+        (1, torch.bfloat16, False, "on one rank"),
+        (1, torch.float32, True, None),
+    ],
+)
+def test_sums_in_16_bits_are_warned_of_once(
+    world_size: int, dtype: torch.dtype, local: bool, where: str | None
+) -> None:
+    for found in run_ranks(world_size, _warnings, dtype, local):
+        assert len(found) == (where is not None)
+        assert all(f"has no effect {where}" in text and "torch.bfloat16" in text for text in found)
+
+
+def _other_grad_dtype(rank: int, world_size: int, stage: int) -> list[str]:
+    """What the constructor raises where ``grad_dtype`` was set before, and ``step`` where one rank sets it later."""
+    import zero_optim
+
+    raised = []
+    for later in (False, True):
+        model = _Product()
+        opt = zero_optim.ShardedSGD(model.named_parameters(), lr=1.0, stage=stage) if later else None
+        if rank == world_size - 1:
+            model.weight.grad_dtype = torch.float32
+        try:
+            opt = opt or zero_optim.ShardedSGD(model.named_parameters(), lr=1.0, stage=stage)
+            model(_gradient(rank, 0)).backward()
+            opt.step()
+        except zero_optim.ZeroOptimError as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    opt.zero_grad()  # and it goes on
+    model.weight.grad_dtype = torch.bfloat16
+    model(_gradient(rank, 0)).backward()
+    opt.step()
+    assert model.weight.any()
+    return raised
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 0), (2, 1), (2, 2)])
+def test_a_grad_dtype_of_ones_own_is_an_error_that_names_the_parameter(world_size: int, stage: int) -> None:
+    reports = run_ranks(world_size, _other_grad_dtype, stage)
+    before, later = reports[-1]
+    assert before.startswith("GradientError: 'weight' is torch.bfloat16 and has grad_dtype = torch.float32")
+    assert later.startswith("GradientError: the gradient of 'weight' is torch.float32") and "grad_dtype" in later
+    for before, later in reports[:-1]:
+        assert before.startswith("RankMismatchError") and "grad_dtype" in before
+        assert later.startswith("GradientError: the gradient of 'weight' on another rank")

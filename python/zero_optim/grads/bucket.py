@@ -602,13 +602,19 @@ class Bucket:
             if not self.sharding.agrees:
                 raise
             self.slots.refused[index] = str(error)  # the others count on this rank: the exchange tells them all
+            if grad.dtype != self.dtype and getattr(self.params[index], "grad_dtype", None) is not None:
+                self.params[index].grad = None
+                self.params[index].grad_dtype = self.dtype  # else ``.grad`` cannot become the handle of the result
             return self._absent
 
     def _checked(self, index: int, grad: Tensor) -> Tensor:
         if grad.layout is not torch.strided or grad.dtype != self.dtype or grad.device != self.device:
+            remedy = "For an embedding, build it with sparse=False"
+            if grad.layout is torch.strided:
+                remedy = "Leave the parameter's grad_dtype and device as they are"
             raise GradientError(
                 f"the gradient of {self.label(index)} is {grad.dtype} {grad.layout} on {grad.device}; expected a dense "
-                f"{self.dtype} on {self.device}. For an embedding, build it with sparse=False"
+                f"{self.dtype} on {self.device}. {remedy}"
             )
         return grad.detach().contiguous()
 

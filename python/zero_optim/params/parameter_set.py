@@ -102,7 +102,10 @@ class ParameterSet:
         for group in self.groups:
             missing = [tuple(p.shape) for p in group["params"] if id(plain_parameter(p)) not in names]
             if missing:
-                raise ParameterError(f"the model has no parameters of shapes {missing}, which this optimizer holds")
+                first = ", ".join(map(str, missing[:3])) + (", ..." if missing[3:] else "")
+                raise ParameterError(
+                    f"the model lacks {len(missing)} parameters that this optimizer holds, of shapes {first}"
+                )
             group["param_names"] = [names[id(plain_parameter(p))] for p in group["params"]]
         self._model = weakref.ref(model)
         self.relabel()
@@ -234,4 +237,4 @@ def _descriptions(number: int, group: dict[str, Any]) -> list[str]:
     names = [f" {name!r}" for name in group.get("param_names") or ()] or [""] * len(group["params"])
     shapes = ["unknown" if is_lazy(parameter) else tuple(parameter.shape) for parameter in group["params"]]
     named = enumerate(zip(names, shapes, strict=True))
-    return [f"parameter {place}{name} of group {number}, shape {shape}" for place, (name, shape) in named]
+    return [f"parameter {place}{name} of group {number} (shape {shape})" for place, (name, shape) in named]
