@@ -1,7 +1,7 @@
-"""Lightning's callbacks that average weights, at stage 3: parameters are gathered while they are read or written.
+"""Lightning's callbacks that access parameters outside of any forward: at stage 3, parameters are gathered meanwhile.
 
-``WeightAveraging`` (an EMA, say) and ``StochasticWeightAveraging`` keep a whole copy of the model on every rank. They
-access parameters outside of any forward, where a sharded model has only shards.
+``WeightAveraging`` (an EMA, say) and ``StochasticWeightAveraging`` keep a whole copy of the model on every rank.
+``BaseFinetuning`` compares the values of what it unfreezes with those of what the optimizer has.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _READ, _WRITE = False, True
 _METHODS = {
     "WeightAveraging": {"setup": _READ, "_swap_models": _WRITE, "_copy_average_to_current": _WRITE},
     "StochasticWeightAveraging": {"setup": _READ, "update_parameters": _READ, "transfer_weights": _WRITE},
+    "BaseFinetuning": {"finetune_function": _READ},
 }
 
 
-def gather_for_averaging(of_trainer: Iterable[Any]) -> None:
-    """Gather whole weights for the callbacks that average them. A model that is not sharded stays as it is."""
+def gather_for_callbacks(of_trainer: Iterable[Any]) -> None:
+    """Gather whole weights for the callbacks that access them. A model that is not sharded stays as it is."""
     for callback in of_trainer:
         for name, methods in _METHODS.items():
             kind = getattr(callbacks, name, None)  # an older release lacks one

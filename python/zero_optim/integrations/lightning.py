@@ -39,7 +39,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
-from .averaging import gather_for_averaging  # noqa: E402
+from .averaging import gather_for_callbacks  # noqa: E402
 
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 
@@ -119,7 +119,7 @@ class ShardedStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        gather_for_averaging(self.lightning_module.trainer.callbacks)  # before their own setup, which copies the model
+        gather_for_callbacks(self.lightning_module.trainer.callbacks)  # before their own setup, which copies the model
         size = self._tensor_parallel_size
         if size > 1:
             if self.world_size % size:
@@ -231,10 +231,12 @@ class ShardedStrategy(DDPStrategy):
             )
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        self._resumed_from = f"{checkpoint_path}.sharded"
+        self._resumed_from = f"{os.path.realpath(checkpoint_path)}.sharded"  # last.ckpt may be a link
         return super().load_checkpoint(checkpoint_path, *args, **options)
 
     def load_optimizer_state_dict(self, content: Mapping[str, Any]) -> None:
+        for optimizer in sharded_among(self.optimizers):
+            _add_assigned_groups(optimizer)
         if any(content["optimizer_states"]) and not os.path.isdir(self._resumed_from):
             super().load_optimizer_state_dict(content)  # saved with AdamW, in DDP or on one rank
         else:
@@ -244,3 +246,19 @@ class ShardedStrategy(DDPStrategy):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(f"{filepath}.sharded", ignore_errors=True)
+
+
+def _add_assigned_groups(optimizer: ShardedOptimizer) -> None:
+    """Collective. Add the groups that ``BaseFinetuning``, when it resumes, has assigned to ``param_groups``.
+
+    They may be frozen again by then. They need state all the same, as it was saved with that of the others.
+    """
+    assigned, own = optimizer.param_groups, optimizer.engine.parameters.groups
+    optimizer.param_groups = own
+    for group in assigned[len(own) :] if assigned is not own else ():
+        frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        optimizer.add_param_group(group)
+        for parameter in frozen:
+            parameter.requires_grad_(False)

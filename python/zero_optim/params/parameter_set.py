@@ -123,14 +123,19 @@ class ParameterSet:
             )
         return {**group, "params": [(names[id(plain_parameter(p))], p) for p in params]}
 
-    def check_groups_unedited(self) -> None:
-        """Raise ParameterError where parameters were put into ``groups``, or taken out, by hand."""
-        sizes = [len(group["params"]) for group in self.groups]
-        if sizes != self._sizes:
+    def check_groups_unedited(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raise ParameterError where parameters were put into ``groups``, or taken out, by hand, or where these are
+        other groups than the optimizer was given: a client may assign ``opt.param_groups``."""
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._sizes or (groups is not self.groups and not self._holds_in_order(groups)):
             raise ParameterError(
                 f"param_groups were edited: their sizes are {sizes}, and were {self._sizes}. Add parameters with "
                 "add_param_group; to move or remove some, make a new optimizer"
             )
+
+    def _holds_in_order(self, groups: Sequence[dict[str, Any]]) -> bool:
+        shown = (plain_parameter(parameter) for group in groups for parameter in group["params"])
+        return all(one is own for one, own in zip(shown, self.all, strict=True))
 
     # -- one live optimizer a parameter --------------------------------------------------------------------------
 
