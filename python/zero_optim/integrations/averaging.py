@@ -1,7 +1,7 @@
-"""Lightning's callbacks that access parameters outside of any forward: at stage 3, parameters are gathered meanwhile.
+"""Lightning's callbacks that read parameters outside of any forward, where a model of stage 3 has only shards.
 
-``WeightAveraging`` (an EMA, say) and ``StochasticWeightAveraging`` keep a whole copy of the model on every rank.
-``BaseFinetuning`` compares the values of what it unfreezes with those of what the optimizer has.
+``WeightAveraging`` (an EMA, say) and ``StochasticWeightAveraging`` keep a whole copy of the model on every rank:
+parameters are gathered while they are read or written. ``BaseFinetuning`` asks which parameters the optimizer has.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ _READ, _WRITE = False, True
 _METHODS = {
     "WeightAveraging": {"setup": _READ, "_swap_models": _WRITE, "_copy_average_to_current": _WRITE},
     "StochasticWeightAveraging": {"setup": _READ, "update_parameters": _READ, "transfer_weights": _WRITE},
-    "BaseFinetuning": {"finetune_function": _READ},
 }
 
 
-def gather_for_callbacks(of_trainer: Iterable[Any]) -> None:
-    """Gather whole weights for the callbacks that access them. A model that is not sharded stays as it is."""
+def prepare_callbacks(of_trainer: Iterable[Any]) -> None:
+    """Gather whole weights for the callbacks that average them. A model that is not sharded stays as it is.
+
+    Those that unfreeze parameters look for them in the optimizer by identity.
+    """
     for callback in of_trainer:
         for name, methods in _METHODS.items():
             kind = getattr(callbacks, name, None)  # an older release lacks one
             if kind is not None and isinstance(callback, kind):
                 for method, writes in methods.items():
                     _gather_in(callback, method, writes=writes)
+        if isinstance(callback, callbacks.BaseFinetuning) and "finetune_function" not in vars(callback):
+            callback.finetune_function = _by_identity(callback.finetune_function)
 
 
 def _gather_in(owner: Any, method: str, *, writes: bool) -> None:
@@ -55,3 +59,22 @@ def _gather_in(owner: Any, method: str, *, writes: bool) -> None:
         return result
 
     setattr(owner, method, gathered)
+
+
+def _by_identity(finetune: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``finetune_function``. Lightning compares values: shards have none, and two biases of zeros are equal."""
+    kind = callbacks.BaseFinetuning
+
+    def not_in(optimizer: Any, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in params if id(parameter) not in held]
+
+    @functools.wraps(finetune)
+    def finetune_by_identity(*args: Any, **options: Any) -> None:
+        by_value, kind.filter_on_optimizer = kind.filter_on_optimizer, staticmethod(not_in)
+        try:
+            finetune(*args, **options)
+        finally:
+            kind.filter_on_optimizer = staticmethod(by_value)
+
+    return finetune_by_identity

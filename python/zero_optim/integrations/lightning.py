@@ -39,7 +39,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
-from .averaging import gather_for_callbacks  # noqa: E402
+from .averaging import prepare_callbacks  # noqa: E402
 
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 
@@ -119,7 +119,7 @@ class ShardedStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        gather_for_callbacks(self.lightning_module.trainer.callbacks)  # before their own setup, which copies the model
+        prepare_callbacks(self.lightning_module.trainer.callbacks)  # before their own setup, which copies the model
         size = self._tensor_parallel_size
         if size > 1:
             if self.world_size % size:

@@ -1,5 +1,4 @@
-"""``transformers.Trainer`` with a sharded optimizer: ``ShardedTrainer``; ``sharded(kind)`` makes one of any class derived
-from Trainer."""
+"""``transformers.Trainer`` with a sharded optimizer: ``ShardedTrainer``. ``sharded`` is for classes derived from it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ class ParameterSet:
             )
         return {**group, "params": [(names[id(plain_parameter(p))], p) for p in params]}
 
-    def check_groups_unedited(self, groups: Sequence[dict[str, Any]]) -> None:
+    def check_groups_unedited(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ParameterError where parameters were put into ``groups``, or taken out, by hand, or where these are
         other groups than the optimizer was given: a client may assign ``opt.param_groups``."""
         sizes = [len(group["params"]) for group in groups]
@@ -133,7 +133,7 @@ class ParameterSet:
                 "add_param_group; to move or remove some, make a new optimizer"
             )
 
-    def _holds_in_order(self, groups: Sequence[dict[str, Any]]) -> bool:
+    def _holds_in_order(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         shown = (plain_parameter(parameter) for group in groups for parameter in group["params"])
         return all(one is own for one, own in zip(shown, self.all, strict=True))
 
