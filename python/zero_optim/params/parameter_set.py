@@ -124,14 +124,19 @@ class ParameterSet:
         return {**group, "params": [(names[id(plain_parameter(p))], p) for p in params]}
 
     def check_groups_unedited(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ParameterError where parameters were put into ``groups``, or taken out, by hand, or where these are
-        other groups than the optimizer was given: a client may assign ``opt.param_groups``."""
+        """Raise ParameterError where parameters were put into ``groups``, or taken out, by hand, or other groups were
+        assigned to ``opt.param_groups``."""
         sizes = [len(group["params"]) for group in groups]
-        if sizes != self._sizes or (groups is not self.groups and not self._holds_in_order(groups)):
-            raise ParameterError(
-                f"param_groups were edited: their sizes are {sizes}, and were {self._sizes}. Add parameters with "
-                "add_param_group; to move or remove some, make a new optimizer"
-            )
+        if sizes != self._sizes:
+            edited = f"their sizes are {sizes}, and were {self._sizes}"
+        elif groups is not self.groups and not self._holds_in_order(groups):
+            edited = "a list with other parameters, or another order, was assigned"
+        else:
+            return
+        raise ParameterError(
+            f"param_groups were edited: {edited}. Add parameters with add_param_group; to move or remove some, make a "
+            "new optimizer"
+        )
 
     def _holds_in_order(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         shown = (plain_parameter(parameter) for group in groups for parameter in group["params"])
