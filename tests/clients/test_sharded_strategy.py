@@ -197,6 +197,8 @@ def by_hand(strategy: Any, make_optimizer: Any) -> list[Tensor]:
 
 
 def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    from lightning.pytorch.callbacks import ModelPruning
+
     with as_torchrun(rank, world_size), silent():
         plain: dict[str, Any] = {"dropout": 0.0}  # Lightning's own checkpoint has no random states
         straight = fit("ddp", torch.optim.AdamW, f"{folder}/adamw", **plain)
@@ -223,6 +225,9 @@ def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             fit(sharded(2)["strategy"], torch.optim.AdamW, folder)
         with pytest.raises(zero_optim.ShardAccessError, match="clip_grad_norm_"):
             fit(**sharded(2), folder=folder, gradient_clip_algorithm="value")
+        for stage, remedy in ((2, "use_lottery_ticket_hypothesis=False"), (3, "stage=2")):
+            with pytest.raises(zero_optim.ZeroOptimError, match=f"ModelPruning.*{remedy}"):
+                fit(**sharded(stage), folder=folder, callbacks=[ModelPruning("l1_unstructured", amount=0.1)])
         return found
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch import callbacks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from ..errors import ZeroOptimError
 from ..gather_parameters import gather_parameters
 
 _READ, _WRITE = False, True
@@ -38,6 +39,23 @@ def prepare_callbacks(of_trainer: Iterable[Any]) -> None:
                     _gather_in(callback, method, writes=writes)
         if isinstance(callback, callbacks.BaseFinetuning) and "finetune_function" not in vars(callback):
             callback.finetune_function = _by_identity(callback.finetune_function)
+
+
+def check_callbacks(of_trainer: Iterable[Any], *, sharded: bool) -> None:
+    """Raise ZeroOptimError for ``ModelPruning`` where it would fail later. ``sharded``: the model is."""
+    for callback in of_trainer:
+        if not isinstance(callback, callbacks.ModelPruning):
+            continue
+        if sharded:
+            raise ZeroOptimError(
+                "the callback ModelPruning ranks the values of whole weights, and at stage 3 the model has shards: "
+                "make the optimizer with stage=2, and leave out units"
+            )
+        if callback._use_lottery_ticket_hypothesis:
+            raise ZeroOptimError(
+                "the callback ModelPruning would give parameters new data after each epoch, which the optimizer does "
+                "not follow: give it use_lottery_ticket_hypothesis=False"
+            )
 
 
 def _gather_in(owner: Any, method: str, *, writes: bool) -> None:

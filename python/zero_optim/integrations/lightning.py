@@ -23,6 +23,7 @@ from .clients import (
     cut_like,
     in_place,
     is_in_parts,
+    is_sharded,
     plain_optimizer,
     require,
     sharded_among,
@@ -39,7 +40,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
-from .averaging import prepare_callbacks  # noqa: E402
+from .averaging import check_callbacks, prepare_callbacks  # noqa: E402
 
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 
@@ -150,6 +151,7 @@ class ShardedStrategy(DDPStrategy):
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
+        check_callbacks(trainer.callbacks, sharded=is_sharded(self.lightning_module))
         for optimizer in sharded_among(self.optimizers):
             optimizer.close()  # these are of an earlier fit
         super().setup_optimizers(trainer)
