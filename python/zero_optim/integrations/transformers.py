@@ -80,7 +80,7 @@ class ShardedTrainer(Trainer):
         self._stage, self._units, self._sync_buffers = stage, units, sync_buffers
         self._of_state = {"ema_decay": ema_decay, "ema_dtype": ema_dtype, "master": master, "state_dtype": state_dtype}
         self._whole: dict[str, Any] | None = None  # the weights of a sharded model, while it is saved
-        self._made: ShardedOptimizer | None = None  # the optimizer of this training, unless it was given
+        self._made: ShardedOptimizer | None = None  # the optimizer of the last training
         super().__init__(*args, **options)
         self._shard()
 
@@ -98,11 +98,12 @@ class ShardedTrainer(Trainer):
         adopt(self.accelerator)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None and self._made is not None:  # Trainer has dropped it, for another training
+            self._made.close()
+            self._made = None
         self._shard()  # with model_init, each training has a model of its own
         if self.optimizer is not None:
             return self.optimizer
-        if self._made is not None:  # of an earlier training: Trainer has dropped it
-            self._made.close()
         given = self.optimizer_cls_and_kwargs
         self.optimizer_cls_and_kwargs = given or self._optimizer_and_options()
         try:
@@ -225,7 +226,7 @@ def sharded(kind: type[Trainer]) -> type[ShardedTrainer]:
     """
     if not (isinstance(kind, type) and issubclass(kind, Trainer)):
         raise TypeError(f"sharded(kind): {kind!r} is not a class derived from transformers.Trainer")
-    if issubclass(ShardedTrainer, kind) or issubclass(kind, ShardedTrainer):
+    if kind is Trainer or issubclass(kind, ShardedTrainer):
         return ShardedTrainer if kind is Trainer else kind
     return type(f"Sharded{kind.__name__}", (ShardedTrainer, kind), {"__doc__": f"A ``{kind.__name__}``, sharded."})
 
