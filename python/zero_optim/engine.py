@@ -170,7 +170,7 @@ class Engine:
             )
         self.sharding.everyone.check_alone()
         self.reducer.check_laid_out()
-        self.parameters.check_groups_unedited()
+        self.parameters.check_groups_unedited(groups)
         self.mode.check("step")
         self.hyper.check(groups)
         if self.sharded_model is not None:

@@ -11,7 +11,7 @@ import warm_python
 from cells import slow
 from client_cases import EXAMPLES, needs
 
-SCRIPTS = ("accelerate_loop", "compile_model", "hf_trainer", "lightning_module", "transformers_loop")
+SCRIPTS = ("accelerate_loop", "compile_model", "hf_trainer", "lightning_module", "transformers_loop", "trl_sft")
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

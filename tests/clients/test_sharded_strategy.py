@@ -197,6 +197,8 @@ def by_hand(strategy: Any, make_optimizer: Any) -> list[Tensor]:
 
 
 def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    from lightning.pytorch.callbacks import ModelPruning
+
     with as_torchrun(rank, world_size), silent():
         plain: dict[str, Any] = {"dropout": 0.0}  # Lightning's own checkpoint has no random states
         straight = fit("ddp", torch.optim.AdamW, f"{folder}/adamw", **plain)
@@ -223,6 +225,9 @@ def _further(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             fit(sharded(2)["strategy"], torch.optim.AdamW, folder)
         with pytest.raises(zero_optim.ShardAccessError, match="clip_grad_norm_"):
             fit(**sharded(2), folder=folder, gradient_clip_algorithm="value")
+        for stage, remedy in ((2, "use_lottery_ticket_hypothesis=False"), (3, "stage=2")):
+            with pytest.raises(zero_optim.ZeroOptimError, match=f"ModelPruning.*{remedy}"):
+                fit(**sharded(stage), folder=folder, callbacks=[ModelPruning("l1_unstructured", amount=0.1)])
         return found
 
 
@@ -302,3 +307,80 @@ def _averages(rank: int, world_size: int, folder: str, kind: str) -> dict[str, A
 def test_callbacks_that_average_weights_at_stage_3(kind: str, tmp_path: Any) -> None:
     found = assert_ranks_alike(run_client_ranks(2, _averages, str(tmp_path), kind, timeout=180))
     assert_like_adamw(found["3"], found["expected"], LR, STEPS)
+
+
+# -- finetuning, and links to checkpoints --------------------------------------------------------------------------
+
+
+def finetuned(stage: int, folder: str, epochs: int, resume: str | None = None) -> list[Tensor]:
+    """Weights after epochs of one step each over the same rows. From the second on the backbone is trained, too."""
+    import lightning
+    from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+
+    class Unfreeze(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.backbone)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch >= 1:
+                self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.head = backbone_and_head()
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            return F.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+            return sharded(stage)["make_optimizer"](trained, lr=LR, eps=EPS)
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    callbacks = [Unfreeze(), ModelCheckpoint(folder, save_last="link", save_top_k=-1)]
+    quiet = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False, "callbacks": callbacks}
+    strategy = sharded(stage)["strategy"]
+    trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=ranks, max_epochs=epochs, **quiet)
+    trainer.fit(Net(), DataLoader(data().dataset, batch_size=80 // ranks), ckpt_path=resume)
+    return closed(trainer)
+
+
+def backbone_and_head() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)), nn.Linear(16, 4)
+
+
+def finetuned_by_torch(epochs: int) -> list[Tensor]:
+    """The same with all rows on one rank. What is unfrozen has a tenth of the learning rate."""
+    backbone, head = backbone_and_head()
+    optimizer = torch.optim.AdamW(head.parameters(), lr=LR, eps=EPS)
+    x, y = data().dataset.tensors
+    for epoch in range(epochs):
+        if epoch == 1:
+            optimizer.add_param_group({"params": [*backbone.parameters()], "lr": LR / 10})
+        optimizer.zero_grad()
+        backbone.zero_grad()
+        F.cross_entropy(head(backbone(x)), y).backward()
+        optimizer.step()
+    return weights(nn.ModuleList([backbone, head]))
+
+
+def _finetunes(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size), silent():
+        found = {}
+        for stage in (0, 2, 3):
+            place = f"{folder}/{stage}"
+            found[f"straight {stage}"] = finetuned(stage, f"{place}/straight", 4)
+            finetuned(stage, f"{place}/halves", 2)
+            assert os.path.islink(f"{place}/halves/last.ckpt")
+            resumed = finetuned(stage, f"{place}/halves", 4, f"{place}/halves/last.ckpt")
+            assert_bitwise(resumed, found[f"straight {stage}"], f"resumed at stage {stage}")
+        return found
+
+
+@pytest.mark.parametrize("ranks", ALONE_SLOW)
+def test_finetuning_goes_on_from_a_link(ranks: int, tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_client_ranks(ranks, _finetunes, str(tmp_path), timeout=180))
+    for stage in (0, 2, 3):
+        assert_like_adamw(found[f"straight {stage}"], finetuned_by_torch(4), LR, 4)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,9 +48,11 @@ def make_trainer(kind: Any, folder: str, model: nn.Module | None = None, *, how:
     settings |= {"eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 100, "ddp_backend": "gloo"}
     arguments = TrainingArguments(folder, **{**settings, **quiet, **options})
-    model = model or load_example("transformers_loop").build_model("gpt2")
+    how = {**(how or {})}
+    if "model_init" not in how:
+        how["model"] = model or load_example("transformers_loop").build_model("gpt2")
     data = [{"input_ids": tokens, "labels": tokens} for tokens in (torch.arange(16) + start for start in range(64))]
-    return kind(model, arguments, train_dataset=data, eval_dataset=data[:4], **(how or {}))
+    return kind(args=arguments, train_dataset=data, eval_dataset=data[:4], **how)
 
 
 def recorder() -> Any:
@@ -296,6 +300,111 @@ def test_misuse_says_what_to_do(tmp_path: Any) -> None:
         assert "optim='adafactor'" in found["optim"]
         assert found["unsharded"].startswith("ParameterError") and "shard_module" in found["unsharded"]
         assert "no module of the model is a unit" in found["no such unit"]
+
+
+# -- trainings of one Trainer --------------------------------------------------------------------------------------
+
+TRAININGS: tuple[dict[str, Any], ...] = (
+    {"learning_rate": LR},
+    {"learning_rate": 5 * LR, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-5, "weight_decay": 0.3},
+    {"optim": "sgd", "optim_args": "momentum=0.5", "weight_decay": 0.2},
+)
+
+
+def trainings(kind: Any, folder: str, how: Any = None) -> Iterator[Any]:
+    """The Trainer after each of its trainings, in which a hyper-parameter search has set its arguments."""
+    how = {**(how or {}), "model_init": partial(load_example("transformers_loop").build_model, "gpt2")}
+    off = {"save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": False, "warmup_steps": 0}
+    trainer = make_trainer(kind, folder, how=how, max_steps=2, gradient_checkpointing=False, **off)
+    for chosen in TRAININGS:
+        for name, value in chosen.items():
+            setattr(trainer.args, name, type(getattr(trainer.args, name) or "")(value))
+        trainer.train()
+        yield trainer
+
+
+def _trainings(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size):
+        from transformers import Trainer
+        from zero_optim.integrations.transformers import ShardedTrainer
+
+        found, options = {}, []
+        for number, trainer in enumerate(trainings(Trainer, folder)):
+            found[f"expected {number}"] = weights(trainer.model)
+            options.append([dict(group) for group in trainer.optimizer.param_groups])
+        for stage in (0, 2, 3):
+            files: list[int] = []
+            earlier: Any = None  # optimizer and model of the training before
+            for number, trainer in enumerate(trainings(ShardedTrainer, folder, at_stage(stage))):
+                found[f"{number} at stage {stage}"] = weights(trainer.model)
+                optimizer = trainer.optimizer.optimizer
+                assert optimizer.stage == stage
+                for group, torchs in zip(optimizer.param_groups, options[number], strict=True):
+                    for name in {"lr", "betas", "eps", "momentum", "weight_decay"} & torchs.keys():
+                        assert group[name] == torchs[name], f"{name} of training {number}"
+                if earlier is not None:
+                    with pytest.raises(zero_optim.ClosedError):
+                        earlier[0].step()
+                    assert_bitwise(weights(earlier[1]), found[f"{number - 1} at stage {stage}"], "the model before")
+                earlier = optimizer, trainer.model
+                files.append(len(os.listdir("/proc/self/fd")))
+            assert files[1] == files[2], files
+            optimizer.close()
+        return found
+
+
+def test_another_training_has_the_arguments_of_its_own(tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_client_ranks(2, _trainings, str(tmp_path), timeout=180))
+    for stage in (0, 2, 3):
+        for number in range(len(TRAININGS)):
+            assert_like_adamw(found[f"{number} at stage {stage}"], found[f"expected {number}"], LR, 2)
+
+
+# -- other classes derived from Trainer ----------------------------------------------------------------------------
+
+
+def _makes(rank: int, world_size: int) -> None:
+    from transformers import Seq2SeqTrainer, Trainer
+    from zero_optim.integrations.transformers import ShardedSeq2SeqTrainer, ShardedTrainer, sharded
+
+    made = sharded(Seq2SeqTrainer)
+    assert made.__name__ == ShardedSeq2SeqTrainer.__name__ == "ShardedSeq2SeqTrainer"
+    assert made.__mro__[1:4] == (ShardedTrainer, Seq2SeqTrainer, Trainer)
+    assert sharded(Trainer) is ShardedTrainer and sharded(made) is made
+    for wrong in (nn.Module, "SFTTrainer", ShardedTrainer.__init__):
+        with pytest.raises(TypeError, match="not a class derived from transformers.Trainer"):
+            sharded(wrong)
+
+
+def test_a_sharded_class_of_any_trainer() -> None:
+    run_client_ranks(1, _makes)
+
+
+def _fine_tuned(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with as_torchrun(rank, world_size), mock.patch.dict(os.environ, {"CI": "1"}):  # there trl sends no telemetry
+        example = load_example("trl_sft")
+        plain, config = example.SFTTrainer, partial(example.SFTConfig, adam_epsilon=EPS, disable_tqdm=True)
+        example.SFTConfig, kind = config, example.ShardedSFTTrainer
+        example.ShardedSFTTrainer = lambda *given, stage, units, **options: plain(*given, **options)
+        found = {"expected": weights(example.main(["--steps", "12", "--output", f"{folder}/plain"]).model)}
+        example.ShardedSFTTrainer = kind
+        for stage in ("2", "3"):
+            options = ["--stage", stage, "--output", f"{folder}/{stage}"]
+            close(example.main(["--steps", "10", *options]).optimizer.optimizer)
+            resumed = example.main(["--steps", "12", *options, "--resume"])
+            assert isinstance(resumed, plain) and resumed.optimizer.optimizer.stage == int(stage)
+            found[f"resumed {stage}"] = weights(resumed.model)
+            close(resumed.optimizer.optimizer)
+            assert_bitwise(from_pretrained(f"{folder}/{stage}/checkpoint-12"), found[f"resumed {stage}"], "saved")
+        return found
+
+
+@needs("trl", "datasets")
+@pytest.mark.parametrize("ranks", ALONE_SLOW)
+def test_the_example_of_trl(ranks: int, tmp_path: Any) -> None:
+    found = assert_ranks_alike(run_client_ranks(ranks, _fine_tuned, str(tmp_path), timeout=180))
+    for stage in (2, 3):
+        assert_like_adamw(found[f"resumed {stage}"], found["expected"], LR, 12)
 
 
 # -- the example ---------------------------------------------------------------------------------------------------

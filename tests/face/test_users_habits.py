@@ -494,12 +494,14 @@ def test_a_lazy_module_is_to_run_a_forward_first():
 
 # -- param_groups and state edited by hand ----------------------------------------------------------------------------
 
-EDITS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+EDITS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # a list that is returned is assigned
     "a parameter appended": lambda groups: groups[0]["params"].append(nn.Parameter(torch.ones(3))),
     "a parameter taken out": lambda groups: groups[0]["params"].pop(),
     "a group popped": lambda groups: groups.pop(),
     "a group appended": lambda groups: groups.append({**groups[0], "params": [nn.Parameter(torch.ones(3))]}),
     "moved to another group": lambda groups: groups[1]["params"].append(groups[0]["params"].pop()),
+    "a list with another group": lambda groups: [*groups, {**groups[0], "params": [nn.Parameter(torch.ones(3))]}],
+    "a list in another order": lambda groups: [{**group, "params": group["params"][::-1]} for group in groups],
 }
 
 
@@ -507,7 +509,9 @@ def _edited(rank: int, world_size: int, edit: str) -> tuple[str, str]:
     params = make_parameters()
     opt = _sharded()([{"params": params[:2]}, {"params": params[2:]}])
     _step(opt, params, _gradients(rank, world_size, 0))
-    EDITS[edit](opt.param_groups)
+    edited = EDITS[edit](opt.param_groups)
+    if isinstance(edited, list):
+        opt.param_groups = edited
     linear_backward(params, _gradients(rank, world_size, 1))
     before = copies(params)
     found = error_of(opt.step)

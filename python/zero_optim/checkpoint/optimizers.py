@@ -89,6 +89,7 @@ class ShardedPart:
         self._stored = stored
         self._engine, self._groups = opt.engine, opt.param_groups
         parameters = opt.engine.parameters
+        parameters.check_groups_unedited(opt.param_groups)
         self._names = [names.of(p, label) for p, label in zip(parameters.all, parameters.labels, strict=True)]
 
     @property

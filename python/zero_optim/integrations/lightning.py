@@ -23,6 +23,7 @@ from .clients import (
     cut_like,
     in_place,
     is_in_parts,
+    is_sharded,
     plain_optimizer,
     require,
     sharded_among,
@@ -39,7 +40,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
-from .averaging import gather_for_averaging  # noqa: E402
+from .averaging import check_callbacks, prepare_callbacks  # noqa: E402
 
 _EVALUATION = ("validation_step", "test_step", "predict_step")
 
@@ -119,7 +120,7 @@ class ShardedStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        gather_for_averaging(self.lightning_module.trainer.callbacks)  # before their own setup, which copies the model
+        prepare_callbacks(self.lightning_module.trainer.callbacks)  # before their own setup, which copies the model
         size = self._tensor_parallel_size
         if size > 1:
             if self.world_size % size:
@@ -150,6 +151,7 @@ class ShardedStrategy(DDPStrategy):
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
+        check_callbacks(trainer.callbacks, sharded=is_sharded(self.lightning_module))
         for optimizer in sharded_among(self.optimizers):
             optimizer.close()  # these are of an earlier fit
         super().setup_optimizers(trainer)
@@ -231,10 +233,12 @@ class ShardedStrategy(DDPStrategy):
             )
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        self._resumed_from = f"{checkpoint_path}.sharded"
+        self._resumed_from = f"{os.path.realpath(checkpoint_path)}.sharded"  # last.ckpt may be a link
         return super().load_checkpoint(checkpoint_path, *args, **options)
 
     def load_optimizer_state_dict(self, content: Mapping[str, Any]) -> None:
+        for optimizer in sharded_among(self.optimizers):
+            _add_assigned_groups(optimizer)
         if any(content["optimizer_states"]) and not os.path.isdir(self._resumed_from):
             super().load_optimizer_state_dict(content)  # saved with AdamW, in DDP or on one rank
         else:
@@ -244,3 +248,19 @@ class ShardedStrategy(DDPStrategy):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(f"{filepath}.sharded", ignore_errors=True)
+
+
+def _add_assigned_groups(optimizer: ShardedOptimizer) -> None:
+    """Collective. Add the groups that ``BaseFinetuning``, when it resumes, has assigned to ``param_groups``.
+
+    They may be frozen again by then. They need state all the same, as it was saved with that of the others.
+    """
+    assigned, own = optimizer.param_groups, optimizer.engine.parameters.groups
+    optimizer.param_groups = own
+    for group in assigned[len(own) :] if assigned is not own else ():
+        frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        optimizer.add_param_group(group)
+        for parameter in frozen:
+            parameter.requires_grad_(False)

@@ -1,5 +1,4 @@
-"""``transformers.Trainer`` with a sharded optimizer: ``ShardedTrainer``. To combine it with another class derived from
-Trainer, make it the first base, as in ``ShardedSeq2SeqTrainer``."""
+"""``transformers.Trainer`` with a sharded optimizer: ``ShardedTrainer``. ``sharded`` is for classes derived from it."""
 
 from __future__ import annotations
 
@@ -81,6 +80,7 @@ class ShardedTrainer(Trainer):
         self._stage, self._units, self._sync_buffers = stage, units, sync_buffers
         self._of_state = {"ema_decay": ema_decay, "ema_dtype": ema_dtype, "master": master, "state_dtype": state_dtype}
         self._whole: dict[str, Any] | None = None  # the weights of a sharded model, while it is saved
+        self._made: ShardedOptimizer | None = None  # the optimizer of the last training
         super().__init__(*args, **options)
         self._shard()
 
@@ -98,14 +98,21 @@ class ShardedTrainer(Trainer):
         adopt(self.accelerator)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None and self._made is not None:  # Trainer has dropped it, for another training
+            self._made.close()
+            self._made = None
         self._shard()  # with model_init, each training has a model of its own
         if self.optimizer is not None:
             return self.optimizer
-        if self.optimizer_cls_and_kwargs is None:
-            self.optimizer_cls_and_kwargs = self._optimizer_and_options()
-        optimizer = super().create_optimizer(model)
+        given = self.optimizer_cls_and_kwargs
+        self.optimizer_cls_and_kwargs = given or self._optimizer_and_options()
+        try:
+            optimizer = super().create_optimizer(model)
+        finally:
+            self.optimizer_cls_and_kwargs = given  # the next training may have other TrainingArguments
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.attach(self.model)  # Trainer's groups have no names
+            self._made = optimizer
         return optimizer
 
     def _optimizer_and_options(self) -> tuple[type[ShardedOptimizer], dict[str, Any]]:
@@ -210,5 +217,19 @@ def _check_loaded(model: nn.Module) -> None:
             )
 
 
-class ShardedSeq2SeqTrainer(ShardedTrainer, Seq2SeqTrainer):
-    """A ``Seq2SeqTrainer`` with a sharded optimizer. At stage 3 all ranks generate for as long as any has to."""
+def sharded(kind: type[Trainer]) -> type[ShardedTrainer]:
+    """Make a ``ShardedTrainer`` of a class derived from Trainer: ``ShardedSFTTrainer = sharded(trl.SFTTrainer)``.
+
+    It takes the arguments of both. A method that ``ShardedTrainer`` overrides calls that of ``kind``.
+
+    Raises TypeError for what is not derived from Trainer.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Trainer)):
+        raise TypeError(f"sharded(kind): {kind!r} is not a class derived from transformers.Trainer")
+    if kind is Trainer or issubclass(kind, ShardedTrainer):
+        return ShardedTrainer if kind is Trainer else kind
+    return type(f"Sharded{kind.__name__}", (ShardedTrainer, kind), {"__doc__": f"A ``{kind.__name__}``, sharded."})
+
+
+# At stage 3 all ranks generate for as long as any has to.
+ShardedSeq2SeqTrainer = sharded(Seq2SeqTrainer)

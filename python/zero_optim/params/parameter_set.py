@@ -6,7 +6,7 @@ import gc
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import GeneratorType
 from typing import Any
 
@@ -152,14 +152,24 @@ class ParameterSet:
                 stacklevel=2,
             )
 
-    def check_groups_unedited(self) -> None:
-        """Raise ParameterError where parameters were put into ``groups``, or taken out, by hand."""
-        sizes = [len(group["params"]) for group in self.groups]
+    def check_groups_unedited(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ParameterError where parameters were put into ``groups``, or taken out, by hand, or other groups were
+        assigned to ``opt.param_groups``."""
+        sizes = [len(group["params"]) for group in groups]
         if sizes != self._sizes:
-            raise ParameterError(
-                f"param_groups were edited: their sizes are {sizes}, and were {self._sizes}. Add parameters with "
-                "add_param_group; to move or remove some, make a new optimizer"
-            )
+            edited = f"their sizes are {sizes}, and were {self._sizes}"
+        elif groups is not self.groups and not self._holds_in_order(groups):
+            edited = "a list with other parameters, or another order, was assigned"
+        else:
+            return
+        raise ParameterError(
+            f"param_groups were edited: {edited}. Add parameters with add_param_group; to move or remove some, make a "
+            "new optimizer"
+        )
+
+    def _holds_in_order(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        shown = (plain_parameter(parameter) for group in groups for parameter in group["params"])
+        return all(one is own for one, own in zip(shown, self.all, strict=True))
 
     # -- one live optimizer a parameter --------------------------------------------------------------------------
 
