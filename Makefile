@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RANKS  ?= 2
 STAGE  ?= 2
-DTYPE  ?= bf16
+DTYPE  ?=
 STEPS  ?=
 DATA   ?=
 OUT    ?=
@@ -15,12 +15,14 @@ WORKERS ?= 2
 
 BIN      := .venv/bin
 SOURCES  := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu)
-TRAINING := --ranks $(RANKS) --stage $(STAGE) --dtype $(DTYPE) $(if $(STEPS),--steps $(STEPS)) \
+TRAINING := --ranks $(RANKS) --stage $(STAGE) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(STEPS),--steps $(STEPS)) \
             $(if $(DATA),--data "$(DATA)") $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 DEVELOPED := .venv/built .venv/developed
-# Modules are compiled when they are first imported. Most of torch's never are, and to compile all takes a minute.
-PIP      := $(BIN)/python -m pip install --no-compile
+# To compile all of torch takes a minute, and most of it is never imported: COMPILED is. It is compiled even where
+# PYTHONDONTWRITEBYTECODE keeps Python from it: each command would take 8 seconds of a core more.
+PIP      := $(BIN)/python -m pip install --no-compile --quiet
+COMPILED := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import torch._dynamo, torch.distributed.fsdp, tqdm, matplotlib.pyplot"
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
@@ -99,8 +101,9 @@ help:  ## this list
 	@echo "set-up, 1 of 3: an empty environment in .venv (once)"
 	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) on the PATH; name one with PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -m venv .venv
-	@echo "set-up, 2 of 3: torch and what training needs (torch is large)"
+	@echo "set-up, 2 of 3: torch and what training needs (torch is large: minutes)"
 	@$(PIP) --requirement requirements.txt
+	@$(COMPILED)
 	@touch $@
 
 .venv/built: .venv/installed $(SOURCES)

@@ -19,6 +19,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Smaller defaults: on a CPU fp16 matrix products are ~60 times slower than bf16 ones (seen on 2 cores with AMX).
 _FP16_ON_CPU = {"layers": 2, "hidden": 128, "heads": 2, "seq": 128, "batch": 4, "steps": 400, "lr": 2e-3}
+# bf16 is emulated there, at a third of the speed of fp32 or less. Half the steps: two minutes on two cores.
+_WITHOUT_BF16 = {"dtype": "fp32"}
+_FP32_ON_CPU = {**_WITHOUT_BF16, "steps": 250}
 
 RESUME_AUTO = Path("auto")
 # A resumed run takes everything from its checkpoint; these flags alone may differ from it.
@@ -29,7 +32,7 @@ _FREE_ON_RESUME |= {"state_offload", "device_budget", "param_offload", "master",
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run. The defaults are for two CPU cores and about two minutes.
+    """One training run. The defaults are for two CPU cores with bf16 units and about two minutes.
 
     ``batch`` counts windows of ``seq`` bytes on each rank, in each of ``accumulate`` micro-batches. ``warmup`` counts
     steps. ``muon_lr`` None is 0.02. ``data`` None is the Python standard library; ``out`` None names the run directory
@@ -105,14 +108,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     stages = "what the ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (2)"
     flag("--stage", int, stages, choices=(0, 1, 2, 3))
-    flag("--dtype", str, "parameters and gradients; fp16 brings the loss scaler (bf16)", choices=tuple(DTYPES))
+    flag("--dtype", str, "parameters and gradients; fp16 brings the loss scaler (bf16; fp32 without bf16 units)", choices=tuple(DTYPES))
     flag("--layers", int, "transformer blocks (3)")
     flag("--hidden", int, "width of the residual stream (192)")
     flag("--heads", int, "attention heads; they divide --hidden evenly (3)")
     flag("--seq", int, "bytes in a window (256)")
     flag("--batch", int, "windows in a micro-batch on each rank (4)")
     flag("--accumulate", int, "micro-batches in a step (1)")
-    flag("--steps", int, "optimizer steps (500)")
+    flag("--steps", int, "optimizer steps (500; 250 on a CPU without bf16 units)")
     muon = "muon: Muon for the matrices of blocks and AdamW for the rest, in one optimizer (adamw)"
     flag("--optimizer", str, muon, choices=("adamw", "muon"))
     flag("--lr", float, "peak learning rate of the cosine schedule (4e-3)")
@@ -170,10 +173,26 @@ def read_request(arguments: argparse.Namespace) -> TrainRequest:
 
 def fresh_config(given: Mapping[str, Any], device: str) -> TrainConfig:
     """Make the configuration of a fresh run on ``device`` ("cpu" or "cuda"). Raises UsageError."""
-    defaults = _FP16_ON_CPU if device == "cpu" and given.get("dtype") == "fp16" else {}
-    config = TrainConfig(**{**defaults, **given, "device": device})
+    config = TrainConfig(**{**_defaults(given.get("dtype"), device), **given, "device": device})
     _check_together(config)
     return config
+
+
+def _defaults(dtype: str | None, device: str) -> dict[str, Any]:
+    """Give the defaults that differ from those of ``TrainConfig``. ``dtype`` None: not given."""
+    if dtype is None and not has_bf16_units(device):
+        return _FP32_ON_CPU if device == "cpu" else _WITHOUT_BF16
+    return _FP16_ON_CPU if device == "cpu" and dtype == "fp16" else {}
+
+
+def has_bf16_units(device: str) -> bool:
+    """Tell whether the hardware has instructions for bf16 products, as AVX512-BF16, AMX and Ampere have."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if hasattr(torch.cpu, "get_capabilities"):
+        return any(there is True and "bf16" in name for name, there in torch.cpu.get_capabilities().items())
+    older = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of torch 2.10
+    return any(getattr(torch.cpu, name, lambda: False)() for name in older)
 
 
 def resumed_config(saved: Mapping[str, Any], given: Mapping[str, Any], device: str) -> TrainConfig:

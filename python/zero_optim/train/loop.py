@@ -71,7 +71,8 @@ def _train_on(trainer: Trainer, setup: Setup, world: World, stop: StopFlag) -> i
 def _run_steps(trainer: Trainer, setup: Setup, world: World, stop: StopFlag) -> int | None:
     """Train to the last step, and save. Returns the step at which the ranks agreed to stop, if they did."""
     config = setup.config
-    progress = Progress(trainer.steps_done, config.steps) if world.leads else None
+    scaled = config.dtype == "fp16"
+    progress = Progress(trainer.steps_done, config.steps, scaled=scaled) if world.leads else None
     try:
         for step in range(trainer.steps_done + 1, config.steps + 1):
             outcome = trainer.step(step, asked_to_stop=bool(stop))

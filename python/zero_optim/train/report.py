@@ -29,8 +29,9 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Progress:
     """A bar in a terminal that has tqdm, else plain lines: the first step, the last, and one every ten seconds."""
 
-    def __init__(self, first: int, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, first: int, steps: int, *, scaled: bool) -> None:
+        self._first, self._steps, self._scaled = first, steps, scaled
+        self._begun: float | None = None  # when the first step was over: it is slower than the others
         self._last_line = float("-inf")
         self._bar: Any = None
         if sys.stderr.isatty():
@@ -42,19 +43,28 @@ class Progress:
     def show(self, record: StepRecord) -> None:
         norm = "overflow" if record.grad_norm is None else f"{record.grad_norm:.3f}"
         loss = "not finite" if record.loss is None else f"{record.loss:.4f}"
+        scale = [f"scale {record.loss_scale:g}"] if self._scaled else []
         if self._bar is not None:
             self._bar.update(1)
-            self._bar.set_postfix_str(
-                f"loss {loss}, {record.tokens_per_s:,.0f} tokens/s, norm {norm}, scale {record.loss_scale:g}"
-            )
+            figures = [f"loss {loss}", f"{record.tokens_per_s:,.0f} tokens/s", f"norm {norm}", *scale]
+            self._bar.set_postfix_str(", ".join(figures))
             return
         now = time.monotonic()
+        to_go = self._to_go(record.step, now)
         if now - self._last_line >= _SECONDS_BETWEEN_LINES or record.step == self._steps:
             self._last_line = now
-            say(
-                f"step {record.step:>5}/{self._steps}  loss {loss}  {record.tokens_per_s:8,.0f} tokens/s  "
-                f"norm {norm}  scale {record.loss_scale:g}"
-            )
+            figures = [f"loss {loss}", f"{record.tokens_per_s:8,.0f} tokens/s", f"norm {norm}", *scale, *to_go]
+            say("  ".join([f"step {record.step:>5}/{self._steps}", *figures]))
+
+    def _to_go(self, step: int, now: float) -> list[str]:
+        """Say how long the steps that are left take, by the mean of those since the first."""
+        if self._begun is None:
+            self._begun = now
+        done, left = step - self._first - 1, self._steps - step
+        if not done or not left:
+            return []
+        seconds = round((now - self._begun) / done * left)
+        return [f"{seconds // 60}:{seconds % 60:02} to go"]
 
     def close(self) -> None:
         if self._bar is not None:

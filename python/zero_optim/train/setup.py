@@ -67,6 +67,8 @@ def _read_inputs(request: TrainRequest, world: World) -> tuple[TrainConfig, Corp
         config = fresh_config(request.given, device)
         if config.checkpoint:
             _check_can_save()
+        if world.leads and config.dtype != request.given.get("dtype", TrainConfig.dtype):
+            say(f"{config.dtype}: no bf16 units in this {device.upper()}; --dtype bf16 emulates them, slowly")
         return config, _read_text(config, world), None
     if not isinstance(saved.info.extra, dict) or "config" not in saved.info.extra:
         raise UsageError(f"--resume {saved.info.folder}: was not written by zero-optim train")
