@@ -2,7 +2,7 @@
 
 import sys
 
-from .cli import main
+from zero_optim_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

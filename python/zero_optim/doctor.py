@@ -9,18 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
+from zero_optim_cli import DISTRIBUTION, distribution_version
 
 import zero_kernels
 from zero_kernels import compiled, dispatch
 
 from .stores.host_threads import own_cores, threads_of
-
-DISTRIBUTION = "zero-kernels"
-
-
-def distribution_version() -> str:
-    """Look up the version of the installed distribution, or of the source tree that is run without being installed."""
-    return version_of(DISTRIBUTION) or f"{zero_kernels.__version__} (not installed)"
 
 
 def version_of(distribution: str) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from zero_optim.bench import run as runner
-from zero_optim.bench.request import parse_numel
+from zero_optim_cli.bench import parse_numel
 
 import zero_kernels
 

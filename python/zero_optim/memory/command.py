@@ -10,29 +10,32 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from zero_optim_cli.choices import MUON
 
 from ..drawing.figures import SizeUnit, row, size
 from ..errors import ParameterError, UsageError
 from ..rules.adamw import AdamW
-from ..rules.codec import AVERAGES, MASTERS, STATE_DTYPES, codecs_for
+from ..rules.codec import AVERAGES, codecs_for
 from ..rules.lion import Lion
 from ..rules.muon import Muon
 from ..rules.options import Decays
 from ..rules.sgd import SGD
 from ..rules.update_rule import UpdateRule
-from ..stores.offload import Offload, Tier, read_nbytes, read_offload
+from ..stores.offload import Offload, Tier, read_offload
 from ..train.config import DTYPES
 from .activations import Batch
 from .decoders import KNOWN, gpt_of
-from .fit import MOST_MEMORY, MOST_PARAMETERS, largest_model, smallest_stage
+from .fit import largest_model, smallest_stage
 from .plan import Job, Plan, plan
-from .shapes import ModelShapes, of_decoder, of_module, usual_units
-from .table import advice, memory_lines, ranks_of, said_smallest, unit_of
+from .shapes import ModelShapes, of_decoder, of_module, usual_units, with_lora, with_trained_part
+from .table import memory_lines, ranks_of, unit_of, verdict
 
 _NO_FOLDER = (FileNotFoundError, NotADirectoryError)
 
@@ -43,58 +46,13 @@ RULES = {
     "sgd": SGD(),
     "momentum": SGD(momentum=0.9),
 }
-MUON = "muon"
 STAGES = (0, 1, 2, 3)
 _OF_STAGE_3 = ("param_offload", "units", "prefetch")  # flags, by their names in Python
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``zero-optim plan``."""
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--params", type=_count, help="parameters, as in 7.5e9, of a GPT that is invented for them")
-    known = f"{', '.join(KNOWN)}; module:factory, called on the meta device; or a config.json of transformers"
-    model.add_argument("--model", help=f"one of {known}")
-
-    def flag(name: str, kind: Any, text: str, **more: Any) -> None:
-        parser.add_argument(name, type=kind, help=text, **more)
-
-    flag("--world", int, "ranks (1)", default=1)
-    flag(
-        "--tp", int, "tensor-parallel ranks that a decoder is cut over: the others have the same slices (1)", default=1
-    )
-    flag("--pp", int, "stages of a pipeline that the layers are cut into: the fullest is planned (1)", default=1)
-    flag("--replicate", int, "of these, how many hold each part: the others share, as in a mesh (1)", default=1)
-    flag("--nodes", int, "machines that share the ranks evenly: says what each takes of host memory and disk")
-    flag("--stage", _stages, "stages to compare, as in 1,2 (0,1,2,3)", metavar="STAGES")
-    flag("--dtype", str, "of parameters and gradients (bf16; of module:factory as they are)", choices=tuple(DTYPES))
-    flag("--grad-reduce-dtype", str, "in which gradients are reduced (--dtype)", choices=tuple(DTYPES))
-    text = "in which shards of them add up (as they are reduced)"
-    flag("--grad-accumulation-dtype", str, text, choices=("fp32",))
-    text = "whose state is planned (adamw); momentum is SGD's, muon is for matrices of layers beside AdamW"
-    flag("--optimizer", str, text, choices=(*RULES, MUON), default="adamw")
-    flag("--master", str, "of bf16 parameters, as master= has it (fp32)", choices=tuple(MASTERS), default="fp32")
-    flag("--state-dtype", str, "as state_dtype= has it (fp32)", choices=STATE_DTYPES, default="fp32")
-    flag("--averages", int, "averages of the parameters, as ema_decay has them kept (0)", default=0)
-    flag("--ema-dtype", str, "of the averages, as ema_dtype= has it (fp32)", choices=tuple(AVERAGES), default="fp32")
-    parser.add_argument("--telemetry", action="store_true", help="count what telemetry=True measures")
-    flag("--offload", _offload, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default=Offload())
-    parser.add_argument("--param-offload", action="store_true", help="stage 3: shards of parameters in host memory")
-    flag("--gpu-memory", _size, "of each rank's device (80GB)", default="80GB", metavar="SIZE")
-    flag("--seq", int, "tokens of a sequence; with --batch activations are counted")
-    flag("--batch", int, "sequences of a micro-batch on each rank")
-    flag("--accumulate", int, "micro-batches in a step (1; with --pp as many as stages)")
-    parser.add_argument("--checkpointing", action="store_true", help="layers are computed again in backward")
-    parser.add_argument("--no-flash", action="store_true", help="attention keeps its matrices of [seq, seq]")
-    flag("--units", str, "stage 3: the class of module that is gathered at a time (that of the longest ModuleList)")
-    flag("--prefetch", int, "stage 3: units gathered ahead (1)")
-    flag("--bucket-cap-mb", float, "as ShardedAdamW's (25, or 16,384 elements a rank)")
-    flag("--rank", int, "plan this one, in place of the mean of all: they differ in padding")
-    parser.add_argument("--json", action="store_true", help="print a list, an object a stage, in bytes")
-    flag("--png", Path, "draw bars by kind, a stage each", metavar="FILE")
-
-
-def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+def run(parsed: argparse.Namespace) -> int:
     """Print the plans. Raises UsageError."""
+    parsed.offload = _offload(parsed.offload)
     _check_ranges(parsed)
     model, dtype = _model(parsed)
     _check_layers(parsed, model)
@@ -105,7 +63,10 @@ def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise UsageError(
             "--nodes: says what a machine takes of host memory and disk: nothing, without --offload or --param-offload"
         )
-    largest = [largest_model(made.job, dtype, parsed.gpu_memory) for made in plans]
+    largest = [0] * len(plans)
+    if parsed.verbose or parsed.json:
+        change = partial(_with_trained, parsed)
+        largest = [largest_model(made.job, dtype, parsed.gpu_memory, change) for made in plans]
     if parsed.png:
         _draw(parsed, plans)
     if parsed.json:
@@ -121,52 +82,12 @@ def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
 # -- the flags -----------------------------------------------------------------------------------------------------
 
 
-def _count(text: str) -> int:
-    try:
-        count = int(float(text))
-    except (ValueError, OverflowError):
-        count = 0
-    if count < 10**6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters such as 7.5e9, at least 1e6")
-    if count > MOST_PARAMETERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is too many to be planned: at most {MOST_PARAMETERS:.0e}")
-    return count
-
-
-def _stages(text: str) -> tuple[int, ...]:
-    stages = tuple(int(part) if part in ("0", "1", "2", "3") else -1 for part in text.split(","))
-    if -1 in stages:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of stages such as 0,1,2,3")
-    return tuple(sorted(set(stages)))
-
-
-_LEAST_MEMORY = 10**6
-"""Bytes on a device. A smaller size has no unit, by mistake."""
-
-
-def _size(text: str) -> int:
-    nbytes = read_nbytes(text)
-    if not nbytes:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 80GB or 40GiB")
-    if nbytes < _LEAST_MEMORY:
-        raise argparse.ArgumentTypeError(f"{text!r} is {nbytes:,} bytes: give a unit, as in 80GB or 40GiB")
-    if nbytes > MOST_MEMORY:
-        raise argparse.ArgumentTypeError(f"{text!r} is too much to be planned: at most {MOST_MEMORY // 10**12}TB")
-    return nbytes
-
-
 def _offload(text: str) -> Offload:
+    """Read ``--offload``, which the command line has checked. Of ``nvme`` a plan needs no folder."""
     kind, _, budget = text.partition(":")
-    if kind == "none" and not budget:
-        return Offload()
-    if kind == Tier.NVME.value:  # a plan needs no folder
+    if kind == "nvme":
         return Offload(Tier.NVME)
-    try:
-        return read_offload(kind, int(budget) if budget.isdecimal() else budget or None)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is none of none, paged, paged:BUDGET (as in paged:8GB), cpu and nvme"
-        ) from error
+    return read_offload(None if kind == "none" else kind, int(budget) if budget.isdecimal() else budget or None)
 
 
 def _check_ranges(parsed: argparse.Namespace) -> None:
@@ -182,6 +103,7 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
         "prefetch": 0,
         "rank": 0,
         "averages": 0,
+        "lora": 1,
     }
     for name, lowest in least.items():
         if getattr(parsed, name) is not None and getattr(parsed, name) < lowest:
@@ -308,19 +230,37 @@ def _model(parsed: argparse.Namespace) -> tuple[ModelShapes, torch.dtype]:
     """Give the model's shapes, and the dtype for ``largest_model``."""
     dtype = DTYPES[parsed.dtype or "bf16"]
     if parsed.params is not None:
-        return of_decoder(gpt_of(parsed.params), dtype), dtype
+        return _with_trained(parsed, of_decoder(gpt_of(parsed.params), dtype)), dtype
     name = parsed.model
-    if name in KNOWN:
-        return of_decoder(KNOWN[name], dtype), dtype
+    if name.lower() in KNOWN:
+        return _with_trained(parsed, of_decoder(KNOWN[name.lower()], dtype)), dtype
     if name.endswith(".json") or Path(name).is_dir():
-        return _shapes(parsed, _from_config(Path(name)).to(dtype)), dtype
+        return _with_trained(parsed, _shapes(parsed, _from_config(Path(name)).to(dtype))), dtype
     if ":" in name:
         model = _from_factory(name)
         shapes = _shapes(parsed, model.to(dtype) if parsed.dtype else model)
-        return shapes, max((p.dtype for p in shapes.parameters), key=lambda of: of.itemsize, default=dtype)
-    near = difflib.get_close_matches(name, KNOWN, 1)
-    meant = f"; did you mean {near[0]}?" if near else f": it knows {', '.join(KNOWN)}"
-    raise UsageError(f"--model {name}: no name that it knows, no module:factory and no config.json{meant}")
+        dtype = max((p.dtype for p in shapes.parameters), key=lambda of: of.itemsize, default=dtype)
+        return _with_trained(parsed, shapes), dtype
+    near = difflib.get_close_matches(name.lower(), KNOWN, 1)
+    meant = f"did you mean {near[0]}?" if near else f"it knows {', '.join(KNOWN)}."
+    raise UsageError(
+        f"--model {name}: no name that it knows; {meant} Of any other model download its config.json and give "
+        "the path, or give a module:factory"
+    )
+
+
+def _with_trained(parsed: argparse.Namespace, model: ModelShapes) -> ModelShapes:
+    """Freeze what is not trained by ``--lora`` or ``--trainable``."""
+    if parsed.trainable is not None:
+        part = Fraction(parsed.trainable)
+        part = part if part <= 1 and isinstance(parsed.trainable, Fraction) else part / model.numel
+        if part > 1:
+            raise UsageError(f"--trainable {parsed.trainable:,}: the model has {model.numel:,} parameters")
+        return with_trained_part(model, part)
+    try:
+        return model if parsed.lora is None else with_lora(model, parsed.lora)
+    except ValueError as error:
+        raise UsageError(f"--lora {parsed.lora}: {error}") from error
 
 
 def _shapes(parsed: argparse.Namespace, model: nn.Module) -> ModelShapes:
@@ -373,40 +313,64 @@ def _from_config(path: Path) -> nn.Module:
 def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence[int]) -> Iterator[str]:
     model, room = plans[0].model, parsed.gpu_memory
     width, unit = model.width, unit_of(plans)
+    trained = sum(p.numel for p in model.parameters if p.trained)
     shape = f", {width.layers} layers of width {width.hidden:,}" if width else ""
+    shape = f" ({trained:,} trained)" * (trained != model.numel) + shape
     which = "the mean of all ranks" if parsed.rank is None else f"rank {parsed.rank}"
     yield f"{model.name}: {model.numel:,} parameters{shape}; {ranks_of(plans[0].job)}; {unit.name} a rank, {which}"
+    yield from _verdict(parsed, plans)
     yield ""
     yield row("", [f"stage {made.job.stage}" for made in plans])
     if parsed.pp > 1:
         yield row("stage of the pipeline", [f"{made.pipeline_stage + 1} of {parsed.pp}" for made in plans])
-    yield from memory_lines(plans, unit)
+    yield from memory_lines(plans, unit, by_kind=parsed.verbose)
+    yield row(f"fits into {size(room)}", ["yes" if made.most <= room else "no" for made in plans])
+    if parsed.verbose:
+        yield from _details(parsed, plans, largest, unit)
+    yield from _notes(parsed, plans)
+
+
+def _verdict(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str]:
+    """Say whether the job fits, at the first of the stages that were asked for, and what is not counted."""
+    room, chosen = parsed.gpu_memory, plans[0]
+    asked = None if parsed.stage is None else next((made for made in plans if made.most <= room), None)
+    smallest = asked or smallest_stage(chosen.model, chosen.job, room)
+    yield verdict(smallest, plans[-1], room)
+    beside = "CUDA's context and NCCL's communicators"
+    if parsed.batch is None:
+        yield f"Not counted: activations (--seq and --batch count them), {beside}."
+    else:
+        yield from _about_activations(chosen)
+        yield f"Not counted: {beside}."
+
+
+def _details(
+    parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence[int], unit: SizeUnit
+) -> Iterator[str]:
     yield row("asleep", [unit.cell(made.asleep) for made in plans])
     yield row("  with the parameters", [unit.cell(made.asleep_with_parameters) for made in plans])
     yield row("sent in a step", [unit.cell(made.communicated) for made in plans])
     yield from _by_link(parsed, plans, unit)
     yield row("buckets", [f"{made.buckets:,}" for made in plans])
-    yield row(f"largest GPT in {size(room)}", [_billions(most) for most in largest])
+    yield row(f"largest GPT in {size(parsed.gpu_memory)}", [_billions(most) for most in largest])
+
+
+def _notes(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str]:
     yield ""
-    if parsed.batch is None:
-        yield "Activations are not in it: --seq and --batch count them."
-        if parsed.tp > 1 or parsed.pp > 1:
-            yield "So neither is what is sent of them, along slices and along the pipeline."
-    else:
-        yield from _about_activations(plans[0])
-    yield (
-        "CUDA's context and NCCL's communicators are not in it: beside_torch() of zero_optim.memory.track() measures "
-        "them on the GPU."
-    )
+    if parsed.verbose and parsed.batch is None and (parsed.tp > 1 or parsed.pp > 1):
+        yield "What is sent of activations, along slices and along the pipeline, is not counted either."
     if any(made.first_step for made in plans):
         yield "In the first step of stages 0 to 2 no gradient is reduced before backward ends."
+    at = {made.job.stage: made for made in plans}
+    if plans[0].job.adds_up and 1 in at and 2 in at and at[2].total > at[1].total:
+        yield (
+            "Stage 2 takes more than stage 1: the gradients of several micro-batches add up whole on each rank before "
+            "they are reduced. Stage 1 has them in place, and stage 2 beside its shard."
+        )
     if parsed.nodes is not None:
         yield from _of_nodes(parsed, plans)
-    chosen = plans[0].job
-    smallest = smallest_stage(model, chosen, room)
-    yield said_smallest(smallest, room)
-    best = smallest or plans[-1]
-    yield advice(best, room)
+    if not parsed.verbose:
+        yield "--verbose: what it is made of, by kind; what is sent; asleep; buckets; the largest model that fits"
 
 
 def _by_link(parsed: argparse.Namespace, plans: Sequence[Plan], unit: SizeUnit) -> Iterator[str]:
@@ -453,6 +417,7 @@ def _as_json(made: Plan, largest: int, parsed: argparse.Namespace) -> dict[str, 
     return {
         "model": made.model.name,
         "parameters": made.model.numel,
+        "trained_parameters": sum(p.numel for p in made.model.parameters if p.trained),
         "stage": made.job.stage,
         "world": made.job.world,
         "tensor_parallel": made.job.tensor,

@@ -3,10 +3,11 @@ fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from zero_optim_cli.choices import MOST_PARAMETERS
 
 from ..rules.codec import codecs_for
 from ..rules.update_rule import UpdateRule, has_master
@@ -19,9 +20,7 @@ BUCKET_MB = (None, 16, 8, 4, 2, 1)
 """Sizes that are tried: the default first."""
 
 _MOST_TIMES = 64  # at most so many times the job's ranks are tried
-_FEWEST, MOST_PARAMETERS = 10**6, 10**15
-MOST_MEMORY = 10**13
-"""Bytes on a device. For more of them ``largest_model`` would try models of so many buckets that it takes very long."""
+_FEWEST = 10**6
 
 _STORES = (Tier.PAGED, Tier.CPU)
 
@@ -34,20 +33,32 @@ class Change:
     plan: Plan
 
 
-def largest_model(job: Job, dtype: torch.dtype, device_memory: int) -> int:
-    """Find the largest GPT (``gpt_of``) with which ``job`` fits. Returns its parameters, to 3 digits; 0: none does."""
+def _unchanged(model: ModelShapes) -> ModelShapes:
+    return model
+
+
+def largest_model(
+    job: Job,
+    dtype: torch.dtype,
+    device_memory: int,
+    change: Callable[[ModelShapes], ModelShapes] = _unchanged,
+) -> int:
+    """Find the largest GPT (``gpt_of``) with which ``job`` fits. Returns its parameters, to 3 digits; 0: none does.
+
+    ``change``: what becomes of a GPT before it is planned, as by ``with_lora``.
+    """
+
+    def fits(parameters: int) -> bool:
+        return plan(change(of_decoder(gpt_of(parameters), dtype)), job).most <= device_memory
+
     low, high = max(_FEWEST, fewest_parameters(job.pipeline)), MOST_PARAMETERS
-    if not _fits(low, job, dtype, device_memory):
+    if not fits(low):
         return 0
     while high > low * 1.001:
         middle = int((low * high) ** 0.5)
-        low, high = (middle, high) if _fits(middle, job, dtype, device_memory) else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     digits = 10 ** (len(str(low)) - 3)
     return low // digits * digits
-
-
-def _fits(parameters: int, job: Job, dtype: torch.dtype, device_memory: int) -> bool:
-    return plan(of_decoder(gpt_of(parameters), dtype), job).most <= device_memory
 
 
 def smallest_stage(model: ModelShapes, job: Job, device_memory: int) -> Plan | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +103,62 @@ def of_decoder(decoder: Decoder, dtype: torch.dtype) -> ModelShapes:
     matrices = {number for number in hidden if decoder.numels[number] > _VECTOR * decoder.width.hidden}
     parameters = tuple(ParameterShape(n, dtype, matrix=i in matrices) for i, n in enumerate(decoder.numels))
     return ModelShapes(decoder.name, parameters, units, width=decoder.width, tied=(0,) if decoder.tied else ())
+
+
+def with_lora(model: ModelShapes, rank: int) -> ModelShapes:
+    """Freeze a model, and give each matrix of its layers adapters of ``[rank, columns]`` and ``[rows, rank]``.
+
+    A matrix whose shape is not known, as of a decoder, has the hidden size on one side. Raises ValueError for a model
+    without a matrix.
+    """
+
+    def parts(parameter: ParameterShape) -> Iterator[ParameterShape]:
+        yield replace(parameter, trained=False)
+        if parameter.matrix:
+            if parameter.shape is not None:
+                *copies, rows, columns = parameter.shape
+            else:
+                assert model.width is not None  # as every decoder's
+                copies, rows, columns = [], parameter.numel // model.width.hidden, model.width.hidden
+            for shape in ((*copies, rank, columns), (*copies, rows, rank)):
+                yield replace(parameter, numel=math.prod(shape), shape=shape, most=None)
+
+    if not any(parameter.matrix for parameter in model.parameters):
+        raise ValueError("the model has no matrices of layers that are known as such")
+    return _divided(model, parts)
+
+
+def with_trained_part(model: ModelShapes, part: Fraction) -> ModelShapes:
+    """Freeze a model, but for this ``part`` of each parameter. A parameter that is frozen already stays so."""
+
+    def parts(parameter: ParameterShape) -> Iterator[ParameterShape]:
+        trained = round(parameter.numel * part) if parameter.trained else 0
+        for numel, of in ((parameter.numel - trained, False), (trained, True)):
+            if numel:
+                yield replace(parameter, numel=numel, trained=of, shape=None, most=None)
+
+    return _divided(model, parts)
+
+
+def _divided(model: ModelShapes, parts: Callable[[ParameterShape], Iterable[ParameterShape]]) -> ModelShapes:
+    """Put its ``parts`` in the place of each parameter."""
+    parameters: list[ParameterShape] = []
+    places = []
+    for parameter in model.parameters:
+        first = len(parameters)
+        parameters += parts(parameter)
+        places.append(range(first, len(parameters)))
+
+    def put(indices: Iterable[int]) -> tuple[int, ...]:
+        return tuple(place for index in indices for place in places[index])
+
+    return replace(
+        model,
+        parameters=tuple(parameters),
+        units=tuple(put(unit) for unit in model.units),
+        order=None if model.order is None else put(model.order),
+        tied=put(model.tied),
+    )
 
 
 def cut_over(model: ModelShapes, ranks: int) -> ModelShapes:

@@ -24,13 +24,16 @@ def kinds_of(plans: Sequence[Plan]) -> list[str]:
     return sorted(known, key=lambda kind: _LAST.index(kind) if kind in _LAST else -1)
 
 
-def memory_lines(plans: Sequence[Plan], unit: SizeUnit) -> list[str]:
-    """Write a column for each plan, and a line for each kind of bytes that any of them has."""
+def memory_lines(plans: Sequence[Plan], unit: SizeUnit, *, by_kind: bool = True) -> list[str]:
+    """Write a column for each plan, and a line for each kind of bytes that any of them has.
+
+    ``by_kind``: False: of the kinds that are not activations only sums.
+    """
     state = plans[0].state_kinds
-    lines = [_line(kind, plans, unit) for kind in state]
+    lines = [_line(kind, plans, unit) for kind in state] if by_kind else []
     lines.append(row("model state", [unit.cell(made.model_state) for made in plans]))
     shown = [kind for kind in kinds_of(plans) if kind not in state and any(made.memory.get(kind) for made in plans)]
-    lines += [_line(kind, plans, unit) for kind in shown]
+    lines += [_line(kind, plans, unit) for kind in shown if by_kind or kind == "activations"]
     lines.append(row("on the device", [unit.cell(made.total) for made in plans]))
     if any(made.first_step for made in plans):
         lines.append(row("  in the first step", [unit.cell(made.most) for made in plans]))
@@ -65,22 +68,20 @@ def ranks_of(job: Job) -> str:
     return ranks + (f" in {job.replicas} replicas" if job.replicas > 1 else "")
 
 
-def advice(made: Plan, device_memory: int | None) -> str:
-    """A sentence: whether the job fits, and else the cheapest change with which it does."""
-    if device_memory is not None and made.most <= device_memory:
-        left = size(device_memory - made.most)
-        return f"Stage {made.job.stage} fits, with {left} of {size(device_memory)} to spare."
-    return said(cheapest_change(made, device_memory), device_memory)
+def verdict(smallest: Plan | None, most_sharded: Plan, device_memory: int) -> str:
+    """Say whether a job fits, in a sentence or two: at which stage, else with which change.
 
-
-def said_smallest(smallest: Plan | None, device_memory: int) -> str:
-    """Describe the smallest stage that fits, and its buckets, in a sentence."""
+    Args:
+        smallest: at the smallest stage that fits; None: at none.
+        most_sharded: whose changes are tried then.
+    """
     room = size(device_memory)
     if smallest is None:
-        return f"No stage fits into {room}."
-    cap = smallest.job.bucket_cap_mb
-    buckets = "the default size" if cap is None else f"{cap:g} MiB (bucket_cap_mb={cap:g})"
-    return f"The smallest stage that fits into {room} is {smallest.job.stage}, with buckets of {buckets}."
+        change = said(cheapest_change(most_sharded, device_memory), device_memory)
+        return f"Does not fit into {room} at any stage. {change}"
+    cap, left = smallest.job.bucket_cap_mb, size(device_memory - smallest.most)
+    buckets = "" if cap is None else f" with buckets of {cap:g} MiB (bucket_cap_mb={cap:g})"
+    return f"Fits into {room} at stage {smallest.job.stage}{buckets}: {size(smallest.most)} a rank, {left} to spare."
 
 
 def said(change: Change | None, device_memory: int | None) -> str:

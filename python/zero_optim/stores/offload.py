@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import enum
 import operator
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
+
+from zero_optim_cli.choices import read_nbytes as read_nbytes
 
 from ..params.layout import round_up
 
@@ -97,14 +97,6 @@ def _read_budget(budget: int | str) -> int | None:
     if nbytes is None:
         raise ValueError(f"device_budget must be bytes, a size such as '8GB', or 'auto', got {budget!r}")
     return nbytes
-
-
-def read_nbytes(text: str) -> int | None:
-    """Read a size such as ``8GB`` (10^9), ``500MiB`` (2^20) or ``4096``; None where it is none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kKMGT]?)(i?)B?", text.strip())
-    if match is None or (match[3] and not match[2]):
-        return None
-    return int(Decimal(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
 
 
 def resident(pages: Sequence[int], budget: int) -> list[bool]:

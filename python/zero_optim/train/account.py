@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 import torch
+from zero_optim_cli import distribution_version
 
 from ..bench.record import commit, device_name
-from ..doctor import distribution_version
 from ..drawing.sheet import Sheet
 from .report import forecast
 from .run_dir import PAGE, RunDir

@@ -1,4 +1,4 @@
-"""The configuration of a training run, and the flags that give it."""
+"""The configuration of a training run, as the flags give it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..rules.codec import MASTERS, STATE_DTYPES
 from ..stores.offload import read_offload
 from .model import ModelConfig
 
@@ -19,9 +18,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Smaller defaults: on a CPU fp16 matrix products are ~60 times slower than bf16 ones (seen on 2 cores with AMX).
 _FP16_ON_CPU = {"layers": 2, "hidden": 128, "heads": 2, "seq": 128, "batch": 4, "steps": 400, "lr": 2e-3}
-# bf16 is emulated there, at a third of the speed of fp32 or less. Half the steps: two minutes on two cores.
+# bf16 is emulated there, at a third of the speed of fp32 or less. Fewer windows: two minutes on two slow cores.
 _WITHOUT_BF16 = {"dtype": "fp32"}
-_FP32_ON_CPU = {**_WITHOUT_BF16, "steps": 250}
+_FP32_ON_CPU = {**_WITHOUT_BF16, "batch": 2, "steps": 300}
 
 RESUME_AUTO = Path("auto")
 # A resumed run takes everything from its checkpoint; these flags alone may differ from it.
@@ -98,61 +97,6 @@ class TrainRequest:
     resume: Path | None
     ranks: int | None
     command: str = "zero-optim train"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``zero-optim train``. A flag not given is None, so that a checkpoint can supply its value."""
-
-    def flag(name: str, kind: Any, text: str, **more: Any) -> None:
-        parser.add_argument(name, type=kind, help=text, **more)
-
-    stages = "what the ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (2)"
-    flag("--stage", int, stages, choices=(0, 1, 2, 3))
-    flag("--dtype", str, "parameters and gradients; fp16 brings the loss scaler (bf16; fp32 without bf16 units)", choices=tuple(DTYPES))
-    flag("--layers", int, "transformer blocks (3)")
-    flag("--hidden", int, "width of the residual stream (192)")
-    flag("--heads", int, "attention heads; they divide --hidden evenly (3)")
-    flag("--seq", int, "bytes in a window (256)")
-    flag("--batch", int, "windows in a micro-batch on each rank (4)")
-    flag("--accumulate", int, "micro-batches in a step (1)")
-    flag("--steps", int, "optimizer steps (500; 250 on a CPU without bf16 units)")
-    muon = "muon: Muon for the matrices of blocks and AdamW for the rest, in one optimizer (adamw)"
-    flag("--optimizer", str, muon, choices=("adamw", "muon"))
-    flag("--lr", float, "peak learning rate of the cosine schedule (4e-3)")
-    flag("--muon-lr", float, "the same of the matrices that Muon updates (0.02)")
-    flag("--warmup", int, "steps of linear warm-up (30)")
-    flag("--weight-decay", float, "decoupled, on matrices alone (0.1)")
-    flag("--clip", float, "largest norm of the averaged gradient (1.0)")
-    flag("--seed", int, "of the initial weights and of the data order (0)")
-    flag(
-        "--device",
-        str,
-        "auto is cuda where every rank can have a GPU of its own (auto)",
-        choices=("auto", "cpu", "cuda"),
-    )
-    flag("--data", str, "a file or a folder of text (the Python standard library of this interpreter)")
-    flag("--out", str, "run directory: report.html, log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
-    flag("--save-every", int, "steps between checkpoints; 0: at the end alone (0)")
-    flag("--keep-last", int, "keep so many checkpoints: the newest and those that it came from; 0: all (0)")
-    parser.add_argument(
-        "--no-checkpoint", dest="checkpoint", action="store_const", const=False, help="save none, not at the end either"
-    )
-    parser.add_argument(
-        "--telemetry",
-        action="store_const",
-        const=True,
-        help="log norms, the largest update and zeros of each parameter at every step, and draw norms by layer",
-    )
-    offload = "where state lives: paged, cpu, or nvme:DIR; see docs/memory.md (on the device)"
-    flag("--state-offload", str, offload, metavar="STORE")
-    flag("--device-budget", str, "of paged: state that stays on the device, as in 8GB (auto)", metavar="SIZE")
-    masters = "of bf16 parameters; split: 16 bits beside them, split8: 8; see docs/state.md (fp32)"
-    flag("--master", str, masters, choices=tuple(MASTERS))
-    flag("--state-dtype", str, "of the moments; see docs/state.md (fp32)", choices=STATE_DTYPES)
-    flag("--param-offload", str, "at stage 3: where shards of parameters rest (on the device)", choices=("cpu",))
-    resume = "run directory or checkpoint to go on from; what came after it is written anew. auto: the newest in --out,"
-    flag("--resume", Path, f"{resume} or from the start where there is none")
-    flag("--ranks", int, "start this many ranks on this machine, as torchrun would")
 
 
 def read_request(arguments: argparse.Namespace) -> TrainRequest:

@@ -1,0 +1,144 @@
+"""``zero-optim``: reads the command line, and imports neither torch nor ``zero_optim`` before it has.
+
+``choices`` has the words that flags take; ``bench``, ``plan`` and ``train`` the flags of a command each. What the
+commands do is in ``zero_optim.cli``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import bench, plan, train
+from .choices import DTYPES, read_nbytes
+
+DISTRIBUTION = "zero-kernels"
+USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit code: 0, 1 for a failure, 2 for a wrong usage, 130 when interrupted, 141 when
+    nobody reads what it prints."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parsed = make_parser().parse_args(arguments)
+    from zero_optim.cli import run
+
+    return run(parsed, arguments)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports an error in one line, without the usage, and on one rank alone."""
+
+    def error(self, message: str) -> NoReturn:
+        complain(f"{self.prog}: {message} (see {self.prog} --help)")
+        raise SystemExit(USAGE_ERROR)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(f"zero-optim {distribution_version()}")
+        parser.exit()
+
+
+def distribution_version() -> str:
+    """Look up the version of the installed distribution, or of the source tree that is run without being installed."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        import zero_kernels
+
+        return f"{zero_kernels.__version__} (not installed)"
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="zero-optim", description="ZeRO optimizer sharding for PyTorch.", allow_abbrev=False)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    training = commands.add_parser(
+        "train",
+        help="train a byte-level GPT on real text, the optimizer sharded over the ranks",
+        description="Trains a byte-level GPT on as many ranks as torchrun or --ranks starts. Defaults in brackets.",
+        allow_abbrev=False,
+    )
+    train.add_arguments(training)
+    about = "show versions, kernel backends, devices, and why what is missing is missing"
+    commands.add_parser("doctor", help=about, description=about, allow_abbrev=False)
+    measuring = commands.add_parser(
+        "bench",
+        help="measure the kernels on this machine against torch and against the memory",
+        description="Times ops in interleaved rounds on the same tensors, prints a table and draws the roofline. "
+        "Defaults in brackets.",
+        allow_abbrev=False,
+    )
+    bench.add_choice_of_ops(measuring)
+    bench.add_arguments(measuring)
+    _add_plan_command(commands)
+    _add_checkpoint_commands(commands)
+    _add_report_command(commands)
+    return parser
+
+
+def _add_plan_command(commands: Any) -> None:
+    planning = commands.add_parser(
+        "plan",
+        help="what a rank needs of memory, before there is a job: by stage and by kind",
+        description="Lays a model out as the optimizer does, from shapes alone, and adds up. Defaults in brackets.",
+        allow_abbrev=False,
+    )
+    plan.add_arguments(planning)
+
+
+def _add_report_command(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write a page of a run, or of benchmarks, for a browser",
+        description="Writes one HTML file that needs no network: of a run its losses, speed, memory against plan, "
+        "traffic and time; of benchmarks their tables and plots.",
+        allow_abbrev=False,
+    )
+    what = "a run of zero-optim train; or a JSON file of zero-optim bench, or a folder of them"
+    report.add_argument("source", type=Path, help=what)
+    report.add_argument("--out", type=Path, metavar="FILE.html", help="(report.html in the folder, or FILE.html)")
+
+
+def _add_checkpoint_commands(commands: Any) -> None:
+    def add(name: str, **about: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, allow_abbrev=False, **about)
+        which = "a checkpoint; or a folder of several, or a run of zero-optim train: the newest whole one"
+        command.add_argument("checkpoint", type=Path, help=which)
+        return command
+
+    inspect = add(
+        "inspect",
+        help="list what is in a checkpoint, and verify every checksum",
+        description="Lists names, shapes, dtypes, updates and sizes, and reads every byte. Exit code 1: it is damaged.",
+    )
+    inspect.add_argument("--quick", action="store_true", help="do not read the tensors")
+    export = add(
+        "export",
+        help="write a checkpoint's weights as Hugging Face's safetensors",
+        description="Writes parameters and buffers, offline, in one process, with memory for one tensor.",
+    )
+    export.add_argument("out", type=Path, help="a folder that is not there yet")
+    export.add_argument("--dtype", choices=DTYPES, help="of the parameters, made of the masters (as saved)")
+    export.add_argument("--ema", action="store_true", help="write the average of the parameters, in their place")
+    export.add_argument("--average", metavar="NAME", help="of several averages, which: ema_0, ema_1 and so on")
+    export.add_argument("--max-shard-size", type=_nbytes, default="5GB", help="of a file, as in 500MB (5GB)")
+
+
+def _nbytes(text: str) -> int:
+    nbytes = read_nbytes(text)
+    if not nbytes:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 500MB")
+    return nbytes
+
+
+def complain(line: str) -> None:
+    """Print an error, on one rank alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,29 @@
+"""The words that flags take, as ``zero_optim`` knows them, and how a size is read."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+DTYPES = ("bf16", "fp16", "fp32")
+MASTERS = ("fp32", "split", "split8")
+STATE_DTYPES = ("fp32", "bf16", "bf16_stochastic", "int8")
+AVERAGES = ("fp32", "bf16_stochastic")
+RULES = ("adamw", "amsgrad", "lion", "sgd", "momentum")
+MUON = "muon"
+MODELS = (
+    *("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-175b"),
+    *("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3-405b"),
+    "mistral-7b",
+)
+MOST_PARAMETERS = 10**15
+MOST_MEMORY = 10**13
+"""Bytes on a device. For more of them ``largest_model`` would try models of so many buckets that it takes very long."""
+
+
+def read_nbytes(text: str) -> int | None:
+    """Read a size such as ``8GB`` (10^9), ``500MiB`` (2^20) or ``4096``; None where it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kKMGT]?)(i?)B?", text.strip())
+    if match is None or (match[3] and not match[2]):
+        return None
+    return int(Decimal(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
