@@ -25,7 +25,9 @@ def checkout(tmp_path: Path) -> Path:
 
 def planned(checkout: Path, target: str) -> list[str]:
     """The commands that make would run."""
-    done = subprocess.run(["make", "--dry-run", target], cwd=checkout, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "--dry-run", *target.split()], cwd=checkout, capture_output=True, text=True, check=True
+    )
     return done.stdout.splitlines()
 
 
@@ -45,6 +47,22 @@ def test_testing_installs_both_once(checkout: Path, target: str) -> None:
         (checkout / ".venv").mkdir(exist_ok=True)
         (checkout / ".venv" / stamp).touch()
     assert "pip" not in "\n".join(planned(checkout, target))
+
+
+@needs_make
+def test_set_up_says_what_goes_wrong_alone_and_compiles_what_is_imported(checkout: Path) -> None:
+    """Also where PYTHONDONTWRITEBYTECODE is set: else each command would compile torch's modules anew."""
+    commands = planned(checkout, "train")
+    assert all("--quiet" in line for line in commands if "pip install" in line)
+    (compiles,) = (line for line in commands if "import torch._dynamo" in line)
+    assert compiles.startswith("env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c ")
+    assert "--requirement requirements.txt" in commands[commands.index(compiles) - 1]
+
+
+@needs_make
+def test_training_takes_the_dtype_that_suits_the_hardware(checkout: Path) -> None:
+    assert "--dtype" not in planned(checkout, "train")[-1]
+    assert "--dtype fp16" in planned(checkout, "train DTYPE=fp16")[-1]
 
 
 @needs_make

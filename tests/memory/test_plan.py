@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zero_optim_cli.choices as choices
 from cells import pairs, slow
 from torch import nn
 from zero_optim import memory
@@ -17,12 +18,13 @@ from zero_optim.memory import command as command_module
 from zero_optim.memory.decoders import Width
 from zero_optim.memory.fit import cheapest_change
 from zero_optim.memory.plan import ON_THE_HOST
-from zero_optim.memory.shapes import ModelShapes, ParameterShape
+from zero_optim.memory.shapes import ModelShapes, ParameterShape, with_lora
 from zero_optim.rules.adamw import AdamW
-from zero_optim.rules.codec import Split, StochasticBf16
+from zero_optim.rules.codec import AVERAGES, MASTERS, STATE_DTYPES, Split, StochasticBf16
 from zero_optim.rules.muon import Muon
 from zero_optim.rules.options import Decays
 from zero_optim.stores.offload import FRAMES, HOST_BUFFERS, Offload, Tier
+from zero_optim.train.config import DTYPES
 
 GB = 10**9
 RANKS = (1, 4, 16, 64, 256, 1024)
@@ -415,7 +417,7 @@ def test_replicas_share_less_and_are_told_of_by_link(capsys):
         assert across == pytest.approx(2 * psi / 8 * 7 / 8, rel=0.01)
         assert made["communicated_bytes"] - across == pytest.approx(within * psi * 7 / 8, rel=0.03)
         assert made["bytes_per_rank"]["exp_avg"] == pytest.approx(4 * made["parameters"] / 8, rel=0.01)
-    said = command(capsys, "--params", "7.5e9", "--world", "64", "--replicate", "8", "--gpu-memory", "8GB")
+    said = command(capsys, "--params", "7.5e9", "--world", "64", "--replicate", "8", "--gpu-memory", "8GB", "--verbose")
     assert "64 ranks in 8 replicas" in said and "across replicas" in said
     assert "a mesh of one dimension, so that all ranks share" in said
 
@@ -425,9 +427,67 @@ def test_the_table_of_the_command(capsys, monkeypatch):
     said = command(capsys, "--params", "7.5e9", "--world", "64", "--gpu-memory", "40GB")
     lines = {line[2:28].strip(): line[28:].split() for line in said.splitlines() if line.startswith("  ")}
     assert lines["model state"] == ["120.0", "31.41", "16.64", "1.88"]
-    assert "The smallest stage that fits into 40 GB is 2" in said
-    assert "Activations are not in it" in said
-    assert "CUDA's context and NCCL's communicators are not in it" in said
+    assert lines["fits into 40 GB"] == ["no", "no", "yes", "yes"] and "exp_avg" not in lines
+    first = said.splitlines()[1:3]
+    assert first[0] == "Fits into 40 GB at stage 2: 32.5 GB a rank, 7.48 GB to spare."
+    wanted = "Not counted: activations (--seq and --batch count them), CUDA's context and NCCL's communicators."
+    assert first[1] == wanted
+    assert "does not fit" not in said.lower()
+
+
+def test_the_verdict_comes_first(capsys):
+    flags = ["--params", "8B", "--world", "8", "--gpu-memory", "10GB"]
+    lines = command(capsys, *flags).splitlines()
+    assert lines[1].startswith("Does not fit into 10 GB at any stage. The cheapest change that fits: ")
+    # Of the stages that were asked for, the first that fits.
+    lines = command(capsys, *flags[:4], "--stage", "2,3", "--seq", "8", "--batch", "1").splitlines()
+    assert lines[1].startswith("Fits into 80 GB at stage 2: 47 GB a rank")
+    assert lines[2].startswith("Activations: 1 x 8 tokens")
+    assert lines[3] == "Not counted: CUDA's context and NCCL's communicators."
+
+
+def test_a_number_of_parameters_is_read_as_it_is_written(capsys):
+    said = {text: command(capsys, "--params", text, "--stage", "0") for text in ("8B", "8e9", "8000000000", "0.008T")}
+    assert len({*said.values()}) == 1 and "8,000,000,000 parameters" in said["8B"]
+
+
+def test_lora_trains_adapters_alone(capsys):
+    (made,) = json.loads(command(capsys, "--model", "gpt2", "--stage", "0", "--lora", "8", "--json"))
+    adapters = 12 * 8 * sum(rows + columns for rows, columns in ((2304, 768), (768, 768), (3072, 768), (768, 3072)))
+    assert made["trained_parameters"] == adapters == made["parameters"] - KNOWN["gpt2"].numel
+    of = made["bytes_per_rank"]
+    assert (of["parameters"], of["gradients"]) == (2 * made["parameters"], 2 * adapters)
+    assert (of["master"], of["exp_avg"], of["exp_avg_sq"]) == (4 * adapters,) * 3
+    model = Configured()
+    shapes = memory.of_module(model, (Block,))
+    tuned = with_lora(shapes, 2)
+    matrices = [p.shape for p in model.blocks.parameters() if p.ndim == 2]
+    assert tuned.numel - shapes.numel == sum(2 * (rows + columns) for rows, columns in matrices) > 0
+    held = [sum(tuned.parameters[i].numel for i in unit) for unit in tuned.units]  # each unit has its adapters
+    assert sum(held) == tuned.numel and held[0] == sum(shapes.parameters[i].numel for i in shapes.units[0])
+
+
+def test_room_for_adapters_is_their_own(capsys):
+    """A module's parameters have a room in buckets by their own size, which is not that of their adapters."""
+    shapes = with_lora(memory.of_module(Configured(), (Block,)), 1)
+    trained = [parameter for parameter in shapes.parameters if parameter.trained]
+    assert all(parameter.room == parameter.numel for parameter in trained)
+
+
+@pytest.mark.parametrize(("part", "trained"), [("1%", 0.01 * 124439808), ("0.25", 124439808 / 4), ("20M", 20e6)])
+def test_a_part_of_a_model_is_trained(capsys, part, trained):
+    (made,) = json.loads(command(capsys, "--model", "gpt2", "--stage", "0", "--trainable", part, "--json"))
+    assert made["parameters"] == KNOWN["gpt2"].numel
+    assert made["trained_parameters"] == pytest.approx(trained, abs=len(KNOWN["gpt2"].numels))
+    assert made["bytes_per_rank"]["exp_avg"] == 4 * made["trained_parameters"]
+    assert made["bytes_per_rank"]["gradients"] == 2 * made["trained_parameters"]
+
+
+def test_flags_have_the_words_of_the_package():
+    """They are written twice, as the command line is read before the package is imported."""
+    assert {*choices.DTYPES} == {*DTYPES} and (*MASTERS,) == choices.MASTERS and (*AVERAGES,) == choices.AVERAGES
+    assert choices.STATE_DTYPES == STATE_DTYPES
+    assert (*command_module.RULES,) == choices.RULES and (*memory.decoders.KNOWN,) == choices.MODELS
 
 
 def test_activations_and_a_picture(capsys, tmp_path):
@@ -474,7 +534,9 @@ def test_every_stage_of_the_picture_can_be_read(tmp_path, monkeypatch):
 
 
 def test_rows_have_the_names_of_the_docs(capsys):
-    said = command(capsys, "--model", "gpt2", "--world", "2", "--offload", "nvme", "--seq", "8", "--batch", "1")
+    said = command(
+        capsys, "--model", "gpt2", "--world", "2", "--offload", "nvme", "--seq", "8", "--batch", "1", "--verbose"
+    )
     rows = {line[2:28].strip() for line in said.splitlines() if line.startswith("  ")} - {""}
     assert {"local_gradients", "unsharded", "pages", "activations", "on the disk"} <= rows
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
@@ -512,6 +574,12 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
     ("flags", "says"),
     [
         (["--model", "gpt2-x"], "did you mean gpt2-xl?"),
+        (["--model", "Qwen/Qwen3-8B"], "download its config.json and give the path"),
+        (["--model", "mixtral-8x7b"], "download its config.json and give the path"),
+        (["--model", "gpt2", "--lora", "0"], "--lora 0: at least 1"),
+        (["--model", "torch.nn:Identity", "--lora", "8"], "--lora 8: the model has no matrices"),
+        (["--model", "gpt2", "--trainable", "1B"], "--trainable 1,000,000,000: the model has 124,439,808 parameters"),
+        (["--model", "gpt2", "--verbose", "--json"], "--verbose: --json has all of it"),
         (["--model", "nothing.at:all"], "ModuleNotFoundError"),
         (["--model", "no/config.json"], "no such file"),
         (["--params", "7e9", "--seq", "10"], "--seq and --batch"),
@@ -554,6 +622,9 @@ FLAGS = {
     "--bucket-cap-mb": "0.0001",
     "--rank": "0",
     "--nodes": "1",
+    "--lora": "4",
+    "--trainable": "50%",
+    "--verbose": None,
 }
 SAME_BY_NATURE = {("--units", "3"), ("--units", None)}  # it names what is chosen without it
 SAME_BY_NATURE |= {("--accumulate", stage) for stage in "01"}  # micro-batches add up in memory that is there anyhow
@@ -631,7 +702,15 @@ def test_the_most_parameters_take_few_plans(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--dtype", "fp8"], ["--stage", "4"], ["--offload", "tape"], ["--gpu-memory", "0"], ["--world", "x"]]
+    "flags",
+    [
+        ["--dtype", "fp8"],
+        ["--stage", "4"],
+        ["--offload", "tape"],
+        ["--gpu-memory", "0"],
+        ["--world", "x"],
+        ["--trainable", "200%"],
+    ],
 )
 def test_flags_that_cannot_be_read(capsys, flags):
     with pytest.raises(SystemExit):

@@ -224,7 +224,7 @@ def said(capsys: Any, *flags: str) -> str:
 
 def test_the_command_names_every_link(capsys):
     flags = ["--params", "1e9", "--world", "64", "--tp", "2", "--pp", "4", "--replicate", "2", "--stage", "2"]
-    plain = said(capsys, *flags)
+    plain = said(capsys, *flags, "--verbose")
     assert "64 ranks, 2 tensor-parallel, 4 stages of a pipeline in 2 replicas" in plain
     rows = {line[2:28].strip(): line[28:].split() for line in plain.splitlines() if line.startswith("  ")}
     assert {"sent in a step", "within a shard row", "across replicas", "along slices"} <= {*rows}
@@ -237,7 +237,19 @@ def test_the_command_names_every_link(capsys):
     assert made["communicated_along_pipeline_bytes"] == 4 * 2 * 1024 * width.hidden // 2
     kinds = ("within", "across", "along_slices", "along_pipeline")
     assert made["communicated_bytes"] == sum(made[f"communicated_{kind}_bytes"] for kind in kinds)
-    assert "along the pipeline" in said(capsys, *flags, "--seq", "1024", "--batch", "1")
+    assert "along the pipeline" in said(capsys, *flags, "--seq", "1024", "--batch", "1", "--verbose")
+
+
+def test_why_stage_2_takes_more_than_stage_1_is_told(capsys):
+    flags = ["--params", "8B", "--pp", "4"]
+    of_two = [
+        made["total_bytes"] for made in json.loads(said(capsys, *flags, "--world", "8", "--stage", "1,2", "--json"))
+    ]
+    assert of_two[0] < of_two[1]
+    why = "Stage 2 takes more than stage 1: the gradients of several micro-batches add up whole"
+    assert why in said(capsys, *flags, "--world", "8")
+    assert why not in said(capsys, *flags, "--world", "256")  # shards are so small that it takes less
+    assert why not in said(capsys, "--params", "8B", "--world", "2")
 
 
 @pytest.mark.parametrize(

@@ -306,11 +306,17 @@ def test_a_plan_of_what_the_optimizer_refuses_is_refused(capsys: pytest.CaptureF
 
     assert main(["plan", "--params", "1e9", "--dtype", "fp16", "--master", "split"]) == 2
     assert "--master split: a part of it is the bf16 parameter, and --dtype is fp16" in capsys.readouterr().err
-    assert main(["plan", "--params", "1e9", "--master", "split", "--state-dtype", "int8", "--stage", "0"]) == 0
+    assert (
+        main(["plan", "--params", "1e9", "--master", "split", "--state-dtype", "int8", "--stage", "0", "--verbose"])
+        == 0
+    )
     assert "exp_avg_sq_root8" in capsys.readouterr().out
     assert main(["plan", "--params", "1e9", "--dtype", "fp32", "--master", "split8"]) == 2
     assert "--master split8: a part of it is the bf16 parameter, and --dtype is fp32" in capsys.readouterr().err
-    assert main(["plan", "--params", "1e9", "--master", "split8", "--state-dtype", "int8", "--stage", "0"]) == 0
+    assert (
+        main(["plan", "--params", "1e9", "--master", "split8", "--state-dtype", "int8", "--stage", "0", "--verbose"])
+        == 0
+    )
     assert "master_low8" in capsys.readouterr().out
 
 

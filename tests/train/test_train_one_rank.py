@@ -214,7 +214,7 @@ def test_fp16_on_a_cpu_is_announced_and_scaled(zero_optim: Callable, text: Path,
     assert "\nfp16 on a CPU: " in outcome.out
     shrunk = sum(parameter.numel() for parameter in GPT(ModelConfig(2, 128, 2, 16), torch.float16).parameters())
     assert f"model  {shrunk:,} parameters in fp16" in outcome.out
-    assert read_log(tmp_path / "run")[-1]["loss_scale"] > 1
+    assert read_log(tmp_path / "run")[-1]["loss_scale"] > 1 and "  scale " in outcome.out
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(

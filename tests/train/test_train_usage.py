@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import ENDLESS, TINY, read_log, saved_steps
-from zero_optim.train.config import TrainConfig, add_arguments
+from training import ENDLESS, ROOT, TINY, environment, read_log, saved_steps
+from zero_optim.train import config, report
+from zero_optim.train.config import TrainConfig, fresh_config, has_bf16_units
+from zero_optim.train.run_dir import StepRecord
+from zero_optim_cli.train import add_arguments
 
 
 def expect_usage_error(outcome: object, *parts: str) -> None:
@@ -151,11 +155,85 @@ def test_a_table_that_nobody_reads(zero_optim: Callable, monkeypatch: pytest.Mon
 def test_the_help_has_the_defaults() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    stated = {action.dest: re.findall(r"\(([^()]*)\)", action.help)[-1:] for action in parser._actions}
+    stated = {action.dest: re.findall(r"\(([^();]*)[^()]*\)", action.help)[-1:] for action in parser._actions}
     defaults = {field.name: field.default for field in fields(TrainConfig) if type(field.default) in (int, float)}
     assert {name: [float(text) for text in stated[name]] for name in defaults} == {
         name: [value] for name, value in defaults.items()
     }
+
+
+def test_arguments_are_read_before_torch_is_imported() -> None:
+    script = """if True:
+        import sys, zero_optim_cli
+        for line in sys.argv[1:]:
+            try:
+                zero_optim_cli.main(line.split())
+            except SystemExit as end:
+                print(end.code, *sorted({"torch", "zero_optim", "zero_kernels"} & {*sys.modules}), file=sys.stderr)
+    """
+    helps = ["--help", "train --help", "plan --help", "bench --help", "export --help"]
+    wrong = [
+        "",
+        "tarin",
+        "train --stpes 1",
+        "train --stage 4",
+        "plan --params many",
+        "plan --model gpt2 --offload tape",
+    ]
+    wrong += ["plan --model gpt2 --gpu-memory 24", "plan --params 1B --lora 2 --trainable 1%", "bench --numel x"]
+    command = [sys.executable, "-c", script, *helps, *wrong]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    codes = [line for line in done.stderr.splitlines() if not line.startswith("zero-optim")]
+    assert codes == ["0"] * len(helps) + ["2"] * len(wrong), done.stderr
+    assert '\nzero-optim = "zero_optim_cli:main"\n' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_dtype_follows_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "has_bf16_units", lambda device: False)
+    made = fresh_config({}, "cpu")
+    assert (made.dtype, made.steps, made.batch) == ("fp32", 300, 2)
+    assert fresh_config({"dtype": "bf16"}, "cpu") == TrainConfig()
+    assert fresh_config({"steps": 7}, "cpu").steps == 7
+    assert fresh_config({}, "cuda") == TrainConfig(dtype="fp32", device="cuda")
+    monkeypatch.setattr(config, "has_bf16_units", lambda device: True)
+    assert fresh_config({}, "cpu") == TrainConfig()
+
+
+def test_units_for_bf16_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(**capabilities: object) -> bool:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+        return has_bf16_units("cpu")
+
+    assert on(avx2=True, avx512_bf16=True) and on(amx_bf16=True) and on(arm_sve_bf16=True)
+    assert not on(avx2=True, avx512_bf16=False, cpu_name="bf16", cache_bf16=64)
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # as before torch 2.11
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
+    assert not has_bf16_units("cpu")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert has_bf16_units("cpu")
+
+
+@pytest.mark.parametrize("units", [False, True])
+def test_what_the_hardware_lacks_is_told(
+    zero_optim: Callable, text: Path, monkeypatch: pytest.MonkeyPatch, units: bool
+) -> None:
+    monkeypatch.setattr(config, "has_bf16_units", lambda device: units)
+    said = zero_optim("train", *TINY, "--steps", "1", "--no-checkpoint", "--data", text).out
+    assert ("\nfp32: no bf16 units in this CPU" in "\n" + said) is not units
+    assert f"parameters in {'bf16' if units else 'fp32'}:" in said and "scale" not in said
+
+
+def test_lines_have_the_time_to_go(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the mean of the steps after the first, which is slower."""
+    now = iter([100.0, 110.0, 120.0, 130.0, 140.0])
+    monkeypatch.setattr(report.time, "monotonic", lambda: next(now))
+    progress = report.Progress(20, 45, scaled=True)
+    for step in (21, 22, 23, 44, 45):
+        progress.show(StepRecord(step, 1.0, 0.1, None, 64.0, 1000.0))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.endswith("scale 64") for line in (lines[0], lines[-1]))
+    assert [line.split("scale 64")[1].strip() for line in lines[1:3]] == ["3:50 to go", "3:40 to go"]
 
 
 def test_help_and_version(zero_optim: Callable) -> None:

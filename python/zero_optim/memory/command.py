@@ -54,7 +54,9 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the plans. Raises UsageError."""
     parsed.offload = _offload(parsed.offload)
     _check_ranges(parsed)
-    model, dtype = _model(parsed)
+    whole, dtype = _model(parsed)
+    change = partial(_with_trained, parsed.lora, _part(parsed.trainable, whole))
+    model = change(whole)
     _check_layers(parsed, model)
     stages = _stages_of(parsed, model)
     _check_stages(parsed, stages)
@@ -65,7 +67,6 @@ def run(parsed: argparse.Namespace) -> int:
         )
     largest = [0] * len(plans)
     if parsed.verbose or parsed.json:
-        change = partial(_with_trained, parsed)
         largest = [largest_model(made.job, dtype, parsed.gpu_memory, change) for made in plans]
     if parsed.png:
         _draw(parsed, plans)
@@ -133,6 +134,8 @@ def _check_ranges(parsed: argparse.Namespace) -> None:
         raise UsageError(
             f"--optimizer muon: makes matrices whole on the device, which --tp {parsed.tp} cuts; leave out --offload"
         )
+    if parsed.verbose and parsed.json:
+        raise UsageError("--verbose: --json has all of it; leave one of them out")
     for name in ("checkpointing", "no_flash"):
         if getattr(parsed, name) and parsed.batch is None:
             raise UsageError(f"{_flag(name)}: changes activations alone, which need --seq and --batch")
@@ -230,17 +233,16 @@ def _model(parsed: argparse.Namespace) -> tuple[ModelShapes, torch.dtype]:
     """Give the model's shapes, and the dtype for ``largest_model``."""
     dtype = DTYPES[parsed.dtype or "bf16"]
     if parsed.params is not None:
-        return _with_trained(parsed, of_decoder(gpt_of(parsed.params), dtype)), dtype
+        return of_decoder(gpt_of(parsed.params), dtype), dtype
     name = parsed.model
     if name.lower() in KNOWN:
-        return _with_trained(parsed, of_decoder(KNOWN[name.lower()], dtype)), dtype
+        return of_decoder(KNOWN[name.lower()], dtype), dtype
     if name.endswith(".json") or Path(name).is_dir():
-        return _with_trained(parsed, _shapes(parsed, _from_config(Path(name)).to(dtype))), dtype
+        return _shapes(parsed, _from_config(Path(name)).to(dtype)), dtype
     if ":" in name:
         model = _from_factory(name)
         shapes = _shapes(parsed, model.to(dtype) if parsed.dtype else model)
-        dtype = max((p.dtype for p in shapes.parameters), key=lambda of: of.itemsize, default=dtype)
-        return _with_trained(parsed, shapes), dtype
+        return shapes, max((p.dtype for p in shapes.parameters), key=lambda of: of.itemsize, default=dtype)
     near = difflib.get_close_matches(name.lower(), KNOWN, 1)
     meant = f"did you mean {near[0]}?" if near else f"it knows {', '.join(KNOWN)}."
     raise UsageError(
@@ -249,18 +251,23 @@ def _model(parsed: argparse.Namespace) -> tuple[ModelShapes, torch.dtype]:
     )
 
 
-def _with_trained(parsed: argparse.Namespace, model: ModelShapes) -> ModelShapes:
+def _part(trainable: Fraction | int | None, model: ModelShapes) -> Fraction | None:
+    """Read ``--trainable``: a part, or a number of parameters."""
+    if trainable is None or isinstance(trainable, Fraction):
+        return trainable
+    if trainable > model.numel:
+        raise UsageError(f"--trainable {trainable:,}: the model has {model.numel:,} parameters")
+    return Fraction(trainable, model.numel)
+
+
+def _with_trained(lora: int | None, part: Fraction | None, model: ModelShapes) -> ModelShapes:
     """Freeze what is not trained by ``--lora`` or ``--trainable``."""
-    if parsed.trainable is not None:
-        part = Fraction(parsed.trainable)
-        part = part if part <= 1 and isinstance(parsed.trainable, Fraction) else part / model.numel
-        if part > 1:
-            raise UsageError(f"--trainable {parsed.trainable:,}: the model has {model.numel:,} parameters")
+    if part is not None:
         return with_trained_part(model, part)
     try:
-        return model if parsed.lora is None else with_lora(model, parsed.lora)
+        return model if lora is None else with_lora(model, lora)
     except ValueError as error:
-        raise UsageError(f"--lora {parsed.lora}: {error}") from error
+        raise UsageError(f"--lora {lora}: {error}") from error
 
 
 def _shapes(parsed: argparse.Namespace, model: nn.Module) -> ModelShapes:
@@ -327,7 +334,8 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan], largest: Sequence
     yield row(f"fits into {size(room)}", ["yes" if made.most <= room else "no" for made in plans])
     if parsed.verbose:
         yield from _details(parsed, plans, largest, unit)
-    yield from _notes(parsed, plans)
+    if notes := [*_notes(parsed, plans)]:
+        yield from ("", *notes)
 
 
 def _verdict(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str]:
@@ -356,7 +364,6 @@ def _details(
 
 
 def _notes(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str]:
-    yield ""
     if parsed.verbose and parsed.batch is None and (parsed.tp > 1 or parsed.pp > 1):
         yield "What is sent of activations, along slices and along the pipeline, is not counted either."
     if any(made.first_step for made in plans):
