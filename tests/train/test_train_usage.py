@@ -194,6 +194,7 @@ def test_the_dtype_follows_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None
     assert (made.dtype, made.steps, made.batch) == ("fp32", 300, 2)
     assert fresh_config({"dtype": "bf16"}, "cpu") == TrainConfig()
     assert fresh_config({"steps": 7}, "cpu").steps == 7
+    assert fresh_config({"master": "split"}, "cpu") == TrainConfig(master="split")  # which fp32 parameters cannot have
     assert fresh_config({}, "cuda") == TrainConfig(dtype="fp32", device="cuda")
     monkeypatch.setattr(config, "has_bf16_units", lambda device: True)
     assert fresh_config({}, "cpu") == TrainConfig()
@@ -219,7 +220,8 @@ def test_what_the_hardware_lacks_is_told(
     zero_optim: Callable, text: Path, monkeypatch: pytest.MonkeyPatch, units: bool
 ) -> None:
     monkeypatch.setattr(config, "has_bf16_units", lambda device: units)
-    said = zero_optim("train", *TINY, "--steps", "1", "--no-checkpoint", "--data", text).out
+    flags = [*TINY[: TINY.index("--dtype")], "--steps", "1", "--no-checkpoint", "--data", text]
+    said = zero_optim("train", *flags).out
     assert ("\nfp32: no bf16 units in this CPU" in "\n" + said) is not units
     assert f"parameters in {'bf16' if units else 'fp32'}:" in said and "scale" not in said
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UNDRAWN = Path(__file__).with_name("undrawn")
 TIMEOUT_SECONDS = 90
 TINY = ["--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "16", "--batch", "2", "--device", "cpu"]
+TINY += ["--dtype", "bf16"]  # by default it depends on the hardware
 ENDLESS = ["--steps", "4000"]  # far more than a test waits for, and still an end
 
 

@@ -117,13 +117,14 @@ def read_request(arguments: argparse.Namespace) -> TrainRequest:
 
 def fresh_config(given: Mapping[str, Any], device: str) -> TrainConfig:
     """Make the configuration of a fresh run on ``device`` ("cpu" or "cuda"). Raises UsageError."""
-    config = TrainConfig(**{**_defaults(given.get("dtype"), device), **given, "device": device})
+    config = TrainConfig(**{**_defaults(given, device), **given, "device": device})
     _check_together(config)
     return config
 
 
-def _defaults(dtype: str | None, device: str) -> dict[str, Any]:
-    """Give the defaults that differ from those of ``TrainConfig``. ``dtype`` None: not given."""
+def _defaults(given: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Give the defaults that differ from those of ``TrainConfig``."""
+    dtype = given.get("dtype", "bf16" if given.get("master", "fp32") != "fp32" else None)  # split: of bf16 alone
     if dtype is None and not has_bf16_units(device):
         return _FP32_ON_CPU if device == "cpu" else _WITHOUT_BF16
     return _FP16_ON_CPU if device == "cpu" and dtype == "fp16" else {}
