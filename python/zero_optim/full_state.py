@@ -70,11 +70,19 @@ def _gather_state(engine: Engine, wanted: bool) -> dict[int, dict[str, Tensor]]:
 def _torch_groups(opt: ShardedOptimizer) -> list[dict[str, Any]]:
     """Pack the groups with every option that torch's have; tensors are copies on the CPU."""
     groups = with_torch_options(opt.param_groups, opt.engine.rules.by_group)
-    return [_on_cpu(group) for group in pack_groups(groups)]
+    return _on(torch.device("cpu"), pack_groups(groups))
 
 
-def _on_cpu(options: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), options)
+def _on(device: torch.device, groups: Any) -> Any:
+    """Copy the tensors of ``groups`` to a device. One that several groups have is copied once."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().to(device, copy=True)
+        return copies[id(tensor)]
+
+    return tree_map_only(Tensor, copied, groups)
 
 
 @dataclass(frozen=True)
@@ -118,8 +126,7 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     engine.begin_load(read.state)
     engine.states.distribute(read.state.tensors, tensors)
     engine.end_load(read.state)
-    groups = tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), read.groups)
-    load_groups(opt.param_groups, groups, engine.rules.by_group)
+    load_groups(opt.param_groups, _on(opt.device, read.groups), engine.rules.by_group)
     opt.call_load_hooks()
 
 
@@ -132,7 +139,7 @@ def _read(engine: Engine, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], 
             _check_whole(engine, index, entry)
     except StateMismatchError as error:
         return {}, _OfRank0(refusal=str(error))
-    groups = [_on_cpu(dict(group)) for group in state["param_groups"]]
+    groups = _on(torch.device("cpu"), [dict(group) for group in state["param_groups"]])
     return saved, _OfRank0(None, saved_state_of(saved, engine.parameters, engine.rules), groups)
 
 

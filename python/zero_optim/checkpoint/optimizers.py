@@ -375,10 +375,23 @@ def _chosen(
                     f"parameter group {number} has {option} {str(group[option])[:100]}, where the optimizer's own is "
                     f"{default!r}"
                 )
-    return [
+    chosen = [
         copy.copy(group) if number is None else {**there[number], "params": group["params"]}
         for group, number in zip(groups, numbers, strict=True)
     ]
+    _join_aliases(groups, chosen)
+    return chosen
+
+
+def _join_aliases(groups: Sequence[Mapping[str, Any]], chosen: Sequence[dict[str, Any]]) -> None:
+    """Make one tensor of options that are one in ``groups``, where their values are equal: JSON has no aliases."""
+    first: dict[int, Tensor] = {}
+    for group, options in zip(groups, chosen, strict=True):
+        for option, value in options.items():
+            if isinstance(value, Tensor) and isinstance(own := group.get(option), Tensor):
+                known = first.setdefault(id(own), value)
+                if known.dtype == value.dtype and torch.equal(known, value):
+                    options[option] = known
 
 
 def _alike(value: Any, other: Any) -> bool:

@@ -45,7 +45,7 @@ def crc32c(data: bytes) -> str:
         from google_crc32c import value
     except ImportError as error:
         raise CheckpointError(
-            "checkpoints have checksums, for which google-crc32c is missing: pip install zero-kernels[checkpoint]"
+            "checkpoints have checksums, for which google-crc32c is missing: pip install google-crc32c"
         ) from error
     return f"{value(data):08x}"
 

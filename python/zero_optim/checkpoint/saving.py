@@ -235,8 +235,13 @@ def _save(ranks: Ranks, writing: Path, share: _Share) -> Path:
 def _write(writing: Path, rank: int, share: _Share) -> _Written:
     """Write this rank's file, synced to the disk."""
     file = writing / folders.rank_file_name(rank)
-    tensors = write_file(file, share.portions, share.values())
-    return _Written(file.stat().st_size, tensors, share.own)
+    try:
+        tensors = write_file(file, share.portions, share.values())
+        return _Written(file.stat().st_size, tensors, share.own)
+    except (CheckpointError, FileNotFoundError) as error:
+        if (removed := folders.gone(writing)) is None:
+            raise
+        raise removed from error
 
 
 def _values(
