@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .checkpoint.rank_state import gather
 from .checkpoint.state_dict import load_groups, match_state, pack_groups, saved_state_of, with_torch_options
 from .engine import Engine
 from .errors import StateMismatchError
@@ -46,25 +46,12 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
         engine.shardings.check_whole("full_state_dict")
     wanted = rank is None or rank == savers.rank
     with everyone.raising_together("full_state_dict"):
-        state = _gather_state(engine, wanted)
-    return {"state": state, "param_groups": _torch_groups(opt)} if wanted else {}
-
-
-def _gather_state(engine: Engine, wanted: bool) -> dict[int, dict[str, Tensor]]:
-    """Collective. Gather the state, if ``wanted``. Every rank goes through all tensors, whatever fails on it."""
-    steps = engine.hyper.steps.tolist()
-    as_tensor = partial(torch.tensor, dtype=torch.float32, device="cpu")
-    state = {index: {"step": as_tensor(step)} for index, step in enumerate(steps) if step > 0}
-    failure: Exception | None = None
-    for index, name, whole in engine.states.whole_tensors():
-        if wanted and index in state and failure is None:
-            try:
-                state[index][name] = whole.to("cpu", copy=True)
-            except (MemoryError, RuntimeError) as error:
-                failure = error
-    if failure is not None:
-        raise failure
-    return state
+        gathered = gather(engine, wanted=wanted, device=torch.device("cpu"))
+    if not wanted:
+        return {}
+    steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")
+    state = {index: {"step": step.clone(), **gathered[index]} for index, step in enumerate(steps) if step > 0}
+    return {"state": state, "param_groups": _torch_groups(opt)}
 
 
 def _torch_groups(opt: ShardedOptimizer) -> list[dict[str, Any]]:

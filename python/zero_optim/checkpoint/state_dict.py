@@ -168,8 +168,10 @@ def index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
 
 
 def _given(entry: Any) -> Any:
-    """Drop values that are None: torch's SGD had such momentum buffers."""
-    return {name: v for name, v in entry.items() if v is not None} if isinstance(entry, Mapping) else entry
+    """Drop values that are None, as torch's SGD had momentum buffers, or that ``to_load_whole`` has marked."""
+    if not isinstance(entry, Mapping):
+        return entry
+    return {name: v for name, v in entry.items() if v is not None and not hasattr(v, "zero_optim_absent")}
 
 
 def _check_entry(entry: Any, label: str, rule: UpdateRule) -> None:
