@@ -36,7 +36,7 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
     ValueError for a rank that is not there, ParameterError for experts that are plain tensors, and ClosedError, on
     every rank.
     """
-    engine = opt.engine
+    engine = _engine_of(opt)
     everyone, savers = engine.sharding.everyone, engine.sharding.savers
     opt.settle()
     with everyone.raising_together("full_state_dict"):
@@ -52,6 +52,12 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
     steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")
     state = {index: {"step": step.clone(), **gathered[index]} for index, step in enumerate(steps) if step > 0}
     return {"state": state, "param_groups": _torch_groups(opt)}
+
+
+def _engine_of(opt: ShardedOptimizer) -> Engine:
+    if not isinstance(getattr(opt, "engine", None), Engine):
+        raise TypeError(f"opt is a {type(opt).__name__}: give a ShardedOptimizer. One of torch's has state_dict()")
+    return opt.engine
 
 
 def _torch_groups(opt: ShardedOptimizer) -> list[dict[str, Any]]:
@@ -96,7 +102,7 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     ``register_load_state_dict_post_hook`` are called. Raises StateMismatchError on every rank, before anything is
     changed, naming what does not fit; ParameterError for experts that are plain tensors; ClosedError.
     """
-    engine = opt.engine
+    engine = _engine_of(opt)
     everyone, savers = engine.sharding.everyone, engine.sharding.savers
     tensors: Mapping[int, Mapping[str, Any]] = {}
     read = _OfRank0()

@@ -35,7 +35,7 @@ from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory
 from .params.param_shard import plain_parameter
-from .params.parameter_set import ParameterSet, listed, model_behind
+from .params.parameter_set import ParameterSet, check_listed, listed, model_behind
 from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
@@ -203,6 +203,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             validate.check_rule(rule)
             validate.check_group(process_group, mesh)
             settings.check()
+            check_listed(params)
             if model is None or mesh is not None:
                 topology = replace(topology, rows=read_rows(mesh, shares=settings.stage != 0))
             self._rule, self._shared_defaults = rule, settings.group_defaults
@@ -554,6 +555,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         said = dict(zip([before], of_group.values(), strict=False))
         try:
             with sharding.everyone.raising_together("add_param_group"):
+                check_listed([param_group], before)
                 rule = self._add_group(parameters.with_names(param_group))
                 indices = parameters.read_groups()
                 rules.take([rule])

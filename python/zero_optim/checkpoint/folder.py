@@ -90,8 +90,11 @@ def _lineage_of(folder: Path) -> Lineage | None:
 
 def candidates(path: Path) -> list[Path]:
     """List what to load where a user names ``path``, one after another: that itself, or the checkpoints in it."""
-    if (path / index.NAME).exists():
-        return [path]
+    try:
+        if (path / index.NAME).exists():
+            return [path]
+    except OSError as error:  # the system refuses to look
+        raise CheckpointError(f"{path}: {error.strerror}") from error
     if step_of(path) is not None and not path.exists() and (aside := path.with_name(_REPLACED + path.name)).is_dir():
         return [aside]
     return checkpoints(path) or ([path] if step_of(path) is not None else [])
