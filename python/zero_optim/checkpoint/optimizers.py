@@ -88,6 +88,7 @@ class ShardedPart:
     def __init__(self, opt: Sharded, names: Names, *, stored: bool) -> None:
         self._stored = stored
         self._engine, self._groups = opt.engine, opt.param_groups
+        self._specs: dict[tuple[int, str], tuple[TensorSpec, int]] = {}
         parameters = opt.engine.parameters
         parameters.check_groups_unedited(opt.param_groups)
         self._names = [names.of(p, label) for p, label in zip(parameters.all, parameters.labels, strict=True)]
@@ -107,7 +108,13 @@ class ShardedPart:
         return {i: p for i, p in self._engine.parameters.trained.items() if self._engine.rules.of(i) is rule}
 
     def _spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
-        """Make the spec of a saved tensor. Returns it, and where the slice of this rank's column begins in it."""
+        """Give the spec of a saved tensor, and where the slice of this rank's column begins in it."""
+        key = index, tensor.name
+        if key not in self._specs:
+            self._specs[key] = self._make_spec(index, tensor)
+        return self._specs[key]
+
+    def _make_spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
         parameter = self._engine.parameters.all[index]
         bucket, _, slot = self._engine.reducer.layout.slot_of[index]
         own, order = bucket.flat.slices[slot], bucket.flat.orders[slot]

@@ -143,12 +143,14 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
         own_parts = _saved_parts(groups, state_dict, saved)
     # Keys stand in the order of the layout, unless they were sorted by group, as torch.distributed.checkpoint does.
     # A sorted state that fits needs no other layout.
-    here = (_fits(engine, saved), own_parts)
-    fits, parts = zip(*everyone.gather_objects(here, "load_state_dict"), strict=True)
+    planned = _plan(engine, saved)
+    every = everyone.gather_objects((planned is not None, own_parts), "load_state_dict")
+    fits, parts = zip(*every, strict=True)
     if parts[0] and not (all(fits) and all(part == sorted(part) for part in parts[0])):
+        planned = None
         engine.reducer.restore_order(*parts[0])
     with everyone.raising_together("load_state_dict"):
-        copies = plan_load(engine.states.shards, saved, parameters.labels)
+        copies = plan_load(engine.states.shards, saved, parameters.labels) if planned is None else planned
     state = saved_state_of(saved, parameters, engine.rules)
     engine.begin_load(state)
     engine.states.load(copies)
@@ -173,10 +175,9 @@ def _saved_parts(
     return [part for part in loaded if part]
 
 
-def _fits(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Tell whether the saved ranges are those that this rank has."""
+def _plan(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> list[Copy] | None:
+    """Plan the load by the present layout; None where the saved ranges are not those that this rank has."""
     try:
-        plan_load(engine.states.shards, saved, engine.parameters.labels)
+        return plan_load(engine.states.shards, saved, engine.parameters.labels)
     except StateMismatchError:
-        return False
-    return True
+        return None
