@@ -3,8 +3,7 @@
 python examples/train_sharded.py [FILE ...]
 torchrun --standalone --nproc-per-node 2 examples/train_sharded.py [FILE ...] [--save FOLDER] [--resume FOLDER]
 
-A byte-level GPT on the text of the files named, or on this one. docs/zero3.md explains each call. Checkpoints need
-pip install zero-kernels[checkpoint].
+A byte-level GPT on the text of the files named, or on this one. docs/zero3.md explains each call.
 """
 
 import argparse

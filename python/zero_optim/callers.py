@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+
 
 def called_from(module: str) -> bool:
     """True if the function that asks this was called by code of ``module``."""
@@ -26,15 +28,24 @@ def called_within(module: str) -> bool:
     return frame is not None
 
 
+def called_within_function(module: str, name: str) -> bool:
+    """True if the function of that name and module is anywhere on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != (name, module):
+        frame = frame.f_back
+    return frame is not None
+
+
 def local_of_caller(name: str) -> Any:
     """Read the local variable ``name`` of the caller of the function that asks this; None: it has none."""
     return sys._getframe(2).f_locals.get(name)
 
 
-def locals_of_callers(name: str) -> Iterator[Any]:
-    """Yield the local variables ``name`` of all frames on the stack, the innermost first."""
+def locals_of_callers(name: str, module: str | None = None) -> Iterator[Any]:
+    """Yield the local variables ``name`` of all frames on the stack, the innermost first. ``module``: those of its code
+    alone."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if name in frame.f_locals:
+        if name in frame.f_locals and module in (None, frame.f_globals.get("__name__")):
             yield frame.f_locals[name]
         frame = frame.f_back

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .checkpoint.rank_state import gather
 from .checkpoint.state_dict import load_groups, match_state, pack_groups, saved_state_of, with_torch_options
 from .engine import Engine
 from .errors import StateMismatchError
@@ -36,7 +36,7 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
     ValueError for a rank that is not there, ParameterError for experts that are plain tensors, and ClosedError, on
     every rank.
     """
-    engine = opt.engine
+    engine = _engine_of(opt)
     everyone, savers = engine.sharding.everyone, engine.sharding.savers
     opt.settle()
     with everyone.raising_together("full_state_dict"):
@@ -46,35 +46,36 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
         engine.shardings.check_whole("full_state_dict")
     wanted = rank is None or rank == savers.rank
     with everyone.raising_together("full_state_dict"):
-        state = _gather_state(engine, wanted)
-    return {"state": state, "param_groups": _torch_groups(opt)} if wanted else {}
+        gathered = gather(engine, wanted=wanted, device=torch.device("cpu"))
+    if not wanted:
+        return {}
+    steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")
+    state = {index: {"step": step.clone(), **gathered[index]} for index, step in enumerate(steps) if step > 0}
+    return {"state": state, "param_groups": _torch_groups(opt)}
 
 
-def _gather_state(engine: Engine, wanted: bool) -> dict[int, dict[str, Tensor]]:
-    """Collective. Gather the state, if ``wanted``. Every rank goes through all tensors, whatever fails on it."""
-    steps = engine.hyper.steps.tolist()
-    as_tensor = partial(torch.tensor, dtype=torch.float32, device="cpu")
-    state = {index: {"step": as_tensor(step)} for index, step in enumerate(steps) if step > 0}
-    failure: Exception | None = None
-    for index, name, whole in engine.states.whole_tensors():
-        if wanted and index in state and failure is None:
-            try:
-                state[index][name] = whole.to("cpu", copy=True)
-            except (MemoryError, RuntimeError) as error:
-                failure = error
-    if failure is not None:
-        raise failure
-    return state
+def _engine_of(opt: ShardedOptimizer) -> Engine:
+    if not isinstance(getattr(opt, "engine", None), Engine):
+        raise TypeError(f"opt is a {type(opt).__name__}: give a ShardedOptimizer. One of torch's has state_dict()")
+    return opt.engine
 
 
 def _torch_groups(opt: ShardedOptimizer) -> list[dict[str, Any]]:
     """Pack the groups with every option that torch's have; tensors are copies on the CPU."""
     groups = with_torch_options(opt.param_groups, opt.engine.rules.by_group)
-    return [_on_cpu(group) for group in pack_groups(groups)]
+    return _on(torch.device("cpu"), pack_groups(groups))
 
 
-def _on_cpu(options: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), options)
+def _on(device: torch.device, groups: Any) -> Any:
+    """Copy the tensors of ``groups`` to a device. One that several groups have is copied once."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().to(device, copy=True)
+        return copies[id(tensor)]
+
+    return tree_map_only(Tensor, copied, groups)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     ``register_load_state_dict_post_hook`` are called. Raises StateMismatchError on every rank, before anything is
     changed, naming what does not fit; ParameterError for experts that are plain tensors; ClosedError.
     """
-    engine = opt.engine
+    engine = _engine_of(opt)
     everyone, savers = engine.sharding.everyone, engine.sharding.savers
     tensors: Mapping[int, Mapping[str, Any]] = {}
     read = _OfRank0()
@@ -118,8 +119,7 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     engine.begin_load(read.state)
     engine.states.distribute(read.state.tensors, tensors)
     engine.end_load(read.state)
-    groups = tree_map_only(Tensor, lambda tensor: tensor.to(opt.device), read.groups)
-    load_groups(opt.param_groups, groups, engine.rules.by_group)
+    load_groups(opt.param_groups, _on(opt.device, read.groups), engine.rules.by_group)
     opt.call_load_hooks()
 
 
@@ -132,7 +132,7 @@ def _read(engine: Engine, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], 
             _check_whole(engine, index, entry)
     except StateMismatchError as error:
         return {}, _OfRank0(refusal=str(error))
-    groups = [_on_cpu(dict(group)) for group in state["param_groups"]]
+    groups = _on(torch.device("cpu"), [dict(group) for group in state["param_groups"]])
     return saved, _OfRank0(None, saved_state_of(saved, engine.parameters, engine.rules), groups)
 
 

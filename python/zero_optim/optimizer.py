@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from . import averages, validate
 from .admission import Admission, Experts, check_order
-from .callers import called_from, local_of_caller
+from .callers import DCP_STATE_DICT, called_from, called_within_function, local_of_caller
 from .checkpoint import rank_state
 from .comm.collectives import Comm, make_comm
 from .comm.expert_ranks import make_expert_shardings, split_off
@@ -35,7 +35,7 @@ from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory
 from .params.param_shard import plain_parameter
-from .params.parameter_set import ParameterSet, listed, model_behind
+from .params.parameter_set import ParameterSet, check_listed, listed, model_behind
 from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
@@ -49,8 +49,6 @@ from .stores.offload import Offload, Tier
 from .stores.state_store import StateStore
 from .units.hooks import tensors_in
 from .units.sharded_model import ShardedModel, sharded_model_of
-
-_DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
 class ShardingOptions(TypedDict, total=False):
@@ -205,6 +203,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             validate.check_rule(rule)
             validate.check_group(process_group, mesh)
             settings.check()
+            check_listed(params)
             if model is None or mesh is not None:
                 topology = replace(topology, rows=read_rows(mesh, shares=settings.stage != 0))
             self._rule, self._shared_defaults = rule, settings.group_defaults
@@ -403,7 +402,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ``torch.distributed.checkpoint.state_dict`` sees the names of the state here: where it finds none, it makes a
         step of zero gradients.
         """
-        if called_from(_DCP_STATE_DICT):
+        if called_from(DCP_STATE_DICT):
             kinds = {rule: dict.fromkeys((*stored_names(rule), "step")) for rule in self.engine.rules.all}
             shown = [parameter for group in self.param_groups for parameter in group["params"]]  # DCP asks for these
             trained = self.engine.parameters.trained
@@ -556,6 +555,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         said = dict(zip([before], of_group.values(), strict=False))
         try:
             with sharding.everyone.raising_together("add_param_group"):
+                check_listed([param_group], before)
                 rule = self._add_group(parameters.with_names(param_group))
                 indices = parameters.read_groups()
                 rules.take([rule])
@@ -610,10 +610,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.mode.check("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        as_torch = called_from(_DCP_STATE_DICT)  # it gives parameters their names itself
-        state = rank_state.save(self.engine, self.param_groups, as_torch=as_torch)
+        as_torch = called_from(DCP_STATE_DICT)  # it gives parameters their names itself
+        info: Any = local_of_caller("info") if as_torch else None
+        if getattr(info, "full_state_dict", False):
+            self.settle()
+            state = rank_state.save_whole(self.engine, self.param_groups, on_rank_0=info.cpu_offload)
+        elif as_torch and called_within_function(DCP_STATE_DICT, "_load_optim_state_dict"):
+            if info.flatten_optimizer_state_dict:
+                raise ZeroOptimError(
+                    "set_optimizer_state_dict: torch cannot load a state with full_state_dict and "
+                    "flatten_optimizer_state_dict: leave one of the two out, there and where it was saved"
+                )
+            state = rank_state.to_load_whole(self.engine, self.param_groups)
+        else:
+            state = rank_state.save(self.engine, self.param_groups, as_torch=as_torch)
         # Where DCP makes one flat dict of the state, it looks in it for every option that the live groups have.
-        if as_torch and getattr(local_of_caller("info"), "flatten_optimizer_state_dict", False):
+        if getattr(info, "flatten_optimizer_state_dict", False):
             for packed, group in zip(state["param_groups"], self.param_groups, strict=True):
                 packed.update({name: value for name, value in group.items() if name == "param_names"})
         for after in self._optimizer_state_dict_post_hooks.values():

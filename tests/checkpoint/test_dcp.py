@@ -18,12 +18,13 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from zero_optim.errors import ShardAccessError
+from zero_optim.errors import ShardAccessError, ZeroOptimError
 from zero_optim.params.dcp import rectangles
 
 STEPS = 3
@@ -285,3 +286,73 @@ def test_a_storage_that_would_lose_pieces_is_refused(tmp_path: Path, stage: int)
         assert "HuggingFaceStorageWriter keeps one piece of a tensor" in message
         assert "zero_optim.checkpoint.save" in message
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+# -- whole tensors, by StateDictOptions(full_state_dict=True) ----------------------------------------------------------
+
+
+def _plain(state: Any) -> bool:
+    """Whether all tensors in there are plain ones."""
+    if isinstance(state, dict | list | tuple):
+        return all(map(_plain, state.values() if isinstance(state, dict) else state))
+    return not isinstance(state, Tensor) or type(state) in (Tensor, nn.Parameter)
+
+
+def whole(
+    rank: int, world_size: int, run: Run, then: Run, options: dict[str, bool], loaded: dict[str, bool]
+) -> tuple[Snapshot, Snapshot]:
+    """What is there before it is given out by ``options``, and after a load by ``loaded`` into other weights."""
+    model, opt = trained(rank, run)
+    before = snapshot(model, opt)
+    of_model, of_optimizer = get_state_dict(model, opt, options=StateDictOptions(full_state_dict=True, **options))
+    if options.get("cpu_offload") and rank:
+        assert not of_model and not of_optimizer.get("state") and "state.embedding.weight.step" not in of_optimizer
+    else:
+        assert _plain(of_model) and _plain(of_optimizer)
+        assert all(torch.equal(of_model[name], value) for name, value in before[0].items() if name in of_model)
+    opt.close()
+    torch.manual_seed(100 + rank)
+    model, opt = make(then, Net())
+    if options.get("cpu_offload") and not loaded.get("broadcast_from_rank0"):
+        content = [(of_model, of_optimizer)]
+        torch.distributed.broadcast_object_list(content)
+        of_model, of_optimizer = content[0]
+    given = StateDictOptions(full_state_dict=True, **loaded)
+    set_model_state_dict(model, of_model, options=given)
+    if given.flatten_optimizer_state_dict:
+        with pytest.raises(ZeroOptimError, match="leave one of the two out"):
+            set_optimizer_state_dict(model, opt, of_optimizer, options=given)
+        return before, before
+    set_optimizer_state_dict(model, opt, of_optimizer, options=given)
+    after = snapshot(model, opt)
+    train_step(then, rank, model, opt, STEPS)
+    return before, after
+
+
+SMALL = {"master": "split", "state_dtype": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "run", "then", "options", "loaded"),
+    [
+        (2, Run(2), Run(2), {"cpu_offload": True}, {"broadcast_from_rank0": True}),
+        (2, Run(3), Run(3), {"cpu_offload": True}, {"broadcast_from_rank0": True}),
+        (3, Run(3, torch.bfloat16), Run(1, torch.bfloat16), {"cpu_offload": True}, {"broadcast_from_rank0": True}),
+        (2, Run(0), Run(3), {}, {}),
+        (2, Run(3), Run(0), {}, {"cpu_offload": True}),
+        (2, Run(2, torch.bfloat16), Run(2, torch.bfloat16), {"flatten_optimizer_state_dict": True}, {}),
+        (2, Run(1, torch.bfloat16, options=SMALL), Run(2, torch.bfloat16), {"cpu_offload": True}, {}),
+        (2, Run(2, torch.bfloat16), Run(2, torch.bfloat16, options=SMALL), {}, {"broadcast_from_rank0": True}),
+        (1, Run(2), Run(2), {"cpu_offload": True}, {}),
+    ],
+)
+def test_whole_state_dicts(ranks: int, run: Run, then: Run, options: dict, loaded: dict) -> None:
+    if "flatten_optimizer_state_dict" in options:
+        loaded = {**loaded, **options}
+    for before, after in run_ranks(ranks, whole, run, then, options, loaded):
+        if then.options or run.options:  # what is kept in fewer bits is rounded
+            for name, value in before[0].items():
+                torch.testing.assert_close(after[0][name], value, rtol=1e-2, atol=1e-2)
+            assert all(after[1][name]["step"] == entry["step"] for name, entry in before[1].items())
+        else:
+            assert_same(before, after)

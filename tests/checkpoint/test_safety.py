@@ -324,6 +324,44 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "file" / "here", model, opt)
 
 
+def test_paths_in_the_folder_itself(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt = job()
+    for folder in (two, two / "step-2"):
+        monkeypatch.chdir(folder)
+        for path in (".", "", "./", Path("."), folder):
+            assert checkpoint.load(path, model, opt).step == checkpoint.info(path).step == 2
+    assert checkpoint.load("..", model, opt).step == 2 and checkpoint.info("../step-1").step == 1
+    (folder,) = [checkpoint.save(".", model, opt, step=3)]
+    assert folder == two / "step-2" / "step-3"
+    for nowhere in ("/", "nowhere", "/nowhere", two / "step-2" / "index.json"):
+        for call in (lambda path: checkpoint.load(path, model, opt), checkpoint.info):
+            with pytest.raises(CheckpointError):
+                call(nowhere)
+
+
+def _removed(rank: int, world_size: int, folder: str) -> str:
+    """What a save raises while which another job begins one in the same folder, which clears ours away."""
+    model, opt = job()
+    written = saving.write_file
+
+    def write(path: Path, *rest: Any) -> Any:
+        try:
+            return written(path, *rest)
+        finally:
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as error:
+        patch.setattr(saving, "write_file", write)
+        checkpoint.save(folder, model, opt, step=1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_jobs_that_save_into_one_folder(tmp_path: Path, world_size: int) -> None:
+    for message in run_ranks(world_size, _removed, str(tmp_path)):
+        assert f"another job saves into {tmp_path}, too" in message
+
+
 class Loader:
     def __init__(self, fails: bool) -> None:
         self.fails = fails
@@ -377,11 +415,11 @@ def test_one_rank_that_differs_or_fails_fails_all(tmp_path: Path) -> None:
         assert all(message.startswith("rank 1 failed with") for message in (plain, data)) == (rank == 0)
 
 
-def test_without_its_extra_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_checksums_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     model, opt = job()
-    with pytest.raises(CheckpointError, match=r"pip install zero-kernels\[checkpoint\]"):
+    with pytest.raises(CheckpointError, match=r"pip install google-crc32c"):
         checkpoint.save(tmp_path, model, opt)
-    with pytest.raises(CheckpointError, match=r"pip install zero-kernels\[checkpoint\]"):
+    with pytest.raises(CheckpointError, match=r"pip install google-crc32c"):
         checkpoint.load(tmp_path, model, opt)
     assert not list(tmp_path.iterdir())

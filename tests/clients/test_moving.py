@@ -22,10 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from zero_optim import checkpoint
@@ -33,8 +37,11 @@ from zero_optim import checkpoint
 pytest.importorskip("google_crc32c")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "moving.md"
-HEADINGS = ("From DDP and AdamW", "From FSDP2", "From DeepSpeed", "From apex")
-RUN_ON_THE_LEFT = HEADINGS[:2]
+HEADINGS = (
+    *("From DDP and AdamW", "From ZeroRedundancyOptimizer", "From FSDP2", "From DeepSpeed", "From apex"),
+    *("From bitsandbytes", "Code that reads .grad"),
+)
+RUN_ON_THE_LEFT = HEADINGS[:3]
 TRAINING = ("accumulate", "the last micro-batch", "clip", "step")  # rows that are run again, after all
 LR = 1e-3
 
@@ -59,7 +66,7 @@ def _tables() -> dict[str, list[list[Row]]]:
             tables.setdefault(heading, []).append([])
         elif line.startswith("| ") and before.startswith("|"):
             topic, left, right = (cell.strip() for cell in line.strip("|").split(" | "))
-            tables[heading][-1].append(Row(topic, _code(left), _code(left if right == "the same" else right)))
+            tables[heading][-1].append(Row(topic, _code(left), _code(left if right.startswith("the same") else right)))
         before = line
     return tables
 
@@ -104,6 +111,8 @@ def _names(rank: int, dtype: torch.dtype) -> dict[str, Any]:
         **{"MixedPrecisionPolicy": MixedPrecisionPolicy, "StateDictOptions": StateDictOptions},
         **{"get_model_state_dict": get_model_state_dict, "get_state_dict": get_state_dict},
         **{"set_state_dict": set_state_dict, "Block": Block, "Model": Model},
+        **{"get_optimizer_state_dict": get_optimizer_state_dict, "set_model_state_dict": set_model_state_dict},
+        **{"set_optimizer_state_dict": set_optimizer_state_dict, "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer},
         **{"model": model, "loss": Loss(rank), "device": "cpu", "rank": rank, "dtype": dtype},
     }
 
@@ -167,7 +176,12 @@ def _weights(model: Any, side: str, masters: dict[int, dict[str, Tensor]]) -> di
 
 @pytest.mark.parametrize(
     ("heading", "dtype"),
-    [("From DDP and AdamW", torch.float32), ("From FSDP2", torch.float32), ("From FSDP2", torch.bfloat16)],
+    [
+        ("From DDP and AdamW", torch.float32),
+        ("From ZeroRedundancyOptimizer", torch.float32),
+        ("From FSDP2", torch.float32),
+        ("From FSDP2", torch.bfloat16),
+    ],
     ids=str,
 )
 def test_both_sides_train_alike(heading: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -188,7 +202,8 @@ def test_both_sides_train_alike(heading: str, dtype: torch.dtype, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("heading", "number"), [("From DeepSpeed", 0), ("From DeepSpeed", 1), ("From DeepSpeed", 2), ("From apex", 0)]
+    ("heading", "number"),
+    [("From DeepSpeed", 0), ("From DeepSpeed", 1), ("From DeepSpeed", 2), ("From apex", 0), ("From bitsandbytes", 0)],
 )
 def test_the_right_side_runs(heading: str, number: int, tmp_path: Path) -> None:
     rows = _tables()[heading][number]
@@ -199,8 +214,33 @@ def test_the_right_side_runs(heading: str, number: int, tmp_path: Path) -> None:
 
 def test_the_tables_are_what_they_were_taken_for() -> None:
     tables = _tables()
-    assert {heading: len(of) for heading, of in tables.items()} == dict(zip(HEADINGS, (1, 1, 3, 1), strict=True))
+    assert {heading: len(of) for heading, of in tables.items()} == dict(
+        zip(HEADINGS, (1, 1, 1, 3, 1, 1, 1), strict=True)
+    )
     for heading in RUN_ON_THE_LEFT:
         topics = {row.topic for row in tables[heading][0]}
         assert {*TRAINING, "freeze", "optimizer", "load", "evaluate"} <= topics
     assert sum(len(rows) for of in tables.values() for rows in of) > 45
+
+
+def _reads(rank: int, world_size: int, rows: list[Row], side: str) -> dict[str, Any]:
+    """The numbers that the table has read, and the weights after its step. On the left: gradients averaged by hand."""
+    names = _names(rank, torch.float32)
+    for row in rows:
+        _run_code(getattr(row, side), names)
+        if row.topic == "the last micro-batch" and side == "left":
+            for parameter in names["model"].parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world_size
+    found = {name: names[name].detach().clone() for name in ("norm", "norms", "importance")}
+    return found | {f"weight of {name}": p.detach().clone() for name, p in names["model"].named_parameters()}
+
+
+def test_code_that_reads_gradients_reads_the_same() -> None:
+    (rows,) = _tables()["Code that reads .grad"]
+    for theirs, ours in zip(*(run_ranks(2, _reads, rows, side) for side in ("left", "right")), strict=True):
+        assert ours.keys() == theirs.keys() and len(ours["norms"]) > 10 and ours["norm"] > 0.1
+        for name, value in theirs.items():
+            torch.testing.assert_close(
+                ours[name], value, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zero_optim
 from torch import nn
+from zero_optim import ShardedAdamW, checkpoint, full_state_dict, load_full_state_dict
 
 BAD = [
     ("lr", math.nan, "lr of parameter group 0"),
@@ -55,3 +59,32 @@ def test_step_refuses_what_was_set_later_and_leaves_the_weights(name: str, value
 def test_a_stage_is_a_number(stage: Any) -> None:
     with pytest.raises(ValueError, match="stage must be 0, 1, 2 or 3"):
         _make(stage=stage)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "full_state_dict", "checkpoint", "from torch"])
+def test_a_tensor_that_two_groups_have_is_one_after_a_load(how: str, tmp_path: Path) -> None:
+    def make(kind: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        lr, alike = torch.tensor(1e-2), torch.tensor(1e-2)
+        groups = [{"params": [("a", params[0])], "lr": lr}, {"params": [("b", params[1])], "lr": lr}]
+        return kind([*groups, {"params": [("c", params[2])], "lr": alike}])
+
+    params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    model = nn.ParameterDict(dict(zip("abc", params, strict=True)))
+    saved = make(torch.optim.AdamW if how == "from torch" else ShardedAdamW)
+    for parameter in params:
+        parameter.grad = torch.ones(4)
+    saved.step()
+    if how == "checkpoint":
+        checkpoint.save(tmp_path, model, saved)
+    state = copy.deepcopy(full_state_dict(saved) if how == "full_state_dict" else saved.state_dict())
+    if how != "from torch":
+        saved.close()
+    opt = make(ShardedAdamW)
+    if how == "checkpoint":
+        checkpoint.load(tmp_path, model, opt)
+    elif how == "full_state_dict":
+        load_full_state_dict(opt, state)
+    else:
+        opt.load_state_dict(state)
+    opt.param_groups[0]["lr"].fill_(0.5)
+    assert [float(group["lr"]) for group in opt.param_groups] == [0.5, 0.5, pytest.approx(1e-2)]

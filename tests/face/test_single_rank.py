@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -346,3 +347,55 @@ def test_stats_count_what_is_trained():
     opt = zero_optim.ShardedAdamW(model.parameters())
     memory = opt.stats()["memory"]
     assert [memory[kind] for kind in ("parameters", "exp_avg", "exp_avg_sq")] == [4 * 128] * 3
+
+
+# -- many parameters ---------------------------------------------------------------------------------------------------
+
+
+def _calls(work: Callable[[], object]) -> int:
+    """Count the functions that are called, of Python and of C."""
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def _calls_by_name(parameters: int, folder: Path) -> dict[str, int]:
+    """The calls of what goes through all parameters, by its name."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(parameters)])
+    made: list[zero_optim.ShardedAdamW] = []
+    found = {"construct": _calls(lambda: made.append(zero_optim.ShardedAdamW(model.named_parameters())))}
+    (opt,) = made
+    torch.stack([p.sum() for p in model]).sum().backward()
+    opt.step()
+    state, full = opt.state_dict(), zero_optim.full_state_dict(opt)
+    work: dict[str, Callable[[], object]] = {
+        "state_dict": opt.state_dict,
+        "load_state_dict": lambda: opt.load_state_dict(state),
+        "full_state_dict": lambda: zero_optim.full_state_dict(opt),
+        "load_full_state_dict": lambda: zero_optim.load_full_state_dict(opt, full),
+        "save": lambda: zero_optim.checkpoint.save(folder, model, opt),
+        "load": lambda: zero_optim.checkpoint.load(folder, model, opt),
+        "info": lambda: zero_optim.checkpoint.info(folder),
+        "attach": lambda: opt.attach(model),
+        "zero_grad": opt.zero_grad,
+        "clip_grad_norm_": lambda: opt.clip_grad_norm_(1.0, 2.0, [*model][::2]),
+        "close": opt.close,
+    }
+    return found | {name: _calls(do) for name, do in work.items()}
+
+
+def test_what_a_parameter_costs_does_not_grow_with_their_number(tmp_path: Path) -> None:
+    _calls_by_name(10, tmp_path / "first")  # what is imported and cached then is not counted
+    some, more, most = (_calls_by_name(count, tmp_path / str(count)) for count in (40, 80, 160))
+    for name in some:
+        first, second = more[name] - some[name], most[name] - more[name]
+        assert second <= 2.2 * first + 100, f"{name}: {some[name]}, {more[name]}, {most[name]}"

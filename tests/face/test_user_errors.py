@@ -46,6 +46,30 @@ def _trains(rank: int) -> None:
     opt.close()
 
 
+def _odd_entries(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """What the constructor and ``add_param_group`` raise for entries of which torch raises KeyError or IndexError, on
+    rank 1 alone; and ``clip_grad_norm_`` for names."""
+    opt = zero_optim.ShardedAdamW([("b", nn.Parameter(torch.ones(3)))])
+    found = []
+    for odd in ({"lr": 1.0}, {"params": [("a",)]}, {"params": "abc"}):
+        new = make_parameters(((3,),))
+        found.append(error_of(lambda odd=odd, new=new: zero_optim.ShardedAdamW([odd] if rank == 1 else new)))
+        added = {"params": [("c", nn.Parameter(torch.ones(3)))]}
+        found.append(error_of(lambda odd=odd, added=added: opt.add_param_group(odd if rank == 1 else added)))
+        assert len(opt.param_groups) == 1
+    found.append(error_of(lambda: opt.clip_grad_norm_(1.0, 2.0, ["b"])))
+    opt.close()
+    return found
+
+
+def test_odd_entries_of_params_are_described_on_every_rank():
+    for rank, found in enumerate(run_ranks(2, _odd_entries)):
+        own = [*["ParameterError"] * 4, *["TypeError"] * 2] if rank else ["RankMismatchError"] * 6
+        assert [kind for kind, _ in found] == [*own, "TypeError"], found
+        assert "parameter group 0 has no 'params'" in found[0][1] and "parameter group 1 has no 'params'" in found[1][1]
+        assert "a tuple of 1: give pairs" in found[2][1] and "parameters holds a str" in found[-1][1]
+
+
 # -- parameters and arguments ----------------------------------------------------------------------------------------
 
 BAD_TENSORS: dict[str, tuple[Callable[[], Tensor], str]] = {  # what it is, and a word of the remedy
@@ -371,8 +395,11 @@ def _cast(rank: int, world_size: int, stage: int, how: str) -> tuple[str, str]:
     opt = zero_optim.ShardedAdamW(named(params), stage=stage, bucket_cap_mb=TINY_CAP_MB)
     linear_backward(params, make_gradients(params, rank, 0))
     opt.step()
-    opt.zero_grad()
-    params[1].data = params[1].data.clone() if how == "new data" else params[1].data.half()
+    if how == "cast with its gradient":  # as ``model.half()`` does before ``zero_grad``
+        nn.ParameterList(params).half()
+    else:
+        opt.zero_grad()
+        params[1].data = params[1].data.clone() if how == "new data" else params[1].data.half()
     next_call = (
         opt.step if how == "cast, then step" else lambda: linear_backward(params, make_gradients(params, rank, 1))
     )
@@ -382,12 +409,13 @@ def _cast(rank: int, world_size: int, stage: int, how: str) -> tuple[str, str]:
     return found
 
 
-@pytest.mark.parametrize("how", ["cast", "new data", "cast, then step"])
+@pytest.mark.parametrize("how", ["cast", "new data", "cast, then step", "cast with its gradient"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_model_cast_or_moved_after_construction_is_named(stage, how):
     for kind, text in run_ranks(2, _cast, stage, how, timeout=40):
         assert kind == "ParameterError", f"{kind} {text}"
-        assert "layer1.weight" in text and "new optimizer" in text
+        named = "weight" if how == "cast with its gradient" else "layer1.weight"  # whichever comes first in backward
+        assert named in text and "new optimizer" in text
 
 
 @pytest.mark.parametrize(

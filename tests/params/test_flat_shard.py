@@ -19,6 +19,22 @@ def test_metadata_is_that_of_the_whole():
     assert "[2:5] of 8" in repr(shard)
 
 
+def test_new_tensors_are_plain_ones_of_its_dtype():
+    shard = FlatShard(torch.zeros(3, dtype=torch.bfloat16), 2, (4, 2), "parameter 'w'")
+    made = {
+        "new_zeros": shard.new_zeros(3, 2),
+        "new_ones": shard.new_ones((3, 2)),
+        "new_full": shard.new_full((3, 2), 7.0),
+        "new_empty": shard.new_empty(3, 2),
+        "new_empty_strided": shard.new_empty_strided((3, 2), (2, 1)),
+        "new_tensor": shard.new_tensor([[1.0, 2.0]] * 3),
+    }
+    for name, tensor in made.items():
+        assert type(tensor) is torch.Tensor and tensor.shape == (3, 2) and tensor.dtype == torch.bfloat16, name
+    assert made["new_ones"].eq(1).all() and made["new_full"].eq(7).all() and not made["new_zeros"].any()
+    assert shard.new_zeros(2, dtype=torch.int64).dtype == torch.int64
+
+
 def test_zero_waits_for_whoever_still_writes():
     """The one who zeroes does not wait: it may be in a backward. Whoever reads does."""
     shard, order = _shard(), []

@@ -151,7 +151,8 @@ def test_an_error_of_the_last_step_is_told_by_close(device: None) -> None:
 def _in_a_pipeline(
     rank: int, world_size: int, fault: str, options: dict[str, Any]
 ) -> tuple[list[bool], list[tuple[int, str]]]:
-    """By step, whether the parameters moved; the steps that raised, and what. Ranks 0 and 1 have one stage, and 2 and 3 the other; rank 1 is wrong."""
+    """By step, whether the parameters moved; the steps that raised, and what. Ranks 0 and 1 have one stage, 2 and 3 the
+    other; rank 1 is wrong."""
     import zero_optim
 
     shares = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]

@@ -90,10 +90,12 @@ def _lineage_of(folder: Path) -> Lineage | None:
 
 def candidates(path: Path) -> list[Path]:
     """List what to load where a user names ``path``, one after another: that itself, or the checkpoints in it."""
-    if (path / index.NAME).exists():
-        return [path]
-    aside = path.with_name(_REPLACED + path.name)
-    if step_of(path) is not None and not path.exists() and aside.is_dir():
+    try:
+        if (path / index.NAME).exists():
+            return [path]
+    except OSError as error:  # the system refuses to look
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    if step_of(path) is not None and not path.exists() and (aside := path.with_name(_REPLACED + path.name)).is_dir():
         return [aside]
     return checkpoints(path) or ([path] if step_of(path) is not None else [])
 
@@ -148,8 +150,18 @@ def publish(writing: Path, written: Index) -> Path:
         write_synced(writing / index.NAME, text)
         publish_folder(writing, folder)
     except OSError as error:
-        raise CheckpointError(f"{folder} could not be published: {error.strerror}") from error
+        raise gone(writing) or CheckpointError(f"{folder} could not be published: {error.strerror}") from error
     return folder
+
+
+def gone(writing: Path) -> CheckpointError | None:
+    """Make the error of a folder that somebody has removed while a checkpoint was written in it; None: it is there."""
+    if writing.is_dir():
+        return None
+    return CheckpointError(
+        f"{writing} was removed while a checkpoint was written in it: another job saves into {writing.parent}, too. "
+        "Give each job a folder of its own"
+    )
 
 
 def write_synced(path: Path, content: bytes) -> None:

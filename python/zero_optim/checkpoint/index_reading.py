@@ -142,13 +142,15 @@ def _need(good: bool, problem: str) -> None:
 
 
 def _of(kind: type, value: Any, what: str) -> Any:
-    _need(type(value) is kind, f"{what} cannot be {str(value)[:100]}")
+    if type(value) is not kind:  # the message takes longer to write than the check, for each value of a large index
+        raise ValueError(f"{what} cannot be {str(value)[:100]}")
     return value
 
 
 def _count(value: Any, what: str, most: int = _MOST) -> int:
-    _need(type(value) is int and 0 <= value <= most, f"{what} cannot be {str(value)[:100]}")
-    return int(value)
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{what} cannot be {str(value)[:100]}")
+    return value
 
 
 def _names(value: Any, what: str) -> list[str]:

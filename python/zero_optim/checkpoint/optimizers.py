@@ -88,6 +88,7 @@ class ShardedPart:
     def __init__(self, opt: Sharded, names: Names, *, stored: bool) -> None:
         self._stored = stored
         self._engine, self._groups = opt.engine, opt.param_groups
+        self._specs: dict[tuple[int, str], tuple[TensorSpec, int]] = {}
         parameters = opt.engine.parameters
         parameters.check_groups_unedited(opt.param_groups)
         self._names = [names.of(p, label) for p, label in zip(parameters.all, parameters.labels, strict=True)]
@@ -107,7 +108,13 @@ class ShardedPart:
         return {i: p for i, p in self._engine.parameters.trained.items() if self._engine.rules.of(i) is rule}
 
     def _spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
-        """Make the spec of a saved tensor. Returns it, and where the slice of this rank's column begins in it."""
+        """Give the spec of a saved tensor, and where the slice of this rank's column begins in it."""
+        key = index, tensor.name
+        if key not in self._specs:
+            self._specs[key] = self._make_spec(index, tensor)
+        return self._specs[key]
+
+    def _make_spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
         parameter = self._engine.parameters.all[index]
         bucket, _, slot = self._engine.reducer.layout.slot_of[index]
         own, order = bucket.flat.slices[slot], bucket.flat.orders[slot]
@@ -375,10 +382,23 @@ def _chosen(
                     f"parameter group {number} has {option} {str(group[option])[:100]}, where the optimizer's own is "
                     f"{default!r}"
                 )
-    return [
+    chosen = [
         copy.copy(group) if number is None else {**there[number], "params": group["params"]}
         for group, number in zip(groups, numbers, strict=True)
     ]
+    _join_aliases(groups, chosen)
+    return chosen
+
+
+def _join_aliases(groups: Sequence[Mapping[str, Any]], chosen: Sequence[dict[str, Any]]) -> None:
+    """Make one tensor of options that are one in ``groups``, where their values are equal: JSON has no aliases."""
+    first: dict[int, Tensor] = {}
+    for group, options in zip(groups, chosen, strict=True):
+        for option, value in options.items():
+            if isinstance(value, Tensor) and isinstance(own := group.get(option), Tensor):
+                known = first.setdefault(id(own), value)
+                if known.dtype == value.dtype and torch.equal(known, value):
+                    options[option] = known
 
 
 def _alike(value: Any, other: Any) -> bool:

@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,7 @@ def crc32c(data: bytes) -> str:
         from google_crc32c import value
     except ImportError as error:
         raise CheckpointError(
-            "checkpoints have checksums, for which google-crc32c is missing: pip install zero-kernels[checkpoint]"
+            "checkpoints have checksums, for which google-crc32c is missing: pip install google-crc32c"
         ) from error
     return f"{value(data):08x}"
 
@@ -134,6 +133,7 @@ class Files(disk.OpenFiles):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
+        self._paths: dict[str, Path] = {}  # of files by name: to join them for each block takes longer than to read it
         self._coming: Iterator[ChecksumBlock] = iter(())
         self._ahead = 0  # bytes announced to the disk, and not read yet
 
@@ -180,10 +180,12 @@ class Files(disk.OpenFiles):
 
     def read_block(self, block: ChecksumBlock) -> bytes:
         """Read a block's bytes, and check them."""
-        path = self.folder / block.piece.file
+        path = self._path_of(block)
         self._read_ahead(block.nbytes)
-        with self._refusals_named(block):
+        try:
             data = os.pread(self.descriptor(path), block.nbytes, block.offset)
+        except OSError as error:
+            raise self._refusal(block, error) from error
         if len(data) < block.nbytes:
             raise CheckpointError(f"{path} ends in the midst of the {block.spec.label}: it was cut off")
         if crc32c(data) != block.crc32c:
@@ -191,21 +193,23 @@ class Files(disk.OpenFiles):
             raise CheckpointError(f"{path} is damaged: {bytes_of}, have another checksum")
         return data
 
-    @contextmanager
-    def _refusals_named(self, block: ChecksumBlock) -> Iterator[None]:
-        """Turn an OSError into a CheckpointError that names the file, and the tensor in it."""
-        try:
-            yield
-        except OSError as error:
-            path = self.folder / block.piece.file
-            raise CheckpointError(f"{path}, which holds the {block.spec.label}: {error.strerror}") from error
+    def _path_of(self, block: ChecksumBlock) -> Path:
+        name = block.piece.file
+        if name not in self._paths:
+            self._paths[name] = self.folder / name
+        return self._paths[name]
+
+    def _refusal(self, block: ChecksumBlock, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self._path_of(block)}, which holds the {block.spec.label}: {error.strerror}")
 
     def _read_ahead(self, nbytes: int) -> None:
         """Announce further blocks to the disk, in place of ``nbytes`` that are going to be read now."""
         self._ahead = max(self._ahead - nbytes, 0)
         while self._ahead < disk.RUN_BYTES and (block := next(self._coming, None)) is not None:
-            with self._refusals_named(block):
-                disk.will_read(self.descriptor(self.folder / block.piece.file), block.offset, block.nbytes)
+            try:
+                disk.will_read(self.descriptor(self._path_of(block)), block.offset, block.nbytes)
+            except OSError as error:
+                raise self._refusal(block, error) from error
             self._ahead += block.nbytes
 
 

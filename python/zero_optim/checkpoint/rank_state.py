@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..engine import Engine
 from ..errors import StateMismatchError
+from ..rules.update_rule import tensors_for
 from ..step.state_load import Copy, plan_load
 from .state_dict import (
     Groups,
@@ -33,8 +37,7 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
     if as_torch:
         engine.shardings.check_whole("torch.distributed.checkpoint")
         engine.shardings.check_joined("torch.distributed.checkpoint")
-        groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
-        groups = with_torch_options(groups, engine.rules.by_group)
+        groups = _as_torch(engine, groups)
     exported = engine.states.export()
     # A load lays out the same buckets by this order. Within a bucket parameters may lie in another.
     in_order = {index: exported[index] for index in engine.reducer.layout.order}
@@ -47,6 +50,55 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
     if place := _place(engine):
         state_dict[PLACE] = place
     return state_dict
+
+
+def gather(engine: Engine, *, wanted: bool, device: torch.device) -> dict[int, dict[str, Tensor]]:
+    """Collective. Gather the whole logical state on ``device``, by parameter index, where it is ``wanted``. Every rank
+    goes through all tensors, whatever fails on it."""
+    state: dict[int, dict[str, Tensor]] = {index: {} for index in engine.parameters.trained} if wanted else {}
+    failure: Exception | None = None
+    for index, name, whole in engine.states.whole_tensors():
+        if wanted and failure is None:
+            try:
+                state[index][name] = whole.to(device, copy=True)
+            except (MemoryError, RuntimeError) as error:
+                failure = error
+    if failure is not None:
+        raise failure
+    return state
+
+
+def save_whole(engine: Engine, groups: Groups, *, on_rank_0: bool) -> dict[str, Any]:
+    """Collective. Make the state dict of whole tensors, as ``get_optimizer_state_dict(full_state_dict=True)`` has it.
+
+    ``on_rank_0``: rank 0 alone gets the state, on the CPU; else all ranks do, on the device.
+    """
+    everyone = engine.sharding.everyone
+    with everyone.raising_together("get_optimizer_state_dict"):
+        engine.shardings.check_whole("torch.distributed.checkpoint")
+        engine.shardings.check_joined("torch.distributed.checkpoint")
+    device = torch.device("cpu") if on_rank_0 else engine.sharding.device
+    with everyone.raising_together("get_optimizer_state_dict"):
+        state = gather(engine, wanted=not on_rank_0 or everyone.ranks[everyone.rank] == 0, device=device)
+    return make_state_dict(_as_torch(engine, groups), state, engine.hyper.steps.float())
+
+
+def to_load_whole(engine: Engine, groups: Groups) -> dict[str, Any]:
+    """Make the state dict in which ``set_optimizer_state_dict(full_state_dict=True)`` puts whole tensors. Those that it
+    does not have stay marked: a load ignores them."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for index, parameter in engine.parameters.trained.items():
+        names = [tensor.name for tensor in tensors_for(engine.rules.of(index), parameter.dtype)]
+        state[index] = {name: torch.empty(0, device=parameter.device) for name in names}
+        for tensor in state[index].values():
+            tensor.zero_optim_absent = True  # type: ignore[attr-defined]
+    return make_state_dict(_as_torch(engine, groups), state, engine.hyper.steps.float())
+
+
+def _as_torch(engine: Engine, groups: Groups) -> Groups:
+    """Give the groups the options of torch's counterpart, without names of parameters."""
+    groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
+    return with_torch_options(groups, engine.rules.by_group)
 
 
 STAGE = "stage"
@@ -91,12 +143,14 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
         own_parts = _saved_parts(groups, state_dict, saved)
     # Keys stand in the order of the layout, unless they were sorted by group, as torch.distributed.checkpoint does.
     # A sorted state that fits needs no other layout.
-    here = (_fits(engine, saved), own_parts)
-    fits, parts = zip(*everyone.gather_objects(here, "load_state_dict"), strict=True)
+    planned = _plan(engine, saved)
+    every = everyone.gather_objects((planned is not None, own_parts), "load_state_dict")
+    fits, parts = zip(*every, strict=True)
     if parts[0] and not (all(fits) and all(part == sorted(part) for part in parts[0])):
+        planned = None
         engine.reducer.restore_order(*parts[0])
     with everyone.raising_together("load_state_dict"):
-        copies = plan_load(engine.states.shards, saved, parameters.labels)
+        copies = plan_load(engine.states.shards, saved, parameters.labels) if planned is None else planned
     state = saved_state_of(saved, parameters, engine.rules)
     engine.begin_load(state)
     engine.states.load(copies)
@@ -121,10 +175,9 @@ def _saved_parts(
     return [part for part in loaded if part]
 
 
-def _fits(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Tell whether the saved ranges are those that this rank has."""
+def _plan(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> list[Copy] | None:
+    """Plan the load by the present layout; None where the saved ranges are not those that this rank has."""
     try:
-        plan_load(engine.states.shards, saved, engine.parameters.labels)
+        return plan_load(engine.states.shards, saved, engine.parameters.labels)
     except StateMismatchError:
-        return False
-    return True
+        return None

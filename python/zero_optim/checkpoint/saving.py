@@ -142,6 +142,8 @@ def _prepare(
         raise ValueError(f"step must be a count, got {step!r}")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise ValueError(f"keep_last must be a number of checkpoints, 1 or more, got {keep_last!r}")
+    if data is not None and not hasattr(data, "state_dict"):
+        raise TypeError(f"data is a {type(data).__name__}, which has no state_dict()")
     names = Names(subject.model)
     model, optimizers = subject.contents(names, stored=True)
     parts = [model, *optimizers]
@@ -235,8 +237,13 @@ def _save(ranks: Ranks, writing: Path, share: _Share) -> Path:
 def _write(writing: Path, rank: int, share: _Share) -> _Written:
     """Write this rank's file, synced to the disk."""
     file = writing / folders.rank_file_name(rank)
-    tensors = write_file(file, share.portions, share.values())
-    return _Written(file.stat().st_size, tensors, share.own)
+    try:
+        tensors = write_file(file, share.portions, share.values())
+        return _Written(file.stat().st_size, tensors, share.own)
+    except (CheckpointError, FileNotFoundError) as error:
+        if (removed := folders.gone(writing)) is None:
+            raise
+        raise removed from error
 
 
 def _values(

@@ -105,12 +105,14 @@ def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: Parameter
 def load_groups(groups: Groups, saved: Groups, rules: Sequence[UpdateRule] = ()) -> None:
     """Take over the options of saved parameter groups; the parameters and their names stay.
 
-    ``rules``: of each group; empty for an optimizer of torch's.
+    ``rules``: of each group; empty for an optimizer of torch's. A tensor that several saved groups have, as one rate of
+    all of them, is one tensor in the live groups, too.
     """
+    copies: dict[int, Any] = {}
     for group, options, rule in itertools.zip_longest(groups, saved, rules):
         taken = options if rule is None else _taken(options, rule)
         kept = {name: value for name, value in taken.items() if name not in _FIXED_OPTIONS}
-        group.update(copy.deepcopy(kept))
+        group.update(copy.deepcopy(kept, copies))
 
 
 def _taken(options: Mapping[str, Any], rule: UpdateRule) -> dict[str, Any]:
@@ -166,8 +168,10 @@ def index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
 
 
 def _given(entry: Any) -> Any:
-    """Drop values that are None: torch's SGD had such momentum buffers."""
-    return {name: v for name, v in entry.items() if v is not None} if isinstance(entry, Mapping) else entry
+    """Drop values that are None, as torch's SGD had momentum buffers, or that ``to_load_whole`` has marked."""
+    if not isinstance(entry, Mapping):
+        return entry
+    return {name: v for name, v in entry.items() if v is not None and not hasattr(v, "zero_optim_absent")}
 
 
 def _check_entry(entry: Any, label: str, rule: UpdateRule) -> None:

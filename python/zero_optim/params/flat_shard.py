@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..callers import called_from
 from ..comm.arrivals import Arrivals
-from ..errors import ShardAccessError
+from ..errors import ParameterError, ShardAccessError
 from . import dcp
 from .arrangement import Cut
 from .remedies import REMEDIES, Use, kind_of, use_of
@@ -20,6 +20,10 @@ from .tensor_slice import TensorSlice
 aten = torch.ops.aten
 _DESCRIBES = "torch._subclasses.meta_utils"
 _SAME_SHARD = {aten.detach.default, aten.alias.default}
+_NEW = {
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+}
 
 
 class FlatShard(Tensor):
@@ -34,9 +38,9 @@ class FlatShard(Tensor):
         arrivals: reductions that are on their way to ``local``; None: there never are any.
         slice: the tensor-parallel slice of which ``local`` is a flat range from ``start`` on; None: it is of the whole.
 
-    Metadata, ``detach``, ``zero_`` and ``to`` work, and ``torch.distributed.checkpoint`` takes it. Everything else that
-    would read or change values raises ``ShardAccessError``: no rank has the whole tensor, and an answer from a shard
-    alone would be silently wrong.
+    Metadata, ``detach``, ``zero_``, ``to``, ``new_zeros`` and its kind work. ``torch.distributed.checkpoint`` takes
+    it. Everything else that would read or change values raises ``ShardAccessError``: no rank has the whole tensor, and
+    an answer from a shard alone would be silently wrong.
     """
 
     start: int
@@ -85,6 +89,8 @@ class FlatShard(Tensor):
             return args[0]._again()
         if func is aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
             return args[0]._unfilled(kwargs)
+        if func in _NEW:  # no value is read: what is made is a plain tensor
+            return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **(kwargs or {}))
         if func is aten._to_copy.default:
             return args[0]._moved(kwargs)
         if func is aten.zero_.default:
@@ -94,6 +100,12 @@ class FlatShard(Tensor):
                 tensor.zero_()
             return None
         shard = next(a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, FlatShard))
+        if func is aten.add_.Tensor and shard is args[0] and torch._C._current_graph_task_id() != -1:
+            # Autograd accumulates: a cast has given the parameter a node of autograd that has no hook of ours.
+            raise ParameterError(
+                f"{shard.label.removeprefix('gradient of ')} was moved or cast after the optimizer was made, with its "
+                "gradient: call .to() / .half() before, or make a new optimizer"
+            )
         raise shard._refusal(str(func), use_of(func, args, kwargs or {}, shard))
 
     def item(self) -> Any:

@@ -88,6 +88,8 @@ class ParameterSet:
         """Find the indices, sorted. Raises ParameterError for a parameter that is not in the set."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         index_of = {id(parameter): index for index, parameter in enumerate(self.all)}
+        if odd := [type(entry).__name__ for entry in parameters if not isinstance(entry, Tensor)]:
+            raise TypeError(f"parameters holds a {odd[0]}: give tensors, as model.parameters() does")
         parameters = [plain_parameter(parameter) for parameter in parameters]
         for parameter in parameters:
             if id(parameter) not in index_of:
@@ -118,7 +120,7 @@ class ParameterSet:
         if not any("param_names" in other for other in self.groups):
             return group
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        if any(isinstance(entry, tuple) for entry in params):
+        if not all(isinstance(entry, Tensor) for entry in params):  # named ones, or what torch refuses
             return {**group, "params": params}
         model = self._model() if self._model is not None else None
         names = _names(model) if model is not None else {}
@@ -213,6 +215,19 @@ def listed(params: Any) -> Any:
         {**group, "params": list(group["params"])} if isinstance(group, dict) and _is_listable(group) else group
         for group in params
     ]
+
+
+def check_listed(params: Any, first: int = 0) -> None:
+    """Raise ParameterError for an entry of ``params`` of which torch raises KeyError or IndexError.
+
+    ``first``: the number of the first group.
+    """
+    for number, entry in enumerate(params if isinstance(params, list) else (), first):
+        if isinstance(entry, dict) and "params" not in entry:
+            raise ParameterError(f"parameter group {number} has no 'params', but {sorted(map(str, entry))}")
+        for one in entry["params"] if isinstance(entry, dict) and isinstance(entry["params"], list) else (entry,):
+            if isinstance(one, tuple) and len(one) != 2:
+                raise ParameterError(f"params has a tuple of {len(one)}: give pairs (name, parameter)")
 
 
 def model_behind(params: Any) -> nn.Module | None:

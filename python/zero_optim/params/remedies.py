@@ -41,7 +41,7 @@ _READ_PARAMETER = (
 REMEDIES: Mapping[ShardKind, Mapping[Use, str]] = {
     ShardKind.GRADIENT: {
         Use.NORM: f"{_NORM}, and step then clips",
-        Use.READ: f"{_LOCAL}. {_NORM}",
+        Use.READ: f"{_LOCAL}. {_NORM}. With stage=0 gradients are whole",
         Use.EDIT: "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler",
         Use.VIEW: _LOCAL,
         Use.COPY: f"To keep or save it, copy this rank's part: {_LOCAL}. No checkpoint has gradients",

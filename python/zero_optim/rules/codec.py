@@ -294,7 +294,9 @@ def saved_codec(tensor: StateTensor, entry: Mapping[str, object], own: Mapping[s
     logical values, or nothing. ``own``: the codecs of the rule, by the names of tensors."""
     if tensor.name in entry:
         return None
-    known = [own[tensor.name], *CODECS.values()] if tensor.name in own else CODECS.values()
+    known = [own[tensor.name]] if tensor.name in own else []
+    if any(name.startswith(tensor.name) for name in entry):  # as parts by every codec of ours are called
+        known += CODECS.values()
     return next((codec for codec in known if all(part.name in entry for part in codec.parts(tensor))), None)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import StateMismatchError
@@ -15,7 +16,7 @@ from ..params.layout import SlotPiece
 from ..params.storage_order import flat_of, storage_order
 from ..params.tensor_slice import TensorSlice, is_distributed, local_of, placed, slice_of
 from ..rules.codec import Codec
-from ..rules.state_tensor import StateTensor
+from ..rules.state_tensor import Per, StateTensor
 from .saved_state import check_rows, state_tensor, tensors_of
 from .shard_state import ShardState
 
@@ -58,9 +59,10 @@ def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: 
     forms = tensors_of(entry, shard.rule, shard.bucket.dtype)
     saved = {tensor.name: (tensor,) if codec is None else codec.parts(tensor) for tensor, codec in forms}
     check_rows([part for parts in saved.values() for part in parts], entry, flat.orders[number], label)
+    target_of = partial(_target, shard, number, {})
     for tensor, codec in forms:
         parts = saved[tensor.name]
-        values = [_values(entry, part, shard.shape(number, part), flat.slices[number], label) for part in parts]
+        values = [_values(entry, part, target_of(part), flat.slices[number], label) for part in parts]
         if codec is not None and codec.reads_parameter:
             values.append(partial(shard.parameter_of, piece))
         if codec is None:
@@ -69,6 +71,18 @@ def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: 
             yield from (Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=False))
         else:
             yield Copy(shard, tensor, piece, partial(_values_of, codec, tensor, values))
+
+
+def _target(
+    shard: ShardState, number: int, known: dict[tuple[Per, torch.dtype], Tensor], tensor: StateTensor
+) -> Tensor:
+    """Show where ``tensor`` goes, without values. Tensors of a slot that differ in their name alone have one."""
+    key = tensor.per, tensor.dtype
+    if key not in known:
+        known[key] = shard.shape(number, tensor)
+    elif isinstance(target := known[key], FlatShard):
+        target.label = f"{tensor.name} of {shard.bucket.label(number)}"
+    return known[key]
 
 
 def _values_of(codec: Codec, tensor: StateTensor, parts: Sequence[Callable[[], Tensor]]) -> Tensor:

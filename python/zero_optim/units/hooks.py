@@ -8,10 +8,13 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import _get_sequence_nr
 
+from ..callers import DCP_STATE_DICT, locals_of_callers
 from ..errors import ShardAccessError, ZeroOptimError
+from ..params.param_shard import plain_parameter
 from .schedule import UnitSchedule, in_backward
 from .unit import Unit, UnitState
 
@@ -20,6 +23,7 @@ _FEW = 64
 
 
 def register_hooks(units: Sequence[Unit], schedule: UnitSchedule) -> None:
+    units[0].module.register_state_dict_post_hook(_WholeStateDict(schedule, units[0]))  # before those of one module
     for unit in units:
         module = unit.module
         module.register_forward_pre_hook(BeforeForward(schedule, unit), prepend=True, with_kwargs=True)
@@ -144,6 +148,28 @@ class _AfterStateDict(_Hook):
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if self.unit.state is UnitState.UNSHARDED:
             self.unit.show_plain(module)
+
+
+class _WholeStateDict(_Hook):
+    """Puts whole tensors into the state dict of the model, in ``get_model_state_dict`` with ``full_state_dict=True``.
+    That call is collective, and would leave shards there."""
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        info: Any = next(locals_of_callers("info", DCP_STATE_DICT), None)
+        if not getattr(info, "full_state_dict", False):
+            return
+        self.schedule.reshard_all()
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(plain_parameter(parameter)), []).append(prefix + name)
+        on_rank_0 = info.cpu_offload and dist.is_initialized()  # torch then drops those of the others
+        wanted = not on_rank_0 or dist.get_rank() == 0
+        for flat in (flat for unit in self.schedule.units for flat in unit.flats):
+            for plain, whole in zip(flat.params, flat.wholes(flat.gathered()), strict=True):
+                kept = [name for name in names.get(id(plain), ()) if name in state] if wanted else []
+                if kept:
+                    state |= dict.fromkeys(kept, whole.to("cpu" if info.cpu_offload else flat.device, copy=True))
 
 
 class _BeforeLoad(_Hook):
