@@ -172,6 +172,7 @@ def _other_readers(rank: int, world_size: int) -> tuple:
             "parameter's deepcopy": lambda: [copy.deepcopy(p) for p in model.parameters()],
             "deepcopy": lambda: list(copy.deepcopy(model.direct).parameters()),
             "pickle": lambda: [pickle.loads(pickle.dumps(p)) for p in model.parameters()],
+            "new parameters": lambda: [nn.Parameter(p) for p in model.parameters()],
             "groups": lambda: [p.norm() for group in opt.param_groups for p in group["params"]],
             "full_model_state_dict": lambda: list(zero_optim.full_model_state_dict(model, None).values()),
             "wait_for_parameters": lambda: opt.wait_for_parameters() or list(model.parameters()),

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..callers import called_within
+from ..callers import called_from, called_within
 from ..errors import ParameterError, ShardAccessError
 from .flat_shard import FlatShard
 from .remedies import Use
@@ -249,7 +249,10 @@ class ArrivingParameter(nn.Parameter):
                 if type(tensor) is ArrivingParameter:
                     arriving[id(tensor)].wait_for_parameters()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        # ``nn.Parameter(p)`` has seen this class, and wants a tensor of the class that ``p`` has now.
+        made = func is Tensor.detach and called_from("torch.nn.parameter")
+        return torch.Tensor._make_subclass(nn.Parameter, result) if made else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         arriving[id(self)].wait_for_parameters()  # first: a copy must be of the class that it has then

@@ -121,7 +121,7 @@ class Pipeline:
             )
 
     def _raise(self, message: str) -> NoReturn:
-        self._known = RankMismatchError(f"{message}. Nothing was updated")
+        self._known = RankMismatchError(f"{message}. This rank has updated nothing")
         raise self._known
 
     def check_now(self, *, wait: bool) -> None:
