@@ -46,6 +46,7 @@ def locals_of_callers(name: str, module: str | None = None) -> Iterator[Any]:
     alone."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if name in frame.f_locals and module in (None, frame.f_globals.get("__name__")):
+        # Of other frames ``f_locals`` is not asked for: the copy that it makes keeps what the frame deletes later.
+        if module in (None, frame.f_globals.get("__name__")) and name in frame.f_locals:
             yield frame.f_locals[name]
         frame = frame.f_back
