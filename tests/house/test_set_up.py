@@ -24,11 +24,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def planned(checkout: Path, target: str) -> list[str]:
-    """The commands that make would run."""
-    done = subprocess.run(
-        ["make", "--dry-run", *target.split()], cwd=checkout, capture_output=True, text=True, check=True
-    )
-    return done.stdout.splitlines()
+    """The commands that make would run. Under `make test`, make is a child of make, and would name its directory."""
+    command = ["make", "--no-print-directory", "--dry-run", *target.split()]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 @needs_make
