@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ def _on(device: torch.device, groups: Any) -> Any:
             copies[id(tensor)] = tensor.detach().to(device, copy=True)
         return copies[id(tensor)]
 
-    return tree_map_only(Tensor, copied, groups)
+    copy_of = partial(tree_map_only, Tensor, copied)
+    return [{key: of if key == "params" else copy_of(of) for key, of in group.items()} for group in groups]
 
 
 @dataclass(frozen=True)

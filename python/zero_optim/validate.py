@@ -320,7 +320,7 @@ def check_private(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
     """Raise ParameterError for the first parameter on a CPU whose memory other processes have, too. For one rank alone:
     of several, each gets rank 0's values and averages gradients, wherever its parameters were before."""
     for parameter, label in zip(parameters, labels, strict=True):
-        if parameter.device.type == "cpu" and parameter.is_shared():
+        if parameter.device.type == "cpu" and parameter.untyped_storage().is_shared():
             raise ParameterError(
                 f"{label} is in shared memory, as share_memory() leaves it. The optimizer would move it into memory of "
                 "its own, and each process would train a private copy. Start the processes as ranks of "

@@ -144,7 +144,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pyte
     job.save(tmp_path)
     job.train(1)
     monkeypatch.setitem(job.opt.param_groups[0], "lr", -1.0)  # nothing but a step would have told
-    with pytest.raises(CheckpointError, match=r"index.json cannot be read: ValueError: lr of parameter group 0"):
+    with pytest.raises(CheckpointError, match=r"step-2 cannot be written, as no load could read it: lr of .* group 0"):
         job.save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert checkpoint.info(tmp_path).step == 1

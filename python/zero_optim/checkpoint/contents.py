@@ -100,6 +100,7 @@ class Names:
         self.parameters: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._of: dict[int, str] = {}
+        self._others: dict[str, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             name, plain = plain_name(name), plain_parameter(parameter)
             first = self._of.setdefault(id(plain), name)
@@ -107,6 +108,7 @@ class Names:
                 self.parameters[name] = parameter
             else:
                 self.aliases[name] = first
+                self._others.setdefault(first, []).append(name)
 
     def of(self, parameter: Tensor, label: str) -> str:
         """Find a parameter's name. Raises ParameterError for one that the model does not have."""
@@ -120,7 +122,7 @@ class Names:
 
     def equal_to(self, name: str) -> list[str]:
         """List all names of the parameter ``name``, beginning with this one."""
-        return [name, *(alias for alias, first in self.aliases.items() if first == name)]
+        return [name, *self._others.get(name, ())]
 
 
 class TensorContents:

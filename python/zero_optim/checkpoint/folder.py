@@ -26,7 +26,7 @@ from typing import Any
 from ..errors import CheckpointError
 from . import disk, index
 from .index import Index
-from .index_reading import HEAD_BYTES, from_json, lineage_from_json
+from .index_reading import HEAD_BYTES, check_beside_tensors, from_json, lineage_from_json
 from .lineage import Lineage, Standing, standings
 from .plain import decode
 from .rank_file import crc32c
@@ -144,8 +144,11 @@ def _is_checkpoint(folder: Path) -> bool:
 def publish(writing: Path, written: Index) -> Path:
     """Write the index, and give the folder its name: from then on the checkpoint is there, and whole."""
     folder = step_folder(writing.parent, written.step)
-    text = written.to_json(crc32c)
-    from_json(text, crc32c, writing / index.NAME)  # raises for an index that no load could read
+    try:
+        check_beside_tensors(written)  # a rate may have become NaN; what is said of tensors comes of what was written
+        text = written.to_json(crc32c)
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be written, as no load could read it: {error}") from error
     try:
         write_synced(writing / index.NAME, text)
         publish_folder(writing, folder)

@@ -8,11 +8,12 @@ rank's file. The number of ranks, their stage and their buckets decide where the
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -172,10 +173,10 @@ class SavedOptimizer:
     """
 
     name: str = ""
-    groups: Sequence[Mapping[str, Any]] = ()
+    groups: Sequence[Mapping[str, Any]] = field(default_factory=list)
     steps: Mapping[str, float] = field(default_factory=dict)
     master: str | None = None
-    order: Sequence[str] = ()
+    order: Sequence[str] = field(default_factory=list)
     codecs: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -201,17 +202,17 @@ class Index:
     tensors: Mapping[Key, SavedTensor]
     files: Mapping[str, int]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    optimizers: Sequence[SavedOptimizer] = ()
+    optimizers: Sequence[SavedOptimizer] = field(default_factory=list)
     module_states: Mapping[str, Any] = field(default_factory=dict)
-    schedulers: Sequence[Any] = ()
-    scalers: Sequence[Any] = ()
-    ranks: Sequence[Mapping[str, Any]] = ()
+    schedulers: Sequence[Any] = field(default_factory=list)
+    scalers: Sequence[Any] = field(default_factory=list)
+    ranks: Sequence[Mapping[str, Any]] = field(default_factory=list)
     extra: Any = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     lineage: Lineage = Lineage()
 
-    @property
+    @functools.cached_property
     def masters(self) -> list[str]:
         """Kinds of tensor that parameters are rounded from."""
         return list(dict.fromkeys(optimizer.master for optimizer in self.optimizers if optimizer.master is not None))
@@ -249,8 +250,9 @@ class Index:
         version = version_for([tensor.spec for tensor in self.tensors.values()], self.optimizers)
         of_lineage = lineage.to_json(self.lineage)
         of_lineage["crc32c"] = crc32c(canonical(of_lineage))
-        head = {"format": FORMAT, "version": version, "lineage": of_lineage, "crc32c": crc32c(canonical(contents))}
-        return json.dumps({**head, "contents": contents}, separators=(",", ":")).encode()
+        text = canonical(contents)
+        head = {"format": FORMAT, "version": version, "lineage": of_lineage, "crc32c": crc32c(text)}
+        return json.dumps(head, separators=(",", ":")).encode()[:-1] + b',"contents":' + text + b"}"
 
 
 def version_for(specs: Sequence[TensorSpec], optimizers: Sequence[SavedOptimizer]) -> int:
@@ -320,18 +322,20 @@ def canonical(contents: Any) -> bytes:
 
 
 def _optimizer_to_json(optimizer: SavedOptimizer) -> dict[str, Any]:
-    described = asdict(optimizer)
+    described = {**vars(optimizer)}
     if not optimizer.codecs:
         del described["codecs"]
     return described
 
 
 def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
-    spec = {**vars(tensor.spec), "dtype": dtype_name(tensor.spec.dtype)}
-    for name in ("order", "rows_of"):
-        if spec[name] is None:
-            del spec[name]
-    del spec["cut"]
-    if (cut := tensor.spec.cut) is not None:
-        spec["cut"] = [cut.dim, list(cut.sizes)]
-    return {**spec, "pieces": [vars(piece) for piece in tensor.pieces]}
+    spec = tensor.spec
+    described: dict[str, Any] = {"name": spec.name, "kind": spec.kind, "shape": spec.shape}
+    described |= {"dtype": dtype_name(spec.dtype), "pieces": [vars(piece) for piece in tensor.pieces]}
+    if spec.order is not None:
+        described["order"] = spec.order
+    if spec.rows_of is not None:
+        described["rows_of"] = spec.rows_of
+    if spec.cut is not None:
+        described["cut"] = [spec.cut.dim, spec.cut.sizes]
+    return described

@@ -131,9 +131,14 @@ def _from_contents(contents: Any, version: int, of_lineage: Lineage) -> Index:
     _need(len(by_key) == len(tensors), "a tensor is there twice, or more often")
     index = Index(**{**contents, "tensors": by_key, "optimizers": optimizers, "lineage": of_lineage})
     _check_tensors(index, version)
+    check_beside_tensors(index)
+    return index
+
+
+def check_beside_tensors(index: Index) -> None:
+    """Check what an index says of optimizers, and all else that is no tensor. Raises for what no load would take."""
     _check_optimizers(index)
     _check_others(index)
-    return index
 
 
 def _need(good: bool, problem: str) -> None:
@@ -141,15 +146,17 @@ def _need(good: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
-def _of(kind: type, value: Any, what: str) -> Any:
-    if type(value) is not kind:  # the message takes longer to write than the check, for each value of a large index
-        raise ValueError(f"{what} cannot be {str(value)[:100]}")
+def _of(kind: type, value: Any, what: str, name: str | None = None) -> Any:
+    """Check the type. ``what``, of the tensor ``name``, is put into words on failure alone: that takes longer than the
+    check, and an index has many values."""
+    if type(value) is not kind:
+        raise ValueError(f"{what}{'' if name is None else f' {name!r}'} cannot be {str(value)[:100]}")
     return value
 
 
-def _count(value: Any, what: str, most: int = _MOST) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{what} cannot be {str(value)[:100]}")
+def _count(value: Any, what: str, name: str | None = None) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise ValueError(f"{what}{'' if name is None else f' {name!r}'} cannot be {str(value)[:100]}")
     return value
 
 
@@ -164,20 +171,24 @@ def _names(value: Any, what: str) -> list[str]:
 
 def _tensor(entry: Any) -> SavedTensor:
     name, kind = _of(str, entry["name"], "a tensor's name"), _of(str, entry["kind"], "a tensor's kind")
-    _need(kind != "", f"the kind of {name!r} is empty")
-    shape = tuple(_count(size, f"a size of {name!r}") for size in _of(list, entry["shape"], f"the shape of {name!r}"))
-    order = tuple(_of(list, entry["order"], f"the order of {name!r}")) if "order" in entry else None
+    if kind == "":
+        raise ValueError(f"the kind of {name!r} is empty")
+    sizes = _of(list, entry["shape"], "the shape of", name)
+    shape = tuple([_count(size, "a size of", name) for size in sizes])
+    order = tuple(_of(list, entry["order"], "the order of", name)) if "order" in entry else None
     cut = _cut(entry["cut"], name, shape) if "cut" in entry else None
     rows_of = _rows_of(entry["rows_of"], name, shape) if "rows_of" in entry else None
-    dtype = dtype_named(_of(str, entry["dtype"], f"the dtype of {name!r}"))
+    dtype = dtype_named(_of(str, entry["dtype"], "the dtype of", name))
     spec = TensorSpec(name, kind, shape, dtype, order, cut, rows_of)
-    _need(spec.dtype in NAMES, f"the {spec.label} has {spec.dtype}, which safetensors cannot hold")
-    _need(spec.numel * spec.dtype.itemsize <= _MOST, f"the {spec.label} has shape {shape}")
+    if dtype not in NAMES:
+        raise ValueError(f"the {spec.label} has {dtype}, which safetensors cannot hold")
+    if spec.numel * dtype.itemsize > _MOST:
+        raise ValueError(f"the {spec.label} has shape {shape}")
     of_rows = len(shape) == 1 and kind not in (PARAMETER, BUFFER)
     if not is_storage_order(order, len(order) if of_rows and order is not None else len(shape)):
         raise ValueError(f"the {spec.label} of shape {shape} has dimensions in an unknown order, {order}")
-    pieces = tuple(_piece(spec, piece) for piece in _of(list, entry["pieces"], f"the pieces of the {spec.label}"))
-    return SavedTensor(spec, pieces)
+    pieces = _of(list, entry["pieces"], "the pieces of", name)
+    return SavedTensor(spec, tuple([_piece(spec, piece) for piece in pieces]))
 
 
 def _cut(read: Any, name: str, shape: Sequence[int]) -> Cut:
@@ -198,12 +209,14 @@ def _rows_of(read: Any, name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _piece(spec: TensorSpec, read: Mapping[str, Any]) -> Piece:
-    what = f"a piece of the {spec.label}"
-    piece = Piece(**{**read, "crc32c": tuple(_of(list, read["crc32c"], f"the checksums of {what}"))})
+    piece = Piece(**{**read, "crc32c": tuple(_of(list, read["crc32c"], "the checksums of a piece of", spec.name))})
     for value in (piece.start, piece.length, piece.offset):
-        _count(value, f"the place of {what}")
-    _need(piece.length > 0, f"{what} is empty")
-    _need(all(type(c) is str and _CHECKSUM.fullmatch(c) for c in piece.crc32c), f"{what} has checksums that are none")
+        _count(value, "the place of a piece of", spec.name)
+    if piece.length == 0:
+        raise ValueError(f"a piece of the {spec.label} is empty")
+    for checksum in piece.crc32c:
+        if type(checksum) is not str or _CHECKSUM.fullmatch(checksum) is None:
+            raise ValueError(f"a piece of the {spec.label} has checksums that are none")
     return piece
 
 

@@ -254,12 +254,12 @@ def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
     """Fill this rank's holdings of ``parts``."""
     source = matched.source
     with Files(folder) as files:
-        wanted = [of for part in parts for of in part.holdings if of.spec.key in source]
-        files.expect((source[of.spec.key], of.start, of.length) for of in wanted)
-        for part in parts:
+        holdings = [[(of, source.get(of.spec.key)) for of in part.holdings] for part in parts]
+        files.expect((saved, of.start, of.length) for part in holdings for of, saved in part if saved is not None)
+        for part, of_part in zip(parts, holdings, strict=True):
             # Closed at once where reading fails: until then a page of offloaded state is on the device.
             with contextlib.closing(part.values()) as values:
                 # ``strict`` asks once more after the last tensor: only then is that one copied to where it belongs.
-                for of, flat in zip(part.holdings, values, strict=True):
-                    if of.spec.key in source and of.length:
-                        files.read_into(flat, source[of.spec.key], of.start, of.spec.arrangement)
+                for (of, saved), flat in zip(of_part, values, strict=True):
+                    if saved is not None and of.length:
+                        files.read_into(flat, saved, of.start, of.spec.arrangement)

@@ -118,15 +118,15 @@ class ShardedPart:
         parameter = self._engine.parameters.all[index]
         bucket, _, slot = self._engine.reducer.layout.slot_of[index]
         own, order = bucket.flat.slices[slot], bucket.flat.orders[slot]
-        spec = TensorSpec(self._names[index], tensor.name, tuple(parameter.shape), tensor.dtype, order)
+        cut = None if own is None else own.arranged
+        spec = TensorSpec(self._names[index], tensor.name, tuple(parameter.shape), tensor.dtype, order, cut)
         if tensor.per is Per.ROW:
             cut = None if own is None else own.cut
             counts = slice_counts(parameter.shape, cut)
             rows = [-(-count // ROW) for count in counts]
-            spec = replace(spec, shape=(sum(rows),), rows_of=counts if cut is not None else None)
+            spec = replace(spec, shape=(sum(rows),), cut=None, rows_of=counts if cut is not None else None)
             before = 0 if own is None or cut is None else sum(rows[: own.rank])
         else:
-            spec = replace(spec, cut=None if own is None else own.arranged)
             before = 0 if own is None else own.start
         spec, before_stack = in_stack(spec, bucket.flat.stack)
         return spec, before + before_stack
@@ -218,7 +218,7 @@ class ShardedPart:
         return self
 
     def _saved_state(self, matched: Match) -> SavedState:
-        steps = torch.zeros(len(self._names), dtype=torch.float64, device="cpu")
+        steps = [0.0] * len(self._names)
         tensors, rounded = {}, set()
         for index, parameter in self._engine.parameters.trained.items():
             name, rule = self._names[index], self._engine.rules.of(index)
@@ -233,7 +233,7 @@ class ShardedPart:
                     if source is not None and source.spec.dtype == torch.float32
                     if is_rounded(kind, rule, codec_of(source))
                 }
-        return SavedState(tensors, steps, frozenset(rounded))
+        return SavedState(tensors, torch.tensor(steps, dtype=torch.float64, device="cpu"), frozenset(rounded))
 
     def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
         load_groups(self._groups, groups, self._engine.rules.by_group)

@@ -7,13 +7,14 @@ ranks compare the two, each rank for a part of the files.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -40,13 +41,18 @@ class Portion(FlatRange):
 
 def crc32c(data: bytes) -> str:
     """Compute a checksum, in hexadecimal. Raises CheckpointError where the package for it is missing."""
+    return f"{_crc32c()(data):08x}"
+
+
+@functools.cache
+def _crc32c() -> Callable[[bytes], int]:
     try:
         from google_crc32c import value
     except ImportError as error:
         raise CheckpointError(
             "checkpoints have checksums, for which google-crc32c is missing: pip install google-crc32c"
         ) from error
-    return f"{value(data):08x}"
+    return cast(Callable[[bytes], int], value)
 
 
 def check_dtype(spec: TensorSpec) -> None:
@@ -172,11 +178,12 @@ class Files(disk.OpenFiles):
         read_arranged(target, start, tensor.spec.shape, ways, partial(tensor.read, read=self._read_as_saved))
 
     def _read_as_saved(self, tensor: SavedTensor, target: Tensor, start: int) -> None:
-        end = start + target.numel()
-        for block in _blocks_of(tensor, start, end):
+        length = target.numel()
+        for block in _blocks_of(tensor, start, start + length):
             data = self.read_block(block)
-            low, high = max(start, block.start), min(end, block.start + block.length)
-            fill(target[low - start : high - start], tensor.spec.dtype, data, low - block.start)
+            low, high = max(start, block.start), min(start + length, block.start + block.length)
+            part = target if high - low == length else target[low - start : high - start]
+            fill(part, tensor.spec.dtype, data, low - block.start)
 
     def read_block(self, block: ChecksumBlock) -> bytes:
         """Read a block's bytes, and check them."""
@@ -213,12 +220,19 @@ class Files(disk.OpenFiles):
             self._ahead += block.nbytes
 
 
-@dataclass(frozen=True)
-class ChecksumBlock(FlatRange):
-    """A part of a piece with a checksum of its own: the piece's ``number``-th."""
+class ChecksumBlock(NamedTuple):
+    """A part of a piece with a checksum of its own, the piece's ``number``-th: ``length`` elements of the tensor from
+    ``start`` on."""
 
+    spec: TensorSpec
+    start: int
+    length: int
     piece: Piece
     number: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.spec.dtype.itemsize
 
     @property
     def offset(self) -> int:
@@ -244,19 +258,18 @@ def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> It
         begin += nbytes
 
 
-def _elements_a_block(tensor: SavedTensor) -> int:
-    return BLOCK_BYTES // tensor.spec.dtype.itemsize
-
-
 def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[ChecksumBlock]:
     """Cut out the blocks that hold elements from ``start`` to ``end``, in order."""
-    most = _elements_a_block(tensor)
+    most = BLOCK_BYTES // tensor.spec.dtype.itemsize
     for piece in tensor.pieces:
-        low, high = max(start, piece.start), min(end, piece.end)
-        if low < high:
-            for number in range((low - piece.start) // most, -(-(high - piece.start) // most)):
-                first = piece.start + number * most
-                yield ChecksumBlock(tensor.spec, first, min(most, piece.end - first), piece, number)
+        begin, length = piece.start, piece.length
+        if max(start, begin) >= min(end, begin + length):
+            continue
+        if length <= most:  # as of most tensors of a large model
+            yield ChecksumBlock(tensor.spec, begin, length, piece, 0)
+            continue
+        for number in range(max(start - begin, 0) // most, -(-min(end - begin, length) // most)):
+            yield ChecksumBlock(tensor.spec, begin + number * most, min(most, length - number * most), piece, number)
 
 
 def blocks_in(tensor: SavedTensor, piece: Piece) -> Iterator[ChecksumBlock]:

@@ -143,17 +143,18 @@ def _write(file: int, data: bytes, offset: int) -> int:
 
 
 def _blocks_on_host(flat: Tensor) -> Iterator[bytes]:
-    for part in _on_host(flat.detach().view(torch.uint8)):
-        for start in range(0, part.numel(), BLOCK_BYTES):
-            yield ctypes.string_at(part.data_ptr() + start, min(BLOCK_BYTES, part.numel() - start))
+    for part in _on_host(flat):
+        place, nbytes = part.data_ptr(), part.nbytes
+        for start in range(0, nbytes, BLOCK_BYTES):
+            yield ctypes.string_at(place + start, min(BLOCK_BYTES, nbytes - start))
 
 
 def _on_host(flat: Tensor) -> Iterator[Tensor]:
-    """Give ``flat`` [bytes] part by part; a GPU's next part is copied while one is in use."""
+    """Give ``flat`` part by part; a GPU's next part is copied while one is in use."""
     if flat.device.type != "cuda":
         yield flat.cpu()
         return
-    parts = flat.split(_STAGED_BYTES)
+    parts = flat.detach().view(torch.uint8).split(_STAGED_BYTES)
     staging = [torch.empty(parts[0].numel(), dtype=torch.uint8, device="cpu", pin_memory=True) for _ in parts[:2]]
     copied = [torch.cuda.Event() for _ in staging]
 

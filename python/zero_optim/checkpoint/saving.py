@@ -26,7 +26,7 @@ from ..comm.together import Ranks, gathered, on_rank_0, together
 from ..errors import CheckpointError
 from . import folder as folders
 from .background import SAVE_BUFFER, SaveBuffer, start, wait
-from .contents import Contents, Holding, Names
+from .contents import Contents, Holders, Holding, Names
 from .index import Index, SavedTensor, TensorSpec, merge
 from .lineage import Lineage, Stamp, came_from, note_saved
 from .plain import encode
@@ -178,15 +178,18 @@ def cut_for_rank(holdings: Sequence[Holding]) -> list[Portion]:
 
     Holdings that several ranks have alike are shared out among them, by bytes.
     """
-    total = {holding.held_by: 0 for holding in holdings}
+    total: dict[Holders, int] = {}
     for holding in holdings:
-        total[holding.held_by] += holding.nbytes
+        if holding.held_by.count > 1:
+            total[holding.held_by] = total.get(holding.held_by, 0) + holding.nbytes
     begin = dict.fromkeys(total, 0)  # bytes of the holdings before, of the same ranks
     portions: list[Portion] = []
     for holding in holdings:
         check_dtype(holding.spec)
         ranks, size = holding.held_by, holding.spec.dtype.itemsize
-        if ranks.alike:
+        if ranks.count == 1:
+            first, last = 0, holding.length
+        elif ranks.alike:
             # Cut at whole elements, rounded up on both sides: what one rank leaves the next begins with.
             ends = (total[ranks] * number // ranks.count for number in (ranks.number, ranks.number + 1))
             first, last = (min(max(-(-(end - begin[ranks]) // size), 0), holding.length) for end in ends)

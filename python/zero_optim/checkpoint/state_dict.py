@@ -91,7 +91,7 @@ def saved_order(saved: Mapping[int, Mapping[str, Any]]) -> list[int]:
 
 def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: ParameterSet, rules: GroupRules) -> SavedState:
     """Make the record of what ``match_state`` gave."""
-    steps = torch.zeros(len(parameters.labels), dtype=torch.float64, device="cpu")
+    steps = [0.0] * len(parameters.labels)
     tensors, rounded = {}, set()
     for index, entry in saved.items():
         steps[index] = float(entry.get("step", 1))  # 1 for a rule that needs no count: there was an update
@@ -99,7 +99,7 @@ def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: Parameter
         forms = tensors_of(entry, rule, parameters.trained[index].dtype)
         tensors[index] = [tensor.name for tensor, _ in forms]
         rounded |= {tensor.name for tensor, codec in forms if is_rounded(tensor.name, rule, codec)}
-    return SavedState(tensors, steps, frozenset(rounded))
+    return SavedState(tensors, torch.tensor(steps, dtype=torch.float64, device="cpu"), frozenset(rounded))
 
 
 def load_groups(groups: Groups, saved: Groups, rules: Sequence[UpdateRule] = ()) -> None:

@@ -166,7 +166,7 @@ class Subject:
                 "world_size": self.comm.world_size,
                 "stages": [sharded.engine.sharding.stage for sharded in self._sharded],
             },
-            "versions": {"zero_optim": _version(), "torch": torch.__version__},
+            "versions": {"zero_optim": _version(), "torch": str(torch.__version__)},
         }
 
     # -- loading -------------------------------------------------------------------------------------------------

@@ -182,7 +182,9 @@ class Bucket:
         self._views: Sequence[Tensor] = ()
         # ``.grad`` can show a view only in the parameter's own dtype: torch takes no other.
         if self.keeps_full and dtype == self.dtype:
-            self._views = [*map(shown_as, self.params, self.flat.slot_views(self.grad_buffer))]
+            self._views = self.flat.slot_views(self.grad_buffer)
+            if self.flat.sliced:
+                self._views = [*map(shown_as, self.params, self._views)]
         # Where all tensor-parallel ranks have a parameter, each may have a term of its gradient, summed as it leaves.
         self._terms: Sequence[Tensor] = ()
         if reduces and self.flat.sliced and not self.flat.cut:

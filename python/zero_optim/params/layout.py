@@ -73,6 +73,8 @@ class BucketLayout:
 
     def holding(self, numels: Mapping[int, int]) -> BucketLayout:
         """Give the same places to parameters with fewer elements here than they were given room for: ``numels``."""
+        if all(slot.numel == numels[slot.param] for slot in self.slots):
+            return self
         return replace(self, slots=tuple(replace(slot, numel=numels[slot.param]) for slot in self.slots))
 
     def shard_of(self, slot: Slot) -> int:

@@ -391,8 +391,9 @@ class OptimizerState:
         _, numel = tensor.span(0, shard.bucket.layout.numel)
         flat, names, sharding = shard.bucket.flat, {piece.slot.param for piece in given}, shard.bucket.sharding
         every = torch.empty(sharding.slice_count if flat.joined else 1, numel, dtype=tensor.dtype, device=flat.device)
+        fulls = every.unbind() if self.sharding.savers.rank == 0 else ()
         for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
-            for rank, full in enumerate(every if self.sharding.savers.rank == 0 and slot.param in names else ()):
+            for rank, full in enumerate(fulls if slot.param in names else ()):
                 whole = tensors[slot.param][tensor.name]
                 part = whole if own is None else own.on(rank).of(whole)
                 shard.view_in(full, tensor, number, rank).copy_(part)

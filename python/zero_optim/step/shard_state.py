@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
 from ..params.joint import Joint, joint_of
 from ..params.layout import SlotPiece
-from ..params.storage_order import view_of
+from ..params.storage_order import StorageOrder, strides_of, view_of
 from ..params.tensor_slice import shown_as
 from ..rules.codec import Codec
 from ..rules.state_tensor import Begins, Per, StateTensor
@@ -342,6 +343,10 @@ class ShardState:
 
     def shape(self, index: int, tensor: StateTensor) -> Tensor:
         """Show slot ``index`` of a tensor as ``shown`` does, without values: no page is fetched."""
+        flat = self.bucket.flat
+        if self.bucket.sharding.shard_count == 1 and flat.slices[index] is None:
+            parameter = self.bucket.params[index]
+            return _empty(tensor.shape(parameter.shape, parameter.numel()), tensor.order(flat.orders[index]))
         _, numel = tensor.span(0, self.numel)
         return self.shown(index, tensor, torch.empty(numel, dtype=tensor.dtype, device="meta"))
 
@@ -410,3 +415,9 @@ def _follow(master: Tensor, parameter: Tensor) -> None:
     for own, edited in zip(master.split(_CHUNK), parameter.split(_CHUNK), strict=True):
         kept = own.to(edited.dtype) == edited
         torch.where(kept, own, edited, out=own)
+
+
+@lru_cache(maxsize=1024)
+def _empty(shape: tuple[int, ...], order: StorageOrder) -> Tensor:
+    """Make a tensor without values, which parameters of one shape have in common: it shows where a whole state goes."""
+    return torch.empty_strided(shape, strides_of(shape, order), device="meta")

@@ -209,7 +209,10 @@ def tensors_in(thing: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     if id(thing) not in seen:
         seen.add(id(thing))
         for value in values:
-            yield from tensors_in(value, seen)
+            if isinstance(value, Tensor):
+                yield value
+            else:
+                yield from tensors_in(value, seen)
 
 
 def _in_attributes(modules: Iterable[nn.Module]) -> list[object]:

@@ -126,5 +126,7 @@ def flatten(params: Sequence[Tensor], sharding: Sharding, *, trained: bool) -> F
 
 def sharded_model_of(parameters: Iterable[Tensor]) -> list[ShardedModel]:
     """List the sharded models that hold some of these parameters, plain or as modules have them."""
+    if not len(_model_of):  # without stage 3 nothing is looked up for each parameter
+        return []
     references = [_model_of.get(plain_parameter(parameter)) for parameter in parameters]
     return list(dict.fromkeys(model for of in references if of is not None and (model := of()) is not None))
