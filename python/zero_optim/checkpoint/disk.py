@@ -43,10 +43,8 @@ def start_writing(file: int, offset: int, nbytes: int) -> None:
 def will_read(file: int, offset: int, nbytes: int) -> None:
     """Make the disk read this range ahead."""
     if hasattr(os, "posix_fadvise"):
-        try:  # contextlib.suppress takes longer than the call
+        with contextlib.suppress(OSError):
             os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_WILLNEED)
-        except OSError:
-            pass
 
 
 def exchange(one: Path, other: Path) -> bool:
