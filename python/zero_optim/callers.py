@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+DCP_SAVER = "torch.distributed.checkpoint.state_dict_saver"
 
 
 def called_from(module: str) -> bool:
@@ -41,12 +42,11 @@ def local_of_caller(name: str) -> Any:
     return sys._getframe(2).f_locals.get(name)
 
 
-def locals_of_callers(name: str, module: str | None = None) -> Iterator[Any]:
-    """Yield the local variables ``name`` of all frames on the stack, the innermost first. ``module``: those of its code
-    alone."""
+def locals_of_callers(name: str, module: str) -> Iterator[Any]:
+    """Yield the local variables ``name`` of all frames of ``module``'s code on the stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         # Of other frames ``f_locals`` is not asked for: the copy that it makes keeps what the frame deletes later.
-        if module in (None, frame.f_globals.get("__name__")) and name in frame.f_locals:
+        if frame.f_globals.get("__name__") == module and name in frame.f_locals:
             yield frame.f_locals[name]
         frame = frame.f_back

@@ -191,7 +191,7 @@ def test_arguments_are_read_before_torch_is_imported() -> None:
 def test_the_dtype_follows_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "has_bf16_units", lambda device: False)
     made = fresh_config({}, "cpu")
-    assert (made.dtype, made.steps, made.batch) == ("fp32", 300, 2)
+    assert (made.dtype, made.steps, made.batch) == ("fp32", 250, 2)
     assert fresh_config({"dtype": "bf16"}, "cpu") == TrainConfig()
     assert fresh_config({"steps": 7}, "cpu").steps == 7
     assert fresh_config({"master": "split"}, "cpu") == TrainConfig(master="split")  # which fp32 parameters cannot have

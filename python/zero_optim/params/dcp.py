@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..callers import locals_of_callers
+from ..callers import DCP_SAVER, locals_of_callers
 from ..errors import ShardAccessError
 from .storage_order import StorageOrder, stored_dims, tensor_dims, view_of
 from .tensor_slice import TensorSlice
@@ -130,7 +130,7 @@ def _parts(shard: AnyFlatShard) -> Iterator[Rectangle]:
 
 def _check_storage(shard: AnyFlatShard) -> None:
     """Refuse Hugging Face's storage. DCP does not tell which storage it writes to, but a caller's local does."""
-    for writer in map(type, locals_of_callers("storage_writer")):
+    for writer in map(type, locals_of_callers("storage_writer", DCP_SAVER)):
         if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in writer.__mro__):
             raise ShardAccessError(
                 f"the {shard.label} is sharded, and {writer.__name__} keeps one piece of a tensor for each name and "

@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FP16_ON_CPU = {"layers": 2, "hidden": 128, "heads": 2, "seq": 128, "batch": 4, "steps": 400, "lr": 2e-3}
 # bf16 is emulated there, at a third of the speed of fp32 or less. Fewer windows: two minutes on two slow cores.
 _WITHOUT_BF16 = {"dtype": "fp32"}
-_FP32_ON_CPU = {**_WITHOUT_BF16, "batch": 2, "steps": 300}
+_FP32_ON_CPU = {**_WITHOUT_BF16, "batch": 2, "steps": 250}
 
 RESUME_AUTO = Path("auto")
 # A resumed run takes everything from its checkpoint; these flags alone may differ from it.
