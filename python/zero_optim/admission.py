@@ -20,6 +20,7 @@ from .errors import RankMismatchError
 from .params.layout import ROW
 from .params.parameter_set import ParameterSet
 from .params.shardings import Shardings
+from .params.storage_order import storage_order
 from .params.tensor_slice import is_cut, local_of
 from .rules.group_rules import GroupRules
 
@@ -158,7 +159,8 @@ def _digests(parameters: ParameterSet, indices: Sequence[int]) -> list[bytes]:
     for index in indices:
         local = local_of(parameters.all[index]).detach()
         count = min(local.numel(), ROW)
-        head = local.as_strided((count,), (1,)) if count else local.reshape(-1)
+        dense = local.is_contiguous() or storage_order(local) is not None
+        head = local.as_strided((count,), (1,)) if dense and count else local.reshape(-1)[:count]
         by_dtype.setdefault(local.dtype, {})[index] = head
     for heads in by_dtype.values():
         flat = torch.cat([*heads.values()]).cpu()

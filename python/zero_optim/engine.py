@@ -290,16 +290,16 @@ class Engine:
         On several ranks this sends nothing: ranks without edits would not take part.
         """
         edits = self.reducer.follow_edits()
-        several = self.sharding.reduces or self.sharding.agrees  # one data-parallel rank may have others to agree with
+        if self.sharding.everyone.world_size == 1:  # other stages of a pipeline take no part in its exchange
+            if edits.assigned or edits.dropped or edits.written:
+                self.exchange.outdate()
+            return
         # After an exchange that failed the assignment is known already, and the next exchange tells all ranks of it.
-        if several and edits.assigned and not self.exchange.failed:
+        if edits.assigned and not self.exchange.failed:
             raise GradientError(
                 "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
             )
-        if several:
-            self.exchange.follow_edits(edits.dropped, edits.written)
-        elif edits.assigned or edits.dropped or edits.written:
-            self.exchange.outdate()
+        self.exchange.follow_edits(edits.dropped, edits.written)
 
     def _coefficients(self, groups: Groups) -> Coefficients:
         """Phase 3: the scalar that unscales and clips, the one that skips, the rule's coefficients; on the device."""
@@ -372,6 +372,8 @@ class Engine:
         """Reset clipping and unscaling, and outdate the exchange: the gradients were applied, or are gone."""
         self.clip.reset()
         self.exchange.outdate()
+        if self.pipeline is not None:
+            self.pipeline.end_step()
 
     # -- parameters and state ------------------------------------------------------------------------------------
 

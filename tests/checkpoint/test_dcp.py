@@ -356,3 +356,25 @@ def test_whole_state_dicts(ranks: int, run: Run, then: Run, options: dict, loade
             assert all(after[1][name]["step"] == entry["step"] for name, entry in before[1].items())
         else:
             assert_same(before, after)
+
+
+def partial_whole(rank: int, world_size: int, run: Run, broadcast: bool) -> dict[str, float]:
+    """A whole state of one parameter alone, as torch's AdamW has it where the others never had a gradient."""
+    model, opt = trained(rank, run)
+    options = StateDictOptions(full_state_dict=True)
+    content = get_optimizer_state_dict(model, opt, options=options)
+    kept = next(iter(content["state"]))
+    content["state"] = {kept: content["state"][kept]}
+    expected = content["state"][kept]["exp_avg"].clone()
+    given = StateDictOptions(full_state_dict=True, strict=False, broadcast_from_rank0=broadcast, cpu_offload=broadcast)
+    set_optimizer_state_dict(model, opt, content if not (broadcast and rank) else {}, options=given)
+    after = get_optimizer_state_dict(model, opt, options=options)["state"]
+    assert torch.equal(after[kept]["exp_avg"], expected)
+    return {name: entry["step"].item() for name, entry in after.items() if name != kept}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_whole_state_dict_of_some_parameters(stage: int, broadcast: bool) -> None:
+    for steps in run_ranks(2, partial_whole, Run(stage), broadcast):
+        assert steps and not any(steps.values())  # they begin anew

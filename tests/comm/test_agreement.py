@@ -223,6 +223,30 @@ def test_unnamed_parameters_in_another_order(how: str, stage: int, ranks: int) -
         assert (f"the values of another parameter on rank {ranks - 1} than on rank 0" in raised) == seen == bool(raised)
 
 
+def _not_dense(rank: int, world_size: int) -> list[str]:
+    """What the constructor raises for unnamed parameters with gaps, or elements that share memory."""
+    import zero_optim
+
+    torch.manual_seed(0)
+    wide = torch.randn(8, 6)
+    wide[:, 1::2] = rank  # what is in the gaps is no parameter's
+    own = [wide[:4, ::2], wide[4:, ::2]]
+    raised = []
+    for given in (own, own[:: -1 if rank else 1], [torch.zeros(1).expand(300), torch.ones(2, 3)]):
+        try:
+            zero_optim.ShardedAdamW([nn.Parameter(tensor) for tensor in given]).close()
+            raised.append("")
+        except zero_optim.RankMismatchError as error:
+            raised.append(str(error))
+    return raised
+
+
+def test_unnamed_parameters_that_are_not_dense() -> None:
+    for same, reversed_, expanded in run_ranks(2, _not_dense):
+        assert not same and not expanded
+        assert "has the values of another parameter on rank 1" in reversed_
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_bad_argument_on_one_rank_raises_on_all_and_names_the_rank(world_size):
     for rank, errors in enumerate(run_ranks(world_size, _construct_all, BAD_ON_ONE_RANK, timeout=40)):

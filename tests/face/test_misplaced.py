@@ -145,6 +145,17 @@ def test_a_parameter_that_was_replaced_in_the_model_is_named_once(
             assert "replaced in the model after the optimizer was made" in message and "(2, 4)" not in message
 
 
+def test_a_parameter_that_was_never_in_the_model_was_not_replaced() -> None:
+    model, criterion = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = zero_optim.ShardedAdamW(model.parameters())
+    optimizer.add_param_group({"params": [*criterion.parameters()]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+
+
 def test_copies_are_refused() -> None:
     optimizer = zero_optim.ShardedAdamW(nn.Linear(2, 2).parameters())
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -196,6 +198,41 @@ def test_whoever_reads_waits() -> None:
     for finite, under_way in run_ranks(2, _other_readers):
         assert all(under_way.values()), under_way
         assert all(finite.values()), finite
+
+
+def _read_by_threads(rank: int, world_size: int) -> tuple[int, int, list[str]]:
+    """Two threads read all parameters, as an average or a logger does, while the model trains."""
+    model, ended, troubles, reads = _model(torch.float32), threading.Event(), [], []
+    opt = zero_optim.ShardedAdamW(model.parameters(), bucket_cap_mb=CAP_MB, overlap_param_gather=True)
+    opt.attach(model)
+
+    def read() -> None:
+        try:
+            while not ended.is_set():
+                reads.append(all(p.detach().isfinite().all() for p in model.parameters()))
+        except Exception as error:
+            troubles.append(repr(error))
+
+    model(_tokens(rank, 0)).backward()
+    opt.step()
+    before, interval = [threading.Thread(target=read) for _ in range(2)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    for thread in before:
+        thread.start()
+    for step in range(60):
+        opt.zero_grad()
+        model(_tokens(rank, step)).backward()
+        opt.step()
+    ended.set()
+    for thread in before:
+        thread.join(60)
+    sys.setswitchinterval(interval)
+    return opt.stats()["steps"], sum(reads) - len(reads), troubles
+
+
+def test_other_threads_may_read() -> None:
+    for found in run_ranks(2, _read_by_threads):
+        assert found == (61, 0, [])
 
 
 def _metadata(rank: int, world_size: int) -> tuple[bool, bool]:

@@ -92,7 +92,10 @@ def to_load_whole(engine: Engine, groups: Groups) -> dict[str, Any]:
         state[index] = {name: torch.empty(0, device=parameter.device) for name in names}
         for tensor in state[index].values():
             tensor.zero_optim_absent = True  # type: ignore[attr-defined]
-    return make_state_dict(_as_torch(engine, groups), state, engine.hyper.steps.float())
+    made = make_state_dict(_as_torch(engine, groups), state, engine.hyper.steps.float())
+    for entry in made["state"].values():
+        entry["step"].zero_optim_absent = True
+    return made
 
 
 def _as_torch(engine: Engine, groups: Groups) -> Groups:

@@ -40,6 +40,11 @@ class HostCopy:
         self._sent = False
         return list(self._memory)
 
+    @property
+    def unread(self) -> bool:
+        """Whether values were sent that nobody has read."""
+        return self._sent
+
     def _arrived(self) -> bool:
         with on_device(self.source.device):
             return self._event is None or self._event.query()

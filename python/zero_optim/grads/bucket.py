@@ -7,6 +7,7 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -151,6 +152,8 @@ class Bucket:
         self._zeroings_noted = 0  # the same, as ``note_writes`` was last called
         self.unsharding: Pending | None = None
         self._guarded: list[Tensor] = []
+        self._stepped_on: torch.cuda.Stream | None = None
+        self._reading = threading.RLock()  # other threads may read parameters that are in flight
         self._poison = "poison" in debug_options() and sharding.shard_count > 1
         self.follower: Follower | None = None
         self.slots = Slots(self.params)
@@ -439,22 +442,37 @@ class Bucket:
         """Let the first read or write of a parameter that is in flight wait for it: see ``ArrivingParameter``."""
         if self.unsharding is not None:
             self._guarded = [parameter for parameter in self.params if type(parameter) is nn.Parameter]
+            self._stepped_on = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
             for parameter in self._guarded:
-                parameter.__class__ = ArrivingParameter
                 arriving[id(parameter)] = self
+                parameter.__class__ = ArrivingParameter
 
     def wait_for_parameters(self) -> None:
-        """Order later work after the arrival of the parameters."""
+        """Order later work on the current stream after the arrival of the parameters."""
         if self.unsharding is not None:
-            self.unsharding.wait()
-            self._end_unsharding()
+            with self._reading:
+                if self.unsharding is not None:  # else another thread has waited meanwhile
+                    self.unsharding.wait()
+                    self._end_unsharding()
+
+    def order_reader(self) -> None:
+        """Do the same for whoever reads or writes a parameter, on any stream, in any thread. The stream that has
+        stepped waits, too: the next forward, on that one, does not wait again."""
+        with self._reading:
+            on = self._stepped_on
+            if self.unsharding is None or on is None or on == torch.cuda.current_stream(self.device):
+                self.wait_for_parameters()
+            else:
+                self.unsharding.order_current()
+                with torch.cuda.stream(on):
+                    self.wait_for_parameters()
 
     def _end_unsharding(self) -> None:
-        self.unsharding = None
         for parameter in self._guarded:
             parameter.__class__ = nn.Parameter
             arriving.pop(id(parameter), None)
         self._guarded = []
+        self.unsharding = None
 
     def follow_edits(self) -> Edits:
         """Drop what the user has zeroed since the last reduction. Returns the gradients assigned since, and dropped."""

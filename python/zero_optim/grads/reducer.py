@@ -575,8 +575,13 @@ class Reducer:
                 of_bucket = bucket.follow_edits()
                 edits.assigned |= of_bucket.assigned
                 edits.dropped |= of_bucket.dropped
-            elif bucket.collect(self._streams):
-                edits.assigned.update(slot.param for slot in bucket.layout.slots)
+            else:
+                before = bytes(bucket.slots.used)
+                if bucket.collect(self._streams):
+                    for slot, was, now in zip(bucket.layout.slots, before, bucket.slots.used, strict=True):
+                        kind = edits.written if was and now else edits.assigned if now else edits.dropped
+                        if was or now:
+                            kind.add(slot.param)
             bucket.note_writes()  # gradients that were dropped are zero now: the user has not written that
         return edits
 

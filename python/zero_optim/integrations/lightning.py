@@ -233,7 +233,9 @@ class ShardedStrategy(DDPStrategy):
             )
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        self._resumed_from = f"{os.path.realpath(checkpoint_path)}.sharded"  # last.ckpt may be a link
+        beside = f"{checkpoint_path}.sharded"
+        # last.ckpt may be a link
+        self._resumed_from = beside if os.path.isdir(beside) else f"{os.path.realpath(checkpoint_path)}.sharded"
         return super().load_checkpoint(checkpoint_path, *args, **options)
 
     def load_optimizer_state_dict(self, content: Mapping[str, Any]) -> None:

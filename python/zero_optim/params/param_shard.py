@@ -218,7 +218,7 @@ def _described(source: Tensor) -> str:
 class Arrives(Protocol):
     """A bucket whose parameters may be in flight."""
 
-    def wait_for_parameters(self) -> None: ...
+    def order_reader(self) -> None: ...
 
 
 arriving: dict[int, Arrives] = {}
@@ -234,12 +234,17 @@ _METADATA = {
 """What reads or writes no values."""
 
 
+def _order_after_arrival(parameter: Tensor) -> None:
+    if (bucket := arriving.get(id(parameter))) is not None:  # else another thread has waited meanwhile
+        bucket.order_reader()
+
+
 class ArrivingParameter(nn.Parameter):
     """The class of a parameter from ``step`` until its all-gather is waited for, with ``overlap_param_gather``.
 
     It has stale values then. Whoever first reads or writes it waits for its bucket, whose parameters are plain again
-    from then on. Calls of modules never see it, as their hooks have waited. Code that takes a tensor past torch's
-    operators, as an extension built by pybind, is the only one not to be seen here.
+    from then on. Calls of modules never see it, as their hooks have waited. Not seen here is what takes a tensor past
+    ``__torch_function__``: ``torch.func``, a scripted function, an extension built by pybind.
     """
 
     @classmethod
@@ -247,7 +252,7 @@ class ArrivingParameter(nn.Parameter):
         if func not in _METADATA:
             for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
                 if type(tensor) is ArrivingParameter:
-                    arriving[id(tensor)].wait_for_parameters()
+                    _order_after_arrival(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         # ``nn.Parameter(p)`` has seen this class, and wants a tensor of the class that ``p`` has now.
@@ -255,9 +260,9 @@ class ArrivingParameter(nn.Parameter):
         return torch.Tensor._make_subclass(nn.Parameter, result) if made else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        arriving[id(self)].wait_for_parameters()  # first: a copy must be of the class that it has then
+        _order_after_arrival(self)  # first: a copy must be of the class that it has then
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        arriving[id(self)].wait_for_parameters()
+        _order_after_arrival(self)
         return self.__reduce_ex__(protocol)

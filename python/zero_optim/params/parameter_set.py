@@ -42,6 +42,7 @@ class ParameterSet:
         self._frozen: dict[int, Tensor] = {}
         self._sizes: list[int] = []  # of the groups
         self._model = None if model is None else weakref.ref(model)
+        self._of_model: set[int] = set()  # indices of those that the model had when it, or they, became known
         self._used = b""  # of the last step, as ``warn_of_replaced`` was given it
         self._found_unused: set[int] = set()
 
@@ -61,7 +62,13 @@ class ParameterSet:
         self.group_of[:] = [number for number, group in enumerate(self.groups) for _ in group["params"]]
         self.relabel()
         self._frozen = {index: p for index, p in enumerate(self.all) if index not in self.trained}
+        self._note_of_model(range(before, len(self.all)))
         return list(range(before, len(self.all)))
+
+    def _note_of_model(self, indices: Iterable[int]) -> None:
+        if self._model is not None and (model := self._model()) is not None:
+            names = _names(model)
+            self._of_model.update(index for index in indices if id(self.all[index]) in names)
 
     def relabel(self) -> None:
         self.names[:] = own_names(self.groups)
@@ -110,6 +117,7 @@ class ParameterSet:
                 )
             group["param_names"] = [names[id(plain_parameter(p))] for p in group["params"]]
         self._model = weakref.ref(model)
+        self._note_of_model(range(len(self.all)))
         self.relabel()
 
     def with_names(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -140,8 +148,10 @@ class ParameterSet:
         """
         model = None if used == self._used or self._model is None else self._model()
         self._used = bytes(used)
-        found = {index for index in self.trained if not used[index]} - self._found_unused if model is not None else ()
-        if model is None or not found:
+        if model is None:
+            return
+        found = {index for index in self.trained if not used[index]} & self._of_model - self._found_unused
+        if not found:
             return
         self._found_unused |= found
         here = _names(model)

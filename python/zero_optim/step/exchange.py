@@ -90,6 +90,7 @@ class Exchange:
         self._edited: set[int] = set()  # parameters, since the last exchange
         self._raised: Alarm | None = None  # known on this rank; raised in the next step, when the other ranks know it
         self._own_reasons: Mapping[str, Sequence[str]] = {}  # by alarm, of the last exchange
+        self._own_totals, self._totals_of_all = torch.zeros(2, 2, dtype=torch.float32, device=sharding.device)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -184,12 +185,18 @@ class Exchange:
         """Collective over the stages of a pipeline. Make the totals of this stage those of all.
 
         Args:
-            fresh: False: the totals are those of all stages already.
+            fresh: whether this stage has exchanged since the last call. Another stage may have, where gradients were
+                edited: then its count of non-finite values is another, while the norm of the clip stays.
             inverse_scale: the inverse of the loss scale of this step; None: there is none. See ``Pipeline.share``.
         """
         assert self._pipeline is not None
-        totals = self._vector.totals if fresh and (norm_type is not None or stats) else None
-        self._pipeline.share(totals, norm_type, self._vector.alarms.raised_on_device(), inverse_scale)
+        totals = self._vector.totals
+        if fresh:
+            self._own_totals.copy_(totals)
+        of_all = self._totals_of_all.copy_(self._own_totals) if norm_type is not None or stats else None
+        self._pipeline.share(of_all, norm_type, self._vector.alarms.raised_on_device(), inverse_scale)
+        if of_all is not None:
+            (totals if fresh else totals[1:]).copy_(of_all if fresh else of_all[1:])
 
     @property
     def failed(self) -> bool:

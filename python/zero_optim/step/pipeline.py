@@ -16,7 +16,7 @@ A parameter that two stages have, as a tied embedding, is marked ``shared`` on o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +38,10 @@ _FAILED, _FAILED_LATE = 1.0, 0.5
 """Flags of a stage that takes no step: for a reason that the others have yet to hear, and for one that they know."""
 
 
+_MOST_CALLS = 4
+"""Calls of a step that exchange, as ``unscale_``, ``clip_grad_norm_`` and ``step``. With more the host waits once."""
+
+
 class Pipeline:
     """The ranks that have the other stages of this rank's pipeline.
 
@@ -54,7 +58,9 @@ class Pipeline:
         self._vector = torch.zeros(2 + 2 * comm.world_size, dtype=torch.float32, device=device)
         self._totals, self._flags, self._scales = self._vector.split([2, comm.world_size, comm.world_size])
         self.failed = torch.zeros(1, dtype=torch.float32, device=device)
-        self._on_host = HostCopy(self._vector[2:])
+        # A step sends one in each of its calls, as clip_grad_norm_, and reads those of the step before.
+        self._reports = [HostCopy(self._vector[2:]) for _ in range(_MOST_CALLS)]
+        self._checked = False  # whether this step has read them
         self._known: RankMismatchError | None = None  # the failure that ``check`` has raised last
 
     @property
@@ -88,11 +94,14 @@ class Pipeline:
             totals.copy_(self._totals)
         self.failed.copy_(self._flags.sum() + (self._scales.amax() != self._scales.amin()))
         if not is_capturing(self._vector.device):
-            self._on_host.send()
+            if all(report.unread for report in self._reports):
+                self._read()
+            next(report for report in self._reports if not report.unread).send()
 
     def fail(self, error: Exception) -> None:
         """Collective. Let the other stages skip the step that they are in, and raise, as ``error`` has come up here."""
-        self._on_host.read(wait=True)  # what it says of this step is known here
+        for report in self._reports:
+            report.read(wait=True)  # what it says of this step is known here
         self._vector.zero_()
         self._flags[self.stage].fill_(_FAILED_LATE if error is self._known else _FAILED)
         self._scales.fill_(1.0)
@@ -101,11 +110,26 @@ class Pipeline:
     def check(self) -> None:
         """Raise RankMismatchError where another stage has failed in the last step, or its loss scale was another one.
 
-        On CUDA all stages raise one step later, in the same call, as with alarms: the host does not wait for a step.
+        On CUDA all stages raise one step later, in the same call, as with alarms: the host does not wait for a step. So
+        only the first call of a step reads.
         """
-        values = None if is_capturing(self._vector.device) else self._on_host.read(wait=True)
-        if values is None:
+        if not self._checked:
+            self._read()
+            self._checked = True
+
+    def end_step(self) -> None:
+        """Note that the next call is the first of a step."""
+        self._checked = False
+
+    def _read(self) -> None:
+        if is_capturing(self._vector.device):
             return
+        read = [report.read(wait=True) for report in self._reports]
+        for values in read:
+            if values is not None:
+                self._judge(values)
+
+    def _judge(self, values: Sequence[float]) -> None:
         flags, scales = values[: self.stages], values[self.stages :]
         failed = [stage for stage, flag in enumerate(flags) if flag >= _FAILED]
         if any(flags):
@@ -126,8 +150,8 @@ class Pipeline:
 
     def check_now(self, *, wait: bool) -> None:
         """``check`` what was just exchanged, where the host has it already, or is to ``wait`` for it."""
-        if wait or self._on_host.immediate:
-            self.check()
+        if wait or self._reports[0].immediate:
+            self._read()
 
     def together(self, norms: Norms, norm_type: float, device: torch.device) -> Norms:
         """Collective. Combine the norms of all stages, one each, into one: [1] each."""
