@@ -7,14 +7,13 @@ ranks compare the two, each rank for a part of the files.
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,18 +40,13 @@ class Portion(FlatRange):
 
 def crc32c(data: bytes) -> str:
     """Compute a checksum, in hexadecimal. Raises CheckpointError where the package for it is missing."""
-    return f"{_crc32c()(data):08x}"
-
-
-@functools.cache
-def _crc32c() -> Callable[[bytes], int]:
     try:
         from google_crc32c import value
     except ImportError as error:
         raise CheckpointError(
             "checkpoints have checksums, for which google-crc32c is missing: pip install google-crc32c"
         ) from error
-    return cast(Callable[[bytes], int], value)
+    return f"{value(data):08x}"
 
 
 def check_dtype(spec: TensorSpec) -> None:
