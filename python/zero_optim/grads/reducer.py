@@ -579,9 +579,10 @@ class Reducer:
                 before = bytes(bucket.slots.used)
                 if bucket.collect(self._streams):
                     for slot, was, now in zip(bucket.layout.slots, before, bucket.slots.used, strict=True):
-                        kind = edits.written if was and now else edits.assigned if now else edits.dropped
-                        if was or now:
-                            kind.add(slot.param)
+                        if now:
+                            (edits.written if was else edits.assigned).add(slot.param)
+                        elif was:
+                            edits.dropped.add(slot.param)
             bucket.note_writes()  # gradients that were dropped are zero now: the user has not written that
         return edits
 

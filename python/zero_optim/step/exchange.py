@@ -195,8 +195,10 @@ class Exchange:
             self._own_totals.copy_(totals)
         of_all = self._totals_of_all.copy_(self._own_totals) if norm_type is not None or stats else None
         self._pipeline.share(of_all, norm_type, self._vector.alarms.raised_on_device(), inverse_scale)
-        if of_all is not None:
-            (totals if fresh else totals[1:]).copy_(of_all if fresh else of_all[1:])
+        if of_all is not None and fresh:
+            totals.copy_(of_all)
+        elif of_all is not None:
+            totals[1:].copy_(of_all[1:])
 
     @property
     def failed(self) -> bool:
