@@ -8,7 +8,6 @@ DTYPE  ?=
 STEPS  ?=
 DATA   ?=
 OUT    ?=
-BASE   ?= main
 ARGS   ?=
 SECONDS ?= 600
 WORKERS ?= 2
@@ -34,28 +33,23 @@ train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA 
 
 .PHONY: test
 test: $(DEVELOPED)  ## run the test suite, a file at a time on each of WORKERS (2) workers; ARGS goes to pytest
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 .PHONY: test-all
-test-all:  ## the test suite with its slow tests: every cell of every table
+test-all:  ## the test suite with its slow tests (every cell of every table) and those of CUDA and Triton code
 	@$(MAKE) --no-print-directory test ARGS='-m "" $(ARGS)'
-
-.PHONY: quick
-quick: $(DEVELOPED)  ## the tests nearest to what differs from BASE, 90 seconds at most; ARGS goes to pytest
-	@$(BIN)/python tests/quick.py --base "$(BASE)" $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(DEVELOPED)  ## random programs on 2 and 3 ranks against torch's AdamW, for SECONDS; a failure prints as a script
-	@cd tests && ../$(BIN)/python -m fuzz --seconds $(SECONDS) $(ARGS)
+	@cd tests && PYTHONPATH=helpers ../$(BIN)/python -m fuzz --seconds $(SECONDS) $(ARGS)
 
 .PHONY: race-check
 race-check: $(DEVELOPED)  ## the order of everything launched, on simulated GPUs; ARGS="--only programs" is quicker
-	@cd tests && ../$(BIN)/python -m simulated_gpu $(ARGS)
+	@cd tests && PYTHONPATH=helpers ../$(BIN)/python -m simulated_gpu $(ARGS)
 
 .PHONY: cuda-check
-cuda-check: $(DEVELOPED)  ## the tests of CUDA and Triton code, for every architecture; needs no GPU, and `make test` skips what it has run
-	@ZERO_KERNELS_CHECK_KERNELS=1 $(BIN)/python -m pytest tests/cuda tests/triton_backend $(ARGS)
-	@$(if $(ARGS),,$(BIN)/python tests/checked.py)
+cuda-check: $(DEVELOPED)  ## the tests of CUDA and Triton code, for every architecture; needs no GPU
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m kernels tests/cuda tests/triton_backend $(ARGS)
 
 .PHONY: lint
 lint: $(DEVELOPED)  ## ruff, clang-format and mypy, as CI runs them

@@ -1,23 +1,14 @@
-"""Session-wide set-up: shared helpers and benchmarks are importable, and no worker process outlives the session."""
+"""Session-wide set-up: threads, cores and interfaces of what tests start; no worker process outlives the session."""
 
 from __future__ import annotations
 
-import gc
-import json
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).resolve().parent
-for _folder in (str(HERE.parent / "benchmarks"), str(HERE)):
-    if _folder not in sys.path:
-        sys.path.insert(0, _folder)
-
-import uncollected  # noqa: E402, F401  (until all tests are collected)
-from turns import take_turns  # noqa: E402
 
 # Modules are compiled once, and kept. Where the environment forbids that, each of hundreds of processes compiles them
 # again: to import torch and the package takes 8.8 seconds of a core in place of 3.3, and pytest rewrites all its files.
@@ -35,16 +26,16 @@ if sys.platform == "linux" and (_worker := os.environ.get("PYTEST_XDIST_WORKER")
     if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) >= len(_cores):
         os.sched_setaffinity(0, {_cores[int(_worker.removeprefix("gw")) % len(_cores)]})
 
-take_turns()  # and all that it starts
+# A process that is woken waits until the running one has to wait itself; so do all that this one starts. By default
+# gloo's sender, which holds a lock while it wakes another rank, then spins for that lock: a third of the processor time
+# of tests with ranks (Linux 6.18, two to four ranks on a core of an EPYC).
+if sys.platform == "linux":
+    with contextlib.suppress(OSError):  # a sandbox may not have it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # The loopback interface is always there; a host name that does not resolve would stop gloo.
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def pytest_collection_finish() -> None:
-    """The garbage collector works again."""
-    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,10 +48,3 @@ def _rank_pool() -> Iterator[None]:
     yield
     if "harness" in sys.modules:
         sys.modules["harness"].close_pool()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first: where several workers take a file at a time, none is left with one at the end."""
-    seconds = {HERE / name: of_file for name, of_file in json.loads((HERE / "seconds.json").read_text()).items()}
-    items.sort(key=lambda item: -seconds.get(item.path, 0.0))

@@ -33,7 +33,6 @@ for folder in (HERE.parent, HERE.parent / "train"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
-import warm_python  # noqa: E402
 from checkpoint_files import read_tensors  # noqa: E402
 from replacing_victim import live, without_exchange  # noqa: E402
 from training import environment, read_log, saved_steps, without_speed, write_text  # noqa: E402
@@ -75,7 +74,7 @@ def train(folder: Path, ranks: int, flags: Sequence[str], deaths: Sequence[Death
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "plan"
     plan.write_text("".join(f"{death}\n" for death in deaths))
-    launcher = [warm_python.executable(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launcher += ["--max-restarts", str(len(deaths)), str(HERE / "victim.py")]
     command = [*launcher, "train", "--resume", "auto", "--out", str(folder / "run"), *flags]
     # Else a second attempt finds the first one's addresses in the launcher's store (pytorch issue 135712).

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import warm_python
 from cells import slow_after
 from kills import MODEL, SAVE_EVERY, Death, assert_same, train
 from training import environment, write_text
@@ -64,7 +64,7 @@ def _ranks_that_save(folder: Path, how: str) -> tuple[int, int, str]:
     """Exit codes of both, and what rank 0 said. No launcher ends the one that is left."""
     ranks = [
         subprocess.Popen(
-            [warm_python.executable(), "-c", SAVES, str(folder), how, str(rank)],
+            [sys.executable, "-c", SAVES, str(folder), how, str(rank)],
             env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import subprocess
+import sys
 from typing import Any
 
 import pytest
-import warm_python
 from cells import slow
 from client_cases import EXAMPLES, needs
 
@@ -44,7 +44,7 @@ ACCELERATE_LOOP = ("accelerate_loop", ["--steps", "10", "--checkpoint"], "micro-
 def test_two_processes(launcher: list[str], name: str, options: list[str], sign: str, tmp_path: Any) -> None:
     """At stage 3. The launchers are as they are, not as the other tests imitate them."""
     command = [
-        warm_python.executable(),
+        sys.executable,
         *launcher,
         str(EXAMPLES / f"{name}.py"),
         "--stage",

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import warm_python
 from client_cases import EPS, EXAMPLES, as_torchrun, assert_like_adamw, load_example
 from harness import run_ranks
 
@@ -106,7 +105,7 @@ def test_they_go_on_from_one_anothers_files(dtype: str, tmp_path: Path) -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     """The launcher as it is."""
-    launcher = [warm_python.executable(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for name in ("before", "after"):
         command = [*launcher, str(FOLDER / f"{name}.py"), *_options(tmp_path / name, "float32")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
-import checked
-import kept
+import build_cache
 import pytest
 from library_cache import PTX, cached_library
 from toolchain import PTX_ARCHS, ROOT, SOURCES
@@ -41,17 +40,10 @@ def cuobjdump() -> Path:
 
 
 @pytest.fixture(scope="session")
-def unchecked(setup_py: SimpleNamespace) -> None:
-    """Skips tests that ``make cuda-check`` has run on what is there now."""
-    if checked.is_checked("cuda", checked.of_cuda(setup_py.nvcc() or "")):
-        pytest.skip(checked.REASON)
-
-
-@pytest.fixture(scope="session")
-def library(setup_py: SimpleNamespace, nvcc: str, unchecked: None) -> Path:
+def library(setup_py: SimpleNamespace, nvcc: str) -> Path:
     """The CUDA library of these sources, whether or not the package was installed with one."""
     try:
-        return cached_library(setup_py, nvcc, kept.folder("cuda"))
+        return cached_library(setup_py, nvcc, build_cache.folder("cuda"))
     except setup_py.BuildError as failure:
         pytest.fail(str(failure))
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from kept import one_at_a_time, used, version
+from build_cache import one_at_a_time, used, version
 from toolchain import ROOT
 
 PTX = "ptx"  # the folder of it, beside the library

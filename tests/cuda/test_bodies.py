@@ -16,13 +16,14 @@ HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++20", "-O0", "-g1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.platform != "linux", reason="the sanitizers are g++'s, on Linux"
-)
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="g++'s sanitizers, on Linux"),
+]
 
 
 @pytest.fixture(scope="module")
-def bodies(unchecked: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bodies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bodies")
 
     def compile_source(name: str) -> None:

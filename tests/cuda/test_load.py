@@ -29,6 +29,7 @@ print(torch.ops.zero_kernels_C.cuda_problem())
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ makes the stand-in")
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a libtorch_cuda of its own")
+@pytest.mark.kernels
 def test_every_op_is_registered(library: Path, tmp_path: Path) -> None:
     stand_in = 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n'
     (tmp_path / "stand_in.cpp").write_text(stand_in)
@@ -46,6 +47,7 @@ def test_every_op_is_registered(library: Path, tmp_path: Path) -> None:
 
 
 @needs_nm
+@pytest.mark.kernels
 def test_only_the_stable_abi_is_needed(library: Path) -> None:
     check_stable_abi(library, "aoti_torch_get_current_cuda_stream")
 

@@ -34,6 +34,8 @@ RULES = {
     "muon_subtract": (1, 0),
 }
 
+pytestmark = pytest.mark.kernels
+
 KERNELS = {
     "step of adamw": 12,
     **{f"foreach_step of {rule}": 12 for rule in RULES},
@@ -273,6 +275,6 @@ def test_updates_divide_and_take_roots_as_ieee_does(ptx: Mapping[tuple[str, str]
     assert of_table.count("div.rn.f64") == of_table.count("sqrt.rn.f64") == 1
 
 
-def test_a_contraction_would_be_seen(setup_py: SimpleNamespace, nvcc: str, unchecked: None, tmp_path: Path) -> None:
+def test_a_contraction_would_be_seen(setup_py: SimpleNamespace, nvcc: str, tmp_path: Path) -> None:
     text = to_ptx(setup_py, nvcc, "step_sgd", "80", tmp_path / "fused.ptx", "-fmad=true").read_text()
     assert "fma.rn.f32" in text

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import warm_python
 from cells import slow
 from script_ranks import run_script
 
@@ -76,7 +75,7 @@ train(opts)
 @pytest.mark.parametrize(("where", "world_size"), [pytest.param("step", 1, marks=slow), ("step", 2), ("backward", 2)])
 def test_an_error_that_nobody_catches_is_all_that_is_printed(where: str, world_size: int, tmp_path: Path) -> None:
     """Before a step, or within a backward whose reductions have begun to leave; at every stage."""
-    python = sys.executable if world_size == 1 else warm_python.executable()
+    python = sys.executable if world_size == 1 else sys.executable
     for code, output, errors in run_script(SCRIPT, world_size, tmp_path, where, python=python):
         errors = re.sub(r"^\[rank\d\]: ?", "", errors, flags=re.MULTILINE)  # torch's own hook says whose it is
         traceback = r"Traceback \(most recent call last\):\n(  .*\n)+ArithmeticError: the user's own error\n"

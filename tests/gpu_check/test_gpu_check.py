@@ -25,7 +25,6 @@ import gpu_profile
 import gpu_trainer
 import pytest
 import torch
-import warm_python
 from cells import slow
 from gpu_check import Log, run_phase
 from gpu_phases import PARTS, Phase
@@ -79,7 +78,7 @@ def rehearsal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     takes few: all of them are in ``make race-check``, too."""
     folder = tmp_path_factory.mktemp("out")
     arguments = f"ARGS=--rehearse --only {' '.join(request.param)}"
-    command = ["make", "-C", str(ROOT), "gpu-check", f"PYTHON={warm_python.executable()}", arguments]
+    command = ["make", "-C", str(ROOT), "gpu-check", f"PYTHON={sys.executable}", arguments]
     environment = {**os.environ, "OUT": str(folder), "RANK": "3", "WORLD_SIZE": "7", "ZERO_KERNELS_BACKEND": "abacus"}
     environment["ZERO_KERNELS_ORDER_PROGRAMS"] = "few"
     for name in ("PYTHONPATH", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # of a make that runs this test
@@ -495,7 +494,7 @@ def test_a_tolerance_that_is_a_guess_fails_on_a_cpu_alone(device: str) -> None:
     paths = [tests / "gpu", tests / "kernels", BENCHMARKS, ROOT, ROOT / "python"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "ZERO_KERNELS_GPU_TESTS_ON": device}
     code = "import places; places.within(True, 'right'); places.within(1 > 2, 'one is less'); print('went on')"
-    command = [warm_python.executable(), "-c", code]
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if device == "cuda":
         assert done.stdout == "went on\n" and "Uncalibrated: one is less" in done.stderr and "right" not in done.stderr

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import warm_python
 from cells import slow
 from run_cases import Page, ending, make_run, rank_report, session, step
 from zero_optim.cli import main
@@ -157,7 +156,7 @@ def test_losses_are_a_picture_too(run: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_help_needs_no_matplotlib() -> None:
     script = "import sys; from zero_optim.cli import main; main(sys.argv[1:])"
     watched = f"import atexit, sys; atexit.register(lambda: print('matplotlib' in sys.modules)); {script}"
-    command = [warm_python.executable(), "-c", watched, "report", "--help"]
+    command = [sys.executable, "-c", watched, "report", "--help"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
     assert "report" in said and said.splitlines()[-1] == "False"
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kept
+import build_cache
 
 HERE = Path(__file__).resolve().parent
 
@@ -53,12 +53,12 @@ def library() -> Path:
     if (torch / "lib" / "libtorch_cuda.so").exists():
         raise Unavailable("this torch is built for CUDA, and has a device of its own")
     compiler = _compiler()
-    cache = kept.folder("simulated_gpu")
+    cache = build_cache.folder("simulated_gpu")
     target = cache / f"simulated_gpu-{version}-{_digest(compiler, torch)}.so"
-    with kept.one_at_a_time(cache):
+    with build_cache.one_at_a_time(cache):
         if not target.exists():
             _compile(compiler, torch, target)
-        kept.used(target)
+        build_cache.used(target)
     return target
 
 
@@ -76,7 +76,9 @@ def _compiler() -> str:
 
 
 def _digest(compiler: str, torch: Path) -> str:
-    digest = hashlib.sha256(" ".join((compiler, kept.version([compiler]), str(torch), *FLAGS, *LIBRARIES)).encode())
+    digest = hashlib.sha256(
+        " ".join((compiler, build_cache.version([compiler]), str(torch), *FLAGS, *LIBRARIES)).encode()
+    )
     for source in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")]):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:16]

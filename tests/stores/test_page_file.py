@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm_python
 from guards import open_files_in
 from zero_optim import ClosedError, OffloadError
 from zero_optim.stores import direct_file, page_file
@@ -644,7 +643,7 @@ print("still there", flush=True)
 
 def test_forked_processes_end_and_the_file_stays(tmp_path):
     """Until its owner ends, which had no time to close it."""
-    command = [warm_python.executable(), "-c", FORKS, str(tmp_path)]
+    command = [sys.executable, "-c", FORKS, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     *refusals, outcome = run.stdout.splitlines()

@@ -6,12 +6,11 @@ import json
 import os
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 UNDRAWN = Path(__file__).with_name("undrawn")
@@ -45,7 +44,7 @@ class Command:
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
         self.process = subprocess.Popen(
-            [warm_python.executable(), *arguments],
+            [sys.executable, *arguments],
             cwd=folder,
             env=environment(),
             stdin=subprocess.DEVNULL,

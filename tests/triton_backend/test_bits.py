@@ -4,7 +4,6 @@ import itertools
 import math
 from unittest import mock
 
-import checked
 import pytest
 import torch
 from cases import FLOATS, EncodedShards, Shards, at_offset, awkward, dominated, same_bits
@@ -15,7 +14,7 @@ import zero_kernels
 from zero_kernels import HYPER_COLUMNS, ROW, RULES, codecs, reference, triton
 from zero_kernels.reference import STATS_BLOCK
 
-pytestmark = checked.unless_checked("triton", checked.of_triton())
+pytestmark = pytest.mark.kernels
 
 SIZES = (0, 1, 7, 127, 128, 129, 4095, 4097, 100_003)
 NAMES = ("reference", "triton")

@@ -13,13 +13,12 @@ from cases import FLOATS
 pytest.importorskip("triton.language", reason="triton is not installed")
 
 import aot
-import checked
 import triton.language as tl
 from triton import jit
 
 from zero_kernels import ROW, RULES, triton
 
-pytestmark = checked.unless_checked("triton", checked.of_triton())
+pytestmark = pytest.mark.kernels
 
 if triton.OPS and triton.common.INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1: nothing is compiled in this process", allow_module_level=True)

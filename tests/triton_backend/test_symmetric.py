@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import checked
 import pytest
 import torch
 from interpreter import interpreted
@@ -19,8 +18,6 @@ pytest.importorskip("triton.language", reason="triton is not installed")
 import zero_kernels
 from zero_kernels import BackendError, symmetric_product
 from zero_kernels.triton import symmetric
-
-unchecked = checked.unless_checked("triton", checked.of_triton())
 
 BF16 = torch.bfloat16
 
@@ -55,7 +52,7 @@ def strided(x: Tensor, way: str) -> Tensor:
     return x
 
 
-@unchecked
+@pytest.mark.kernels
 @pytest.mark.parametrize(("shape", "way"), [*itertools.product(SHAPES, WAYS), (LARGE, "contiguous")])
 @interpreted
 def test_each_element_is_exact_and_rounded_once(shape: tuple[int, int], way: str) -> None:
@@ -81,7 +78,7 @@ def test_one_matrix_is_as_one_of_several() -> None:
     assert torch.equal(one, symmetric_product(x[None], x.mT[None], d[None], alpha=0.3, beta=0.7)[0])
 
 
-@unchecked
+@pytest.mark.kernels
 @pytest.mark.parametrize(("rows", "columns"), [(7, 1000), (65, 130), (130, 400), (272, 256)])
 @interpreted
 def test_it_is_within_rounding_of_exact_arithmetic(rows: int, columns: int) -> None:
@@ -111,7 +108,7 @@ def test_a_product_that_rounding_made_uneven_is_symmetric() -> None:
     torch.testing.assert_close(got, plain, rtol=2**-7, atol=2**-7)
 
 
-@unchecked
+@pytest.mark.kernels
 @interpreted
 def test_bits_do_not_depend_on_the_batch() -> None:
     """What bf16 has rounded away of a product shows the bits of its sums."""

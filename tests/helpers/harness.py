@@ -38,14 +38,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from turns import take_turns
 
 TIMEOUT_SECONDS = {  # of a collective; ranks that share a GPU take turns on it
     "gloo": int(os.environ.get("GLOO_TIMEOUT_SECONDS", "20")),
     "nccl": 40,
 }
 PRELOADED = [
-    "uncollected",
     "harness",
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -164,7 +162,6 @@ def _worker_main(connection: Connection, stack_file: str, error_file: str) -> No
         os.dup2(errors.fileno(), 2)  # what libraries and a dying process say, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session's process handles Ctrl-C and closes the pool
     torch.set_num_threads(1)
-    take_turns()
     gc.enable()
     threading.Thread(target=_let_go, daemon=True).start()
     with open(stack_file, "w") as stacks:
