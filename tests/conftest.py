@@ -43,6 +43,23 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(config.rootpath, ".pytest_cache", "hypothesis")))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests of a GPU where there is none. ``ZERO_KERNELS_GPU_TESTS_PART=2/4`` takes every fourth of them, from the
+    second on, so that four processes run all of them."""
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    number, _, count = os.environ.get("ZERO_KERNELS_GPU_TESTS_PART", "1/1").partition("/")
+    left_out = {*of_gpu} - {*of_gpu[int(number) - 1 :: int(count)]}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+    if of_gpu:
+        import places
+
+        if (reason := places.why_no_device()) is not None:
+            for item in of_gpu:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _rank_pool() -> Iterator[None]:
     yield

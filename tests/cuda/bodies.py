@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/kernels")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
-from cases import FLOATS, EncodedShards, at_offset, awkward, dominated, rule_table, same_bits  # noqa: E402
+from kernel_cases import FLOATS, EncodedShards, at_offset, awkward, dominated, rule_table, same_bits  # noqa: E402
 
 from zero_kernels import ROW, RULES, codecs, reference  # noqa: E402
 

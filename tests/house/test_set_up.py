@@ -37,7 +37,7 @@ def test_training_and_measuring_install_nothing_for_tests(checkout: Path, target
 
 
 @needs_make
-@pytest.mark.parametrize("target", ["test", "quick", "fuzz", "race-check", "cuda-check", "lint", "format"])
+@pytest.mark.parametrize("target", ["test", "fuzz", "race-check", "cuda-check", "lint", "format"])
 def test_testing_installs_both_once(checkout: Path, target: str) -> None:
     commands = "\n".join(planned(checkout, target))
     assert [commands.count(f"--requirement {name}") for name in FILES] == [1, 1]

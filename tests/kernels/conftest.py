@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from cases import threads
+from kernel_cases import threads
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from cases import ISAS
+from kernel_cases import ISAS
 
 import zero_kernels
 from zero_kernels import ROW, BackendError, compiled, dispatch

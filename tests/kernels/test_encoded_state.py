@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import FLOATS, ISAS, EncodedShards, Shards, awkward, backend, rule_table, same_bits, threads
+from kernel_cases import ISAS, EncodedShards, Shards, awkward, backend, rule_table, same_bits, threads
 from torch import Tensor
 
 import zero_kernels
@@ -26,25 +26,6 @@ SIZES = (2000, 1, 0, 127, 128, 129, 7)
 def forms_of(rule: str, number: int) -> list[torch.dtype]:
     """One form for each state; over the numbers, each state has each form, beside each other's."""
     return [FORMS[(number // len(FORMS) ** i) % len(FORMS)] for i in range(len(RULES[rule].states))]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_same_bits_on_every_backend(rule: str) -> None:
-    """Mixes of forms with dtypes, misaligned or not, averages, rows that are measured, and split masters."""
-    for number in range(max(8, len(FORMS) ** min(2, len(RULES[rule].states)))):
-        forms = forms_of(rule, number * 7 if rule == "amsgrad" else number)
-        grad, param = FLOATS[number % 3], (*FLOATS, None)[number // 3 % 4]
-        for low in (None, *codecs.LOWS):
-            shards = EncodedShards(
-                *(rule, SIZES, grad, torch.bfloat16 if low else param, number % 2 * 3, number % 3),
-                calm=number % 4 != 0,
-                huge=number % 4 == 2,
-                forms=forms,
-                low=low,
-            )
-            want = shards.measured("reference")
-            for isa in ISAS:
-                assert all(map(same_bits, want, shards.measured(isa))), (isa, forms, grad, param, low, number)
 
 
 @every_low

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import ISAS
+from kernel_cases import ISAS
 from stable_abi import check_stable_abi, needs_nm
 
 from zero_kernels import compiled

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cases import ISAS, awkward, backend, same_bits
+from kernel_cases import ISAS, awkward, backend, same_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

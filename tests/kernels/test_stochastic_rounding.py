@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import FLOATS, ISAS, EncodedShards, backend, rule_table, same_bits, threads
+from kernel_cases import FLOATS, ISAS, EncodedShards, backend, rule_table, same_bits, threads
 from torch import Tensor
 
 import zero_kernels

@@ -1,15 +1,11 @@
-"""Makes the helpers importable, and skips this folder where triton is not installed."""
+"""Skips this folder where triton is not installed."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent / "kernels"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

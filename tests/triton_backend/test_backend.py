@@ -1,5 +1,6 @@
 """Where the backend runs, why not elsewhere, what its launches ask for, how a table gets to a device."""
 
+import math
 import os
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import pytest
 import torch
 from guards import no_host_reads
 from interpreter import interpreted
+from kernel_cases import awkward, dominated, same_bits
 
 import zero_kernels
 from zero_kernels import reference, triton
+from zero_kernels.reference import STATS_BLOCK
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,3 +150,25 @@ def test_a_recorded_graph_has_no_table(op: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module.reference, op, lambda *given: ran.append(given))
     triton.OPS[op](*arguments[op])
     assert len(ran) == 1 and all(got is given for got, given in zip(ran[0], arguments[op], strict=True))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("wild", "norm"), [(False, 1.0), (True, 2.0), (False, math.inf), (True, math.inf)])
+@interpreted
+def test_partials_are_added_in_order(wild: bool, norm: float) -> None:
+    """The launches after the first by themselves, for shards too large to interpret that on; two shards are large. They
+    add alike for the norms 1 and 2."""
+    sizes = [1, 0, 1024, 16 * 1024 + 1, 1025, 0, STATS_BLOCK + 1, 16 * 1024, 35 * 1024 + 7, 3, 0]
+    rows = [(0, 0, sum(sizes[:i]), 0, 0) for i in range(len(sizes) + 1)]
+    partials = awkward(rows[-1][2], torch.float32, 1).abs() if wild else dominated(rows[-1][2], 2)
+    counts = torch.arange(len(partials), dtype=torch.int32) % STATS_BLOCK
+    want = []
+    for of_shard, of_count in zip(partials.split(sizes), counts.split(sizes), strict=True):
+        lanes = torch.nn.functional.pad(of_shard, (0, -len(of_shard) % 1024)).view(1, -1, 1024)
+        total = reference._max_abs(of_shard) if norm == math.inf else reference._fold(lanes)[0]
+        want.append(torch.stack([total, of_count.sum().float()]))
+    out = torch.empty(len(sizes), 2)
+    partials = partials.view(torch.int32) if norm == math.inf else partials
+    norm = triton.grad_stats.INF if norm == math.inf else int(norm)
+    triton.grad_stats._combine(rows, torch.tensor(rows), partials.clone(), counts.clone(), out, norm)
+    assert all(map(same_bits, want, out))

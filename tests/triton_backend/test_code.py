@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import FLOATS
+from kernel_cases import FLOATS
 
 pytest.importorskip("triton.language", reason="triton is not installed")
 

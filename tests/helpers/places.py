@@ -1,22 +1,25 @@
 """Where the ops run, how tensors get there and back, and when two results count as the same.
 
-`ZERO_KERNELS_GPU_TESTS_ON=cpu` rehearses on the CPU whatever needs no GPU: the same functions, on the backends that a
-CPU has. `ZERO_KERNELS_GPU_TESTS_SEED` repeats a run's random numbers; without it each run draws its own.
+`ZERO_KERNELS_GPU_TESTS_ON=cpu` rehearses tests of a GPU on the CPU, as far as they need none: the same functions, on
+the backends that a CPU has. `ZERO_KERNELS_GPU_TESTS_SEED` repeats a run's random numbers; else each draws its own.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import gpu_nccl
 import pytest
 import torch
-from cases import awkward, same_bits
+from interpreter import in_interpreter
+from kernel_cases import ISAS, awkward, backend, same_bits
 from torch import Tensor
 
 import zero_kernels
@@ -32,26 +35,50 @@ ADAM_NAMES = ("master", "exp_avg", "exp_avg_sq", "param_out", "nonfinite_slots")
 
 @dataclass(frozen=True)
 class Place:
-    """A backend, and the device that its tensors are on."""
+    """A backend, and the device that its tensors are on. `isa`: of the compiled library; empty: the best."""
 
     backend: str
     device: str
+    isa: str = ""
 
     def __str__(self) -> str:
-        return self.backend if self.backend == self.device else f"{self.backend} on {self.device}"
+        return self.isa or (self.backend if self.backend == self.device else f"{self.backend} on {self.device}")
 
 
 SPECIFICATION = Place("reference", "cpu")
+ON_CUDA = ("cuda", "triton", "reference")
 
 if ON_GPU:
-    PLACES = (Place("cuda", "cuda"), Place("triton", "cuda"), Place("reference", "cuda"), Place("cpu", "cpu"))
+    PLACES = (*(Place(name, "cuda") for name in ON_CUDA), Place("cpu", "cpu"))
 else:
     PLACES = tuple(Place(name, "cpu") for name in zero_kernels.available_backends("cpu"))
 
 KERNELS = tuple(place for place in PLACES if place.device == DEVICE and place.backend != "reference") or PLACES
 """The backends that have kernels for the device under test."""
 
-everywhere = pytest.mark.parametrize("place", PLACES, ids=str)
+RUNNERS = (
+    *(pytest.param(Place("cpu", "cpu", isa), id=isa) for isa in ISAS),
+    pytest.param(Place("triton", "cpu"), id="triton interpreted", marks=pytest.mark.kernels),
+    *(pytest.param(Place(name, "cuda"), id=f"{name} on cuda", marks=pytest.mark.gpu) for name in ON_CUDA),
+)
+"""All that have the bits of the specification: each instruction set, Triton's interpreter, and what a GPU has."""
+
+
+def everywhere(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a module-level test on every runner, as its argument `place`; the interpreter's in a process of its own."""
+
+    @functools.wraps(test)
+    def run(place: Place, **kwargs: Any) -> None:
+        if place.backend == "triton" and place.device == "cpu" and not INTERPRETED:
+            if importlib.util.find_spec("triton") is None:
+                pytest.skip("triton is not installed")
+            in_interpreter(test, place=place, **kwargs)
+        else:
+            test(place=place, **kwargs)
+
+    return pytest.mark.parametrize("place", RUNNERS)(run)
+
+
 on_kernels = pytest.mark.parametrize("place", KERNELS, ids=str)
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="the CPU has no CUDA graphs, streams or allocator statistics")
 
@@ -148,7 +175,7 @@ def check(got: Sequence[Tensor], want: Sequence[Tensor], names: Sequence[str], w
 
 def using(place: Place, op: Callable[[], object]) -> None:
     """Run `op` on the place's backend."""
-    with zero_kernels.use_backend(place.backend):
+    with backend(place.isa or place.backend):
         op()
 
 

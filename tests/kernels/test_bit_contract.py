@@ -9,18 +9,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from cases import FLOATS, SIZES, EncodedShards, Shards, rule_table
+from kernel_cases import FLOATS, SIZES, EncodedShards, backend
 from places import (
     ADAM_NAMES,
-    DEVICE,
-    ON_GPU,
+    ON_CUDA,
     SEED,
     SPECIFICATION,
     Place,
@@ -38,8 +36,6 @@ from torch import Tensor
 
 import zero_kernels
 from zero_kernels import ROW, ROW_STATS, RULES, codecs, dispatch
-
-pytestmark = pytest.mark.gpu
 
 STREAMING = (1 << 22) + 77  # past the sizes at which outputs go around the cache
 MILLION = 1_000_003
@@ -110,7 +106,8 @@ def test_adam_step_of_every_pair_of_dtypes(
 ) -> None:
     # Triton compiles for each alignment anew, about a second every time: not for every pair.
     alignments = (ALIGNMENTS[0], ALIGNMENTS[-1]) if grad_dtype == param_dtype else ALIGNMENTS[:1]
-    for numel, alignment in itertools.product(sizes_at(place, (129, 4097, MILLION)), alignments):
+    sizes = (129, 4097, MILLION) if grad_dtype == param_dtype else (129, 4097)
+    for numel, alignment in itertools.product(sizes_at(place, sizes), alignments):
         check_adam(Adam(numel, grad_dtype, param_dtype), place, alignment)
 
 
@@ -162,57 +159,40 @@ def test_adam_step_of_a_shard_that_is_all_padding(place: Place) -> None:
     check([fetch(s) for s in states], [values(300, torch.float32, which) for which in (2, 3, 4)], ADAM_NAMES[:3], place)
 
 
-@everywhere
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_over_several_shards_at_once(rule: str, place: Place) -> None:
-    """With an average in fp32, or in bf16, which is rounded by noise."""
-    names, table = RULES[rule].states, rule_table(RULES[rule])
-    for sizes, (grad_dtype, param_dtype) in itertools.product(
-        ((*SIZES[:6], 4097), (2049,) * 70), ((torch.bfloat16, torch.bfloat16), (torch.float16, None))
-    ):
-        sizes = sizes_at(place, sizes)
-        grads = [values(numel, grad_dtype, 1 + i % 3) for i, numel in enumerate(sizes)]
-        masters = [values(numel, torch.float32, 2) for numel in sizes]
-        states = [values(numel, torch.float32, 3 + which).abs() for numel in sizes for which in range(len(names))]
-        outs = [values(numel, param_dtype, 5) for numel in sizes] if param_dtype else []
-        rows = [Adam(numel, grad_dtype, param_dtype).rows() for numel in sizes]
-        averages = [values(numel, torch.float32 if param_dtype else torch.bfloat16, 6) for numel in sizes]
-        keys = [codecs.row_keys(i, 0, len(of_shard)) for i, of_shard in enumerate(rows)]
-        results = []
-        for where in (SPECIFICATION, place):
-            lists = [[put(tensor, where) for tensor in tensors] for tensors in (grads, masters, states, outs, rows)]
-            followers, rates = [put(tensor, where) for tensor in averages], put(torch.tensor([[0.5]] * 4), where)
-            shared = put(table, where), put(torch.tensor([0.37]), where)
-            given = {"averages": followers, "rates": rates, "row_keys": [put(key, where) for key in keys]}
-            using(where, partial(zero_kernels.foreach_step, rule, *lists, *shared, **given))
-            results.append([fetch(tensor) for tensors in (*lists[1:4], followers) for tensor in tensors])
-        want, got = results
-        check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {sizes}")
+# ---- foreach_step ----------------------------------------------------------------------------------------------------
+
+# Every pair of dtypes, every second one misaligned.
+PAIRS = [(grad, param, i % 2 * 3) for i, (grad, param) in enumerate(itertools.product(FLOATS, (*FLOATS, None)))]
+FORMS = tuple(codecs.FORMS)
+SHARDS = (2000, 1, 0, 127, 128, 129, 4097)
 
 
-@everywhere
-@pytest.mark.parametrize("rule", RULES)
-def test_rows_are_measured_by_every_rule(rule: str, place: Place) -> None:
-    for sizes, (grad_dtype, param_dtype) in itertools.product(
-        ((0, 1, 127, 128, 129, 4097), (2049,) * 40), ((torch.bfloat16, torch.bfloat16), (torch.float32, None))
-    ):
-        shards = Shards(rule, sizes, grad_dtype, param_dtype, calm=True)
-        given = (shards.grads, shards.masters, shards.states, shards.params, shards.row_slots)
-        results = []
-        for where in (SPECIFICATION, place):
-            lists = [[put(tensor, where) for tensor in tensors] for tensors in given]
-            stats = [put(torch.full((len(rows), len(ROW_STATS)), 7.0), where) for rows in shards.row_slots]
-            shared = put(shards.table, where), put(torch.tensor([0.37]), where)
-            using(where, partial(zero_kernels.foreach_step, rule, *lists, *shared, row_stats=stats))
-            results.append([fetch(tensor) for tensors in (*lists[1:4], stats) for tensor in tensors])
-        want, got = results
-        check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {sizes}")
+def shard_cases(rule: str, place: Place) -> Iterator[EncodedShards]:
+    """Several shards in one call, with averages or none: state in fp32 with every pair of dtypes; each form of state
+    beside each other, whole and split masters. Where kernels are compiled for each case, or interpreted, few of them.
+    """
+    few = place.backend == "triton"
+    states = len(RULES[rule].states)
+    for i, (grad, param, offset) in list(enumerate(PAIRS))[:: 4 if few else 1]:
+        forms = [torch.float32] * states
+        yield EncodedShards(rule, SHARDS, grad, param, offset, i // 4, i % 4 != 0, forms=forms)
+    for i in range(4 if few else 4 ** min(2, states)):
+        low = (None, *codecs.LOWS)[i % 3]
+        yield EncodedShards(
+            *(rule, SHARDS, FLOATS[i % 3], torch.bfloat16 if low else (*FLOATS, None)[i // 3 % 4], i % 2 * 3, i % 3),
+            calm=i % 4 != 0,
+            average_dtype=torch.bfloat16 if i % 5 == 2 else torch.float32,
+            forms=[FORMS[(i // 4**at + i * few) % 4] for at in range(states)],
+            low=low,
+            stochastic=i % 5 == 2,
+            huge=i % 4 == 2,
+        )
 
 
-def encoded(shards: EncodedShards, place: Place, *, measured: bool = True) -> list[Tensor]:
+def after(shards: EncodedShards, place: Place, *, measured: bool = False, **shared: Tensor) -> list[Tensor]:
     """What a call writes, and the numbers of rows. Tensors are as far from the start of an allocation as on the CPU."""
     stats = [torch.full((len(rows), len(ROW_STATS)), 7.0) for rows in shards.row_slots] if measured else []
-    lists, written = shards.lists(stats or None)
+    lists, written = shards.lists(stats or None, **shared)
     moved: dict[int, Tensor] = {}
 
     def there(given: Any) -> Any:
@@ -225,23 +205,25 @@ def encoded(shards: EncodedShards, place: Place, *, measured: bool = True) -> li
     return [fetch(moved[id(tensor)]) for tensor in (*written, *stats)]
 
 
+def check_shards(shards: EncodedShards, place: Place, what: object, **options: Any) -> None:
+    want, got = (after(shards, where, **options) for where in (SPECIFICATION, place))
+    check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {shards.rule}, {what}")
+
+
 @everywhere
 @pytest.mark.parametrize("rule", RULES)
-def test_smaller_state_by_every_rule(rule: str, place: Place) -> None:
-    """Each form beside another, and masters that are whole or split; with averages, and rows that are measured."""
-    forms, lows = tuple(codecs.FORMS), (None, *codecs.LOWS)
-    for number in range(len(forms)):
-        low = lows[number % len(lows)]
-        shards = EncodedShards(
-            *(rule, sizes_at(place, (2000, 1, 0, 127, 129, 4097)), torch.bfloat16),
-            *(torch.bfloat16 if low or number % 2 else None, number % 2 * 3, number % 2),
-            calm=number != 0,
-            forms=[forms[(number + i) % len(forms)] for i in range(len(RULES[rule].states))],
-            low=low,
-            stochastic=number == 2,
-        )
-        want, got = encoded(shards, SPECIFICATION), encoded(shards, place)
-        check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {rule}, {number=}")
+def test_foreach_step(rule: str, place: Place) -> None:
+    for number, shards in enumerate(shard_cases(rule, place)):
+        check_shards(shards, place, number, measured=number % 2 == 1)
+    skipped = after(shards, place, found_inf=torch.ones(1))
+    check(skipped, shards.written, [f"tensor {i}" for i in range(len(skipped))], f"{place}, {rule}, skipped")
+
+
+@everywhere
+def test_more_shards_than_a_launch_takes(place: Place) -> None:
+    for grad, param in ((torch.bfloat16, torch.bfloat16), (torch.float16, None)):
+        shards = EncodedShards("adamw", sizes_at(place, (2049,) * 70), grad, param, forms=[torch.float32] * 2)
+        check_shards(shards, place, (grad, param))
 
 
 @everywhere
@@ -259,8 +241,7 @@ def test_the_usual_forms_of_adamw(forms: tuple[torch.dtype, ...], low: torch.dty
             low=low,
             stochastic=stochastic,
         )
-        want, got = (encoded(shards, where, measured=False) for where in (SPECIFICATION, place))
-        check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {forms}, {low}, {calm=}, {offset=}")
+        check_shards(shards, place, (forms, low, calm, offset))
 
 
 # ---- pack and unpack -------------------------------------------------------------------------------------------------
@@ -334,6 +315,21 @@ def test_pack_and_unpack_of_more_slots_than_a_launch_takes(bucket_dtype: torch.d
 
 
 @everywhere
+def test_pack_of_slots_within_and_across_tiles(place: Place) -> None:
+    """Slots of one element to two tiles, with and without gaps, of three dtypes."""
+    sizes = (1, 2, 127, 128, 0, 3, 511, 512, 513, 2047, 2048, 2049, 4096, 5, 1, 1, 1)
+    gaps = (0, 3, 1, 0, 0, 0, 125, 0, 7, 1, 0, 2048, 0, 0, 0, 1, 0)
+    check_packing(Packing(torch.float32, tuple((size, FLOATS[i % 3]) for i, size in enumerate(sizes)), gaps), place)
+
+
+@everywhere
+@pytest.mark.parametrize("scale", [1e-42, 1e300, math.nan])
+def test_pack_by_odd_scales(scale: float, place: Place) -> None:
+    """Below the least normal fp32, above the greatest, and not a number."""
+    check_packing(Packing(torch.float32, ((700, torch.float32),), (0,), scale), place)
+
+
+@everywhere
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_gradient_in_its_own_slot_is_scaled_in_place(dtype: torch.dtype, place: Place) -> None:
     for numel, start in itertools.product(sizes_at(place, (130, 4097, MILLION)), (0, 8, 7)):
@@ -398,7 +394,7 @@ def test_grad_stats_of_every_size(dtype: torch.dtype, summable: bool, place: Pla
     for numel in sizes_at(place, STATS_SIZES if summable else SIZES):
         for offset, norm in itertools.product((0, 3) if numel < 1_000_000 else (0,), (1.0, 2.0, math.inf)):
             shard = put(stats_input(numel, dtype, summable), place, offset)
-            with zero_kernels.use_backend(place.backend):
+            with backend(place.isa or place.backend):
                 got = zero_kernels.grad_stats(shard, norm).cpu()
             want = stats_specification(numel, dtype, summable, norm)
             check([got], [want], ["stats"], f"{place}, {numel=}, {dtype}, {norm=}, {offset=}")
@@ -417,7 +413,7 @@ def test_grad_stats_of_several_shards(count: int, place: Place) -> None:
         with zero_kernels.use_backend("reference"):
             want = zero_kernels.grad_stats(shards, norm)
         there = [put(shard, place, i % 4) for i, shard in enumerate(shards)]
-        with zero_kernels.use_backend(place.backend):
+        with backend(place.isa or place.backend):
             got = zero_kernels.grad_stats(there, norm).cpu()
         check([got], [want], ["stats"], f"{place}, {count} shards, {norm=}")
 
@@ -426,7 +422,7 @@ def test_grad_stats_of_several_shards(count: int, place: Place) -> None:
 def test_grad_stats_of_another_norm(place: Place) -> None:
     """Summed in float64, so no bits are promised."""
     shard = finite(values(4097, torch.float32, 6)).clamp(-1e6, 1e6)
-    with zero_kernels.use_backend(place.backend):
+    with backend(place.isa or place.backend):
         total, count = zero_kernels.grad_stats(put(shard, place), 3.0).tolist()
     assert total == pytest.approx(shard.double().abs().pow(3).sum().item(), rel=1e-6) and count == 0
 
@@ -473,7 +469,7 @@ def test_hyper_table(slots: int, groups: int | None, place: Place) -> None:
 def test_hyper_table_of_the_usual_settings(place: Place) -> None:
     """Through the face, against float64 arithmetic written out: a device's library may not do it in fp32."""
     steps = [1, 2, 10, 1000, 100_000, 10_000_000]
-    with zero_kernels.use_backend(place.backend):
+    with backend(place.isa or place.backend):
         table = zero_kernels.hyper_table(3e-4, (0.9, 0.999), 1e-8, 0.1, steps, device=place.device).cpu()
     for row, step in zip(table.tolist(), steps, strict=True):
         got = dict(zip(zero_kernels.HYPER_COLUMNS, row, strict=True))
@@ -485,7 +481,6 @@ def test_hyper_table_of_the_usual_settings(place: Place) -> None:
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
-def test_every_backend_of_this_device_is_usable() -> None:
-    wanted = ["cuda", "triton", "reference"] if ON_GPU else ["cpu", "reference"]
-    usable = [name for name in zero_kernels.available_backends(DEVICE) if name in wanted]
-    assert usable == wanted, dispatch.unusable_backends(DEVICE)
+@pytest.mark.gpu
+def test_every_backend_of_a_gpu_is_usable() -> None:
+    assert zero_kernels.available_backends("cuda")[:3] == [*ON_CUDA], dispatch.unusable_backends("cuda")

@@ -19,12 +19,17 @@ def interpreted(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        if os.environ.get(SWITCH) == "1":
-            test(*args, **kwargs)
-        else:
-            _process().submit(_call, test.__module__, test.__name__, args, kwargs).result(TIMEOUT_SECONDS)
+        in_interpreter(test, *args, **kwargs)
 
     return run
+
+
+def in_interpreter(test: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Run a module-level test in that process."""
+    if os.environ.get(SWITCH) == "1":
+        test(*args, **kwargs)
+    else:
+        _process().submit(_call, test.__module__, test.__name__, args, kwargs).result(TIMEOUT_SECONDS)
 
 
 @functools.cache
@@ -44,4 +49,5 @@ def _start(sys_path: tuple[str, ...]) -> None:
 
 def _call(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     __import__(module)
-    getattr(sys.modules[module], name)(*args, **kwargs)
+    test = getattr(sys.modules[module], name)
+    getattr(test, "__wrapped__", test)(*args, **kwargs)
