@@ -307,7 +307,7 @@ def test_pack_and_unpack_of_every_size_and_dtype(bucket_dtype: torch.dtype, plac
 def test_pack_and_unpack_of_more_slots_than_a_launch_takes(bucket_dtype: torch.dtype, place: Place) -> None:
     random = torch.Generator().manual_seed(SEED)
     counts = (1, 128, 129, 1280, 1281, 2600) if bucket_dtype == torch.bfloat16 else (129, 2600)
-    for count in sizes_at(place, counts, slow=130):
+    for count in counts if place.device == "cuda" else counts[:1]:  # a CPU has no launches
         numels = torch.randint(0, 300, (count,), generator=random).tolist()
         gaps = torch.randint(0, 20, (count,), generator=random).tolist()
         grads = tuple((numel, FLOATS[i % 3]) for i, numel in enumerate(numels))
@@ -391,7 +391,8 @@ def stats_input(numel: int, dtype: torch.dtype, summable: bool) -> Tensor:
 @pytest.mark.parametrize("summable", [True, False], ids=["finite", "with inf and NaN"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_grad_stats_of_every_size(dtype: torch.dtype, summable: bool, place: Place) -> None:
-    for numel in sizes_at(place, STATS_SIZES if summable else SIZES):
+    sizes = STATS_SIZES if place.device == "cuda" else STATS_SIZES[:-2]
+    for numel in sizes_at(place, sizes if summable else SIZES):
         for offset, norm in itertools.product((0, 3) if numel < 1_000_000 else (0,), (1.0, 2.0, math.inf)):
             shard = put(stats_input(numel, dtype, summable), place, offset)
             with backend(place.isa or place.backend):
@@ -404,8 +405,8 @@ def test_grad_stats_of_every_size(dtype: torch.dtype, summable: bool, place: Pla
 @pytest.mark.parametrize("count", [1, 2, 65, 1024, 1025, 2100])
 def test_grad_stats_of_several_shards(count: int, place: Place) -> None:
     """Each as if it were alone: mixed dtypes, empty ones among them, starting at odd elements."""
-    if not sizes_at(place, [count], slow=70):
-        pytest.skip("slow in Triton's interpreter")
+    if place.device == "cpu" and count > 70:
+        pytest.skip("a CPU has no launches")
     longest = 20_011 if count < 100 else 1_009
     numels = [(i * 7919) % longest if i % 5 else 0 for i in range(count)]
     shards = [values(numel, FLOATS[i % 3], 6) for i, numel in enumerate(numels)]
