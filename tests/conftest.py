@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-for _folder in (str(HERE.parent / "benchmarks"), str(HERE)):
+for _folder in (str(HERE.parent / "benchmarks"), str(HERE / "helpers"), str(HERE)):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
 
