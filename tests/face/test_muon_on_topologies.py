@@ -265,7 +265,7 @@ def assert_right(report: Report, compared: int) -> None:
 
 
 @pytest.mark.parametrize("case", slow_where(OTHER_STAGES.__contains__, CASES))
-def test_each_update_is_that_in_float64_and_a_wrong_rate_on_one_rank_is_found(case: str) -> None:
+def test_each_update_is_that_in_float64_and_a_wrong_rate_is_found(case: str) -> None:
     """In a pipeline the ranks of a stage report together."""
     ranks, make, _ = CASES[case]
     together = ranks // 2 if make is pipeline else ranks

@@ -34,7 +34,7 @@ CONTEXT = ("face/test_context_parallel.py::test_gradients_are_averaged_over_both
 
 MUON_SLICES = "rules/test_muon_tensor_parallel.py"
 MUON_IN_SLICES = f"{MUON_SLICES}::test_it_has_the_bits_of_whole_matrices"
-MUON_ANYWHERE = "face/test_muon_on_topologies.py::test_each_update_is_that_in_float64_and_a_wrong_rate_on_one_rank_is_found"
+MUON_ANYWHERE = "face/test_muon_on_topologies.py::test_each_update_is_that_in_float64_and_a_wrong_rate_is_found"
 
 TESTED = {
     "training": {

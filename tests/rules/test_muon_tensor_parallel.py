@@ -338,7 +338,6 @@ class Events:
     norm: float
     clipped: Found
     sent: int
-    planned: int
     skipped: int
 
 
@@ -357,9 +356,8 @@ def _eventful(rank: int, world_size: int, cell: Cell) -> Events:
     norm = float(opt.clip_grad_norm_(0.5))
     opt.step()
     clipped, stats = found_in(model, opt, cell), opt.stats()
-    planned = zero_optim.memory.plan_of(opt).traffic["tensor_all_to_all"]
     opt.close()
-    return Events(found, numbers, norm, clipped, sent, planned, stats["skipped_steps"])
+    return Events(found, numbers, norm, clipped, sent, stats["skipped_steps"])
 
 
 def joined_elements(cell: Cell) -> int:
@@ -387,7 +385,6 @@ def test_a_skipped_step_a_clip_numbers_and_traffic(cell: Cell) -> None:
     norm = sum(float(grad.double().square().sum()) for grad in averages(cell, 2, 3).values()) ** 0.5
     clipped = alone.train([3], clip=0.5).found()
     assert sum(events.sent for events in of_ranks) == 3 * 4 * joined_elements(cell)
-    assert sum(events.planned for events in of_ranks) == pytest.approx(4 * joined_elements(cell), rel=1e-3)
     for rank, events in enumerate(of_ranks):
         assert events.skipped == 1 and events.norm == pytest.approx(norm, rel=1e-6)
         assert_same(cell, events.found, wanted, rank)
