@@ -51,6 +51,7 @@ MORE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tests/programs/", ("units/test_part_programs.py",)),
     ("tests/checkpoint_programs/", ("checkpoint/test_checkpoint_programs.py",)),
     ("tests/warm_python/", ("house/test_warm_python.py",)),
+    ("tests/helpers/", ("rules/test_muon_in_float64.py",)),
     ("tests/(harness|conftest|quick).py|tests/seconds.json", ("house",)),
 )
 """How a path begins, as a regular expression, and which tests it has beside those of its folder."""

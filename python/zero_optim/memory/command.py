@@ -200,11 +200,10 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str]:
     yield row(f"fits into {size(room)}", ["yes" if made.most <= room else "no" for made in plans])
     if parsed.verbose:
         yield row("buckets", [f"{made.buckets:,}" for made in plans])
-    yield ""
     if any(made.first_step for made in plans):
-        yield "In the first step of stages 0 to 2 no gradient is reduced before backward ends."
+        yield "\nIn the first step of stages 0 to 2 no gradient is reduced before backward ends."
     if not parsed.verbose:
-        yield "--verbose: what it is made of, by kind; buckets"
+        yield "\n--verbose: what it is made of, by kind; buckets"
 
 
 def _as_json(made: Plan, parsed: argparse.Namespace) -> dict[str, Any]:
