@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parts.add_argument("--lora", type=int, metavar="RANK", help=text)
     text = "of the parameters, spread evenly over the model: a part, as in 1%% or 0.01, or a number, as in 20M (all)"
     parts.add_argument("--trainable", type=_trainable, metavar="PART", help=text)
-    flag("--offload", str, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default="none")
+    flag("--offload", _offload, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default="none")
     parser.add_argument("--param-offload", action="store_true", help="stage 3: shards of parameters in host memory")
     flag("--gpu-memory", _size, "of each rank's device (80GB)", default=80 * 10**9, metavar="SIZE")
     flag("--seq", int, "tokens of a sequence; with --batch activations are counted")
@@ -94,3 +94,11 @@ def _size(text: str) -> int:
     if nbytes < 10**6:  # it has no unit, by mistake
         raise argparse.ArgumentTypeError(f"{text!r} is {nbytes:,} bytes: give a unit, as in 80GB or 40GiB")
     return nbytes
+
+
+def _offload(text: str) -> str:
+    kind, _, budget = text.partition(":")
+    known = kind in ("none", "cpu", "nvme") if not budget else kind == "nvme"
+    if known or (kind == "paged" and (budget in ("", "auto") or read_nbytes(budget) is not None)):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is none of none, paged, paged:BUDGET (as in paged:8GB), cpu and nvme")

@@ -36,8 +36,7 @@ RULES = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STAGES = (0, 1, 2, 3)
-_FLAGS = {"world": "--world", "tensor": "--tp", "pipeline": "--pp", "replicas": "--replicate"}
-"""By the fields of a ``Job``."""
+_FLAGS = {"world": "--world", "tensor": "--tp", "pipeline": "--pp", "replicas": "--replicate"}  # by fields of ``Job``
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -59,14 +58,11 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _offload(text: str) -> Offload:
-    """Read ``--offload``. Of ``nvme`` a plan needs no folder."""
+    """Read ``--offload``, which the command line has checked. Of ``nvme`` a plan needs no folder."""
     kind, _, budget = text.partition(":")
     if kind == "nvme":
         return Offload(Tier.NVME)
-    try:
-        return read_offload(None if kind == "none" else kind, int(budget) if budget.isdecimal() else budget or None)
-    except ValueError as error:
-        raise UsageError(f"--offload {text}: none, paged, paged:8GB, cpu or nvme ({error})") from error
+    return read_offload(None if kind == "none" else kind, int(budget) if budget.isdecimal() else budget or None)
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -207,18 +203,16 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def _as_json(made: Plan, parsed: argparse.Namespace) -> dict[str, Any]:
-    job = made.job
     return {
         "model": made.model.name,
         "parameters": made.model.numel,
         "trained_parameters": sum(p.numel for p in made.model.parameters if p.trained),
-        "stage": job.stage,
-        "world": job.world,
-        "tensor_parallel": job.tensor,
-        "pipeline": job.pipeline,
+        "stage": made.job.stage,
+        "world": made.job.world,
+        "tensor_parallel": made.job.tensor,
+        "pipeline": made.job.pipeline,
         "pipeline_stage": made.pipeline_stage,
-        "replicas": job.replicas,
-        "optimizer": parsed.optimizer,
+        "replicas": made.job.replicas,
         "bytes_per_rank": dict(made.memory),
         "total_bytes": made.total,
         "model_state_bytes": made.model_state,

@@ -244,10 +244,8 @@ def _check(model: ModelShapes, job: Job) -> None:
     divides = job.replicas >= 1 and job.data % job.replicas == 0 and (job.replicas < job.data or job.data == 1)
     check(divides, f"replicas must divide the {job.data} ranks and leave several to shard; got {job.replicas!r}")
     check(job.rank is None or 0 <= job.rank < job.data, f"rank must be one of {job.data}, got {job.rank!r}")
-    units = bool(model.units)
-    check(job.stage < 3 or units, "stage 3 is planned by units, and the model's are not known: name their class")
-    sizes = model.width is not None
-    check(job.batch is None or sizes, "activations need layers, width and vocabulary, and the model has no such config")
+    check(job.stage < 3 or bool(model.units), "stage 3 is planned by units, and none are known: name their class")
+    check(job.batch is None or bool(model.width), "activations need a config with layers, width and vocabulary")
 
 
 # -- the layout --------------------------------------------------------------------------------------------------------
