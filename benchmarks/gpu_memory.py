@@ -70,7 +70,7 @@ class Model(nn.Module):
     def __init__(self, decoder: memory.Decoder) -> None:
         super().__init__()
         self.before = Values(decoder.before)
-        self.blocks = nn.ModuleList(Block(decoder.block) for _ in range(decoder.layers))
+        self.blocks = nn.ModuleList(Block(decoder.block) for _ in range(decoder.width.layers))
         self.after = Values(decoder.after)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .shard_module import shard_module
 from .sync_buffers import sync_buffers
-from .verify import Verifier, VerifyReport, verify
 
 __all__ = [
     "CheckpointError",
@@ -50,8 +49,6 @@ __all__ = [
     "ShardedOptimizer",
     "ShardedSGD",
     "StateMismatchError",
-    "Verifier",
-    "VerifyReport",
     "ZeroOptimError",
     "__version__",
     "checkpoint",
@@ -67,5 +64,4 @@ __all__ = [
     "shard_module",
     "state_for_muon",
     "sync_buffers",
-    "verify",
 ]

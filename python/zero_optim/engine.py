@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,13 +59,6 @@ from .units.sharded_model import ShardedModel
 Groups = Sequence[Mapping[str, Any]]
 
 
-class Watcher(Protocol):
-    """An observer that ``step`` calls before and after it updates the shards."""
-
-    def before_update(self, grad_scale: Tensor | None, found_inf: Tensor) -> None: ...
-    def after_update(self, found_inf: Tensor) -> None: ...
-
-
 class Engine:
     """The parts of one optimizer, and the calls that join them. The parts know each other only through the constructor.
 
@@ -89,7 +82,6 @@ class Engine:
         measured: the telemetry of the last update; None without ``telemetry=True``.
         pipeline: the other stages of the model; None: there are none.
         steps: calls of ``step`` so far.
-        watchers: called around every update; ``zero_optim.verify`` adds one.
         offload: the ``state_offload`` that was asked for.
         max_grad_norm, skip_nonfinite: as the user has set them last.
     """
@@ -141,12 +133,11 @@ class Engine:
         self.hyper = HyperTable([], rules.by_group, sharding.device)
         self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3)
         # Bound methods of the parts, not of the engine: hooks make the parameters hold the reducer. Through a method of
-        # the engine they would hold the engine, its watchers and so perhaps the optimizer, which would never be closed.
+        # the engine they would hold the engine and so perhaps the optimizer, which would never be closed.
         self.reducer.on_layout = [self.states.lay_out, self.param_gather.use]
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
         self.asleep = Asleep(self.mode, parameters, sharding, self.reducer, store, sharded_model, self.measured)
         self.steps = 0
-        self.watchers: list[Watcher] = []
         self.reducer.engine = weakref.ref(self)
         self.optimizer: Callable[[], object] = lambda: None
 
@@ -190,8 +181,6 @@ class Engine:
                 self.states.raise_trouble()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
         by = self._coefficients(groups)
-        for watcher in self.watchers:
-            watcher.before_update(by.grad_scale, by.found_inf)
         for shard in self.states.update(by):
             shard.bucket.unshard()  # the all-gather is on its way while the next shard is updated
         self._end_step(by.found_inf)
@@ -325,8 +314,6 @@ class Engine:
     def _end_step(self, found_inf: Tensor) -> None:
         """End phase 4: every shard was updated and sent out."""
         self.param_gather.after_step()
-        for watcher in self.watchers:
-            watcher.after_update(found_inf)
         if self.measured is not None:
             self.measured.after_step(self.exchange.used & (found_inf == 0))
         self.states.mark_updated()

@@ -8,7 +8,6 @@ from decimal import Decimal
 DTYPES = ("bf16", "fp16", "fp32")
 MASTERS = ("fp32", "split", "split8")
 STATE_DTYPES = ("fp32", "bf16", "bf16_stochastic", "int8")
-AVERAGES = ("fp32", "bf16_stochastic")
 RULES = ("adamw", "amsgrad", "lion", "sgd", "momentum")
 MUON = "muon"
 MODELS = (
@@ -16,9 +15,6 @@ MODELS = (
     *("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b", "llama-3-70b", "llama-3-405b"),
     "mistral-7b",
 )
-MOST_PARAMETERS = 10**15
-MOST_MEMORY = 10**13
-"""Bytes on a device. For more of them ``largest_model`` would try models of so many buckets that it takes very long."""
 
 
 def read_nbytes(text: str) -> int | None:

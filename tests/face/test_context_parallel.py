@@ -70,7 +70,7 @@ def all_that_happens(rank: int, world_size: int, stage: int, folder: str) -> eve
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 1, pytest.param(2, marks=slow), 3])
 def test_all_that_may_happen(stage: int, tmp_path: Path) -> None:
-    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device, verify."""
+    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device."""
     outcomes = run_ranks(DP * CP, all_that_happens, stage, str(tmp_path))
     everything = lambda step, micro: torch.cat([sequence(10 * step + micro, of) for of in range(DP)])  # noqa: E731
     eventful_cases.assert_net_as_in_one_process(outcomes, everything)

@@ -33,7 +33,6 @@ def _train(way: Way, mesh: object) -> Outcome:
     replica, part = mesh.get_local_rank("edp"), mesh.get_local_rank("ep")
     own, experts = 2 * replica + part, [p for name, p in model.named_parameters() if "experts" in name]
     scaler = zero_optim.GradScaler(init_scale=2.0**10) if way.overflow_on is not None else None
-    shadow = zero_optim.verify(opt, samples=20) if way.verified else None
     norms = []
     for step in range(way.steps):
         routes = way.routes(mesh, step)
@@ -61,7 +60,6 @@ def _train(way: Way, mesh: object) -> Outcome:
         "steps": {name: float(of["step"]) for name, of in entries.items()},
         "norms": norms,
         "skipped": opt.stats()["skipped_steps"],
-        "verified": None if shadow is None else shadow.report(),
     }
     if way.stacked:
         found["full"] = zero_optim.full_state_dict(opt, rank=None)["state"]
@@ -131,10 +129,6 @@ def _compare(way: Way, found: Outcome, wanted: Outcome, tolerance: float = 1e-5)
         assert steps == float(state.get("step", 0)), name
     assert found["norms"] == pytest.approx(wanted["norms"], rel=10 * tolerance, nan_ok=True)
     assert found["skipped"] == (way.overflow_on is not None)
-    if way.verified:
-        report = found["verified"]
-        assert report.compared > 0 and report.ulps <= report.bound
-        assert report.edited == report.unrounded == 0
     if "full" in found and way.dtype is torch.float32:
         assert found["full"].keys() == wanted["opt"]["state"].keys()
         for index, entry in wanted["opt"]["state"].items():
@@ -152,7 +146,7 @@ WAYS = {
     "clipped by the largest": Way(clip=(0.01, math.inf)),
     "clipped by norm 3": Way(clip=(0.05, 3.0)),
     "experts clipped by themselves": Way(clip=(0.05, 2.0), clip_experts=True),
-    "no_sync, in the eyes of verify": Way(micro=3, no_sync=True, clip=(0.05, 1.0), verified=True),
+    "no_sync": Way(micro=3, no_sync=True, clip=(0.05, 1.0)),
     "three backwards": Way(micro=3, clip=(0.05, 2.0)),
     "an overflow on one rank": Way(overflow_on=3, clip=(0.05, 2.0)),
     "experts without tokens": Way(starved=True, clip=(0.05, 2.0), steps=4),
@@ -208,7 +202,7 @@ def _freeze(model: Moe) -> Moe:
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=slow), 2])
 def test_all_that_may_happen(stage: int, tmp_path: Path) -> None:
-    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device, verify."""
+    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device."""
     model = _freeze(make_model(EVENTFUL))
 
     def backwards(step: int) -> None:

@@ -264,7 +264,7 @@ def _eventful(rank: int, world_size: int, stage: int, folder: str) -> eventful_c
 
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=slow), 3])
 def test_all_that_may_happen(stage, tmp_path):
-    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device, verify."""
+    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device."""
     outcomes = run_ranks(4, _eventful, stage, str(tmp_path))
     everything = lambda step, micro: torch.cat([_batch(rank, step, micro) for rank in range(4)])  # noqa: E731
     eventful_cases.assert_net_as_in_one_process(outcomes, everything)

@@ -201,7 +201,7 @@ def eventful(rank: int, world_size: int, stage: int, folder: str) -> eventful_ca
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=slow), 2, 3])
 def test_all_that_may_happen(stage: int, tmp_path: Path) -> None:
-    """Overflows, absent and frozen gradients; checkpoints, whole states, state off the device, verify."""
+    """Overflows, absent and frozen gradients; checkpoints, whole states, state off the device."""
     model = nn.Sequential(*(prepared(block, number) for number, block in enumerate(make_blocks(2))))
 
     def backwards(step: int) -> None:

@@ -205,7 +205,7 @@ def eventful(rank: int, world_size: int, stage: int, folder: str) -> eventful_ca
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=slow), 2, 3])
 def test_all_that_may_happen(stage: int, tmp_path: Path) -> None:
-    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device, verify."""
+    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device."""
     model = freeze(make_model())
 
     def backwards(step: int) -> None:

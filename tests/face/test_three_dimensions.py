@@ -106,7 +106,7 @@ def train(rank: int, world_size: int, stage: int, folder: str) -> eventful_cases
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=slow), 3])
 def test_pipeline_tensor_parallelism_and_sharing_train_as_one_process_does(stage: int, tmp_path: Path) -> None:
     """With all that may happen: overflows, absent and frozen gradients; checkpoints, whole states, state off the
-    device, verify. Stage 0 meets tensor parallelism and a pipeline one at a time, in the tests of these."""
+    device. Stage 0 meets tensor parallelism and a pipeline one at a time, in the tests of these."""
     model = prepared(make_gpt())
 
     def backwards(step: int) -> None:

@@ -113,16 +113,16 @@ def test_nothing_new_is_asked_of_the_device_after_the_second_step(place: Place) 
 
 
 @on_kernels
-def test_it_is_what_a_shadow_in_float64_says(place: Place) -> None:
-    import zero_optim
+def test_it_is_the_update_in_float64(place: Place) -> None:
+    import oracle_float64
 
     with zero_kernels.use_backend(place.backend):
         training = Training(place)
-        with zero_optim.verify(training.opt, samples=100) as shadow:
+        with oracle_float64.watch(training.opt) as watching:
             for step in range(STEPS):
                 training.write(step)
                 training.opt.step()
-            report = shadow.report()
+            report = watching.report()
     training.opt.close()
-    assert report.ulps <= report.bound and report.unrounded == 0, report
-    assert report.direction is not None and report.direction.of_bound < 1, report
+    assert report.elements.of_bound <= 1 and report.unrounded == 0, report
+    assert report.matrices is not None and report.matrices.of_bound < 1, report

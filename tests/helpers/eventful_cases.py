@@ -33,14 +33,13 @@ class Job:
 @dataclass(frozen=True)
 class Outcome:
     """``state``: full, by parameter; ``resumed``: parameters of an optimizer that has loaded what was saved, and has
-    gone on; ``verified``: the report of ``verify``."""
+    gone on."""
 
     parameters: Mapping[str, Tensor]
     state: Mapping[str, Mapping[str, Tensor]]
     norms: Sequence[float]
     skipped: int
     resumed: Mapping[str, Tensor]
-    verified: Any
 
 
 def train(make: Callable[..., Job], folder: str) -> Outcome:
@@ -50,12 +49,10 @@ def train(make: Callable[..., Job], folder: str) -> Outcome:
 
     job = make()
     norms = []
-    with zero_optim.verify(job.opt, samples=9) as shadow:
-        for step in range(STEPS):
-            norms.append(_step(job, step))
-            if step == SAVED:
-                zero_optim.checkpoint.save(folder, job.model, job.opt, step=step)
-        verified = shadow.report()
+    for step in range(STEPS):
+        norms.append(_step(job, step))
+        if step == SAVED:
+            zero_optim.checkpoint.save(folder, job.model, job.opt, step=step)
     names = [name for name, _ in job.model.named_parameters()]
     state = {names[index]: of for index, of in zero_optim.full_state_dict(job.opt, rank=None)["state"].items()}
     parameters, skipped = _wholes(job), job.opt.stats()["skipped_steps"]
@@ -66,7 +63,7 @@ def train(make: Callable[..., Job], folder: str) -> Outcome:
         _step(job, step)
     resumed = _wholes(job)
     job.opt.close()
-    return Outcome(parameters, state, norms, skipped, resumed, verified)
+    return Outcome(parameters, state, norms, skipped, resumed)
 
 
 def _step(job: Job, step: int) -> float:
@@ -121,8 +118,6 @@ def assert_as_in_one_process(
         finite = [norm for step, norm in enumerate(found.norms) if step != OVERFLOW]
         assert finite == pytest.approx(norms, rel=5 * tolerance)
         assert [name for name in there if not torch.equal(found.resumed[name], found.parameters[name])] == []
-        assert found.verified.compared > 0 and found.verified.ulps <= found.verified.bound
-        assert found.verified.edited == found.verified.unrounded == 0
     assert set().union(*(found.parameters.keys() for found in outcomes)) == parameters.keys()
 
 

@@ -137,8 +137,6 @@ class Way:
     """Whether some experts get no tokens."""
     left_out: int | None = None
     """The step in which no expert gets any."""
-    verified: bool = False
-    """Whether ``verify`` looks on."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def route(self, rank: int, step: int) -> list[int]:

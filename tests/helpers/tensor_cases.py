@@ -131,8 +131,6 @@ class Way:
     """Parameters that need no gradient."""
     absent: bool = False
     """Whether the last block has no part in the second step, and the first none in the third."""
-    verified: bool = False
-    """Whether ``verify`` looks on."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def use(self, step: int) -> tuple[int, ...]:

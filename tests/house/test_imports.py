@@ -14,7 +14,7 @@ KERNELS = ROOT / "zero_kernels"
 
 # Within zero_optim a room, or a file outside of all, imports from its own row and from earlier ones.
 ORDER = (
-    {"errors", "backward_watch", "callers", "user_thread", "mode"},
+    {"errors", "backward_watch", "callers", "user_thread", "mode", "figures"},
     {"comm"},
     {"params", "stores"},
     {"rules"},
@@ -22,14 +22,14 @@ ORDER = (
     {"validate", "admission", "settings"},
     {"grads"},
     {"step"},
-    {"stats", "asleep", "shadows"},
+    {"stats", "asleep"},
     {"engine", "shard_module"},
     {"drawing"},
     {"memory"},
     {"checkpoint"},
     {"averages"},
     {"optimizer", "gather_parameters", "forward_method", "sync_buffers"},
-    {"drop_ins", "full_parameters", "full_model_state", "full_state", "muon_state", "grad_scaler", "verify"},
+    {"drop_ins", "full_parameters", "full_model_state", "full_state", "muon_state", "grad_scaler"},
     {"integrations"},
     {"cli", "memory.command", "train", "bench", "report", "doctor", "__main__", "__init__"},
 )

@@ -34,7 +34,7 @@ CONTEXT = ("face/test_context_parallel.py::test_gradients_are_averaged_over_both
 
 MUON_SLICES = "rules/test_muon_tensor_parallel.py"
 MUON_IN_SLICES = f"{MUON_SLICES}::test_it_has_the_bits_of_whole_matrices"
-MUON_ANYWHERE = "face/test_muon_on_topologies.py::test_verify_finds_what_is_wrong_on_one_rank_and_nothing_else"
+MUON_ANYWHERE = "face/test_muon_on_topologies.py::test_each_update_is_that_in_float64_and_a_wrong_rate_is_found"
 
 TESTED = {
     "training": {
@@ -158,25 +158,15 @@ TESTED = {
         "pipeline × tensor parallel": THREE,
         "context parallel": ALL_IN_CONTEXT,
     },
-    "`verify`": {
-        "flat": (
-            "face/test_verify.py::test_a_right_optimizer_differs_by_rounding_alone",
-            f"{UNITS}::test_verify_follows_stage_3",
-            "rules/test_muon_verified.py::test_a_right_optimizer_differs_by_rounding_alone",
-        ),
-        "tensor parallel": (*CUT, f"{TENSOR}::test_a_model_from_meta_is_what_verify_expects", MUON_IN_SLICES),
-        "hybrid": (ALL_ON_GRID, "rules/test_muon_stage3.py::test_replicas_have_the_same", MUON_ANYWHERE),
-        "plain slices": (*ALL_IN_SLICES, MUON_IN_SLICES, MUON_ANYWHERE),
-        "experts": (
-            *OF_EXPERTS,
-            *ALL_OF_EXPERTS,
-            f"{MUON_SLICES}::test_experts_that_are_spread_over_ranks",
-            MUON_ANYWHERE,
-        ),
-        "hybrid × tensor parallel": (*CUT_GRID, f"{MUON_SLICES}::test_replicas_have_the_same"),
-        "pipeline": (ALL_IN_PIPELINE, MUON_ANYWHERE),
-        "pipeline × tensor parallel": THREE,
-        "context parallel": (*ALL_IN_CONTEXT, MUON_ANYWHERE),
+    "Muon, against float64": {
+        "flat": ("rules/test_muon_in_float64.py::test_each_update_is_that_in_float64",),
+        "hybrid": (MUON_ANYWHERE, "rules/test_muon_stage3.py::test_replicas_have_the_same"),
+        "tensor parallel": (MUON_IN_SLICES,),
+        "hybrid × tensor parallel": (f"{MUON_SLICES}::test_replicas_have_the_same",),
+        "plain slices": (MUON_IN_SLICES, MUON_ANYWHERE),
+        "experts": (MUON_ANYWHERE,),
+        "pipeline": (MUON_ANYWHERE,),
+        "context parallel": (MUON_ANYWHERE,),
     },
 }
 """The tests of each cell, by feature and topology. They are parametrized by its stages, or walk them."""

@@ -14,7 +14,6 @@ from harness import run_ranks
 from sharded_cases import Block, Net, loss_of, tokens
 from zero_optim import memory
 from zero_optim.errors import OutOfMemoryError, RankMismatchError
-from zero_optim.memory import live
 from zero_optim.params.flat_params import FlatParams
 from zero_optim.step.shard_state import ShardState
 
@@ -58,10 +57,6 @@ def differences(rank: int, world_size: int, stage: int, dtype: torch.dtype, opti
     of_params = 0 if sharded is None or sharded.host_memory is None else sharded.host_memory.in_use
     pairs["host"] = (planned.host, off_device["host"] + of_params)
     pairs["disk"] = (planned.disk, off_device["disk"])
-    for parameters, asleep in ((False, planned.asleep), (True, planned.asleep_with_parameters)):
-        opt.sleep(parameters=parameters)
-        pairs[f"asleep, {parameters}"] = (asleep, sum(live.held(opt.engine).values()))
-        opt.wake()
     opt.close()
     assert sum(tracker.peak.values()) > 10**6
     return {kind: pair for kind, pair in pairs.items() if pair[0] != pair[1]}
@@ -172,7 +167,7 @@ def test_construction_out_of_memory():
     assert (name, has_cause) == ("OutOfMemoryError", True)
     assert "as the optimizer was made: [enforce fail" in said
     assert "stage 2, 1 rank" in said and "  exp_avg_sq" in said and "model state" in said
-    assert 'The cheapest change that takes less: master="split".' in said
+    assert 'What takes less: master="split"' in said
     assert issubclass(OutOfMemoryError, torch.OutOfMemoryError)
     make(2, torch.bfloat16)[1].close()  # the parameters of a failed one are free again
 
@@ -218,7 +213,7 @@ def test_the_other_rank_does_not_wait(when):
     here, there = run_ranks(2, one_rank_fails, when)
     (name, said), (failed, explained) = here[0], there[0]
     assert failed == "OutOfMemoryError" and "stage 1, 2 ranks" in explained
-    assert "The cheapest change that takes less: stage=2." in explained
+    assert "stage=2 fits: " in explained
     assert name == RankMismatchError.__name__ and "rank 1 failed with" in said
     assert here[1:] == there[1:]
     assert all(name == "ZeroOptimError" and "make a new optimizer" in said for name, said in here[1:])

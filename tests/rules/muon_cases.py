@@ -54,10 +54,3 @@ def masters_alone(
     masters = masters_of(opt, params)
     opt.close()
     return masters
-
-
-def assert_rounding_alone(report: zero_optim.VerifyReport) -> None:
-    """What ``verify`` has found of matrices is what rounding makes of them."""
-    assert report.ulps <= report.bound, report
-    assert report.direction is not None and 0 < report.direction.of_bound < 1, report
-    assert report.unrounded == report.edited == 0, report

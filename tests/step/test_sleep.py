@@ -253,7 +253,6 @@ def _calls(job: Job, folder: str) -> list[Callable[[], object]]:
         lambda: opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
         lambda: opt.swap_to_ema().__enter__(),
         opt.ema_state_dict,
-        lambda: zero_optim.verify(opt),
         opt.sleep,
         lambda: opt.no_sync().__enter__(),
         opt.refresh_master,

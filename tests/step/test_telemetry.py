@@ -323,7 +323,7 @@ def test_off_it_makes_no_tensor_and_raises() -> None:
 
 
 @pytest.mark.parametrize("store", [None, "paged", "cpu"])
-def test_memory_is_counted_and_planned(store: str | None) -> None:
+def test_memory_is_counted(store: str | None) -> None:
     import zero_optim
 
     opts = []
@@ -337,9 +337,6 @@ def test_memory_is_counted_and_planned(store: str | None) -> None:
     taken, off = (opt.stats() for opt in reversed(opts))
     assert taken["memory"]["telemetry"] == (0 if store == "cpu" else 20 * rows)
     assert taken["state_offload"]["host"] - off["state_offload"]["host"] == (20 * rows if store == "cpu" else 0)
-    plans = [zero_optim.memory.plan_of(opt) for opt in opts]
-    assert plans[1].memory["telemetry"] == taken["memory"]["telemetry"]
-    assert plans[1].host - plans[0].host == (20 * rows if store == "cpu" else 0)
     for opt in opts:
         opt.close()
 

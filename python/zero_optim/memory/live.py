@@ -8,18 +8,16 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..comm.storage import is_there
-from ..drawing.figures import SizeUnit, row, size, unit_for
 from ..engine import Engine, open_engines
-from ..params.joint import joint_of
+from ..figures import SizeUnit, row, size, unit_for
 from ..params.tensor_slice import local_of
 from ..rules.update_rule import UpdateRule
 from ..units.unit import Unit
+from .models import ModelShapes, ParameterShape, shape_of
 from .plan import ON_THE_HOST, Job, Plan, plan
-from .shapes import ModelShapes, ParameterShape, shape_of
 
 
 class HasEngine(Protocol):
@@ -60,7 +58,6 @@ def plan_of_engine(engine: Engine, *, mean: bool = False, accumulate: int = 1) -
         device_memory=device_memory(sharding.device),
         host_waits=sharding.host_waits,
         rule=engine.rules.all[0],
-        telemetry=engine.measured is not None,
     )
     return plan(_shapes_of(engine) if sharded is None else _shapes_of_units(engine, units), job)
 
@@ -72,7 +69,6 @@ def _shapes_of(engine: Engine) -> ModelShapes:
             shape_of(p, trained=index in trained or p.requires_grad),
             sharers=_sharers(engine, index),
             rule=_other_rule(engine, index),
-            joined=_joined(engine, index, p),
         )
         for index, p in enumerate(engine.parameters.all)
     ]
@@ -83,16 +79,9 @@ def _shapes_of(engine: Engine) -> ModelShapes:
 
 
 def _other_rule(engine: Engine, index: int) -> UpdateRule | None:
-    """Give a parameter's rule; None where it is the job's, which advice may change."""
+    """Give a parameter's rule; None where it is the job's."""
     rule = engine.rules.of(index)
     return None if rule is engine.rules.all[0] else rule
-
-
-def _joined(engine: Engine, index: int, parameter: Tensor) -> int:
-    """See ``ParameterShape``."""
-    rule = engine.rules.of(index)
-    joint = joint_of(parameter, engine.shardings.of(index).plain_slices) if rule.joins_parts else None
-    return joint.ranks if joint is not None and rule.needs_whole(joint) else 1
 
 
 def _sharers(engine: Engine, index: int) -> tuple[int, int] | None:
@@ -113,16 +102,12 @@ def _units_by_name(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 def _shapes_of_units(engine: Engine, units: Sequence[Unit]) -> ModelShapes:
     trained = engine.parameters.trained
     rules = {id(parameter): _other_rule(engine, index) for index, parameter in trained.items()}
-    joined = {id(parameter): _joined(engine, index, parameter) for index, parameter in trained.items()}
     shapes: list[ParameterShape] = []
     of_units = []
     for unit in units:
         first = len(shapes)
         every = [(p, flat.trained) for flat in unit.flats for p in flat.params]
-        shapes += [
-            replace(shape_of(p, trained=trained), rule=rules.get(id(p)), joined=joined.get(id(p), 1))
-            for p, trained in every
-        ]
+        shapes += [replace(shape_of(p, trained=trained), rule=rules.get(id(p))) for p, trained in every]
         of_units.append(tuple(range(first, len(shapes))))
     return ModelShapes("the sharded model", tuple(shapes), tuple(of_units))
 

@@ -1,4 +1,4 @@
-"""Explain an allocation that failed: what the optimizer needs, and the cheapest change that needs less."""
+"""Explain an allocation that failed: what the optimizer needs, and what needs less."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from ..drawing.figures import size
 from ..engine import Engine
 from ..errors import OutOfMemoryError, ZeroOptimError
-from .fit import cheapest_change
+from ..figures import size
 from .live import device_memory, plan_of_engine
-from .table import of_one, said
+from .report import of_one, remedy
 
 _OF_THE_CPU = ("can't allocate memory", "not enough memory")
 """Words of torch's allocator of the CPU, in a RuntimeError: on Linux, and on other systems."""
@@ -41,13 +40,13 @@ def ran_out(error: RuntimeError) -> bool:
 
 def _message(engine: Engine, doing: str, error: RuntimeError) -> str:
     device = engine.sharding.device
-    there = device_memory(device) if device.type == "cuda" else None
+    there = device_memory(device)
     made = plan_of_engine(engine)
     lines = [f"out of memory on {device}, {doing}: {str(error).splitlines()[0]}", "", of_one(made), ""]
-    if there is not None and made.most <= there:
+    if device.type == "cuda" and made.most <= there:
         lines.append(
             f"The plan takes {size(made.most)} of {size(there)}. Activations, other tensors or other processes "
             f"have the rest: torch has {size(torch.cuda.memory_allocated(device))} in use. A smaller batch, or:"
         )
-    lines.append(said(cheapest_change(made, there), there))
+    lines.append(remedy(made, there))
     return "\n".join(lines)

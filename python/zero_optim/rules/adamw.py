@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from .kernel_rule import KernelRule
 from .options import DIFFERENTIABLE, Betas, Fixed, Flag, Number, of_another_optimizer
-from .update_rule import MASTER, in_fp32
 
 _LARGEST = "max_exp_avg_sq"
 
@@ -33,9 +31,6 @@ class AdamW(KernelRule):
     counterparts = frozenset(("Adam", "AdamW"))
     nonnegative = frozenset(("exp_avg_sq", _LARGEST))
     torch_options = MappingProxyType(torch.optim.AdamW([torch.empty(0, device="cpu")]).defaults)
-    # An update rounds the decayed value and the difference by half an ulp each, and forms what it subtracts, of lr's
-    # size, in about ten operations: that is eps * (|p| + 8 lr), and an ulp is eps / 2 or more of the larger of the two.
-    ulps_an_update = 18
 
     def __init__(self, decoupled: bool = True, **values: Any) -> None:
         super().__init__("adamw", **values)
@@ -63,19 +58,3 @@ class AdamW(KernelRule):
 
     def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
         torch.ops.zero_kernels.hyper_table(by_group, group_of, steps, active, table)
-
-    def update_in_float64(
-        self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any], step: float
-    ) -> None:
-        lr, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), float(group["weight_decay"])
-        p, m, v = state[MASTER], state["exp_avg"], state["exp_avg_sq"]
-        g = -gradient if group.get("maximize") else gradient
-        if self.decoupled:
-            p.mul_(in_fp32(1 - lr * decay))
-        else:
-            g = g + in_fp32(decay) * p
-        m.mul_(in_fp32(beta1)).add_(g * in_fp32(1 - beta1))
-        v.mul_(in_fp32(beta2)).add_(g * g * in_fp32(1 - beta2))
-        largest = v if _LARGEST not in state else state[_LARGEST].copy_(torch.maximum(state[_LARGEST], v))
-        root = largest.sqrt() / in_fp32(math.sqrt(1 - beta2**step)) + in_fp32(float(group["eps"]))
-        p.sub_(in_fp32(lr / (1 - beta1**step)) * (m / root))

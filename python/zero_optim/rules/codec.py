@@ -45,13 +45,11 @@ class Codec:
         name: by which a checkpoint knows it again.
         reads_parameter: whether the parameter is a part of the stored form, which is a master's then; ``decode`` gets
             it behind the other parts.
-        ulps: the most by which a master is moved, in units in its last place of fp32.
         stochastic: whether updates round by noise, for which they are given keys of rows.
     """
 
     name = ""
     reads_parameter = False
-    ulps = 0
     stochastic = False
 
     def __eq__(self, other: object) -> bool:
@@ -205,7 +203,7 @@ class Split(Codec):
     parameter was set to 0, the master is the parameter.
     """
 
-    name, reads_parameter, ulps = "split", True, 1
+    name, reads_parameter = "split", True
     low, dtype = "low", torch.int16
 
     def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
@@ -232,7 +230,7 @@ class Split8(Split):
     rounded to it, too. ``docs/ops.md`` has the arithmetic, and what becomes of the largest numbers.
     """
 
-    name, ulps = "split8", 256
+    name = "split8"
     low, dtype = "low8", torch.int8
 
     def keeps(self, saved: Codec | None) -> bool:

@@ -23,7 +23,6 @@ from . import newton_schulz
 from .homes import TENSOR_ALL_TO_ALL, MatrixHomes, Shares, joined_parts, joined_slices
 from .kernel_rule import KernelRule
 from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
-from .muon_in_float64 import MuonInFloat64
 from .options import Fixed, Flag, Number
 from .state_tensor import Begins, StateTensor
 from .update_rule import MASTER, ShardUpdate, ToJoin, UpdateRule, Whole, parts_of
@@ -123,9 +122,6 @@ class Muon(UpdateRule):
     needs_steps = False
     layout = WholeParameters()
     joins_parts, joined_in = True, torch.bfloat16
-    # Of the momentum. It is lerp(m, g, share): a difference of up to 2 of the larger of the two, a product, a sum, and
-    # the gradient's two factors. Each rounds by half of 2^-23 of that, and a unit is a half to all of this.
-    ulps_an_update = 8
     # Found in the first update of a prepared rule.
     _places: _Places | None = None
     _passes: tuple[KernelRule, KernelRule] | None = None  # made in ``prepared``
@@ -380,11 +376,6 @@ class Muon(UpdateRule):
         else:
             made = newton_schulz.orthogonalized(together, *options)
         torch._foreach_copy_([*blocks], made.split([len(block) for block in blocks]))
-
-    def matrices_in_float64(self) -> MuonInFloat64:
-        coefficients, steps, eps, gram, _ = (self.defaults[name] for name in newton_schulz.OPTIONS)
-        of_steps = newton_schulz.listed(coefficients, steps)
-        return MuonInFloat64(BUFFER, of_steps, eps, gram, self.defaults["adjust_lr_fn"])
 
 
 def _most(tensor: Tensor) -> int:

@@ -8,11 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .kernel_rule import KernelRule
 from .options import DIFFERENTIABLE, Flag, Number, of_another_optimizer
-from .update_rule import MASTER, in_fp32
 
 _BUFFER = "momentum_buffer"
 
@@ -35,13 +33,11 @@ class SGD(KernelRule):
 
     def __init__(self, **values: Any) -> None:
         super().__init__("sgd_plain", **values)
-        self._momentum = float(self.defaults["momentum"])
-        self._use("sgd" if self._momentum else "sgd_plain")
+        self._use("sgd" if self.defaults["momentum"] else "sgd_plain")
 
     def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> SGD:
         made = copy.copy(self)
-        made._momentum = max(float(group["momentum"]) for group in groups)
-        made._use("sgd" if made._momentum else "sgd_plain")
+        made._use("sgd" if any(float(group["momentum"]) for group in groups) else "sgd_plain")
         return made
 
     def check_group(self, number: int, group: Mapping[str, Any]) -> None:
@@ -64,29 +60,3 @@ class SGD(KernelRule):
 
     def refuse_options(self, number: int, group: Mapping[str, Any]) -> str | None:
         return of_another_optimizer(number, group, "momentum", ("betas", "amsgrad"))
-
-    @property
-    def ulps_an_update(self) -> int:  # type: ignore[override]
-        """Grows with the momentum: a rounding stays in the momentum buffer for 1 / (1 - momentum) updates."""
-        return 8 + round(8 / max(1 - self._momentum, 2**-10))
-
-    def size_of_update(self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """An update subtracts as much as gradients and momentum are large, times the rate."""
-        buffer = state.get(_BUFFER, torch.zeros_like(gradient))
-        gradient = gradient.abs() + float(group["weight_decay"]) * state[MASTER].abs()
-        return float(group["lr"]) * (1 + self._momentum) * (gradient + buffer.abs())
-
-    def update_in_float64(
-        self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any], step: float
-    ) -> None:
-        p, momentum = state[MASTER], float(group["momentum"])
-        g = (-gradient if group.get("maximize") else gradient) + in_fp32(float(group["weight_decay"])) * p
-        update = g
-        if _BUFFER in state:
-            buffer = state[_BUFFER]
-            if step > 1 and momentum:
-                buffer.mul_(in_fp32(momentum)).add_(g * in_fp32(1 - float(group["dampening"])))
-            else:
-                buffer.copy_(g)
-            update = g + in_fp32(momentum) * buffer if group["nesterov"] else buffer
-        p.sub_(in_fp32(float(group["lr"])) * update)

@@ -1,8 +1,8 @@
 """An update rule: the state it keeps, the numbers it reads of a group, and the op that updates a shard.
 
-Nothing outside a rule spells the name of a state tensor. Memory, state dicts, whole states, statistics and ``verify``
-go by the rule's list. Options, their ranges and defaults, are the rule's, too. A rule is a file beside this one, or a
-user's own.
+Nothing outside a rule spells the name of a state tensor. Memory, state dicts, whole states and statistics go by
+the rule's list. Options, their ranges and defaults, are the rule's, too. A rule is a file beside this one, or a user's
+own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,28 +121,6 @@ class ShardUpdate(NamedTuple):
         return self.hyper, self.grad_scale, self.found_inf, self.marks
 
 
-class MatricesInFloat64(Protocol):
-    """The arithmetic by which ``verify`` follows an update that takes whole matrices. All tensors are float64.
-
-    Attributes:
-        buffer: the name of the state that goes element by element, and so is compared in units in the last place.
-    """
-
-    @property
-    def buffer(self) -> str: ...
-
-    def begin(self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Do the part that goes element by element, exact but for coefficients rounded once to fp32: update the state,
-        and let the master decay. ``state`` by name, all [n], in place. Returns [n], whose matrices come next."""
-
-    def matrices(self, parameter: Tensor, group: Mapping[str, Any]) -> list[Tensor]:
-        """Cut a tensor of the parameter's shape, which is whole, into its matrices, [rows, columns] each."""
-
-    def subtracted(self, matrix: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Give the matrix to subtract from the master, for one that ``begin`` has given: in exact arithmetic, and with
-        roundings as the update makes them."""
-
-
 class UpdateRule:
     """An optimizer's arithmetic, and what is special to it. A rule is a subclass; ``docs/rules.md`` makes one.
 
@@ -172,8 +150,6 @@ class UpdateRule:
             then, which take the place of ``update`` there.
         joined_in: the dtype in which ranks exchange parts to be made whole.
         plain_slices: number of tensor-parallel ranks that have plain slices of a cut parameter, one each.
-        ulps_an_update: the largest rounding error of an update, in units in the last place; None: it is not known.
-            Where an update takes whole matrices, it is that of their ``buffer``.
     """
 
     options: tuple[Option, ...] = ()
@@ -182,7 +158,6 @@ class UpdateRule:
     counterparts: frozenset[str] = frozenset()
     torch_options: Mapping[str, Any] = MappingProxyType({})
     needs_steps = True
-    ulps_an_update: int | None = None
     compiled: Mapping[str, Any] | None = None
     nonnegative: frozenset[str] = frozenset()
     codecs: Mapping[str, Codec] = MappingProxyType({})
@@ -412,27 +387,6 @@ class UpdateRule:
         """
         raise NotImplementedError(f"{self.name} has neither update_rows nor update")
 
-    def update_in_float64(
-        self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any], step: float
-    ) -> Tensor | None:
-        """Update in float64, for ``verify``: written anew, and exact but for coefficients rounded once to fp32.
-
-        ``state`` by name, the one that begins as the parameter always in it; all [n] float64, updated in place.
-
-        Returns [n] bool, the elements that rounding may change much, as near the step of a sign: they are not compared.
-        None: there are none.
-        """
-        raise NotImplementedError
-
-    def size_of_update(self, state: Mapping[str, Tensor], gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """[n] or [] float64: the magnitude that an update may subtract, which rounding errors are measured in. Called
-        before the update, with arguments as of ``update_in_float64``."""
-        return gradient.new_tensor(float(group["lr"]))
-
-    def matrices_in_float64(self) -> MatricesInFloat64 | None:
-        """Give the same for ``verify`` of a rule that takes whole matrices; None: ``update_in_float64`` is it."""
-        return None
-
 
 NewValues = tuple[Tensor, Mapping[str, Tensor]]
 """The result of ``update_rows``."""
@@ -486,11 +440,6 @@ def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_k
 def parts_of(codecs: Mapping[str, Codec], tensor: StateTensor) -> tuple[StateTensor, ...]:
     """List the stored tensors of ``tensor``: itself, where it has no codec."""
     return codecs[tensor.name].parts(tensor) if tensor.name in codecs else (tensor,)
-
-
-def in_fp32(value: float) -> float:
-    """Round ``value`` to fp32, as a column of the table is."""
-    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def tensors_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:

@@ -1,0 +1,130 @@
+"""Plans as text, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import UsageError
+from ..figures import SizeUnit, count, row, size, unit_for
+from ..stores.offload import Tier
+from .plan import LOCAL, PAGES, Job, Plan, plan
+
+_LAST = ("unsharded", LOCAL, PAGES, "activations", "padding")
+
+
+def unit_of(plans: Sequence[Plan]) -> SizeUnit:
+    """Choose the unit in which plans are shown: by the largest figure of any."""
+    return unit_for(max(max(made.most, made.host, made.disk) for made in plans))
+
+
+def kinds_of(plans: Sequence[Plan]) -> list[str]:
+    """All kinds that any of the plans has, in the order to be shown."""
+    known = list(dict.fromkeys(kind for made in plans for kind in made.memory))
+    return sorted(known, key=lambda kind: _LAST.index(kind) if kind in _LAST else -1)
+
+
+def memory_lines(plans: Sequence[Plan], unit: SizeUnit, *, by_kind: bool = True) -> list[str]:
+    """Write a column for each plan, and a line for each kind of bytes that any of them has.
+
+    ``by_kind``: False: of the kinds that are not activations only sums.
+    """
+
+    def line(name: str, values: Sequence[int | None]) -> str:
+        return row(name, ["-" if value is None else unit.cell(value) for value in values])
+
+    def of_kind(kind: str) -> str:
+        return line(kind, [made.memory.get(kind) for made in plans])
+
+    state = plans[0].state_kinds
+    lines = [of_kind(kind) for kind in state] if by_kind else []
+    lines.append(line("model state", [made.model_state for made in plans]))
+    shown = [kind for kind in kinds_of(plans) if kind not in state and any(made.memory.get(kind) for made in plans)]
+    lines += [of_kind(kind) for kind in shown if by_kind or kind == "activations"]
+    lines.append(line("on the device", [made.total for made in plans]))
+    if any(made.first_step for made in plans):
+        lines.append(line("  in the first step", [made.most for made in plans]))
+    if any(made.host for made in plans):
+        lines.append(line("on the host", [made.host for made in plans]))
+    if any(made.disk for made in plans):
+        lines.append(line("on the disk", [made.disk for made in plans]))
+    return lines
+
+
+def of_one(made: Plan) -> str:
+    """The table of one job, for a message."""
+    job, where = made.job, ""
+    if job.offload.tier is not Tier.DEVICE:
+        where = f', state_offload="{job.offload.tier.value}"'
+    unit, buckets = unit_of([made]), count(made.buckets, "bucket")
+    head = f"{made.model.numel:,} parameters, stage {job.stage}, {ranks_of(job)}{where}, {buckets}; {unit.name} a rank:"
+    return "\n".join([head, *memory_lines([made], unit)])
+
+
+def ranks_of(job: Job) -> str:
+    """Describe the ranks of a job."""
+    ranks = count(job.world, "rank")
+    ranks += f", {job.tensor} tensor-parallel" if job.tensor > 1 else ""
+    ranks += f", {job.pipeline} stages of a pipeline" if job.pipeline > 1 else ""
+    return ranks + (f" in {job.replicas} replicas" if job.replicas > 1 else "")
+
+
+def remedy(made: Plan, device_memory: int) -> str:
+    """Say what takes less memory than ``made``: the first higher stage that fits, else what else there is to change."""
+    job, model = made.job, made.model
+    for stage in range(job.stage + 1, 4 if model.units else 3) if job.world > 1 else ():
+        fits = plan(model, replace(job, stage=stage))
+        if fits.most <= device_memory:
+            how = "zero_optim.shard_module (stage 3)" if stage == 3 else f"stage={stage}"
+            return f"{how} fits: {size(fits.most)} a rank."
+    recompute = "activation checkpointing, " * (job.batch is not None and not job.batch.checkpointing)
+    forms = 'master="split", state_dtype="int8", state_offload="paged" or "cpu"'
+    return f"What takes less: {recompute}{forms}, more ranks, a smaller batch."
+
+
+def verdict(plans: Sequence[Plan], device_memory: int) -> str:
+    """Say at which stage a job fits, the first of these plans that does; else what takes less than the last."""
+    room, smallest = size(device_memory), next((made for made in plans if made.most <= device_memory), None)
+    if smallest is None:
+        return f"Does not fit into {room} at any stage below. {remedy(plans[-1], device_memory)}"
+    left = size(device_memory - smallest.most)
+    return f"Fits into {room} at stage {smallest.job.stage}: {size(smallest.most)} a rank, {left} to spare."
+
+
+_GREY, _BLUE, _RED = "#B9B9B9", "#0072B2", "#C4003F"
+_IN_SIGHT = 1.06  # of what a rank takes: a larger memory would press the bars to the left
+
+
+def draw(path: Path, plans: Sequence[Plan], device_memory: int) -> None:
+    """Write a PNG: what a rank holds on its device, by kind. Stages differ by factors of tens, so each has an axis.
+
+    Raises UsageError without matplotlib, OSError where it cannot be written, ValueError for a name of no picture.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(f"--png {path}: needs matplotlib ({error}): pip install zero-kernels[train]") from error
+    columns = min(2, len(plans))
+    figure = Figure((6.3 * columns, 0.4 + 3.6 * -(-len(plans) // columns)), dpi=110, layout="constrained")
+    first = plans[0]
+    figure.suptitle(f"{first.model.numel / 1e9:,.3g} B parameters, {first.job.world:,} ranks: memory of a rank")
+    for number, made in enumerate(plans):
+        axes, unit = figure.add_subplot(-(-len(plans) // columns), columns, number + 1), unit_for(made.most)
+        bars = {kind: made.memory[kind] for kind in kinds_of([made]) if made.memory.get(kind)}
+        bars["on the device"] = made.total
+        values = [nbytes / unit.nbytes for nbytes in bars.values()]
+        small = len(bars) - 1
+        whiskers = [[0] * len(bars), [0] * small + [made.first_step / unit.nbytes]]
+        drawn = axes.barh([*bars], values, color=[_GREY] * small + [_BLUE], xerr=whiskers, capsize=3)
+        axes.bar_label(drawn, [unit.cell(nbytes) for nbytes in bars.values()], padding=3)
+        if device_memory < _IN_SIGHT * made.most:
+            roof = device_memory / unit.nbytes
+            axes.axvline(roof, color=_RED, linestyle="--", label=f"device: {size(device_memory)}")
+            axes.legend(loc="upper right", frameon=False)
+        axes.set_xlim(0, 1.15 * made.most / unit.nbytes)
+        axes.invert_yaxis()
+        axes.set_title(f"Stage {made.job.stage}", loc="left")
+        axes.set_xlabel(unit.name + (" (whisker: in the first step)" if made.first_step else ""))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
