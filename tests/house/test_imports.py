@@ -24,6 +24,7 @@ ORDER = (
     {"step"},
     {"stats", "asleep", "shadows"},
     {"engine", "shard_module"},
+    {"figures"},
     {"drawing"},
     {"memory"},
     {"checkpoint"},
