@@ -1,4 +1,4 @@
-"""Runs ``zero-optim train`` for the tests: in this process for one rank, in processes of its own for several."""
+"""Runs ``zero-optim train`` on several ranks for the tests, and reads what it leaves."""
 
 from __future__ import annotations
 
