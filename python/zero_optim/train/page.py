@@ -240,7 +240,7 @@ def draw(chart: Chart, steps: Sequence[int], file: Any, **more: Any) -> None:
     for step in chart.marked[:: 1 + len(chart.marked) // _POINTS]:
         axes.axvline(step, color="#C4003F", lw=0.9, alpha=0.6)
     there = [y for line in chart.lines.values() for y in line if y is not None]
-    if there and min(there) > 0 and max(there) > _APART * min(there):
+    if not chart.stacked and there and min(there) > 0 and max(there) > _APART * min(there):
         axes.set_yscale("log")
     axes.set_title(chart.title, loc="left", fontsize=10, fontweight="bold")
     axes.set(xlabel="step", ylabel=chart.unit)
@@ -292,9 +292,9 @@ h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 0.5
 .tiles div, figure, .wide { border: 1px solid var(--edge); border-radius: 0.5rem; padding: 0.5rem 0.8rem; }
 .tiles b { display: block; font-size: 1.25rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 0.75rem; }
-figure, .wide { margin: 0.6rem 0; overflow-x: auto; } figure img { width: 100%; min-width: 28rem; }
+figure, .wide { margin: 0.6rem 0; min-width: 0; overflow-x: auto; } figure img { width: 100%; min-width: 28rem; }
 @media (prefers-color-scheme: dark) { figure img { filter: invert(1) hue-rotate(180deg); } }
-dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 0 1rem; } dd { margin: 0; }
+dl { display: grid; grid-template-columns: fit-content(10rem) minmax(0, 1fr); gap: 0 1rem; } dd { margin: 0; }
 table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; }
 th, td { text-align: right; white-space: nowrap; padding: 0.2rem 0.6rem; font-weight: 400; }
