@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OPTIM = ROOT / "python" / "zero_optim"
 CONTRIBUTING = re.sub(r"^```.*?^```", "", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL | re.MULTILINE)
 ROOMS = sorted(path.parent.name for path in OPTIM.glob("*/__init__.py"))
-ELSEWHERE = ("bench", "report", "train")  # rooms whose files the docstring of the package names, as their row says
+ELSEWHERE = ("bench", "train")  # rooms whose files the docstring of the package names, as their row says
 
 
 def _row(first: str) -> str:

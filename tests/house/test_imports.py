@@ -32,7 +32,7 @@ ORDER = (
     {"optimizer", "gather_parameters", "forward_method", "sync_buffers"},
     {"drop_ins", "full_parameters", "full_model_state", "full_state", "muon_state", "grad_scaler", "verify"},
     {"integrations"},
-    {"cli", "memory.command", "train", "bench", "report", "doctor", "__main__", "__init__"},
+    {"cli", "memory.command", "train", "bench", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {
     "all_gather",

@@ -33,7 +33,7 @@ IMPORTERS = {
         ("python/zero_optim/checkpoint/loading.py", {"checkpoint", *HOUSE}),
         ("python/zero_optim/units/unit.py", {"units", *HOUSE}),
         ("python/zero_optim/bench/rows/op.py", {"bench", *HOUSE}),
-        ("python/zero_optim/report/page.js", {"report", *HOUSE}),
+        ("python/zero_optim/train/page.py", {"train", *HOUSE}),
         ("python/zero_optim/integrations/lightning.py", {"clients", *HOUSE}),
         ("python/zero_optim/optimizer.py", {"face", *HOUSE}),
         ("python/zero_optim/engine.py", {"face", "step", *HOUSE}),
