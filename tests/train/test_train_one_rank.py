@@ -87,7 +87,7 @@ def test_what_a_run_writes_and_prints(zero_optim: Callable, text: Path, tmp_path
     assert "communication, rank 0\n" in outcome.out and "  none: one rank" in outcome.out
     assert outcome.out.endswith(f"page of the run: {run / 'report.html'}\nwritten to {run}\n")
     assert (run / "sample.txt").read_bytes()[:32] == bytes(corpus.validation[:32].tolist())
-    assert (run / "report.html").exists() and (run / "loss.png").exists() != ("loss.png was not drawn" in outcome.out)
+    assert (run / "report.html").exists() and (run / "loss.png").exists() != ("loss.png was not written" in outcome.out)
 
 
 def test_the_time_of_a_step_is_logged_by_phase(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_without_the_extra_a_run_prints_what_is_left_out(
     monkeypatch.setattr(loop, "import_module", lambda name: exec("raise ImportError"))
     outcome = zero_optim("train", *TINY, "--steps", "1", "--data", text, "--out", tmp_path / "run")
     assert outcome.code == 0 and outcome.err == ""
-    for what in ("tensorboard is not installed", "tqdm is not installed", "loss.png was not drawn: "):
+    for what in ("tensorboard is not installed", "tqdm is not installed", "loss.png was not written: "):
         assert len(re.findall(f"^{what}", outcome.out, re.MULTILINE)) == 1
     assert not (tmp_path / "run" / "tensorboard").exists() and (tmp_path / "run" / "report.html").exists()
 

@@ -107,6 +107,8 @@ def test_resuming_another_model_another_text_or_nothing(zero_optim: Callable, te
     expect_usage_error(zero_optim(*again, "--data", other), str(other), "not the text")
     expect_usage_error(zero_optim("train", "--resume", run), "all 1 steps are done", "--steps")
     expect_usage_error(zero_optim("train", "--resume", tmp_path), "no complete checkpoint")
+    (run / "run.json").write_text("[]")
+    expect_usage_error(zero_optim(*again), "run.json: is not as zero-optim train writes it", "remove it")
     (run / "checkpoint" / "step-1" / "rank-0.safetensors").write_bytes(b"no tensors")
     expect_usage_error(zero_optim(*again), "rank-0.safetensors has 10 bytes")
 

@@ -41,8 +41,10 @@ def load_corpus(path: str | None, seq: int) -> Corpus:
     else:
         root, name = Path(path), path
         files = _files_below(root, set()) if root.is_dir() else [root]
-    texts = [(file.relative_to(root).as_posix(), _read(file)) for file in files]
-    texts = [(key, text) for key, text in texts if text]
+    try:
+        texts = [(file.relative_to(root).as_posix(), text) for file in files if (text := file.read_bytes())]
+    except OSError as error:
+        raise UsageError(f"--data {error.filename}: {error.strerror}") from error
     if not texts:
         raise UsageError(f"--data {root}: empty, no byte to train on")
     train, validation = split(texts)
@@ -117,10 +119,3 @@ def _files_below(root: Path, skipped: set[str]) -> list[Path]:
     if not files:
         raise UsageError(f"--data {root}: the folder holds no file to train on")
     return files
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"--data {file}: {error.strerror}") from error

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from importlib import import_module
@@ -19,14 +19,15 @@ import torch
 import torch.distributed as dist
 from zero_optim_cli import distribution_version, say
 
+from .. import memory
 from ..figures import short
 from ..gather_parameters import gather_parameters
 from .config import TrainRequest
 from .data import unigram_entropy
 from .model import generate
-from .page import LOG, draw_loss, tables, write_page
+from .page import LOG, PAGE, PICTURE, draw_loss, tables, write_page
 from .run_dir import Setup, make_setup
-from .trainer import StepRecord, Trainer, finite
+from .trainer import Trainer, finite
 from .world import INTERRUPTED, StopFlag, World, choose_device, join_world, local_ranks
 
 _SAMPLE_PROMPT = 32  # bytes
@@ -76,7 +77,7 @@ def _train_on(trainer: Trainer, setup: Setup, world: World, stop: StopFlag) -> i
         if trainer.steps_done < setup.config.steps:
             if world.leads:
                 end("interrupted", ranks=reports)
-                _write_page(setup)
+                _write(write_page, PAGE, setup)
                 go_on = f"go on with --resume {setup.run_dir.path}" if setup.config.checkpoint else "nothing was saved"
                 say(f"interrupted after step {trainer.steps_done}; {go_on}")
             return INTERRUPTED
@@ -98,7 +99,7 @@ def start_of(trainer: Trainer, setup: Setup, world: World) -> dict[str, Any]:
     ``after_step``: the step that was resumed from, 0 for a fresh run. ``plan``: by formula, bytes of the mean rank by
     kind, and bytes that it communicates in a step by collective.
     """
-    planned = trainer.planned()
+    planned = memory.plan_of(trainer.optimizer, mean=True, accumulate=setup.config.accumulate)
     versions = {"zero-optim": distribution_version(), "torch": torch.__version__, "python": platform.python_version()}
     return {
         "started": datetime.now().astimezone().isoformat(),
@@ -146,18 +147,17 @@ class Log:
             every = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
             self._bar = tqdm.tqdm(initial=done, total=steps, unit="step", dynamic_ncols=True, mininterval=every)
 
-    def write(self, record: StepRecord) -> None:
-        values = {name: value for name, value in asdict(record).items() if name != "telemetry" or value is not None}
-        self._file.write(json.dumps(values) + "\n")
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
         if self._board:
-            scalars = {**values, **{f"ms/{phase}": ms for phase, ms in record.ms.items()}, **(record.telemetry or {})}
-            for name, value in scalars.items():
+            times = {f"ms/{phase}": ms for phase, ms in record["ms"].items()}
+            for name, value in {**record, **times, **record.get("telemetry", {})}.items():
                 if isinstance(value, (int, float)) and name != "step":
-                    self._board.add_scalar(name, value, record.step)
+                    self._board.add_scalar(name, value, record["step"])
         if self._bar is not None:
-            loss, norm = (short(value, 4) if value is not None else "inf" for value in (record.loss, record.grad_norm))
-            scale = f", scale {record.loss_scale:g}" if record.loss_scale != 1 else ""
-            self._bar.set_postfix_str(f"loss {loss}, norm {norm}, {record.tokens_per_s:,.0f} tokens/s{scale}", False)
+            scale = f", scale {record['loss_scale']:g}" if record["loss_scale"] != 1 else ""
+            figures = f"loss {short(record['loss'])}, norm {short(record['grad_norm'])}{scale}"
+            self._bar.set_postfix_str(f"{figures}, {record['tokens_per_s']:,.0f} tokens/s", refresh=False)
             self._bar.update()
 
     def close(self) -> None:
@@ -190,24 +190,23 @@ def _validate(trainer: Trainer, setup: Setup, world: World) -> float:
 
 def _print_end(session: Mapping[str, Any], setup: Setup) -> None:
     say("", "\n\n".join(table.as_text() for table in tables(session)), "")
-    try:
-        draw_loss(setup.run_dir.path)
-    except Exception as error:
-        say(f"loss.png was not drawn: {type(error).__name__}: {error}; it needs matplotlib")
-    ending = session["ending"]
-    say(f"validation loss {'not finite' if (loss := ending['validation_loss']) is None else f'{loss:.4f}'}")
-    say(f"unigram entropy {ending['entropy']:.4f}")
+    _write(draw_loss, PICTURE, setup)
+    loss, entropy = session["ending"]["validation_loss"], session["ending"]["entropy"]
+    say(f"validation loss {'not finite' if loss is None else f'{loss:.4f}'}")
+    say(f"unigram entropy {entropy:.4f}")
     say("  nats per byte of held-out text; the entropy is of that text's own byte counts")
-    _write_page(setup)
+    if page := _write(write_page, PAGE, setup):
+        say(f"page of the run: {page}")
     say(f"written to {setup.run_dir.path}")
 
 
-def _write_page(setup: Setup) -> None:
-    """Write ``report.html``. A failure is printed, and fails no training."""
+def _write(write: Callable[[Path], Path], name: str, setup: Setup) -> Path | None:
+    """Write a file of the run. A failure is printed, and fails no training."""
     try:
-        say(f"page of the run: {write_page(setup.run_dir.path)}")
+        return write(setup.run_dir.path)
     except Exception as error:
-        say(f"report.html was not written: {type(error).__name__}: {error}")
+        say(f"{name} was not written: {type(error).__name__}: {error}")
+        return None
 
 
 def _print_header(trainer: Trainer, setup: Setup, world: World) -> None:

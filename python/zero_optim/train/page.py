@@ -35,7 +35,7 @@ Session = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder as read: a record per step of its log, as in ``StepRecord``, and its last start."""
+    """A run's folder as read: the lines of its log (see ``Trainer.step``), and its last start."""
 
     path: Path
     steps: Sequence[Mapping[str, Any]]

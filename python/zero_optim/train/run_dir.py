@@ -116,7 +116,9 @@ def make_setup(request: TrainRequest, world: World) -> Setup:
 
     def open_folder() -> Path:
         setup = Setup(config, corpus, RunDir(out), request.command, source)
-        if not setup.in_place:
+        if setup.in_place:
+            setup.run_dir.sessions()  # raises for a damaged run.json, here on all ranks
+        else:
             setup.run_dir.create(anew=request.resume == RESUME_AUTO)
         return setup.run_dir.path
 

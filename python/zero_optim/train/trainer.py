@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +28,6 @@ _VALIDATION_WINDOWS = 128
 _LEAST_LR = 0.1  # of the peak, at the end of the cosine
 _MUON_LR = 0.02
 _PREFETCH = 1  # blocks gathered ahead, at stage 3
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """A line of ``log.jsonl``, equal on all ranks except for times. None: not finite.
-
-    ``grad_norm`` is that of the averaged gradients before clipping; a step without one was skipped. ``ms`` is of rank
-    0: by phase, of the whole step, and on a CPU the time blocked on communication, which is part of those phases.
-    ``telemetry`` is for ``--telemetry``: ``grad_norm/NAME`` and so on, of each parameter that the step updated.
-    """
-
-    step: int
-    loss: float | None
-    lr: float
-    grad_norm: float | None
-    loss_scale: float
-    tokens_per_s: float
-    ms: dict[str, float]
-    telemetry: dict[str, float] | None
 
 
 class PhaseClock:
@@ -102,10 +83,11 @@ class Trainer:
         self.steps_done = 0
         self._blocked = 0.0
 
-    def step(self, step: int, *, asked_to_stop: bool) -> tuple[StepRecord, bool]:
+    def step(self, step: int, *, asked_to_stop: bool) -> tuple[dict[str, Any], bool]:
         """Run one optimizer step over ``accumulate`` micro-batches. The host waits for the device once, after it.
 
-        Returns its record, and whether some rank was asked to stop.
+        Returns its line of ``log.jsonl``, and whether some rank was asked to stop. Losses and norms are None where they
+        are not finite; ``ms`` is of this rank; all else is equal on all ranks.
         """
         start = time.perf_counter()
         lr = float(self.schedule.get_last_lr()[0])
@@ -125,16 +107,17 @@ class Trainer:
         telemetry = self._telemetry()
         seconds = time.perf_counter() - start
         times = {**phases, WHOLE: seconds, **self._blocked_since_last_step()}
-        record = StepRecord(
-            step=step,
-            loss=finite(mean_loss),
-            lr=lr,
-            grad_norm=finite(norm_value),
-            loss_scale=self.scaler.get_scale(),
-            tokens_per_s=self.world.size * self.config.batch * self.config.seq * self.config.accumulate / seconds,
-            ms={phase: round(1000 * value, 3) for phase, value in times.items()},
-            telemetry=telemetry,
-        )
+        tokens = self.world.size * self.config.batch * self.config.seq * self.config.accumulate
+        record = {
+            "step": step,
+            "loss": finite(mean_loss),
+            "lr": lr,
+            "grad_norm": finite(norm_value),  # of the averaged gradients, before clipping
+            "loss_scale": self.scaler.get_scale(),
+            "tokens_per_s": tokens / seconds,
+            "ms": {phase: round(1000 * value, 3) for phase, value in times.items()},
+            **telemetry,
+        }
         return record, stops > 0
 
     @torch.no_grad()
@@ -147,10 +130,6 @@ class Trainer:
         loss = torch.stack([next_byte_loss(self.model, part).double() * len(part) for part in parts]).sum()
         self.world.comm.exchange(loss)
         return loss.item() / len(windows) / ranks
-
-    def planned(self) -> memory.Plan:
-        """Plan the memory of the mean rank."""
-        return memory.plan_of(self.optimizer, mean=True, accumulate=self.config.accumulate)
 
     def report(self, steps: int) -> dict[str, Any]:
         """This rank's figures after ``steps`` steps: the most bytes of each kind of memory (not all at one time),
@@ -207,12 +186,13 @@ class Trainer:
         total, stops, norm_value = torch.cat((vector, norm.reshape(1))).tolist()
         return total / self.world.size, norm_value, stops
 
-    def _telemetry(self) -> dict[str, float] | None:
-        """Collective. Finite telemetry of the last step, to four digits to keep the log small. None: not asked for."""
+    def _telemetry(self) -> dict[str, dict[str, float]]:
+        """Collective. Finite telemetry of the last step, to four digits to keep the log small. Empty: not asked for."""
         if not self.config.telemetry:
-            return None
+            return {}
         numbers = self.optimizer.telemetry(over_ranks=True).floats()
-        return {name: float(f"{value:.4g}") for name, value in numbers.items() if math.isfinite(value)}
+        finite = {name: float(f"{value:.4g}") for name, value in numbers.items() if math.isfinite(value)}
+        return {"telemetry": finite}
 
     def _blocked_since_last_step(self) -> dict[str, float]:
         """Seconds that the host was blocked on the optimizer's collectives. Empty on a GPU, where it hardly ever is."""
