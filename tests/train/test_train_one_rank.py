@@ -75,11 +75,16 @@ def test_what_a_run_writes_and_prints(zero_optim: Callable, text: Path, tmp_path
     lines = read_log(run)
     assert [list(line) for line in lines] == [KEYS] * 3
     assert all(line["loss_scale"] == 1.0 and line["tokens_per_s"] > 0 and line["grad_norm"] > 0 for line in lines)
+    for ms in (line["ms"] for line in lines):
+        assert list(ms) == [*PHASES, "whole", "exposed communication"] and ms["exposed communication"] == 0
+        assert 0 < sum(ms[phase] for phase in PHASES) <= ms["whole"]
     corpus = load_corpus(str(text), 16)
     (session,) = json.loads((run / "run.json").read_text())["sessions"]
     end = session["ending"]
     assert (end["outcome"], end["step"], end["entropy"]) == ("finished", 3, unigram_entropy(corpus.validation))
     assert end["ranks"][0]["peak_bytes"] > 50e6  # torch alone takes more
+    for phase, seconds in end["ranks"][0]["seconds"].items():
+        assert sum(line["ms"][phase] for line in lines) == pytest.approx(1000 * seconds, abs=0.01)
     assert session["command"] == f"zero-optim train {' '.join(map(str, flags))}"
     assert session["config"]["hidden"] == 32 and f"model  {session['facts']['model']}\n" in outcome.out
     assert f"validation loss {end['validation_loss']:.4f}\n" in outcome.out
@@ -88,20 +93,6 @@ def test_what_a_run_writes_and_prints(zero_optim: Callable, text: Path, tmp_path
     assert outcome.out.endswith(f"page of the run: {run / 'report.html'}\nwritten to {run}\n")
     assert (run / "sample.txt").read_bytes()[:32] == bytes(corpus.validation[:32].tolist())
     assert (run / "report.html").exists() and (run / "loss.png").exists() != ("loss.png was not written" in outcome.out)
-
-
-def test_the_time_of_a_step_is_logged_by_phase(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert zero_optim("train", *TINY, "--steps", "3", "--accumulate", "2", "--data", text, "--out", run).code == 0
-    steps = [record["ms"] for record in read_log(run)]
-    (session,) = json.loads((run / "run.json").read_text())["sessions"]
-    phases = session["ending"]["ranks"][0]["seconds"]
-    assert list(phases) == PHASES
-    for ms in steps:
-        assert list(ms) == [*PHASES, "whole", "exposed communication"]
-        assert 0 < sum(ms[phase] for phase in PHASES) <= ms["whole"] and ms["exposed communication"] == 0
-    for phase, seconds in phases.items():
-        assert sum(ms[phase] for ms in steps) == pytest.approx(1000 * seconds, abs=0.01)
 
 
 def test_telemetry_is_logged_where_it_is_asked_for(zero_optim: Callable, text: Path, tmp_path: Path) -> None:

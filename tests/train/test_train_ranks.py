@@ -164,16 +164,6 @@ def test_on_one_rank_stage_3_is_stage_2(zero_optim: Callable, text: Path, tmp_pa
     assert re.search(r"^  unsharded, at most +0\.000 +0\.000 +0$", outcome.out, re.MULTILINE)
 
 
-def test_at_stage_3_a_resumed_run_repeats_the_whole_one(text: Path, tmp_path: Path) -> None:
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    train(["--stage", "3", *SHAPE, *STEPS, "--data", str(text), "--out", str(whole)])
-    resumed = train(["--resume", str(whole / "checkpoint" / "step-3"), "--out", str(again)])
-    assert "stage 3" in resumed and "after step 3" in resumed
-    assert without_speed(read_log(again)) == without_speed(read_log(whole)[3:])
-    saved = [weights_in(run / "checkpoint" / "step-6") for run in (whole, again)]
-    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
-
-
 def test_ranks_validate_the_same_number_of_windows_of_any_text(tmp_path: Path) -> None:
     """Of five windows each rank has two, in batches of one; of a single window, both have that one."""
     for size, name in ((870, "five"), (180, "one")):
