@@ -205,7 +205,8 @@ def _write(write: Callable[[Path], Path], name: str, setup: Setup) -> Path | Non
     try:
         return write(setup.run_dir.path)
     except Exception as error:
-        say(f"{name} was not written: {type(error).__name__}: {error}")
+        remedy = "; pip install zero-kernels[train]" if isinstance(error, ImportError) else ""
+        say(f"{name} was not written: {type(error).__name__}: {error}{remedy}")
         return None
 
 
