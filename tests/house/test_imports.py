@@ -25,7 +25,6 @@ ORDER = (
     {"stats", "asleep", "shadows"},
     {"engine", "shard_module"},
     {"figures"},
-    {"drawing"},
     {"memory"},
     {"checkpoint"},
     {"averages"},
