@@ -21,7 +21,7 @@ DEVELOPED := .venv/built .venv/developed
 # To compile all of torch takes a minute, and most of it is never imported: COMPILED is. It is compiled even where
 # PYTHONDONTWRITEBYTECODE keeps Python from it: each command would take 8 seconds of a core more.
 PIP      := $(BIN)/python -m pip install --no-compile --quiet
-COMPILED := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import torch._dynamo, torch.distributed.fsdp, tqdm, matplotlib.pyplot"
+COMPILED := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import torch._dynamo, torch.distributed.fsdp, tqdm, matplotlib.pyplot, torch.utils.tensorboard"
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
@@ -77,7 +77,7 @@ doctor: .venv/built  ## say what is installed, what is active, and why the rest 
 	@$(BIN)/zero-optim doctor
 
 .PHONY: browser
-browser:  ## Debian's chromium, for the tests that open a page in it; needs root, and without it they are skipped
+browser:  ## Debian's chromium, for the test that opens a run's page in it; needs root, and without it that is skipped
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 	  { apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium chromium-driver; }
 

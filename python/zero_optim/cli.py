@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zero_optim_cli import USAGE_ERROR, Parser, complain, main
+from zero_optim_cli import USAGE_ERROR, Parser, complain, main, print_nowhere
 
 from .errors import UsageError, ZeroOptimError
-from .train.output import print_nowhere
 
 __all__ = ["Parser", "main", "run", "run_command"]
 
@@ -48,7 +47,8 @@ def run_command(name: str, work: Callable[[], int]) -> int:
 
 def _checkpoints_in(path: Path) -> Path:
     """Find the folder of checkpoints of a run of ``zero-optim train``; else return the path itself."""
-    from .train.run_dir import LOG, RunDir
+    from .train.page import LOG
+    from .train.run_dir import RunDir
 
     return RunDir(path).checkpoints if (path / LOG).exists() else path
 
@@ -97,13 +97,6 @@ def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     return train(request)
 
 
-def _report(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from .report.command import write_report
-
-    print(write_report(parsed.source, parsed.out))
-    return 0
-
-
 def _doctor(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .doctor import report
 
@@ -133,5 +126,4 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
     "plan": _plan,
     "inspect": _inspect,
     "export": _export,
-    "report": _report,
 }

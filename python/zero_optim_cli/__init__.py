@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -79,7 +80,6 @@ def make_parser() -> Parser:
     bench.add_arguments(measuring)
     _add_plan_command(commands)
     _add_checkpoint_commands(commands)
-    _add_report_command(commands)
     return parser
 
 
@@ -91,19 +91,6 @@ def _add_plan_command(commands: Any) -> None:
         allow_abbrev=False,
     )
     plan.add_arguments(planning)
-
-
-def _add_report_command(commands: Any) -> None:
-    report = commands.add_parser(
-        "report",
-        help="write a page of a run, or of benchmarks, for a browser",
-        description="Writes one HTML file that needs no network: of a run its losses, speed, memory against plan, "
-        "traffic and time; of benchmarks their tables and plots.",
-        allow_abbrev=False,
-    )
-    what = "a run of zero-optim train; or a JSON file of zero-optim bench, or a folder of them"
-    report.add_argument("source", type=Path, help=what)
-    report.add_argument("--out", type=Path, metavar="FILE.html", help="(report.html in the folder, or FILE.html)")
 
 
 def _add_checkpoint_commands(commands: Any) -> None:
@@ -142,3 +129,19 @@ def complain(line: str) -> None:
     """Print an error, on one rank alone."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)
+
+
+def say(*lines: str) -> None:
+    """Print lines at once. Where the pipe is closed, as by ``head``, drop all output and stop the command as Ctrl-C."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        print_nowhere()
+        signal.raise_signal(signal.SIGINT)
+
+
+def print_nowhere() -> None:
+    """Send stdout to the null device: else the interpreter would complain at exit of what is left in its buffer."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

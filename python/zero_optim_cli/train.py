@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .choices import DTYPES, MASTERS, STATE_DTYPES
+
+
+def _at_least(kind: type, least: int) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        if not (value := kind(text)) >= least:
+            raise argparse.ArgumentTypeError(f"{text}: at least {least}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    return read
+
+
+def positive(text: str) -> float:
+    if not 0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: a positive number")
+    return value
+
+
+_COUNT, _COUNT_OR_NONE = _at_least(int, 1), _at_least(int, 0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def flag(name: str, kind: Any, text: str, **more: Any) -> None:
         parser.add_argument(name, type=kind, help=text, **more)
 
-    stages = "what the ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (2)"
+    stages = "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (2)"
     flag("--stage", int, stages, choices=(0, 1, 2, 3))
     flag(
         "--dtype",
@@ -23,21 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "parameters and gradients; fp16 brings the loss scaler (bf16; fp32 without bf16 units)",
         choices=DTYPES,
     )
-    flag("--layers", int, "transformer blocks (3)")
-    flag("--hidden", int, "width of the residual stream (192)")
-    flag("--heads", int, "attention heads; they divide --hidden evenly (3)")
-    flag("--seq", int, "bytes in a window (256)")
-    flag("--batch", int, "windows in a micro-batch on each rank (4; 2 on a CPU without bf16 units)")
-    flag("--accumulate", int, "micro-batches in a step (1)")
-    flag("--steps", int, "optimizer steps (500; 300 on a CPU without bf16 units)")
+    flag("--layers", _COUNT, "transformer blocks (3)")
+    flag("--hidden", _COUNT, "width of the residual stream (192)")
+    flag("--heads", _COUNT, "attention heads; they divide --hidden evenly (3)")
+    flag("--seq", _COUNT, "bytes in a window (256)")
+    flag("--batch", _COUNT, "windows in a micro-batch on each rank (4; 2 on a CPU without bf16 units)")
+    flag("--accumulate", _COUNT, "micro-batches in a step (1)")
+    flag("--steps", _COUNT, "optimizer steps (500; 250 on a CPU without bf16 units)")
     muon = "muon: Muon for the matrices of blocks and AdamW for the rest, in one optimizer (adamw)"
     flag("--optimizer", str, muon, choices=("adamw", "muon"))
-    flag("--lr", float, "peak learning rate of the cosine schedule (4e-3)")
-    flag("--muon-lr", float, "the same of the matrices that Muon updates (0.02)")
-    flag("--warmup", int, "steps of linear warm-up (30)")
-    flag("--weight-decay", float, "decoupled, on matrices alone (0.1)")
-    flag("--clip", float, "largest norm of the averaged gradient (1.0)")
-    flag("--seed", int, "of the initial weights and of the data order (0)")
+    flag("--lr", positive, "peak learning rate of the cosine schedule (4e-3)")
+    flag("--muon-lr", positive, "the same of the matrices that Muon updates (0.02)")
+    flag("--warmup", _COUNT_OR_NONE, "steps of linear warm-up (30)")
+    flag("--weight-decay", _at_least(float, 0), "decoupled, on matrices alone (0.1)")
+    flag("--clip", positive, "largest norm of the averaged gradient (1.0)")
+    flag("--seed", _COUNT_OR_NONE, "of the initial weights and of the data order (0)")
     flag(
         "--device",
         str,
@@ -46,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag("--data", str, "a file or a folder of text (the Python standard library of this interpreter)")
     flag("--out", str, "run directory: report.html, log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
-    flag("--save-every", int, "steps between checkpoints; 0: at the end alone (0)")
-    flag("--keep-last", int, "keep so many checkpoints: the newest and those that it came from; 0: all (0)")
+    flag("--save-every", _COUNT_OR_NONE, "steps between checkpoints; 0: at the end alone (0)")
+    flag("--keep-last", _COUNT_OR_NONE, "keep so many checkpoints: the newest and those that it came from; 0: all (0)")
     parser.add_argument(
         "--no-checkpoint", dest="checkpoint", action="store_const", const=False, help="save none, not at the end either"
     )
@@ -55,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--telemetry",
         action="store_const",
         const=True,
-        help="log norms, the largest update and zeros of each parameter at every step, and draw norms by layer",
+        help="log norms, the largest update and zeros of each parameter at every step",
     )
     offload = "where state lives: paged, cpu, or nvme:DIR; see docs/memory.md (on the device)"
     flag("--state-offload", str, offload, metavar="STORE")

@@ -24,14 +24,14 @@ ORDER = (
     {"step"},
     {"stats", "asleep"},
     {"engine", "shard_module"},
-    {"drawing"},
+    {"figures"},
     {"memory"},
     {"checkpoint"},
     {"averages"},
     {"optimizer", "gather_parameters", "forward_method", "sync_buffers"},
     {"drop_ins", "full_parameters", "full_model_state", "full_state", "muon_state", "grad_scaler"},
     {"integrations"},
-    {"cli", "memory.command", "train", "bench", "report", "doctor", "__main__", "__init__"},
+    {"cli", "memory.command", "train", "bench", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {
     "all_gather",

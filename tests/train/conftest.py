@@ -1,4 +1,4 @@
-"""What the trainer's tests share: a text, a finished two-rank run, and the command line in this process."""
+"""What the trainer's tests have in common: a text, a finished two-rank run, and the command line in this process."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path) -> FinishedR
 
 @contextlib.contextmanager
 def shortened() -> Iterator[None]:
+    """A short sample, and neither charts nor TensorBoard, which take seconds to import."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_SAMPLE_LENGTH", 20)
-        patch.delitem(sys.modules, "zero_optim.drawing.plot", raising=False)
-        patch.delattr("zero_optim.drawing.plot", raising=False)
-        patch.setitem(sys.modules, "matplotlib", None)
+        for module in ("matplotlib", "torch.utils.tensorboard"):
+            patch.setitem(sys.modules, module, None)
         yield
 
 
@@ -64,10 +64,8 @@ def shortened() -> Iterator[None]:
 def zero_optim(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., Outcome]]:
-    """``zero_optim(*arguments)`` runs the command line here, as one rank, in an empty folder.
-
-    Of a training that is not ``whole``, nothing is drawn, and the sample is short.
-    """
+    """``zero_optim(*arguments)`` runs the command line here, as one rank, in an empty folder; ``shortened`` unless it
+    is ``whole``."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     work = tmp_path / "work"

@@ -1,4 +1,4 @@
-"""Runs ``zero-optim train`` for the tests: in this process for one rank, in processes of its own for several."""
+"""Runs ``zero-optim train`` on several ranks for the tests, and reads what it leaves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_text(folder: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """This process's, with the source tree importable, no launcher's variables, and nothing that draws."""
+    """This process's, with the source tree importable, no launcher's variables, no matplotlib and no TensorBoard."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     paths = [str(UNDRAWN), str(ROOT), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

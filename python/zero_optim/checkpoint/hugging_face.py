@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.together import together
-from ..drawing.figures import count
 from ..errors import CheckpointError, StateMismatchError
+from ..figures import count
 from ..params.arrangement import WHOLE, read_arranged
 from ..rules.options import is_average
 from . import folder as folders

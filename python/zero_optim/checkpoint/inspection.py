@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..drawing.figures import size
 from ..errors import CheckpointError
+from ..figures import size
 from . import folder as folders
 from .index import BUFFER, PARAMETER, Index, Piece, SavedTensor
 from .plain import decode, dtype_name

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..drawing.figures import count
 from ..errors import StateMismatchError
+from ..figures import count
 from ..rules.options import EMA
 from .contents import Names
 from .index import BUFFER, PARAMETER, Index, Key, SavedOptimizer, SavedTensor, TensorSpec

@@ -1,4 +1,4 @@
-"""The configuration of a training run, as the flags give it."""
+"""The configuration of a training run: from the flags, or from the checkpoint that it resumes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ _WITHOUT_BF16 = {"dtype": "fp32"}
 _FP32_ON_CPU = {**_WITHOUT_BF16, "batch": 2, "steps": 250}
 
 RESUME_AUTO = Path("auto")
-# A resumed run takes everything from its checkpoint; these flags alone may differ from it.
-_FREE_ON_RESUME = {"steps", "data", "out", "save_every", "keep_last", "checkpoint"}
-_FREE_ON_RESUME |= {"device", "stage", "dtype", "batch", "accumulate"}
-_FREE_ON_RESUME |= {"state_offload", "device_budget", "param_offload", "master", "state_dtype", "telemetry"}
+# A resumed run takes every other flag from its checkpoint.
+_FREE_ON_RESUME = {
+    *("steps", "data", "out", "save_every", "keep_last", "checkpoint", "device", "stage", "dtype", "batch"),
+    *("accumulate", "state_offload", "device_budget", "param_offload", "master", "state_dtype", "telemetry"),
+}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run. The defaults are for two CPU cores with bf16 units and about two minutes.
+    """One training run, a field for each flag (``zero-optim train --help``).
 
-    ``batch`` counts windows of ``seq`` bytes on each rank, in each of ``accumulate`` micro-batches. ``warmup`` counts
-    steps. ``muon_lr`` None is 0.02. ``data`` None is the Python standard library; ``out`` None names the run directory
-    by date.
+    The defaults are for two CPU cores with bf16 units and about two minutes.
     """
 
     stage: int = 2
@@ -75,23 +74,11 @@ class TrainConfig:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    def tokens_per_step(self, world_size: int) -> int:
-        return world_size * self.batch * self.seq * self.accumulate
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """The command line.
-
-    Attributes:
-        given: the values of the flags on the command line, by name.
-        resume: run directory or checkpoint. ``RESUME_AUTO``: ``--out``, if that holds a checkpoint. None: a fresh run.
-        ranks: the number of ranks to start. None: start no processes.
-        command: the command line as typed.
-    """
+    """The command line. ``given``: the flags of ``TrainConfig`` that it has, by name. ``resume``: a run directory or
+    checkpoint; ``RESUME_AUTO``: ``--out``, if that holds a checkpoint. ``ranks`` None: start no processes."""
 
     given: Mapping[str, Any]
     resume: Path | None
@@ -100,10 +87,9 @@ class TrainRequest:
 
 
 def read_request(arguments: argparse.Namespace) -> TrainRequest:
-    """Collect the flags that were given, and check each by itself. Raises UsageError."""
+    """Collect the flags that were given. Raises UsageError."""
     names = [field.name for field in fields(TrainConfig)]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    _check_ranges(given)
     if arguments.resume == RESUME_AUTO and arguments.out is None:
         raise UsageError("--resume auto: looks for checkpoints in --out, which is not given")
     if not given.get("checkpoint", True) and (given.get("save_every") or given.get("keep_last")):
@@ -124,7 +110,7 @@ def fresh_config(given: Mapping[str, Any], device: str) -> TrainConfig:
 
 def _defaults(given: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Give the defaults that differ from those of ``TrainConfig``."""
-    dtype = given.get("dtype", "bf16" if given.get("master", "fp32") != "fp32" else None)  # split: of bf16 alone
+    dtype = given.get("dtype", "bf16" if given.get("master", "fp32") != "fp32" else None)  # split masters need bf16
     if dtype is None and not has_bf16_units(device):
         return _FP32_ON_CPU if device == "cpu" else _WITHOUT_BF16
     return _FP16_ON_CPU if device == "cpu" and dtype == "fp16" else {}
@@ -142,33 +128,15 @@ def has_bf16_units(device: str) -> bool:
 
 def resumed_config(saved: Mapping[str, Any], given: Mapping[str, Any], device: str) -> TrainConfig:
     """Make the saved run's configuration, with the flags that a resumed run may change. Any other raises UsageError."""
-    saved = {**TrainConfig().to_dict(), **saved}  # an earlier version had fewer flags
+    saved = {**asdict(TrainConfig()), **saved}  # an earlier version had fewer flags
     for name, value in given.items():
         if name not in _FREE_ON_RESUME and saved[name] != value:
-            flag = _flag(name)
-            raise UsageError(
-                f"{flag} {value}: the checkpoint was made with {flag} {saved[name]}; leave the flag out to resume"
-            )
+            flag = "--" + name.replace("_", "-")
+            made = f"the checkpoint was made with {flag} {saved[name]}"
+            raise UsageError(f"{flag} {value}: {made}; leave the flag out to resume")
     config = TrainConfig(**{**saved, **given, "device": device})
     _check_together(config)
     return config
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _check_ranges(given: Mapping[str, Any]) -> None:
-    at_least_one = ("layers", "hidden", "heads", "seq", "batch", "accumulate", "steps")
-    for name in at_least_one:
-        if given.get(name, 1) < 1:
-            raise UsageError(f"{_flag(name)} {given[name]}: at least 1")
-    for name in ("warmup", "weight_decay", "seed", "save_every", "keep_last"):
-        if not given.get(name, 0) >= 0:
-            raise UsageError(f"{_flag(name)} {given[name]}: not below 0")
-    for name in ("lr", "muon_lr", "clip"):
-        if not 0 < given.get(name, 1.0) < float("inf"):
-            raise UsageError(f"{_flag(name)} {given[name]}: a positive number")
 
 
 def _check_together(config: TrainConfig) -> None:
@@ -177,19 +145,15 @@ def _check_together(config: TrainConfig) -> None:
     except ValueError as error:
         raise UsageError(f"--state-offload, --device-budget: {error}") from error
     if config.param_offload is not None and config.stage < 3:
-        raise UsageError(f"--param-offload {config.param_offload}: parameters are sharded at stage 3 alone")
+        raise UsageError(f"--param-offload {config.param_offload}: needs --stage 3, which shards parameters")
     if config.muon_lr is not None and config.optimizer != "muon":
         raise UsageError(f"--muon-lr {config.muon_lr}: is of --optimizer muon alone")
-    offloaded = config.state_offload is not None or config.param_offload is not None
-    if config.optimizer == "muon" and config.stage >= 3 and offloaded:
-        raise UsageError(
-            "--optimizer muon: at stage 3 state and parameters stay on the device; leave out --state-offload and "
-            "--param-offload, or take --stage 2"
-        )
+    if config.optimizer == "muon" and config.stage >= 3 and (config.state_offload or config.param_offload):
+        remedy = "leave out --state-offload and --param-offload, or take --stage 2"
+        raise UsageError(f"--optimizer muon: at stage 3 state and parameters stay on the device; {remedy}")
     if config.hidden % config.heads:
         raise UsageError(f"--hidden {config.hidden} is no multiple of --heads {config.heads}; change one of them")
-    if (config.hidden // config.heads) % 2:
-        raise UsageError(
-            f"--hidden {config.hidden} over --heads {config.heads} gives heads of {config.hidden // config.heads}; "
-            "rotary positions need an even size"
-        )
+    size = config.hidden // config.heads
+    if size % 2:
+        heads = f"--hidden {config.hidden} over --heads {config.heads} gives heads of {size}"
+        raise UsageError(f"{heads}; rotary positions need an even size")

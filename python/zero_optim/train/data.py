@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import sysconfig
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ _SKIPPED_IN_STDLIB = {"test", "tests", "idle_test", "lib2to3"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation text, uint8 ``[bytes]`` each; ``digest`` tells two corpora apart."""
+    """Training and validation text, uint8 ``[bytes]`` each; ``digest`` is a SHA-256 of both."""
 
     name: str
     train: Tensor
@@ -42,8 +41,10 @@ def load_corpus(path: str | None, seq: int) -> Corpus:
     else:
         root, name = Path(path), path
         files = _files_below(root, set()) if root.is_dir() else [root]
-    texts = [(file.relative_to(root).as_posix(), _read(file)) for file in files]
-    texts = [(key, text) for key, text in texts if text]
+    try:
+        texts = [(file.relative_to(root).as_posix(), text) for file in files if (text := file.read_bytes())]
+    except OSError as error:
+        raise UsageError(f"--data {error.filename}: {error.strerror}") from error
     if not texts:
         raise UsageError(f"--data {root}: empty, no byte to train on")
     train, validation = split(texts)
@@ -54,15 +55,15 @@ def load_corpus(path: str | None, seq: int) -> Corpus:
                 "give more text or a smaller --seq"
             )
     digest = hashlib.sha256(hashlib.sha256(train).digest() + hashlib.sha256(validation).digest()).hexdigest()
-    return Corpus(name, _as_tensor(train), _as_tensor(validation), digest)
+    bytes_of = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, validation)]
+    return Corpus(name, bytes_of[0], bytes_of[1], digest)
 
 
 def split(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
     """Split named texts, none of them empty, into training bytes and about a tenth of validation bytes.
 
-    Texts are kept whole: in the order of the SHA-256 of their names (at random, but always alike) they go into
-    validation until it has a tenth. A text of more than half of all bytes is for training. A single text is cut: its
-    tail is for validation.
+    Texts are kept whole: in the order of the SHA-256 of their names they go into validation until it has a tenth. A
+    text of more than half of all bytes is for training. A single text is cut: its tail is for validation.
     """
     if len(texts) == 1:
         text = texts[0][1]
@@ -84,7 +85,7 @@ def split(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
 def draw_windows(text: Tensor, seq: int, numbers: range, *, seed: int, step: int) -> Tensor:
     """Draw random windows ``[len(numbers), seq + 1]`` int64. A pure function, so resuming replays nothing.
 
-    ``numbers`` count a step's windows over ranks and micro-batches: a step has the same, however they share them.
+    ``numbers`` count a step's windows over ranks and micro-batches: any number of ranks draws the same windows.
     """
     keys = (hashlib.sha256(f"{seed}/{step}/{number}".encode()).digest() for number in numbers)
     starts = [int.from_bytes(key[:8], "little") % (text.numel() - seq) for key in keys]
@@ -101,8 +102,7 @@ def fixed_windows(text: Tensor, seq: int, count: int) -> Tensor:
 def unigram_entropy(text: Tensor) -> float:
     """Entropy in nats per byte of the text's own byte counts: no model that ignores context can do better on it."""
     counts = torch.bincount(text, minlength=256).double()
-    share = counts[counts > 0] / counts.sum()
-    return -math.fsum((share * share.log()).tolist())
+    return torch.special.entr(counts / counts.sum()).sum().item()
 
 
 def _windows_at(text: Tensor, starts: Tensor, seq: int) -> Tensor:
@@ -119,14 +119,3 @@ def _files_below(root: Path, skipped: set[str]) -> list[Path]:
     if not files:
         raise UsageError(f"--data {root}: the folder holds no file to train on")
     return files
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"--data {file}: {error.strerror}") from error
-
-
-def _as_tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

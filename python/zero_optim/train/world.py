@@ -1,36 +1,30 @@
-"""The ranks of a run: starting them, giving each a device and threads, stopping them together, reporting failures."""
+"""The ranks of a run: starting them, their device and threads, stopping them together, reporting failures."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import signal
 import sys
-import tempfile
-import traceback
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ..comm.collectives import Comm, make_comm
 from ..errors import UsageError
 from ..stores.host_threads import own_cores
 from .config import TrainRequest, fresh_config
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
 # The timeout is for a rank that is stuck: one that died closes its connections, which the others see at once. Saving
 # and validation, during which ranks wait for one another, take seconds.
 COLLECTIVE_TIMEOUT = timedelta(minutes=3)
+GRACE_SECONDS = 30.0
 RANKS_PER_CORE = 8
 INTERRUPTED = 130  # the exit code of a shell's Ctrl-C
 Main = Callable[[Sequence[str]], int]
@@ -43,11 +37,6 @@ class World:
 
     comm: Comm
     device: torch.device
-    backend: str | None  # of the process group; None for one rank without one
-
-    @property
-    def rank(self) -> int:
-        return self.comm.rank
 
     @property
     def size(self) -> int:
@@ -55,7 +44,7 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Rank 0 writes the run directory and speaks for all."""
+        """Rank 0 writes the run directory and prints."""
         return self.comm.rank == 0
 
 
@@ -99,27 +88,21 @@ def local_ranks() -> int:
 @contextlib.contextmanager
 def join_world(device: str) -> Iterator[World]:
     """Join the process group that torchrun (or ``--ranks``) describes in the environment; else be the only rank."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    place = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
+    place = torch.device("cpu")
     if device == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(place)
-    else:
-        _share_cores()
+    elif os.environ.get("OMP_NUM_THREADS", "1") == "1" and local_ranks() > 1:  # torchrun's default is 1 thread
+        torch.set_num_threads(max(1, _cores() // local_ranks()))
     if "RANK" not in os.environ:
-        yield World(make_comm(), place, None)
+        yield World(make_comm(), place)
         return
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=place if device == "cuda" else None)
     try:
-        yield World(make_comm(), place, backend)
+        yield World(make_comm(), place)
     finally:
         dist.destroy_process_group()
-
-
-def _share_cores() -> None:
-    """Share the cores out over the ranks where OMP_NUM_THREADS is 1: torchrun sets that unless the user has set it."""
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and local_ranks() > 1:
-        torch.set_num_threads(max(1, _cores() // local_ranks()))
 
 
 def _cores() -> int:
@@ -129,12 +112,9 @@ def _cores() -> int:
 def launch(ranks: int, request: TrainRequest, main: Main, arguments: Sequence[str]) -> int:
     """Run ``main``, of the command line, on ``ranks`` ranks, as ``torchrun --standalone`` does. Returns the exit code.
 
-    This is torchrun's engine without its report of failures: ranks print theirs on stderr. Raises UsageError.
+    A signal is passed on to the ranks, which save and end. When one fails, the others are terminated, and killed after
+    ``GRACE_SECONDS``. Raises UsageError.
     """
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     most = RANKS_PER_CORE * _cores()
     if not 1 <= ranks <= most:
         raise UsageError(f"--ranks {ranks}: from 1 to {most} on this machine ({_cores()} cores)")
@@ -142,28 +122,32 @@ def launch(ranks: int, request: TrainRequest, main: Main, arguments: Sequence[st
     if request.resume is None:
         fresh_config(request.given, device)  # raises before any rank is started
     print(f"starting {ranks} ranks", flush=True)
-    logging.disable(logging.ERROR)  # of this process, which does nothing but launch
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RESTART_COUNT": "0"}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 makes no store, which would need a free port
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
-    method = start_method(IMPORTED)
-    with tempfile.TemporaryDirectory(prefix="zero-optim-") as logs:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",  # else the ranks would meet at the host's name, which need not resolve
-            max_restarts=0,
-            start_method=method,
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-        )
-        try:
-            elastic_launch(config, _run)(main, tuple(arguments))
-        except ChildFailedError as error:
-            return _report_failure(error)
-        except SignalException:
-            return INTERRUPTED
+    rest = (environment, main, tuple(arguments))
+    started = start_processes(_run, rest, ranks, join=False, start_method=start_method(IMPORTED))
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for process in started.processes:
+            process.terminate()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    try:
+        while not started.join(grace_period=GRACE_SECONDS):
+            pass
+    except ProcessExitedException as error:  # the rank itself has printed why
+        if not error.signal_name:
+            return error.exit_code
+        what = f"rank {error.error_index} was killed by {error.signal_name}; the others were stopped"
+        print(f"zero-optim train: {what}", file=sys.stderr)
+        return 128 - error.exit_code
+    except ProcessRaisedException as error:
+        print(error, file=sys.stderr)  # with the traceback of the rank
+        return 1
     return 0
 
 
@@ -176,20 +160,6 @@ def start_method(imported: Sequence[str]) -> str:
     return "forkserver"
 
 
-def _run(main: Main, arguments: Sequence[str]) -> None:
-    """Run one rank; ``main`` reads its number from the environment. Print its error here: the launcher does not."""
-    try:
-        code = main(arguments)
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    sys.exit(code)
-
-
-def _report_failure(error: ChildFailedError) -> int:
-    rank, failure = error.get_first_failure()
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        print(f"zero-optim train: rank {rank} was killed by {name}; the others were stopped", file=sys.stderr)
-        return 128 - failure.exitcode
-    return failure.exitcode
+def _run(rank: int, environment: Mapping[str, str], main: Main, arguments: Sequence[str]) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.exit(main(arguments))

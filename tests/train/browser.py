@@ -1,4 +1,4 @@
-"""A real browser without a window, which sees no network, and what it has to say of a page."""
+"""A real browser without a window, which sees no network."""
 
 from __future__ import annotations
 
@@ -18,30 +18,24 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-u
 
 
 class Browser:
-    """Opens files, and drives what is open."""
+    """Opens files, and runs scripts in what is open."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
-    def open(self, path: Path, *, width: int, theme: str = "light") -> None:
-        """As someone sees it whose system has this theme, in a window of this width."""
+    def open(self, path: Path, *, width: int) -> None:
+        """Open a file without network, in a window of this width."""
         self.driver.execute_cdp_cmd("Network.enable", {})
         offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
         self.driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
-        self.set_theme(theme)
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        self.said()  # of an earlier page
         self.driver.get(path.as_uri())
-
-    def set_theme(self, theme: str) -> None:
-        features = [{"name": "prefers-color-scheme", "value": theme}]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
 
-    def said(self) -> list[str]:
+    def console(self) -> list[str]:
         """Lines of the console since the last call; errors of scripts and of the policy are among them."""
         return [line["message"] for line in self.driver.get_log("browser")]
 
@@ -54,7 +48,7 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Skips the test, and says why, where there is no browser, no driver of it, or no selenium."""
+    """Skips the test, with the reason, where there is no browser, no driver of it, or no selenium."""
     selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (requirements-dev.txt)")
     binary, driver = (next(filter(None, map(shutil.which, names)), None) for names in (BROWSERS, DRIVERS))
     if binary is None or driver is None:

@@ -1,8 +1,0 @@
-"""The helpers of these tests are importable."""
-
-import sys
-from pathlib import Path
-
-HERE = Path(__file__).resolve().parent
-if str(HERE) not in sys.path:
-    sys.path.insert(0, str(HERE))

@@ -1,0 +1,196 @@
+"""The page of a run: its figures are those of the run's files, and a browser shows it without network."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import browser
+from zero_optim.train.page import charts, draw_loss, problems, read_run, tables, write_page
+
+KINDS = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq")
+PLANNED = dict.fromkeys(KINDS, 1_000_000.0)
+EVIL = "</title><script>document.title = 'taken'</script><b>&\"'"
+
+# Pixels of an image by colour, and boxes of what must fit into the window.
+COLORS = """
+const image = document.querySelectorAll("figure img")[arguments[0]], canvas = document.createElement("canvas");
+[canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+const context = canvas.getContext("2d");
+context.drawImage(image, 0, 0);
+const data = context.getImageData(0, 0, canvas.width, canvas.height).data, seen = new Set();
+for (let at = 0; at < data.length; at += 4) if (data[at + 3] === 255) seen.add(data.slice(at, at + 3).join(","));
+return [...seen];
+"""
+BOXES = """
+return [...document.querySelectorAll("h1, dl, figure, .wide, .tiles")].map((one) => one.getBoundingClientRect())
+  .map((box) => [box.left, box.right, box.width]);
+"""
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    values = {"loss": 5.0 / number, "lr": 1e-3, "grad_norm": 2.0 / number, "tokens_per_s": 1000.0 + number}
+    ms = {"data and forward": 10.0, "backward": 20.0, "step": 5.0, "whole": 40.0, "exposed communication": 3.0}
+    return {"step": number, "loss_scale": 1.0, "ms": ms, **values, **more}
+
+
+def rank(**memory: float) -> dict[str, Any]:
+    return {
+        "memory": {**PLANNED, "communication": 250_000.0, **memory},
+        "collectives": {
+            "all_gather": {"calls": 30, "bytes": 10_010_000, "wait_seconds": 0.5},
+            "construction": {"calls": 4, "bytes": 2_000_000, "wait_seconds": 0.25},
+        },
+        "seconds": {"data and forward": 0.2, "backward": 0.4, "step": 0.1},
+        "steps": 10,
+        "peak_bytes": 123_000_000,
+        "skipped_steps": 0,
+    }
+
+
+def make_run(folder: Path, steps: list[dict[str, Any]], end: dict[str, Any] | None = None, **more: Any) -> Path:
+    """Write a run's files. ``end`` changes its ending; ``more`` changes its entry in ``run.json``."""
+    ending = {"outcome": "finished", "step": 10, "seconds": 90.0, "validation_loss": 2.5, "entropy": 3.25}
+    session = {
+        **{"started": "2026-01-02T03:04:05.000006+00:00", "after_step": 0, "resumed_from": None},
+        **{"command": "zero-optim train --ranks 2", "facts": {"model": "1 M parameters"}, "parameters": 1_000_000},
+        **{"peak_of": "resident", "config": {"steps": 10, "stage": 2, "device": "cpu", "clip": 1.0}},
+        "plan": {"memory": PLANNED, "traffic": {"all_gather": 1_000_000.0}, "state_kinds": KINDS},
+        "ending": {**ending, "ranks": [rank(), rank(master=1_004_000.0)], **(end or {})},
+    }
+    folder.mkdir()
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    (folder / "run.json").write_text(json.dumps({"sessions": [{**session, **more}]}))
+    return folder
+
+
+STEPS = [step(number) for number in range(1, 11)]
+ODD = {6: {"grad_norm": None, "loss": None}}
+
+
+def test_charts_hold_the_values_of_the_log(tmp_path: Path) -> None:
+    steps = [step(number, loss_scale=64.0, **ODD.get(number, {})) for number in range(1, 11)]
+    found = {chart.title: chart for chart in charts(read_run(make_run(tmp_path / "run", steps)))}
+    lines = {
+        "Loss": ("training", "loss"),
+        "Speed": ("tokens/s", "tokens_per_s"),
+        "Gradient norm": ("before clipping", "grad_norm"),
+        "Loss scale": ("loss scale", "loss_scale"),
+        "Learning rate": ("learning rate", "lr"),
+    }
+    for title, (name, key) in lines.items():
+        assert found[title].lines == {name: [line[key] for line in steps]}
+    assert found["Loss"].legend == {"training": 0.5, "unigram entropy": 3.25, "held out": 2.5}
+    assert found["Gradient norm"].levels == {"clipped to": 1.0}
+    assert [found[title].marked for title in ("Loss", "Gradient norm", "Loss scale")] == [[6], [6], [6]]
+    phases = found["Timeline of a step"].lines
+    assert {name: values[0] for name, values in phases.items()} == {
+        "data and forward": 10, "backward": 20, "step": 5, "the rest": 5
+    }  # fmt: skip
+
+
+def test_tables_against_the_plan(tmp_path: Path) -> None:
+    memory, traffic, time = tables(read_run(make_run(tmp_path / "run", STEPS)).session)
+    rows = {name: cells for table in (memory, traffic, time) for name, *cells in table.rows}
+    assert rows["master"] == ["1.000", "1.004", "1.000", "1"]
+    assert rows["model state"] == ["5.000", "5.004", "5.000", "5"]
+    assert rows["communication"] == ["0.250", "0.250", "0.000", "0"]
+    # 10.01 MB in ten steps; what construction moved is of no step.
+    assert rows["all_gather"] == ["30", "10.010", "1.001", "1.000", "0.50"]
+    assert rows["construction"][2] == "once"
+    # 0.75 s blocked, of which 0.25 s before the first step.
+    assert rows["exposed communication"] == ["50.0", "50.0"] and rows["backward"] == ["40.0", "40.0"]
+    many = make_run(tmp_path / "many", STEPS, {"ranks": [rank(master=1e6 * n) for n in range(1, 7)]})
+    memory, *_ = tables(read_run(many).session)
+    assert memory.headings[:2] == ["least", "most"] and ["master", "1.000", "6.000", "1.000", "1"] in memory.rows
+
+
+@pytest.mark.parametrize(
+    ("end", "parts"),
+    [
+        ({}, []),
+        ({"ranks": [rank(master=1_051_000.0)]}, ["Model state of rank 0 is 5.051 MB, +1.02", "above the plan"]),
+        ({"outcome": "interrupted"}, ["not finished: interrupted"]),
+        ({"outcome": "failed", "ranks": [], "why": "CollectiveError: rank 1 died"}, ["CollectiveError: rank 1 died"]),
+    ],
+)
+def test_problems(tmp_path: Path, end: dict[str, Any], parts: list[str]) -> None:
+    run = make_run(tmp_path / "run", STEPS, end)
+    found = problems(read_run(run))
+    assert len(found) == bool(parts) and all(part in found[0] for part in parts)
+    html = write_page(run).read_text()
+    assert ("All losses are finite" in html) is not bool(parts) and all(part in html for part in found)
+
+
+def test_skipped_steps_are_problems_and_a_cut_off_line_is_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [step(n, **ODD.get(n, {})) for n in range(1, 11)], ending=None)
+    with (run / "log.jsonl").open("a") as log:
+        log.write('{"step": 11, "lo')
+    assert problems(read_run(run)) == [
+        "The loss of 1 step was not finite, first at step 6.",
+        "1 step skipped, as gradients were not finite: first step 6, last step 6.",
+        "The run is not finished: under way or killed.",
+    ]
+    assert "<b>10 of 10</b>" in write_page(run).read_text()
+
+
+@pytest.mark.parametrize("count", [0, 1, 20_000])
+def test_runs_of_any_length_are_drawn_small(tmp_path: Path, count: int) -> None:
+    pytest.importorskip("matplotlib")
+    losses = {8_237: 9.0, 5_000: None}
+    steps = [step(n, loss=losses.get(n, 2.0 + n % 7 / 10)) for n in range(1, count + 1)]
+    run = make_run(tmp_path / "run", steps)
+    html = write_page(run).read_text()
+    assert html.count("<figure>") == (5 if count else 0) and len(html) < 1_000_000
+    assert html == write_page(run).read_text()
+
+
+def test_long_lines_keep_their_peaks() -> None:
+    pytest.importorskip("matplotlib")
+    from zero_optim.train.page import _thinned
+
+    values: list[float | None] = [2.0] * 2000
+    values[1001], values[1003] = 9.0, None
+    x, low, mean, high = _thinned(range(1, 2001), values)
+    assert len(x) == len(low) == 500 and x[250] == 1001  # four steps a point
+    assert (low[250], mean[250], high[250]) == (2.0, 13 / 3, 9.0)
+
+
+def test_without_matplotlib_the_page_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = make_run(tmp_path / "run", STEPS)
+    html = write_page(run).read_text()
+    assert "pip install zero-kernels[train]" in html and "<td>1.004</td>" in html and "<figure>" not in html
+    with pytest.raises(ImportError):
+        draw_loss(run)
+
+
+def test_a_browser_shows_it_without_network(tmp_path: Path) -> None:
+    """Charts are drawn, nothing is wider than the window, no script of a file's name runs, and nothing is fetched."""
+    pytest.importorskip("matplotlib")
+    steps = [step(number, loss_scale=1024.0, **ODD.get(number, {})) for number in range(1, 11)]
+    run = make_run(tmp_path / "<b>run&", steps, command=EVIL, facts={EVIL: EVIL}, peak_of=EVIL)
+    page = write_page(run)
+    assert draw_loss(run).stat().st_size > 10_000
+    assert not re.search(r"https?://|<script|@import|url\(", page.read_text())
+    with browser() as chrome:
+        for width in (380, 1400):
+            chrome.requested()
+            chrome.open(page, width=width)
+            assert chrome.console() == [] and chrome.requested() == [page.as_uri()]
+            assert chrome.run("return document.title") == "<b>run&: zero-optim train"
+            assert chrome.run("return document.body.innerText").count(EVIL) >= 3
+            assert chrome.run("return document.documentElement.scrollWidth") == width
+            boxes = chrome.run(BOXES)
+            assert len(boxes) == 12 and all(left >= 0 and right <= width for left, right, _ in boxes), boxes
+        assert {"0,114,178", "213,94,0"} <= set(chrome.run(COLORS, 0))  # the loss in blue, held out in red
+        # An injected script and an image from elsewhere are refused by the policy, and seen by these checks.
+        injected = f'<body>{EVIL}<img src="http://127.0.0.1:9/x.png">'
+        (tmp_path / "evil.html").write_text(page.read_text().replace("<body>", injected))
+        chrome.open(tmp_path / "evil.html", width=1400)
+        assert sum("Content Security Policy" in line for line in chrome.console()) == 2
+        assert chrome.run("return document.title") == "<b>run&: zero-optim train"
