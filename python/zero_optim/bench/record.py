@@ -1,4 +1,4 @@
-"""The record of a run: rows (of ``rows/``), and the machine and versions. benchmarks/README.md has the keys."""
+"""The result file: rows, and the machine and versions they were measured on. benchmarks/README.md has the keys."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ..checkpoint.folder import write_atomically
 from ..doctor import DISTRIBUTION, version_of
 from ..errors import UsageError
 
-SCHEMA = 7
+SCHEMA = 8  # rows have the keys that their op has, and no others
 OLDEST = 2  # the oldest schema that is still read; its rows lack some keys
 COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
 
@@ -68,9 +67,10 @@ def commit() -> str | None:
         return None
 
 
-def sources_of(record: Mapping[str, Any]) -> str:
-    """Name the measured sources for readers: the commit where it is known, else the version of the package."""
-    return f"commit {record['commit']}" if record["commit"] else f"{DISTRIBUTION} {record['version']}"
+def title(record: Mapping[str, Any]) -> str:
+    """Name device, torch and the measured sources: the commit where it is known, else the version of the package."""
+    sources = f"commit {record['commit']}" if record["commit"] else f"{DISTRIBUTION} {record['version']}"
+    return f"{record['device']}; torch {record['torch']}; {sources}"
 
 
 def _git(*words: str) -> str:
@@ -79,17 +79,8 @@ def _git(*words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def results_folder(device: torch.device, out: Path | None) -> Path:
-    """Choose a folder: ``out``; else one below ``benchmarks/results`` in a checkout, or below the working folder."""
-    if out is not None:
-        return out
-    in_checkout = (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "benchmarks").is_dir()
-    parent = CHECKOUT / "benchmarks" / "results" if in_checkout else Path("zero-optim-bench")
-    return parent / slug(device_name(device))
-
-
-def make_record(rows: Sequence[Any], device: torch.device, baselines: Mapping[str, str]) -> dict[str, Any]:
-    """Make a record of rows (of ``rows/``). ``baselines``: versions of packages, or why one is not in the rows."""
+def make_record(rows: Sequence[Mapping[str, Any]], device: torch.device, **more: Any) -> dict[str, Any]:
+    """Make a record. ``more``: other keys, as ``baselines``: versions of packages, or why one is not in the rows."""
     on_cpu = device.type == "cpu"
     compiled = on_cpu and "cpu" in zero_kernels.available_backends("cpu")
     return {
@@ -106,44 +97,74 @@ def make_record(rows: Sequence[Any], device: torch.device, baselines: Mapping[st
         "load": round(os.getloadavg()[0], 2),
         "threads": torch.get_num_threads() if on_cpu else None,
         "isa": torch.ops.zero_kernels_C.isa() if compiled else None,
-        "baselines": dict(baselines),
-        "rows": [asdict(row) for row in rows],
+        **more,
+        "rows": list(rows),
     }
 
 
-def write(record: Mapping[str, Any], folder: Path, about: str | None = None) -> Path:
-    """Write ``<date>-<commit>[-<about>].json``, with a number behind where that exists. Returns its path.
+class Result:
+    """The result file of a run. It is written after each case, so that a run that ends early loses one case alone.
 
-    Without a commit ``v<version>`` stands in its place.
+    Args:
+        out: its folder; None: below ``benchmarks/results`` in a checkout, else below the working folder.
+        write: whether there is a file at all.
+        about: the end of its name.
+        more: further keys of the record.
+
+    Raises UsageError where the folder cannot be made.
     """
-    sources = record["commit"] or f"v{record['version']}"
-    stem = "-".join([record["date"], sources, *([about] if about else [])])
-    names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
-    path = next(path for path in (folder / f"{name}.json" for name in names) if not path.exists())
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
+
+    def __init__(
+        self, device: torch.device, out: Path | None, write: bool = True, about: str = "", **more: Any
+    ) -> None:
+        self.rows: list[Mapping[str, Any]] = []
+        self._device, self._more, self._about = device, more, f"-{about}" if about else ""
+        self._path: Path | None = None
+        in_checkout = (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "benchmarks").is_dir()
+        parent = CHECKOUT / "benchmarks" / "results" if in_checkout else Path("zero-optim-bench")
+        self._folder = (out or parent / slug(device_name(device))) if write else None
+        try:
+            if self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {self._folder}: {error.strerror}") from error
+
+    def record(self) -> dict[str, Any]:
+        return make_record(self.rows, self._device, **self._more)
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows, and write the file: a reader finds the old record or the new one, whole."""
+        self.rows += rows
+        if self._folder is None or not self.rows:
+            return
+        record = self.record()
+        if self._path is None:  # <date>-<commit>[-<about>].json, with a number behind where that exists
+            stem = f"{record['date']}-{record['commit'] or 'v' + record['version']}{self._about}"
+            names = (stem, *(f"{stem}-{number}" for number in range(2, 1000)))
+            self._path = next(path for name in names if not (path := self._folder / f"{name}.json").exists())
+        write_atomically(self._path, json.dumps(record, indent=1) + "\n")
+
+    def finish(self, draw: Callable[[Mapping[str, Any], Path], object] | None = None) -> None:
+        """Print the file's path, draw the plot beside it, and print that, or why there is none."""
+        if self._path is None:
+            return
+        print(f"\n{self._path}")
+        try:
+            from .plot import roofline
+        except ImportError as error:
+            print(f"no plot: {error}; pip install matplotlib")
+            return
+        (draw or roofline)(self.record(), self._path.with_suffix(".png"))
+        print(self._path.with_suffix(".png"))
 
 
-def write_anew(record: Mapping[str, Any], path: Path) -> None:
-    """Replace a file that ``write`` has made. A reader finds either the old record or the new one, whole."""
-    write_atomically(path, json.dumps(record, indent=1) + "\n")
-
-
-def has_ops(rows: object) -> bool:
-    """Tell whether these are rows of a benchmark. Curves of training are written in the same form, without ops."""
-    return isinstance(rows, list) and all(isinstance(row, dict) and "op" in row for row in rows)
-
-
-def read(path: Path, flag: str = "") -> dict[str, Any]:
-    """Read a record that ``write`` has written. Raises UsageError; its message begins with ``flag``."""
-    named = f"{flag} {path}".lstrip()
+def read(path: Path) -> dict[str, Any]:
+    """Read a record that ``write`` has written. Raises UsageError."""
     try:
         record = json.loads(path.read_text())
         schema, rows = record["schema"], record["rows"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{named}: is no record of a benchmark") from error
-    if not has_ops(rows):
-        raise UsageError(f"{named}: is no record of a benchmark: its rows are of something else")
-    if not isinstance(schema, int) or not OLDEST <= schema <= SCHEMA:
-        raise UsageError(f"{named}: has schema {schema}; this version reads {OLDEST} to {SCHEMA}")
+        raise UsageError(f"{path} is no record of a benchmark") from error
+    if not isinstance(schema, int) or not OLDEST <= schema <= SCHEMA or not all("op" in row for row in rows):
+        raise UsageError(f"{path} is no record of a benchmark with a schema of {OLDEST} to {SCHEMA}")
     return {"version": None, **record}

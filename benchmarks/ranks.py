@@ -1,6 +1,6 @@
-"""Fresh processes that form a group, gloo or NCCL, and run a function on each rank.
+"""Fresh processes that form a group, gloo or NCCL, and run a function on each rank; contests among contenders there.
 
-All that they print, packages included, goes to temporary files. A failure comes back as an exception.
+What they print, packages included, goes to temporary files. A failure comes back as an exception.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from zero_optim.bench.timing import Clock, Job
+from zero_optim.errors import ZeroOptimError
 
-from ..errors import ZeroOptimError
-from ..train.world import start_method
-
+T = TypeVar("T")
 LIMIT_SECONDS = 600.0
 COLLECTIVE_SECONDS = 60.0
-IMPORTED = ("zero_optim.bench.run", "torch.distributed.fsdp", "torch._dynamo")
+IMPORTED = ["zero_optim", "torch.distributed.fsdp", "torch._dynamo"]  # before the fork: memory is counted from there
 GRACE_SECONDS = 5.0  # once a rank has failed, for the others to report their own errors
 
 
@@ -59,7 +59,8 @@ def on_ranks(
 
     The ranks share the threads that torch has here. On ``cuda`` each has a GPU, its current device. Raises RanksError.
     """
-    context: Any = multiprocessing.get_context(start_method(IMPORTED))  # memory is counted from what is imported on
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
     port, threads = _free_port(), max(1, torch.get_num_threads() // count)
     with tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder:
         places = [_Place(rank, count, Path(folder), port, threads, device) for rank in range(count)]
@@ -115,7 +116,7 @@ def _rank_main(connection: Connection, place: _Place, work: Callable[..., Any], 
         os.dup2(log.fileno(), 2)
     gc.freeze()  # imported objects are no garbage, and looking through them takes half a second
     torch.set_num_threads(place.threads)
-    _tell_environment(place)
+    _set_environment(place)
     try:
         if place.device == "cuda":
             torch.cuda.set_device(place.rank)
@@ -134,7 +135,7 @@ def _rank_main(connection: Connection, place: _Place, work: Callable[..., Any], 
     os._exit(0)  # at once: threads and groups that packages leave behind could block or crash an ordinary exit
 
 
-def _tell_environment(place: _Place) -> None:
+def _set_environment(place: _Place) -> None:
     """Set what torchrun sets, for packages that read it."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -152,3 +153,47 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+# -- contests ----------------------------------------------------------------------------------------------------------
+
+
+def each_alone(names: Iterable[str], baseline: str, run: Callable[[str], T]) -> tuple[dict[str, T], dict[str, str]]:
+    """Run each contender in fresh processes. Returns the results, and the error of each that failed, by name.
+
+    Raises RanksError where ``baseline`` fails.
+    """
+    results: dict[str, T] = {}
+    left_out: dict[str, str] = {}
+    for name in names:
+        try:
+            results[name] = run(name)
+        except RanksError as error:
+            if name == baseline:
+                raise
+            left_out[name] = str(error)
+            print(f"left out: {name}: {error}", file=sys.stderr, flush=True)
+    return results, left_out
+
+
+class TogetherClock:
+    """A clock that starts when all ranks have met and each device is idle."""
+
+    warm_up_seconds = 0.0  # ranks must agree on how many rounds there are
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        self._clock, self._device = clock, device
+
+    def time(self, job: Job) -> Callable[[], list[float]]:
+        dist.barrier()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the previous job has ended on every stream
+        return self._clock.time(job)
+
+
+def of_the_slower(of_ranks: Sequence[Mapping[str, list[list[float]]]]) -> dict[str, list[list[float]]]:
+    """Take the laps of the slowest rank in each round, for each job."""
+    return {
+        name: [max(of_round, key=sum) for of_round in zip(*(times[name] for times in of_ranks), strict=True)]
+        for name in of_ranks[0]
+    }
