@@ -79,6 +79,13 @@ def _git(*words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def results_folder(device: torch.device, out: Path | None = None) -> Path:
+    """Choose a folder: ``out``; else one below ``benchmarks/results`` in a checkout, or below the working folder."""
+    in_checkout = (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "benchmarks").is_dir()
+    parent = CHECKOUT / "benchmarks" / "results" if in_checkout else Path("zero-optim-bench")
+    return out or parent / slug(device_name(device))
+
+
 def make_record(rows: Sequence[Mapping[str, Any]], device: torch.device, **more: Any) -> dict[str, Any]:
     """Make a record. ``more``: other keys, as ``baselines``: versions of packages, or why one is not in the rows."""
     on_cpu = device.type == "cpu"
@@ -106,7 +113,7 @@ class Result:
     """The result file of a run. It is written after each case, so that a run that ends early loses one case alone.
 
     Args:
-        out: its folder; None: below ``benchmarks/results`` in a checkout, else below the working folder.
+        out: its folder; None: that of ``results_folder``.
         write: whether there is a file at all.
         about: the end of its name.
         more: further keys of the record.
@@ -120,9 +127,7 @@ class Result:
         self.rows: list[Mapping[str, Any]] = []
         self._device, self._more, self._about = device, more, f"-{about}" if about else ""
         self._path: Path | None = None
-        in_checkout = (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "benchmarks").is_dir()
-        parent = CHECKOUT / "benchmarks" / "results" if in_checkout else Path("zero-optim-bench")
-        self._folder = (out or parent / slug(device_name(device))) if write else None
+        self._folder = results_folder(device, out) if write else None
         try:
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)

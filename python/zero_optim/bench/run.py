@@ -37,7 +37,7 @@ def main(parsed: argparse.Namespace) -> int:
     device = find_device(parsed.device)
     backends = choose_backends(device, parsed.backends)
     torch.set_num_threads(parsed.threads or torch.get_num_threads())
-    result = Result(device, parsed.out, parsed.write)
+    result = Result(device, parsed.out, parsed.write, about=parsed.ops[0] if len(parsed.ops) == 1 else "")
     clock = make_clock(device)
     for op in dict.fromkeys(parsed.ops or (*CASES, "step")):
         # of a whole step the fastest backend alone, as its model takes much memory
