@@ -8,20 +8,18 @@ from decimal import Decimal
 from pathlib import Path
 
 OPS = ("adam_step", "pack", "grad_stats", "step")
-_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
 def parse_numel(text: str) -> int:
     """Read ``1000000``, ``1e6``, ``2^20``, ``2**20``, ``64Mi`` or ``1Gi``."""
-    power = re.fullmatch(r"2(?:\^|\*\*)(\d{1,2})", text)
-    count = re.fullmatch(r"(\d+)(Ki|Mi|Gi|)", text)
-    decimal = re.fullmatch(r"\d+(\.\d+)?e\d{1,2}", text)
-    numel = 2 ** int(power[1]) if power else int(count[1]) * _UNITS[count[2]] if count else 0
-    if decimal and (exact := Decimal(text)) == int(exact):
-        numel = int(exact)
-    if numel < 1:
+    if power := re.fullmatch(r"2(?:\^|\*\*)(\d{1,2})", text):
+        return 2 ** int(power[1])
+    count = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)(Ki|Mi|Gi|)", text)
+    numel = Decimal(count[1]) * _UNITS.get(count[2], 1) if count else Decimal()
+    if numel < 1 or numel != int(numel):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of elements; write 1000000, 1e6, 2^20 or 64Mi")
-    return numel
+    return int(numel)
 
 
 def at_least_one(text: str) -> int:

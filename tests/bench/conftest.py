@@ -59,24 +59,6 @@ def bench(run_here: Callable[..., Run]) -> Run:
 
 
 @pytest.fixture
-def draws_again(bench: Callable[..., Outcome]) -> Callable[[Outcome, Path, Path], None]:
-    """``draws_again(first, file, plot)``: from the file alone come the plot, and the table of the first run.
-
-    The sheets are made, and not drawn a second time: ``report/test_bench_page.py`` draws what comes from files.
-    """
-
-    def check(first: Outcome, file: Path, plot: Path) -> None:
-        plot.unlink()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zero_optim.bench.plot.png", lambda sheet, path: path.touch())
-            again = bench("--redraw", file)
-        assert again.code == 0 and plot.exists()
-        assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
-
-    return check
-
-
-@pytest.fixture
 def refuses(bench: Run) -> Callable[..., None]:
     """``refuses(*arguments, saying=parts)``: they end it with one line that has the parts, and nothing is written."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,9 +125,8 @@ STEP = 10
 ZEROS = ", zeros"  # gradient and moments are zero, as in unused rows of an embedding: a root of zero is slow on GPUs
 
 
-@dataclass(frozen=True)
-class Form:
-    """A form of state other than fp32. ``low``: dtype of a split master's lower half; None: the master is fp32."""
+class Form(NamedTuple):
+    """Dtypes of state other than fp32. ``low``: of a split master's lower half; None: the master is fp32."""
 
     exp_avg: torch.dtype
     exp_avg_sq: torch.dtype
@@ -137,17 +136,17 @@ class Form:
     def bytes(self) -> float:
         """Bytes an element, read and written: gradient, parameter, master, moments, and the scales of their rows."""
         param_and_master = 2 * (2 + self.low.itemsize) if self.low else 2 + 2 * 4
-        moments = (dtype.itemsize + 4 / ROW * FORMS[dtype].scaled for dtype in (self.exp_avg, self.exp_avg_sq))
-        return 2 + param_and_master + 2 * sum(moments)
+        return 2 + param_and_master + 2 * sum(dtype.itemsize + 4 / ROW * FORMS[dtype].scaled for dtype in self[:2])
 
 
+FP32, INT8 = (torch.float32, torch.float32), (torch.int8, torch.uint8)
 STATE_FORMS = {
     ", bf16": Form(torch.bfloat16, torch.bfloat16),
-    ", int8": Form(torch.int8, torch.uint8),
-    ", split": Form(torch.float32, torch.float32, low=torch.int16),
-    ", split, int8": Form(torch.int8, torch.uint8, low=torch.int16),
-    ", split8": Form(torch.float32, torch.float32, low=torch.int8),
-    ", split8, int8": Form(torch.int8, torch.uint8, low=torch.int8),
+    ", int8": Form(*INT8),
+    ", split": Form(*FP32, low=torch.int16),
+    ", split, int8": Form(*INT8, low=torch.int16),
+    ", split8": Form(*FP32, low=torch.int8),
+    ", split8, int8": Form(*INT8, low=torch.int8),
 }
 """By suffix of a backend's name: the state that ``master`` and ``state_dtype`` of the optimizer give."""
 
@@ -190,7 +189,7 @@ def adam_step(setting: Setting, others: Mapping[str, Maker] = MappingProxyType({
         f"{name}{way}": [on_backend(name, work)] for way, work in works.items() for name in setting.backends
     }
     wide_grad = torch.empty_like(shard.master)
-    makers = {TORCH: functools.partial(torch.optim.AdamW, fused=True, **HYPER), **others}
+    makers: dict[str, Maker] = {TORCH: functools.partial(torch.optim.AdamW, fused=True, **HYPER), **others}
     jobs |= {name: [adam_in_passes(shard, wide_grad, make)] for name, make in makers.items()}
     jobs[COPY], yardstick = copy_job(setting, 28), COPY
     if setting.device.type == "cpu" and "cpu" in zero_kernels.available_backends("cpu"):
@@ -201,7 +200,8 @@ def adam_step(setting: Setting, others: Mapping[str, Maker] = MappingProxyType({
 
 
 def update(shard: Shard) -> Callable[[], object]:
-    return functools.partial(zero_kernels.adam_step, *vars(shard).values(), shard.row_slot, **_scalars(shard))
+    tensors = (shard.grad, shard.master, shard.exp_avg, shard.exp_avg_sq, shard.param, shard.row_slot)
+    return functools.partial(zero_kernels.adam_step, *tensors, **_scalars(shard))
 
 
 def update_in_form(shard: Shard, form: Form) -> Callable[[], object]:
@@ -216,7 +216,7 @@ def update_in_form(shard: Shard, form: Form) -> Callable[[], object]:
     return functools.partial(zero_kernels.foreach_step, "adamw", *lists, **_scalars(shard), scales=scales or None)
 
 
-def _scalars(shard: Shard) -> dict[str, Tensor]:
+def _scalars(shard: Shard) -> dict[str, Any]:
     device = shard.grad.device
     hyper = zero_kernels.hyper_table(**HYPER, step=STEP, device=device)
     return {
@@ -296,7 +296,7 @@ def grad_stats(setting: Setting) -> Case:
 
     def check_then_norm() -> object:  # GradScaler.unscale_ with a scale of 1, so that gradients stay
         torch._amp_foreach_non_finite_check_and_unscale_([shard], found_inf.zero_(), one)
-        return norm()
+        return norm(), found_inf
 
     no_check = shard.is_cuda and shard.dtype == torch.bfloat16  # torch's check does not take bf16 on CUDA
     jobs: dict[str, Job] = {

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -17,24 +16,13 @@ import torch
 import zero_kernels
 
 from ..checkpoint.folder import write_atomically
-from ..doctor import DISTRIBUTION, version_of
+from ..doctor import DISTRIBUTION, commit, device_name, driver_version, version_of
 from ..errors import UsageError
 
 SCHEMA = 8  # rows have the keys that their op has, and no others
 OLDEST = 2  # the oldest schema that is still read; its rows lack some keys
-COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
 
-HERE = Path(__file__).resolve().parent
-CHECKOUT = HERE.parents[2]
-
-
-def device_name(device: torch.device) -> str:
-    """Name the GPU, or the processor with the number of torch's threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def slug(device: str) -> str:
@@ -42,41 +30,10 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", device.lower())).strip("-")
 
 
-def driver_version(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None
-
-
-def commit() -> str | None:
-    """Find the checked-out commit, with ``-dirty`` when files that git tracks differ from it; None outside a checkout.
-
-    An installed package may lie inside another project's checkout, so git is asked whether it tracks this package.
-    """
-    if given := os.environ.get(COMMIT_ENVIRONMENT):
-        return given[:10] if re.fullmatch("[0-9a-f]{40}", given) else given
-    try:
-        _git("ls-files", "--error-unmatch", "../__init__.py")
-        head = _git("rev-parse", "--short=10", "HEAD")
-        return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def title(record: Mapping[str, Any]) -> str:
     """Name device, torch and the measured sources: the commit where it is known, else the version of the package."""
     sources = f"commit {record['commit']}" if record["commit"] else f"{DISTRIBUTION} {record['version']}"
     return f"{record['device']}; torch {record['torch']}; {sources}"
-
-
-def _git(*words: str) -> str:
-    # Without optional locks `git status` does not write the index, which another process may be using.
-    command = ["git", "--no-optional-locks", "-C", str(HERE), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def results_folder(device: torch.device, out: Path | None = None) -> Path:

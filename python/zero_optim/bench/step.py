@@ -63,15 +63,15 @@ def measure(setting: Setting, clock: Clock, rounds: int | None) -> list[Row]:
 
 def make_rows(case: Case, times: Mapping[str, Sequence[Sequence[float]]]) -> list[Row]:
     """Make the rows. ``times``: milliseconds of each lap in each round."""
-    laps = {name: dict(zip(LAPS, zip(*times[name], strict=True), strict=True)) for name in case.jobs}
-    medians = {name: {lap: Spread.of(column).ms for lap, column in of_job.items()} for name, of_job in laps.items()}
-    steps = {
-        name: [sum(row) for row in zip(*(of_job[lap] for lap in PHASES), strict=True)] for name, of_job in laps.items()
-    }
-    rows = case.rows({**steps, COPY: [sum(lap) for lap in times[COPY]]})
+    medians = {}
+    for name in case.jobs:
+        columns = zip(LAPS, zip(*times[name], strict=True), strict=True)
+        medians[name] = {lap: Spread.of(column).ms for lap, column in columns}
+    steps = {name: [sum(laps[1:-1]) for laps in times[name]] for name in case.jobs}  # without backward and zero_grad
+    rows = case.rows({**steps, COPY: [sum(laps) for laps in times[COPY]]})
     for row in rows[:-1]:
         row["phases"] = {lap: medians[row["backend"]][lap] for lap in PHASES}
-    whole = {name: Spread.of([sum(row) for row in times[name]]) for name in case.jobs}
+    whole = {name: Spread.of([sum(laps) for laps in times[name]]) for name in case.jobs}
     return rows + [
         {
             "op": "train_step",
