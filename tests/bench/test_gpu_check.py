@@ -88,6 +88,7 @@ def test_the_parts_cover_all_tests_and_no_phase_is_in_two() -> None:
     assert len(names) == len(set(names)) and names[0] == "build"
     given = {word for phase in phases for word in phase.command}
     assert {str(path) for path in (ROOT / "tests/gpu").glob("test_*.py")} <= given
+    assert str(ROOT / "tests/kernels/test_bit_contract.py") in given
     scripts = {word for word in given if word.endswith(".py")}
     assert {path for path in scripts if not Path(path).exists()} == set()
 
@@ -230,7 +231,7 @@ print(places.why_not_nccl_ranks(2))
 
 def test_tests_ask_the_nccl_that_is_preloaded(libraries: dict[int, Path]) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ZERO_KERNELS_GPU_TESTS_ON": "cuda"}
-    environment["PYTHONPATH"] += os.pathsep + os.pathsep.join(str(ROOT / "tests" / name) for name in ("gpu", "kernels"))
+    environment["PYTHONPATH"] += os.pathsep + os.pathsep.join(str(ROOT / "tests" / name) for name in ("gpu", "helpers"))
 
     def asked(library: Path) -> str:
         command, preloaded = python(ASKED_ON_A_GPU), {**environment, "LD_PRELOAD": str(library)}
