@@ -98,13 +98,13 @@ def walk_on_rank(layers: int, width: int, way: Way, dtype: torch.dtype, device: 
         return Walk(layers, width, way, dtype, torch.device(device)).readings(memory)
 
 
-def run(parsed: Any, layers: int = LAYERS, width: int = WIDTH) -> None:
+def run(parsed: Any) -> None:
     device, dtype = find_device(parsed.device), DTYPES[parsed.dtype]
     result = Result(device, parsed.out, parsed.write, "memory_walkthrough")
-    numel = layers * width * (width + 1)
+    numel = LAYERS * WIDTH * (WIDTH + 1)
     for way in PLAIN + (SMALL if parsed.dtype == "bf16" else []):
         progress(f"memory_walkthrough: {way.name}")
-        of_ranks = on_ranks(parsed.ranks, walk_on_rank, layers, width, way, dtype, device.type, device=device.type)
+        of_ranks = on_ranks(parsed.ranks, walk_on_rank, LAYERS, WIDTH, way, dtype, device.type, device=device.type)
         about = {"op": "memory_walkthrough", "backend": way.name, "dtype": parsed.dtype, "numel": numel}
         for phase in PHASES:
             after, peak = (max(readings[phase][part] for readings in of_ranks) for part in range(2))
