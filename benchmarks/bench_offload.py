@@ -2,8 +2,8 @@
 
     python benchmarks/bench_offload.py --parts step train --numel 64Mi
 
-``--parts``, each a block of rows (op ``offload``, key ``part``): ``step`` is ``opt.step()`` alone on one rank,
-``train`` whole steps of a GPT with a quarter of the parameters at stage 2, ``sleep`` the calls ``sleep`` and ``wake``.
+``--parts``, each a block of rows (op ``offload``, key ``part``), on one rank: ``step`` is ``opt.step()`` alone,
+``train`` whole steps of a GPT with a quarter of the parameters, ``sleep`` the calls ``sleep`` and ``wake``.
 
 ``beside`` has the ms of what a store adds, each part moved by itself in the same rounds: ``copies``, ``disk``, on a GPU
 ``update`` on the host. A step cannot be shorter than the longest of these and None's update, its ``bound``.
@@ -19,16 +19,15 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from counted_bytes import can_measure, peak_of, resident, return_what_is_freed
 from lab import parser_of, progress, run_script, show
-from ranks import TogetherClock, each_alone, of_the_slower, on_ranks
+from ranks import each_alone, on_ranks
 from torch import Tensor, nn
 from zero_optim import ShardedAdamW
 from zero_optim.asleep import MOVES_STORAGES
@@ -60,32 +59,19 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Work:
-    """What all contenders do. ``part``: "step" or "train". ``folder``: of the files of ``nvme``."""
+    """What all contenders do. ``part``: one of PARTS. ``folder``: of the files of ``nvme``."""
 
     part: str
     numel: int
     dtype: str
     device: torch.device
-    ranks: int
     folder: str
 
-    def model(self) -> GPT:
-        torch.manual_seed(0)
-        return GPT(model_config(self.numel // 4, self.device), DTYPES[self.dtype]).to(self.device)
-
     def tensors(self, seed: int) -> list[Tensor]:
-        """Draw parameters or gradients of a step, four tensors a page."""
+        """Draw parameters or gradients, four tensors a page."""
         generator = torch.Generator(self.device).manual_seed(seed)
         values = torch.randn(self.numel, generator=generator, device=self.device).to(DTYPES[self.dtype])
         return [part.clone() for part in values.chunk(4 * PAGES)]
-
-    def trained(self) -> int:
-        """Count the parameters."""
-        if self.part != "train":
-            return self.numel
-        with torch.device("meta"):
-            model = GPT(model_config(self.numel // 4, self.device), DTYPES[self.dtype])
-        return sum(parameter.numel() for parameter in model.parameters())
 
 
 @dataclass(frozen=True)
@@ -93,6 +79,7 @@ class Made:
     """A contender that is ready. ``result``: a figure that after as many steps is equal for all. ``stats``: bytes."""
 
     job: Job
+    numel: int
     result: Callable[[], float]
     stats: Callable[[], Mapping[str, Any]] = dict
 
@@ -100,18 +87,19 @@ class Made:
 # -- contenders --------------------------------------------------------------------------------------------------------
 
 
-def options(name: str, work: Work) -> Row:
-    """Choose the arguments of ``ShardedAdamW``. All have buckets, and so pages, of one size."""
-    numel = work.trained()
+def optimizer(parameters: Iterable[Any], name: str, numel: int, folder: str) -> ShardedAdamW:
+    """Make ours with a store. All have buckets, and so pages, of one size. No step is skipped."""
     stores: dict[str, Row] = {
         NONE: {},
         "paged 0": {"state_offload": "paged", "device_budget": 0},
-        "paged half": {"state_offload": "paged", "device_budget": 12 * numel // work.ranks // 2},
+        "paged half": {"state_offload": "paged", "device_budget": 12 * numel // 2},
         "cpu": {"state_offload": "cpu"},
-        "nvme": {"state_offload": f"nvme:{work.folder}"},
+        "nvme": {"state_offload": f"nvme:{folder}"},
     }
-    small = {"master": "split", "state_dtype": "int8"} if name in SMALL else {}
-    return {"bucket_cap_mb": numel * 2 / 2**20 / PAGES, **TRAINING, **stores[name.removesuffix(" small")], **small}
+    options = stores[name.removesuffix(" small")] | {"bucket_cap_mb": numel * 2 / 2**20 / PAGES}
+    if name in SMALL:
+        options |= {"master": "split", "state_dtype": "int8"}
+    return ShardedAdamW(parameters, skip_nonfinite=False, **options, **TRAINING)
 
 
 def make(work: Work, name: str) -> Made:
@@ -124,18 +112,20 @@ def make(work: Work, name: str) -> Made:
 def our_step(work: Work, name: str) -> Made:
     """Update by ours. One backward sets gradients, which every step uses again."""
     parameters = [nn.Parameter(values) for values in work.tensors(0)]
-    opt = ShardedAdamW(parameters, skip_nonfinite=False, **options(name, work))
+    opt = optimizer(parameters, name, work.numel, work.folder)
     torch.autograd.backward(parameters, work.tensors(1))
-    return Made([opt.step, lambda: settle(opt)], lambda: checksum(parameters), lambda: opt.stats()["state_offload"])
+    job = [opt.step, lambda: settle(opt)]
+    return Made(job, work.numel, lambda: checksum(parameters), lambda: opt.stats()["state_offload"])
 
 
 def our_training(work: Work, name: str) -> Made:
-    """Train on this rank's own windows, the same at every step."""
-    model = work.model()
-    opt = ShardedAdamW(model.named_parameters(), stage=2, **options(name, work))
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    shape = (max(TOKENS // model.config.seq, 1), model.config.seq + 1)
-    windows = torch.randint(VOCAB, shape, generator=generator).to(work.device)
+    """Train a GPT on the same windows at every step."""
+    torch.manual_seed(0)
+    config = model_config(work.numel // 4, work.device)
+    model = GPT(config, DTYPES[work.dtype]).to(work.device)
+    windows = torch.randint(VOCAB, (max(TOKENS // config.seq, 1), config.seq + 1)).to(work.device)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    opt = optimizer(model.named_parameters(), name, numel, work.folder)
     losses: list[Tensor] = []
 
     def step() -> None:
@@ -147,7 +137,7 @@ def our_training(work: Work, name: str) -> Made:
         opt.zero_grad()
         settle(opt)
 
-    return Made([step], lambda: losses[0].item(), lambda: opt.stats()["state_offload"])
+    return Made([step], numel, lambda: losses[0].item(), lambda: opt.stats()["state_offload"])
 
 
 def settle(opt: ShardedAdamW) -> None:
@@ -175,7 +165,7 @@ def deepspeed_step(work: Work) -> Made:
         opt.step()
         parameters.copy_(master.detach())
 
-    return Made([step], lambda: checksum([parameters]))
+    return Made([step], work.numel, lambda: checksum([parameters]))
 
 
 # -- the link and the disk ---------------------------------------------------------------------------------------------
@@ -240,25 +230,25 @@ def contest(work: Work, names: Sequence[str], rounds: int) -> tuple[list[Row], d
 
     def run(name: str) -> Row:
         progress(f"offload, {work.part}: {name} alone")
-        reports = on_ranks(work.ranks, alone_on_rank, work, name, device=work.device.type)
-        return max(reports, key=lambda report: report["peak"] or 0) | {"results": [r["result"] for r in reports]}
+        (report,) = on_ranks(1, alone_on_rank, work, name, device=work.device.type)
+        return dict(report)
 
     alone, left_out = each_alone(names, NONE, run)
-    check_results(work, {name: report["results"] for name, report in alone.items()})
+    check_results(work, {name: report["result"] for name, report in alone.items()})
     progress(f"offload, {work.part}: {', '.join(alone)} in turns")
     moved = {name: report["moved"] for name, report in alone.items()}
-    times = of_the_slower(on_ranks(work.ranks, time_on_rank, work, moved, rounds, device=work.device.type))
+    (times,) = on_ranks(1, time_on_rank, work, moved, rounds, device=work.device.type)
     laps = {name: [sum(of_round) for of_round in of_job] for name, of_job in times.items()}
     return [row_of(work, name, report, laps) for name, report in alone.items()], left_out
 
 
-def check_results(work: Work, results: Mapping[str, Sequence[float]]) -> None:
+def check_results(work: Work, results: Mapping[str, float]) -> None:
     """Compare with None's. Ours have its bits, but for a training on CUDA, where attention sums in any order. Where
     others round at other places, losses are compared, and checksums of parameters are not."""
     for name, found in results.items():
         exact = name in OURS and (work.part == "step" or work.device.type == "cpu")
         tolerance = 0.0 if exact else TOLERANCE if work.part == "train" else math.inf
-        if not all(math.isclose(*pair, rel_tol=tolerance) for pair in zip(found, results[NONE], strict=True)):
+        if not math.isclose(found, results[NONE], rel_tol=tolerance):
             raise ZeroOptimError(f"offload, {work.part}: {name} gives {found}, and {NONE} {results[NONE]}")
 
 
@@ -280,7 +270,8 @@ def alone_on_rank(work: Work, name: str) -> Row:
     run(1)
     later = made.stats()
     moved = {key: later[key] - earlier[key] for key in MOVED if key in later}
-    return {"result": result, "peak": peak, "moved": moved, "held": {key: later[key] for key in HELD if key in later}}
+    held = {key: later[key] for key in HELD if key in later}
+    return {"numel": made.numel, "result": result, "peak": peak, "moved": moved, "held": held}
 
 
 def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], rounds: int) -> dict[str, list[list[float]]]:
@@ -297,11 +288,10 @@ def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], rounds: int
             jobs[f"{name}/disk"] = [functools.partial(disk.move, of_step["read"], of_step["written"])]
     if work.device.type == "cuda":
         if work.part == "step":
-            on_host = Work("step", work.numel, work.dtype, torch.device("cpu"), 1, work.folder)
-            jobs["update"] = [*our_step(on_host, NONE).job]
+            jobs["update"] = [*our_step(replace(work, device=torch.device("cpu")), NONE).job]
         for job in jobs.values():
             job.append(torch.cuda.synchronize)  # and the host's clock: copies count until they end
-    return interleaved(jobs, TogetherClock(work.device, HostClock()), rounds)
+    return interleaved(jobs, HostClock(), rounds)
 
 
 def row_of(work: Work, name: str, report: Row, laps: Mapping[str, Sequence[float]]) -> Row:
@@ -311,7 +301,8 @@ def row_of(work: Work, name: str, report: Row, laps: Mapping[str, Sequence[float
     if "update" in medians and report["held"] and not report["held"]["device"]:
         beside["update"] = medians["update"]
     row = {
-        **about(work.part, name, work, Spread.of(laps[name]), beside),
+        **about(name, work, Spread.of(laps[name]), beside),
+        "numel": report["numel"],
         "versus": round(medians[NONE] / medians[name], 4),
         **{key: report[key] or None for key in ("moved", "held", "peak")},
     }
@@ -322,9 +313,9 @@ def row_of(work: Work, name: str, report: Row, laps: Mapping[str, Sequence[float
     return row
 
 
-def about(part: str, name: str, work: Work, spread: Spread, beside: Mapping[str, float]) -> Row:
-    first = {"op": "offload", "backend": name, "dtype": work.dtype, "numel": work.trained(), "ranks": work.ranks}
-    return {**first, "part": part, **vars(spread), "beside": dict(beside)}
+def about(name: str, work: Work, spread: Spread, beside: Mapping[str, float]) -> Row:
+    first = {"op": "offload", "backend": name, "dtype": work.dtype, "numel": work.numel, "ranks": 1}
+    return {**first, "part": work.part, **vars(spread), "beside": dict(beside)}
 
 
 # -- sleep -------------------------------------------------------------------------------------------------------------
@@ -361,7 +352,7 @@ def sleep(work: Work, rounds: int) -> list[Row]:
     for what, more in of_what.items():
         for lap, call in enumerate(("sleep", "wake")):
             spread, copy = (Spread.of([laps[lap] for laps in times[job]]) for job in (what, f"copy {what}"))
-            row = about("sleep", f"{call}, {what}", work, spread, {"copy": copy.ms})
+            row = about(f"{call}, {what}", work, spread, {"copy": copy.ms})
             rows.append({**row, **more, "bound": "copy", "fraction": round(copy.ms / spread.ms, 4)})
     return rows
 
@@ -389,7 +380,7 @@ def run(parsed: Any) -> None:
     result = Result(device, parsed.out, parsed.write, "offload", baselines=baselines)
     with tempfile.TemporaryDirectory(prefix="bench-offload-") as folder:
         for part in parsed.parts:
-            work = Work(part, numel, parsed.dtype, device, parsed.ranks if part == "train" else 1, folder)
+            work = Work(part, numel, parsed.dtype, device, folder)
             if part == "sleep":
                 result.add(sleep(work, parsed.rounds))
                 continue
@@ -403,7 +394,7 @@ def run(parsed: Any) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     words = "Compares the stores of optimizer state with the link, the disk and DeepSpeed."
     names = [*OURS[1:], *SMALL, DEEPSPEED]
-    parser = parser_of(__file__, words, device=None, dtype="bf16", numel=None, contenders=names, ranks=2, rounds=11)
+    parser = parser_of(__file__, words, device=None, dtype="bf16", numel=None, contenders=names, rounds=11)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
     return run_script(parser, run, arguments)
 

@@ -39,6 +39,7 @@ from zero_optim.comm.transport import Issued, Reduction, StreamTransport
 from zero_optim.errors import UsageError
 from zero_optim.params.layout import BucketLayout, bucket_capacities, build_layout
 from zero_optim.rules import Muon
+from zero_optim.rules.homes import PARAMETERS_A_RANK
 
 RANKS = (8, 64, 1024, 16384)
 STAGES = (2, 3)
@@ -47,6 +48,8 @@ ITEMSIZE = 2  # bf16
 SHRINK = 4096  # the model that is timed has 17 million elements, not 69 billion
 MOST = {"padding": 0.1, "imbalance": 1.25, "largest": 16e9 / ITEMSIZE}
 """Of Muon's layout. Two buffers are as large as the largest bucket: two fifths of a GPU with 80 GB."""
+
+PEAK = 400e12  # assumed operations a second of a GPU in the iteration in bf16; not measured
 
 Row = dict[str, Any]
 Matrix = tuple[int, int]
@@ -116,8 +119,8 @@ def muon_layouts(matrices: Sequence[Matrix], shards: int) -> list[BucketLayout]:
 
 
 def on_paper(matrices: Sequence[Matrix], shards: int) -> Row:
-    """Describe Muon's layout. ``imbalance``: multiplications of the rank with most over the mean of ranks; ``idle``:
-    ranks without a matrix."""
+    """Describe Muon's layout. ``multiplied``: multiplications of the rank with most, ``imbalance`` these over the mean;
+    ``idle``: ranks without a matrix."""
     buckets, loads = muon_layouts(matrices, shards), [0] * shards
     for bucket in buckets:
         for slot in bucket.slots:
@@ -129,6 +132,7 @@ def on_paper(matrices: Sequence[Matrix], shards: int) -> Row:
         "largest": max(bucket.numel for bucket in buckets),
         "padding": sum(bucket.numel for bucket in buckets) / numel - 1,
         "imbalance": max(loads) * shards / sum(loads),
+        "multiplied": max(loads),
         "idle": loads.count(0),
     }
 
@@ -140,8 +144,16 @@ def muon_rows(name: str, matrices: Sequence[Matrix], ranks: int) -> list[Row]:
         found.append(on_paper(matrices, found[-1]["shards"] // 2))
     numel = sum(height * width for height, width in matrices)
     about = {"op": "muon_layout", "backend": name, "dtype": "bf16", "numel": numel, "ranks": ranks}
-    shown = found[:1] + found[1:][-1:]
-    return [{**about, "replicas": ranks // layout["shards"], **layout} for layout in shown]
+    rows = [{**about, "replicas": ranks // layout["shards"], **layout} for layout in (found[:1] + found[1:][-1:])]
+    return [{**row, "pays_from": pays_from(row)} if row["replicas"] > 1 else row for row in rows]
+
+
+def pays_from(row: Row) -> float:
+    """Compute the bytes a second of a rank's link from which on R replicas save time by sharding the iterations. The
+    all-reduce of a rank's matrices sends 2 (R-1)/R of their bytes."""
+    replicas = row["replicas"]
+    sent = 2 * ITEMSIZE * row["numel"] / row["shards"] * (replicas - 1) / replicas
+    return float(sent / (2 * row["multiplied"] * (1 - 1 / min(replicas, PARAMETERS_A_RANK)) / PEAK))
 
 
 # -- a fake process group ----------------------------------------------------------------------------------------------

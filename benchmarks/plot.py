@@ -33,7 +33,7 @@ COLUMNS = {
     **OF_OPS,
     **dict.fromkeys(("versus", "freed", "of_disk save", "of_disk load", "imbalance", "padding", "loss"), "{:.3f}"),
     "bound": "{}",
-    **dict.fromkeys(("tokens_per_s", "buckets", "largest", "exchange"), "{:,.0f}"),
+    **dict.fromkeys(("tokens_per_s", "buckets", "largest", "exchange", "idle", "pays_from"), "{:,.0f}"),
     **dict.fromkeys((*TIMES, "memory steady", "memory rest", "after", "peak", "communicated"), "{:,.1f}"),
     **dict.fromkeys(("held device", "held host", "held disk", "written", "extra save", "extra load"), "{:,.1f}"),
     **dict.fromkeys([f"growth {name}" for name in ("resident", *COUNTED, "ms")], "{:.6f}"),

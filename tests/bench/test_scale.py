@@ -101,20 +101,33 @@ def test_everything_is_as_before(rows):
 
 
 def test_three_matrices_on_two_ranks_and_on_four():
-    for shards, idle in ((2, 0), (4, 1)):
+    one = 5 * (2 * 128**2 * 256 + 128**3)  # multiplications of a matrix
+    for shards, idle, multiplied in ((2, 0, 2 * one), (4, 1, one)):
         padding, imbalance = pytest.approx(1 / 3), pytest.approx(4 / 3)
         expected = {"shards": shards, "buckets": 1, "largest": 4 * 128 * 256, "padding": padding}
-        assert on_paper([(128, 256)] * 3, shards) == {**expected, "imbalance": imbalance, "idle": idle}
+        assert on_paper([(128, 256)] * 3, shards) == {
+            **expected,
+            "imbalance": imbalance,
+            "idle": idle,
+            "multiplied": multiplied,
+        }
+
+
+def test_replicas_shard_the_iterations_where_a_message_takes_less_than_it_saves():
+    row = {"shards": 1, "numel": 1e9, "multiplied": 10**15}
+    # 2 GB go through an all-reduce; half of 2e15 operations takes 2.5 s
+    assert bench_scale.pays_from({**row, "replicas": 2}) == pytest.approx(2e9 / 2.5)
+    assert bench_scale.pays_from({**row, "replicas": 64}) == pytest.approx(4e9 * 63 / 64 / (2e15 * 0.75 / 400e12))
 
 
 def test_fewer_ranks_shard_where_the_layout_does_not_fit_on_all(monkeypatch):
     four = [(128, 256)] * 4
     assert [row["shards"] for row in muon_rows("four", four, 4)] == [4]
     assert [(row["shards"], row["replicas"]) for row in muon_rows("four", four, 16)] == [(16, 1), (4, 4)]
-    monkeypatch.setitem(bench_scale.MOST, "largest", 128 * 256 * 2)  # two matrices
-    assert [row["shards"] for row in muon_rows("four", four, 16)] == [16, 2]
     (row,) = muon_rows("7B", (LLAMA_7B.matrices * LLAMA_7B.layers)[::-1], 8)
     assert (row["buckets"], round(row["padding"], 3), round(row["imbalance"], 2), row["idle"]) == (13, 0.028, 1.0, 0)
+    monkeypatch.setitem(bench_scale.MOST, "largest", 128 * 256 * 2)  # two matrices
+    assert [row["shards"] for row in muon_rows("four", four, 16)] == [16, 2]
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
