@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,34 +220,30 @@ def extra_memory(contender: RawDisk, folder: Path) -> dict[str, int]:
         contender.begin(folder)
         contender.finish()
 
-    def beyond(work: Callable[[], object]) -> int:
-        before = resident()
-        return peak_of(work) - before
-
     make_empty(folder)
-    return {"save": beyond(save), "load": beyond(lambda: contender.load(folder))}
+    before = resident()
+    saving = peak_of(save) - before
+    before = resident()
+    return {"save": saving, "load": peak_of(lambda: contender.load(folder)) - before}
 
 
 def make_rows(reports: Sequence[Report], numel: int) -> list[dict[str, Any]]:
     """Take the slowest rank of each round, then medians over rounds; ``of_disk`` is taken round by round."""
-    rows = []
-    slowest = of_the_slower([times for _, times, _ in reports])
-    parts = {name: {"blocked": [], "save": [], "load": []} for name in slowest}
-    for name, rounds in slowest.items():
-        for _, blocked, rest, _, load in rounds:
-            for part, ms in (("blocked", blocked), ("save", blocked + rest), ("load", load)):
-                parts[name][part].append(ms)
-    for name, of_parts in parts.items():
-        spreads = {part: Spread.of(times) for part, times in of_parts.items()}
-        ratios = {
-            part: [disk / ms for disk, ms in zip(parts["disk"][part], of_parts[part], strict=True)]
-            for part in ("save", "load")
-        }
+    rows, disk = [], {}
+    for name, rounds in of_the_slower([times for _, times, _ in reports]).items():
+        laps = [{"blocked": begin, "save": begin + rest, "load": load} for _, begin, rest, _, load in rounds]
+        times = {part: [of_round[part] for of_round in laps] for part in laps[0]}
+        disk = disk or times  # the first contender
         row = {"op": "checkpoint", "backend": name, "dtype": "fp32", "numel": numel, "ranks": len(reports)}
-        row |= {"rounds": len(of_parts["save"]), "written": sum(written for written, _, _ in reports)}
-        row |= {part: [spread.ms, spread.p20, spread.p80] for part, spread in spreads.items()}
-        row["of_disk"] = {part: round(Spread.of(of_part).ms, 4) for part, of_part in ratios.items()}
-        row["extra"] = {part: max(extra[name][part] for _, _, extra in reports) for part in ("save", "load")}
+        row |= {"rounds": len(laps), "written": sum(written for written, _, _ in reports)}
+        for part, of_part in times.items():
+            spread = Spread.of(of_part)
+            row[part] = [spread.ms, spread.p20, spread.p80]
+        row["of_disk"], row["extra"] = {}, {}
+        for part in ("save", "load"):
+            ratios = [plain / ms for plain, ms in zip(disk[part], times[part], strict=True)]
+            row["of_disk"][part] = round(Spread.of(ratios).ms, 4)
+            row["extra"][part] = max(extra[name][part] for _, _, extra in reports)
         rows.append(row)
     return rows
 

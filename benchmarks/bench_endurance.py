@@ -16,10 +16,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -59,11 +57,10 @@ def census() -> dict[str, float]:
     resident = int((PROC / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     files, threads = (len(os.listdir(PROC / name)) for name in ("fd", "task"))
     types = Counter(map(type, gc.get_objects()))
-    tensors = sum(count for kind, count in types.items() if issubclass(kind, Tensor))
     return {
         "resident": resident,  # bytes
         "objects": sum(types.values()),  # tracked by the garbage collector, and not frozen
-        "tensors": tensors,
+        "tensors": sum(count for kind, count in types.items() if issubclass(kind, Tensor)),
         "nodes": _nodes(),
         "hooks": _hooks(),
         "files": files,
@@ -117,10 +114,10 @@ def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return nn.parallel.DistributedDataParallel(model) if name == "ddp" else model, opt
 
 
-def endure_on_rank(name: str, steps: int, count: int, core: int) -> Samples:
+def endure_on_rank(name: str, steps: int, count: int) -> Samples:
     """Train on this rank. Returns ``count`` samples; the time of a step is the median since the last sample."""
     for task in os.listdir(PROC / "task"):  # every thread, as gloo's have been started already
-        os.sched_setaffinity(int(task), {core})
+        os.sched_setaffinity(int(task), {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     model, opt = make(name)
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
@@ -146,16 +143,9 @@ def endure_on_rank(name: str, steps: int, count: int, core: int) -> Samples:
 
 def make_row(name: str, steps: int, of_ranks: Sequence[Samples]) -> dict[str, Any]:
     """Make a row, of the most of any rank for each counter and sample."""
-    samples = {
-        counter: [max(of_sample) for of_sample in zip(*(samples[counter] for samples in of_ranks), strict=True)]
-        for counter in of_ranks[0]
-    }
+    samples = {name: [max(of) for of in zip(*(one[name] for one in of_ranks), strict=True)] for name in of_ranks[0]}
     half = len(samples["step"]) // 2
-    growth = {
-        counter: slope(samples["step"][half:], figures[half:])
-        for counter, figures in samples.items()
-        if counter != "step"
-    }
+    growth = {name: slope(samples["step"][half:], of[half:]) for name, of in samples.items() if name != "step"}
     numel = sum(parameter.numel() for parameter in make("fused")[0].parameters())
     about = {"op": "endurance", "backend": name, "dtype": "fp32", "numel": numel, "ranks": len(of_ranks)}
     return {**about, "steps": steps, "samples": samples, "growth": growth}
@@ -168,30 +158,15 @@ def slope(steps: Sequence[float], figures: Sequence[float]) -> float:
     return round(statistics.median(slopes), 9) if slopes else 0.0
 
 
-def measure(steps: int, samples: int, contenders: Mapping[int, Sequence[str]] = CONTENDERS) -> list[dict[str, Any]]:
-    """Make a row of each contender. As many train at once as there are cores."""
-    cores: SimpleQueue[int] = SimpleQueue()
-    for core in os.sched_getaffinity(0):
-        cores.put(core)
-
-    def endure(task: tuple[int, str]) -> dict[str, Any]:
-        (count, name), core = task, cores.get()
-        progress(f"endurance: {name}, {count} rank{'s' * (count > 1)}")
-        try:
-            of_ranks = on_ranks(count, endure_on_rank, name, steps, samples, core, limit=LIMIT_SECONDS)
-            return make_row(name, steps, of_ranks)
-        finally:
-            cores.put(core)
-
-    with ThreadPoolExecutor(cores.qsize()) as pool:
-        return list(pool.map(endure, [(count, name) for count, names in contenders.items() for name in names]))
-
-
 def run(parsed: Any) -> None:
     if not PROC.exists():
         raise UsageError("endurance counts what /proc shows, which is there on Linux alone")
     result = Result(torch.device("cpu"), parsed.out, parsed.write, "endurance")
-    result.add(measure(parsed.steps, SAMPLES))
+    for count, names in CONTENDERS.items():
+        for name in names:
+            progress(f"endurance: {name}, {count} rank{'s' * (count > 1)}")
+            of_ranks = on_ranks(count, endure_on_rank, name, parsed.steps, SAMPLES, limit=LIMIT_SECONDS)
+            result.add([make_row(name, parsed.steps, of_ranks)])
     show(result)
 
 

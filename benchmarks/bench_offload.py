@@ -336,12 +336,13 @@ def sleep(work: Work, rounds: int) -> list[Row]:
     of_what: dict[str, Row] = {}
     for what in ("state", "all")[: 1 + MOVES_STORAGES]:
         awake, kept = taken() - before, 0 if what == "all" else sum(parameter.nbytes for parameter in parameters)
-        opt.sleep(parameters=what == "all")
+        asleep = functools.partial(opt.sleep, parameters=what == "all")
+        asleep()
         nbytes, left = opt.stats()["sleep"]["host"], taken() - before
         opt.wake()
-        of_what[what] = {"held": {"device": left if gpu else None, "host": nbytes, "disk": 0}}
-        of_what[what]["freed"] = round((awake - left) / (awake - kept), 4) if gpu else None
-        jobs[what] = [functools.partial(opt.sleep, parameters=what == "all"), lambda: (opt.wake(), synchronize())]
+        freed = round((awake - left) / (awake - kept), 4) if gpu else None
+        of_what[what] = {"held": {"device": left if gpu else None, "host": nbytes, "disk": 0}, "freed": freed}
+        jobs[what] = [asleep, lambda: (opt.wake(), synchronize())]
         there = torch.zeros(nbytes, dtype=torch.uint8, device=work.device)
         here = HostMemory(pinned=gpu, device=work.device).take(nbytes).zero_()
         pairs = ((here, there), (there, here))

@@ -301,13 +301,11 @@ def main(files: Sequence[str]) -> int:
     for path in map(Path, files):
         try:
             record = read(path)
+            written = draw(record, path.with_suffix(".png"))
+            print(table_of(record) if written else f"{path}: skipped, as it has no rows to draw", *written, sep="\n")
         except UsageError as error:
             print(error, file=sys.stderr)
             failures += 1
-            continue
-        written = draw(record, path.with_suffix(".png"))
-        print(table_of(record) if written else f"{path}: skipped, as it has no rows to draw")
-        print(*written, sep="\n")
     return min(failures, 1)
 
 
