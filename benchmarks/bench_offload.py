@@ -1,9 +1,9 @@
 """Stores of optimizer state against ``None``, plain copies, the disk and DeepSpeed's CPU Adam; sleep and wake.
 
-    python benchmarks/bench_offload.py --parts step train --numel 64Mi
+    python benchmarks/bench_offload.py --numel 64Mi
 
-``--parts``, each a block of rows (op ``offload``, key ``part``), on one rank: ``step`` is ``opt.step()`` alone,
-``train`` whole steps of a GPT with a quarter of the parameters, ``sleep`` the calls ``sleep`` and ``wake``.
+There are two parts (key ``part`` of a row), on one rank: ``step`` is ``opt.step()`` alone, from 16-bit gradients to
+16-bit parameters, ``sleep`` the calls ``sleep`` and ``wake``.
 
 ``beside`` has the ms of what a store adds, each part moved by itself in the same rounds: ``copies``, ``disk``, on a GPU
 ``update`` on the host. A step cannot be shorter than the longest of these and None's update, its ``bound``.
@@ -14,12 +14,11 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import math
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +33,7 @@ from zero_optim.asleep import MOVES_STORAGES
 from zero_optim.bench.cases import DTYPES
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
-from zero_optim.bench.step import TRAINING, model_config
+from zero_optim.bench.step import TRAINING
 from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
 from zero_optim.doctor import version_of
 from zero_optim.errors import UsageError, ZeroOptimError
@@ -42,15 +41,12 @@ from zero_optim.params.layout import round_up
 from zero_optim.stores.direct_file import DirectFile, memory_of
 from zero_optim.stores.host_memory import ALIGNMENT, HostMemory
 from zero_optim.stores.paged_store import PagedStore
-from zero_optim.train.model import GPT, VOCAB, next_byte_loss
 
-PARTS = ("step", "train", "sleep")
 NONE, DEEPSPEED = "None", "deepspeed"
 OURS = (NONE, "paged 0", "paged half", "cpu", "nvme")
 SMALL = ("paged 0 small", "nvme small")  # with a split master and 8-bit moments, which round
 NUMELS = {"cpu": 2**26, "cuda": 2**28}
-PAGES, TOKENS = 32, 256
-TOLERANCE = 5e-3  # of losses, where contenders round at different places
+PAGES = 32
 MOVED, HELD = ("to_device", "to_host", "read", "written"), ("device", "host", "disk")
 BLOCK_BYTES, THREADS = 4 * 2**20, 16  # fastest of 1 to 16 MiB and 4 to 16 threads on a virtual disk: 6.1 GB/s written
 
@@ -59,9 +55,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Work:
-    """What all contenders do. ``part``: one of PARTS. ``folder``: of the files of ``nvme``."""
+    """What all contenders update. ``folder``: of the files of ``nvme``."""
 
-    part: str
     numel: int
     dtype: str
     device: torch.device
@@ -79,7 +74,6 @@ class Made:
     """A contender that is ready. ``result``: a figure that after as many steps is equal for all. ``stats``: bytes."""
 
     job: Job
-    numel: int
     result: Callable[[], float]
     stats: Callable[[], Mapping[str, Any]] = dict
 
@@ -87,57 +81,23 @@ class Made:
 # -- contenders --------------------------------------------------------------------------------------------------------
 
 
-def optimizer(parameters: Iterable[Any], name: str, numel: int, folder: str) -> ShardedAdamW:
-    """Make ours with a store. All have buckets, and so pages, of one size. No step is skipped."""
+def ours(work: Work, name: str) -> Made:
+    """Update by ours. All have buckets, and so pages, of one size. One backward sets gradients for every step."""
     stores: dict[str, Row] = {
         NONE: {},
         "paged 0": {"state_offload": "paged", "device_budget": 0},
-        "paged half": {"state_offload": "paged", "device_budget": 12 * numel // 2},
+        "paged half": {"state_offload": "paged", "device_budget": 12 * work.numel // 2},
         "cpu": {"state_offload": "cpu"},
-        "nvme": {"state_offload": f"nvme:{folder}"},
+        "nvme": {"state_offload": f"nvme:{work.folder}"},
     }
-    options = stores[name.removesuffix(" small")] | {"bucket_cap_mb": numel * 2 / 2**20 / PAGES}
+    options = stores[name.removesuffix(" small")] | {"bucket_cap_mb": work.numel * 2 / 2**20 / PAGES}
     if name in SMALL:
         options |= {"master": "split", "state_dtype": "int8"}
-    return ShardedAdamW(parameters, skip_nonfinite=False, **options, **TRAINING)
-
-
-def make(work: Work, name: str) -> Made:
-    """Make a contender, ready for its first step."""
-    if name == DEEPSPEED:
-        return deepspeed_step(work)
-    return our_step(work, name) if work.part == "step" else our_training(work, name)
-
-
-def our_step(work: Work, name: str) -> Made:
-    """Update by ours. One backward sets gradients, which every step uses again."""
     parameters = [nn.Parameter(values) for values in work.tensors(0)]
-    opt = optimizer(parameters, name, work.numel, work.folder)
+    opt = ShardedAdamW(parameters, skip_nonfinite=False, **options, **TRAINING)
     torch.autograd.backward(parameters, work.tensors(1))
     job = [opt.step, lambda: settle(opt)]
-    return Made(job, work.numel, lambda: checksum(parameters), lambda: opt.stats()["state_offload"])
-
-
-def our_training(work: Work, name: str) -> Made:
-    """Train a GPT on the same windows at every step."""
-    torch.manual_seed(0)
-    config = model_config(work.numel // 4, work.device)
-    model = GPT(config, DTYPES[work.dtype]).to(work.device)
-    windows = torch.randint(VOCAB, (max(TOKENS // config.seq, 1), config.seq + 1)).to(work.device)
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    opt = optimizer(model.named_parameters(), name, numel, work.folder)
-    losses: list[Tensor] = []
-
-    def step() -> None:
-        loss = next_byte_loss(model, windows)
-        loss.backward()
-        losses[:] = [loss.detach()]
-        opt.clip_grad_norm_(1e6)  # the norm is computed, and nothing is clipped
-        opt.step()
-        opt.zero_grad()
-        settle(opt)
-
-    return Made([step], numel, lambda: losses[0].item(), lambda: opt.stats()["state_offload"])
+    return Made(job, lambda: checksum(parameters), lambda: opt.stats()["state_offload"])
 
 
 def settle(opt: ShardedAdamW) -> None:
@@ -150,7 +110,7 @@ def checksum(parameters: Sequence[Tensor]) -> float:
     return sum(parameter.detach().double().sum().item() for parameter in parameters)
 
 
-def deepspeed_step(work: Work) -> Made:
+def deepspeed(work: Work) -> Made:
     """Update by ZeRO-Offload's recipe with DeepSpeed's CPU Adam: widen the gradient on the host, update, cast back."""
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # it has an OpenMP of its own
     parameters, gradients = torch.cat(work.tensors(0)), torch.cat(work.tensors(1))
@@ -165,7 +125,12 @@ def deepspeed_step(work: Work) -> Made:
         opt.step()
         parameters.copy_(master.detach())
 
-    return Made([step], work.numel, lambda: checksum([parameters]))
+    return Made([step], lambda: checksum([parameters]))
+
+
+def make(work: Work, name: str) -> Made:
+    """Make a contender, ready for its first step."""
+    return deepspeed(work) if name == DEEPSPEED else ours(work, name)
 
 
 # -- the link and the disk ---------------------------------------------------------------------------------------------
@@ -219,37 +184,29 @@ class DiskLink:
             part.result()
 
 
-# -- step and train ----------------------------------------------------------------------------------------------------
+# -- step ------------------------------------------------------------------------------------------------------------
 
 
 def contest(work: Work, names: Sequence[str], rounds: int) -> tuple[list[Row], dict[str, str]]:
     """Run each contender alone, for bytes, memory and its result; then all in turns. Returns the rows, and who failed.
 
-    Raises ZeroOptimError where a result differs: a store that computes something else has no figures.
+    Raises ZeroOptimError where parameters differ in a bit: a store that computes something else has no figures.
     """
 
     def run(name: str) -> Row:
-        progress(f"offload, {work.part}: {name} alone")
+        progress(f"offload: {name} alone")
         (report,) = on_ranks(1, alone_on_rank, work, name, device=work.device.type)
         return dict(report)
 
     alone, left_out = each_alone(names, NONE, run)
-    check_results(work, {name: report["result"] for name, report in alone.items()})
-    progress(f"offload, {work.part}: {', '.join(alone)} in turns")
+    for name in set(OURS) & set(alone):
+        if alone[name]["result"] != alone[NONE]["result"]:
+            raise ZeroOptimError(f"offload: parameters of {name} differ from those of {NONE}")
+    progress(f"offload: {', '.join(alone)} in turns")
     moved = {name: report["moved"] for name, report in alone.items()}
     (times,) = on_ranks(1, time_on_rank, work, moved, rounds, device=work.device.type)
     laps = {name: [sum(of_round) for of_round in of_job] for name, of_job in times.items()}
     return [row_of(work, name, report, laps) for name, report in alone.items()], left_out
-
-
-def check_results(work: Work, results: Mapping[str, float]) -> None:
-    """Compare with None's. Ours have its bits, but for a training on CUDA, where attention sums in any order. Where
-    others round at other places, losses are compared, and checksums of parameters are not."""
-    for name, found in results.items():
-        exact = name in OURS and (work.part == "step" or work.device.type == "cpu")
-        tolerance = 0.0 if exact else TOLERANCE if work.part == "train" else math.inf
-        if not math.isclose(found, results[NONE], rel_tol=tolerance):
-            raise ZeroOptimError(f"offload, {work.part}: {name} gives {found}, and {NONE} {results[NONE]}")
 
 
 def alone_on_rank(work: Work, name: str) -> Row:
@@ -271,7 +228,7 @@ def alone_on_rank(work: Work, name: str) -> Row:
     later = made.stats()
     moved = {key: later[key] - earlier[key] for key in MOVED if key in later}
     held = {key: later[key] for key in HELD if key in later}
-    return {"numel": made.numel, "result": result, "peak": peak, "moved": moved, "held": held}
+    return {"result": result, "peak": peak, "moved": moved, "held": held}
 
 
 def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], rounds: int) -> dict[str, list[list[float]]]:
@@ -287,8 +244,7 @@ def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], rounds: int
         if disk is not None and of_step.get("written"):
             jobs[f"{name}/disk"] = [functools.partial(disk.move, of_step["read"], of_step["written"])]
     if work.device.type == "cuda":
-        if work.part == "step":
-            jobs["update"] = [*our_step(replace(work, device=torch.device("cpu")), NONE).job]
+        jobs["update"] = [*ours(replace(work, device=torch.device("cpu")), NONE).job]
         for job in jobs.values():
             job.append(torch.cuda.synchronize)  # and the host's clock: copies count until they end
     return interleaved(jobs, HostClock(), rounds)
@@ -301,21 +257,20 @@ def row_of(work: Work, name: str, report: Row, laps: Mapping[str, Sequence[float
     if "update" in medians and report["held"] and not report["held"]["device"]:
         beside["update"] = medians["update"]
     row = {
-        **about(name, work, Spread.of(laps[name]), beside),
-        "numel": report["numel"],
+        **about("step", name, work, Spread.of(laps[name]), beside),
         "versus": round(medians[NONE] / medians[name], 4),
         **{key: report[key] or None for key in ("moved", "held", "peak")},
     }
     parts = beside if "update" in beside else {**beside, NONE: medians[NONE]}
-    if work.part == "step" and beside:
+    if beside:
         row["bound"] = max(parts, key=lambda what: parts[what])
         row["fraction"] = round(parts[row["bound"]] / medians[name], 4)
     return row
 
 
-def about(name: str, work: Work, spread: Spread, beside: Mapping[str, float]) -> Row:
+def about(part: str, name: str, work: Work, spread: Spread, beside: Mapping[str, float]) -> Row:
     first = {"op": "offload", "backend": name, "dtype": work.dtype, "numel": work.numel, "ranks": 1}
-    return {**first, "part": work.part, **vars(spread), "beside": dict(beside)}
+    return {**first, "part": part, **vars(spread), "beside": dict(beside)}
 
 
 # -- sleep -------------------------------------------------------------------------------------------------------------
@@ -332,20 +287,21 @@ def sleep(work: Work, rounds: int) -> list[Row]:
     torch.autograd.backward(parameters, work.tensors(1))
     opt.step()
     opt.zero_grad()
-    jobs: dict[str, Job] = {}
     of_what: dict[str, Row] = {}
     for what in ("state", "all")[: 1 + MOVES_STORAGES]:
         awake, kept = taken() - before, 0 if what == "all" else sum(parameter.nbytes for parameter in parameters)
-        asleep = functools.partial(opt.sleep, parameters=what == "all")
-        asleep()
+        opt.sleep(parameters=what == "all")
         nbytes, left = opt.stats()["sleep"]["host"], taken() - before
         opt.wake()
         freed = round((awake - left) / (awake - kept), 4) if gpu else None
         of_what[what] = {"held": {"device": left if gpu else None, "host": nbytes, "disk": 0}, "freed": freed}
-        jobs[what] = [asleep, lambda: (opt.wake(), synchronize())]
+    jobs: dict[str, Job] = {}
+    for what, row in of_what.items():  # once all memory is counted, as the copies take some
+        nbytes = row["held"]["host"]
         there = torch.zeros(nbytes, dtype=torch.uint8, device=work.device)
         here = HostMemory(pinned=gpu, device=work.device).take(nbytes).zero_()
         pairs = ((here, there), (there, here))
+        jobs[what] = [functools.partial(opt.sleep, parameters=what == "all"), lambda: (opt.wake(), synchronize())]
         jobs[f"copy {what}"] = [lambda pair=pair: (pair[0].copy_(pair[1], gpu), synchronize()) for pair in pairs]
     times = interleaved(jobs, HostClock(), rounds)
     opt.close()
@@ -353,7 +309,7 @@ def sleep(work: Work, rounds: int) -> list[Row]:
     for what, more in of_what.items():
         for lap, call in enumerate(("sleep", "wake")):
             spread, copy = (Spread.of([laps[lap] for laps in times[job]]) for job in (what, f"copy {what}"))
-            row = about(f"{call}, {what}", work, spread, {"copy": copy.ms})
+            row = about("sleep", f"{call}, {what}", work, spread, {"copy": copy.ms})
             rows.append({**row, **more, "bound": "copy", "fraction": round(copy.ms / spread.ms, 4)})
     return rows
 
@@ -380,15 +336,12 @@ def run(parsed: Any) -> None:
         baselines[DEEPSPEED] = version_of(DEEPSPEED) or "version unknown"
     result = Result(device, parsed.out, parsed.write, "offload", baselines=baselines)
     with tempfile.TemporaryDirectory(prefix="bench-offload-") as folder:
-        for part in parsed.parts:
-            work = Work(part, numel, parsed.dtype, device, folder)
-            if part == "sleep":
-                result.add(sleep(work, parsed.rounds))
-                continue
-            chosen = [name for name in names if part == "step" or name != DEEPSPEED]
-            rows, left_out = contest(work, chosen, parsed.rounds)
-            baselines |= {f"{name}, {part}": why for name, why in left_out.items()}
-            result.add(rows)
+        work = Work(numel, parsed.dtype, device, folder)
+        rows, left_out = contest(work, names, parsed.rounds)
+        baselines |= left_out
+        result.add(rows)
+        progress("offload: sleep and wake")
+        result.add(sleep(work, parsed.rounds))
     show(result)
 
 
@@ -396,7 +349,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = "Compares the stores of optimizer state with the link, the disk and DeepSpeed."
     names = [*OURS[1:], *SMALL, DEEPSPEED]
     parser = parser_of(__file__, words, device=None, dtype="bf16", numel=None, contenders=names, rounds=11)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
     return run_script(parser, run, arguments)
 
 
