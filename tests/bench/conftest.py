@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from harness import run_ranks
 from zero_optim.cli import main
 
 
@@ -71,3 +74,27 @@ def refuses(bench: Run) -> Callable[..., None]:
         assert sorted(Path().iterdir()) == before
 
     return check
+
+
+@pytest.fixture
+def ran(run_here: Callable[..., Run]) -> Callable[..., tuple[Outcome, list[dict[str, Any]]]]:
+    """``ran(main, *arguments)`` runs a script. Returns its outcome, and the rows of its only file, which has a plot."""
+
+    def run(main: Callable[[list[str]], int], *arguments: str) -> tuple[Outcome, list[dict[str, Any]]]:
+        pytest.importorskip("matplotlib")
+        outcome = run_here(main)(*arguments, "--out", ".")
+        assert outcome.code == 0, outcome.err
+        (file,) = Path().glob("*.json")
+        assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        return outcome, json.loads(file.read_text())["rows"]
+
+    return run
+
+
+def on_pool(count: int, work: Callable[..., Any], *args: Any, **_: Any) -> list[Any]:
+    """Do what ``ranks.on_ranks`` does, in the processes that tests keep: starting new ones takes seconds."""
+    return run_ranks(count, _call, work, args)
+
+
+def _call(rank: int, world_size: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return work(*args)

@@ -20,7 +20,6 @@ from ..doctor import DISTRIBUTION, commit, device_name, driver_version, version_
 from ..errors import UsageError
 
 SCHEMA = 8  # rows have the keys that their op has, and no others
-OLDEST = 2  # the oldest schema that is still read; its rows lack some keys
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -118,15 +117,3 @@ class Result:
             return
         (draw or roofline)(self.record(), self._path.with_suffix(".png"))
         print(self._path.with_suffix(".png"))
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Read a record that ``write`` has written. Raises UsageError."""
-    try:
-        record = json.loads(path.read_text())
-        schema, rows = record["schema"], record["rows"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no record of a benchmark") from error
-    if not isinstance(schema, int) or not OLDEST <= schema <= SCHEMA or not all("op" in row for row in rows):
-        raise UsageError(f"{path} is no record of a benchmark with a schema of {OLDEST} to {SCHEMA}")
-    return {"version": None, **record}

@@ -91,7 +91,8 @@ def table(record: Mapping[str, Any], columns: Mapping[str, str] = COLUMNS) -> st
         blocks.setdefault((row["op"], row["dtype"], row["numel"]), []).append(row)
     for (op, dtype, numel), rows in blocks.items():
         shown = [key for key in columns if any(row.get(key) is not None for row in rows)]
-        lines += ["", f"{op}, {dtype}, {numel:,} elements, medians of {rows[0]['rounds']} rounds"]
+        rounds = f", medians of {rows[0]['rounds']} rounds" if "rounds" in rows[0] else ""
+        lines += ["", f"{op}, {dtype}, {numel:,} elements{rounds}"]
         lines += aligned([shown, *([_text(row.get(key), columns[key]) for key in shown] for row in rows)])
         for row in rows:
             if row.get("phases"):
