@@ -373,6 +373,7 @@ class Way:
         gathers_twice: it frees a block's parameters after its forward, and gathers them again in backward.
         package: what it needs besides torch.
         bf16_only: why it cannot train in fp32; "": it can.
+        has_masters: False: it loses small updates of a bf16 model, so its losses are others.
     """
 
     make: Callable[[Task], Training]
@@ -381,6 +382,7 @@ class Way:
     gathers_twice: bool = False
     package: str | None = None
     bf16_only: str = ""
+    has_masters: bool = True
 
 
 FORMS: Mapping[str, Mapping[str, str]] = {
@@ -403,6 +405,10 @@ def _at(stage: int, reshard: bool = True, form: str = "") -> Way:
     return Way(make, stage, options, gathers_twice=stage == 3 and reshard, bf16_only=why)
 
 
+def _adamw_8bit(package: str) -> Way:
+    return Way(functools.partial(adamw_8bit, module=f"{package}.optim"), package=package, has_masters=False)
+
+
 WAYS: Mapping[str, Way] = {
     "stage0": _at(0),
     "stage1": _at(1),
@@ -420,8 +426,8 @@ WAYS: Mapping[str, Way] = {
     "fsdp2_zero2": Way(functools.partial(fsdp2, reshard=False)),
     "deepspeed1": Way(functools.partial(deepspeed, stage=1), package="deepspeed"),
     "deepspeed2": Way(functools.partial(deepspeed, stage=2), package="deepspeed"),
-    "bitsandbytes": Way(functools.partial(adamw_8bit, module="bitsandbytes.optim"), package="bitsandbytes"),
-    "torchao": Way(functools.partial(adamw_8bit, module="torchao.optim"), package="torchao"),
+    "bitsandbytes": _adamw_8bit("bitsandbytes"),
+    "torchao": _adamw_8bit("torchao"),
 }
 
 MASTER_BYTES = {"fp32": 4, "split": 2, "split8": 1}

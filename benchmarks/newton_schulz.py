@@ -41,7 +41,7 @@ class OfRank:
     Attributes:
         part: of a step's time in the iteration, median.
         multiplications: in a step.
-        padding: elements of padding in the matrices' buckets, over those of the matrices; None: they are torch's.
+        padding: at stage 2: elements of padding in the matrices' buckets, over those of the matrices.
     """
 
     part: float
@@ -59,7 +59,7 @@ def on_rank(task: Task, name: str, rounds: int) -> OfRank:
             begin = _now(task.device)
             train(training, 1)
             parts.append(seen.seconds / (_now(task.device) - begin))
-    padding = None if training.opt is None else padding_of(training.opt)
+    padding = padding_of(training.opt) if name == "muon" else None
     return OfRank(statistics.median(parts), seen.multiplications, padding)
 
 
