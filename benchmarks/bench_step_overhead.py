@@ -155,12 +155,10 @@ def step(numel: int, dtype: str, counts: Sequence[int], ranks: int, rounds: int)
     """Make rows of every optimizer on ``numel`` elements, cut into each of ``counts`` parameters."""
     progress(f"step_overhead: {dtype}, {ranks} ranks")
     names = ON_ONE_RANK if ranks == 1 else ON_RANKS
-    # One rank needs no process group, and no other processes.
-    times = of_the_slower(
-        [time_loops(names, numel, dtype, counts, rounds)]
-        if ranks == 1
-        else on_ranks(ranks, time_loops, names, numel, dtype, counts, rounds)
-    )
+    if ranks == 1:  # needs no process group, and no other processes
+        times = time_loops(names, numel, dtype, counts, rounds)
+    else:
+        times = of_the_slower(on_ranks(ranks, time_loops, names, numel, dtype, counts, rounds))
     return [row for op in OPS for count in counts for row in _rows(op, count, numel, dtype, ranks, names, times)]
 
 
@@ -178,41 +176,38 @@ def time_loops(
 
 def _rows(op: str, count: int, numel: int, dtype: str, ranks: int, names: Sequence[str], times: Times) -> Iterator[Row]:
     laps = {name: dict(zip(LAPS, zip(*times[f"{name} {count}"], strict=True), strict=True)) for name in names}
-    spreads = {
-        name: Spread.of([sum(of_round) for of_round in zip(*(of_one[lap] for lap in OPS[op]), strict=True)])
-        for name, of_one in laps.items()
-    }
-    baseline = names[1]
-    for name, spread in spreads.items():
-        yield {
+    summed = {name: [*map(sum, zip(*(laps[name][lap] for lap in OPS[op]), strict=True))] for name in names}
+    for row in rows_of(op, dtype, count, numel // count, ranks, summed, names[1]):
+        phases = {lap: Spread.of(laps[row["backend"]][lap]).ms for lap in OPS[op]}
+        yield {**row, "phases": phases if len(phases) > 1 else None}
+
+
+def rows_of(
+    op: str, dtype: str, parameters: int, elements: int, ranks: int, times: Mapping[str, Sequence[float]], baseline: str
+) -> list[Row]:
+    """Make a row for each name. ``elements``: of a parameter. ``times``: milliseconds in each round, by name."""
+    spreads = {name: Spread.of(of_name) for name, of_name in times.items()}
+    return [
+        {
             "op": op,
             "backend": name,
             "dtype": dtype,
-            "numel": numel // count * count,
+            "numel": parameters * elements,
             **vars(spread),
-            "vs_torch": round(spreads[baseline].ms / spread.ms, 4),
-            "phases": {lap: Spread.of(laps[name][lap]).ms for lap in OPS[op]} if len(OPS[op]) > 1 else None,
-            "parameters": count,
+            "us_per_parameter": round(spread.ms * 1e3 / parameters, 2),
+            "vs_torch": round(spreads[baseline].ms / spread.ms, 4) if baseline in spreads else None,
+            "parameters": parameters,
             "ranks": ranks,
-            "baseline": baseline,
+            "baseline": baseline if baseline in spreads else None,
         }
+        for name, spread in spreads.items()
+    ]
 
 
 # -- calls: an optimizer's life ----------------------------------------------------------------------------------------
 
 ELEMENTS = 8  # of a parameter
 FSDP2_MOST = 1000  # parameters: DCP takes 8 ms for each on two cores of an EPYC
-
-
-class Small(nn.Module):
-    """Many parameters of few elements."""
-
-    def __init__(self, parameters: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(ELEMENTS) for _ in range(parameters))
-
-    def forward(self) -> Tensor:
-        return torch.stack([weight.sum() for weight in self.weights]).sum()
 
 
 @dataclass(frozen=True)
@@ -225,16 +220,16 @@ class Made:
     load: Callable[[], object] = bool
 
 
-def our_calls(model: Small, folder: Path) -> Made:
+def our_calls(model: Products, folder: Path) -> Made:
     opt = ShardedAdamW(model.named_parameters(), **TRAINING)
     return Made(model, opt, lambda: checkpoint.save(folder, model, opt), lambda: checkpoint.load(folder, model, opt))
 
 
-def ddp_calls(model: Small, folder: Path) -> Made:
+def ddp_calls(model: Products, folder: Path) -> Made:
     return Made(replicate(model), torch.optim.AdamW(model.parameters(), **TRAINING))
 
 
-def fsdp2_calls(model: Small, folder: Path) -> Made:
+def fsdp2_calls(model: Products, folder: Path) -> Made:
     fully_shard(model)
     opt = torch.optim.AdamW(model.parameters(), **TRAINING)
 
@@ -250,14 +245,14 @@ def fsdp2_calls(model: Small, folder: Path) -> Made:
     return Made(model, opt, lambda: dcp.save(tensors(), checkpoint_id=folder), load)
 
 
-MAKERS: Mapping[str, Callable[[Small, Path], Made]] = {"ours": our_calls, "ddp": ddp_calls, "fsdp2": fsdp2_calls}
+MAKERS: Mapping[str, Callable[[Products, Path], Made]] = {"ours": our_calls, "ddp": ddp_calls, "fsdp2": fsdp2_calls}
 CALLS = ("construct", "first_backward", "first_step", "state_dict", "load_state_dict", "save", "load")
 
 
 class Life:
     """An optimizer's calls, from construction to the checkpoint, as the laps of a job that starts anew each time."""
 
-    def __init__(self, make: Callable[[Small, Path], Made], parameters: int, folder: Path) -> None:
+    def __init__(self, make: Callable[[Products, Path], Made], parameters: int, folder: Path) -> None:
         self._make, self._count, self._folder = make, parameters, folder
         self.made: Any = None
         self._state: dict[str, Any] = {}
@@ -268,7 +263,7 @@ class Life:
         return [
             self.fresh,
             self.construct,
-            lambda: self.made.forward().backward(),
+            lambda: self.made.forward().sum().backward(),
             lambda: self.made.opt.step(),
             self.state_dict,
             lambda: self.made.opt.load_state_dict(self._state),
@@ -280,7 +275,7 @@ class Life:
         """Drop the last optimizer and its checkpoint, and make a new model."""
         if self.made is not None and isinstance(self.made.opt, ShardedAdamW):
             self.made.opt.close()
-        self.made, self._model = None, Small(self._count)
+        self.made, self._model = None, Products(self._count, ELEMENTS, torch.float32)
         if dist.get_rank() == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
         dist.barrier()
@@ -298,27 +293,11 @@ def calls(parameters: int, ranks: int, rounds: int) -> list[Row]:
     names = [name for name in MAKERS if name != "fsdp2" or parameters <= FSDP2_MOST]
     with tempfile.TemporaryDirectory() as folder:
         times = of_the_slower(on_ranks(ranks, time_calls, names, parameters, rounds, Path(folder)))
-    columns = {name: list(zip(*of_one, strict=True)) for name, of_one in times.items()}
     rows: list[Row] = []
     for number, call in enumerate(CALLS, start=1):
-        saves = call in ("save", "load")
-        spreads = {name: Spread.of(columns[name][number]) for name in names if not (saves and name == "ddp")}
-        baseline = spreads.get("fsdp2" if saves else "ddp")
-        rows += [
-            {
-                "op": call,
-                "backend": name,
-                "dtype": "fp32",
-                "numel": parameters * ELEMENTS,
-                **vars(spread),
-                "us_per_parameter": round(spread.ms * 1e3 / parameters, 2),
-                "vs_torch": baseline and round(baseline.ms / spread.ms, 4),
-                "parameters": parameters,
-                "ranks": ranks,
-                "baseline": baseline and ("fsdp2" if saves else "ddp"),
-            }
-            for name, spread in spreads.items()
-        ]
+        saves = call in ("save", "load")  # which DDP does not
+        columns = {name: [laps[number] for laps in times[name]] for name in names if not (saves and name == "ddp")}
+        rows += rows_of(call, "fp32", parameters, ELEMENTS, ranks, columns, "fsdp2" if saves else "ddp")
     return rows
 
 

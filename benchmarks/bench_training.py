@@ -25,7 +25,7 @@ from typing import Any
 import counted_bytes
 import newton_schulz
 import torch
-from contenders import FLAT, TOPOLOGIES, WAYS, Task, Topology, Training, keeps, train
+from contenders import WAYS, Task, Training, keeps, train
 from counted_bytes import CountedTraffic
 from lab import parser_of, progress, run_script, show
 from ranks import RanksError, TogetherClock, each_alone, of_the_slower, on_ranks
@@ -55,6 +55,7 @@ class Question:
         contenders: names of ``WAYS``.
         baseline: the contender whose losses all others must have, and with whose time they are compared.
         keeping: the baseline of those that keep whole parameters from forward to backward, as DDP and ZeRO-2 do.
+        topologies: options of ``Task`` by op; None: the name of the question is the op, and all ranks are alike.
         lap: the one part of the step that is compared; None: the whole step.
         tolerance: relative difference of losses; None: that of ``TOLERANCE``.
     """
@@ -66,7 +67,7 @@ class Question:
     tokens: Sequence[int] = (256, 512)
     rounds: int = 11
     keeping: str | None = None
-    topologies: Sequence[Topology] = (FLAT,)
+    topologies: Mapping[str, Mapping[str, int]] | None = None
     lap: str | None = None
     tolerance: float | None = None
 
@@ -98,7 +99,7 @@ QUESTIONS: Mapping[str, Question] = {
         "fsdp2",
         ranks=(4,),
         keeping="fsdp2_zero2",
-        topologies=TOPOLOGIES,
+        topologies={"flat": {}, "hybrid": {"replicas": 2}, "tensor_parallel": {"slices": 2}},
     ),
     "muon": Question(
         "Muon against torch's and Dion's",
@@ -203,11 +204,11 @@ def contests_of(parsed: argparse.Namespace, question: Question) -> Iterator[Cont
             raise UsageError(f"--ranks {ranks}: a rank needs a GPU of its own, and there are {gpus}")
         for tokens in [parsed.tokens] if parsed.tokens else question.tokens if gpus is None else [4 * SEQ["cuda"]]:
             task = make_task(parsed.numel or NUMEL[device.type], DTYPES[parsed.dtype], tokens, device)
-            for topology in question.topologies:
-                op = parsed.question if len(question.topologies) == 1 else topology.name
-                if ranks % (topology.replicas * topology.slices) or task.config.heads % topology.slices:
+            for op, topology in (question.topologies or {parsed.question: {}}).items():
+                of_topology = replace(task, **topology)
+                if ranks % (of_topology.replicas * of_topology.slices) or task.config.heads % of_topology.slices:
                     raise UsageError(f"{op}: --ranks {ranks}, and the heads of a model of --numel, have to be even")
-                yield Contest(op, question, replace(task, topology=topology), ranks, names)
+                yield Contest(op, question, of_topology, ranks, names)
 
 
 def make_task(numel: int, dtype: torch.dtype, tokens: int, device: torch.device) -> Task:
@@ -261,9 +262,13 @@ def train_alone(contest: Contest) -> tuple[dict[str, Alone], dict[str, str]]:
     Raises ZeroOptimError where ours or a baseline fails: only other peers may.
     """
     task = contest.task
-    reasons = {name: reason for name in contest.names if (reason := why_not(name, task.dtype))}
-    for name, reason in reasons.items():
-        progress(f"left out: {name}: {reason}")
+    reasons: dict[str, str] = {}
+    for name in contest.names:
+        way = WAYS[name]
+        if way.package and importlib.util.find_spec(way.package) is None:
+            reasons[name] = "not installed"
+        elif way.bf16_only and task.dtype == torch.float32:
+            reasons[name] = way.bf16_only
 
     def run(name: str) -> Alone:
         progress(f"{contest.op}: {name} alone, {contest.ranks} ranks, {task.tokens} tokens each")
@@ -277,14 +282,6 @@ def train_alone(contest: Contest) -> tuple[dict[str, Alone], dict[str, str]]:
     names = [name for name in contest.names if name not in reasons]
     alone, left_out = each_alone(names, contest.question.baseline, run)
     return alone, reasons | left_out
-
-
-def why_not(name: str, dtype: torch.dtype) -> str | None:
-    """Say why a contender cannot train here, or would be another one; None: it can."""
-    way = WAYS[name]
-    if way.package and importlib.util.find_spec(way.package) is None:
-        return "not installed"
-    return way.bf16_only if way.bf16_only and dtype == torch.float32 else None
 
 
 def alone_on_rank(task: Task, name: str) -> Alone:
@@ -308,18 +305,15 @@ def alone_on_rank(task: Task, name: str) -> Alone:
     if not measurable:
         start()
         go_on()
-        return Alone(losses, list(made[0].laps), _communicated(made[0]))
-    start_peak, steady_peak = (counted_bytes.peak_of(steps, device) - before for steps in (start, go_on))
-    rest = counted_bytes.resident(device) - before
-    memory = {"steady": steady_peak, "start": max(start_peak, steady_peak), "rest": rest}
-    return Alone(losses, list(made[0].laps), _communicated(made[0]), memory)
-
-
-def _communicated(training: Training) -> int:
-    """Count the bytes of one more step, with compiled code run eagerly: torch dispatches no collective inside it."""
+        memory = None
+    else:
+        start_peak, steady_peak = (counted_bytes.peak_of(steps, device) - before for steps in (start, go_on))
+        rest = counted_bytes.resident(device) - before
+        memory = {"steady": steady_peak, "start": max(start_peak, steady_peak), "rest": rest}
+    # Of one more step, with compiled code run eagerly: torch dispatches no collective inside it.
     with torch.compiler.set_stance("force_eager"), CountedTraffic() as traffic:
-        train(training, 1)
-    return traffic.bytes
+        train(made[0], 1)
+    return Alone(losses, list(made[0].laps), traffic.bytes, memory)
 
 
 def of_all_ranks(reports: Sequence[Alone]) -> Alone:
@@ -364,7 +358,7 @@ def make_rows(contest: Contest, alone: Mapping[str, Alone], times: Times) -> lis
         for name, of_one in laps.items()
     }
     whole = {name: Spread.of([*map(sum, of_one)]).ms for name, of_one in times.items()}
-    tokens = contest.ranks // task.topology.slices * task.tokens
+    tokens = contest.ranks // task.slices * task.tokens
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in GPT(task.config, task.dtype).parameters())
     return [

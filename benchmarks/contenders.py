@@ -22,7 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from zero_optim import ShardedAdamW, ShardedMuon, shard_module
@@ -41,27 +44,18 @@ MUON_TRAINING: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
-class Topology:
-    """``replicas`` of the sharded state, and ``slices`` of each block over tensor-parallel ranks."""
-
-    name: str
-    replicas: int = 1
-    slices: int = 1
-
-
-FLAT = Topology("flat")
-TOPOLOGIES = (FLAT, Topology("hybrid", replicas=2), Topology("tensor_parallel", slices=2))
-
-
-@dataclass(frozen=True)
 class Task:
-    """The training that all run. Each rank has ``batch`` windows of its own, the same at every step."""
+    """The training that all run. Each rank has ``batch`` windows of its own, the same at every step.
+
+    ``replicas``: of the sharded state. ``slices``: of each block, over tensor-parallel ranks.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
     batch: int
     device: torch.device = torch.device("cpu")
-    topology: Topology = FLAT
+    replicas: int = 1
+    slices: int = 1
 
     @property
     def tokens(self) -> int:
@@ -78,18 +72,17 @@ class Task:
 
         The mesh has the dimensions replicate and shard where there are replicas, else shard alone.
         """
-        if self.topology == FLAT:
+        if self.replicas == self.slices == 1:
             return model, None
-        replicas, slices = self.topology.replicas, self.topology.slices
-        shape = replicas, dist.get_world_size() // replicas // slices, slices
+        shape = self.replicas, dist.get_world_size() // self.replicas // self.slices, self.slices
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
-        if slices > 1:
+        if self.slices > 1:
             _cut(model, mesh["tensor"])
-        return model, mesh["replicate", "shard"] if replicas > 1 else mesh["shard"]
+        return model, mesh["replicate", "shard"] if self.replicas > 1 else mesh["shard"]
 
     def windows(self) -> Tensor:
         """Draw this rank's windows, [batch, seq + 1] int64. Tensor-parallel ranks of one row have the same ones."""
-        generator = torch.Generator().manual_seed(1 + dist.get_rank() // self.topology.slices)
+        generator = torch.Generator().manual_seed(1 + dist.get_rank() // self.slices)
         return torch.randint(VOCAB, (self.batch, self.config.seq + 1), generator=generator).to(self.device)
 
 
@@ -193,24 +186,11 @@ def muon(task: Task, stage: int) -> Training:
 # -- torch's -----------------------------------------------------------------------------------------------------------
 
 
-def ddp(task: Task) -> Training:
+def ddp(task: Task, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Training:
     """Train in DDP. Every rank has all masters."""
     model = task.model()
     masters = Masters(model.parameters())
-    return _beside_ddp(task, model, masters, torch.optim.AdamW(masters.masters, fused=True, **TRAINING))
-
-
-def zero_redundancy(task: Task) -> Training:
-    """Shard the moments. Every rank has all masters, and the updated ones are broadcast in fp32."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = task.model()
-    masters = Masters(model.parameters())
-    how = {"optimizer_class": torch.optim.AdamW, "parameters_as_bucket_view": True, "fused": True}
-    return _beside_ddp(task, model, masters, ZeroRedundancyOptimizer(masters.masters, **how, **TRAINING))
-
-
-def _beside_ddp(task: Task, model: GPT, masters: Masters, opt: torch.optim.Optimizer) -> Training:
+    opt = optimizer(masters.masters, fused=True, **TRAINING)
     replica = replicate(model)
 
     def clip() -> Tensor:
@@ -224,6 +204,11 @@ def _beside_ddp(task: Task, model: GPT, masters: Masters, opt: torch.optim.Optim
     return Passes(replica, task).then(clip=clip, update=update, zero_grad=model.zero_grad)
 
 
+def zero_redundancy(masters: list[Tensor], **options: Any) -> torch.optim.Optimizer:
+    """Shard the moments. Every rank has all masters, and the updated ones are broadcast in fp32."""
+    return ZeroRedundancyOptimizer(masters, torch.optim.AdamW, parameters_as_bucket_view=True, **options)
+
+
 def replicate(model: nn.Module) -> nn.parallel.DistributedDataParallel:
     """Wrap in DDP, without a second copy of the gradients and without a broadcast of buffers in every forward."""
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
@@ -231,8 +216,6 @@ def replicate(model: nn.Module) -> nn.parallel.DistributedDataParallel:
 
 def ddp_autocast(task: Task) -> Training:
     """Train an fp32 model, which is its own masters, under autocast; gradients are cast to bf16 only for the sum."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
     model = _widened(task.model())
     replica = replicate(model)
     # Under its own name torch refuses the hook on gloo, where it works.
@@ -252,8 +235,6 @@ def fsdp2(task: Task, *, reshard: bool) -> Training:
 
 
 def _fully_shard(task: Task, model: GPT, mesh: DeviceMesh | None, *, reshard: bool) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     policy = MixedPrecisionPolicy(task.dtype, task.dtype, cast_forward_inputs=False)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and module is not model)
@@ -421,7 +402,7 @@ WAYS: Mapping[str, Way] = {
     "fsdp2_dion": Way(fsdp2_dion, package="dion"),
     "ddp": Way(ddp),
     "ddp_autocast": Way(ddp_autocast, bf16_only="in fp32 it is ddp"),
-    "zero_redundancy": Way(zero_redundancy),
+    "zero_redundancy": Way(functools.partial(ddp, optimizer=zero_redundancy)),
     "fsdp2": Way(functools.partial(fsdp2, reshard=True), gathers_twice=True),
     "fsdp2_zero2": Way(functools.partial(fsdp2, reshard=False)),
     "deepspeed1": Way(functools.partial(deepspeed, stage=1), package="deepspeed"),

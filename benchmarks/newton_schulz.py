@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -28,28 +28,22 @@ from zero_optim.rules.newton_schulz import QUINTIC, orthogonalized
 
 @dataclass
 class Iteration:
-    """The iterations of a rank. ``multiplications``: as many as our form of it takes."""
-
-    seconds: float = 0.0
-    multiplications: int = 0
-
-
-@dataclass(frozen=True)
-class OfRank:
-    """Figures of a rank.
+    """The iterations of a rank in a step, or its figures at last.
 
     Attributes:
+        seconds: in the iteration.
+        multiplications: as many as our form of it takes.
         part: of a step's time in the iteration, median.
-        multiplications: in a step.
         padding: at stage 2: elements of padding in the matrices' buckets, over those of the matrices.
     """
 
-    part: float
-    multiplications: int
-    padding: float | None
+    seconds: float = 0.0
+    multiplications: int = 0
+    part: float = 0.0
+    padding: float | None = None
 
 
-def on_rank(task: Task, name: str, rounds: int) -> OfRank:
+def on_rank(task: Task, name: str, rounds: int) -> Iteration:
     """Collective. Train one contender. On a GPU the host waits around each iteration, which makes a step longer."""
     training = WAYS[name].make(task)
     train(training, 2)  # buckets are laid out in the first step
@@ -59,8 +53,7 @@ def on_rank(task: Task, name: str, rounds: int) -> OfRank:
             begin = _now(task.device)
             train(training, 1)
             parts.append(seen.seconds / (_now(task.device) - begin))
-    padding = padding_of(training.opt) if name == "muon" else None
-    return OfRank(statistics.median(parts), seen.multiplications, padding)
+    return replace(seen, part=statistics.median(parts), padding=padding_of(training.opt) if name == "muon" else None)
 
 
 @contextmanager
@@ -101,7 +94,6 @@ def _now(device: torch.device) -> float:
 
 SHAPES = ((20, 60), (64, 256), (128, 512), (256, 1024), (640, 2560), (768, 3072))
 KINDS = ("random", "a twentieth of the rank", "three decades")
-SEEDS = 3
 
 
 def matrix(kind: str, rows: int, columns: int) -> Tensor:
@@ -115,25 +107,21 @@ def matrix(kind: str, rows: int, columns: int) -> Tensor:
     return u * torch.logspace(0, -3, rows) @ v.T
 
 
-def exact(given: Tensor) -> Tensor:
-    x = given.double() / given.double().norm()
-    for _ in range(5):
-        square = x @ x.T
-        x = QUINTIC[0] * x + (QUINTIC[1] * square + QUINTIC[2] * square @ square) @ x
-    return x
-
-
 def error(given: Tensor, gram: bool) -> tuple[float, float]:
     """Compare with float64. Returns the relative distance, and by how much the result is longer along the exact one."""
-    wanted, found = exact(given), orthogonalized(given, QUINTIC, 5, 1e-7, gram).double()
-    return float((found - wanted).norm() / wanted.norm()), float((found * wanted).sum() / (wanted * wanted).sum()) - 1
+    found = orthogonalized(given, QUINTIC, 5, 1e-7, gram).double()
+    exact = given.double() / given.double().norm()
+    for _ in range(5):
+        square = exact @ exact.T
+        exact = QUINTIC[0] * exact + (QUINTIC[1] * square + QUINTIC[2] * square @ square) @ exact
+    return float((found - exact).norm() / exact.norm()), float((found * exact).sum() / (exact * exact).sum()) - 1
 
 
 def main() -> None:
     for kind in KINDS:
         for gram in (False, True):
             torch.manual_seed(0)
-            errors = [error(matrix(kind, *shape), gram) for shape in SHAPES for _ in range(SEEDS)]
+            errors = [error(matrix(kind, *shape), gram) for shape in SHAPES for _ in range(3)]
             distances, longer = zip(*errors, strict=True)
             form = "fewer multiplications" if gram else "torch's operations"
             print(
