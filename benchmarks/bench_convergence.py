@@ -55,12 +55,8 @@ VALIDATE_EVERY = 25  # steps between validation losses, where optimizers are com
 WINDOWS = 128  # of held-out text that validate, as at the end of ``zero-optim train``
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    return make_parser().parse_args(arguments)
-
-
 def make_parser() -> Any:
-    parser = parser_of(__file__, "Trains by zero-optim train, and compares losses.", device=None, ranks=2, steps=500)
+    parser = parser_of(__file__, "Trains by zero-optim train, and compares losses.", device=None, ranks=None, steps=500)
     parser.add_argument("--compare", choices=("forms", "optimizers"), default="forms", help="what is compared (forms)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(0 1 2)")
     parser.add_argument("--lr", type=float, help="of all forms (that of zero-optim train)")
@@ -75,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def work(parsed: argparse.Namespace) -> None:
     """Train by each name from each seed. The first name is the one that the others are compared with."""
     device = find_device(parsed.device)
+    parsed.ranks = parsed.ranks or (2 if device.type == "cpu" else 1)
     result = Result(device, parsed.out, parsed.write, f"convergence-{parsed.compare}")
     ways = FORMS if parsed.compare == "forms" else {name: of[name] for of in OPTIMIZERS.values() for name in of}
     first = next(iter(ways))

@@ -42,18 +42,6 @@ from zero_optim_cli.bench import at_least_one
 
 CPU = torch.device("cpu")
 TRAINING: Mapping[str, Any] = {**HYPER, "lr": 1e-5}
-COLUMNS = {
-    "backend": "{}",
-    "ranks": "{}",
-    "parameters": "{:,}",
-    "ms": "{:.2f}",
-    "p20": "{:.2f}",
-    "p80": "{:.2f}",
-    "us_per_parameter": "{:.1f}",
-    "vs_torch": "{:.2f}",
-    "baseline": "{}",
-}
-
 Times = Mapping[str, Sequence[Sequence[float]]]  # milliseconds by job: of each lap in each round
 
 
@@ -74,7 +62,7 @@ def work(parsed: argparse.Namespace) -> None:
         for ranks in [parsed.ranks] if parsed.ranks else (1, 2):
             for dtype in [parsed.dtype] if parsed.dtype else ("fp32", "bf16"):
                 result.add(step(NUMEL, dtype, parsed.parameters or COUNTS, ranks, parsed.rounds or 21))
-    show(result, COLUMNS)
+    show(result)
 
 
 # -- step: the parts of a training loop --------------------------------------------------------------------------------

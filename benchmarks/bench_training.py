@@ -20,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import counted_bytes
 import newton_schulz
@@ -120,24 +119,6 @@ QUESTIONS: Mapping[str, Question] = {
     ),
 }
 
-COLUMNS = {
-    "backend": "{}",
-    "ranks": "{}",
-    "tokens": "{}",
-    "ms": "{:.1f}",
-    "p20": "{:.1f}",
-    "p80": "{:.1f}",
-    "tokens_per_s": "{:,.0f}",
-    "vs_torch": "{:.2f}",
-    "baseline": "{}",
-    "memory": "{0[steady]:,} {0[rest]:,}",
-    "communicated": "{:,}",
-    "loss": "{:.4f}",
-    "newton_schulz": "{:.2f}",
-    "imbalance": "{:.3f}",
-    "padding": "{:.3f}",
-}
-
 
 @dataclass(frozen=True)
 class Contest:
@@ -157,19 +138,13 @@ class Contest:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def make_parser() -> Any:
-    parser = parser_of(
-        __file__, "Trains a GPT in several ways.", device=None, dtype="bf16", numel=None, ranks=None, rounds=None,
-        contenders=None,
-    )  # fmt: skip
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags = {"device": None, "dtype": "bf16", "numel": None, "ranks": None, "rounds": None, "contenders": None}
+    parser = parser_of(__file__, "Trains a GPT in several ways.", **flags)
     about = "; ".join(f"{name}: {question.about}" for name, question in QUESTIONS.items())
     parser.add_argument("question", nargs="?", choices=QUESTIONS, default="train_step", help=f"{about} (train_step)")
     parser.add_argument("--tokens", type=at_least_one, metavar="N", help="of a rank in a step (by question)")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run_script(make_parser(), work, arguments)
+    return run_script(parser, work, arguments)
 
 
 def work(parsed: argparse.Namespace) -> None:
@@ -180,7 +155,7 @@ def work(parsed: argparse.Namespace) -> None:
     result = Result(device, parsed.out, parsed.write, parsed.question, baselines=packages)
     for contest in contests:
         result.add(hold(contest, rounds, packages))
-    show(result, COLUMNS)
+    show(result)
 
 
 def contests_of(parsed: argparse.Namespace, question: Question) -> Iterator[Contest]:

@@ -48,10 +48,13 @@ def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def show(result: Any, columns: Mapping[str, str]) -> None:
-    """Print the table of a ``Result``, write its file and draw it. ``columns``: keys of a row, with their form."""
-    from plot import draw
+def show(result: Any, columns: Mapping[str, str] | None = None) -> None:
+    """Print the table of a ``Result``, write its file and draw it.
+
+    ``columns``: keys of a row, with their form; None: those that ``plot.COLUMNS`` names, nested ones too.
+    """
+    from plot import draw, table_of
     from zero_optim.bench.run import table
 
-    print(table(result.record(), columns))
+    print(table_of(result.record()) if columns is None else table(result.record(), columns))
     result.finish(draw)

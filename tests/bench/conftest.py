@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -60,19 +56,6 @@ def run_here(
 def bench(run_here: Callable[..., Run]) -> Run:
     """``bench(*arguments)`` runs ``zero-optim bench`` here."""
     return run_here(lambda arguments: main(["bench", *arguments]))
-
-
-@pytest.fixture
-def record_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """``record_of(script, *flags)``: run a script of ``benchmarks``, without its plot. Returns what its file holds."""
-    monkeypatch.setitem(sys.modules, "plot", SimpleNamespace(draw=lambda record, path: None))
-
-    def run(script: Any, *flags: str) -> dict[str, Any]:
-        assert script.main([*flags, "--out", str(tmp_path)]) == 0
-        (file,) = tmp_path.glob("*.json")
-        return json.loads(file.read_text())
-
-    return run
 
 
 @pytest.fixture

@@ -81,4 +81,4 @@ def test_a_training_that_fails_ends_the_run(monkeypatch):
     done = subprocess.CompletedProcess([], 1, "no such data")
     monkeypatch.setattr(bench_convergence.subprocess, "run", lambda *_, **__: done)
     with pytest.raises(ZeroOptimError, match="int8, seed 0: exit code 1: no such data"):
-        bench_convergence.train("int8", (), 0, "cpu", bench_convergence.parse([]))
+        bench_convergence.train("int8", (), 0, "cpu", bench_convergence.make_parser().parse_args([]))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import bench_other_adams
 import torch
+from recorded import record_of
 
 
 class CpuAdam(torch.optim.AdamW):
@@ -15,10 +16,10 @@ class CpuAdam(torch.optim.AdamW):
         super().__init__(params, **options)
 
 
-def test_a_run(record_of, monkeypatch):
+def test_a_run(monkeypatch, tmp_path):
     monkeypatch.setitem(bench_other_adams.OTHERS, "deepspeed", ("json.tool", "torch"))  # a package that is there
     monkeypatch.setitem(sys.modules, "json.tool", SimpleNamespace(DeepSpeedCPUAdam=CpuAdam))
-    record = record_of(bench_other_adams, "--device", "cpu", "--numel", "4096", "--rounds", "2")
+    record = record_of(monkeypatch, tmp_path, bench_other_adams, "--device", "cpu", "--numel", "4096", "--rounds", "2")
     assert {"torch_pipeline", "deepspeed", "copy"} <= {row["backend"] for row in record["rows"]}
     assert record["baselines"] == {"deepspeed": torch.__version__, "apex": "not for cpu", "te": "not for cpu"}
 

@@ -6,6 +6,7 @@ import bench_step_overhead
 import pytest
 import torch
 from bench_step_overhead import CALLS, LOOPS, ON_ONE_RANK, OPS, Loop, Products, rows_of, step
+from recorded import record_of
 
 
 def make(name: str, parameters: int, numel: int, dtype: torch.dtype = torch.float32) -> tuple[Loop, Products]:
@@ -69,17 +70,19 @@ def test_a_ratio_is_the_baselines_time_over_its_own():
     assert alone["vs_torch"] is None and alone["baseline"] is None
 
 
-def test_each_call_is_timed(record_of):
+def test_each_call_is_timed(monkeypatch, tmp_path):
     """On one rank, where DCP has no one to wait for. A step is made before its state is saved and loaded."""
-    rows = record_of(bench_step_overhead, "calls", "--parameters", "10", "--ranks", "1", "--rounds", "1")["rows"]
+    rows = record_of(
+        monkeypatch, tmp_path, bench_step_overhead, "calls", "--parameters", "10", "--ranks", "1", "--rounds", "1"
+    )["rows"]
     names = {call: [row["backend"] for row in rows if row["op"] == call] for call in CALLS}
     assert names.pop("save") == names.pop("load") == ["ours", "fsdp2"]
     assert all(of_call == ["ours", "ddp", "fsdp2"] for of_call in names.values()) and len(names) == 5
     assert all(row["us_per_parameter"] == pytest.approx(row["ms"] * 100, abs=0.01) and row["ms"] > 0 for row in rows)
 
 
-def test_few_parameters_leave_a_file(record_of, monkeypatch):
+def test_few_parameters_leave_a_file(monkeypatch, tmp_path):
     monkeypatch.setattr(bench_step_overhead, "NUMEL", 400)
     flags = ["--parameters", "8", "2", "--ranks", "1", "--dtype", "bf16", "--rounds", "1"]
-    rows = record_of(bench_step_overhead, *flags)["rows"]
+    rows = record_of(monkeypatch, tmp_path, bench_step_overhead, *flags)["rows"]
     assert len(rows) == len(OPS) * 2 * len(ON_ONE_RANK) and {row["numel"] for row in rows} == {400}

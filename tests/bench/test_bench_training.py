@@ -15,6 +15,7 @@ from contenders import WAYS, Task, keeps, train
 from counted_bytes import CountedTraffic
 from harness import run_ranks
 from ranks import RanksError
+from recorded import record_of
 from zero_optim.errors import ZeroOptimError
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -133,12 +134,15 @@ def test_muon_trains_as_torchs_does_and_multiplies_each_matrix_once():
     assert found[0]["muon"][1].padding >= 0 and found[0]["muon_stage3"][1].padding is None
 
 
-def test_the_iteration_is_a_percent_or_two_off():
-    torch.manual_seed(0)
-    for kind in newton_schulz.KINDS:
-        for gram in (False, True):
-            distance, longer = newton_schulz.error(newton_schulz.matrix(kind, 64, 256), gram)
-            assert 0.001 < distance < 0.04 and abs(longer) < 0.02
+@pytest.mark.parametrize(
+    ("kind", "most"), [*zip(newton_schulz.KINDS, (0.025, 0.42, 0.12), strict=True)], ids=newton_schulz.KINDS
+)
+def test_how_far_the_iteration_is_off(kind, most):
+    """Where small singular values are noise, or a thousandth of the largest, bf16 is further off, in either form."""
+    for gram in (False, True):
+        torch.manual_seed(0)
+        distance, longer = newton_schulz.error(newton_schulz.matrix(kind, 64, 256), gram)
+        assert most / 2.5 < distance < most and abs(longer) < 0.02
 
 
 # -- what is made of it ------------------------------------------------------------------------------------------------
@@ -232,9 +236,11 @@ def pooled(monkeypatch):
     monkeypatch.setattr(bench_training, "SEQ", {"cpu": 16})
 
 
-def test_a_run(record_of, pooled):
+def test_a_run(pooled, monkeypatch, tmp_path):
     flags = ["--numel", "50000", "--rounds", "2", "--dtype", "fp32", "--tokens", "32", "--device", "cpu"]
-    record = record_of(bench_training, *flags, "--contenders", "stage2", "deepspeed1", "stage1", "ddp_autocast")
+    record = record_of(
+        monkeypatch, tmp_path, bench_training, *flags, "--contenders", "stage2", "deepspeed1", "stage1", "ddp_autocast"
+    )
     assert record["baselines"] == {"ddp_autocast": "in fp32 it is ddp", "deepspeed1": "not installed"}
     rows = {row["backend"]: row for row in record["rows"]}
     assert [*rows] == ["stage1", "stage2", "ddp"]
@@ -247,9 +253,9 @@ def test_a_run(record_of, pooled):
             assert 0 < row["memory"]["steady"] <= row["memory"]["start"] < 2**30
 
 
-def test_a_run_of_muon_has_figures_of_the_iteration(record_of, pooled):
+def test_a_run_of_muon_has_figures_of_the_iteration(pooled, monkeypatch, tmp_path):
     flags = ["muon", "--numel", "50000", "--rounds", "1", "--ranks", "2", "--tokens", "32", "--device", "cpu"]
-    rows = record_of(bench_training, *flags, "--contenders", "muon")["rows"]
+    rows = record_of(monkeypatch, tmp_path, bench_training, *flags, "--contenders", "muon")["rows"]
     assert [row["backend"] for row in rows] == ["muon", "ddp_muon"]
     assert all(0 < row["newton_schulz"] < 1 and row["imbalance"] >= 1 for row in rows)
     assert rows[1]["imbalance"] == 1 and rows[1]["padding"] is None and rows[0]["padding"] is not None
