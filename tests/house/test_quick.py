@@ -42,7 +42,7 @@ IMPORTERS = {
         ("zero_kernels/triton/pack.py", {"kernels", "triton_backend"}),
         ("csrc/cuda/pack.cu", {"kernels", "cuda"}),
         ("benchmarks/gpu_phases.py", {"gpu_check"}),
-        ("benchmarks/bench_stages.py", {"bench"}),
+        ("benchmarks/bench_training.py", {"bench"}),
         ("docs/step.md", {"house"}),
         ("docs/moving.md", {"clients/test_moving.py"}),
         ("README.md", {"house"}),

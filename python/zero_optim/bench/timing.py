@@ -76,11 +76,14 @@ def make_clock(device: torch.device) -> Clock:
     return EventClock(device) if device.type == "cuda" else HostClock()
 
 
-def interleaved(jobs: Mapping[str, Job], clock: Clock, rounds: int | None = None) -> dict[str, list[list[float]]]:
+def interleaved(
+    jobs: Mapping[str, Job], clock: Clock, rounds: int | None = None, warm_up: int = WARM_UP_ROUNDS
+) -> dict[str, list[list[float]]]:
     """Time each lap of each job in each round, in milliseconds.
 
     Every round runs all jobs, and starts with the next one: a slow spell of the machine, or an effect of the job
     before, meets all of them alike. ``rounds``: their number; None: LEAST to MOST, as many as SECONDS allow.
+    ``warm_up``: rounds that are thrown away first.
     """
     names = list(jobs)
     times: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -91,7 +94,7 @@ def interleaved(jobs: Mapping[str, Job], clock: Clock, rounds: int | None = None
         return {name: read() for name, read in readings.items()}
 
     turn, begin = 0, time.perf_counter()
-    while turn < WARM_UP_ROUNDS or time.perf_counter() - begin < clock.warm_up_seconds:
+    while turn < warm_up or time.perf_counter() - begin < clock.warm_up_seconds:
         one_round(turn)
         turn += 1
     begin = time.perf_counter()
