@@ -1,8 +1,266 @@
-"""Saving and loading against the disk, torch.save and DCP on FSDP2: `zero-optim bench checkpoint`, with its flags."""
+"""Saving and loading on ranks against the disk itself, ``torch.save`` of shards, and DCP on FSDP2.
 
+    python benchmarks/bench_checkpoint.py --numel 32Mi --ranks 2 --rounds 9
+
+Each contender writes and reads as many bytes: fp32 parameters and two moments, sharded over the ranks. A save ends when
+all is on the disk. Files are dropped from the page cache before a load. *Blocked* is the time until the call that saves
+returns: training may go on then. ``extra`` is the memory beyond what is there, in a round of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from zero_optim.cli import main
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from counted_bytes import peak_of, resident, return_what_is_freed
+from lab import parser_of, progress, run_script, show
+from ranks import TogetherClock, of_the_slower, on_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from zero_optim import ShardedAdamW, checkpoint, shard_module
+from zero_optim.bench.record import Result
+from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
+
+WIDTH, CHUNK = 1024, 8 * 2**20
+CPU = torch.device("cpu")
+
+Report = tuple[int, dict[str, list[list[float]]], dict[str, dict[str, int]]]
+"""Of a rank: the bytes that it writes, and by contender the laps and the extra memory."""
+
+
+def make_model(numel: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(max(2, round(numel / (WIDTH * (WIDTH + 1)))))))
+
+
+def one_step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, WIDTH)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def own_file(folder: Path) -> Path:
+    return folder / f"rank-{dist.get_rank()}"
+
+
+class RawDisk:
+    """Plain writes and reads of as many bytes: the speed of the disk alone. The base of all contenders."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._values = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+        self._view = memoryview((ctypes.c_ubyte * nbytes).from_address(self._values.data_ptr())).cast("B")
+
+    def begin(self, folder: Path) -> None:
+        """Begin to save. Training may go on when this returns."""
+        with own_file(folder).open("wb", buffering=0) as file:
+            for start in range(0, len(self._view), CHUNK):
+                file.write(self._view[start : start + CHUNK])
+            os.fsync(file.fileno())
+
+    def finish(self) -> None:
+        """Wait for the save. All is on the disk when this returns."""
+
+    def renew(self) -> None:
+        """Make new model and optimizer to load into, as a job that resumes does. This is not timed."""
+
+    def load(self, folder: Path) -> None:
+        with own_file(folder).open("rb", buffering=0) as file:
+            for start in range(0, len(self._view), CHUNK):
+                file.readinto(self._view[start : start + CHUNK])
+
+
+class TorchSave(RawDisk):
+    """``torch.save`` and ``torch.load`` of each rank's own shards, as a list of tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+
+    def begin(self, folder: Path) -> None:
+        with own_file(folder).open("wb") as file:
+            torch.save(self._tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def load(self, folder: Path) -> None:
+        for tensor, value in zip(self._tensors, torch.load(own_file(folder), weights_only=True), strict=True):
+            tensor.copy_(value)
+
+
+class Fsdp2(RawDisk):
+    """FSDP2 with fused AdamW, saved by ``torch.distributed.checkpoint``; in the background by its ``async_save``."""
+
+    def __init__(self, numel: int, background: bool) -> None:
+        self._numel, self._mesh = numel, init_device_mesh("cpu", (dist.get_world_size(),))
+        self.renew()
+        one_step(self._model, self._opt)
+        self._group = dist.new_group() if background else None
+        self._saving: Any = None
+
+    def renew(self) -> None:
+        self._model = make_model(self._numel)
+        for module in (*self._model, self._model):
+            fully_shard(module, mesh=self._mesh)
+        self._opt = torch.optim.AdamW(self._model.parameters(), fused=True)
+
+    def _state(self) -> dict[str, Any]:
+        return dict(zip(("model", "optim"), get_state_dict(self._model, self._opt), strict=True))
+
+    def begin(self, folder: Path) -> None:
+        if self._group is None:
+            dcp.save(self._state(), checkpoint_id=folder)
+        else:
+            self._saving = dcp.async_save(self._state(), checkpoint_id=folder, process_group=self._group)
+
+    def finish(self) -> None:
+        if self._saving is not None:
+            self._saving.result()
+
+    def load(self, folder: Path) -> None:
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(self._model, self._opt, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+class Ours(RawDisk):
+    """``ShardedAdamW`` at stage 3."""
+
+    def __init__(self, numel: int, background: bool) -> None:
+        self._numel, self._background = numel, background
+        self._make()
+        one_step(self.model, self.opt)
+
+    def _make(self) -> None:
+        self.model = shard_module(make_model(self._numel), (nn.Linear,))
+        self.opt = ShardedAdamW(self.model.named_parameters())
+
+    def renew(self) -> None:
+        self.opt.close()
+        self._make()
+
+    def begin(self, folder: Path) -> None:
+        checkpoint.save(folder, self.model, self.opt, background=self._background)
+
+    def finish(self) -> None:
+        checkpoint.wait()
+
+    def load(self, folder: Path) -> None:
+        checkpoint.load(folder, self.model, self.opt)
+
+    def tensors(self) -> list[Tensor]:
+        """List the tensors that this rank has."""
+        parameters: list[Any] = list(self.model.parameters())
+        return [*(parameter.local for parameter in parameters), *self.opt.engine.states.values(stored=True)]
+
+
+def on_rank(numel: int, rounds: int, folder: str) -> Report:
+    """Measure on one rank."""
+    ours = Ours(numel, background=False)
+    own = [tensor.clone() for tensor in ours.tensors()]
+    nbytes = sum(tensor.nbytes for tensor in own)
+    contenders: Mapping[str, RawDisk] = {
+        "disk": RawDisk(nbytes),
+        "torch.save": TorchSave(own),
+        "fsdp2 dcp": Fsdp2(numel, background=False),
+        "fsdp2 dcp async": Fsdp2(numel, background=True),
+        "ours": ours,
+        "ours background": Ours(numel, background=True),
+    }
+    folders = {name: Path(folder) / name.replace(" ", "-") for name in contenders}
+    jobs = {name: laps_of(contender, folders[name]) for name, contender in contenders.items()}
+    times = interleaved(jobs, TogetherClock(CPU, HostClock()), rounds)
+    return_what_is_freed()  # it takes time, so it comes last
+    return nbytes, times, {name: extra_memory(contender, folders[name]) for name, contender in contenders.items()}
+
+
+def laps_of(contender: RawDisk, folder: Path) -> Job:
+    """List the laps of a round. The second is *blocked*, with the third it is the save, the last is the load."""
+
+    def finish() -> None:
+        contender.finish()
+        dist.barrier()
+
+    def prepare() -> None:
+        files = [file for file in folder.rglob("*") if file.is_file()] if dist.get_rank() == 0 else []
+        for file in files:
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        contender.renew()
+        dist.barrier()
+
+    def load() -> None:
+        contender.load(folder)
+        dist.barrier()
+
+    return [lambda: make_empty(folder), lambda: contender.begin(folder), finish, prepare, load]
+
+
+def make_empty(folder: Path) -> None:
+    """Collective. Make an empty folder."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    dist.barrier()
+
+
+def extra_memory(contender: RawDisk, folder: Path) -> dict[str, int]:
+    """Measure the peak of resident bytes in a save and in a load of what was saved, less those before."""
+
+    def save() -> None:
+        contender.begin(folder)
+        contender.finish()
+
+    make_empty(folder)
+    before = resident()
+    saving = peak_of(save) - before
+    before = resident()
+    return {"save": saving, "load": peak_of(lambda: contender.load(folder)) - before}
+
+
+def make_rows(reports: Sequence[Report], numel: int) -> list[dict[str, Any]]:
+    """Take the slowest rank of each round, then medians over rounds; ``of_disk`` is taken round by round."""
+    rows, disk = [], {}
+    for name, rounds in of_the_slower([times for _, times, _ in reports]).items():
+        laps = [{"blocked": begin, "save": begin + rest, "load": load} for _, begin, rest, _, load in rounds]
+        times = {part: [of_round[part] for of_round in laps] for part in laps[0]}
+        disk = disk or times  # the first contender
+        row = {"op": "checkpoint", "backend": name, "dtype": "fp32", "numel": numel, "ranks": len(reports)}
+        row |= {"rounds": len(laps), "written": sum(written for written, _, _ in reports)}
+        for part, of_part in times.items():
+            spread = Spread.of(of_part)
+            row[part] = [spread.ms, spread.p20, spread.p80]
+        row["of_disk"], row["extra"] = {}, {}
+        for part in ("save", "load"):
+            ratios = [plain / ms for plain, ms in zip(disk[part], times[part], strict=True)]
+            row["of_disk"][part] = round(Spread.of(ratios).ms, 4)
+            row["extra"][part] = max(extra[name][part] for _, _, extra in reports)
+        rows.append(row)
+    return rows
+
+
+def run(parsed: Any) -> None:
+    result = Result(CPU, parsed.out, parsed.write, "checkpoint")
+    progress(f"checkpoint: {parsed.ranks} ranks, {parsed.numel:,} parameters")
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as folder:
+        of_ranks = on_ranks(parsed.ranks, on_rank, parsed.numel, parsed.rounds, folder)
+    result.add(make_rows(of_ranks, sum(parameter.numel() for parameter in make_model(parsed.numel).parameters())))
+    show(result)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    about = "Compares saving and loading with the disk, torch.save and DCP on FSDP2."
+    return run_script(parser_of(__file__, about, numel=2**25, ranks=2, rounds=5), run, arguments)
+
 
 if __name__ == "__main__":
-    sys.exit(main(["bench", "checkpoint", *sys.argv[1:]]))
+    sys.exit(main())

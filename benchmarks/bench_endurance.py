@@ -1,161 +1,154 @@
 """A hundred thousand steps of a small model: memory, objects, hooks, files and threads must not grow along them.
 
-    python benchmarks/bench_endurance.py --steps 20000 --ranks 2
+    python benchmarks/bench_endurance.py --steps 20000
 
-Each contender trains in processes of its own. All its ranks share one core, so that a message between them wakes no
-other core. As many contenders train at once as there are cores.
+Each contender trains in processes of its own, on 1 and 2 ranks. All its ranks run on one core, so that a message
+between them wakes no other core. ``samples`` has 100 figures of each counter, of the rank that has most; ``growth`` is
+the slope of each over the second half.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from queue import SimpleQueue
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-import census
 import torch
-import torch.distributed as dist
-from endurance_row import EnduranceRow
-from script import run_script
-from torch import nn
-from zero_optim import ShardedAdamW
-from zero_optim.bench.fused_adams import HYPER
-from zero_optim.bench.ranks import on_ranks
-from zero_optim.bench.request import Choices, Menu, Request
-from zero_optim.bench.run import Measured
+from lab import parser_of, progress, run_script, show
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from zero_optim import ShardedAdamW, shard_module
+from zero_optim.bench.cases import HYPER
+from zero_optim.bench.record import Result
 from zero_optim.errors import UsageError
-from zero_optim.shard_module import shard_module
 
-STEPS = 100_000
 SAMPLES = 100
-RANKS = (1, 2)
 WIDTH, BATCH = 64, 8
 LIMIT_SECONDS = 12 * 3600.0
-STAGE2, STAGE3, FUSED, DDP, FSDP2 = "stage2", "stage3", "fused", "ddp", "fsdp2"
+PROC = Path("/proc/self")
+CONTENDERS = {1: ("stage2", "fused"), 2: ("stage2", "stage3", "ddp", "fsdp2")}
+HOOKS_OF_A_TENSOR = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 Samples = dict[str, list[float]]
 """By counter, a figure for each sample. ``step`` and ``ms`` are counters, too."""
+
+
+# -- what a process has ------------------------------------------------------------------------------------------------
+
+
+def census() -> dict[str, float]:
+    """Collect garbage, then count. Two calls in a row give the same, except for ``resident``.
+
+    Collecting is repeated, as it may leave new garbage: a graph in C++ frees Python objects, a finalizer makes some.
+    """
+    collections = 20  # the most: another thread may make garbage without end
+    while gc.collect() and (collections := collections - 1):
+        pass
+    resident = int((PROC / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    files, threads = (len(os.listdir(PROC / name)) for name in ("fd", "task"))
+    types = Counter(map(type, gc.get_objects()))
+    return {
+        "resident": resident,  # bytes
+        "objects": sum(types.values()),  # tracked by the garbage collector, and not frozen
+        "tensors": sum(count for kind, count in types.items() if issubclass(kind, Tensor)),
+        "nodes": _nodes(),
+        "hooks": _hooks(),
+        "files": files,
+        "threads": threads,
+    }
+
+
+def _nodes() -> int:
+    """Count the nodes of graphs that a live tensor keeps."""
+    found: set[Node] = set()
+    ahead = [node for tensor in _live(Tensor) if (node := tensor.grad_fn) is not None]
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found.add(node)
+            ahead += [following for following, _ in node.next_functions if following is not None]
+    return len(found)
+
+
+def _hooks() -> int:
+    """Count the hooks of live tensors and modules."""
+    of_tensors = sum(len(getattr(tensor, name) or ()) for tensor in _live(Tensor) for name in HOOKS_OF_A_TENSOR)
+    tables = [table for module in _live(nn.Module) for name, table in vars(module).items() if name.endswith("_hooks")]
+    return of_tensors + sum(map(len, tables))
+
+
+def _live(kind: type) -> list[Any]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Sequential):
     """A unit of the sharded contenders."""
 
 
-def make_model() -> nn.Sequential:
+def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make the model and the optimizer of a contender."""
     torch.manual_seed(0)
-    return nn.Sequential(Block(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)), nn.Linear(WIDTH, WIDTH))
+    model: Any = nn.Sequential(Block(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)), nn.Linear(WIDTH, WIDTH))
+    if name.startswith("stage"):
+        if name == "stage3":
+            shard_module(model, (Block,))
+        return model, ShardedAdamW(model.named_parameters(), stage=int(name[-1]), **HYPER)
+    if name == "fsdp2":
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh)
+    opt = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
+    return nn.parallel.DistributedDataParallel(model) if name == "ddp" else model, opt
 
 
-NUMEL = sum(parameter.numel() for parameter in make_model().parameters())
-
-Training = tuple[nn.Module, torch.optim.Optimizer]
-
-
-def _ours(stage: int) -> Training:
-    model = make_model()
-    if stage == 3:
-        shard_module(model, (Block,))
-    return model, ShardedAdamW(model.named_parameters(), stage=stage, **HYPER)
-
-
-def _fused() -> Training:
-    model = make_model()
-    return model, torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
-
-
-def _ddp() -> Training:
-    model, opt = _fused()
-    return nn.parallel.DistributedDataParallel(model), opt
-
-
-def _fsdp2() -> Training:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model, mesh = make_model(), init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (model[0], model):
-        fully_shard(module, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
-
-
-MAKERS: Mapping[str, Callable[[], Training]] = {
-    STAGE2: lambda: _ours(2),
-    STAGE3: lambda: _ours(3),
-    FUSED: _fused,
-    DDP: _ddp,
-    FSDP2: _fsdp2,
-}
-
-
-def contenders(ranks: int) -> tuple[str, ...]:
-    """Choose the contenders for so many ranks. On one rank there is nothing to share, so DDP and FSDP2 are left out."""
-    return (STAGE2, FUSED) if ranks == 1 else (STAGE2, STAGE3, DDP, FSDP2)
-
-
-def measure(ranks: Sequence[int], steps: int, say: Callable[[str], object]) -> list[EnduranceRow]:
-    """Make a row of each contender on each number of ranks."""
-    cores: SimpleQueue[int] = SimpleQueue()
-    for core in os.sched_getaffinity(0):
-        cores.put(core)
-
-    def endure(task: tuple[int, str]) -> EnduranceRow:
-        (count, name), core = task, cores.get()
-        say(f"endurance: {name}, {count} rank{'s' * (count > 1)}")
-        try:
-            samples = most(on_ranks(count, endure_on_rank, name, steps, core, limit=LIMIT_SECONDS))
-        finally:
-            cores.put(core)
-        return make_row(name, count, steps, samples)
-
-    tasks = [(count, name) for count in sorted(ranks, reverse=True) for name in contenders(count)]
-    with ThreadPoolExecutor(cores.qsize()) as pool:
-        rows = list(pool.map(endure, tasks))
-    return sorted(rows, key=lambda row: row.ranks)
-
-
-def endure_on_rank(name: str, steps: int, core: int) -> Samples:
-    """Train on this rank. Returns its samples; the time of a step is the median since the last sample."""
-    for task in os.listdir(census.PROC / "task"):  # every thread, as gloo's have been started already
-        os.sched_setaffinity(int(task), {core})
+def endure_on_rank(name: str, steps: int, count: int) -> Samples:
+    """Train on this rank. Returns ``count`` samples; the time of a step is the median since the last sample."""
+    for task in os.listdir(PROC / "task"):  # every thread, as gloo's have been started already
+        os.sched_setaffinity(int(task), {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    model, opt = MAKERS[name]()
-    inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-    every = max(1, steps // SAMPLES)
+    model, opt = make(name)
+    inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+
+    def milliseconds() -> float:
+        begin = time.perf_counter()
+        model(inputs).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        return (time.perf_counter() - begin) * 1e3
+
+    every = max(1, steps // count)
     samples: Samples = {}
     for step in range(every, steps + 1, every):
-        ms = statistics.median(_milliseconds(model, opt, inputs) for _ in range(every))
-        for counter, figure in {"step": step, **asdict(census.take()), "ms": round(ms, 4)}.items():
+        ms = statistics.median(milliseconds() for _ in range(every))
+        for counter, figure in {"step": step, **census(), "ms": round(ms, 4)}.items():
             samples.setdefault(counter, []).append(figure)
     return samples
 
 
-def _milliseconds(model: nn.Module, opt: torch.optim.Optimizer, inputs: torch.Tensor) -> float:
-    begin = time.perf_counter()
-    model(inputs).square().mean().backward()
-    opt.step()
-    opt.zero_grad()
-    return (time.perf_counter() - begin) * 1e3
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def most(of_ranks: Sequence[Samples]) -> Samples:
-    """Take the most of any rank, for each counter and sample."""
-    return {
-        counter: [max(of_sample) for of_sample in zip(*(samples[counter] for samples in of_ranks), strict=True)]
-        for counter in of_ranks[0]
-    }
-
-
-def make_row(name: str, ranks: int, steps: int, samples: Samples) -> EnduranceRow:
-    counters = [counter for counter in samples if counter != "step"]
+def make_row(name: str, steps: int, of_ranks: Sequence[Samples]) -> dict[str, Any]:
+    """Make a row, of the most of any rank for each counter and sample."""
+    samples = {name: [max(of) for of in zip(*(one[name] for one in of_ranks), strict=True)] for name in of_ranks[0]}
     half = len(samples["step"]) // 2
-    growth = {counter: slope(samples["step"][half:], samples[counter][half:]) for counter in counters}
-    return EnduranceRow("endurance", name, "fp32", NUMEL, ranks, steps, samples, growth)
+    growth = {name: slope(samples["step"][half:], of[half:]) for name, of in samples.items() if name != "step"}
+    numel = sum(parameter.numel() for parameter in make("fused")[0].parameters())
+    about = {"op": "endurance", "backend": name, "dtype": "fp32", "numel": numel, "ranks": len(of_ranks)}
+    return {**about, "steps": steps, "samples": samples, "growth": growth}
 
 
 def slope(steps: Sequence[float], figures: Sequence[float]) -> float:
@@ -165,19 +158,21 @@ def slope(steps: Sequence[float], figures: Sequence[float]) -> float:
     return round(statistics.median(slopes), 9) if slopes else 0.0
 
 
-ABOUT = "Trains a small model for very many steps, and counts what a process has along them."
-TAKEN = {"steps": str(STEPS), "ranks": " ".join(map(str, RANKS))}
-MENU = Menu({"endurance": Choices(TAKEN, dtypes=("fp32",))})
-
-
-def run(request: Request, device: torch.device, say: Callable[[str], object]) -> Measured:
-    if not census.can_count():
+def run(parsed: Any) -> None:
+    if not PROC.exists():
         raise UsageError("endurance counts what /proc shows, which is there on Linux alone")
-    return measure(request.ranks or RANKS, request.steps or STEPS, say), {}
+    result = Result(torch.device("cpu"), parsed.out, parsed.write, "endurance")
+    for count, names in CONTENDERS.items():
+        for name in names:
+            progress(f"endurance: {name}, {count} rank{'s' * (count > 1)}")
+            of_ranks = on_ranks(count, endure_on_rank, name, parsed.steps, SAMPLES, limit=LIMIT_SECONDS)
+            result.add([make_row(name, parsed.steps, of_ranks)])
+    show(result)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_script("endurance", ABOUT, MENU, alone={"endurance": run}, arguments=arguments)
+    about = "Trains a small model for very many steps, and counts what a process has along them."
+    return run_script(parser_of(__file__, about, steps=100_000), run, arguments)
 
 
 if __name__ == "__main__":

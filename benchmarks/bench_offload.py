@@ -1,8 +1,356 @@
-"""Stores of state against None, the link, the disk and other packages: `zero-optim bench offload`, with its flags."""
+"""Stores of optimizer state against ``None``, plain copies, the disk and DeepSpeed's CPU Adam; sleep and wake.
 
+    python benchmarks/bench_offload.py --numel 64Mi
+
+There are two parts (key ``part`` of a row), on one rank: ``step`` is ``opt.step()`` alone, from 16-bit gradients to
+16-bit parameters, ``sleep`` the calls ``sleep`` and ``wake``.
+
+``beside`` has the ms of what a store adds, each part moved by itself in the same rounds: ``copies``, ``disk``, on a GPU
+``update`` on the host. A step cannot be shorter than the longest of these and None's update, its ``bound``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import statistics
 import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
 
-from zero_optim.cli import main
+import torch
+from counted_bytes import can_measure, peak_of, resident, return_what_is_freed
+from lab import parser_of, progress, run_script, show
+from ranks import each_alone, on_ranks
+from torch import Tensor, nn
+from zero_optim import ShardedAdamW
+from zero_optim.asleep import MOVES_STORAGES
+from zero_optim.bench.cases import DTYPES
+from zero_optim.bench.record import Result
+from zero_optim.bench.run import find_device
+from zero_optim.bench.step import TRAINING
+from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
+from zero_optim.doctor import version_of
+from zero_optim.errors import UsageError, ZeroOptimError
+from zero_optim.params.layout import round_up
+from zero_optim.stores.direct_file import DirectFile, memory_of
+from zero_optim.stores.host_memory import ALIGNMENT, HostMemory
+from zero_optim.stores.paged_store import PagedStore
+
+NONE, DEEPSPEED = "None", "deepspeed"
+OURS = (NONE, "paged 0", "paged half", "cpu", "nvme")
+SMALL = ("paged 0 small", "nvme small")  # with a split master and 8-bit moments, which round
+NUMELS = {"cpu": 2**26, "cuda": 2**28}
+PAGES = 32
+MOVED, HELD = ("to_device", "to_host", "read", "written"), ("device", "host", "disk")
+BLOCK_BYTES, THREADS = 4 * 2**20, 16  # fastest of 1 to 16 MiB and 4 to 16 threads on a virtual disk: 6.1 GB/s written
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all contenders update. ``folder``: of the files of ``nvme``."""
+
+    numel: int
+    dtype: str
+    device: torch.device
+    folder: str
+
+    def tensors(self, seed: int) -> list[Tensor]:
+        """Draw parameters or gradients, four tensors a page."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        values = torch.randn(self.numel, generator=generator, device=self.device).to(DTYPES[self.dtype])
+        return [part.clone() for part in values.chunk(4 * PAGES)]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A contender that is ready. ``result``: a figure that after as many steps is equal for all. ``stats``: bytes."""
+
+    job: Job
+    result: Callable[[], float]
+    stats: Callable[[], Mapping[str, Any]] = dict
+
+
+# -- contenders --------------------------------------------------------------------------------------------------------
+
+
+def ours(work: Work, name: str) -> Made:
+    """Update by ours. All have buckets, and so pages, of one size. One backward sets gradients for every step."""
+    stores: dict[str, Row] = {
+        NONE: {},
+        "paged 0": {"state_offload": "paged", "device_budget": 0},
+        "paged half": {"state_offload": "paged", "device_budget": 12 * work.numel // 2},
+        "cpu": {"state_offload": "cpu"},
+        "nvme": {"state_offload": f"nvme:{work.folder}"},
+    }
+    options = stores[name.removesuffix(" small")] | {"bucket_cap_mb": work.numel * 2 / 2**20 / PAGES}
+    if name in SMALL:
+        options |= {"master": "split", "state_dtype": "int8"}
+    parameters = [nn.Parameter(values) for values in work.tensors(0)]
+    opt = ShardedAdamW(parameters, skip_nonfinite=False, **options, **TRAINING)
+    torch.autograd.backward(parameters, work.tensors(1))
+    job = [opt.step, lambda: settle(opt)]
+    return Made(job, lambda: checksum(parameters), lambda: opt.stats()["state_offload"])
+
+
+def settle(opt: ShardedAdamW) -> None:
+    """Wait for the pages that a step has left in flight: they must not slow down the next contender."""
+    if isinstance(opt.engine.store, PagedStore):
+        opt.engine.store.wait()
+
+
+def checksum(parameters: Sequence[Tensor]) -> float:
+    return sum(parameter.detach().double().sum().item() for parameter in parameters)
+
+
+def deepspeed(work: Work) -> Made:
+    """Update by ZeRO-Offload's recipe with DeepSpeed's CPU Adam: widen the gradient on the host, update, cast back."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # it has an OpenMP of its own
+    parameters, gradients = torch.cat(work.tensors(0)), torch.cat(work.tensors(1))
+    wide = [values.to("cpu", torch.float32) for values in (parameters, gradients)]
+    values, grad = [tensor.pin_memory() for tensor in wide] if work.device.type == "cuda" else wide
+    master = nn.Parameter(values)
+    master.grad = grad
+    opt = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam([master], adamw_mode=True, **TRAINING)
+
+    def step() -> None:
+        grad.copy_(gradients)
+        opt.step()
+        parameters.copy_(master.detach())
+
+    return Made([step], lambda: checksum([parameters]))
+
+
+def make(work: Work, name: str) -> Made:
+    """Make a contender, ready for its first step."""
+    return deepspeed(work) if name == DEEPSPEED else ours(work, name)
+
+
+# -- the link and the disk ---------------------------------------------------------------------------------------------
+
+
+class Link:
+    """Copies of pages between the device and host memory, pinned for a GPU, both ways at once there."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """``nbytes``: the most that ``move`` is asked for, one way."""
+        gpu, self._page = device.type == "cuda", max(nbytes // PAGES, ALIGNMENT)
+        self._host = HostMemory(pinned=gpu, device=device).take(max(nbytes, self._page)).zero_()
+        self._there = [torch.zeros(self._page, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._streams = [torch.cuda.Stream(device) if gpu else None for _ in range(2)]
+
+    def move(self, to_device: int, to_host: int) -> None:
+        """Copy so many bytes each way. On a GPU this returns before the copies end."""
+        for inward, nbytes, stream, page in zip((1, 0), (to_device, to_host), self._streams, self._there, strict=True):
+            with torch.cuda.stream(stream):
+                for start in range(0, nbytes, self._page):
+                    here = self._host[start : min(start + self._page, nbytes)]
+                    there = page[: len(here)]
+                    (there if inward else here).copy_(here if inward else there, non_blocking=True)
+
+
+class DiskLink:
+    """Reads and writes of large blocks past the system's cache, by a few threads each way, both ways at once."""
+
+    def __init__(self, folder: str, nbytes: int) -> None:
+        """``nbytes``: the most that ``move`` is asked for, one way. So many are written when this returns."""
+        self._opened = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # it is open for as long as this is there
+        self._file = DirectFile(self._opened.fileno())
+        self._blocks = max(-(-nbytes // BLOCK_BYTES), 1)
+        self._buffers = HostMemory(pinned=False).take(2 * THREADS * BLOCK_BYTES).fill_(1).split(BLOCK_BYTES)
+        self._pools = [ThreadPoolExecutor(THREADS) for _ in range(2)]
+        self._file.reserve(0, self._blocks * BLOCK_BYTES)
+        self.move(0, self._blocks * BLOCK_BYTES)
+
+    def move(self, read: int, written: int) -> None:
+        """Move so many bytes, rounded up to 4096. Writes are half a file ahead of reads, so that both go on at once."""
+        parts: list[Future[Any]] = []
+        for number in range(self._blocks):
+            ahead = (number + self._blocks // 2) % self._blocks
+            ways = ((self._file.read, read, number), (self._file.write, written, ahead))
+            for way, (work, nbytes, place) in enumerate(ways):
+                size = min(nbytes - number * BLOCK_BYTES, BLOCK_BYTES)
+                if size > 0:
+                    buffer = self._buffers[way * THREADS + number % THREADS][: round_up(size, ALIGNMENT)]
+                    parts.append(self._pools[way].submit(work, memory_of(buffer), place * BLOCK_BYTES))
+        for part in parts:
+            part.result()
+
+
+# -- step ------------------------------------------------------------------------------------------------------------
+
+
+def contest(work: Work, names: Sequence[str], rounds: int) -> tuple[list[Row], dict[str, str]]:
+    """Run each contender alone, for bytes, memory and its result; then all in turns. Returns the rows, and who failed.
+
+    Raises ZeroOptimError where parameters differ in a bit: a store that computes something else has no figures.
+    """
+
+    def run(name: str) -> Row:
+        progress(f"offload: {name} alone")
+        (report,) = on_ranks(1, alone_on_rank, work, name, device=work.device.type)
+        return dict(report)
+
+    alone, left_out = each_alone(names, NONE, run)
+    for name in set(OURS) & set(alone):
+        if alone[name]["result"] != alone[NONE]["result"]:
+            raise ZeroOptimError(f"offload: parameters of {name} differ from those of {NONE}")
+    progress(f"offload: {', '.join(alone)} in turns")
+    moved = {name: report["moved"] for name, report in alone.items()}
+    (times,) = on_ranks(1, time_on_rank, work, moved, rounds, device=work.device.type)
+    laps = {name: [sum(of_round) for of_round in of_job] for name, of_job in times.items()}
+    return [row_of(work, name, report, laps) for name, report in alone.items()], left_out
+
+
+def alone_on_rank(work: Work, name: str) -> Row:
+    """Train a few steps. Returns the result, the peak beyond the bytes before, and bytes moved in a step and held."""
+    measurable = can_measure(work.device)
+    if measurable and work.device.type == "cpu":
+        return_what_is_freed()
+    before = resident(work.device) if measurable else 0
+    made = make(work, name)
+
+    def run(steps: int) -> None:
+        for lap in [*made.job] * steps:
+            lap()
+
+    run(3)
+    peak = peak_of(functools.partial(run, 2), work.device) - before if measurable else run(2)
+    result, earlier = made.result(), dict(made.stats())
+    run(1)
+    later = made.stats()
+    moved = {key: later[key] - earlier[key] for key in MOVED if key in later}
+    held = {key: later[key] for key in HELD if key in later}
+    return {"result": result, "peak": peak, "moved": moved, "held": held}
+
+
+def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], rounds: int) -> dict[str, list[list[float]]]:
+    """Time each contender, and its bytes moved by themselves: ``NAME/copies``, ``NAME/disk``; on CUDA ``update``."""
+    most = {key: max(of_step.get(key, 0) for of_step in moved.values()) for key in MOVED}
+    link = Link(max(most["to_device"], most["to_host"]), work.device)
+    disk = DiskLink(work.folder, max(most["read"], most["written"])) if most["written"] else None
+    jobs: dict[str, list[Callable[[], object]]] = {}
+    for name, of_step in moved.items():
+        jobs[name] = [*make(work, name).job]
+        if of_step.get("to_device"):
+            jobs[f"{name}/copies"] = [functools.partial(link.move, of_step["to_device"], of_step["to_host"])]
+        if disk is not None and of_step.get("written"):
+            jobs[f"{name}/disk"] = [functools.partial(disk.move, of_step["read"], of_step["written"])]
+    if work.device.type == "cuda":
+        jobs["update"] = [*ours(replace(work, device=torch.device("cpu")), NONE).job]
+        for job in jobs.values():
+            job.append(torch.cuda.synchronize)  # and the host's clock: copies count until they end
+    return interleaved(jobs, HostClock(), rounds)
+
+
+def row_of(work: Work, name: str, report: Row, laps: Mapping[str, Sequence[float]]) -> Row:
+    """Make a row. ``laps``: ms of each job in each round."""
+    medians = {job: statistics.median(times) for job, times in laps.items()}
+    beside = {what: medians[f"{name}/{what}"] for what in ("copies", "disk") if f"{name}/{what}" in medians}
+    if "update" in medians and report["held"] and not report["held"]["device"]:
+        beside["update"] = medians["update"]
+    row = {
+        **about("step", name, work, Spread.of(laps[name]), beside),
+        "versus": round(medians[NONE] / medians[name], 4),
+        **{key: report[key] or None for key in ("moved", "held", "peak")},
+    }
+    parts = beside if "update" in beside else {**beside, NONE: medians[NONE]}
+    if beside:
+        row["bound"] = max(parts, key=lambda what: parts[what])
+        row["fraction"] = round(parts[row["bound"]] / medians[name], 4)
+    return row
+
+
+def about(part: str, name: str, work: Work, spread: Spread, beside: Mapping[str, float]) -> Row:
+    first = {"op": "offload", "backend": name, "dtype": work.dtype, "numel": work.numel, "ranks": 1}
+    return {**first, "part": part, **vars(spread), "beside": dict(beside)}
+
+
+# -- sleep -------------------------------------------------------------------------------------------------------------
+
+
+def sleep(work: Work, rounds: int) -> list[Row]:
+    """Compare ``sleep`` and ``wake`` with a copy of as many bytes. ``freed``: share of the GPU's memory to be freed."""
+    gpu = work.device.type == "cuda"
+    synchronize: Callable[[], object] = torch.cuda.synchronize if gpu else lambda: None
+    taken: Callable[[], int] = torch.cuda.memory_allocated if gpu else lambda: 0
+    before = taken()
+    parameters = [nn.Parameter(values) for values in work.tensors(0)]
+    opt = ShardedAdamW(parameters, **TRAINING)
+    torch.autograd.backward(parameters, work.tensors(1))
+    opt.step()
+    opt.zero_grad()
+    of_what: dict[str, Row] = {}
+    for what in ("state", "all")[: 1 + MOVES_STORAGES]:
+        awake, kept = taken() - before, 0 if what == "all" else sum(parameter.nbytes for parameter in parameters)
+        opt.sleep(parameters=what == "all")
+        nbytes, left = opt.stats()["sleep"]["host"], taken() - before
+        opt.wake()
+        freed = round((awake - left) / (awake - kept), 4) if gpu else None
+        of_what[what] = {"held": {"device": left if gpu else None, "host": nbytes, "disk": 0}, "freed": freed}
+    jobs: dict[str, Job] = {}
+    for what, row in of_what.items():  # once all memory is counted, as the copies take some
+        nbytes = row["held"]["host"]
+        there = torch.zeros(nbytes, dtype=torch.uint8, device=work.device)
+        here = HostMemory(pinned=gpu, device=work.device).take(nbytes).zero_()
+        pairs = ((here, there), (there, here))
+        jobs[what] = [functools.partial(opt.sleep, parameters=what == "all"), lambda: (opt.wake(), synchronize())]
+        jobs[f"copy {what}"] = [lambda pair=pair: (pair[0].copy_(pair[1], gpu), synchronize()) for pair in pairs]
+    times = interleaved(jobs, HostClock(), rounds)
+    opt.close()
+    rows = []
+    for what, more in of_what.items():
+        for lap, call in enumerate(("sleep", "wake")):
+            spread, copy = (Spread.of([laps[lap] for laps in times[job]]) for job in (what, f"copy {what}"))
+            row = about("sleep", f"{call}, {what}", work, spread, {"copy": copy.ms})
+            rows.append({**row, **more, "bound": "copy", "fraction": round(copy.ms / spread.ms, 4)})
+    return rows
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def field(asked: Sequence[str], dtype: str) -> tuple[list[str], dict[str, str]]:
+    """Choose the contenders; None always runs. Returns them, and about others why they cannot. Raises UsageError."""
+    missing = {name: "a split master is of bf16 parameters" for name in SMALL if name in asked and dtype != "bf16"}
+    if DEEPSPEED in asked and importlib.util.find_spec(DEEPSPEED) is None:
+        missing[DEEPSPEED] = "not installed"
+    for name in asked:
+        if name not in (*OURS, *SMALL, DEEPSPEED):
+            raise UsageError(f"--contenders {name}: choose from {', '.join((*OURS, *SMALL, DEEPSPEED))}")
+    return [NONE, *(name for name in asked if name != NONE and name not in missing)], missing
+
+
+def run(parsed: Any) -> None:
+    device = find_device(parsed.device)
+    numel = round_up(parsed.numel or NUMELS[device.type], 4 * PAGES)
+    names, baselines = field(parsed.contenders, parsed.dtype)
+    if DEEPSPEED in names:
+        baselines[DEEPSPEED] = version_of(DEEPSPEED) or "version unknown"
+    result = Result(device, parsed.out, parsed.write, "offload", baselines=baselines)
+    with tempfile.TemporaryDirectory(prefix="bench-offload-") as folder:
+        work = Work(numel, parsed.dtype, device, folder)
+        rows, left_out = contest(work, names, parsed.rounds)
+        baselines |= left_out
+        result.add(rows)
+        progress("offload: sleep and wake")
+        result.add(sleep(work, parsed.rounds))
+    show(result)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = "Compares the stores of optimizer state with the link, the disk and DeepSpeed."
+    names = [*OURS[1:], *SMALL, DEEPSPEED]
+    parser = parser_of(__file__, words, device=None, dtype="bf16", numel=None, contenders=names, rounds=11)
+    return run_script(parser, run, arguments)
+
 
 if __name__ == "__main__":
-    sys.exit(main(["bench", "offload", *sys.argv[1:]]))
+    sys.exit(main())

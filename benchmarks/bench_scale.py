@@ -1,16 +1,15 @@
-"""The host's cost of a step at 8 to 16,384 ranks: Python time, collectives, padding, the size of the exchange.
+"""The host's cost of a step at 8 to 16,384 ranks, on paper: Python time, collectives, padding; and Muon's layout.
 
-    python benchmarks/bench_scale.py --ranks 8 1024
-    python benchmarks/bench_scale.py --ranks 16384 --replicas 2048  # a mesh: 2048 replicas of 8 ranks that share
+    python benchmarks/bench_scale.py --ranks 8 64 1024 16384
+    python benchmarks/bench_scale.py --ranks 16384 --replicas 2048  # a mesh: 2048 replicas of 8 ranks that shard
 
-One process plays rank 0 of a fake process group. Its collectives are counted and send nothing. There are two kinds of
-figures, and a row says which is which:
+One process plays rank 0 of a fake process group (``fake_ranks``); collectives are counted and send nothing. Of rows of
+op ``scale``, ``buckets``, ``largest``, ``padding``, ``exchange``, ``collectives`` and ``object_bytes`` are integers of
+the true shapes of Llama 2 70B. ``timed`` is of as many parameters and buckets with 1/4096 of the elements, without the
+kernels that pack and update: Python's work depends on nothing else. ``of_bucket`` is ``bucket_parts``.
 
-- *Integers of the true shapes*: buckets, padding, bytes. The layout needs no tensors, so nothing is shrunk.
-- *Timed, on small tensors*: there are as many parameters, buckets and ranks, and Python's work depends on nothing else.
-  The kernels that pack and update are left out: on a CPU they would be most of the time.
-
-``bucket_parts`` is apart: the time of one small bucket at stage 2, kernels included, on the same ranks in every run.
+Rows of ``muon_layout`` come from shapes alone: how matrices that each lie whole on a rank fill the buckets. Where they
+do not fit on all ranks, a second row has the most ranks of a shard group on which they do.
 """
 
 from __future__ import annotations
@@ -21,46 +20,147 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from datetime import timedelta
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import bucket_parts
 import torch
 import torch.distributed as dist
-from scale_model import LLAMA_70B, Block, Shapes, Small, cap_mb, layouts
-from scale_row import ScaleRow
-from script import run_script
-from torch import Tensor
+from lab import parser_of, progress, run_script, show
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from zero_optim import ShardedAdamW
-from zero_optim.bench.contest import Say
-from zero_optim.bench.fused_adams import HYPER
-from zero_optim.bench.request import Choices, Menu, Request
-from zero_optim.bench.run import Measured
-from zero_optim.bench.timing import HostClock, Job, Spread, TimedRounds, interleaved
+from zero_optim import ShardedAdamW, shard_module
+from zero_optim.bench.cases import HYPER
+from zero_optim.bench.record import Result
+from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
 from zero_optim.comm import transport
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport
-from zero_optim.shard_module import shard_module
-from zero_optim.train.config import UsageError
+from zero_optim.errors import UsageError
+from zero_optim.params.layout import BucketLayout, bucket_capacities, build_layout
+from zero_optim.rules import Muon
+from zero_optim.rules.homes import PARAMETERS_A_RANK
 
 RANKS = (8, 64, 1024, 16384)
 STAGES = (2, 3)
-ROUNDS = 21
 KERNELS = ("pack", "adam_step", "foreach_step")
+ITEMSIZE = 2  # bf16
+SHRINK = 4096  # the model that is timed has 17 million elements, not 69 billion
+MOST = {"padding": 0.1, "imbalance": 1.25, "largest": 16e9 / ITEMSIZE}
+"""Of Muon's layout. Two buffers are as large as the largest bucket: two fifths of a GPU with 80 GB."""
 
-Calls = dict[str, int]
+PEAK = 400e12  # assumed operations a second of a GPU in the iteration in bf16; not measured
+
+Row = dict[str, Any]
+Matrix = tuple[int, int]
 
 
-class Arrived:
-    """A collective that has completed."""
+# -- shapes ------------------------------------------------------------------------------------------------------------
 
-    def wait(self, timeout: timedelta = timedelta()) -> bool:
-        return True
 
-    def is_completed(self) -> bool:
-        return True
+@dataclass(frozen=True)
+class Shapes:
+    """A decoder of ``layers`` blocks, with grouped-query attention. ``kv``: the width of keys, and of values."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    kv: int
+    vocab: int
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """Rows and columns of each matrix of a block: query, key, value, output; gate, up, down."""
+        attention = [(width, self.hidden) for width in (self.hidden, self.kv, self.kv, self.hidden)]
+        return [*attention, *[(self.ffn, self.hidden)] * 2, (self.hidden, self.ffn)]
+
+    @property
+    def block(self) -> list[int]:
+        """Elements of each parameter of a block: its matrices, then two norms."""
+        return [*(rows * columns for rows, columns in self.matrices), self.hidden, self.hidden]
+
+    @property
+    def root(self) -> list[int]:
+        """Elements of each parameter outside of the blocks: embedding, last norm, head."""
+        return [self.vocab * self.hidden, self.hidden, self.vocab * self.hidden]
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of all parameters, in the order in which they are used."""
+        embedding, *last = self.root
+        return [embedding, *self.block * self.layers, *last]
+
+
+LLAMA_7B = Shapes(layers=32, hidden=4096, ffn=11008, kv=4096, vocab=32000)
+LLAMA_70B = Shapes(layers=80, hidden=8192, ffn=28672, kv=1024, vocab=32000)
+
+
+def capacity(shapes: Shapes, ranks: int) -> int:
+    """Compute the elements that a bucket may hold by default, at stages 1 and 2."""
+    numels = dict(enumerate(shapes.numels))
+    return bucket_capacities(numels, dict.fromkeys(numels, 0), None, {0: ITEMSIZE}, ranks)[0]
+
+
+def layouts(shapes: Shapes, ranks: int, stage: int) -> list[BucketLayout]:
+    """Lay out buckets of the true shapes: at stage 3 one for each block and one for the rest. Allocates nothing."""
+    units = [shapes.root, *[shapes.block] * shapes.layers] if stage == 3 else [shapes.numels[::-1]]
+    room = 2**63 if stage == 3 else capacity(shapes, ranks)
+    indexed = [dict(enumerate(unit)) for unit in units]
+    return [b for unit in indexed for b in build_layout(unit, dict.fromkeys(unit, 0), list(unit), {0: room}, ranks)]
+
+
+def muon_layouts(matrices: Sequence[Matrix], shards: int) -> list[BucketLayout]:
+    """Lay out buckets of bf16 ``matrices``, given in the order in which the first backward makes their gradients."""
+    numels = {number: rows * columns for number, (rows, columns) in enumerate(matrices)}
+    costs = {number: Muon().cost(matrix) for number, matrix in enumerate(matrices)}
+    kinds = dict.fromkeys(numels, 0)
+    capacities = bucket_capacities(numels, kinds, None, {0: ITEMSIZE}, shards)
+    return build_layout(numels, kinds, list(numels), capacities, shards, {0: Muon.layout}, costs)
+
+
+def on_paper(matrices: Sequence[Matrix], shards: int) -> Row:
+    """Describe Muon's layout. ``multiplied``: multiplications of the rank with most, ``imbalance`` these over the mean;
+    ``idle``: ranks without a matrix."""
+    buckets, loads = muon_layouts(matrices, shards), [0] * shards
+    for bucket in buckets:
+        for slot in bucket.slots:
+            loads[bucket.shard_of(slot)] += Muon().cost(matrices[slot.param])
+    numel = sum(rows * columns for rows, columns in matrices)
+    return {
+        "shards": shards,
+        "buckets": len(buckets),
+        "largest": max(bucket.numel for bucket in buckets),
+        "padding": sum(bucket.numel for bucket in buckets) / numel - 1,
+        "imbalance": max(loads) * shards / sum(loads),
+        "multiplied": max(loads),
+        "idle": loads.count(0),
+    }
+
+
+def muon_rows(name: str, matrices: Sequence[Matrix], ranks: int) -> list[Row]:
+    """Make a row of the layout on all ranks; where that does not fit, also of the largest shard group that does."""
+    found = [on_paper(matrices, ranks)]
+    while any(found[-1][key] > most for key, most in MOST.items()) and found[-1]["shards"] % 2 == 0:
+        found.append(on_paper(matrices, found[-1]["shards"] // 2))
+    numel = sum(height * width for height, width in matrices)
+    about = {"op": "muon_layout", "backend": name, "dtype": "bf16", "numel": numel, "ranks": ranks}
+    rows = [{**about, "replicas": ranks // layout["shards"], **layout} for layout in (found[:1] + found[1:][-1:])]
+    return [{**row, "pays_from": pays_from(row)} if row["replicas"] > 1 else row for row in rows]
+
+
+def pays_from(row: Row) -> float:
+    """Compute the bytes a second of a rank's link from which on R replicas save time by sharding the iterations. The
+    all-reduce of a rank's matrices sends 2 (R-1)/R of their bytes."""
+    replicas = row["replicas"]
+    sent = 2 * ITEMSIZE * row["numel"] / row["shards"] * (replicas - 1) / replicas
+    return float(sent / (2 * row["multiplied"] * (1 - 1 / min(replicas, PARAMETERS_A_RANK)) / PEAK))
+
+
+# -- a fake process group ----------------------------------------------------------------------------------------------
+
+
+ARRIVED: Any = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
+"""A collective that has completed."""
 
 
 class Nowhere(StreamTransport):
@@ -94,64 +194,7 @@ class Nowhere(StreamTransport):
 
     def _issue(self, kind: str) -> Issued:
         self.calls[kind] += 1
-        return Issued(Arrived())
-
-    def take(self) -> tuple[Calls, int]:
-        """Return the calls and the bytes of objects since the last call of this method."""
-        taken = dict(sorted(self.calls.items())), self.object_bytes
-        self.calls, self.object_bytes = Counter(), 0
-        return taken
-
-
-def measure(
-    ranks: Sequence[int], rounds: int, say: Say, shapes: Shapes = LLAMA_70B, *, replicas: int = 1
-) -> list[ScaleRow]:
-    """Make a row for each number of ranks and stage. ``replicas``: the number of ranks with each part of the state."""
-    rows = []
-    say(f"scale: {bucket_parts.BUCKETS} small buckets")
-    with fake_ranks(bucket_parts.RANKS):
-        of_bucket = bucket_parts.measure(rounds)
-    for count in ranks:
-        for stage in STAGES:
-            say(f"scale: stage {stage}, {count:,} ranks{f' in {replicas:,} replicas' * (replicas > 1)}")
-            with fake_ranks(count) as nowhere, _without_kernels():
-                row = _row(shapes, count, replicas, stage, nowhere, rounds)
-            rows.append(row if stage == 3 else replace(row, of_bucket=of_bucket))
-    return rows
-
-
-class Training:
-    """Training of the small model. A step's laps are: forward and backward, ``step``, ``zero_grad``."""
-
-    def __init__(self, shapes: Shapes) -> None:
-        self.model = Small(shapes)
-        self._x = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
-        self.opt: ShardedAdamW | None = None
-
-    def shard(self, shapes: Shapes, shards: int, stage: int, mesh: DeviceMesh | None) -> None:
-        if stage == 3:
-            shard_module(self.model.requires_grad_(), (Block,), mesh=mesh)
-        self.opt = ShardedAdamW(
-            self.model.named_parameters(),
-            stage=stage,
-            bucket_cap_mb=cap_mb(shapes, shards),
-            mesh=mesh if stage < 3 else None,  # at stage 3 the model's mesh is taken
-            **HYPER,
-        )
-
-    def backward(self) -> None:
-        self.model(self._x).backward()
-
-    def step(self) -> None:
-        if self.opt is not None:
-            self.opt.step()
-
-    def zero_grad(self) -> None:
-        self.model.zero_grad() if self.opt is None else self.opt.zero_grad()
-
-    @property
-    def job(self) -> Job:
-        return [self.backward, self.step, self.zero_grad]
+        return Issued(ARRIVED)
 
 
 @contextmanager
@@ -169,7 +212,7 @@ def fake_ranks(count: int) -> Iterator[Nowhere]:
 
 
 @contextmanager
-def _without_kernels() -> Iterator[None]:
+def without_kernels() -> Iterator[None]:
     """Replace the kernels of the compiled library by functions that do nothing; the ops' Python code stays."""
     library = torch.ops.zero_kernels_C
     kernels = {name: getattr(library, name) for name in KERNELS if hasattr(library, name)}
@@ -182,75 +225,123 @@ def _without_kernels() -> Iterator[None]:
             setattr(library, name, kernel)
 
 
-def _row(shapes: Shapes, ranks: int, replicas: int, stage: int, nowhere: Nowhere, rounds: int) -> ScaleRow:
-    plain, ours = Training(shapes), Training(shapes)
-    shards = ranks // replicas
-    begin = time.thread_time()
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard")) if replicas > 1 else None
-    of_mesh = {"mesh": (time.thread_time() - begin) * 1e3} if mesh is not None else {}
-    nowhere.take()
-    work = {
-        "construction": lambda: ours.shard(shapes, shards, stage, mesh),
-        "first step": lambda: [lap() for lap in ours.job],
-        "step": lambda: [lap() for lap in ours.job],
-    }
-    once = {when: _once(of_it, nowhere) for when, of_it in work.items()}
+# -- the host's time ---------------------------------------------------------------------------------------------------
+
+
+class Values(nn.Module):
+    """Parameters of 1/SHRINK of ``numels`` elements, each of which the forward uses once. A unit at stage 3."""
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        super().__init__()
+        small = [numel // SHRINK for numel in numels]
+        self.values = nn.ParameterList([nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for numel in small])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for value in self.values:
+            x = x + value.sum()
+        return x
+
+
+class Block(Values):
+    """A unit at stage 3."""
+
+
+def small_model(shapes: Shapes) -> nn.Module:
+    embedding, *last = shapes.root
+    blocks = [Block(shapes.block) for _ in range(shapes.layers)]
+    return nn.Sequential(Values([embedding]), *blocks, Values(last))
+
+
+def shard(model: nn.Module, shapes: Shapes, shards: int, stage: int, mesh: DeviceMesh | None) -> ShardedAdamW:
+    """Shard the small model. Its buckets get the parameters that they have by default in true shapes."""
+    cap_mb = capacity(shapes, shards) * ITEMSIZE / SHRINK / 2**20
+    if stage == 3:
+        shard_module(model.requires_grad_(), (Block,), mesh=mesh)
+        mesh = None  # the model's is taken
+    return ShardedAdamW(model.named_parameters(), stage=stage, bucket_cap_mb=cap_mb, mesh=mesh, **HYPER)
+
+
+def laps_of(model: nn.Module, opt: ShardedAdamW | None) -> Job:
+    """List the laps of a step: forward and backward, ``step``, ``zero_grad``."""
+    x = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
+    zero_grad = model.zero_grad if opt is None else opt.zero_grad
+    return [lambda: model(x).backward(), opt.step if opt is not None else lambda: None, zero_grad]
+
+
+def scale_row(shapes: Shapes, ranks: int, replicas: int, stage: int, nowhere: Nowhere, rounds: int) -> Row:
+    """Count and time one stage, within the fake group of ``ranks`` ranks."""
+    model, shards, timed, collectives, object_bytes = small_model(shapes), ranks // replicas, {}, {}, {}
+    mesh = None
+
+    def once(when: str, work: Callable[[], Any]) -> Any:
+        nowhere.calls.clear()
+        nowhere.object_bytes, begin = 0, time.thread_time()
+        made = work()
+        timed[when] = (time.thread_time() - begin) * 1e3
+        collectives[when], object_bytes[when] = dict(sorted(nowhere.calls.items())), nowhere.object_bytes
+        return made
+
+    if replicas > 1:
+        names = ("replicate", "shard")
+        mesh = once("mesh", lambda: init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names))
+    opt = once("construction", lambda: shard(model, shapes, shards, stage, mesh))
+    ours, plain = laps_of(model, opt), laps_of(small_model(shapes), None)
+    for when in ("first step", "step"):
+        once(when, lambda: [lap() for lap in ours])
     clock = HostClock(time.thread_time)  # not what other processes take, nor torch's other threads
-    times = interleaved({"ours": ours.job, "plain": plain.job}, clock, TimedRounds.exactly(rounds))
+    times = interleaved({"ours": ours, "plain": plain}, clock, rounds)
     laps = {name: [Spread.of(lap).ms for lap in zip(*times[name], strict=True)] for name in times}
-    buckets = layouts(shapes, shards, stage)
-    stats = ours.opt.stats() if ours.opt is not None else {}
+    timed |= {"hooks": laps["ours"][0] - laps["plain"][0], "step": laps["ours"][1], "zero_grad": laps["ours"][2]}
+    buckets, numel = layouts(shapes, shards, stage), sum(shapes.numels)
+    stats = opt.stats()
     exchange = stats["collectives"]["exchange"]
-    numel = sum(shapes.numels)
-    return ScaleRow(
-        op="scale",
-        backend=f"stage{stage}",
-        dtype="bf16",
-        numel=numel,
-        ranks=ranks,
-        replicas=replicas,
-        parameters=len(shapes.numels),
-        buckets=len(buckets),
-        largest=max(bucket.numel for bucket in buckets),
-        padding=round(sum(bucket.numel for bucket in buckets) / numel - 1, 6),
-        exchange=exchange["bytes"] // exchange["calls"],
-        collectives={when: calls for when, (_, calls, _) in once.items()},
-        object_bytes={when: nbytes for when, (_, _, nbytes) in once.items()},
-        rounds=rounds,
-        timed_buckets=stats["buckets"],
-        timed={
-            **of_mesh,
-            "construction": once["construction"][0],
-            "first step": once["first step"][0],
-            "hooks": laps["ours"][0] - laps["plain"][0],
-            "step": laps["ours"][1],
-            "zero_grad": laps["ours"][2],
-        },
-    )
+    return {
+        **{"op": "scale", "backend": f"stage{stage}", "dtype": "bf16", "numel": numel},
+        **{"ranks": ranks, "replicas": replicas, "parameters": len(shapes.numels), "rounds": rounds},
+        "buckets": len(buckets),
+        "largest": max(bucket.numel for bucket in buckets),
+        "padding": round(sum(bucket.numel for bucket in buckets) / numel - 1, 6),
+        "exchange": exchange["bytes"] // exchange["calls"],
+        "collectives": collectives,
+        "object_bytes": object_bytes,
+        "timed_buckets": stats["buckets"],
+        "timed": timed,
+    }
 
 
-def _once(work: Callable[[], object], nowhere: Nowhere) -> tuple[float, Calls, int]:
-    """Run ``work`` once. Returns milliseconds of the thread, calls, and bytes of objects."""
-    begin = time.thread_time()
-    work()
-    return (time.thread_time() - begin) * 1e3, *nowhere.take()
+def scale_rows(shapes: Shapes, ranks: Sequence[int], replicas: int, rounds: int) -> Iterator[Row]:
+    """Make a row for each number of ranks and stage. ``replicas``: the number of ranks with each part of the state."""
+    with fake_ranks(bucket_parts.RANKS):
+        of_bucket = bucket_parts.measure(rounds)
+    for count in ranks:
+        for stage in STAGES:
+            progress(f"scale: stage {stage}, {count:,} ranks in {replicas:,} replicas")
+            with fake_ranks(count) as nowhere, without_kernels():
+                row = scale_row(shapes, count, replicas, stage, nowhere, rounds)
+            yield row if stage == 3 else {**row, "of_bucket": of_bucket}
 
 
-ABOUT = "Counts and times what a step costs the host, by stage and number of ranks, with a fake process group."
-TAKEN = {"rounds": str(ROUNDS), "ranks": " ".join(map(str, RANKS)), "replicas": "1"}
-MENU = Menu({"scale": Choices(TAKEN, dtypes=("bf16",), fewest=2)})
-
-
-def run(request: Request, device: torch.device, say: Say) -> Measured:
-    ranks, replicas = request.ranks or RANKS, request.replicas or 1
-    for count in ranks if replicas > 1 else ():
-        if count % replicas or count == replicas:
-            raise UsageError(f"--replicas {replicas}: a divisor of the {count} ranks of --ranks, less than all of them")
-    return measure(ranks, request.rounds or ROUNDS, say, replicas=replicas), {}
+def run(parsed: Any) -> None:
+    for count in parsed.ranks:
+        if count % parsed.replicas or count == parsed.replicas:
+            raise UsageError(f"--replicas {parsed.replicas}: a divisor of the {count} ranks of --ranks, and less")
+    torch.set_num_threads(1)  # times are of one thread
+    result = Result(torch.device("cpu"), parsed.out, parsed.write, "scale")
+    for row in scale_rows(LLAMA_70B, parsed.ranks, parsed.replicas, parsed.rounds):
+        result.add([row])
+    progress("scale: Muon's layout")
+    for name, shapes in {"Llama 2 7B": LLAMA_7B, "Llama 2 70B": LLAMA_70B}.items():
+        matrices = (shapes.matrices * shapes.layers)[::-1]  # from the last block to the first
+        result.add([row for count in parsed.ranks for row in muon_rows(name, matrices, count)])
+    show(result)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_script("scale", ABOUT, MENU, alone={"scale": run}, arguments=arguments)
+    about = "Counts and times what a step costs the host, by stage and number of ranks, with a fake process group."
+    parser = parser_of(__file__, about, rounds=21)
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS, metavar="N", help="(8 64 1024 16384)")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="ranks with each part of the state (1)")
+    return run_script(parser, run, arguments)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import time
 import torch
 from torch import Tensor, nn
 from zero_optim import ShardedAdamW
-from zero_optim.bench.fused_adams import HYPER
-from zero_optim.bench.timing import HostClock, Job, Spread, TimedRounds, interleaved
+from zero_optim.bench.cases import HYPER
+from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
 from zero_optim.step.workplace import Coefficients
 
 from zero_kernels import ROW
@@ -30,7 +30,7 @@ def measure(rounds: int, device: torch.device = CPU) -> dict[str, float]:
     cap_mb = GRADIENTS * ROW * torch.bfloat16.itemsize / 2**20
     opt = ShardedAdamW(parameters, stage=2, bucket_cap_mb=cap_mb, **HYPER)
     clock = HostClock(time.thread_time)
-    laps = interleaved({"parts": _job(opt)}, clock, TimedRounds.exactly(rounds))["parts"]
+    laps = interleaved({"parts": _job(opt)}, clock, rounds)["parts"]
     opt.close()
     medians = [Spread.of(lap).ms * 1e3 / BUCKETS for lap in zip(*laps, strict=True)]
     return {part: round(microseconds, 2) for part, microseconds in zip(PARTS, medians, strict=True)}

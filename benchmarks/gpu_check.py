@@ -1,19 +1,16 @@
-"""The check on a GPU: build, test, train and measure. Each part gives a JSON record, a plot and a table of outcomes.
+"""The check on a GPU: build, ``pytest -m gpu`` and the benchmarks, in parts of at most nine minutes.
 
     make gpu-check PYTHON=python3 ARGS="--part a"
     make gpu-check PYTHON=python3 ARGS="--part c --nccl /path/to/libnccl.so.2"
     python benchmarks/gpu_check.py --only build test_capture
-    python benchmarks/gpu_check.py --at-once --seconds 120 --only test_capture test_no_sync test_stores
 
-There are five parts, of at most nine minutes each; `gpu_phases.py` says what is in them. Without --part all of them
-run, one after another. Each phase is a process with a limit of its own: one that hangs is ended with its children, and
-one that fails does not stop those after it. A phase's output is logged at once, and its figures are on disk within a
-second, whatever ends the run. <date>-<commit>-gpu-<part>.json and .png go to $OUT, else to benchmarks/results/<device>;
-the whole output, gpu-check-<part>.log, to $OUT, else to build/.
+Without --part all parts run, one after another. Each phase is a process with a limit of its own: one that hangs is
+ended with its children, and one that fails does not stop those after it. Benchmarks write their results to $OUT, else
+to benchmarks/results/<device>. So does the check: <date>-<commit>-gpu-<part>.json has the outcome of each phase. The
+output of all of them is in gpu-check-<part>.log, in $OUT or in build/.
 
-Tests of several NCCL ranks need as many GPUs, or an NCCL that lets ranks share one (2.30). Without either they are
-skipped, with the reason. --nccl PATH preloads a newer NCCL for them. --wheel FILE unpacks a wheel for the phases, such
-as google_crc32c's, without which no checkpoint is saved.
+Tests of several NCCL ranks need as many GPUs, or an NCCL that lets ranks use one together (2.30): --nccl PATH preloads
+it for them. Without either they are skipped, with the reason.
 
 Exit codes: 0, 1 when a phase failed or found no time, 2 without torch or a CUDA device, or for a bad flag.
 """
@@ -22,191 +19,315 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-import gpu_nccl
-from gpu_phases import KEPT, PARTS, REHEARSED_SLOWER, SECONDS, Group, Phase, all_groups, groups_of
-from gpu_results import Outcome, Results, Verdict, reports, skips, summary, verdict
+import gpu_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
-LEAST = 5.0  # a group with fewer seconds left is not started
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+SECONDS, KEPT = 530.0, 10.0  # of a part; of it for the end
+REHEARSED_SLOWER = 4  # factor of the limits on a CPU
 GRACE = 5.0  # seconds between asking a phase to end and killing it
-LOOK = 1.0  # seconds between two reads of the files that a phase writes
-TAIL = 30  # lines shown of a phase that failed
-CHOICES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OUT", "PYTEST_ADDOPTS")
-CHOICES += ("ZERO_KERNELS_BACKEND", "ZERO_KERNELS_ISA", "TRITON_INTERPRET")
-CHOICES += ("TORCH_CUDA_SANITIZER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING")
-ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # which may have no other interface
+SKIP_CODE, NO_TESTS = 77, 5  # exit codes: of a script that cannot do its work here, and of pytest without tests
+OK, SKIPPED, FAILED, TIMED_OUT, NOT_RUN = "ok", "skipped", "failed", "timed out", "not run"
+
+SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # all streams go through one queue to the device
+FEW = {"ZERO_KERNELS_ORDER_PROGRAMS": "few"}  # of the order programs: all of them take longer than there is time
+ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}  # several ranks on it, where NVLS can't be had
+CHOICES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OUT", "PYTEST_ADDOPTS", "ZERO_KERNELS_BACKEND")
+CHOICES += ("ZERO_KERNELS_ISA", "TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", *SANITIZER, *ONE_QUEUE)
 TOOLKIT = "/usr/local/cuda/bin"  # nvcc, ncu and compute-sanitizer, where the PATH lacks them
 
+PARTS = {
+    "a": "the kernels: build, smoke, figures, one profiled launch each, no host syncs, capture",
+    "b": "bits on every backend, stores, units, checkpoints; compute-sanitizer; more than 2^31 elements",
+    "c": "NCCL: several ranks on one GPU, and every collective on one rank",
+    "d": "stream order under the sanitizer; memory, training, stores, sleep",
+    "e": "Muon's symmetric products in Triton; curves of smaller state",
+}
 
-# ---- running them ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Phase:
+    """A command and the most seconds that it may take. ``after``: a phase without whose success it is not run."""
+
+    name: str
+    command: Sequence[str]
+    limit: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    after: str | None = None
 
 
-class Log:
-    """The output of all phases in one file, written at once. Each line begins with its phase, as several may run at the
-    same time."""
+@dataclass(frozen=True)
+class Outcome:
+    """``note``: the last line of output, or why it did not run. ``skipped``: pytest's reasons."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    phase: str
+    result: str
+    seconds: float
+    note: str
+    skipped: Sequence[str] = ()
+
+
+# -- the parts: lists of groups, whose phases run at the same time -----------------------------------------------------
+
+
+def groups_of(part: str, device: str, out: Path, nccl: Path | None = None) -> list[list[Phase]]:
+    """Make the groups of a part. ``device``: cuda, or cpu for a rehearsal at tiny sizes."""
+    gpu = device == "cuda"
+    many = (lambda count: count) if gpu else (lambda count: 1)  # processes: a CPU has too few cores
+    preload = os.pathsep.join(filter(None, [str(nccl or ""), os.environ.get("LD_PRELOAD")]))
+    on_one_gpu = {**ONE_GPU, "LD_PRELOAD": preload} if nccl else ONE_GPU
+
+    def script(name: str, limit: float, file: str, *flags: str) -> Phase:
+        command = [sys.executable, *file.split(), *flags, "--device", device, "--out", str(out)]
+        return Phase(name, command, limit)
+
+    def bench(op: str, limit: float, *flags: str) -> Phase:
+        return script(f"bench_{op}", limit, f"-m zero_optim bench {op}", "--dtypes", "bf16", *flags)
+
+    def tests(file: str, limit: float, more: Mapping[str, str] = {}, *flags: str, name: str = "") -> Phase:
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=5"]
+        folder = ROOT / "tests" / ("kernels" if file == "test_bit_contract" else "gpu")
+        command += ["-o", "faulthandler_timeout=50", str(folder / f"{file}.py"), *flags]
+        if importlib.util.find_spec("xdist"):
+            command.append("-n0")  # phases already run at the same time
+        return Phase(name or file, command, limit, {"ZERO_KERNELS_GPU_TESTS_ON": device, **more})
+
+    def ranks(file: str, limit: float, more: Mapping[str, str] = {}, *flags: str, name: str = "") -> Phase:
+        return replace(tests(file, limit, {**on_one_gpu, **more}, *flags, name=name), after="nccl_two_ranks")
+
+    def smoke(backend: str, count: int = 1) -> list[Phase]:
+        """Run every op once at small and odd sizes."""
+        command = [sys.executable, str(ROOT / "tests" / "gpu" / "memcheck_ops.py"), backend, device]
+        return [Phase(f"smoke_{backend}_{n}", [*command, f"{n}/{count}"], 100) for n in range(1, count + 1)]
+
+    tiny = () if gpu else ("--numel", "4096", "--rounds", "2")
+    alone, several = ("-m", "gpu and not ranks"), ("-m", "gpu and ranks")
+    if part == "a":
+        build = Phase("build", [sys.executable, str(HERE / "gpu_build.py"), device], 100)
+        return [
+            [build],
+            [*smoke("cuda"), *smoke("triton", 6)] if gpu else smoke("cpu"),
+            *([bench(op, limit, *tiny)] for op, limit in (("adam_step", 80), ("pack", 40), ("grad_stats", 40))),
+            [script("profile", 60, str(HERE / "gpu_profile.py"))],
+            [tests(name, 60) for name in ("test_no_sync", "test_capture", "test_muon_steps")],
+        ]
+    if part == "b":
+        # In five parts, as with four, the number of backends, one would get all of Triton. A CPU has it in its suite.
+        together = split(tests("test_bit_contract", 240), 5) if gpu else []
+        together += [tests(f"test_{name}", 240) for name in ("checkpoints", "stores")]
+        together += [tests(f"test_{name}", 240, {}, *alone) for name in ("optimizer", "units")]
+        at_once = [together] if gpu else [[phase] for phase in together]
+        return [*at_once, [tests("test_memcheck", 170)], [tests("test_large", 80)]]
+    if part == "c":
+        pair = Phase("nccl_two_ranks", [sys.executable, str(HERE / "gpu_ranks.py"), device], 30, on_one_gpu)
+        of_ranks = [ranks("test_each_collective", 80, {}, *several, name="collectives_ranks")] if gpu else []
+        of_ranks += [ranks("test_buffers", 80)]
+        of_ranks += [ranks(f"test_{name}", 80, {}, *several, name=f"{name}_ranks") for name in ("optimizer", "units")]
+        again = []
+        for name, more in (("nccl_one_queue", ONE_QUEUE), ("nccl_sanitized", SANITIZER)) if gpu else ():
+            pairs = ranks("test_nccl_ranks", 100, {**more, **FEW}, "-k", "test_programs and 2-", name=name)
+            again += split(pairs, 2)
+        overlap = script("overlap", 60, str(HERE / "gpu_overlap.py"))
+        return [
+            [pair],
+            [tests("test_each_collective", 50, {}, *alone)],
+            of_ranks,
+            split(ranks("test_nccl_ranks", 130, FEW), many(3)),
+            split(ranks("test_nccl_topologies", 80), many(3)),
+            [replace(overlap, environment=on_one_gpu, after=pair.name)],
+            again,
+        ]
+    if part == "d":
+        order = split(tests("test_work_order", 150), many(4))
+        sanitized = (("order_sanitized", SANITIZER), ("order_one_queue", {**SANITIZER, **ONE_QUEUE}))
+        for name, more in sanitized if gpu else ():
+            order += split(tests("test_work_order", 150, {**more, **FEW}, name=name), 5)
+        small = ("--params", "4e6"), ("--tiny", "--steps", "3", "--stages", "0", "--dtypes", "bf16")
+        params, training = ((), ()) if gpu else small
+        stores = ("--numel", "2^27", "--rounds", "5") if gpu else tiny
+        return [
+            order,
+            [script("memory", 60, str(HERE / "gpu_memory.py"), *params)],
+            [script("trainer", 100, str(HERE / "gpu_trainer.py"), *training)],
+            [bench("step", 60, *tiny)],
+            [script("stages", 90, f"{HERE / 'bench_training.py'} stages", "--ranks", "1", *tiny)],
+            [script("offload", 65, str(HERE / "bench_offload.py"), *stores)],
+        ]
+    interpreted = {} if gpu else {"TRITON_INTERPRET": "1"}
+    curves = script("convergence", 180, str(HERE / "bench_convergence.py"), "--at-once", "8", "--lr", "0.001")
+    return [
+        [tests("test_symmetric_product", 120, interpreted)],
+        [replace(script("products", 200, str(HERE / "gpu_products.py")), environment=interpreted)],
+        *([[curves]] if gpu else []),
+    ]
+
+
+def split(phase: Phase, count: int) -> list[Phase]:
+    """Split the tests of a phase into ``count`` phases."""
+    if count == 1:
+        return [phase]
+    parts = [
+        {**phase.environment, "ZERO_KERNELS_GPU_TESTS_PART": f"{number}/{count}"} for number in range(1, count + 1)
+    ]
+    return [replace(phase, name=f"{phase.name}_{n}", environment=part) for n, part in enumerate(parts, 1)]
+
+
+# -- running them ------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """The run of a part: its log, and its record, which is written after each phase."""
+
+    def __init__(self, part: str, result: Any, logs: Path, seconds: float) -> None:
+        self.outcomes: list[Outcome] = []
+        self._deadline = time.monotonic() + seconds - KEPT
+        self._log, self._result = logs / f"gpu-check-{part}.log", result
+        self._log.unlink(missing_ok=True)
         self._lock = threading.Lock()
-        path.unlink(missing_ok=True)
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def group(self, phases: Sequence[Phase]) -> None:
+        """Run the phases at the same time."""
+        with ThreadPoolExecutor(max(1, len(phases))) as pool:
+            try:
+                list(pool.map(lambda phase: self._take(self._outcome(phase, len(phases))), phases))
+            except BaseException:  # Ctrl-C, or SIGTERM: the threads would wait for their phases
+                for process in list(self._running):
+                    end(process)
+                raise
 
     def say(self, line: str, *, show: bool = True) -> None:
-        with self._lock:
-            with self.path.open("a") as out:
-                out.write(f"{line}\n")
+        with self._lock, self._log.open("a") as out:
+            out.write(f"{line}\n")
             if show:
                 print(line[:300], flush=True)
 
-
-running: set[subprocess.Popen[bytes]] = set()
-
-
-def run_phase(phase: Phase, limit: float, log: Log, look: Callable[[], object] = lambda: None) -> Outcome:
-    """Run the phase for at most ``limit`` seconds; none of its processes outlives that. Calls ``look`` every second."""
-    begin = time.monotonic()
-    if phase.folder is not None:
-        phase.folder.mkdir(parents=True, exist_ok=True)
-    log.say(f"{phase.name} ... (at most {limit:.0f} s)")
-    log.say(f"{phase.name}| {' '.join(phase.command)}", show=False)
-    said: list[str] = []
-    process = subprocess.Popen(
-        phase.command,
-        cwd=ROOT,
-        env=environment(phase.environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    running.add(process)
-    listener = threading.Thread(target=_listen, args=(process, phase, log, said), daemon=True)
-    listener.start()
-    code = None
-    try:
-        while code is None and (left := begin + limit - time.monotonic()) > 0:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(min(LOOK, left))
-            look()
-    finally:
-        end(process)
-        running.discard(process)
-        listener.join(GRACE)
-    result = verdict(code, said)
-    if not result.passes and not phase.told:
-        print("\n".join(f"    {line[:200]}" for line in said[-TAIL:]), flush=True)
-    note = said[-1].strip() if said else "it said nothing"
-    seconds = round(time.monotonic() - begin, 1)
-    return Outcome(phase.name, result, seconds, note[:160], skips(said), reports(said))
-
-
-def _listen(process: subprocess.Popen[bytes], phase: Phase, log: Log, said: list[str]) -> None:
-    assert process.stdout is not None
-    for raw in process.stdout:
-        line = raw.decode(errors="replace").rstrip()
-        if line:
-            said.append(line)
-            log.say(f"{phase.name}| {line}", show=phase.told)
-
-
-def run_group(group: Group, left: float, log: Log, results: Results) -> list[Outcome]:
-    """Run the phases of a group at the same time, each up to its own limit and at most ``left`` seconds."""
-
-    cores = max(1, (os.cpu_count() or 1) // len(group))
-    shared = {"OMP_NUM_THREADS": str(cores)} if len(group) > 1 else {}
-
-    def run(phase: Phase) -> Outcome:
-        phase = replace(phase, environment={**shared, **phase.environment})
-        needed = results.result_of(phase.after) if phase.after is not None else None
-        if needed not in (None, Verdict.OK):  # None: it is not among the phases that were asked for
-            result = needed if needed is Verdict.SKIPPED else Verdict.NOT_RUN
-            outcome = Outcome(phase.name, result, 0.0, f"{phase.after} {needed.value}")
-        elif left < LEAST:
-            outcome = Outcome(phase.name, Verdict.NOT_RUN, 0.0, "no time left")
-        else:
-            outcome = run_phase(phase, min(phase.limit, left), log, lambda: results.look(phase))
-        outcome = results.take(phase, outcome)
-        log.say(f"{phase.name} {outcome.result.value}, {outcome.seconds:.1f} s: {outcome.note}")
+    def _take(self, outcome: Outcome) -> None:
+        self.say(f"{outcome.phase} {outcome.result}, {outcome.seconds:.1f} s: {outcome.note}")
         for reason in outcome.skipped:
-            log.say(f"    skipped: {reason}")
-        for text in outcome.reported:
-            log.say(f"    reported, as no GPU has been measured for it: {text}")
-        return outcome
+            self.say(f"    skipped: {reason}")
+        with self._lock:
+            self.outcomes.append(outcome)
+            self._result.add([{"op": "phase", "backend": outcome.phase, **asdict(outcome)}])
 
-    with ThreadPoolExecutor(len(group)) as pool:
+    def _outcome(self, phase: Phase, at_once: int) -> Outcome:
+        needed = next((of for of in self.outcomes if of.phase == phase.after), None)
+        if needed is not None and needed.result != OK:
+            return Outcome(
+                phase.name, SKIPPED if needed.result == SKIPPED else NOT_RUN, 0, f"{phase.after} {needed.result}"
+            )
+        limit = min(phase.limit, self._deadline - time.monotonic())
+        if limit < GRACE:
+            return Outcome(phase.name, NOT_RUN, 0, "no time left")
+        begin, said = time.monotonic(), list[str]()
+        self.say(f"{phase.name} ... (at most {limit:.0f} s)\n{phase.name}| {' '.join(phase.command)}", show=False)
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))} if at_once > 1 else {}
+        process = subprocess.Popen(
+            phase.command,
+            cwd=ROOT,
+            env=environment({**threads, **phase.environment}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._running.add(process)
+        listener = threading.Thread(target=self._listen, args=(process, phase.name, said), daemon=True)
+        listener.start()
+        code = None
         try:
-            return list(pool.map(run, group))
-        except BaseException:  # Ctrl-C, or SIGTERM: the threads would wait for their phases
-            for process in list(running):
-                end(process)
-            raise
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit)
+        finally:
+            end(process)
+            self._running.discard(process)
+            listener.join(GRACE)
+        result = verdict(code, said)
+        if result in (FAILED, TIMED_OUT):
+            print("\n".join(f"    {line[:200]}" for line in said[-30:]), flush=True)
+        skipped = (
+            match[1] for line in said if (match := re.fullmatch(r"SKIPPED \[\d+\] \S+?:\d+: (.*)", line.strip()))
+        )
+        note = said[-1].strip()[:160] if said else "no output"
+        return Outcome(phase.name, result, round(time.monotonic() - begin, 1), note, list(dict.fromkeys(skipped)))
+
+    def _listen(self, process: subprocess.Popen[bytes], name: str, said: list[str]) -> None:
+        assert process.stdout is not None
+        for raw in process.stdout:
+            if line := raw.decode(errors="replace").rstrip():
+                said.append(line)
+                self.say(f"{name}| {line}", show=False)
 
 
-unpacked: list[Path] = []  # folders of wheels
+def verdict(code: int | None, said: Sequence[str]) -> str:
+    """Judge by exit code (None: ended at its limit) and output. A phase whose tests were all skipped is not ok."""
+    last = said[-1] if said else ""
+    skipped, ran = re.search(r"\b\d+ skipped", last), re.search(r"\b\d+ (passed|failed|xfailed|error)", last)
+    if code is None:
+        return TIMED_OUT
+    if code == SKIP_CODE or (code in (0, NO_TESTS) and skipped and not ran):
+        return SKIPPED
+    return FAILED if code else OK
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Make a phase's environment: this process's without ``CHOICES``, and with the checkout on PYTHONPATH."""
+    """Make a phase's environment: this process's without CHOICES, and with the checkout on PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if name not in CHOICES}
-    modules = [str(ROOT), str(ROOT / "python"), *map(str, unpacked), *filter(None, [os.environ.get("PYTHONPATH")])]
+    modules = [str(ROOT), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     paths = {"PYTHONPATH": os.pathsep.join(modules), "PATH": os.pathsep.join((os.environ.get("PATH", ""), TOOLKIT))}
-    here = ONE_MACHINE if sys.platform == "linux" else {}
-    return {**here, **kept, **paths, "PYTHONUNBUFFERED": "1", **more}
+    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return {**local, **kept, **paths, "PYTHONUNBUFFERED": "1", **more}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """End the process, if it still runs, and all its descendants, also those in other sessions.
 
-    SIGINT comes first, as by Ctrl-C, so that pytest reports the failures so far. A process that ignores it, as one
-    started in the background may, gets SIGTERM, and then SIGKILL.
+    SIGINT comes first, as by Ctrl-C, so that pytest reports the failures so far.
     """
-    children = descendants(process.pid) if process.poll() is None else []
-    for request in (signal.SIGINT, signal.SIGTERM):
+    children = list(descendants(process.pid)) if process.poll() is None else []
+    for number in (signal.SIGINT, signal.SIGTERM):
         if process.poll() is None:
-            _signal_group(process.pid, request)
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
-    _signal_group(process.pid, signal.SIGKILL)
-    for child in children:
+    for kill, pid in ((os.killpg, process.pid), *((os.kill, child) for child in children)):
         with contextlib.suppress(OSError):
-            os.kill(child, signal.SIGKILL)
+            kill(pid, signal.SIGKILL)
     process.wait()
 
 
-def _signal_group(leader: int, number: int) -> None:
-    with contextlib.suppress(OSError):  # all of it has ended
-        os.killpg(leader, number)
-
-
-def descendants(pid: int) -> list[int]:
-    """List the processes started by ``pid`` or by one of its descendants, on a system that has /proc."""
+def descendants(pid: int) -> Iterator[int]:
+    """Find the processes started by ``pid`` or by one of its descendants, on a system that has /proc."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for known in found:
-        found += [child for child, parent in parents.items() if parent == known]
-    return found[1:]
+    for child in [child for child, parent in parents.items() if parent == pid]:
+        yield child
+        yield from descendants(child)
 
 
-# ---- the whole -------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
+    options = parse(arguments)
     sys.path[:0] = [str(ROOT), str(ROOT / "python")]
     try:
         import torch
@@ -217,108 +338,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         why = "torch sees no CUDA device" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
         print(f"gpu-check: {why}", file=sys.stderr)
         return 2
-    from zero_optim.bench.record import results_folder
+    from zero_optim.bench.record import Result, results_folder
 
     device = torch.device("cpu" if options.rehearse else "cuda")
     folder, logs = results_folder(device, options.out), options.out or ROOT / "build"
-    for needed in (folder, logs):
-        needed.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a phase is ended too
-    codes = []
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        unpacked[:] = [_unpack(wheel, Path(scratch, "wheels")) for wheel in options.wheel]
-        for name, groups in _chosen(options, Path(scratch)):
-            results = Results(device, folder, f"gpu-{name}")
-            codes.append(check(groups, results, Log(logs / f"gpu-check-{name}.log"), options.seconds))
-    return max(codes)
-
-
-def _chosen(options: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, list[Group]]]:
-    """Give for each part, or for the phases named without a part, a name for its files and its groups."""
-    how = {"rehearse": options.rehearse, "nccl": options.nccl}
-    if options.only and not options.part:
-        yield "some", _only(all_groups(scratch, **how), options)
-        return
+    logs.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a phase is ended, too
+    slower = REHEARSED_SLOWER if options.rehearse else 1
+    passed = True
     for part in options.part or PARTS:
-        yield part, _only(groups_of(part, scratch / part, **how), options)
+        run = Run(part, Result(device, folder, about=f"gpu-{part}"), logs, (options.seconds or SECONDS) * slower)
+        for group in groups_of(part, device.type, folder, options.nccl):
+            chosen = [phase for phase in group if not options.only or phase.name in options.only]
+            run.group([replace(phase, limit=phase.limit * slower) for phase in chosen])
+        for of in run.outcomes:
+            print(f"{of.phase:24} {of.result:9} {of.seconds:7.1f} s  {of.note[:110]}")
+        passed &= all(of.result in (OK, SKIPPED) for of in run.outcomes)
+    return 0 if passed else 1
 
 
-def _only(groups: Sequence[Group], options: argparse.Namespace) -> list[Group]:
-    kept = ([phase for phase in group if not options.only or phase.name in options.only] for group in groups)
-    found = [group for group in kept if group]
-    if not options.at_once:
-        return found
-    together = [phase for group in found for phase in group]
-    names = {phase.name for phase in together}
-    first = [phase for phase in together if phase.after not in names]
-    return [group for group in (first, [phase for phase in together if phase not in first]) if group]
-
-
-def check(groups: Sequence[Group], results: Results, log: Log, seconds: float) -> int:
-    """Run the groups within ``seconds``, saving as they go, then draw and print the table. Returns the exit code."""
-    deadline = time.monotonic() + seconds
-    outcomes: list[Outcome] = []
-    for group in groups:
-        outcomes += run_group(group, deadline - KEPT - time.monotonic(), log, results)
-    plot = results.draw()
-    log.say(f"\n{summary(outcomes)}\n\n{results.save()}\n{plot}\n{log.path}", show=False)
-    print(f"\n{summary(outcomes)}\n\n{results.save()}\n{plot}\n{log.path}", flush=True)
-    return 0 if all(outcome.result.passes for outcome in outcomes) else 1
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="build, test, train and measure on this machine's GPU",
-        epilog="parts: " + "; ".join(f"{part}: {what}" for part, what in PARTS.items()),
-    )
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    about = "; ".join(f"{part}: {what}" for part, what in PARTS.items())
+    parser = argparse.ArgumentParser(description="build, test, train and measure on a GPU", epilog=f"parts: {about}")
     out = os.environ.get("OUT")
-    parser.add_argument("--part", nargs="+", choices=PARTS, help="which parts (all)")
-    parser.add_argument("--out", type=Path, default=Path(out) if out else None, help="folder of the files ($OUT)")
-    every = (phase.name for how in (False, True) for group in all_groups(Path(), rehearse=how) for phase in group)
-    names = list(dict.fromkeys(every))
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PHASE", help=f"of {', '.join(names)}")
-    parser.add_argument(
-        "--at-once", action="store_true", help="all of these phases at the same time: for tests; figures need it quiet"
+    groups = (group for device in ("cuda", "cpu") for part in PARTS for group in groups_of(part, device, Path()))
+    names = dict.fromkeys(phase.name for group in groups for phase in group)
+    flag = parser.add_argument
+    flag("--part", nargs="+", choices=PARTS, help="which parts (all)")
+    flag("--out", type=Path, default=Path(out).absolute() if out else None, help="folder of the files ($OUT)")
+    flag(
+        "--only", nargs="+", choices=dict.fromkeys(names), metavar="PHASE", help=f"of {', '.join(dict.fromkeys(names))}"
     )
-    parser.add_argument("--seconds", type=float, help=f"time for a part ({SECONDS:.0f})")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU at tiny sizes: shows that the phases run")
-    parser.add_argument(
-        "--nccl", type=_nccl_library, metavar="PATH", help="a libnccl.so.2 of 2.30 or later, for tests of several ranks"
-    )
-    parser.add_argument("--wheel", type=_wheel, nargs="+", default=[], metavar="FILE", help="wheels for the phases")
-    options = parser.parse_args(arguments)
-    options.seconds = options.seconds or SECONDS * (REHEARSED_SLOWER if options.rehearse else 1)
-    return options
-
-
-def _wheel(text: str) -> Path:
-    path = Path(text).expanduser().absolute()
-    if not zipfile.is_zipfile(path):
-        raise argparse.ArgumentTypeError(f"{path} is no wheel")
-    return path
-
-
-def _unpack(wheel: Path, folder: Path) -> Path:
-    with zipfile.ZipFile(wheel) as files:
-        files.extractall(folder)
-    return folder
-
-
-def _nccl_library(text: str) -> Path:
-    """Give the file's absolute path. Raises ArgumentTypeError, before which argparse puts the flag's name."""
-    path = Path(text).expanduser().absolute()
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"{path} is not a file; the wheel has it in nvidia/nccl/lib/{gpu_nccl.SONAME}")
-    if {" ", ":"} & {*str(path)}:
-        raise argparse.ArgumentTypeError(f"{path} has a space or a colon in it, at which LD_PRELOAD would part it")
-    try:
-        version = gpu_nccl.version_of(path)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if version < gpu_nccl.SHARES_A_GPU:
-        have, need = gpu_nccl.dotted(version), gpu_nccl.dotted(gpu_nccl.SHARES_A_GPU)
-        raise argparse.ArgumentTypeError(f"{path} is NCCL {have}; ranks share a GPU from {need} on")
-    return path
+    flag("--seconds", type=float, help=f"time for a part ({SECONDS:.0f})")
+    flag("--rehearse", action="store_true", help="on the CPU at tiny sizes: shows that the phases run")
+    flag("--nccl", type=gpu_ranks.nccl_library, metavar="PATH", help="a libnccl.so.2 of 2.30 or later, to preload")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The planner against torch's allocator: one GPU plays rank 0 of 64, and really holds its share of a 7.5 B model.
 
-    python benchmarks/gpu_memory.py --out memory.json
+    python benchmarks/gpu_memory.py
     python benchmarks/gpu_memory.py --device cpu --params 4e6
 
 The process group is fake: collectives send nothing, so other ranks' parameters do not change. Allocations do not depend
@@ -10,41 +10,26 @@ the allocator's blocks.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
+import lab
 import torch
 from bench_scale import fake_ranks
+from counted_bytes import watch
 from torch import Tensor, nn
 from zero_optim import ShardedAdamW, memory, shard_module
-from zero_optim.bench.live_memory import watch
+from zero_optim.bench.cases import Row
+from zero_optim.bench.record import Result
+from zero_optim.bench.run import find_device
 
 RANKS = 64
 PARAMETERS = 7.5e9
 STAGES = (1, 2, 3)
 TOLERANCE = {"cpu": 0.01, "cuda": 0.03}  # on a GPU torch allocates whole blocks: 2.3 % more on an H100
 IN_BACKWARD = ("local_gradients", "unsharded")
-
-
-@dataclass(frozen=True)
-class Share:
-    """Bytes of a stage, measured and planned: ``held`` after a step, gradients included, ``peak`` in a step, and
-    ``first_peak`` in the first step. ``difference``: of ``held``, relative."""
-
-    stage: int
-    held: int
-    planned: int
-    difference: float
-    peak: int
-    planned_peak: int
-    first_peak: int
-    planned_first_peak: int
-    kinds: dict[str, int]
 
 
 class Values(nn.Module):
@@ -86,7 +71,7 @@ def zero(module: nn.Module) -> None:
         nn.init.zeros_(parameter)
 
 
-def measure(decoder: memory.Decoder, stage: int, device: torch.device) -> Share:
+def measure(decoder: memory.Decoder, stage: int, device: torch.device) -> Row:
     """Train on rank 0's share, and compare the memory that it has allocated with the plan."""
     with fake_ranks(RANKS), watch(device) as live:
         before, _ = live.after(lambda: None)
@@ -119,37 +104,40 @@ def held_by(plan: memory.Plan) -> int:
     return sum(nbytes for kind, nbytes in plan.memory.items() if kind not in passing)
 
 
-def compare(plan: memory.Plan, held: int, peak: int, first_peak: int) -> Share:
+def compare(plan: memory.Plan, held: int, peak: int, first_peak: int) -> Row:
+    """Make the row of a stage, in bytes: ``held`` after a step, gradients included, ``peak`` in a step."""
     planned = held_by(plan)
-    peaks = (peak, plan.total, first_peak, plan.most)
-    return Share(plan.job.stage, held, planned, held / planned - 1, *peaks, dict(plan.memory))
+    return {
+        "op": "memory",
+        "backend": f"stage{plan.job.stage}",
+        "ranks": RANKS,
+        "held": held,
+        "planned": planned,
+        "difference": held / planned - 1,
+        "peak": peak,
+        "planned_peak": plan.total,
+        "first_peak": first_peak,
+        "planned_first_peak": plan.most,
+        "kinds": dict(plan.memory),
+    }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="planned against allocated: one device as rank 0 of 64")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--params", type=float, default=PARAMETERS, help="of the model (7.5e9)")
-    parser.add_argument("--out", type=Path, help="a JSON file")
-    options = parser.parse_args(arguments)
+def main(options: Any) -> int:
+    device = find_device(options.device)
     decoder = memory.gpt_of(int(options.params))
-    shares = []
+    result = Result(device, options.out, options.write, "memory", parameters=decoder.numel)
     for stage in STAGES:
         gc.collect()  # the model of the stage before
-        shares.append(measure(decoder, stage, torch.device(options.device)))
-        one = shares[-1]
-        print(
-            f"stage {stage}: {one.held / 1e9:.4f} GB held, {one.planned / 1e9:.4f} planned ({one.difference:+.2%}); "
-            f"peak {one.peak / 1e9:.4f}, {one.planned_peak / 1e9:.4f} planned; "
-            f"in the first step {one.first_peak / 1e9:.4f}, {one.planned_first_peak / 1e9:.4f} planned",
-            flush=True,
-        )
-    if options.out:
-        about = {"parameters": decoder.numel, "ranks": RANKS, "device": options.device}
-        options.out.write_text(json.dumps({**about, "stages": [asdict(share) for share in shares]}, indent=1) + "\n")
-    worst = max(abs(share.difference) for share in shares)
+        row = measure(decoder, stage, device)
+        result.add([row])
+        figures = (f"{name} {row[name] / 1e9:.4f}" for name in ("held", "planned", "peak", "planned_peak"))
+        print(f"stage {stage}, GB: {', '.join(figures)}; {row['difference']:+.2%} of what was planned", flush=True)
+    worst = max(abs(row["difference"]) for row in result.rows)
     print(f"planned against allocated, rank 0 of {RANKS}: {worst:.2%} apart at most")
-    return 0 if worst <= TOLERANCE[options.device] else 1
+    return 0 if worst <= TOLERANCE[device.type] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = lab.parser_of(__file__, "Planned against allocated: one device as rank 0 of 64.", device=None)
+    parser.add_argument("--params", type=float, default=PARAMETERS, help="of the model (7.5e9)")
+    sys.exit(lab.run_script(parser, main))

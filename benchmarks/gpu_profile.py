@@ -1,27 +1,28 @@
 """One launch of each op on each backend under Nsight Compute: time, bytes of memory, occupancy, registers.
 
-    python benchmarks/gpu_profile.py --out profile.json
+    python benchmarks/gpu_profile.py
 
 Exit codes: 0; 1 where ncu fails; 77 where it is missing, or may not read the counters. On a CPU the ops run without it.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-from gpu_results import SKIP_CODE
+import lab
+import torch
+from gpu_ranks import SKIP_CODE
+from zero_optim.bench.cases import Setting, choose_backends
+from zero_optim.bench.record import Result
+from zero_optim.bench.run import CASES, find_device
 
-OPS = ("adam_step", "pack", "grad_stats")
 NUMEL = {"cuda": 2**26, "cpu": 4096}
-SECONDS = 45
+SECONDS = 55
 FORBIDDEN = "ERR_NVGPUCTRPERM"
 METRICS = {
     "ns": "gpu__time_duration.sum",
@@ -36,13 +37,9 @@ METRICS = {
 
 def launch(device: str) -> None:
     """Run each op twice on each backend; only the second run is profiled."""
-    import torch
-    from zero_optim.bench.case import Setting, choose_backends
-    from zero_optim.bench.run import CASES
-
     where = torch.device(device)
-    for op in OPS:
-        case = CASES[op](Setting(where, "bf16", NUMEL[device], choose_backends(where, None)))
+    for op, make_case in CASES.items():
+        case = make_case(Setting(where, "bf16", NUMEL[device], choose_backends(where, None)))
         for backend in case.setting.backends:
             (job,) = case.jobs[backend]
             job()
@@ -54,21 +51,17 @@ def launch(device: str) -> None:
                 torch.cuda.synchronize()
                 torch.cuda.cudart().cudaProfilerStop()
             print(f"{op} {backend}: launched", flush=True)
-        del case
 
 
 def read(lines: Iterable[str]) -> list[dict[str, Any]]:
     """Read ncu's CSV: a line of names, one of units, then a kernel a line. Other lines in between are skipped."""
     table = list(csv.reader(line for line in lines if line.startswith('"')))
-    if len(table) < 2:
-        return []
-    names, _, *kernels = table
-    found = []
-    for cells in kernels:
-        by_name = dict(zip(names, cells, strict=False))
-        figures = {key: _number(by_name.get(metric, "")) for key, metric in METRICS.items()}
-        found.append({"kernel": by_name.get("Kernel Name", "?").partition("(")[0], **figures})
-    return found
+    cells = [dict(zip(table[0], kernel, strict=False)) for kernel in table[2:]]
+    return [
+        {"kernel": of.get("Kernel Name", "?").partition("(")[0]}
+        | {key: _number(of.get(metric, "")) for key, metric in METRICS.items()}
+        for of in cells
+    ]
 
 
 def _number(text: str) -> float | None:
@@ -78,21 +71,10 @@ def _number(text: str) -> float | None:
         return None
 
 
-def line_of(kernel: dict[str, Any]) -> str:
-    moved = (kernel["bytes_read"] or 0) + (kernel["bytes_written"] or 0)
-    speed = f"{moved / kernel['ns']:.0f} GB/s" if kernel["ns"] else "no time"
-    shares = f"memory {kernel['memory_percent']} %, occupancy {kernel['occupancy_percent']} %"
-    return f"{kernel['kernel']}: {kernel['ns']} ns, {speed}, {shares}, {kernel['registers']} registers"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="one launch of each op under Nsight Compute")
-    parser.add_argument("--device", choices=NUMEL, default="cuda")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    options = parser.parse_args(arguments)
-    if options.device == "cpu":
+def main(options: Any) -> int:
+    device = find_device(options.device)
+    if device.type == "cpu":
         launch("cpu")
-        options.out.write_text(json.dumps({"numel": NUMEL["cpu"], "kernels": []}) + "\n")
         return 0
     ncu = shutil.which("ncu")
     if ncu is None:
@@ -106,17 +88,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except subprocess.TimeoutExpired as late:
         print(f"{(late.stdout or b'')[-2000:]!r}\nncu was not through in {SECONDS} s", flush=True)
         return 1
-    kernels = read(done.stdout.splitlines())
-    options.out.write_text(json.dumps({"numel": NUMEL["cuda"], "kernels": kernels}, indent=1) + "\n")
     if FORBIDDEN in done.stdout:
         print(f"the driver does not let this user read the GPU's counters ({FORBIDDEN})", flush=True)
         return SKIP_CODE
-    for kernel in kernels:
-        print(line_of(kernel), flush=True)
+    kernels = read(done.stdout.splitlines())
     if done.returncode or not kernels:
         print(f"{done.stdout[-2000:]}\nncu has ended with {done.returncode}", flush=True)
         return 1
-    print(f"{len(kernels)} kernels profiled", flush=True)
+    result = Result(device, options.out, options.write, "profile")
+    result.add(
+        [{"op": "profile", "backend": of["kernel"], "dtype": "bf16", "numel": NUMEL["cuda"], **of} for of in kernels]
+    )
+    for of in kernels:
+        moved = ((of["bytes_read"] or 0) + (of["bytes_written"] or 0)) / (of["ns"] or 1)
+        shares = f"memory {of['memory_percent']} %, occupancy {of['occupancy_percent']} %"
+        print(f"{of['kernel']}: {of['ns']} ns, {moved:.0f} GB/s, {shares}, {of['registers']} registers", flush=True)
     return 0
 
 
@@ -124,4 +110,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["launch"]:
         launch("cuda")
         sys.exit()
-    sys.exit(main())
+    sys.exit(lab.run_script(lab.parser_of(__file__, "Profiles one launch of each op.", device=None), main))

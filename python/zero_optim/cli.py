@@ -105,12 +105,9 @@ def _doctor(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from .bench.request import read_request
-
-    request = read_request(parsed)
     from .bench.run import main as bench
 
-    return bench(request)
+    return bench(parsed)
 
 
 def _plan(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import subprocess
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,9 @@ from zero_kernels import compiled, dispatch
 
 from .stores.host_threads import own_cores, threads_of
 
+COMMIT_ENVIRONMENT = "ZERO_KERNELS_COMMIT"  # for sources that were copied without their .git
+HERE = Path(__file__).resolve().parent
+
 
 def version_of(distribution: str) -> str | None:
     """Look up the version of a distribution; None: it is not installed."""
@@ -23,6 +29,46 @@ def version_of(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def device_name(device: torch.device) -> str:
+    """Name the GPU, or the processor with the number of torch's threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def driver_version(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def commit() -> str | None:
+    """Find the checked-out commit, with ``-dirty`` when files that git tracks differ from it; None outside a checkout.
+
+    An installed package may lie inside another project's checkout, so git is asked whether it tracks this package.
+    """
+    if given := os.environ.get(COMMIT_ENVIRONMENT):
+        return given[:10] if re.fullmatch("[0-9a-f]{40}", given) else given
+    try:
+        _git("ls-files", "--error-unmatch", "__init__.py")
+        head = _git("rev-parse", "--short=10", "HEAD")
+        return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*words: str) -> str:
+    # Without optional locks `git status` does not write the index, which another process may be using.
+    command = ["git", "--no-optional-locks", "-C", str(HERE), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def report() -> str:

@@ -71,12 +71,11 @@ def make_parser() -> Parser:
     commands.add_parser("doctor", help=about, description=about, allow_abbrev=False)
     measuring = commands.add_parser(
         "bench",
-        help="measure the kernels on this machine against torch and against the memory",
+        help="time the kernels and the step on this machine against torch and against the memory",
         description="Times ops in interleaved rounds on the same tensors, prints a table and draws the roofline. "
         "Defaults in brackets.",
         allow_abbrev=False,
     )
-    bench.add_choice_of_ops(measuring)
     bench.add_arguments(measuring)
     _add_plan_command(commands)
     _add_checkpoint_commands(commands)

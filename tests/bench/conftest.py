@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from harness import run_ranks
 from zero_optim.cli import main
 
 
@@ -59,24 +62,6 @@ def bench(run_here: Callable[..., Run]) -> Run:
 
 
 @pytest.fixture
-def draws_again(bench: Callable[..., Outcome]) -> Callable[[Outcome, Path, Path], None]:
-    """``draws_again(first, file, plot)``: from the file alone come the plot, and the table of the first run.
-
-    The sheets are made, and not drawn a second time: ``report/test_bench_page.py`` draws what comes from files.
-    """
-
-    def check(first: Outcome, file: Path, plot: Path) -> None:
-        plot.unlink()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zero_optim.bench.plot.png", lambda sheet, path: path.touch())
-            again = bench("--redraw", file)
-        assert again.code == 0 and plot.exists()
-        assert again.out.splitlines()[:-1] == first.out.splitlines()[:-2]
-
-    return check
-
-
-@pytest.fixture
 def refuses(bench: Run) -> Callable[..., None]:
     """``refuses(*arguments, saying=parts)``: they end it with one line that has the parts, and nothing is written."""
 
@@ -89,3 +74,27 @@ def refuses(bench: Run) -> Callable[..., None]:
         assert sorted(Path().iterdir()) == before
 
     return check
+
+
+@pytest.fixture
+def ran(run_here: Callable[..., Run]) -> Callable[..., tuple[Outcome, list[dict[str, Any]]]]:
+    """``ran(main, *arguments)`` runs a script. Returns its outcome, and the rows of its only file, which has a plot."""
+
+    def run(main: Callable[[list[str]], int], *arguments: str) -> tuple[Outcome, list[dict[str, Any]]]:
+        pytest.importorskip("matplotlib")
+        outcome = run_here(main)(*arguments, "--out", ".")
+        assert outcome.code == 0, outcome.err
+        (file,) = Path().glob("*.json")
+        assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        return outcome, json.loads(file.read_text())["rows"]
+
+    return run
+
+
+def on_pool(count: int, work: Callable[..., Any], *args: Any, **_: Any) -> list[Any]:
+    """Do what ``ranks.on_ranks`` does, in the processes that tests keep: starting new ones takes seconds."""
+    return run_ranks(count, _call, work, args)
+
+
+def _call(rank: int, world_size: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return work(*args)

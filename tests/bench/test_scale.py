@@ -1,63 +1,31 @@
-"""``bench_scale.py``: what is counted follows from buckets and units, and what is timed has as many of them."""
+"""``bench_scale.py``: what is counted follows from buckets and units, what is timed has as many, and Muon's layout."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import bench_scale
 import pytest
 import torch
 import torch.distributed as dist
-from scale_model import LLAMA_70B, SHRINK, Shapes, layouts
+from bench_scale import LLAMA_7B, LLAMA_70B, SHRINK, Shapes, fake_ranks, layouts, muon_rows, on_paper, scale_rows
+from zero_optim import ShardedMuon
 from zero_optim.comm import transport
-
-import zero_kernels
 
 LAYERS = 2
 SMALL = Shapes(layers=LAYERS, hidden=8192, ffn=28672, kv=1024, vocab=32000)
-RANKS = (8, 16384)
 ROOT_AND_BLOCKS = 1 + LAYERS
-FAILURES = 2  # asked for when the buckets are made, and when the state is
+REPLICAS, SHARDS = 2048, 8
+PARTS = {"pack", "adam_step", "all_gather"}
 
 
 @pytest.fixture(scope="module")
 def rows():
-    """By ranks and stage."""
-    measured = bench_scale.measure(RANKS, 2, lambda line: None, SMALL)
-    return {(row.ranks, row.backend): row for row in measured}
-
-
-REPLICAS, SHARDS = 2048, 8
-
-
-@pytest.fixture(scope="module")
-def grid():
-    """The same on a mesh, by stage."""
-    measured = bench_scale.measure((REPLICAS * SHARDS,), 2, lambda line: None, SMALL, replicas=REPLICAS)
-    return {row.backend: row for row in measured}
-
-
-def test_a_grid_reduces_within_a_replica_and_then_across(grid, rows):
-    """Buckets, padding and gathers are those of the eight ranks that share; alarms and places are of all ranks."""
-    two, three = grid["stage2"], grid["stage3"]
-    flat = rows[SHARDS, "stage2"]
-    assert (two.ranks, two.replicas, two.buckets, two.timed_buckets) == (16384, 2048, flat.buckets, flat.buckets)
-    assert (two.largest, two.padding) == (flat.largest, flat.padding)
-    assert two.exchange == rows[16384, "stage2"].exchange and three.exchange == rows[16384, "stage3"].exchange
-    # One all-reduce a bucket is across the replicas, and one is the exchange.
-    assert two.collectives["step"] == {
-        "reduce_scatter": two.buckets,
-        "all_gather": two.buckets,
-        "all_reduce": two.buckets + 1,
-    }
-    assert three.collectives["step"] == {
-        "reduce_scatter": ROOT_AND_BLOCKS,
-        "all_gather": 1 + 2 * LAYERS,
-        "all_reduce": ROOT_AND_BLOCKS + 1,
-    }
-    assert two.object_bytes["step"] == three.object_bytes["step"] == 0
-    assert set(two.timed) - set(flat.timed) == {"mesh"}
+    """By ranks and stage; and, of a mesh, by stage."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    flat = {(row["ranks"], row["backend"]): row for row in scale_rows(SMALL, (8, 16384), 1, 2)}
+    mesh = {row["backend"]: row for row in scale_rows(SMALL, (16384,), REPLICAS, 2)}
+    torch.set_num_threads(threads)
+    return flat, mesh
 
 
 def test_the_shapes_are_those_of_llama_70b():
@@ -74,92 +42,119 @@ def test_padding_is_under_one_percent(ranks, stage):
 
 
 def test_what_is_timed_has_as_many_buckets_as_the_true_shapes(rows):
-    assert [(row.parameters, row.timed_buckets - row.buckets) for row in rows.values()] == [(9 * LAYERS + 3, 0)] * 4
+    for row in (*rows[0].values(), *rows[1].values()):
+        assert (row["parameters"], row["timed_buckets"]) == (9 * LAYERS + 3, row["buckets"])
+        assert {"construction", "first step", "hooks", "step", "zero_grad"} <= set(row["timed"])
+        assert ("of_bucket" in row) == (row["backend"] == "stage2")
+        assert set(row.get("of_bucket", PARTS)) == PARTS
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_stage_2_communicates_by_the_bucket(rows, ranks):
-    """Construction: three collectives connect, and two more for buckets; a broadcast a bucket. In the first step the
-    ranks learn."""
-    row = rows[ranks, "stage2"]
-    buckets = row.buckets
-    connect = {"reduce_scatter": 2, "all_gather": 2, "all_reduce": 1 + FAILURES}
-    assert row.collectives["construction"] == {**connect, "broadcast": buckets, "gather_objects": 4}
-    step = {"reduce_scatter": buckets, "all_gather": buckets, "all_reduce": 1}
-    assert row.collectives["step"] == step
-    assert row.collectives["first step"] == {**step, "all_reduce": 2, "gather_objects": 1}
+def test_stage_2_communicates_by_the_bucket(rows):
+    for ranks in (8, 16384):
+        row = rows[0][ranks, "stage2"]
+        step = {"reduce_scatter": row["buckets"], "all_gather": row["buckets"], "all_reduce": 1}
+        assert row["collectives"]["step"] == step
+        assert row["collectives"]["first step"] == {**step, "all_reduce": 2, "gather_objects": 1}
+        assert row["collectives"]["construction"]["broadcast"] == row["buckets"]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_stage_3_communicates_by_the_unit(rows, ranks):
-    """The root is gathered once, a block for forward and for backward. Each unit is asked for failures once."""
-    row = rows[ranks, "stage3"]
-    assert row.buckets == ROOT_AND_BLOCKS
-    connect = {"reduce_scatter": 3, "all_gather": 3, "all_reduce": 2 + ROOT_AND_BLOCKS + FAILURES}
-    assert row.collectives["construction"] == {**connect, "broadcast": ROOT_AND_BLOCKS, "gather_objects": 7}
-    assert row.collectives["step"] == {
-        "reduce_scatter": ROOT_AND_BLOCKS,
-        "all_gather": 1 + 2 * LAYERS,
-        "all_reduce": 1,
-    }
+def test_stage_3_communicates_by_the_unit(rows):
+    """The root is gathered once, a block for forward and for backward."""
+    step = {"reduce_scatter": ROOT_AND_BLOCKS, "all_gather": 1 + 2 * LAYERS, "all_reduce": 1}
+    for ranks in (8, 16384):
+        row = rows[0][ranks, "stage3"]
+        assert row["buckets"] == ROOT_AND_BLOCKS and row["collectives"]["step"] == step
+        assert row["collectives"]["construction"]["broadcast"] == ROOT_AND_BLOCKS
 
 
-def test_the_exchange_has_two_numbers_a_parameter_and_two_a_rank(rows):
-    for (ranks, stage), row in rows.items():
+def test_a_mesh_reduces_within_a_replica_and_then_across(rows):
+    """Buckets, padding and gathers are those of eight ranks; the exchange is of all ranks."""
+    flat, mesh = rows
+    for stage, two in mesh.items():
+        of_shards, of_world = flat[SHARDS, stage], flat[16384, stage]
+        assert (two["replicas"], two["buckets"], two["largest"], two["padding"]) == (
+            *(REPLICAS, of_shards["buckets"], of_shards["largest"], of_shards["padding"]),
+        )
+        assert two["exchange"] == of_world["exchange"] and "mesh" in two["timed"]
+        across = of_shards["collectives"]["step"] | {"all_reduce": two["buckets"] + 1}
+        assert two["collectives"]["step"] == across
+
+
+def test_what_grows_with_the_ranks(rows):
+    """The exchange has two numbers a parameter and two a rank; objects are gathered outside of steps alone."""
+    for (ranks, stage), row in rows[0].items():
         totals, alarms = 2, 9 + (64 if stage == "stage3" else 0)
-        assert row.exchange == 4 * (totals + alarms + 2 * (9 * LAYERS + 3) + 2 * ranks)
-
-
-def test_objects_grow_with_the_ranks_and_not_with_the_parameters(rows):
-    """A step gathers none. At stage 2 what a rank sends elsewhere is at most a hash, and what it says it does."""
-    for row in rows.values():
-        assert row.object_bytes["step"] == 0
+        assert row["exchange"] == 4 * (totals + alarms + 2 * (9 * LAYERS + 3) + 2 * ranks)
+        assert row["object_bytes"]["step"] == 0
     for when in ("construction", "first step"):
-        assert 0 < rows[16384, "stage2"].object_bytes[when] < 16384 * 200
-
-
-def test_a_small_bucket_is_timed_by_part_at_stage_2(rows):
-    for (_, stage), row in rows.items():
-        if stage == "stage3":
-            assert row.of_bucket is None
-        else:
-            assert set(row.of_bucket) == {"pack", "adam_step", "all_gather"} and min(row.of_bucket.values()) > 0
-
-
-def test_kernels_are_left_out_of_prepared_calls_too():
-    pack, bucket = zero_kernels.Prepared("pack"), torch.ones(256)
-    with bench_scale._without_kernels():
-        pack([torch.ones(3)], [0], bucket, 1.0, None)
-    assert bucket.tolist() == [1.0] * 256
+        assert 0 < rows[0][16384, "stage2"]["object_bytes"][when] < 16384 * 200
 
 
 def test_everything_is_as_before(rows):
     """The kernels, the transport and the process group."""
     assert transport.used() is None and not dist.is_initialized()
     bucket = torch.ones(256)
+    with bench_scale.without_kernels():
+        torch.ops.zero_kernels.pack([torch.full((3,), 4.0)], [0], bucket, 0.5, None)
     torch.ops.zero_kernels.pack([torch.full((3,), 4.0)], [0], bucket, 0.5, None)
     assert bucket[:4].tolist() == [2.0, 2.0, 2.0, 0.0]
 
 
-def test_a_run_leaves_a_file_and_a_plot_that_is_drawn_again(run_here, draws_again, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(bench_scale.measure, "__defaults__", (SMALL,))
-    first = run_here(bench_scale.main)("--ranks", "8", "64", "--rounds", "2", "--out", ".")
-    assert first.code == 0, first.err
-    (file,) = Path().glob("*-scale.json")
-    (plot,) = Path().glob("*-scale.png")
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    rows = json.loads(file.read_text())["rows"]
-    assert [(row["ranks"], row["backend"]) for row in rows] == [(n, s) for n in (8, 64) for s in ("stage2", "stage3")]
-    assert all(set(row["timed"]) == {"construction", "first step", "hooks", "step", "zero_grad"} for row in rows)
-    assert all(text in first.out for text in ("padding", "construction: broadcast", "a small bucket: all, µs"))
-    draws_again(first, file, plot)
+def test_three_matrices_on_two_ranks_and_on_four():
+    one = 5 * (2 * 128**2 * 256 + 128**3)  # multiplications of a matrix
+    for shards, idle, multiplied in ((2, 0, 2 * one), (4, 1, one)):
+        padding, imbalance = pytest.approx(1 / 3), pytest.approx(4 / 3)
+        expected = {"shards": shards, "buckets": 1, "largest": 4 * 128 * 256, "padding": padding}
+        assert on_paper([(128, 256)] * 3, shards) == {
+            **expected,
+            "imbalance": imbalance,
+            "idle": idle,
+            "multiplied": multiplied,
+        }
 
 
-def test_one_rank_is_refused(run_here, refuses):
-    refuses("--ranks", "8", "1", saying=["bench_scale.py: --ranks", "is of 2 at least"], by=run_here(bench_scale.main))
+def test_replicas_shard_the_iterations_where_a_message_takes_less_than_it_saves():
+    row = {"shards": 1, "numel": 1e9, "multiplied": 10**15}
+    # 2 GB go through an all-reduce; half of 2e15 operations takes 2.5 s
+    assert bench_scale.pays_from({**row, "replicas": 2}) == pytest.approx(2e9 / 2.5)
+    assert bench_scale.pays_from({**row, "replicas": 64}) == pytest.approx(4e9 * 63 / 64 / (2e15 * 0.75 / 400e12))
 
 
-@pytest.mark.parametrize("replicas", ["3", "8", "0"])
-def test_replicas_that_leave_nobody_to_share_are_refused(run_here, refuses, replicas):
-    refuses("--ranks", "8", "--replicas", replicas, saying=[f"--replicas {replicas}:"], by=run_here(bench_scale.main))
+def test_fewer_ranks_shard_where_the_layout_does_not_fit_on_all(monkeypatch):
+    four = [(128, 256)] * 4
+    assert [row["shards"] for row in muon_rows("four", four, 4)] == [4]
+    assert [(row["shards"], row["replicas"]) for row in muon_rows("four", four, 16)] == [(16, 1), (4, 4)]
+    (row,) = muon_rows("7B", (LLAMA_7B.matrices * LLAMA_7B.layers)[::-1], 8)
+    assert (row["buckets"], round(row["padding"], 3), round(row["imbalance"], 2), row["idle"]) == (13, 0.028, 1.0, 0)
+    monkeypatch.setitem(bench_scale.MOST, "largest", 128 * 256 * 2)  # two matrices
+    assert [row["shards"] for row in muon_rows("four", four, 16)] == [16, 2]
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_layout_on_paper_is_the_optimizers(ranks):
+    shapes = [(64, 64), (192, 64), (256, 64), (64, 256)] * 8
+    parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
+    with fake_ranks(ranks):
+        optimizer = ShardedMuon(parameters, stage=2)
+        made = [bucket.layout for bucket in optimizer.engine.reducer.buckets]
+        optimizer.close()
+    assert [*map(_places, made)] == [*map(_places, bench_scale.muon_layouts(shapes[::-1], ranks))]
+
+
+def _places(layout):
+    return layout.numel, [(slot.offset, slot.numel) for slot in layout.slots]
+
+
+def test_a_run(ran, monkeypatch):
+    monkeypatch.setattr(bench_scale, "LLAMA_70B", SMALL)
+    monkeypatch.setattr(bench_scale, "LLAMA_7B", SMALL)
+    outcome, rows = ran(bench_scale.main, "--ranks", "8", "64", "--rounds", "2")
+    scale = [(row["ranks"], row["backend"]) for row in rows if row["op"] == "scale"]
+    assert scale == [(8, "stage2"), (8, "stage3"), (64, "stage2"), (64, "stage3")]
+    assert {row["op"] for row in rows} == {"scale", "muon_layout"} and "padding" in outcome.out
+
+
+@pytest.mark.parametrize("replicas", ["3", "8"])
+def test_replicas_that_leave_no_shard_group_are_refused(run_here, replicas):
+    outcome = run_here(bench_scale.main)("--ranks", "8", "--replicas", replicas)
+    assert outcome.code == 2 and f"--replicas {replicas}: a divisor of the 8 ranks" in outcome.err

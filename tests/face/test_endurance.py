@@ -11,13 +11,12 @@ import itertools
 import json
 import os
 from collections import Counter, deque
-from dataclasses import asdict
 
-import census
 import pytest
 import torch
 import torch.distributed as dist
 import zero_optim
+from bench_endurance import census
 from cells import slow_where
 from harness import await_ended_groups, new_ranks, run_ranks
 from torch import Tensor, nn
@@ -100,7 +99,7 @@ class Loop:
 
 def counts() -> dict[str, int]:
     """All but resident memory; what is in containers; and the objects by type, so that a failure names what grew."""
-    counted = asdict(census.take())
+    counted = census()
     del counted["resident"]
     objects = gc.get_objects()
     entries = sum(len(thing) for thing in objects if type(thing) in CONTAINERS)
@@ -177,12 +176,12 @@ def test_further_steps_leave_nothing_behind(stage, world_size):
 
 def test_the_census_sees_what_is_left():
     gc.freeze()  # what other tests have left is not counted
-    census.take()
-    before = asdict(census.take())
+    census()
+    before = census()
     weight = nn.Parameter(torch.ones(3))
     weight.register_post_accumulate_grad_hook(print)
     kept = [weight, (weight * 2).sum(), open(__file__)]  # noqa: SIM115
-    grown = {name: count - before[name] for name, count in asdict(census.take()).items() if name != "resident"}
+    grown = {name: count - before[name] for name, count in census().items() if name != "resident"}
     assert (grown["tensors"], grown["nodes"], grown["hooks"], grown["files"], grown["threads"]) == (2, 3, 1, 1, 0)
     assert grown["objects"] >= len(kept)
     kept[-1].close()

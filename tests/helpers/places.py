@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import gpu_nccl
+import gpu_ranks
 import pytest
 import torch
 from interpreter import in_interpreter
@@ -106,8 +106,8 @@ def why_not_nccl_ranks(world_size: int) -> str | None:
     """None where so many NCCL ranks can run here, or the CPU rehearses them under gloo; else the reason in words."""
     if not ON_GPU:
         return None
-    version = gpu_nccl.loaded() or torch.cuda.nccl.version()[:3]
-    return gpu_nccl.why_not_shared(world_size, torch.cuda.device_count(), version)
+    version = gpu_ranks.loaded() or torch.cuda.nccl.version()[:3]
+    return gpu_ranks.why_not_on_one_gpu(world_size, torch.cuda.device_count(), version)
 
 
 def sizes_at(place: Place, sizes: Iterable[int], slow: int = 5_000) -> list[int]:

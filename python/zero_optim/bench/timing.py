@@ -1,4 +1,4 @@
-"""Interleaved timing. A figure is a ratio of medians measured in one run, so all jobs meet the same machine."""
+"""Timing in turns. A figure is a ratio of medians from one run, so all jobs meet the same machine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from typing import Protocol
 import torch
 
 Job = Sequence[Callable[[], object]]
-"""A thing to be timed: laps, run one right after the other. Most jobs have one."""
+"""Laps, run one right after the other. Most jobs have one."""
 
 WARM_UP_ROUNDS = 2
-
-# More than the last-level cache of any GPU, four times: 0.25 ms on an H200 (4.3 TB/s). Meanwhile the host gets far
-# enough ahead that the device's work is timed, and not its launching by Python.
-FLUSH_BYTES = 256 * 2**20
-FLUSH_READS = 4
+LEAST, MOST, SECONDS = 10, 51, 5.0
 
 
 class Clock(Protocol):
-    """A clock that times jobs. ``warm_up_seconds``: for at least so long, rounds are thrown away first."""
+    """Times jobs. ``warm_up_seconds``: for at least so long, rounds are thrown away first."""
 
     warm_up_seconds: float
 
@@ -33,7 +29,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """A clock for a CPU, where an op has done its work when it returns. ``now``: gives seconds."""
+    """For a CPU, where an op has done its work when it returns."""
 
     warm_up_seconds = 0.0
 
@@ -49,23 +45,25 @@ class HostClock:
 
 
 class EventClock:
-    """A clock for a GPU, by events on the current stream. No job finds its tensors in the cache.
+    """For a GPU: CUDA events on the current stream, after a flush of the last-level cache.
 
-    The cache is flushed by reads: written lines would still have to go to memory while the job is timed.
+    The flush reads 256 MiB, more than any GPU's L2, four times: writes would still be under way while the job is timed.
+    It takes 0.25 ms on an H200. Meanwhile the host gets far enough ahead that launches from Python are not timed.
     """
 
     warm_up_seconds = 0.2  # an idle GPU needs some of it to raise its clocks
 
-    def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES) -> None:
+    def __init__(self, device: torch.device, flush_bytes: int = 256 * 2**20) -> None:
         self._flush = torch.ones(flush_bytes // 4, device=device)
 
     def time(self, job: Job) -> Callable[[], list[float]]:
-        for _ in range(FLUSH_READS):
+        for _ in range(4):
             self._flush.sum()
-        marks = [self._mark()]
-        for lap in job:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(job) + 1)]
+        marks[0].record()
+        for lap, mark in zip(job, marks[1:], strict=True):
             lap()
-            marks.append(self._mark())
+            mark.record()
 
         def milliseconds() -> list[float]:
             marks[-1].synchronize()
@@ -73,58 +71,38 @@ class EventClock:
 
         return milliseconds
 
-    @staticmethod
-    def _mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
 
 def make_clock(device: torch.device) -> Clock:
     return EventClock(device) if device.type == "cuda" else HostClock()
 
 
-@dataclass(frozen=True)
-class TimedRounds:
-    """The number of rounds to time: as many as ``seconds`` allow, between ``least`` and ``most``."""
-
-    least: int = 10
-    most: int = 51
-    seconds: float = 5.0
-
-    @staticmethod
-    def exactly(count: int) -> TimedRounds:
-        return TimedRounds(count, count)
-
-    def enough(self, done: int, seconds: float) -> bool:
-        return done >= self.most or (done >= self.least and seconds >= self.seconds)
-
-
-def interleaved(jobs: Mapping[str, Job], clock: Clock, rounds: TimedRounds) -> dict[str, list[list[float]]]:
+def interleaved(
+    jobs: Mapping[str, Job], clock: Clock, rounds: int | None = None, warm_up: int = WARM_UP_ROUNDS
+) -> dict[str, list[list[float]]]:
     """Time each lap of each job in each round, in milliseconds.
 
-    Every round runs all jobs, and starts with the next one. So a slow spell of the machine, or an effect of the job
-    before, meets all of them alike.
+    Every round runs all jobs, and starts with the next one: a slow spell of the machine, or an effect of the job
+    before, meets all of them alike. ``rounds``: their number; None: LEAST to MOST, as many as SECONDS allow.
+    ``warm_up``: rounds that are thrown away first.
     """
     names = list(jobs)
     times: dict[str, list[list[float]]] = {name: [] for name in names}
-    turn = 0
 
-    def one_round() -> dict[str, list[float]]:
-        nonlocal turn
+    def one_round(turn: int) -> dict[str, list[float]]:
         start = turn % len(names)
-        turn += 1
         readings = {name: clock.time(jobs[name]) for name in names[start:] + names[:start]}
         return {name: read() for name, read in readings.items()}
 
+    turn, begin = 0, time.perf_counter()
+    while turn < warm_up or time.perf_counter() - begin < clock.warm_up_seconds:
+        one_round(turn)
+        turn += 1
     begin = time.perf_counter()
-    while turn < WARM_UP_ROUNDS or time.perf_counter() - begin < clock.warm_up_seconds:
-        one_round()
-    begin, done = time.perf_counter(), 0
-    while not rounds.enough(done, time.perf_counter() - begin):
-        for name, laps in one_round().items():
+    for done in range(rounds or MOST):
+        if rounds is None and done >= LEAST and time.perf_counter() - begin >= SECONDS:
+            break
+        for name, laps in one_round(turn + done).items():
             times[name].append(laps)
-        done += 1
     return times
 
 
@@ -136,11 +114,6 @@ class Spread:
     p20: float
     p80: float
     rounds: int
-
-    @property
-    def figures(self) -> list[float]:
-        """The three in one list, as a row has them."""
-        return [self.ms, self.p20, self.p80]
 
     @staticmethod
     def of(times: Sequence[float]) -> Spread:

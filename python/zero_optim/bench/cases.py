@@ -1,0 +1,307 @@
+"""The ops: contenders that do the same work on the same tensors, and the copy that bounds them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import zero_kernels
+from zero_kernels import ROW
+from zero_kernels.codecs import FORMS
+
+from ..errors import UsageError
+from .timing import Job, Spread
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+TORCH, COPY, STREAM = "torch_pipeline", "copy", "stream"
+HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+Row = dict[str, Any]
+Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one case is measured with. ``backends``: those of ``zero_kernels``."""
+
+    device: torch.device
+    dtype: str
+    numel: int
+    backends: tuple[str, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Draw normal values: memory and arithmetic may be faster on zeros than on the values of a training."""
+        return torch.randn(*shape, device=self.device, dtype=dtype or self.torch_dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on one dtype and size.
+
+    Attributes:
+        bytes: the fewest bytes an element that the op must read plus write.
+        jobs: the contenders by name, TORCH among them.
+        yardstick: the job that moves as many bytes and computes nothing.
+        own_bytes: ``bytes`` of jobs whose state is smaller.
+    """
+
+    op: str
+    setting: Setting
+    bytes: float
+    jobs: Mapping[str, Job]
+    yardstick: str = COPY
+    own_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    def rows(self, times: Mapping[str, Sequence[float]]) -> list[Row]:
+        """Make a row for each job. ``times``: its milliseconds in each round."""
+        spreads = {name: Spread.of(values) for name, values in times.items()}
+        gbps = {
+            name: self.own_bytes.get(name, self.bytes) * self.setting.numel / spread.ms / 1e6
+            for name, spread in spreads.items()
+        }
+        return [
+            {
+                "op": self.op,
+                "backend": name,
+                "dtype": self.setting.dtype,
+                "numel": self.setting.numel,
+                **vars(spread),
+                "bytes": self.own_bytes.get(name, self.bytes),
+                "gbps": round(gbps[name], 3),
+                "yardstick": self.yardstick,
+                "copy_gbps": round(gbps[self.yardstick], 3),
+                "fraction": round(gbps[name] / gbps[self.yardstick], 4),
+                "vs_torch": round(spreads[TORCH].ms / spread.ms, 4),
+            }
+            for name, spread in spreads.items()
+        ]
+
+
+def choose_backends(device: torch.device, asked: Sequence[str] | None) -> tuple[str, ...]:
+    """Choose the backends: those asked for, else the device's fast ones. Raises UsageError.
+
+    The reference is plain torch, and Triton runs in an interpreter on a CPU: both are slow.
+    """
+    usable = zero_kernels.available_backends(device)
+    for name in asked or ():
+        if name not in usable:
+            raise UsageError(f"--backends {name}: usable on {device.type} are {', '.join(usable)}")
+    slow = {"reference", "triton"} if device.type == "cpu" else {"reference"}
+    return tuple(asked or [name for name in usable if name not in slow] or ["reference"])
+
+
+def on_backend(name: str, work: Callable[[], object]) -> Callable[[], object]:
+    """Wrap ``work`` so that its ops run on the backend ``name``."""
+
+    def run() -> object:
+        with zero_kernels.use_backend(name):
+            return work()
+
+    return run
+
+
+def copy_job(setting: Setting, bytes_per_element: int) -> Job:
+    """Make a job ``dst.copy_(src)`` that reads and writes, together, as many bytes as the op."""
+    nbytes = bytes_per_element * setting.numel // 2
+    source, target = (torch.empty(-(-nbytes // 8), dtype=torch.int64, device=setting.device) for _ in range(2))
+    source.random_()
+    source, target = source.view(torch.uint8)[:nbytes], target.view(torch.uint8)[:nbytes]
+    return [lambda: target.copy_(source)]
+
+
+# -- adam_step ---------------------------------------------------------------------------------------------------------
+
+STEP = 10
+ZEROS = ", zeros"  # gradient and moments are zero, as in unused rows of an embedding: a root of zero is slow on GPUs
+
+
+class Form(NamedTuple):
+    """Dtypes of state other than fp32. ``low``: of a split master's lower half; None: the master is fp32."""
+
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    low: torch.dtype | None = None
+
+    @property
+    def bytes(self) -> float:
+        """Bytes an element, read and written: gradient, parameter, master, moments, and the scales of their rows."""
+        param_and_master = 2 * (2 + self.low.itemsize) if self.low else 2 + 2 * 4
+        return 2 + param_and_master + 2 * sum(dtype.itemsize + 4 / ROW * FORMS[dtype].scaled for dtype in self[:2])
+
+
+FP32, INT8 = (torch.float32, torch.float32), (torch.int8, torch.uint8)
+STATE_FORMS = {
+    ", bf16": Form(torch.bfloat16, torch.bfloat16),
+    ", int8": Form(*INT8),
+    ", split": Form(*FP32, low=torch.int16),
+    ", split, int8": Form(*INT8, low=torch.int16),
+    ", split8": Form(*FP32, low=torch.int8),
+    ", split8, int8": Form(*INT8, low=torch.int8),
+}
+"""By suffix of a backend's name: the state that ``master`` and ``state_dtype`` of the optimizer give."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The tensors of one update, each [numel]: gradient and parameter 16-bit, the others fp32."""
+
+    grad: Tensor
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    param: Tensor
+
+    @property
+    def row_slot(self) -> Tensor:
+        return torch.zeros(-(-self.grad.numel() // ROW), dtype=torch.int32, device=self.grad.device)
+
+
+def make_shard(setting: Setting) -> Shard:
+    master, exp_avg, exp_avg_sq = (setting.random(setting.numel, dtype=torch.float32) for _ in range(3))
+    return Shard(setting.random(setting.numel), master, exp_avg, exp_avg_sq.square_(), master.to(setting.torch_dtype))
+
+
+def adam_step(setting: Setting, others: Mapping[str, Maker] = MappingProxyType({})) -> Case:
+    """Unscale, update the fp32 master, cast: 28 bytes an element, of them 2 gradient, 2 parameter, 24 state.
+
+    On a CPU the yardstick is the op's own loop without arithmetic: a processor reads each line that ``copy`` is about
+    to overwrite, which nobody counts. ``others``: optimizers that step fp32 parameters, by name.
+    """
+    shard = make_shard(setting)
+    zeros = {name: torch.zeros_like(getattr(shard, name)) for name in ("grad", "exp_avg", "exp_avg_sq")}
+    forms = {way: form for way, form in STATE_FORMS.items() if setting.dtype == "bf16" or not form.low}
+    works = {
+        "": update(shard),
+        ZEROS: update(replace(shard, **zeros)),
+        **{way: update_in_form(shard, form) for way, form in forms.items()},
+    }
+    jobs: dict[str, Job] = {
+        f"{name}{way}": [on_backend(name, work)] for way, work in works.items() for name in setting.backends
+    }
+    wide_grad = torch.empty_like(shard.master)
+    makers: dict[str, Maker] = {TORCH: functools.partial(torch.optim.AdamW, fused=True, **HYPER), **others}
+    jobs |= {name: [adam_in_passes(shard, wide_grad, make)] for name, make in makers.items()}
+    jobs[COPY], yardstick = copy_job(setting, 28), COPY
+    if setting.device.type == "cpu" and "cpu" in zero_kernels.available_backends("cpu"):
+        state, yardstick = (shard.master, shard.exp_avg, shard.exp_avg_sq), STREAM
+        jobs[STREAM] = [lambda: torch.ops.zero_kernels_C.stream(shard.grad, *state, shard.param)]
+    own_bytes = {f"{name}{way}": form.bytes for way, form in forms.items() for name in setting.backends}
+    return Case("adam_step", setting, 28, jobs, yardstick, own_bytes)
+
+
+def update(shard: Shard) -> Callable[[], object]:
+    tensors = (shard.grad, shard.master, shard.exp_avg, shard.exp_avg_sq, shard.param, shard.row_slot)
+    return functools.partial(zero_kernels.adam_step, *tensors, **_scalars(shard))
+
+
+def update_in_form(shard: Shard, form: Form) -> Callable[[], object]:
+    """Update the shard with its state stored in ``form``."""
+    states, scales = [], []
+    for values, dtype in ((shard.exp_avg, form.exp_avg), (shard.exp_avg_sq, form.exp_avg_sq)):
+        stored, *scale = FORMS[dtype].encode(torch.nn.functional.pad(values, (0, -len(values) % ROW)).view(-1, ROW))
+        states.append(values if dtype == torch.float32 else stored.view(-1)[: len(values)])
+        scales += [each.view(-1) for each in scale]
+    master = torch.zeros_like(shard.param, dtype=form.low) if form.low else shard.master
+    lists = ([shard.grad], [master], states, [shard.param], [shard.row_slot])
+    return functools.partial(zero_kernels.foreach_step, "adamw", *lists, **_scalars(shard), scales=scales or None)
+
+
+def _scalars(shard: Shard) -> dict[str, Any]:
+    device = shard.grad.device
+    hyper = zero_kernels.hyper_table(**HYPER, step=STEP, device=device)
+    return {
+        "hyper": hyper,
+        "grad_scale": torch.full((1,), 0.5, device=device),
+        "found_inf": torch.zeros(1, device=device),
+    }
+
+
+def adam_in_passes(shard: Shard, wide_grad: Tensor, make: Maker) -> Callable[[], None]:
+    """Update in several passes: widen and unscale, an optimizer's step on the fp32 master, cast the parameter back."""
+    step = torch.tensor(STEP - 1.0, device=shard.master.device)
+    parameter = torch.nn.Parameter(shard.master)
+    parameter.grad = wide_grad
+    optimizer = make([parameter])
+    optimizer.param_groups[0]["step"] = STEP - 1  # where apex and TransformerEngine count
+    optimizer.state[parameter] = {"step": step, "exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
+    scale = torch.full((1,), 0.5, device=shard.grad.device)
+
+    def widen_on_gpu() -> None:
+        torch.mul(shard.grad, scale, out=wide_grad)
+
+    def widen_on_cpu() -> None:  # two passes are torch's fastest way there: 33 ms of 64 Mi, a mixed mul takes 86
+        wide_grad.copy_(shard.grad).mul_(scale)
+
+    widen = widen_on_gpu if shard.grad.is_cuda else widen_on_cpu
+
+    def run() -> None:
+        widen()
+        optimizer.step()
+        shard.param.copy_(shard.master)
+
+    return run
+
+
+# -- pack and grad_stats -----------------------------------------------------------------------------------------------
+
+
+def pack(setting: Setting) -> Case:
+    """Gather gradients of transformer blocks into one bucket and scale them: 2 bytes read, 2 written an element."""
+    grads = [setting.random(numel) for numel in gradient_numels(setting.numel)]
+    bucket = torch.empty(setting.numel, device=setting.device, dtype=setting.torch_dtype)
+    numels = [grad.numel() for grad in grads]
+    offsets, views = [0, *accumulate(numels)][: len(numels)], list(bucket.split(numels))
+
+    def in_two_passes() -> None:
+        torch._foreach_copy_(views, grads)
+        bucket.mul_(0.5)
+
+    jobs: dict[str, Job] = {
+        name: [on_backend(name, lambda: zero_kernels.pack(grads, offsets, bucket, 0.5))] for name in setting.backends
+    }
+    jobs |= {TORCH: [in_two_passes], COPY: copy_job(setting, 4)}
+    return Case("pack", setting, 4, jobs)
+
+
+def gradient_numels(numel: int) -> list[int]:
+    """Give the sizes of gradients of transformer blocks, ``numel`` in all: four matrices and two vectors a block.
+
+    The width is the largest power of two up to 2048 with which there is at least one block.
+    """
+    width = next((2**k for k in range(11, 3, -1) if 12 * 4**k + 2 * 2**k <= numel), 0)
+    if not width:
+        return [numel]
+    block = [width, 3 * width**2, width**2, width, 4 * width**2, 4 * width**2]
+    blocks, rest = divmod(numel, sum(block))
+    return block * blocks + [rest] * (rest > 0)
+
+
+def grad_stats(setting: Setting) -> Case:
+    """Sum of squares and count of non-finite values: 2 bytes read an element."""
+    shard = setting.random(setting.numel)
+    one, found_inf = torch.ones(1, device=shard.device), torch.zeros(1, device=shard.device)
+
+    def norm() -> Tensor:
+        return torch.linalg.vector_norm(shard, dtype=torch.float32)
+
+    def check_then_norm() -> object:  # GradScaler.unscale_ with a scale of 1, so that gradients stay
+        torch._amp_foreach_non_finite_check_and_unscale_([shard], found_inf.zero_(), one)
+        return norm(), found_inf
+
+    no_check = shard.is_cuda and shard.dtype == torch.bfloat16  # torch's check does not take bf16 on CUDA
+    jobs: dict[str, Job] = {
+        name: [on_backend(name, lambda: zero_kernels.grad_stats(shard))] for name in setting.backends
+    }
+    jobs[TORCH] = [lambda: (norm(), shard.isfinite().all())] if no_check else [check_then_norm]
+    jobs[COPY] = copy_job(setting, 2)
+    return Case("grad_stats", setting, 2, jobs)

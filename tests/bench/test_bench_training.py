@@ -1,0 +1,294 @@
+"""``bench_training.py``: who is compared trains the same, who cannot is left out by name, rows add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import bench_training
+import counted_bytes
+import newton_schulz
+import pytest
+import torch
+import torch.distributed as dist
+from bench_training import QUESTIONS, TINY, TOLERANCE, Alone, Contest, of_all_ranks
+from contenders import WAYS, Task, keeps, train
+from counted_bytes import CountedTraffic
+from harness import run_ranks
+from ranks import RanksError
+from recorded import record_of
+from zero_optim.errors import ZeroOptimError
+
+FP32, BF16 = torch.float32, torch.bfloat16
+TASK = Task(TINY, BF16, batch=2)
+HYBRID, SLICED = replace(TASK, replicas=2), replace(TASK, config=replace(TINY, hidden=128, heads=2), slices=2)
+OURS = ("stage0", "stage1", "stage2", "stage3", "stage3_keep")
+BY_TORCH = ("ddp", "ddp_autocast", "zero_redundancy", "fsdp2", "fsdp2_zero2")
+MUONS = ("muon", "muon_stage3", "ddp_muon")
+SMALLER = [name for name, way in WAYS.items() if way.form]
+
+
+def contest_of(op: str, *names: str, ranks: int = 2, task: Task = TASK) -> Contest:
+    return Contest(op, QUESTIONS[op], task, ranks, names)
+
+
+# -- the same training -------------------------------------------------------------------------------------------------
+
+
+def train_all(rank: int, world_size: int) -> dict:
+    """(losses, norms, bytes of the last step) of each contender on this rank."""
+    results, alive = {}, []
+    for task in (TASK, replace(TASK, dtype=FP32)):
+        for name in (*OURS, *BY_TORCH):
+            if WAYS[name].bf16_only and task.dtype == FP32:
+                continue
+            training = WAYS[name].make(task)
+            alive.append(training)  # as in a measurement, where all of them train in turn
+            losses, norms = [], []
+            for _ in range(3):
+                with CountedTraffic() as traffic:
+                    for lap, work in training.laps.items():
+                        given = work()
+                        if lap == "clip":
+                            norms.append(float(given.full_tensor() if hasattr(given, "full_tensor") else given))
+                losses.append(training.last_loss())
+            results[task.dtype, name] = (losses, norms, traffic.bytes)
+    return results
+
+
+def test_the_contenders_train_the_same_model_and_communicate_as_they_must():
+    """Losses, and the norms that are clipped: the update itself does not feel a factor on gradients."""
+    results = run_ranks(2, train_all)
+    for of_rank in results:
+        for (dtype, name), (losses, norms, _) in of_rank.items():
+            expected, expected_norms, _ = of_rank[dtype, "ddp"]
+            assert expected[0] > expected[1] > expected[2] and min(expected_norms) > 1.0
+            fall = expected[0] - expected[-1]
+            assert losses == pytest.approx(expected, abs=min(fall / 10, TOLERANCE[dtype] * expected[0])), name
+            assert norms == pytest.approx(expected_norms, rel=4 * TOLERANCE[dtype]), name
+    assert results[0][FP32, "ddp"][0] != results[1][FP32, "ddp"][0], "ranks have windows of their own"
+    assert results[0][BF16, "stage1"][0] == results[0][BF16, "stage2"][0], "stages 1 and 2 are the same arithmetic"
+    check_communicated({name: of_one[2] for (dtype, name), of_one in results[0].items() if dtype == BF16}, across=0)
+
+
+def check_communicated(found: dict[str, int], across: int) -> None:
+    """Twice the parameters, and blocks once more where they are gathered twice. ``across``: bytes across replicas."""
+    sizes = {name: parameter.nbytes for name, parameter in TASK.model().named_parameters()}
+    whole, blocks = sum(sizes.values()), sum(size for name, size in sizes.items() if "blocks." in name)
+    for name, counted in found.items():
+        if name == "zero_redundancy":  # it broadcasts fp32 masters
+            continue
+        expected = (2 + across) * whole + blocks * WAYS[name].gathers_twice
+        assert expected <= counted < 1.02 * expected, name  # padding, and small vectors
+
+
+def of_topology(rank: int, world_size: int, task: Task) -> dict[str, tuple[list[float], int]]:
+    found = {}
+    for name in QUESTIONS["topologies"].contenders:
+        training = WAYS[name].make(task)
+        losses = train(training, 4)
+        with CountedTraffic() as traffic:
+            train(training, 1)
+        found[name] = (losses, traffic.bytes)
+    return found
+
+
+@pytest.mark.parametrize("task", [HYBRID, SLICED], ids=["hybrid", "tensor_parallel"])
+def test_topologies_train_alike(task):
+    """Across two replicas of two goes an all-reduce of the shards, whoever does it."""
+    results = run_ranks(4, of_topology, task)
+    for of_rank in results:
+        for name, (losses, _) in of_rank.items():
+            assert losses == pytest.approx(of_rank["stage2"][0], rel=2e-4), name
+    if task == HYBRID:
+        check_communicated({name: of_one[1] for name, of_one in results[0].items()}, across=1)
+
+
+def smaller(rank: int, world_size: int) -> dict[str, list[float]]:
+    return {name: train(WAYS[name].make(TASK), 5) for name in ("stage2", *SMALLER)}
+
+
+def test_smaller_state_trains_alike():
+    (of_rank, _) = run_ranks(2, smaller)
+    assert len(of_rank) == 1 + 3 * 7
+    for name in SMALLER:
+        assert of_rank[name] == pytest.approx(of_rank["stage2"], rel=TOLERANCE[BF16]), name
+
+
+def by_muon(rank: int, world_size: int) -> dict[str, tuple[list[float], newton_schulz.Iteration]]:
+    task = replace(TASK, config=replace(TINY, hidden=32, layers=3))
+    return {name: (train(WAYS[name].make(task), 5), newton_schulz.on_rank(task, name, 1)) for name in MUONS}
+
+
+def test_muon_trains_as_torchs_does_and_multiplies_each_matrix_once():
+    """Under DDP each rank has all matrices. Queries, keys and values together, up and down are long: polynomials of
+    two, two and one step take 11 of square matrices, and in each X goes in twice. The output takes 3 in each step."""
+    of_block = 32**3 * ((6 * 3 + 11) + 5 * 3 + 2 * (6 * 4 + 11))
+    found = run_ranks(2, by_muon)
+    for of_rank in found:
+        ours, at_stage_3, theirs = (of_rank[name][0] for name in MUONS)
+        assert ours == at_stage_3 == pytest.approx(theirs, rel=QUESTIONS["muon"].tolerance) and ours[-1] < ours[0]
+        assert all(0 < of_rank[name][1].part < 1 for name in MUONS)
+    multiplied = {name: [of_rank[name][1].multiplications for of_rank in found] for name in MUONS}
+    assert multiplied["ddp_muon"] == [3 * of_block] * 2
+    assert sum(multiplied["muon"]) == sum(multiplied["muon_stage3"]) == 3 * of_block
+    assert found[0]["muon"][1].padding >= 0 and found[0]["muon_stage3"][1].padding is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [*zip(newton_schulz.KINDS, (0.025, 0.42, 0.12), strict=True)], ids=newton_schulz.KINDS
+)
+def test_how_far_the_iteration_is_off(kind, most):
+    """Where small singular values are noise, or a thousandth of the largest, bf16 is further off, in either form."""
+    for gram in (False, True):
+        torch.manual_seed(0)
+        distance, longer = newton_schulz.error(newton_schulz.matrix(kind, 64, 256), gram)
+        assert most / 2.5 < distance < most and abs(longer) < 0.02
+
+
+# -- what is made of it ------------------------------------------------------------------------------------------------
+
+
+def test_a_training_that_differs_gives_no_figures():
+    alike = Alone((5.0, 4.5), (), 0)
+    contest = contest_of("train_step", "ddp", "stage1", task=replace(TASK, dtype=FP32))
+    bench_training.check_losses(contest, {"ddp": alike, "stage1": Alone((5.0, 4.5001), (), 0)})
+    with pytest.raises(ZeroOptimError, match="stage1 has loss 4.60000 in step 2, ddp 4.50000"):
+        bench_training.check_losses(contest, {"ddp": alike, "stage1": Alone((5.0, 4.6), (), 0)})
+    bench_training.check_losses(contest_of("forms", "stage2"), {"stage2": alike, "torchao": Alone((5.0, 4.6), (), 0)})
+
+
+def test_who_fails_is_left_out_and_ours_never(monkeypatch):
+    def fail(count, work, task, name, device):
+        if name != "ddp":
+            raise RanksError(f"rank 0: {name} broke")
+        return [Alone((5.0,), ("a",), 1, {"rest": 2, "start": 9}), Alone((6.0,), ("a",), 3, {"rest": 4, "start": 5})]
+
+    monkeypatch.setattr(bench_training, "on_ranks", fail)
+    alone, left_out = bench_training.train_alone(contest_of("train_step", "ddp", "fsdp2", "deepspeed1"))
+    assert alone == {"ddp": Alone([5.5], ("a",), 3, {"rest": 4, "start": 9})}
+    assert left_out == {"fsdp2": "rank 0: fsdp2 broke", "deepspeed1": "not installed"}
+    for op, name in (("train_step", "stage0"), ("stages", "fsdp2_zero2")):
+        with pytest.raises(ZeroOptimError, match=f"{op}: {name}: rank 0: {name} broke"):
+            bench_training.train_alone(contest_of(op, name))
+    assert of_all_ranks([Alone((1.0,), (), 0)]).memory is None
+
+
+def test_each_is_compared_with_the_fsdp2_that_has_its_setting():
+    names = QUESTIONS["stages"].contenders
+    contest = contest_of("stages", *names, ranks=4)
+    alone = {name: Alone((5.0,), ("forward",), 100, {"steady": 3}) for name in names}
+    times = {name: [[float(place)]] * 3 for place, name in enumerate(names, start=1)}
+    rows = {row["backend"]: row for row in bench_training.make_rows(contest, alone, times)}
+    with_fsdp2 = [name for name, row in rows.items() if row["baseline"] == "fsdp2"]
+    assert with_fsdp2 == ["stage3", "stage3_split", "stage3_small", "stage3_smallest", "fsdp2"]
+    assert {row["baseline"] for name, row in rows.items() if name not in with_fsdp2} == {"fsdp2_zero2"}
+    assert rows["stage3"]["vs_torch"] == 12 / 4 and rows["stage3_keep"]["vs_torch"] == 13 / 5
+    assert rows["stage0"]["tokens_per_s"] == 4 * 2 * 16 / 1e-3
+    assert (rows["stage0"]["communicated"], rows["stage0"]["memory"], rows["stage0"]["ranks"]) == (
+        100,
+        {"steady": 3},
+        4,
+    )
+
+
+def test_of_forms_the_update_is_compared_and_of_slices_the_tokens_of_a_row():
+    alone = {name: Alone((5.0,), ("forward", "update"), 0) for name in ("stage2", "stage2_int8")}
+    times = {"stage2": [[10.0, 4.0]], "stage2_int8": [[10.0, 2.0]]}
+    _, row = bench_training.make_rows(contest_of("forms", *alone, ranks=1), alone, times)
+    assert (row["ms"], row["vs_torch"], row["phases"]) == (2.0, 2.0, {"forward": 10.0, "update": 2.0})
+    assert row["tokens_per_s"] == pytest.approx(32 / 12e-3, rel=1e-4)
+    sliced = contest_of("topologies", "stage2", "fsdp2_zero2", ranks=4, task=SLICED)
+    times = {"stage2": [[1.0]], "fsdp2_zero2": [[1.0]]}
+    alone = {name: Alone((5.0,), ("forward",), 0) for name in times}
+    assert bench_training.make_rows(sliced, alone, times)[0]["tokens_per_s"] == 2 * 32 / 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("stage0", BF16, "parameters 2, gradients 2, state 12"),
+        ("stage2", FP32, "parameters 4, gradients 4/N, state 8/N"),
+        ("stage3_keep_split", BF16, "parameters 2/N, gradients 2/N, state 10/N"),
+        ("stage2_small", BF16, "parameters 2, gradients 2/N, state (4 + 1/16)/N"),
+        ("stage3_smallest", BF16, "parameters 2/N, gradients 2/N, state (3 + 1/16)/N"),
+        ("fsdp2", BF16, "parameters 4/N, gradients 4/N until zero_grad, state 8/N"),
+        ("ddp", BF16, None),
+    ],
+)
+def test_what_each_keeps(name, dtype, expected):
+    assert keeps(name, dtype) == expected
+
+
+# -- a whole run, on the tests' own ranks ------------------------------------------------------------------------------
+
+
+def call(rank: int, world_size: int, work, args: tuple) -> object:
+    """The workers live on: what they free they may keep."""
+    counted_bytes.return_what_is_freed = lambda: None
+    return work(*args)
+
+
+@pytest.fixture
+def pooled(monkeypatch):
+    monkeypatch.setattr(
+        bench_training, "on_ranks", lambda count, work, *args, device: run_ranks(count, call, work, args)
+    )
+    monkeypatch.setattr(bench_training, "SEQ", {"cpu": 16})
+
+
+def test_a_run(pooled, monkeypatch, tmp_path):
+    flags = ["--numel", "50000", "--rounds", "2", "--dtype", "fp32", "--tokens", "32", "--device", "cpu"]
+    record = record_of(
+        monkeypatch, tmp_path, bench_training, *flags, "--contenders", "stage2", "deepspeed1", "stage1", "ddp_autocast"
+    )
+    assert record["baselines"] == {"ddp_autocast": "in fp32 it is ddp", "deepspeed1": "not installed"}
+    rows = {row["backend"]: row for row in record["rows"]}
+    assert [*rows] == ["stage1", "stage2", "ddp"]
+    for row in rows.values():
+        assert (row["op"], row["dtype"], row["ranks"], row["rounds"]) == ("train_step", "fp32", 2, 2)
+        assert row["tokens_per_s"] == pytest.approx(2 * 32 / row["ms"] * 1e3, rel=1e-3)
+        assert row["vs_torch"] == pytest.approx(rows["ddp"]["ms"] / row["ms"], abs=1e-3)
+        assert row["phases"].keys() == {"forward", "backward", "clip", "update", "zero_grad"}
+        if counted_bytes.can_measure():
+            assert 0 < row["memory"]["steady"] <= row["memory"]["start"] < 2**30
+
+
+def test_a_run_of_muon_has_figures_of_the_iteration(pooled, monkeypatch, tmp_path):
+    flags = ["muon", "--numel", "50000", "--rounds", "1", "--ranks", "2", "--tokens", "32", "--device", "cpu"]
+    rows = record_of(monkeypatch, tmp_path, bench_training, *flags, "--contenders", "muon")["rows"]
+    assert [row["backend"] for row in rows] == ["muon", "ddp_muon"]
+    assert all(0 < row["newton_schulz"] < 1 and row["imbalance"] >= 1 for row in rows)
+    assert rows[1]["imbalance"] == 1 and rows[1]["padding"] is None and rows[0]["padding"] is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--contenders", "apex"], ["--contenders apex", "stage0", "fsdp2_zero2", "deepspeed2"]),
+        (["stages", "--contenders", "ddp"], ["--contenders ddp", "fsdp2"]),
+        (["--dtype", "fp16"], ["--dtype fp16", "bf16 or fp32"]),
+        (["--tokens", "100"], ["--tokens 100", "windows of 64"]),
+        (["--ranks", "0"], ["--ranks", "at least 1"]),
+        (["topologies", "--ranks", "3"], ["hybrid", "--ranks 3"]),
+        (["walkthrough"], ["walkthrough"]),
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments(run_here, arguments, parts):
+    outcome = run_here(bench_training.main)(*arguments, "--device", "cpu", "--no-write")
+    assert outcome.code == 2 and outcome.err.startswith("bench_training.py: ") and outcome.err.count("\n") == 1
+    assert all(part in outcome.err for part in parts), outcome.err
+
+
+def test_more_ranks_than_gpus(run_here, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    outcome = run_here(bench_training.main)("--device", "cuda", "--ranks", "4", "--no-write")
+    assert outcome.code == 2 and "--ranks 4: a rank needs a GPU of its own, and there are 2" in outcome.err
+
+
+def test_a_rank_of_its_own_processes():
+    """Not of the pool, once: what a script's ranks return comes back by pickle."""
+    found = bench_training.on_ranks(1, bench_training.alone_on_rank, replace(TASK, batch=1), "stage2")
+    assert not dist.is_initialized() and len(found[0].losses) == 5
+    assert found[0].laps == ["forward", "backward", "clip", "update", "zero_grad"]
