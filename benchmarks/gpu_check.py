@@ -142,7 +142,7 @@ def groups_of(part: str, device: str, out: Path, nccl: Path | None = None) -> li
         for name, more in (("nccl_one_queue", ONE_QUEUE), ("nccl_sanitized", SANITIZER)) if gpu else ():
             pairs = ranks("test_nccl_ranks", 100, {**more, **FEW}, "-k", "test_programs and 2-", name=name)
             again += split(pairs, 2)
-        overlap = script("overlap", 60, str(HERE / "gpu_overlap.py"))
+        overlap = script("overlap", 50, str(HERE / "gpu_overlap.py"))
         return [
             [pair],
             [tests("test_each_collective", 50, {}, *alone)],
@@ -165,7 +165,7 @@ def groups_of(part: str, device: str, out: Path, nccl: Path | None = None) -> li
             [script("memory", 60, str(HERE / "gpu_memory.py"), *params)],
             [script("trainer", 100, str(HERE / "gpu_trainer.py"), *training)],
             [bench("step", 60, *tiny)],
-            [script("stages", 90, f"{HERE / 'bench_training.py'} stages", "--ranks", "1", *tiny)],
+            [script("stages", 85, f"{HERE / 'bench_training.py'} stages", "--ranks", "1", *tiny)],
             [script("offload", 65, str(HERE / "bench_offload.py"), *stores)],
         ]
     interpreted = {} if gpu else {"TRITON_INTERPRET": "1"}

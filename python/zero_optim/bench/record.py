@@ -105,15 +105,14 @@ class Result:
             self._path = next(path for name in names if not (path := self._folder / f"{name}.json").exists())
         write_atomically(self._path, json.dumps(record, indent=1) + "\n")
 
-    def finish(self, draw: Callable[[Mapping[str, Any], Path], object] | None = None) -> None:
-        """Print the file's path, draw the plot beside it, and print that, or why there is none."""
+    def finish(self, draw: Callable[[Mapping[str, Any], Path], object]) -> None:
+        """Print the file's path, ``draw`` the plot beside it, and print that, or why there is none."""
         if self._path is None:
             return
         print(f"\n{self._path}")
         try:
-            from .plot import roofline
+            draw(self.record(), self._path.with_suffix(".png"))
         except ImportError as error:
             print(f"no plot: {error}; pip install matplotlib")
             return
-        (draw or roofline)(self.record(), self._path.with_suffix(".png"))
         print(self._path.with_suffix(".png"))

@@ -6,6 +6,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,8 +49,14 @@ def main(parsed: argparse.Namespace) -> int:
     if not result.rows:
         raise ZeroOptimError("nothing was measured: no case fits the device's memory; give smaller sizes by --numel")
     print(table(result.record()))
-    result.finish()
+    result.finish(_draw)
     return 0
+
+
+def _draw(record: Mapping[str, Any], path: Path) -> None:
+    from .plot import roofline  # matplotlib
+
+    roofline(record, path)
 
 
 def find_device(asked: str | None) -> torch.device:
