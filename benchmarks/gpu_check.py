@@ -159,13 +159,14 @@ def groups_of(part: str, device: str, out: Path, nccl: Path | None = None) -> li
             order += split(tests("test_work_order", 150, {**more, **FEW}, name=name), 5)
         small = ("--params", "4e6"), ("--tiny", "--steps", "3", "--stages", "0", "--dtypes", "bf16")
         params, training = ((), ()) if gpu else small
+        contenders = ("--contenders", "stage0", "stage2", "stage3")
         stores = ("--numel", "2^27", "--rounds", "5") if gpu else tiny
         return [
             order,
             [script("memory", 60, str(HERE / "gpu_memory.py"), *params)],
             [script("trainer", 100, str(HERE / "gpu_trainer.py"), *training)],
             [bench("step", 60, *tiny)],
-            [script("stages", 85, f"{HERE / 'bench_training.py'} stages", "--ranks", "1", *tiny)],
+            [script("stages", 85, f"{HERE / 'bench_training.py'} stages", "--ranks", "1", *contenders, *tiny)],
             [script("offload", 65, str(HERE / "bench_offload.py"), *stores)],
         ]
     interpreted = {} if gpu else {"TRITON_INTERPRET": "1"}

@@ -31,8 +31,11 @@ TIMES = (*SPREADS, *(f"timed {lap}" for lap in ("construction", "first step", *I
 COLUMNS = {
     **dict.fromkeys(("backend", *ABOUT), "{}"),
     **OF_OPS,
-    **dict.fromkeys(("versus", "freed", "of_disk save", "of_disk load", "imbalance", "padding", "loss"), "{:.3f}"),
+    **dict.fromkeys(
+        ("versus", "freed", "of_disk save", "of_disk load", "newton_schulz", "imbalance", "padding", "loss"), "{:.3f}"
+    ),
     "bound": "{}",
+    "us_per_parameter": "{:.1f}",
     **dict.fromkeys(("tokens_per_s", "buckets", "largest", "exchange", "idle", "pays_from"), "{:,.0f}"),
     **dict.fromkeys((*TIMES, "memory steady", "memory rest", "after", "peak", "communicated"), "{:,.1f}"),
     **dict.fromkeys(("held device", "held host", "held disk", "written", "extra save", "extra load"), "{:,.1f}"),

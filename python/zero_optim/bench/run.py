@@ -95,11 +95,12 @@ def table(record: Mapping[str, Any], columns: Mapping[str, str] = COLUMNS) -> st
     lines = [title(record)]
     blocks: dict[tuple[Any, ...], list[Row]] = {}
     for row in record["rows"]:
-        blocks.setdefault((row["op"], row["dtype"], row["numel"]), []).append(row)
-    for (op, dtype, numel), rows in blocks.items():
+        size = f"{row['numel']:,} elements" if "numel" in row else None
+        rounds = f"medians of {row['rounds']} rounds" if row.get("rounds") else None
+        blocks.setdefault((row["op"], row.get("dtype"), size, rounds), []).append(row)
+    for block, rows in blocks.items():
         shown = [key for key in columns if any(row.get(key) is not None for row in rows)]
-        rounds = f", medians of {rows[0]['rounds']} rounds" if "rounds" in rows[0] else ""
-        lines += ["", f"{op}, {dtype}, {numel:,} elements{rounds}"]
+        lines += ["", ", ".join(filter(None, block))]
         lines += aligned([shown, *([_text(row.get(key), columns[key]) for key in shown] for row in rows)])
         for row in rows:
             if row.get("phases"):
