@@ -1,14 +1,13 @@
 """Small trainings whose result depends on the order of work, on a device and over ranks, and what they must give.
 
-``train(rank, world_size, program, device)`` runs one rank of a program; ``expected(program, world_size, rank)`` is that
-rank's result by ``torch.optim`` in one process on the CPU, from the mean of all ranks' gradients; ``check`` compares
-the two. A program is correct: it keeps the library's rules, and orders its own streams as CUDA asks.
+``train`` runs one rank of a program; ``expected`` is that rank's result by ``torch.optim`` in one process on the CPU,
+from the mean of all ranks' gradients; ``check`` compares the two. A program is correct: it keeps the library's rules,
+and orders its own streams as CUDA asks.
 
-Everything is fp32. Inputs are multiples of 1/4, made on the CPU. Arithmetic is not exact: matrix products and the norm
-add up in an order that depends on the device. ``eps`` is large beside the rounding of a gradient, so that Adam divides
-no rounding error by a number of its own size. All results of ``expected`` lie within 1e-7 of what float64 gives (seen
-at widths 16 and 256, on 1 and 4 ranks). TOLERANCE is twenty times that, and a step moves a parameter by 1e-3 to 1e-2.
-So a gradient or a parameter that is read too early shows.
+Everything is fp32. Arithmetic is not exact: matrix products and the norm add up in an order that depends on the device.
+``eps`` is large beside the rounding of a gradient, so that Adam divides no rounding error by a number of its own size.
+All results of ``expected`` lie within 1e-7 of those in float64 (seen at widths 16 and 256, on 1 and 4 ranks). TOLERANCE
+is twenty times that, and a step moves a parameter by 1e-3 to 1e-2, so a value that is read too early shows.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ import copy
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from simulated_gpu.switch import the_device
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_cases import Planned, maybe_no_sync, raise_in_backward
@@ -52,47 +52,34 @@ WHAT: Mapping[str, Sequence[int]] = {
     "used twice": ALL,  # each weight, within the forward of its unit
     "zeroed at once": ALL,  # one more backward a step, whose gradients are dropped as soon as it returns
     "zeroed between": ALL,  # the first of three micro-batches is dropped, by model.zero_grad()
+    "zeroed in place": ALL,  # one more backward a step, dropped by zero_grad(set_to_none=False)
+    "zeroed locally": ALL,  # of three micro-batches the second is under no_sync; two are dropped in place behind it
     "relaid": (1, 2),  # modules are registered in another order than called; the first step leaves gathers under way
     "overlapped": (1, 2),  # at stage 0 and at stage 3 a step gathers nothing
+    "overlapped, saved and loaded": (1, 2),
     "checkpointed": ALL,
-    "checkpointed, re-entrant": ALL,
     "offloaded": (3,),  # forwards alone, of a model that is on the CPU
     "two optimizers": ALL,
+    "two optimizers, zeroed": ALL,  # as "zeroed at once"
+    "two optimizers, in place": ALL,  # as "zeroed in place"
     "clipped": ALL,
     "read": ALL,  # gradients, as soon as backward returns
     "saved and loaded": ALL,
     "raised": ALL,  # one more backward in step 1, which raises on the last rank and is dropped
-    "raised at the end": ALL,  # each backward, on the last rank, when all gradients are there; they are clipped
     "raised, zeroed in place": (1, 2, 3),  # the same, dropped by model.zero_grad(set_to_none=False)
-    "raised, then read": (0,),  # the same as "raised"; what it has left is read, once it is settled, and dropped
-    "zeroed in place": ALL,  # one more backward a step, dropped by zero_grad(set_to_none=False)
-    "zeroed locally": ALL,  # of three micro-batches the second is under no_sync; two are dropped in place behind it
-    "zeroed, then no_sync": ALL,  # as "zeroed at once"; the next backward comes under no_sync
-    "two optimizers, zeroed": ALL,  # as "zeroed at once"
-    "two optimizers, in place": ALL,  # as "zeroed in place"
-    "two optimizers, locally": ALL,  # as "zeroed locally"
-    "two optimizers, some zeroed": ALL,  # one more backward a step: all biases lose its gradient, then weights do
-    "overlapped, stepped twice": (1, 2),  # without a gradient, and without a forward between
-    "overlapped, saved and loaded": (1, 2),
-    "relaid, saved at first": (1, 2),  # saved in the order of before the first step
     "remade": ALL,  # two optimizers are closed, one after a step and one after a backward; others go on
     "thawed": ALL,  # the first layer is frozen in the first step
-    "thawed, no_sync": ALL,  # both
     "half thawed, no_sync": ALL,  # the last block is frozen in the first step; the head, beside it, is used twice
     "closed": ALL,  # the optimizer, as soon as its last step returns; a forward follows
-    "beside other work": ALL,  # of the program's own on the other stream, which waits for nothing of the library's
-    "kept, on two streams": (3,),  # evaluated on the other stream, where units stay whole; then trained on this one
-    "dropped": ALL,  # a further step, on one more backward that is dropped by model.zero_grad()
     "edited": ALL,  # a parameter is halved after each step, within gather_parameters(writeback=True)
     "evaluated": ALL,  # in inference mode, between backward and step
     "kept": (3,),  # units stay whole after a forward; also saved and loaded, with a forward before it loads
+    "kept, on two streams": (3,),  # evaluated on the other stream, where units stay whole; then trained on this one
     "nodes": (3,),  # of two ranks
     "prefetched": (3,),  # three units ahead
     "graph": (3,),  # of backward: create_graph=True
-    "offloaded, edited": (3,),  # loaded, and written to, between forwards, on the other stream
     "paged": ALL,
     "paged, saved and loaded": ALL,
-    "paged, thawed": ALL,
     "paged, some stay, clipped": ALL,
     "paged, as there is room": ALL,
     "updated on the host": ALL,
@@ -100,24 +87,19 @@ WHAT: Mapping[str, Sequence[int]] = {
     "updated on the host, saved and loaded": ALL,
     "updated on the host, zeroed in place": ALL,
     "updated on the host, overlapped": (1, 2),
-    "updated on the host, remade": ALL,
     "parameters on the host": (3,),
-    "parameters on the host, saved and loaded": (3,),
     "parameters on the host, edited": (3,),
     "parameters on the host, paged": (3,),
     "parameters on the host, updated there": (3,),
-    "parameters on the host, updated there, edited": (3,),
     "several rules, clipped": ALL,  # biases are SGD's: at stage 3 a unit has two buckets
-    "paged, several rules, saved and loaded": ALL,
     "muon, clipped": ALL,  # weights are Muon's, and biases AdamW's
-    "paged, muon, saved and loaded": ALL,
-    "parameters on the host, muon": (3,),
 }
 """What a program does, and the stages at which it is allowed. A name may begin with one of STORES."""
 
-MICRO_BATCHES = {"micro-batches": 3, "no_sync": 3, "zeroed between": 3, "zeroed, then no_sync": 2}
-MICRO_BATCHES |= {"thawed, no_sync": 3, "half thawed, no_sync": 3, "zeroed locally": 3, "two optimizers, locally": 3}
-CLIPPED = ("clipped", "raised at the end", "several rules, clipped", "muon, clipped")
+MICRO_BATCHES = dict.fromkeys(
+    ("micro-batches", "no_sync", "zeroed between", "half thawed, no_sync", "zeroed locally"), 3
+)
+CLIPPED = ("clipped", "several rules, clipped", "muon, clipped")
 SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "kept, on two streams": {"reshard_after_forward": False},
@@ -187,7 +169,7 @@ class OrderProgram:
         return 2 * self.width if self.by_muon else ROWS
 
     def tolerance(self, name: str) -> float:
-        """``name``: of a parameter; empty: of a loss or a norm."""
+        """``name``: as in Trained."""
         if not self.by_muon:
             return TOLERANCE
         return OF_MUON if self.has_other_rule(name) else BESIDE_MUON
@@ -195,8 +177,7 @@ class OrderProgram:
     @property
     def overlaps(self) -> bool:
         """Whether a step leaves gathers under way."""
-        in_this_way = self.act in ("remade", "closed") and self.stage in (1, 2)
-        return in_this_way or self.act.startswith(("relaid", "overlapped"))
+        return self.stage in (1, 2) and self.act.startswith(("relaid", "overlapped", "remade", "closed"))
 
     @property
     def not_trained_on(self) -> str:
@@ -216,11 +197,11 @@ class OrderProgram:
     @property
     def offloaded(self) -> bool:
         """Such a model is not trained."""
-        return self.act.startswith("offloaded")
+        return self.act == "offloaded"
 
     def counted(self) -> Sequence[int]:
         """The micro-batches of a step whose gradients count."""
-        dropped = 2 if self.act.endswith("locally") else int(self.act == "zeroed between")
+        dropped = {"zeroed locally": 2, "zeroed between": 1}.get(self.act, 0)
         return range(dropped, self.micro_batches)
 
 
@@ -253,26 +234,15 @@ def programs_on_one_stream(width: int = 16) -> list[OrderProgram]:
 
 @dataclass(frozen=True)
 class Part:
-    """The elements of a flat gradient from ``start`` on, as many as ``values`` has."""
+    """The elements of a flat tensor from ``start`` on, as many as ``values`` has."""
 
-    start: int
     values: Tensor
+    start: int = 0
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What one rank has, on the CPU.
-
-    Attributes:
-        losses: of every counted backward, in turn.
-        norms: of each step and optimizer, before clipping.
-        gradients: of every step that read them, by name.
-    """
-
-    parameters: dict[str, Tensor]
-    losses: list[float]
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Part]] = field(default_factory=list)
+Trained = dict[str, Part]
+"""What one rank has, on the CPU: each parameter, "losses" of every counted backward, "norms" of each step and optimizer
+before clipping, and "gradient NAME of step N" for every step that read them."""
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -291,15 +261,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """[rows, width] to [rows, width]. ``raising``: whether the next backward raises: between the second and the first
-    block, or at its end. Backward hands a gradient to every layer from a product with its weights, so that it reads
-    them."""
+    """[rows, width] to [rows, width]. ``raising``: whether the next backward raises between its last two blocks."""
 
     def __init__(self, program: OrderProgram) -> None:
         super().__init__()
         self.act, self.raising = program.act, False
         blocks = [Block(program.width, twice=program.act == "used twice") for _ in range(DEPTH)]
-        if program.act.startswith("relaid"):  # as a model whose layers are registered from the last to the first
+        if program.act == "relaid":  # as a model whose layers are registered from the last to the first
             self.head, self.blocks = nn.Linear(program.width, program.width), nn.ModuleList(blocks)
             self.stem = nn.Linear(program.width, program.width)
         else:
@@ -307,19 +275,12 @@ class Net(nn.Module):
             self.head = nn.Linear(program.width, program.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.raising and self.act == "raised at the end":
-            x = raise_in_backward(x.detach().requires_grad_())
         x = self.stem(x)
-        for number, block in enumerate(reversed(self.blocks) if self.act.startswith("relaid") else self.blocks):
-            if self.raising and number == 1 and self.act != "raised at the end":
+        for number, block in enumerate(reversed(self.blocks) if self.act == "relaid" else self.blocks):
+            if self.raising and number == 1:
                 x = raise_in_backward(x)
-            x = self._through(block, x)
-        return self.head(self.head(x)) if self.act.startswith("half thawed") else self.head(x)
-
-    def _through(self, block: nn.Module, x: Tensor) -> Tensor:
-        if self.act.startswith("checkpointed"):
-            return checkpoint(block, x, use_reentrant=self.act.endswith("re-entrant"))
-        return block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.act == "checkpointed" else block(x)
+        return self.head(self.head(x)) if self.act == "half thawed, no_sync" else self.head(x)
 
 
 def make_model(program: OrderProgram) -> nn.Sequential:
@@ -386,16 +347,26 @@ def train(
         run = None if program.offloaded else Run(program, model, rank, world_size, inputs, streams, process_group)
     streams.follow(program.trained_on, program.made_on)
     with streams.on(program.trained_on):
-        losses = _forwards(program, model, inputs, streams, device) if run is None else run.train()
+        losses = _forwards(model, inputs, streams) if run is None else run.train()
     streams.follow(DEFAULT, program.trained_on)  # what comes now reads the results there
-    trained = Trained(
-        _parameters(model),
-        [float(loss) for loss in losses],
-        [] if run is None else [float(norm) for norm in run.norms],
-        [] if run is None else [{n: Part(p.start, p.values.cpu()) for n, p in read.items()} for read in run.gradients],
-    )
+    values = {name: Part(value) for name, value in _parameters(model).items()}
+    values["losses"] = Part(torch.tensor([float(loss) for loss in losses], device="cpu"))
+    if run is not None:
+        values["norms"] = Part(torch.tensor([float(norm) for norm in run.norms], device="cpu"))
+        values |= {name: Part(part.values.cpu(), part.start) for name, part in run.gradients.items()}
     if run is not None:
         run.close()
+    return values
+
+
+def train_all(rank: int, world_size: int, programs: Sequence[OrderProgram]) -> list[Trained]:
+    """``train`` for each, on the simulated GPU, or on the CPU where none is simulated. An error names its program."""
+    trained = []
+    for program in programs:
+        try:
+            trained.append(train(rank, world_size, program, the_device()))
+        except Exception as error:
+            raise RuntimeError(f"{program}") from error
     return trained
 
 
@@ -433,33 +404,20 @@ class Inputs:
         return self._of[step, micro]
 
 
-def _forwards(
-    program: OrderProgram, model: nn.Sequential, inputs: Inputs, streams: Streams, device: torch.device
-) -> list[Tensor]:
-    """Shards in host memory are the library's: what is on another stream need not wait for the forwards."""
+@torch.inference_mode()
+def _forwards(model: nn.Sequential, inputs: Inputs, streams: Streams) -> list[Tensor]:
     losses = []
     for step in range(STEPS):
-        if program.act == "offloaded, edited":
-            with streams.on(program.not_trained_on):
-                _edit_offloaded(program, model, step, device)
-        with torch.inference_mode():
-            streams.busy()
-            losses.append(loss_of(model, inputs(step)))
+        streams.busy()
+        losses.append(loss_of(model, inputs(step)))
     return losses
-
-
-def _edit_offloaded(program: OrderProgram, model: nn.Sequential, step: int, device: torch.device) -> None:
-    if step == 1:
-        model.load_state_dict({name: value.to(device) / 2 for name, value in make_model(program).state_dict().items()})
-    elif step == 2:
-        edit(model)
 
 
 def freeze(program: OrderProgram, model: nn.Sequential, step: int) -> None:
     """The layers that are frozen in this step, and no others."""
-    if program.act.startswith("thawed"):
+    if program.act == "thawed":
         model[0].stem.requires_grad_(step > 0)
-    if program.act.startswith("half thawed"):
+    if program.act == "half thawed, no_sync":
         model[0].blocks[-1].requires_grad_(step > 0)
 
 
@@ -480,29 +438,26 @@ def _parameters(model: nn.Sequential) -> dict[str, Tensor]:
     with contextlib.ExitStack() as stack:
         for net in model:
             stack.enter_context(zero_optim.gather_parameters(net))
-        return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+        return {name: parameter.detach().flatten().cpu().clone() for name, parameter in model.named_parameters()}
 
 
+@dataclass
 class Run:
     """A model in training. Collective, as its methods are; ``losses``, ``norms`` and ``gradients`` fill up."""
 
-    def __init__(
-        self,
-        program: OrderProgram,
-        model: nn.Sequential,
-        rank: int,
-        world_size: int,
-        inputs: Inputs,
-        streams: Streams,
-        process_group: Any,
-    ) -> None:
-        self.program, self.model, self.rank, self.world_size = program, model, rank, world_size
-        self.inputs, self.streams, self.process_group = inputs, streams, process_group
+    program: OrderProgram
+    model: nn.Sequential
+    rank: int
+    world_size: int
+    inputs: Inputs
+    streams: Streams
+    process_group: Any
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Part] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.make_optimizers()
-        model[0].raising = program.act == "raised at the end" and rank == world_size - 1
-        self.losses: list[Tensor] = []
-        self.norms: list[Tensor] = []
-        self.gradients: list[dict[str, Part]] = []
 
     def make_optimizers(self) -> None:
         owned = _owned(self.program, [*self.model.named_parameters()])
@@ -514,30 +469,19 @@ class Run:
         what = self.program.act
         for step in range(STEPS):
             freeze(self.program, self.model, step)
-            if step == (0 if what == "relaid, saved at first" else SAVED) and ("saved" in what or what == "kept"):
+            if step == SAVED and ("saved" in what or what == "kept"):
                 self.save_and_load()
-            if what.startswith("raised") and what != "raised at the end" and step == 1:
+            if what.startswith("raised") and step == 1:
                 self.raise_and_drop()
-            if what in ("zeroed at once", "zeroed, then no_sync", "two optimizers, zeroed"):
+            if what in ("zeroed at once", "two optimizers, zeroed"):
                 self.backward(step, JUNK)
                 self.zero_grad()
             if what in ("zeroed in place", "two optimizers, in place"):
                 self.backward(step, JUNK)
                 self.zero_grad(set_to_none=False)
-            if what == "two optimizers, some zeroed":
-                self.backward(step, JUNK)
-                self.drop(("bias",))
-                self.backward(step, JUNK)
-                self.drop(("bias", "weight"))
             self.losses += self.step(step)
             if what == "edited":
                 edit(self.model)
-            if what == "overlapped, stepped twice":
-                self.step_optimizers()
-            if what == "dropped":
-                self.backward(step, JUNK)
-                self.model.zero_grad()
-                self.step_optimizers()
             if what == "remade" and step in (0, 1):
                 self.remake(after_backward=step == 1)
         if what == "closed":
@@ -560,16 +504,17 @@ class Run:
                 losses.append(self.backward(step, micro))
             if what == "zeroed between" and micro == 0:
                 self.model.zero_grad()
-            if what.endswith("locally") and micro == 1:
+            if what == "zeroed locally" and micro == 1:
                 self.model.zero_grad(set_to_none=False)
         if what == "read":
-            self.gradients.append({name: _read(p.grad) for name, p in self.model.named_parameters()})
+            named = self.model.named_parameters()
+            self.gradients |= {f"gradient {name} of step {step}": _read(p.grad) for name, p in named}
         if what in CLIPPED:
             self.norms += [optimizer.clip_grad_norm_(MAX_NORM) for optimizer in self.optimizers]
         if what == "evaluated":
             self.evaluate(step)
         self.step_optimizers()
-        if what in ("beside other work", "kept, on two streams"):
+        if what == "kept, on two streams":
             self.work_on_the_other_stream()
         if what == "kept":
             self.evaluate(step)
@@ -577,10 +522,9 @@ class Run:
 
     def stays_local(self, micro: int) -> bool:
         """Whether this micro-batch's backward is under no_sync."""
-        last = micro + 1 == self.program.micro_batches
-        return (self.program.act.endswith("no_sync") and not last) or (
-            self.program.act.endswith("locally") and micro == 1
-        )
+        if self.program.act == "zeroed locally":
+            return micro == 1
+        return self.program.act.endswith("no_sync") and micro + 1 < self.program.micro_batches
 
     def step_optimizers(self) -> None:
         for optimizer in self.optimizers:
@@ -608,10 +552,7 @@ class Run:
         if self.rank == (step + micro) % self.world_size:
             self.streams.busy()
         loss = loss_of(self.model, self.inputs(step, micro))
-        if self.program.act == "beside other work":
-            self.work_on_the_other_stream()
-        planned = [Planned] if self.program.act == "raised at the end" else []
-        with warnings.catch_warnings(), contextlib.suppress(*planned):
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
             loss.backward(create_graph=self.program.act == "graph")
         return loss.detach()
@@ -627,21 +568,12 @@ class Run:
             # Autograd may have added up on that stream, and waits for none where a backward raises.
             self.streams.follow(self.program.trained_on, self.program.made_on)
             self.model.zero_grad(set_to_none=False)
-            return
-        if what == "raised, then read":
-            self.optimizers[0].settle()
-            for grad in [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]:
-                _read(grad)
-        self.zero_grad()
+        else:
+            self.zero_grad()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
-
-    def drop(self, kinds: tuple[str, ...]) -> None:
-        for name, parameter in self.model.named_parameters():
-            if name.endswith(kinds):
-                parameter.grad = None
 
     def save_and_load(self) -> None:
         """With a step between, which does not count."""
@@ -711,8 +643,8 @@ def _make_optimizer(program: OrderProgram, named: Sequence[tuple[str, Any]], pro
 def _read(grad: Any) -> Part:
     """A copy, made on the current stream: all of a gradient, or this rank's part of it."""
     if hasattr(grad, "local"):
-        return Part(grad.start, grad.local.detach().clone())
-    return Part(0, grad.detach().flatten().clone())
+        return Part(grad.local.detach().clone(), grad.start)
+    return Part(grad.detach().flatten().clone())
 
 
 # ---- what it must give -----------------------------------------------------------------------------------------------
@@ -738,18 +670,16 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
             optimizers.append(torch.optim.Muon(others, **MUON) if program.by_muon else torch.optim.SGD(others, **SGD))
     losses: list[list[float]] = [[] for _ in range(world_size)]
     norms: list[float] = []
-    gradients: list[dict[str, Part]] = []
+    read: Trained = {}
     for step in range(STEPS):
         freeze(program, model, step)
-        if program.act == "offloaded, edited":
-            _edit_offloaded(program, model, step, torch.device("cpu"))
         for rank in range(world_size):
             for micro in program.counted():
                 loss = loss_of(model, make_input(program, rank, step, micro))
                 losses[rank].append(loss.item())
                 (loss / world_size).backward()  # gradients add up to their mean
         if program.act == "read":
-            gradients.append({name: Part(0, p.grad.flatten().clone()) for name, p in named.items()})
+            read |= {f"gradient {name} of step {step}": Part(p.grad.flatten().clone()) for name, p in named.items()}
         if program.act in CLIPPED:
             norms += [float(nn.utils.clip_grad_norm_(own, MAX_NORM)) for own in owned]
         for optimizer in optimizers if not program.offloaded else ():
@@ -757,49 +687,26 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
             optimizer.zero_grad()
         if program.act == "edited":
             edit(model)
-    parameters = {name: p.detach().clone() for name, p in named.items()}
-    return [Trained(parameters, losses[rank], norms, gradients) for rank in range(world_size)]
+    same = read | {name: Part(p.detach().flatten().clone()) for name, p in named.items()}
+    if not program.offloaded:
+        same["norms"] = Part(torch.tensor(norms))
+    return [same | {"losses": Part(torch.tensor(of_rank))} for of_rank in losses]
 
 
-Tolerance = Callable[[str], float]
-"""See ``OrderProgram.tolerance``."""
-
-
-def difference(got: Trained, want: Trained, tolerance: Tolerance = lambda name: TOLERANCE) -> str:
-    """Empty when all is within ``tolerance``; else what is not, and by how much."""
-    found = list(_differences(got, want, tolerance))
-    return "; ".join(found[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
-
-
-def _differences(got: Trained, want: Trained, tolerance: Tolerance) -> Iterator[str]:
-    yield from _of_tensors("parameter", got.parameters, want.parameters, tolerance)
-    for name, a, b in (("losses", got.losses, want.losses), ("norms", got.norms, want.norms)):
-        yield from _of_tensors(name, {"": torch.tensor(a)}, {"": torch.tensor(b)}, tolerance)
-    if len(got.gradients) != len(want.gradients):
-        yield f"gradients were read in {len(got.gradients)} steps instead of {len(want.gradients)}"
-        return
-    for step, (parts, whole) in enumerate(zip(got.gradients, want.gradients, strict=True)):
-        wanted = {n: whole[n].values[part.start : part.start + part.values.numel()] for n, part in parts.items()}
-        yield from _of_tensors(
-            f"step {step}, gradient", {n: part.values for n, part in parts.items()}, wanted, tolerance
-        )
-
-
-def _of_tensors(
-    what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: Tolerance
-) -> Iterator[str]:
-    if got.keys() != want.keys():
-        yield f"{what}s {sorted(got.keys() ^ want.keys())} are on one side alone"
-        return
-    for name, b in want.items():
-        a = got[name]
+def difference(got: Trained, want: Trained, tolerance: Callable[[str], float] = lambda name: TOLERANCE) -> str:
+    """Empty when all is within ``tolerance``, by name; else what is not, and by how much."""
+    found = [f"{name} is on one side alone" for name in got.keys() ^ want.keys()]
+    for name in got.keys() & want.keys():
+        a, first = got[name].values, got[name].start
+        b = want[name].values[first : first + a.numel()]
         if a.shape != b.shape:
-            yield f"{what} {name}: {tuple(a.shape)} instead of {tuple(b.shape)}"
-        elif a.numel():
-            off = (a.double() - b.double()).abs()
-            wrong = ~(off <= tolerance(name))  # NaN is, too
-            if bool(wrong.any()):
-                yield f"{what} {name}: off by {float(off.max()):.2g} in {int(wrong.sum())} of {a.numel()}"
+            found.append(f"{name}: {a.numel()} elements instead of {b.numel()}")
+            continue
+        off = (a.double() - b.double()).abs()
+        wrong = ~(off <= tolerance(name))  # NaN is, too
+        if bool(wrong.any()):
+            found.append(f"{name}: off by {float(off.max()):.2g} in {int(wrong.sum())} of {a.numel()}")
+    return "; ".join(sorted(found)[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
 
 
 def wrong(by_rank: Sequence[Sequence[Trained]], programs: Sequence[OrderProgram]) -> list[str]:

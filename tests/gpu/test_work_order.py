@@ -21,8 +21,8 @@ from order_programs import (
     DEFAULT,
     STREAMS,
     OrderProgram,
+    Part,
     Streams,
-    Trained,
     check,
     difference,
     expected,
@@ -121,14 +121,14 @@ def test_a_program_orders_its_own_streams(made_on: str, trained_on: str) -> None
 
 def test_a_wrong_number_is_told() -> None:
     program = OrderProgram(2, "read")
-    right = expected(program, 2)
+    right, other_rank = expected(program, 2), expected(program, 2, rank=1)
     assert difference(right, right) == ""
-    name = next(iter(right.parameters))
-    moved = {**right.parameters, name: right.parameters[name] + 1e-5}
-    assert f"parameter {name}: off by" in difference(Trained(moved, right.losses, [], right.gradients), right)
-    late = Trained(right.parameters, expected(program, 2, rank=1).losses, [], right.gradients[1:] + right.gradients[:1])
-    assert "losses" in (found := difference(late, right)) and "step 0, gradient" in found
-    assert difference(Trained({}, [], [], []), right)
+    name = "0.stem.weight"
+    assert f"{name}: off by" in difference({**right, name: Part(right[name].values + 1e-5)}, right)
+    assert difference({**right, "losses": other_rank["losses"]}, right).startswith("losses: off by")
+    early = {**right, f"gradient {name} of step 1": right[f"gradient {name} of step 0"]}
+    assert difference(early, right).startswith(f"gradient {name} of step 1: off by")
+    assert difference({}, right)
 
 
 def test_programs_differ_where_their_results_must() -> None:

@@ -6,10 +6,8 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstdint>
 #include <mutex>
-#include <random>
 #include <string>
 
 #include <c10/util/Exception.h>
@@ -39,26 +37,20 @@ inline bool includes(const Clock& clock, const Clock& other) {
   return true;
 }
 
-// What a query of an event or a stream says, where the host has not waited for it: see Timelines::arrived.
-enum class Arrival { kNever, kRandom, kAlways };
-
 // A point of a stream. What it stands for changes when it is recorded again, as with CUDA's.
 struct Event {
   Clock clock{};
-  std::chrono::steady_clock::time_point recorded;
 };
 
 // All timelines of the process. Whoever calls a member function holds the lock.
 class Timelines {
  public:
   std::mutex lock;
-  uint64_t launches = 0;
 
   // A kernel is launched on the stream, after all that the host knows to be over.
   void launch(int stream) {
     join(clocks_[stream], clocks_[kHost]);
     ++clocks_[stream][stream];
-    ++launches;
   }
   // The host itself reads or writes memory.
   void host_works() { ++clocks_[kHost][kHost]; }
@@ -66,7 +58,6 @@ class Timelines {
   void record(int stream, Event& event) {
     join(clocks_[stream], clocks_[kHost]);
     event.clock = clocks_[stream];
-    event.recorded = std::chrono::steady_clock::now();
   }
   // Later work of the stream comes after the event.
   void block(const Event& event, int stream) { join(clocks_[stream], event.clock); }
@@ -78,13 +69,9 @@ class Timelines {
     for (int stream = 0; stream < kHost; ++stream) synchronize(stream);
   }
 
-  // A query. A host that is told "it is over" has learned so: that orders what it does next, as a wait would.
-  bool arrived(const Event& event) { return arrived(event.clock); }
-  bool arrived(int stream) { return arrived(clocks_[stream]); }
-  void set_arrival(Arrival arrival, uint64_t seed) {
-    arrival_ = arrival;
-    coin_.seed(seed);
-  }
+  // A query: everything is late, so only what the host has waited for is over.
+  bool arrived(const Event& event) const { return includes(clocks_[kHost], event.clock); }
+  bool arrived(int stream) const { return includes(clocks_[kHost], clocks_[stream]); }
 
   // The number of a timeline's last piece of work.
   uint64_t now(int timeline) const { return clocks_[timeline][timeline]; }
@@ -102,9 +89,7 @@ class Timelines {
     return kFirstOfPools + pool * kStreamsPerPool + handed_out_[pool]++ % kStreamsPerPool;
   }
   int next_own_stream() {
-    TORCH_CHECK(
-        own_streams_ < kHost - kFirstOwnStream, "the simulated device has ", kHost - kFirstOwnStream,
-        " streams for collectives, and all are taken; clear() takes them back");
+    TORCH_CHECK(own_streams_ < kHost - kFirstOwnStream, "the simulated device has no stream left for a collective");
     return kFirstOwnStream + own_streams_++;
   }
 
@@ -116,18 +101,9 @@ class Timelines {
   }
 
  private:
-  bool arrived(const Clock& clock) {
-    if (includes(clocks_[kHost], clock)) return true;
-    if (arrival_ == Arrival::kNever || (arrival_ == Arrival::kRandom && coin_() % 2 == 0)) return false;
-    join(clocks_[kHost], clock);
-    return true;
-  }
-
   std::array<Clock, kTimelines> clocks_{};
   std::array<int, kPriorities> handed_out_{};
   int own_streams_ = 0;
-  Arrival arrival_ = Arrival::kNever;
-  std::mt19937_64 coin_;
 };
 
 // Never destroyed: memory is freed until the process ends.

@@ -18,15 +18,6 @@ const bool allocator_is_set = [] {
   return true;
 }();
 
-void set_arrival(const std::string& name, int64_t seed) {
-  static const std::unordered_map<std::string, Arrival> kNames{
-      {"never", Arrival::kNever}, {"random", Arrival::kRandom}, {"always", Arrival::kAlways}};
-  auto found = kNames.find(name);
-  TORCH_CHECK(found != kNames.end(), "arrival is never, random or always, not ", name);
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  timelines().set_arrival(found->second, seed);
-}
-
 int64_t new_stream() {
   std::lock_guard<std::mutex> guard(timelines().lock);
   return timelines().next_own_stream();
@@ -37,13 +28,9 @@ void restart() {
   timelines().restart();
 }
 
-std::vector<int64_t> counts() {
+std::vector<int64_t> bytes() {
   std::lock_guard<std::mutex> guard(timelines().lock);
-  const Memory& all = memory();
-  return {
-      static_cast<int64_t>(timelines().launches), static_cast<int64_t>(all.accesses),
-      static_cast<int64_t>(all.blocks()), static_cast<int64_t>(all.device_bytes),
-      static_cast<int64_t>(all.device_peak)};
+  return {static_cast<int64_t>(memory().device_bytes), static_cast<int64_t>(memory().device_peak)};
 }
 
 void reset_peak() {
@@ -110,7 +97,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", &simulated_gpu::record_stream);
 }
 
-// Streams are numbers here; device.py and ops.py say what each function does.
+// Streams are numbers here; device.py says what each function does.
 TORCH_LIBRARY(simulated_gpu, m) {
   using namespace simulated_gpu;
   m.def("new_stream() -> int", &new_stream);
@@ -124,13 +111,9 @@ TORCH_LIBRARY(simulated_gpu, m) {
       "host_access(Tensor tensor, bool write, str what) -> ()",
       [](const at::Tensor& tensor, bool write, const std::string& what) { host_access(tensor, write, what); });
   m.def("alias(Tensor tensor) -> Tensor", [](const at::Tensor& tensor) { return cpu_alias(tensor); });
-  m.def("recorded_streams(Tensor tensor) -> int[]", [](const at::Tensor& tensor) {
-    return memory().recorded_streams(tensor.storage().data());
-  });
   m.def("resize_storage(Storage storage, int nbytes) -> ()", &resize_storage);
-  m.def("set_arrival(str when, int seed) -> ()", &set_arrival);
   m.def("restart() -> ()", &restart);
-  m.def("counts() -> int[]", &counts);
+  m.def("bytes() -> int[]", &bytes);
   m.def("reset_peak() -> ()", &reset_peak);
   m.def("pin(int address, int size) -> ()", [](int64_t address, int64_t size) {
     memory().pin(reinterpret_cast<const void*>(address), static_cast<size_t>(size));

@@ -74,13 +74,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::mutex> guard(timelines().lock);
     timelines().synchronize(*static_cast<Event*>(event));
   }
-  // Kernels run at once on the host: this is how long it took, and nothing of a GPU's speed.
-  double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
-    TORCH_CHECK(from && to, "both events must be recorded");
-    auto passed = static_cast<Event*>(to)->recorded - static_cast<Event*>(from)->recorded;
-    return std::chrono::duration<double, std::milli>(passed).count();
-  }
-
   bool queryStream(const c10::Stream& stream) const override {
     std::lock_guard<std::mutex> guard(timelines().lock);
     return timelines().arrived(id_of(stream));

@@ -63,7 +63,6 @@ inline void report(const std::string& race) {
 // Every block alive. The lock is the timelines'.
 class Memory {
  public:
-  uint64_t accesses = 0;
   size_t device_bytes = 0, device_peak = 0;
 
   void* allocate(size_t size, bool pinned);
@@ -72,9 +71,7 @@ class Memory {
   bool unpin(const void* pointer);
   void access(Range range, bool write, int timeline, const std::string& who);
   void record_stream(const void* pointer, int stream);
-  std::vector<int64_t> recorded_streams(const void* pointer);
   bool is_pinned(const void* pointer);
-  size_t blocks() const { return blocks_.size(); }
 
  private:
   using Blocks = std::map<uintptr_t, Block>;
@@ -192,7 +189,6 @@ inline void Memory::access(Range range, bool write, int timeline, const std::str
     std::lock_guard<std::mutex> guard(timelines().lock);
     auto found = find(range.begin);
     if (found == blocks_.end()) return;  // pageable memory of the host
-    ++accesses;
     auto& earlier = found->second.accesses;
     Access access{range, write ? Kind::kWrite : Kind::kRead, timeline, timelines().now(timeline), keep(who)};
     auto implied = [&](const Access& other) {
@@ -214,16 +210,6 @@ inline void Memory::record_stream(const void* pointer, int stream) {
   std::lock_guard<std::mutex> guard(timelines().lock);
   auto found = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
   if (found != blocks_.end()) found->second.recorded[stream] = true;
-}
-
-// The streams that record_stream was called with.
-inline std::vector<int64_t> Memory::recorded_streams(const void* pointer) {
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  std::vector<int64_t> streams;
-  auto found = find(reinterpret_cast<uintptr_t>(pointer));
-  for (int stream = 0; found != blocks_.end() && stream < kHost; ++stream)
-    if (found->second.recorded[stream]) streams.push_back(stream);
-  return streams;
 }
 
 inline bool Memory::is_pinned(const void* pointer) {
