@@ -16,7 +16,6 @@ import contextlib
 import copy
 import functools
 import gc
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 from training_cases import Planned, maybe_no_sync, raise_in_backward
 
 LR, EPS, WEIGHT_DECAY, MAX_NORM = 1e-2, 1e-3, 0.1, 0.05
-SGD = {"lr": 0.3, "momentum": 0.9}  # a step moves a bias by as much as AdamW does
 MUON = {"lr": LR, "weight_decay": WEIGHT_DECAY, "momentum": 0.9}  # a step moves a weight by up to 7e-3
 TOLERANCE = 2e-6
 OF_MUON = 1.5e-3  # of weights that are Muon's: its iteration in bf16 makes much of the last bits. Seen: 8e-4
@@ -58,7 +56,6 @@ WHAT: Mapping[str, Sequence[int]] = {
     "overlapped": (1, 2),  # at stage 0 and at stage 3 a step gathers nothing
     "overlapped, saved and loaded": (1, 2),
     "checkpointed": ALL,
-    "offloaded": (3,),  # forwards alone, of a model that is on the CPU
     "two optimizers": ALL,
     "two optimizers, zeroed": ALL,  # as "zeroed at once"
     "two optimizers, in place": ALL,  # as "zeroed in place"
@@ -72,26 +69,21 @@ WHAT: Mapping[str, Sequence[int]] = {
     "half thawed, no_sync": ALL,  # the last block is frozen in the first step; the head, beside it, is used twice
     "closed": ALL,  # the optimizer, as soon as its last step returns; a forward follows
     "edited": ALL,  # a parameter is halved after each step, within gather_parameters(writeback=True)
-    "evaluated": ALL,  # in inference mode, between backward and step
     "kept": (3,),  # units stay whole after a forward; also saved and loaded, with a forward before it loads
     "kept, on two streams": (3,),  # evaluated on the other stream, where units stay whole; then trained on this one
     "nodes": (3,),  # of two ranks
     "prefetched": (3,),  # three units ahead
-    "graph": (3,),  # of backward: create_graph=True
     "paged": ALL,
     "paged, saved and loaded": ALL,
     "paged, some stay, clipped": ALL,
     "paged, as there is room": ALL,
     "updated on the host": ALL,
     "updated on the host, micro-batches": ALL,
-    "updated on the host, saved and loaded": ALL,
     "updated on the host, zeroed in place": ALL,
-    "updated on the host, overlapped": (1, 2),
     "parameters on the host": (3,),
     "parameters on the host, edited": (3,),
     "parameters on the host, paged": (3,),
     "parameters on the host, updated there": (3,),
-    "several rules, clipped": ALL,  # biases are SGD's: at stage 3 a unit has two buckets
     "muon, clipped": ALL,  # weights are Muon's, and biases AdamW's
 }
 """What a program does, and the stages at which it is allowed. A name may begin with one of STORES."""
@@ -99,7 +91,7 @@ WHAT: Mapping[str, Sequence[int]] = {
 MICRO_BATCHES = dict.fromkeys(
     ("micro-batches", "no_sync", "zeroed between", "half thawed, no_sync", "zeroed locally"), 3
 )
-CLIPPED = ("clipped", "several rules, clipped", "muon, clipped")
+CLIPPED = ("clipped", "muon, clipped")
 SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "kept, on two streams": {"reshard_after_forward": False},
@@ -158,10 +150,9 @@ class OrderProgram:
     def by_muon(self) -> bool:
         return self.act.startswith("muon")
 
-    def has_other_rule(self, name: str) -> bool:
-        """Whether the parameter of this name is Muon's or SGD's, and not AdamW's."""
-        weight = name.endswith("weight")
-        return weight if self.by_muon else self.act.startswith("several rules") and not weight
+    def is_muons(self, name: str) -> bool:
+        """Whether the parameter of this name is Muon's, and not AdamW's."""
+        return self.by_muon and name.endswith("weight")
 
     @property
     def rows(self) -> int:
@@ -172,17 +163,12 @@ class OrderProgram:
         """``name``: as in Trained."""
         if not self.by_muon:
             return TOLERANCE
-        return OF_MUON if self.has_other_rule(name) else BESIDE_MUON
+        return OF_MUON if self.is_muons(name) else BESIDE_MUON
 
     @property
     def overlaps(self) -> bool:
         """Whether a step leaves gathers under way."""
         return self.stage in (1, 2) and self.act.startswith(("relaid", "overlapped", "remade", "closed"))
-
-    @property
-    def not_trained_on(self) -> str:
-        """The other stream."""
-        return SIDE if self.trained_on == DEFAULT else DEFAULT
 
     @property
     def store(self) -> str:
@@ -193,11 +179,6 @@ class OrderProgram:
     def act(self) -> str:
         """What it does, wherever the state is: ``what`` without ``store``."""
         return self.what[len(self.store) :].removeprefix(", ") or "plain"
-
-    @property
-    def offloaded(self) -> bool:
-        """Such a model is not trained."""
-        return self.act == "offloaded"
 
     def counted(self) -> Sequence[int]:
         """The micro-batches of a step whose gradients count."""
@@ -338,24 +319,22 @@ def train(
     Collective over ``process_group``, the default one if None, in which this is ``rank`` of ``world_size``.
     """
     streams = Streams(device) if streams is None else streams
-    model = make_model(program).to("cpu" if program.offloaded else device)
+    model = make_model(program).to(device)
     freeze(program, model, step=0)
     inputs = Inputs(program, rank, device)
     streams.follow(program.made_on, DEFAULT)  # the model and the inputs were brought to the device there
     with streams.on(program.made_on):
-        shard(program, model, device, process_group)
-        run = None if program.offloaded else Run(program, model, rank, world_size, inputs, streams, process_group)
+        shard(program, model, process_group)
+        run = Run(program, model, rank, world_size, inputs, streams, process_group)
     streams.follow(program.trained_on, program.made_on)
     with streams.on(program.trained_on):
-        losses = _forwards(model, inputs, streams) if run is None else run.train()
+        losses = run.train()
     streams.follow(DEFAULT, program.trained_on)  # what comes now reads the results there
     values = {name: Part(value) for name, value in _parameters(model).items()}
     values["losses"] = Part(torch.tensor([float(loss) for loss in losses], device="cpu"))
-    if run is not None:
-        values["norms"] = Part(torch.tensor([float(norm) for norm in run.norms], device="cpu"))
-        values |= {name: Part(part.values.cpu(), part.start) for name, part in run.gradients.items()}
-    if run is not None:
-        run.close()
+    values["norms"] = Part(torch.tensor([float(norm) for norm in run.norms], device="cpu"))
+    values |= {name: Part(part.values.cpu(), part.start) for name, part in run.gradients.items()}
+    run.close()
     return values
 
 
@@ -370,11 +349,11 @@ def train_all(rank: int, world_size: int, programs: Sequence[OrderProgram]) -> l
     return trained
 
 
-def shard(program: OrderProgram, model: nn.Sequential, device: torch.device, process_group: Any) -> None:
+def shard(program: OrderProgram, model: nn.Sequential, process_group: Any) -> None:
     """Collective. Nothing below stage 3."""
     import zero_optim
 
-    options = {"device": device, "param_offload": "cpu"} if program.offloaded else {**SHARDED_BY.get(program.act, {})}
+    options = {**SHARDED_BY.get(program.act, {})}
     if program.act == "nodes" and process_group is None and dist.get_world_size() % 2:
         del options["reshard_after_forward"]
     if program.store.startswith(ON_HOST):
@@ -402,15 +381,6 @@ class Inputs:
 
     def __call__(self, step: int, micro: int = 0) -> Tensor:
         return self._of[step, micro]
-
-
-@torch.inference_mode()
-def _forwards(model: nn.Sequential, inputs: Inputs, streams: Streams) -> list[Tensor]:
-    losses = []
-    for step in range(STEPS):
-        streams.busy()
-        losses.append(loss_of(model, inputs(step)))
-    return losses
 
 
 def freeze(program: OrderProgram, model: nn.Sequential, step: int) -> None:
@@ -457,6 +427,7 @@ class Run:
     gradients: dict[str, Part] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.other_stream = SIDE if self.program.trained_on == DEFAULT else DEFAULT
         self.make_optimizers()
 
     def make_optimizers(self) -> None:
@@ -511,8 +482,6 @@ class Run:
             self.gradients |= {f"gradient {name} of step {step}": _read(p.grad) for name, p in named}
         if what in CLIPPED:
             self.norms += [optimizer.clip_grad_norm_(MAX_NORM) for optimizer in self.optimizers]
-        if what == "evaluated":
-            self.evaluate(step)
         self.step_optimizers()
         if what == "kept, on two streams":
             self.work_on_the_other_stream()
@@ -536,7 +505,7 @@ class Run:
             loss_of(self.model, self.inputs(step))
 
     def evaluate_on_the_other_stream(self, step: int) -> None:
-        here, there = self.program.trained_on, self.program.not_trained_on
+        here, there = self.program.trained_on, self.other_stream
         self.streams.follow(there, here)
         with self.streams.on(there):
             self.evaluate(step)
@@ -544,7 +513,7 @@ class Run:
 
     def work_on_the_other_stream(self) -> None:
         """In memory that was freed there, whatever its size: what this stream has not read yet must not be among it."""
-        with self.streams.on(self.program.not_trained_on):
+        with self.streams.on(self.other_stream):
             for numel in OTHER_WORK:
                 torch.ones(numel, device=self.inputs.device)
 
@@ -552,19 +521,17 @@ class Run:
         if self.rank == (step + micro) % self.world_size:
             self.streams.busy()
         loss = loss_of(self.model, self.inputs(step, micro))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
-            loss.backward(create_graph=self.program.act == "graph")
+        loss.backward()
         return loss.detach()
 
     def raise_and_drop(self) -> None:
         """A backward that raises on the last rank, in the middle, and what settles it."""
-        what, net = self.program.act, self.model[0]
+        net = self.model[0]
         net.raising = self.rank == self.world_size - 1
         with contextlib.suppress(Planned):
             self.backward(JUNK)
         net.raising = False
-        if what == "raised, zeroed in place":
+        if self.program.act == "raised, zeroed in place":
             # Autograd may have added up on that stream, and waits for none where a backward raises.
             self.streams.follow(self.program.trained_on, self.program.made_on)
             self.model.zero_grad(set_to_none=False)
@@ -592,9 +559,8 @@ class Run:
             optimizer.load_state_dict(state)
 
     def save(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        return copy.deepcopy(_plain(self.model.state_dict())), [
-            copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers
-        ]
+        values = {name: value.detach() for name, value in self.model.state_dict().items()}
+        return copy.deepcopy(values), [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
 
     def load(self, saved: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
         self.model.load_state_dict(saved[0])
@@ -604,10 +570,6 @@ class Run:
     def close(self) -> None:
         for optimizer in self.optimizers:
             optimizer.close()
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.detach() for name, value in state.items()}
 
 
 def _owned(program: OrderProgram, named: Sequence[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
@@ -623,10 +585,9 @@ def _owned(program: OrderProgram, named: Sequence[tuple[str, Any]]) -> list[list
 def _make_optimizer(program: OrderProgram, named: Sequence[tuple[str, Any]], process_group: Any) -> Any:
     import zero_optim
 
-    groups: list[Any] = [{"params": [entry for entry in named if not program.has_other_rule(entry[0])]}]
-    if others := [entry for entry in named if program.has_other_rule(entry[0])]:
-        rule = zero_optim.rules.Muon(**MUON) if program.by_muon else zero_optim.rules.SGD(**SGD)
-        groups.append({"params": others, "rule": rule})
+    groups: list[Any] = [{"params": [entry for entry in named if not program.is_muons(entry[0])]}]
+    if others := [entry for entry in named if program.is_muons(entry[0])]:
+        groups.append({"params": others, "rule": zero_optim.rules.Muon(**MUON)})
     return zero_optim.ShardedAdamW(
         groups,
         lr=LR,
@@ -664,10 +625,10 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
     owned = [[p for _, p in entries] for entries in entries_of]
     optimizers: list[Any] = []
     for entries in entries_of:
-        of_adam, others = ([p for name, p in entries if program.has_other_rule(name) is has] for has in (False, True))
+        of_adam, others = ([p for name, p in entries if program.is_muons(name) is has] for has in (False, True))
         optimizers.append(torch.optim.AdamW(of_adam, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY))
         if others:
-            optimizers.append(torch.optim.Muon(others, **MUON) if program.by_muon else torch.optim.SGD(others, **SGD))
+            optimizers.append(torch.optim.Muon(others, **MUON))
     losses: list[list[float]] = [[] for _ in range(world_size)]
     norms: list[float] = []
     read: Trained = {}
@@ -682,14 +643,13 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
             read |= {f"gradient {name} of step {step}": Part(p.grad.flatten().clone()) for name, p in named.items()}
         if program.act in CLIPPED:
             norms += [float(nn.utils.clip_grad_norm_(own, MAX_NORM)) for own in owned]
-        for optimizer in optimizers if not program.offloaded else ():
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if program.act == "edited":
             edit(model)
     same = read | {name: Part(p.detach().flatten().clone()) for name, p in named.items()}
-    if not program.offloaded:
-        same["norms"] = Part(torch.tensor(norms))
+    same["norms"] = Part(torch.tensor(norms))
     return [same | {"losses": Part(torch.tensor(of_rank))} for of_rank in losses]
 
 
@@ -717,7 +677,8 @@ def wrong(by_rank: Sequence[Sequence[Trained]], programs: Sequence[OrderProgram]
 
 def check(results: Sequence[Trained], program: OrderProgram) -> str:
     """Empty when every rank's result is right; else what is wrong, rank by rank."""
-    found = [
-        difference(got, expected(program, len(results), rank), program.tolerance) for rank, got in enumerate(results)
-    ]
-    return "\n".join(f"{program}: rank {rank}: {text}" for rank, text in enumerate(found) if text)
+    found = []
+    for rank, got in enumerate(results):
+        if text := difference(got, expected(program, len(results), rank), program.tolerance):
+            found.append(f"{program}: rank {rank}: {text}")
+    return "\n".join(found)

@@ -37,41 +37,57 @@ inline bool includes(const Clock& clock, const Clock& other) {
   return true;
 }
 
+using Lock = std::lock_guard<std::recursive_mutex>;
+
 // A point of a stream. What it stands for changes when it is recorded again, as with CUDA's.
 struct Event {
   Clock clock{};
 };
 
-// All timelines of the process. Whoever calls a member function holds the lock.
+// All timelines of the process. The memory's members hold the same lock.
 class Timelines {
  public:
-  std::mutex lock;
+  std::recursive_mutex lock;
 
   // A kernel is launched on the stream, after all that the host knows to be over.
   void launch(int stream) {
+    Lock guard(lock);
     join(clocks_[stream], clocks_[kHost]);
     ++clocks_[stream][stream];
   }
   // The host itself reads or writes memory.
-  void host_works() { ++clocks_[kHost][kHost]; }
+  void host_works() {
+    Lock guard(lock);
+    ++clocks_[kHost][kHost];
+  }
 
   void record(int stream, Event& event) {
+    Lock guard(lock);
     join(clocks_[stream], clocks_[kHost]);
     event.clock = clocks_[stream];
   }
   // Later work of the stream comes after the event.
-  void block(const Event& event, int stream) { join(clocks_[stream], event.clock); }
-
+  void block(const Event& event, int stream) {
+    Lock guard(lock);
+    join(clocks_[stream], event.clock);
+  }
   // The host waits.
-  void synchronize(const Event& event) { join(clocks_[kHost], event.clock); }
-  void synchronize(int stream) { join(clocks_[kHost], clocks_[stream]); }
+  void synchronize(const Event& event) {
+    Lock guard(lock);
+    join(clocks_[kHost], event.clock);
+  }
+  void synchronize(int stream) {
+    Lock guard(lock);
+    join(clocks_[kHost], clocks_[stream]);
+  }
   void synchronize_all() {
     for (int stream = 0; stream < kHost; ++stream) synchronize(stream);
   }
-
   // A query: everything is late, so only what the host has waited for is over.
-  bool arrived(const Event& event) const { return includes(clocks_[kHost], event.clock); }
-  bool arrived(int stream) const { return includes(clocks_[kHost], clocks_[stream]); }
+  bool arrived(const Event& event) {
+    Lock guard(lock);
+    return includes(clocks_[kHost], event.clock);
+  }
 
   // The number of a timeline's last piece of work.
   uint64_t now(int timeline) const { return clocks_[timeline][timeline]; }
@@ -85,16 +101,19 @@ class Timelines {
 
   // torch's rule: priority 0 or lower, a lower number is more urgent.
   int next_of_pool(int priority) {
+    Lock guard(lock);
     int pool = std::clamp(-priority, 0, kPriorities - 1);
     return kFirstOfPools + pool * kStreamsPerPool + handed_out_[pool]++ % kStreamsPerPool;
   }
   int next_own_stream() {
+    Lock guard(lock);
     TORCH_CHECK(own_streams_ < kHost - kFirstOwnStream, "the simulated device has no stream left for a collective");
     return kFirstOwnStream + own_streams_++;
   }
 
   // All work is over, and streams are handed out from the first again.
   void restart() {
+    Lock guard(lock);
     synchronize_all();
     handed_out_.fill(0);
     own_streams_ = 0;

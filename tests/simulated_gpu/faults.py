@@ -131,7 +131,7 @@ FAULTS = (
         "params/flat_params.py",
         "lane.after(self._allocated)",
         "pass",
-        OrderProgram(3, "offloaded"),
+        OrderProgram(3, "parameters on the host"),
     ),
     Fault(
         "a page of state is updated before it arrives from host memory",

@@ -53,8 +53,8 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """As ``torch.cuda.Event``, without times."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> Event:
-        return super().__new__(cls, DEVICE, enable_timing=enable_timing, blocking=blocking)
+    def __new__(cls, blocking: bool = False) -> Event:
+        return super().__new__(cls, DEVICE, blocking=blocking)
 
     def record(self, stream: torch.Stream | None = None) -> None:
         super().record(current_stream() if stream is None else stream)
@@ -141,15 +141,6 @@ def memory_allocated(device: Any = None) -> int:
     return call("bytes")[0]
 
 
-def max_memory_allocated(device: Any = None) -> int:
-    check(device)
-    return call("bytes")[1]
-
-
-def mem_get_info(device: Any = None) -> tuple[int, int]:
-    return TOTAL_BYTES - memory_allocated(device), TOTAL_BYTES
-
-
 def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage | None:
     if self.device.type != "cuda":
         return _resize_of_host(self, size)
@@ -179,9 +170,9 @@ REPLACED: dict[str, Any] = {
     "get_device_properties": lambda device=None: SimpleNamespace(name=NAME),
     "memory_allocated": memory_allocated,
     "memory_reserved": memory_allocated,
-    "max_memory_allocated": max_memory_allocated,
-    "reset_peak_memory_stats": lambda device=None: (check(device), call("reset_peak"))[1],
-    "mem_get_info": mem_get_info,
+    "max_memory_allocated": lambda device=None: call("bytes")[1],
+    "reset_peak_memory_stats": lambda device=None: call("reset_peak"),
+    "mem_get_info": lambda device=None: (TOTAL_BYTES - memory_allocated(device), TOTAL_BYTES),
     "cudart": Runtime,
     "is_available": lambda: True,
     "is_initialized": lambda: True,
