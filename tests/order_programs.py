@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,7 +66,6 @@ WHAT: Mapping[str, Sequence[int]] = {
     "remade": ALL,  # two optimizers are closed, one after a step and one after a backward; others go on
     "thawed": ALL,  # the first layer is frozen in the first step
     "half thawed, no_sync": ALL,  # the last block is frozen in the first step; the head, beside it, is used twice
-    "closed": ALL,  # the optimizer, as soon as its last step returns; a forward follows
     "edited": ALL,  # a parameter is halved after each step, within gather_parameters(writeback=True)
     "kept": (3,),  # units stay whole after a forward; also saved and loaded, with a forward before it loads
     "kept, on two streams": (3,),  # evaluated on the other stream, where units stay whole; then trained on this one
@@ -168,7 +166,7 @@ class OrderProgram:
     @property
     def overlaps(self) -> bool:
         """Whether a step leaves gathers under way."""
-        return self.stage in (1, 2) and self.act.startswith(("relaid", "overlapped", "remade", "closed"))
+        return self.stage in (1, 2) and self.act.startswith(("relaid", "overlapped", "remade"))
 
     @property
     def store(self) -> str:
@@ -186,16 +184,6 @@ class OrderProgram:
         return range(dropped, self.micro_batches)
 
 
-def all_programs(width: int = 16) -> list[OrderProgram]:
-    """Every allowed combination."""
-    return [
-        OrderProgram(stage, what, made_on, trained_on, width)
-        for what, stages in WHAT.items()
-        for stage in stages
-        for made_on, trained_on in STREAMS
-    ]
-
-
 def few_programs(width: int = 16, each: int = len(STREAMS)) -> list[OrderProgram]:
     """So many programs for each key of WHAT, in turn of other stages and streams. Four have every stage that the key
     allows and every pair of streams, but not every combination."""
@@ -206,11 +194,6 @@ def few_programs(width: int = 16, each: int = len(STREAMS)) -> list[OrderProgram
         for number, (what, stages) in enumerate(WHAT.items())
         for turn in range(each)
     ]
-
-
-def programs_on_one_stream(width: int = 16) -> list[OrderProgram]:
-    """What is left of all programs where there are no streams."""
-    return list(dict.fromkeys(program.on_one_stream for program in all_programs(width)))
 
 
 @dataclass(frozen=True)
@@ -362,15 +345,6 @@ def shard(program: OrderProgram, model: nn.Sequential, process_group: Any) -> No
         zero_optim.shard_module(net, (Block,), process_group=process_group, **options)
 
 
-def few_objects() -> None:
-    """Before many programs in a row. The first backward of every optimizer looks for a DDP among all objects that
-    Python tracks. From here on those that are there now are not among them, and no collection looks at them again."""
-    import zero_optim  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
-
-
 class Inputs:
     """All inputs of a rank, on the device before the first step: a copy on the way would make the host wait."""
 
@@ -455,12 +429,8 @@ class Run:
                 edit(self.model)
             if what == "remade" and step in (0, 1):
                 self.remake(after_backward=step == 1)
-        if what == "closed":
-            self.close()
-            self.evaluate(0)
-        else:
-            for optimizer in self.optimizers:
-                optimizer.wait_for_parameters()
+        for optimizer in self.optimizers:
+            optimizer.wait_for_parameters()
         return self.losses
 
     def step(self, step: int) -> list[Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chosen_programs import FEW, of_one_rank
+from chosen_programs import FEW, few_objects, of_one_rank
 from order_programs import (
     DEFAULT,
     STREAMS,
@@ -26,7 +26,6 @@ from order_programs import (
     check,
     difference,
     expected,
-    few_objects,
     train,
 )
 from places import DEVICE, ON_GPU

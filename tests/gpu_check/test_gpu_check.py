@@ -76,7 +76,7 @@ Rehearsal = tuple[Path, subprocess.CompletedProcess[str], tuple[str, ...]]
 @pytest.fixture(scope="module", params=[pytest.param(FEW, id="few"), ALL])
 def rehearsal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
     """By the make target, with $OUT, in an environment that must not matter to the phases. Of the order programs it
-    takes few: all of them are in ``make race-check``, too."""
+    takes few: two of each kind are in ``make race-check``."""
     folder = tmp_path_factory.mktemp("out")
     arguments = f"ARGS=--rehearse --only {' '.join(request.param)}"
     command = ["make", "-C", str(ROOT), "gpu-check", f"PYTHON={warm_python.executable()}", arguments]

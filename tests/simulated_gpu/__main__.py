@@ -1,7 +1,8 @@
 """``make race-check``: the order of all that the optimizer launches, on simulated GPUs.
 
 Three parts: order programs, one of each kind and those that reveal faults; existing tests; and seeded faults, each of
-which must be noticed. ``--only programs tests faults`` chooses. The exit code is 1 where something is found.
+which must be noticed. ``--only programs tests faults`` chooses. It ends within SECONDS: what is left by then is listed
+as not run. The exit code is 1 where something is found, or not run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -20,15 +22,18 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from harness import RankFailure, run_ranks  # noqa: E402
-from order_programs import few_programs, train_all, wrong  # noqa: E402
+from order_programs import OrderProgram, few_programs, train_all, wrong  # noqa: E402
 
 from simulated_gpu.build import Unavailable, library  # noqa: E402
 from simulated_gpu.faults import FAULTS, check  # noqa: E402
 from simulated_gpu.switch import LATE, ON_GPU_1, VARIABLE  # noqa: E402
 
+Check = Callable[[float], str]
+"""Given the seconds that are left, returns what is wrong. Empty: nothing."""
+
 AT_ONCE = 8  # programs in a call of ranks
-CALL_SECONDS = 60
-TEST_SECONDS = 150
+SECONDS = 570
+_BEGIN = time.monotonic()
 TESTS_RUN = (
     "step/test_param_gather.py",
     "face/test_many_optimizers.py",
@@ -43,58 +48,58 @@ DESELECTED = (
 )
 
 
-def check_programs() -> list[str]:
-    """Runs two of each kind: on one and on two streams, or at another stage."""
+def check_programs() -> Iterator[tuple[str, Check]]:
+    """Two programs of each kind: on one and on two streams, or at another stage."""
     programs = few_programs(each=2)
     calls = [(LATE, programs[first : first + AT_ONCE]) for first in range(0, len(programs), AT_ONCE)]
-    calls.append((ON_GPU_1, programs[::8]))
-    found: list[str] = []
-    for number, (simulated, some) in enumerate(calls, 1):
+    for simulated, some in [*calls, (ON_GPU_1, programs[:: 2 * AT_ONCE])]:
+        yield f"{some[0].what} to {some[-1].what}, {simulated}", partial(_check_call, simulated, some)
+
+
+def _check_call(simulated: str, programs: Sequence[OrderProgram], seconds: float) -> str:
+    try:
+        return "\n".join(wrong(run_ranks(2, train_all, programs, simulated=simulated, timeout=seconds), programs))
+    except RankFailure as failure:
+        return str(failure)
+
+
+def check_tests() -> Iterator[tuple[str, Check]]:
+    for name in TESTS_RUN:
+        yield name, partial(_check_file, name)
+
+
+def _check_file(name: str, seconds: float) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", f"tests/{name}"]
+    command += [f"--deselect=tests/{test}" for test in DESELECTED]
+    environment = {**os.environ, VARIABLE: LATE}
+    try:
+        done = subprocess.run(
+            command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"{name} has not ended within {seconds:.0f} s"
+    return done.stdout[-8000:] + done.stderr[-2000:] if done.returncode else ""
+
+
+def check_faults() -> Iterator[tuple[str, Check]]:
+    for fault in FAULTS:
+        yield fault.name, lambda seconds, fault=fault: "" if check(fault) else f"missed: {fault}"
+
+
+PARTS = {"programs": check_programs, "tests": check_tests, "faults": check_faults}
+
+
+def run_part(part: str) -> list[str]:
+    """Print a line for each check; return what is found, or not run."""
+    found, checks = [], [*PARTS[part]()]
+    for number, (name, run) in enumerate(checks, 1):
         begin = time.monotonic()
-        try:
-            found += wrong(run_ranks(2, train_all, some, simulated=simulated, timeout=CALL_SECONDS), some)
-        except RankFailure as failure:
-            found.append(str(failure))
-        kinds = f"{some[0].what} ... {some[-1].what}"
-        _report(f"programs {number} of {len(calls)}: {len(some)} of {simulated}, {kinds}", begin)
+        left = SECONDS - (begin - _BEGIN)
+        text = run(left) if left > 0 else f"{part}: {name}: not run"
+        found += [text] if text else []
+        result = "FOUND" if text else "ok"
+        print(f"{time.monotonic() - begin:5.1f} s  {part} {number} of {len(checks)}: {result}: {name}", flush=True)
     return found
-
-
-def check_tests() -> list[str]:
-    found = []
-    for number, name in enumerate(TESTS_RUN, 1):
-        begin = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", f"tests/{name}"]
-        command += [f"--deselect=tests/{test}" for test in DESELECTED]
-        environment = {**os.environ, VARIABLE: LATE}
-        try:
-            done = subprocess.run(
-                command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=TEST_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            found.append(f"{name} has not ended within {TEST_SECONDS} s")
-        else:
-            found += [f"{name}:\n{done.stdout[-8000:]}{done.stderr[-2000:]}"] if done.returncode else []
-        _report(f"tests {number} of {len(TESTS_RUN)}: {name}", begin)
-    return found
-
-
-def check_faults() -> list[str]:
-    found = []
-    for number, fault in enumerate(FAULTS, 1):
-        begin = time.monotonic()
-        shown = check(fault)
-        if not shown:
-            found.append(f"a seeded fault is missed: {fault.name} ({fault.program})")
-        _report(f"faults {number} of {len(FAULTS)}: {fault.name}: {shown[:100] or 'MISSED'}", begin)
-    return found
-
-
-PARTS: dict[str, Callable[[], list[str]]] = {"programs": check_programs, "tests": check_tests, "faults": check_faults}
-
-
-def _report(text: str, begin: float) -> None:
-    print(f"{time.monotonic() - begin:5.1f} s  {text}", flush=True)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -106,7 +111,7 @@ def main(given: Sequence[str] | None = None) -> int:
     except Unavailable as missing:
         print(f"race-check: {missing}")
         return 1
-    found = [text for part in chosen for text in PARTS[part]()]
+    found = [text for part in chosen for text in run_part(part)]
     print("\n".join([*found, f"race-check: {', '.join(chosen)}: {len(found)} found"]))
     return 1 if found else 0
 

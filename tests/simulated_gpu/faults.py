@@ -40,8 +40,8 @@ class Fault:
     name: str
     file: str
     old: str
-    new: str
     program: OrderProgram
+    new: str = "pass"
     shows: str = "RaceFound: "
     simulated: str = LATE
 
@@ -58,108 +58,100 @@ FAULTS = (
         "a bucket is packed before autograd's stream has added up its gradients",
         "grads/bucket.py",
         "streams.join()\n        if may_wait:",
-        "if may_wait:",
         OrderProgram(3, "no_sync", DEFAULT, SIDE),
+        new="if may_wait:",
     ),
     Fault(
         "a communication buffer is packed again while its last reduction reads it",
         "comm/buffers.py",
         "self._borrowers[0].wait()",
-        "pass",
         OrderProgram(2),
     ),
     Fault(
         "nobody waits for a collective",
         "comm/collectives.py",
         "self._hold()\n        except",
-        "pass\n        except",
         OrderProgram(2),
+        new="pass\n        except",
     ),
     Fault(
         "p.grad.local is read before its reduction arrives",
         "params/flat_shard.py",
         "self.arrivals.wait()",
-        "pass",
         OrderProgram(2, "read"),
     ),
     Fault(
         "a gradient is zeroed before the reduction into it arrives",
         "comm/arrivals.py",
         "self._queue.append(action)\n",
-        "action()\n",
         OrderProgram(2, "zeroed in place"),
+        new="action()\n",
     ),
     Fault(
         "the host reads found_inf and the norm before their copy arrives",
         "comm/host_copy.py",
         "self._event.synchronize()",
-        "pass",
         OrderProgram(2),
     ),
     Fault(
         "parameters are gathered before they are updated",
         "engine.py",
         "for shard in self.states.update(by):\n            shard.bucket.unshard()",
-        "for shard in self.states.shards[::-1]:\n            shard.bucket.unshard()\n"
-        "        for _ in self.states.update(by):\n            pass",
         OrderProgram(2),
+        new="for shard in self.states.shards[::-1]:\n            shard.bucket.unshard()\n"
+        "        for _ in self.states.update(by):\n            pass",
     ),
     Fault(
         "a forward reads parameters before their gather arrives",
         "grads/bucket.py",
         "self.unsharding.wait()\n                    self._end",
-        "self._end",
         OrderProgram(2, "overlapped"),
+        new="self._end",
     ),
-    Fault("a unit is used before its gather arrives", "units/unit.py", "self._await(gather)", "pass", OrderProgram(3)),
+    Fault("a unit is used before its gather arrives", "units/unit.py", "self._await(gather)", OrderProgram(3)),
     Fault(
         "a unit is resharded while another stream uses it",
         "comm/storage.py",
         "keep_for_current_stream(tensor)\n        storage.resize_(0)",
-        "storage.resize_(0)",
         OrderProgram(3, "kept, on two streams"),
+        new="storage.resize_(0)",
     ),
     Fault(
         "a buffer is freed while the stream that trains reads it",
         "comm/buffers.py",
         "keep_for_current_stream(buffer)",
-        "pass",
         OrderProgram(2, "two optimizers", DEFAULT, SIDE),
     ),
     Fault(
         "a unit is copied from host memory before its storage is free",
         "params/flat_params.py",
         "lane.after(self._allocated)",
-        "pass",
         OrderProgram(3, "parameters on the host"),
     ),
     Fault(
         "a page of state is updated before it arrives from host memory",
         "stores/paged_store.py",
         "page.arrived.order_current()",
-        "pass",
         OrderProgram(2, "paged"),
     ),
     Fault(
         "a page of state is overwritten by the next one before it has left",
         "stores/paged_store.py",
         "lane.after(frame.free)",
-        "pass",
         OrderProgram(2, "paged"),
     ),
     Fault(
         "the host updates parameters before they arrive",
         "step/workplace.py",
         "self._brought.wait()",
-        "pass",
         OrderProgram(2, "updated on the host"),
     ),
     Fault(
         "the host waits on the current GPU, which is another rank's",
         "stores/lanes.py",
         "with on_device(self._device):\n            self.event.synchronize()",
-        "self.event.synchronize()",
         OrderProgram(2, "updated on the host"),
+        new="self.event.synchronize()",
         shows="GPU 0 is used, and not GPU 1",
         simulated=ON_GPU_1,
     ),

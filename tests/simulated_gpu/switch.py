@@ -7,21 +7,36 @@ device, as in a program that never calls ``torch.cuda.set_device``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from unittest import mock
 
 if TYPE_CHECKING:
     import torch
 
-    from .transport import Entry
-
 VARIABLE = "SIMULATED_GPU"
 LATE, ON_GPU_1 = "late", "late@1"
 _RANK = f"{VARIABLE}_RANK"  # in the environment of a rank's process, and of no other
 BATCH = 1024
 """Elements that one call updates: some two of the programs' buckets, so that updates and gathers alternate."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A collective in the order of issue.
+
+    Attributes:
+        ranks: of its group, as the whole job numbers them.
+        group: torch's name of the group.
+        numel: elements that this rank sends; 0 for objects, nothing, or a number that differs by rank.
+    """
+
+    ranks: tuple[int, ...]
+    group: str
+    kind: str
+    numel: int
 
 
 def chosen() -> str:
@@ -87,10 +102,21 @@ def running() -> Iterator[list[Entry]]:
         issued += simulated.issued
 
 
-def different_order(by_rank: list[list[Entry]]) -> str:
-    """Where two ranks have issued collectives in different orders. Empty: nowhere, or nothing is simulated."""
-    if not any(by_rank):
-        return ""
-    from .transport import different_order
+def different_order(by_rank: Sequence[Sequence[Entry]]) -> str:
+    """Where two ranks issue the collectives that both take part in, in different orders. Empty: nowhere.
 
-    return different_order(by_rank)
+    A GPU may run the collectives of all communicators one after another. Two ranks that issue two of them in different
+    orders then deadlock.
+    """
+    for first in range(len(by_rank)):
+        for second in range(first + 1, len(by_rank)):
+            both = [
+                [entry for entry in by_rank[rank] if first in entry.ranks and second in entry.ranks]
+                for rank in (first, second)
+            ]
+            for place, (one, other) in enumerate(zip(*both, strict=False)):
+                if one != other:
+                    return f"collective {place}: rank {first} issues {one}, rank {second} {other}"
+            if len(both[0]) != len(both[1]):
+                return f"rank {first} issues {len(both[0])} collectives, rank {second} {len(both[1])}"
+    return ""

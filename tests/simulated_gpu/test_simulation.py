@@ -180,21 +180,3 @@ def _in_another_order(rank: int, world_size: int) -> None:
 def test_ranks_issue_collectives_in_one_order() -> None:
     with pytest.raises(RankFailure, match="rank 0 issues Entry.*, rank 1 Entry"):
         run_ranks(2, _in_another_order, simulated=LATE)
-
-
-def trained(device: str) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(17, 12), nn.LayerNorm(12), nn.Linear(12, 17), nn.GELU()).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        tokens = torch.arange(24, device=device).reshape(3, 8) % 17 * (step + 1) % 17
-        nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.detach().cpu() for parameter in model.parameters()]
-
-
-def test_numbers_are_those_of_the_cpu() -> None:
-    on_gpu, on_cpu = (on_one_gpu(trained, device) for device in ("cuda", "cpu"))
-    assert all(map(torch.equal, on_gpu, on_cpu))

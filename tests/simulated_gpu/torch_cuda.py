@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from types import SimpleNamespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ import torch
 from .device import call
 
 DEVICE = torch.device("cuda", int(os.environ.get("SIMULATED_GPU_NUMBER", 0)))
-NAME = "simulated GPU"
 TOTAL_BYTES = 2**30  # as mem_get_info reports it; an allocation beyond it succeeds
 NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
@@ -71,37 +71,30 @@ class Event(torch.Event):
         super().synchronize()
 
 
-class stream:
+@contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
     """As ``torch.cuda.stream``: the stream and its device are current inside; None changes nothing."""
-
-    def __init__(self, stream: torch.Stream | None) -> None:
-        self.stream = stream
-        self._device = device(None if stream is None else DEVICE)
-
-    def __enter__(self) -> None:
-        self._device.__enter__()
-        if self.stream is not None:
-            self._before = current_stream()
-            torch._C._accelerator_setStream(self.stream)
-
-    def __exit__(self, *error: object) -> None:
-        if self.stream is not None:
-            torch._C._accelerator_setStream(self._before)
-        self._device.__exit__(*error)
+    if stream is None:
+        yield
+        return
+    with device(DEVICE):
+        before = current_stream()
+        torch._C._accelerator_setStream(stream)
+        try:
+            yield
+        finally:
+            torch._C._accelerator_setStream(before)
 
 
-class device:
+@contextmanager
+def device(device: Any) -> Iterator[None]:
     """As ``torch.cuda.device``: it is current inside; None changes nothing."""
-
-    def __init__(self, device: Any) -> None:
-        self._index = _index_of(device)
-
-    def __enter__(self) -> None:
-        self._before = torch._C._accelerator_getDeviceIndex()
-        set_device(self._before if self._index is None else self._index)
-
-    def __exit__(self, *error: object) -> None:
-        set_device(self._before)
+    before = torch._C._accelerator_getDeviceIndex()
+    set_device(device)
+    try:
+        yield
+    finally:
+        set_device(before)
 
 
 class Runtime:
@@ -166,8 +159,6 @@ REPLACED: dict[str, Any] = {
     "set_stream": lambda stream: torch._C._accelerator_setStream(stream),
     "synchronize": synchronize,
     "set_device": set_device,
-    "get_device_name": lambda device=None: NAME,
-    "get_device_properties": lambda device=None: SimpleNamespace(name=NAME),
     "memory_allocated": memory_allocated,
     "memory_reserved": memory_allocated,
     "max_memory_allocated": lambda device=None: call("bytes")[1],
@@ -179,7 +170,6 @@ REPLACED: dict[str, Any] = {
     "device_count": lambda: DEVICE.index + 1,
     "current_device": lambda: torch._C._accelerator_getDeviceIndex(),
     "is_current_stream_capturing": lambda: check(None) is not None,
-    "is_bf16_supported": lambda including_emulation=True: True,
     "empty_cache": lambda: None,
     "_sleep": lambda cycles: None,
     "_lazy_init": lambda: None,

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport, Work
 
 from . import device, torch_cuda
+from .switch import Entry
 from .watch import watching
 
 Group = dist.ProcessGroup | None
@@ -53,22 +54,6 @@ class Collective:
     finish: Callable[[Sequence[Tensor]], Sequence[tuple[Tensor, Tensor]]]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A collective in the order of issue.
-
-    Attributes:
-        ranks: of its group, as the whole job numbers them.
-        group: torch's name of the group.
-        numel: elements that this rank sends; 0 for objects, nothing, or a number that differs by rank.
-    """
-
-    ranks: tuple[int, ...]
-    group: str
-    kind: str
-    numel: int
-
-
 class LateTransport(StreamTransport):
     """See the module.
 
@@ -88,7 +73,7 @@ class LateTransport(StreamTransport):
     def watching(self) -> Iterator[None]:
         """The program runs within it. Raises RaceFound at the end, whatever the program has raised or caught."""
         try:
-            with watching(memory_of):
+            with watching():
                 yield
             torch_cuda.synchronize(torch_cuda.DEVICE)
         finally:
@@ -246,23 +231,3 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total.add_(part)
     return total.to(parts[0].dtype)
-
-
-def different_order(by_rank: Sequence[Sequence[Entry]]) -> str:
-    """Where two ranks issue the collectives that both take part in, in different orders. Empty: nowhere.
-
-    A GPU may run the collectives of all communicators one after another. Two ranks that issue two of them in different
-    orders then deadlock.
-    """
-    for first in range(len(by_rank)):
-        for second in range(first + 1, len(by_rank)):
-            both = [
-                [entry for entry in by_rank[rank] if first in entry.ranks and second in entry.ranks]
-                for rank in (first, second)
-            ]
-            for place, (one, other) in enumerate(zip(*both, strict=False)):
-                if one != other:
-                    return f"collective {place}: rank {first} issues {one}, rank {second} {other}"
-            if len(both[0]) != len(both[1]):
-                return f"rank {first} issues {len(both[0])} collectives, rank {second} {len(both[1])}"
-    return ""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .device import call, host_access
-from .torch_cuda import DEVICE, current_stream
+from .device import host_access
+from .torch_cuda import DEVICE
 
 _CONSTRUCTORS = _device_constructors()
 # Operators that look at a tensor's description, and not at its values.
@@ -27,14 +26,11 @@ _DESCRIBES |= {"zeros_like"}
 
 
 @contextmanager
-def watching(memory_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Tensors of the program are on the device, and the host's uses of pinned memory are recorded.
-
-    ``memory_of``: a tensor's memory as a CPU tensor.
-    """
+def watching() -> Iterator[None]:
+    """Tensors of the program are on the device, and the host's uses of pinned memory are recorded."""
     from zero_optim.comm.host_copy import HostCopy
 
-    read, all_reduce = HostCopy.read, dist.all_reduce
+    read = HostCopy.read
 
     def recorded_read(copy: HostCopy, *, wait: bool) -> list[float] | None:
         """The library reads a HostCopy past torch's operators."""
@@ -43,21 +39,7 @@ def watching(memory_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
             host_access(copy._host, False, "HostCopy.read")
         return values
 
-    def recorded_all_reduce(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        """As a program itself calls it. gloo takes no tensor of the device, so it gets the memory."""
-        if not tensor.is_cuda:
-            return all_reduce(tensor, *args, **options)
-        stream = current_stream(DEVICE).stream_id
-        call("launch", stream)
-        call("touch", tensor.detach(), True, stream, "all_reduce of the program")
-        return all_reduce(memory_of(tensor), *args, **options)
-
-    with (
-        _OnDevice(),
-        _HostWatch(),
-        mock.patch.object(HostCopy, "read", recorded_read),
-        mock.patch.object(dist, "all_reduce", recorded_all_reduce),
-    ):
+    with _OnDevice(), _HostWatch(), mock.patch.object(HostCopy, "read", recorded_read):
         yield
 
 

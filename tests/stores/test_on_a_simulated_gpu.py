@@ -1,6 +1,6 @@
 """Stores by themselves on the simulated GPU: memory that is given back, and taken anew, while copies are under way.
 
-Whole trainings with stores are among the order programs, of which ``make race-check`` runs all.
+Whole trainings with stores are among the order programs of ``make race-check``.
 """
 
 from __future__ import annotations
