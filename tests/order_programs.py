@@ -1,14 +1,13 @@
 """Small trainings whose result depends on the order of work, on a device and over ranks, and what they must give.
 
-``train(rank, world_size, program, device)`` runs one rank of a program; ``expected(program, world_size, rank)`` is that
-rank's result by ``torch.optim`` in one process on the CPU, from the mean of all ranks' gradients; ``check`` compares
-the two. A program is correct: it keeps the library's rules, and orders its own streams as CUDA asks.
+``train`` runs one rank of a program; ``expected`` is that rank's result by ``torch.optim`` in one process on the CPU,
+from the mean of all ranks' gradients; ``check`` compares the two. A program is correct: it keeps the library's rules,
+and orders its own streams as CUDA asks.
 
-Everything is fp32. Inputs are multiples of 1/4, made on the CPU. Arithmetic is not exact: matrix products and the norm
-add up in an order that depends on the device. ``eps`` is large beside the rounding of a gradient, so that Adam divides
-no rounding error by a number of its own size. All results of ``expected`` lie within 1e-7 of what float64 gives (seen
-at widths 16 and 256, on 1 and 4 ranks). TOLERANCE is twenty times that, and a step moves a parameter by 1e-3 to 1e-2.
-So a gradient or a parameter that is read too early shows.
+Everything is fp32. Arithmetic is not exact: matrix products and the norm add up in an order that depends on the device.
+``eps`` is large beside the rounding of a gradient, so that Adam divides no rounding error by a number of its own size.
+All results of ``expected`` lie within 1e-7 of those in float64 (seen at widths 16 and 256, on 1 and 4 ranks). TOLERANCE
+is twenty times that, and a step moves a parameter by 1e-3 to 1e-2, so a value that is read too early shows.
 """
 
 from __future__ import annotations
@@ -16,20 +15,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from simulated_gpu.switch import the_device
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_cases import Planned, maybe_no_sync, raise_in_backward
 
 LR, EPS, WEIGHT_DECAY, MAX_NORM = 1e-2, 1e-3, 0.1, 0.05
-SGD = {"lr": 0.3, "momentum": 0.9}  # a step moves a bias by as much as AdamW does
 MUON = {"lr": LR, "weight_decay": WEIGHT_DECAY, "momentum": 0.9}  # a step moves a weight by up to 7e-3
 TOLERANCE = 2e-6
 OF_MUON = 1.5e-3  # of weights that are Muon's: its iteration in bf16 makes much of the last bits. Seen: 8e-4
@@ -52,72 +49,47 @@ WHAT: Mapping[str, Sequence[int]] = {
     "used twice": ALL,  # each weight, within the forward of its unit
     "zeroed at once": ALL,  # one more backward a step, whose gradients are dropped as soon as it returns
     "zeroed between": ALL,  # the first of three micro-batches is dropped, by model.zero_grad()
+    "zeroed in place": ALL,  # one more backward a step, dropped by zero_grad(set_to_none=False)
+    "zeroed locally": ALL,  # of three micro-batches the second is under no_sync; two are dropped in place behind it
     "relaid": (1, 2),  # modules are registered in another order than called; the first step leaves gathers under way
     "overlapped": (1, 2),  # at stage 0 and at stage 3 a step gathers nothing
+    "overlapped, saved and loaded": (1, 2),
     "checkpointed": ALL,
-    "checkpointed, re-entrant": ALL,
-    "offloaded": (3,),  # forwards alone, of a model that is on the CPU
     "two optimizers": ALL,
+    "two optimizers, zeroed": ALL,  # as "zeroed at once"
+    "two optimizers, in place": ALL,  # as "zeroed in place"
     "clipped": ALL,
     "read": ALL,  # gradients, as soon as backward returns
     "saved and loaded": ALL,
     "raised": ALL,  # one more backward in step 1, which raises on the last rank and is dropped
-    "raised at the end": ALL,  # each backward, on the last rank, when all gradients are there; they are clipped
     "raised, zeroed in place": (1, 2, 3),  # the same, dropped by model.zero_grad(set_to_none=False)
-    "raised, then read": (0,),  # the same as "raised"; what it has left is read, once it is settled, and dropped
-    "zeroed in place": ALL,  # one more backward a step, dropped by zero_grad(set_to_none=False)
-    "zeroed locally": ALL,  # of three micro-batches the second is under no_sync; two are dropped in place behind it
-    "zeroed, then no_sync": ALL,  # as "zeroed at once"; the next backward comes under no_sync
-    "two optimizers, zeroed": ALL,  # as "zeroed at once"
-    "two optimizers, in place": ALL,  # as "zeroed in place"
-    "two optimizers, locally": ALL,  # as "zeroed locally"
-    "two optimizers, some zeroed": ALL,  # one more backward a step: all biases lose its gradient, then weights do
-    "overlapped, stepped twice": (1, 2),  # without a gradient, and without a forward between
-    "overlapped, saved and loaded": (1, 2),
-    "relaid, saved at first": (1, 2),  # saved in the order of before the first step
     "remade": ALL,  # two optimizers are closed, one after a step and one after a backward; others go on
     "thawed": ALL,  # the first layer is frozen in the first step
-    "thawed, no_sync": ALL,  # both
     "half thawed, no_sync": ALL,  # the last block is frozen in the first step; the head, beside it, is used twice
-    "closed": ALL,  # the optimizer, as soon as its last step returns; a forward follows
-    "beside other work": ALL,  # of the program's own on the other stream, which waits for nothing of the library's
-    "kept, on two streams": (3,),  # evaluated on the other stream, where units stay whole; then trained on this one
-    "dropped": ALL,  # a further step, on one more backward that is dropped by model.zero_grad()
     "edited": ALL,  # a parameter is halved after each step, within gather_parameters(writeback=True)
-    "evaluated": ALL,  # in inference mode, between backward and step
     "kept": (3,),  # units stay whole after a forward; also saved and loaded, with a forward before it loads
+    "kept, on two streams": (3,),  # evaluated on the other stream, where units stay whole; then trained on this one
     "nodes": (3,),  # of two ranks
     "prefetched": (3,),  # three units ahead
-    "graph": (3,),  # of backward: create_graph=True
-    "offloaded, edited": (3,),  # loaded, and written to, between forwards, on the other stream
     "paged": ALL,
     "paged, saved and loaded": ALL,
-    "paged, thawed": ALL,
     "paged, some stay, clipped": ALL,
     "paged, as there is room": ALL,
     "updated on the host": ALL,
     "updated on the host, micro-batches": ALL,
-    "updated on the host, saved and loaded": ALL,
     "updated on the host, zeroed in place": ALL,
-    "updated on the host, overlapped": (1, 2),
-    "updated on the host, remade": ALL,
     "parameters on the host": (3,),
-    "parameters on the host, saved and loaded": (3,),
     "parameters on the host, edited": (3,),
     "parameters on the host, paged": (3,),
     "parameters on the host, updated there": (3,),
-    "parameters on the host, updated there, edited": (3,),
-    "several rules, clipped": ALL,  # biases are SGD's: at stage 3 a unit has two buckets
-    "paged, several rules, saved and loaded": ALL,
     "muon, clipped": ALL,  # weights are Muon's, and biases AdamW's
-    "paged, muon, saved and loaded": ALL,
-    "parameters on the host, muon": (3,),
 }
 """What a program does, and the stages at which it is allowed. A name may begin with one of STORES."""
 
-MICRO_BATCHES = {"micro-batches": 3, "no_sync": 3, "zeroed between": 3, "zeroed, then no_sync": 2}
-MICRO_BATCHES |= {"thawed, no_sync": 3, "half thawed, no_sync": 3, "zeroed locally": 3, "two optimizers, locally": 3}
-CLIPPED = ("clipped", "raised at the end", "several rules, clipped", "muon, clipped")
+MICRO_BATCHES = dict.fromkeys(
+    ("micro-batches", "no_sync", "zeroed between", "half thawed, no_sync", "zeroed locally"), 3
+)
+CLIPPED = ("clipped", "muon, clipped")
 SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "kept, on two streams": {"reshard_after_forward": False},
@@ -176,10 +148,9 @@ class OrderProgram:
     def by_muon(self) -> bool:
         return self.act.startswith("muon")
 
-    def has_other_rule(self, name: str) -> bool:
-        """Whether the parameter of this name is Muon's or SGD's, and not AdamW's."""
-        weight = name.endswith("weight")
-        return weight if self.by_muon else self.act.startswith("several rules") and not weight
+    def is_muons(self, name: str) -> bool:
+        """Whether the parameter of this name is Muon's, and not AdamW's."""
+        return self.by_muon and name.endswith("weight")
 
     @property
     def rows(self) -> int:
@@ -187,21 +158,15 @@ class OrderProgram:
         return 2 * self.width if self.by_muon else ROWS
 
     def tolerance(self, name: str) -> float:
-        """``name``: of a parameter; empty: of a loss or a norm."""
+        """``name``: as in Trained."""
         if not self.by_muon:
             return TOLERANCE
-        return OF_MUON if self.has_other_rule(name) else BESIDE_MUON
+        return OF_MUON if self.is_muons(name) else BESIDE_MUON
 
     @property
     def overlaps(self) -> bool:
         """Whether a step leaves gathers under way."""
-        in_this_way = self.act in ("remade", "closed") and self.stage in (1, 2)
-        return in_this_way or self.act.startswith(("relaid", "overlapped"))
-
-    @property
-    def not_trained_on(self) -> str:
-        """The other stream."""
-        return SIDE if self.trained_on == DEFAULT else DEFAULT
+        return self.stage in (1, 2) and self.act.startswith(("relaid", "overlapped", "remade"))
 
     @property
     def store(self) -> str:
@@ -213,25 +178,10 @@ class OrderProgram:
         """What it does, wherever the state is: ``what`` without ``store``."""
         return self.what[len(self.store) :].removeprefix(", ") or "plain"
 
-    @property
-    def offloaded(self) -> bool:
-        """Such a model is not trained."""
-        return self.act.startswith("offloaded")
-
     def counted(self) -> Sequence[int]:
         """The micro-batches of a step whose gradients count."""
-        dropped = 2 if self.act.endswith("locally") else int(self.act == "zeroed between")
+        dropped = {"zeroed locally": 2, "zeroed between": 1}.get(self.act, 0)
         return range(dropped, self.micro_batches)
-
-
-def all_programs(width: int = 16) -> list[OrderProgram]:
-    """Every allowed combination."""
-    return [
-        OrderProgram(stage, what, made_on, trained_on, width)
-        for what, stages in WHAT.items()
-        for stage in stages
-        for made_on, trained_on in STREAMS
-    ]
 
 
 def few_programs(width: int = 16, each: int = len(STREAMS)) -> list[OrderProgram]:
@@ -246,33 +196,17 @@ def few_programs(width: int = 16, each: int = len(STREAMS)) -> list[OrderProgram
     ]
 
 
-def programs_on_one_stream(width: int = 16) -> list[OrderProgram]:
-    """What is left of all programs where there are no streams."""
-    return list(dict.fromkeys(program.on_one_stream for program in all_programs(width)))
-
-
 @dataclass(frozen=True)
 class Part:
-    """The elements of a flat gradient from ``start`` on, as many as ``values`` has."""
+    """The elements of a flat tensor from ``start`` on, as many as ``values`` has."""
 
-    start: int
     values: Tensor
+    start: int = 0
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What one rank has, on the CPU.
-
-    Attributes:
-        losses: of every counted backward, in turn.
-        norms: of each step and optimizer, before clipping.
-        gradients: of every step that read them, by name.
-    """
-
-    parameters: dict[str, Tensor]
-    losses: list[float]
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Part]] = field(default_factory=list)
+Trained = dict[str, Part]
+"""What one rank has, on the CPU: each parameter, "losses" of every counted backward, "norms" of each step and optimizer
+before clipping, and "gradient NAME of step N" for every step that read them."""
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -291,15 +225,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """[rows, width] to [rows, width]. ``raising``: whether the next backward raises: between the second and the first
-    block, or at its end. Backward hands a gradient to every layer from a product with its weights, so that it reads
-    them."""
+    """[rows, width] to [rows, width]. ``raising``: whether the next backward raises between its last two blocks."""
 
     def __init__(self, program: OrderProgram) -> None:
         super().__init__()
         self.act, self.raising = program.act, False
         blocks = [Block(program.width, twice=program.act == "used twice") for _ in range(DEPTH)]
-        if program.act.startswith("relaid"):  # as a model whose layers are registered from the last to the first
+        if program.act == "relaid":  # as a model whose layers are registered from the last to the first
             self.head, self.blocks = nn.Linear(program.width, program.width), nn.ModuleList(blocks)
             self.stem = nn.Linear(program.width, program.width)
         else:
@@ -307,19 +239,12 @@ class Net(nn.Module):
             self.head = nn.Linear(program.width, program.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.raising and self.act == "raised at the end":
-            x = raise_in_backward(x.detach().requires_grad_())
         x = self.stem(x)
-        for number, block in enumerate(reversed(self.blocks) if self.act.startswith("relaid") else self.blocks):
-            if self.raising and number == 1 and self.act != "raised at the end":
+        for number, block in enumerate(reversed(self.blocks) if self.act == "relaid" else self.blocks):
+            if self.raising and number == 1:
                 x = raise_in_backward(x)
-            x = self._through(block, x)
-        return self.head(self.head(x)) if self.act.startswith("half thawed") else self.head(x)
-
-    def _through(self, block: nn.Module, x: Tensor) -> Tensor:
-        if self.act.startswith("checkpointed"):
-            return checkpoint(block, x, use_reentrant=self.act.endswith("re-entrant"))
-        return block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.act == "checkpointed" else block(x)
+        return self.head(self.head(x)) if self.act == "half thawed, no_sync" else self.head(x)
 
 
 def make_model(program: OrderProgram) -> nn.Sequential:
@@ -377,48 +302,47 @@ def train(
     Collective over ``process_group``, the default one if None, in which this is ``rank`` of ``world_size``.
     """
     streams = Streams(device) if streams is None else streams
-    model = make_model(program).to("cpu" if program.offloaded else device)
+    model = make_model(program).to(device)
     freeze(program, model, step=0)
     inputs = Inputs(program, rank, device)
     streams.follow(program.made_on, DEFAULT)  # the model and the inputs were brought to the device there
     with streams.on(program.made_on):
-        shard(program, model, device, process_group)
-        run = None if program.offloaded else Run(program, model, rank, world_size, inputs, streams, process_group)
+        shard(program, model, process_group)
+        run = Run(program, model, rank, world_size, inputs, streams, process_group)
     streams.follow(program.trained_on, program.made_on)
     with streams.on(program.trained_on):
-        losses = _forwards(program, model, inputs, streams, device) if run is None else run.train()
+        losses = run.train()
     streams.follow(DEFAULT, program.trained_on)  # what comes now reads the results there
-    trained = Trained(
-        _parameters(model),
-        [float(loss) for loss in losses],
-        [] if run is None else [float(norm) for norm in run.norms],
-        [] if run is None else [{n: Part(p.start, p.values.cpu()) for n, p in read.items()} for read in run.gradients],
-    )
-    if run is not None:
-        run.close()
+    values = {name: Part(value) for name, value in _parameters(model).items()}
+    values["losses"] = Part(torch.tensor([float(loss) for loss in losses], device="cpu"))
+    values["norms"] = Part(torch.tensor([float(norm) for norm in run.norms], device="cpu"))
+    values |= {name: Part(part.values.cpu(), part.start) for name, part in run.gradients.items()}
+    run.close()
+    return values
+
+
+def train_all(rank: int, world_size: int, programs: Sequence[OrderProgram]) -> list[Trained]:
+    """``train`` for each, on the simulated GPU, or on the CPU where none is simulated. An error names its program."""
+    trained = []
+    for program in programs:
+        try:
+            trained.append(train(rank, world_size, program, the_device()))
+        except Exception as error:
+            raise RuntimeError(f"{program}") from error
     return trained
 
 
-def shard(program: OrderProgram, model: nn.Sequential, device: torch.device, process_group: Any) -> None:
+def shard(program: OrderProgram, model: nn.Sequential, process_group: Any) -> None:
     """Collective. Nothing below stage 3."""
     import zero_optim
 
-    options = {"device": device, "param_offload": "cpu"} if program.offloaded else {**SHARDED_BY.get(program.act, {})}
+    options = {**SHARDED_BY.get(program.act, {})}
     if program.act == "nodes" and process_group is None and dist.get_world_size() % 2:
         del options["reshard_after_forward"]
     if program.store.startswith(ON_HOST):
         options["param_offload"] = "cpu"
     for net in model if program.stage == 3 else ():
         zero_optim.shard_module(net, (Block,), process_group=process_group, **options)
-
-
-def few_objects() -> None:
-    """Before many programs in a row. The first backward of every optimizer looks for a DDP among all objects that
-    Python tracks. From here on those that are there now are not among them, and no collection looks at them again."""
-    import zero_optim  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
 
 
 class Inputs:
@@ -433,33 +357,11 @@ class Inputs:
         return self._of[step, micro]
 
 
-def _forwards(
-    program: OrderProgram, model: nn.Sequential, inputs: Inputs, streams: Streams, device: torch.device
-) -> list[Tensor]:
-    """Shards in host memory are the library's: what is on another stream need not wait for the forwards."""
-    losses = []
-    for step in range(STEPS):
-        if program.act == "offloaded, edited":
-            with streams.on(program.not_trained_on):
-                _edit_offloaded(program, model, step, device)
-        with torch.inference_mode():
-            streams.busy()
-            losses.append(loss_of(model, inputs(step)))
-    return losses
-
-
-def _edit_offloaded(program: OrderProgram, model: nn.Sequential, step: int, device: torch.device) -> None:
-    if step == 1:
-        model.load_state_dict({name: value.to(device) / 2 for name, value in make_model(program).state_dict().items()})
-    elif step == 2:
-        edit(model)
-
-
 def freeze(program: OrderProgram, model: nn.Sequential, step: int) -> None:
     """The layers that are frozen in this step, and no others."""
-    if program.act.startswith("thawed"):
+    if program.act == "thawed":
         model[0].stem.requires_grad_(step > 0)
-    if program.act.startswith("half thawed"):
+    if program.act == "half thawed, no_sync":
         model[0].blocks[-1].requires_grad_(step > 0)
 
 
@@ -480,29 +382,27 @@ def _parameters(model: nn.Sequential) -> dict[str, Tensor]:
     with contextlib.ExitStack() as stack:
         for net in model:
             stack.enter_context(zero_optim.gather_parameters(net))
-        return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+        return {name: parameter.detach().flatten().cpu().clone() for name, parameter in model.named_parameters()}
 
 
+@dataclass
 class Run:
     """A model in training. Collective, as its methods are; ``losses``, ``norms`` and ``gradients`` fill up."""
 
-    def __init__(
-        self,
-        program: OrderProgram,
-        model: nn.Sequential,
-        rank: int,
-        world_size: int,
-        inputs: Inputs,
-        streams: Streams,
-        process_group: Any,
-    ) -> None:
-        self.program, self.model, self.rank, self.world_size = program, model, rank, world_size
-        self.inputs, self.streams, self.process_group = inputs, streams, process_group
+    program: OrderProgram
+    model: nn.Sequential
+    rank: int
+    world_size: int
+    inputs: Inputs
+    streams: Streams
+    process_group: Any
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Part] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.other_stream = SIDE if self.program.trained_on == DEFAULT else DEFAULT
         self.make_optimizers()
-        model[0].raising = program.act == "raised at the end" and rank == world_size - 1
-        self.losses: list[Tensor] = []
-        self.norms: list[Tensor] = []
-        self.gradients: list[dict[str, Part]] = []
 
     def make_optimizers(self) -> None:
         owned = _owned(self.program, [*self.model.named_parameters()])
@@ -514,38 +414,23 @@ class Run:
         what = self.program.act
         for step in range(STEPS):
             freeze(self.program, self.model, step)
-            if step == (0 if what == "relaid, saved at first" else SAVED) and ("saved" in what or what == "kept"):
+            if step == SAVED and ("saved" in what or what == "kept"):
                 self.save_and_load()
-            if what.startswith("raised") and what != "raised at the end" and step == 1:
+            if what.startswith("raised") and step == 1:
                 self.raise_and_drop()
-            if what in ("zeroed at once", "zeroed, then no_sync", "two optimizers, zeroed"):
+            if what in ("zeroed at once", "two optimizers, zeroed"):
                 self.backward(step, JUNK)
                 self.zero_grad()
             if what in ("zeroed in place", "two optimizers, in place"):
                 self.backward(step, JUNK)
                 self.zero_grad(set_to_none=False)
-            if what == "two optimizers, some zeroed":
-                self.backward(step, JUNK)
-                self.drop(("bias",))
-                self.backward(step, JUNK)
-                self.drop(("bias", "weight"))
             self.losses += self.step(step)
             if what == "edited":
                 edit(self.model)
-            if what == "overlapped, stepped twice":
-                self.step_optimizers()
-            if what == "dropped":
-                self.backward(step, JUNK)
-                self.model.zero_grad()
-                self.step_optimizers()
             if what == "remade" and step in (0, 1):
                 self.remake(after_backward=step == 1)
-        if what == "closed":
-            self.close()
-            self.evaluate(0)
-        else:
-            for optimizer in self.optimizers:
-                optimizer.wait_for_parameters()
+        for optimizer in self.optimizers:
+            optimizer.wait_for_parameters()
         return self.losses
 
     def step(self, step: int) -> list[Tensor]:
@@ -560,16 +445,15 @@ class Run:
                 losses.append(self.backward(step, micro))
             if what == "zeroed between" and micro == 0:
                 self.model.zero_grad()
-            if what.endswith("locally") and micro == 1:
+            if what == "zeroed locally" and micro == 1:
                 self.model.zero_grad(set_to_none=False)
         if what == "read":
-            self.gradients.append({name: _read(p.grad) for name, p in self.model.named_parameters()})
+            named = self.model.named_parameters()
+            self.gradients |= {f"gradient {name} of step {step}": _read(p.grad) for name, p in named}
         if what in CLIPPED:
             self.norms += [optimizer.clip_grad_norm_(MAX_NORM) for optimizer in self.optimizers]
-        if what == "evaluated":
-            self.evaluate(step)
         self.step_optimizers()
-        if what in ("beside other work", "kept, on two streams"):
+        if what == "kept, on two streams":
             self.work_on_the_other_stream()
         if what == "kept":
             self.evaluate(step)
@@ -577,10 +461,9 @@ class Run:
 
     def stays_local(self, micro: int) -> bool:
         """Whether this micro-batch's backward is under no_sync."""
-        last = micro + 1 == self.program.micro_batches
-        return (self.program.act.endswith("no_sync") and not last) or (
-            self.program.act.endswith("locally") and micro == 1
-        )
+        if self.program.act == "zeroed locally":
+            return micro == 1
+        return self.program.act.endswith("no_sync") and micro + 1 < self.program.micro_batches
 
     def step_optimizers(self) -> None:
         for optimizer in self.optimizers:
@@ -592,7 +475,7 @@ class Run:
             loss_of(self.model, self.inputs(step))
 
     def evaluate_on_the_other_stream(self, step: int) -> None:
-        here, there = self.program.trained_on, self.program.not_trained_on
+        here, there = self.program.trained_on, self.other_stream
         self.streams.follow(there, here)
         with self.streams.on(there):
             self.evaluate(step)
@@ -600,7 +483,7 @@ class Run:
 
     def work_on_the_other_stream(self) -> None:
         """In memory that was freed there, whatever its size: what this stream has not read yet must not be among it."""
-        with self.streams.on(self.program.not_trained_on):
+        with self.streams.on(self.other_stream):
             for numel in OTHER_WORK:
                 torch.ones(numel, device=self.inputs.device)
 
@@ -608,40 +491,26 @@ class Run:
         if self.rank == (step + micro) % self.world_size:
             self.streams.busy()
         loss = loss_of(self.model, self.inputs(step, micro))
-        if self.program.act == "beside other work":
-            self.work_on_the_other_stream()
-        planned = [Planned] if self.program.act == "raised at the end" else []
-        with warnings.catch_warnings(), contextlib.suppress(*planned):
-            warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
-            loss.backward(create_graph=self.program.act == "graph")
+        loss.backward()
         return loss.detach()
 
     def raise_and_drop(self) -> None:
         """A backward that raises on the last rank, in the middle, and what settles it."""
-        what, net = self.program.act, self.model[0]
+        net = self.model[0]
         net.raising = self.rank == self.world_size - 1
         with contextlib.suppress(Planned):
             self.backward(JUNK)
         net.raising = False
-        if what == "raised, zeroed in place":
+        if self.program.act == "raised, zeroed in place":
             # Autograd may have added up on that stream, and waits for none where a backward raises.
             self.streams.follow(self.program.trained_on, self.program.made_on)
             self.model.zero_grad(set_to_none=False)
-            return
-        if what == "raised, then read":
-            self.optimizers[0].settle()
-            for grad in [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]:
-                _read(grad)
-        self.zero_grad()
+        else:
+            self.zero_grad()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
-
-    def drop(self, kinds: tuple[str, ...]) -> None:
-        for name, parameter in self.model.named_parameters():
-            if name.endswith(kinds):
-                parameter.grad = None
 
     def save_and_load(self) -> None:
         """With a step between, which does not count."""
@@ -660,9 +529,8 @@ class Run:
             optimizer.load_state_dict(state)
 
     def save(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        return copy.deepcopy(_plain(self.model.state_dict())), [
-            copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers
-        ]
+        values = {name: value.detach() for name, value in self.model.state_dict().items()}
+        return copy.deepcopy(values), [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
 
     def load(self, saved: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
         self.model.load_state_dict(saved[0])
@@ -672,10 +540,6 @@ class Run:
     def close(self) -> None:
         for optimizer in self.optimizers:
             optimizer.close()
-
-
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.detach() for name, value in state.items()}
 
 
 def _owned(program: OrderProgram, named: Sequence[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
@@ -691,10 +555,9 @@ def _owned(program: OrderProgram, named: Sequence[tuple[str, Any]]) -> list[list
 def _make_optimizer(program: OrderProgram, named: Sequence[tuple[str, Any]], process_group: Any) -> Any:
     import zero_optim
 
-    groups: list[Any] = [{"params": [entry for entry in named if not program.has_other_rule(entry[0])]}]
-    if others := [entry for entry in named if program.has_other_rule(entry[0])]:
-        rule = zero_optim.rules.Muon(**MUON) if program.by_muon else zero_optim.rules.SGD(**SGD)
-        groups.append({"params": others, "rule": rule})
+    groups: list[Any] = [{"params": [entry for entry in named if not program.is_muons(entry[0])]}]
+    if others := [entry for entry in named if program.is_muons(entry[0])]:
+        groups.append({"params": others, "rule": zero_optim.rules.Muon(**MUON)})
     return zero_optim.ShardedAdamW(
         groups,
         lr=LR,
@@ -711,8 +574,8 @@ def _make_optimizer(program: OrderProgram, named: Sequence[tuple[str, Any]], pro
 def _read(grad: Any) -> Part:
     """A copy, made on the current stream: all of a gradient, or this rank's part of it."""
     if hasattr(grad, "local"):
-        return Part(grad.start, grad.local.detach().clone())
-    return Part(0, grad.detach().flatten().clone())
+        return Part(grad.local.detach().clone(), grad.start)
+    return Part(grad.detach().flatten().clone())
 
 
 # ---- what it must give -----------------------------------------------------------------------------------------------
@@ -732,74 +595,48 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
     owned = [[p for _, p in entries] for entries in entries_of]
     optimizers: list[Any] = []
     for entries in entries_of:
-        of_adam, others = ([p for name, p in entries if program.has_other_rule(name) is has] for has in (False, True))
+        of_adam, others = ([p for name, p in entries if program.is_muons(name) is has] for has in (False, True))
         optimizers.append(torch.optim.AdamW(of_adam, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY))
         if others:
-            optimizers.append(torch.optim.Muon(others, **MUON) if program.by_muon else torch.optim.SGD(others, **SGD))
+            optimizers.append(torch.optim.Muon(others, **MUON))
     losses: list[list[float]] = [[] for _ in range(world_size)]
     norms: list[float] = []
-    gradients: list[dict[str, Part]] = []
+    read: Trained = {}
     for step in range(STEPS):
         freeze(program, model, step)
-        if program.act == "offloaded, edited":
-            _edit_offloaded(program, model, step, torch.device("cpu"))
         for rank in range(world_size):
             for micro in program.counted():
                 loss = loss_of(model, make_input(program, rank, step, micro))
                 losses[rank].append(loss.item())
                 (loss / world_size).backward()  # gradients add up to their mean
         if program.act == "read":
-            gradients.append({name: Part(0, p.grad.flatten().clone()) for name, p in named.items()})
+            read |= {f"gradient {name} of step {step}": Part(p.grad.flatten().clone()) for name, p in named.items()}
         if program.act in CLIPPED:
             norms += [float(nn.utils.clip_grad_norm_(own, MAX_NORM)) for own in owned]
-        for optimizer in optimizers if not program.offloaded else ():
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if program.act == "edited":
             edit(model)
-    parameters = {name: p.detach().clone() for name, p in named.items()}
-    return [Trained(parameters, losses[rank], norms, gradients) for rank in range(world_size)]
+    same = read | {name: Part(p.detach().flatten().clone()) for name, p in named.items()}
+    same["norms"] = Part(torch.tensor(norms))
+    return [same | {"losses": Part(torch.tensor(of_rank))} for of_rank in losses]
 
 
-Tolerance = Callable[[str], float]
-"""See ``OrderProgram.tolerance``."""
-
-
-def difference(got: Trained, want: Trained, tolerance: Tolerance = lambda name: TOLERANCE) -> str:
-    """Empty when all is within ``tolerance``; else what is not, and by how much."""
-    found = list(_differences(got, want, tolerance))
-    return "; ".join(found[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
-
-
-def _differences(got: Trained, want: Trained, tolerance: Tolerance) -> Iterator[str]:
-    yield from _of_tensors("parameter", got.parameters, want.parameters, tolerance)
-    for name, a, b in (("losses", got.losses, want.losses), ("norms", got.norms, want.norms)):
-        yield from _of_tensors(name, {"": torch.tensor(a)}, {"": torch.tensor(b)}, tolerance)
-    if len(got.gradients) != len(want.gradients):
-        yield f"gradients were read in {len(got.gradients)} steps instead of {len(want.gradients)}"
-        return
-    for step, (parts, whole) in enumerate(zip(got.gradients, want.gradients, strict=True)):
-        wanted = {n: whole[n].values[part.start : part.start + part.values.numel()] for n, part in parts.items()}
-        yield from _of_tensors(
-            f"step {step}, gradient", {n: part.values for n, part in parts.items()}, wanted, tolerance
-        )
-
-
-def _of_tensors(
-    what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: Tolerance
-) -> Iterator[str]:
-    if got.keys() != want.keys():
-        yield f"{what}s {sorted(got.keys() ^ want.keys())} are on one side alone"
-        return
-    for name, b in want.items():
-        a = got[name]
+def difference(got: Trained, want: Trained, tolerance: Callable[[str], float] = lambda name: TOLERANCE) -> str:
+    """Empty when all is within ``tolerance``, by name; else what is not, and by how much."""
+    found = [f"{name} is on one side alone" for name in got.keys() ^ want.keys()]
+    for name in got.keys() & want.keys():
+        a, first = got[name].values, got[name].start
+        b = want[name].values[first : first + a.numel()]
         if a.shape != b.shape:
-            yield f"{what} {name}: {tuple(a.shape)} instead of {tuple(b.shape)}"
-        elif a.numel():
-            off = (a.double() - b.double()).abs()
-            wrong = ~(off <= tolerance(name))  # NaN is, too
-            if bool(wrong.any()):
-                yield f"{what} {name}: off by {float(off.max()):.2g} in {int(wrong.sum())} of {a.numel()}"
+            found.append(f"{name}: {a.numel()} elements instead of {b.numel()}")
+            continue
+        off = (a.double() - b.double()).abs()
+        wrong = ~(off <= tolerance(name))  # NaN is, too
+        if bool(wrong.any()):
+            found.append(f"{name}: off by {float(off.max()):.2g} in {int(wrong.sum())} of {a.numel()}")
+    return "; ".join(sorted(found)[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
 
 
 def wrong(by_rank: Sequence[Sequence[Trained]], programs: Sequence[OrderProgram]) -> list[str]:
@@ -810,7 +647,8 @@ def wrong(by_rank: Sequence[Sequence[Trained]], programs: Sequence[OrderProgram]
 
 def check(results: Sequence[Trained], program: OrderProgram) -> str:
     """Empty when every rank's result is right; else what is wrong, rank by rank."""
-    found = [
-        difference(got, expected(program, len(results), rank), program.tolerance) for rank, got in enumerate(results)
-    ]
-    return "\n".join(f"{program}: rank {rank}: {text}" for rank, text in enumerate(found) if text)
+    found = []
+    for rank, got in enumerate(results):
+        if text := difference(got, expected(program, len(results), rank), program.tolerance):
+            found.append(f"{program}: rank {rank}: {text}")
+    return "\n".join(found)

@@ -168,7 +168,22 @@ def test_nccl_has_connected_for_the_sizes_of_a_step(stage, ranks, options):
     """It chooses an algorithm by size, and connects the ranks at its first use, while its host waits for all of them.
     In the first backward one may have raised."""
     least = ROW * ROW // ranks  # a bucket or a unit, or this rank's part of it
-    for before, first in run_ranks(ranks, _first_step, stage, torch.bfloat16, options, simulated="held"):
+    for before, first in run_ranks(ranks, _first_step, stage, torch.bfloat16, options, simulated="late"):
         large = {of: numel for of, numel in first.items() if numel >= least}
         assert len(large) == {0: 1, 3: 2 + len(options)}.get(stage, 2)
         assert all(before.get(of, 0) >= numel for of, numel in large.items()), (before, first)
+
+
+def _kinds_of_construction(rank: int, world_size: int) -> list[str]:
+    import zero_optim
+    from zero_optim.comm import transport
+
+    zero_optim.ShardedAdamW([nn.Parameter(torch.ones(ROW))], lr=1e-2).close()
+    used: Any = transport.used()
+    return [entry.kind for entry in used.issued]
+
+
+def test_nccl_connects_in_the_constructor() -> None:
+    """Its host waits for all ranks there, and in a backward one that has raised would not come."""
+    for kinds in run_ranks(2, _kinds_of_construction, simulated="late"):
+        assert kinds[kinds.index("reduce_scatter") :][:3] == ["reduce_scatter", "all_gather", "all_reduce"]

@@ -25,7 +25,7 @@ class Face(Family):
 
     def run(self, program: Program, rank: int, folder: str, see: See) -> None:
         names = {**vars(world), **vars(prelude)}
-        if chosen() is not None:
+        if chosen():
             names["own_sum"] = _own_sum_alone
 
         def play(made: Program, of: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chosen_programs import WIDTH, of_ranks
+from chosen_programs import WIDTH, few_objects, of_ranks
 from harness import RankFailure
 from nccl_ranks import on_nccl_ranks
 from order_programs import (
@@ -26,7 +26,6 @@ from order_programs import (
     Run,
     Streams,
     Trained,
-    few_objects,
     make_model,
     train,
     wrong,

@@ -12,9 +12,11 @@ import simulated_gpu.switch as simulation  # first of all: a simulated GPU has t
 # isort: split
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import gc
+import io
 import itertools
 import multiprocessing
 import os
@@ -151,10 +153,46 @@ def _perform(task: _Task) -> tuple[bool, Any]:
     try:
         fn, args = pickle.loads(task.call)
         gc.freeze()  # what is imported is neither garbage nor a module of the program's: nobody need walk it
-        with _process_group(task), simulation.running(task.rank) as issued:
+        with _process_group(task), simulation.running() as issued:
             return True, (fn(task.rank, task.world_size, *args), issued)  # a list, which fills up as the context ends
     except BaseException:
         return False, traceback.format_exc()
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors of a GPU travel as those of a CPU, and a whole tensor as its bytes: to pickle a storage and to load it
+    takes torch 0.2 ms (a Xeon core), and some tests return 50,000 tensors."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) not in (torch.Tensor, torch.nn.Parameter):
+            return NotImplemented
+        if thing.is_cuda:
+            thing = thing.detach().cpu()
+        elif type(thing) is torch.nn.Parameter:
+            return NotImplemented
+        if not _owns_its_memory(thing):
+            return thing.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return _of_bytes, (ctypes.string_at(thing.data_ptr(), thing.nbytes), thing.dtype, tuple(thing.shape))
+
+
+def _owns_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether these are plain values, and all of a storage."""
+    plain = (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.__dict__ or tensor.is_conj())
+    )
+    return plain and not tensor.is_neg() and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _of_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def _dumps(value: object) -> bytes:
+    out = io.BytesIO()
+    _Pickler(out).dump(value)
+    return out.getvalue()
 
 
 def _worker_main(connection: Connection, stack_file: str, error_file: str) -> None:
@@ -173,7 +211,7 @@ def _worker_main(connection: Connection, stack_file: str, error_file: str) -> No
                 return
             ok, value = _perform(task)
             try:
-                answer = simulation.dumps((ok, value))
+                answer = _dumps((ok, value))
             except Exception:
                 answer = pickle.dumps((False, traceback.format_exc()))
             connection.send_bytes(answer)
@@ -339,14 +377,27 @@ def run_ranks(
 
     ``imported``: modules that the ranks find imported. Ranks that import a large library themselves do so one by one.
 
+    Where the simulated GPU cannot be built, the test is skipped.
+
     Raises RankFailure with every failed rank's traceback, and the end of its stderr, when a rank raises, dies or has
     not answered after ``timeout`` seconds.
     """
     simulated = os.environ.get(simulation.VARIABLE, "") if simulated is None else simulated
     kind = simulated, imported
+    simulation.require(simulated)
     if kind not in _POOLS:
         _POOLS[kind] = RankPool(*kind)
     return _POOLS[kind].run(world_size, fn, args, timeout, backend, bound, one_order, collective_timeout)
+
+
+def on_one_gpu(body: Callable[..., Any], *args: Any, simulated: str = simulation.LATE) -> Any:
+    """``body(*args)`` in a process with a simulated GPU. Raises RankFailure, which names RaceFound, where it finds
+    races."""
+    return run_ranks(1, _call, body, args, simulated=simulated)[0]
+
+
+def _call(rank: int, world_size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return body(*args)
 
 
 def new_ranks() -> None:

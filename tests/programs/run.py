@@ -110,7 +110,7 @@ def _differences(family: Family, programs: Sequence[Any], seen: list[list[Entrie
 
 def run_alone(family: Family, program: Any, seconds: float = ALONE_SECONDS) -> Failure | None:
     """One program on forked ranks, as a script would run it."""
-    if chosen() is not None:  # a forked rank has no simulation
+    if chosen():  # a forked rank has no simulation
         return _run_simulated(family, program)
     seen: list[Entries] = []
     with tempfile.TemporaryDirectory(prefix="programs-") as folder:

@@ -21,7 +21,6 @@ TORCH = "2.13"
 and ``at::CUDAHooksInterface``, and the kernels ``at::native::view``, ``view_dtype``, ``as_strided_tensorimpl`` and
 ``_reshape_alias``. They have no promise of stability."""
 
-COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 LIBRARIES = ("-ltorch_cpu", "-ltorch", "-lc10")
 
@@ -68,10 +67,9 @@ def _version(torch: Path) -> str:
 
 
 def _compiler() -> str:
-    named = os.environ.get("CXX")
-    found = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
+    found = shutil.which(os.environ.get("CXX", "c++"))
     if found is None:
-        raise Unavailable(f"there is no C++ compiler: {named or ', '.join(COMPILERS)}")
+        raise Unavailable("there is no C++ compiler: install one, or name it in CXX")
     return found
 
 

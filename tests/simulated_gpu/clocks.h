@@ -6,10 +6,8 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cstdint>
 #include <mutex>
-#include <random>
 #include <string>
 
 #include <c10/util/Exception.h>
@@ -39,51 +37,56 @@ inline bool includes(const Clock& clock, const Clock& other) {
   return true;
 }
 
-// What a query of an event or a stream says, where the host has not waited for it: see Timelines::arrived.
-enum class Arrival { kNever, kRandom, kAlways };
+using Lock = std::lock_guard<std::recursive_mutex>;
 
 // A point of a stream. What it stands for changes when it is recorded again, as with CUDA's.
 struct Event {
   Clock clock{};
-  std::chrono::steady_clock::time_point recorded;
 };
 
-// All timelines of the process. Whoever calls a member function holds the lock.
+// All timelines of the process. The memory's members hold the same lock.
 class Timelines {
  public:
-  std::mutex lock;
-  uint64_t launches = 0;
+  std::recursive_mutex lock;
 
   // A kernel is launched on the stream, after all that the host knows to be over.
   void launch(int stream) {
+    Lock guard(lock);
     join(clocks_[stream], clocks_[kHost]);
     ++clocks_[stream][stream];
-    ++launches;
   }
   // The host itself reads or writes memory.
-  void host_works() { ++clocks_[kHost][kHost]; }
+  void host_works() {
+    Lock guard(lock);
+    ++clocks_[kHost][kHost];
+  }
 
   void record(int stream, Event& event) {
+    Lock guard(lock);
     join(clocks_[stream], clocks_[kHost]);
     event.clock = clocks_[stream];
-    event.recorded = std::chrono::steady_clock::now();
   }
   // Later work of the stream comes after the event.
-  void block(const Event& event, int stream) { join(clocks_[stream], event.clock); }
-
+  void block(const Event& event, int stream) {
+    Lock guard(lock);
+    join(clocks_[stream], event.clock);
+  }
   // The host waits.
-  void synchronize(const Event& event) { join(clocks_[kHost], event.clock); }
-  void synchronize(int stream) { join(clocks_[kHost], clocks_[stream]); }
+  void synchronize(const Event& event) {
+    Lock guard(lock);
+    join(clocks_[kHost], event.clock);
+  }
+  void synchronize(int stream) {
+    Lock guard(lock);
+    join(clocks_[kHost], clocks_[stream]);
+  }
   void synchronize_all() {
     for (int stream = 0; stream < kHost; ++stream) synchronize(stream);
   }
-
-  // A query. A host that is told "it is over" has learned so: that orders what it does next, as a wait would.
-  bool arrived(const Event& event) { return arrived(event.clock); }
-  bool arrived(int stream) { return arrived(clocks_[stream]); }
-  void set_arrival(Arrival arrival, uint64_t seed) {
-    arrival_ = arrival;
-    coin_.seed(seed);
+  // A query: everything is late, so only what the host has waited for is over.
+  bool arrived(const Event& event) {
+    Lock guard(lock);
+    return includes(clocks_[kHost], event.clock);
   }
 
   // The number of a timeline's last piece of work.
@@ -98,36 +101,28 @@ class Timelines {
 
   // torch's rule: priority 0 or lower, a lower number is more urgent.
   int next_of_pool(int priority) {
+    Lock guard(lock);
     int pool = std::clamp(-priority, 0, kPriorities - 1);
     return kFirstOfPools + pool * kStreamsPerPool + handed_out_[pool]++ % kStreamsPerPool;
   }
   int next_own_stream() {
-    TORCH_CHECK(
-        own_streams_ < kHost - kFirstOwnStream, "the simulated device has ", kHost - kFirstOwnStream,
-        " streams for collectives, and all are taken; clear() takes them back");
+    Lock guard(lock);
+    TORCH_CHECK(own_streams_ < kHost - kFirstOwnStream, "the simulated device has no stream left for a collective");
     return kFirstOwnStream + own_streams_++;
   }
 
   // All work is over, and streams are handed out from the first again.
   void restart() {
+    Lock guard(lock);
     synchronize_all();
     handed_out_.fill(0);
     own_streams_ = 0;
   }
 
  private:
-  bool arrived(const Clock& clock) {
-    if (includes(clocks_[kHost], clock)) return true;
-    if (arrival_ == Arrival::kNever || (arrival_ == Arrival::kRandom && coin_() % 2 == 0)) return false;
-    join(clocks_[kHost], clock);
-    return true;
-  }
-
   std::array<Clock, kTimelines> clocks_{};
   std::array<int, kPriorities> handed_out_{};
   int own_streams_ = 0;
-  Arrival arrival_ = Arrival::kNever;
-  std::mt19937_64 coin_;
 };
 
 // Never destroyed: memory is freed until the process ends.

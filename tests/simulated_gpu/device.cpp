@@ -18,36 +18,13 @@ const bool allocator_is_set = [] {
   return true;
 }();
 
-void set_arrival(const std::string& name, int64_t seed) {
-  static const std::unordered_map<std::string, Arrival> kNames{
-      {"never", Arrival::kNever}, {"random", Arrival::kRandom}, {"always", Arrival::kAlways}};
-  auto found = kNames.find(name);
-  TORCH_CHECK(found != kNames.end(), "arrival is never, random or always, not ", name);
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  timelines().set_arrival(found->second, seed);
-}
-
-int64_t new_stream() {
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  return timelines().next_own_stream();
-}
-
-void restart() {
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  timelines().restart();
-}
-
-std::vector<int64_t> counts() {
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  const Memory& all = memory();
-  return {
-      static_cast<int64_t>(timelines().launches), static_cast<int64_t>(all.accesses),
-      static_cast<int64_t>(all.blocks()), static_cast<int64_t>(all.device_bytes),
-      static_cast<int64_t>(all.device_peak)};
+std::vector<int64_t> bytes() {
+  Lock guard(timelines().lock);
+  return {static_cast<int64_t>(memory().device_bytes), static_cast<int64_t>(memory().device_peak)};
 }
 
 void reset_peak() {
-  std::lock_guard<std::mutex> guard(timelines().lock);
+  Lock guard(timelines().lock);
   memory().device_peak = memory().device_bytes;
 }
 
@@ -100,21 +77,16 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     return at::native::_reshape_alias(self, size, stride);
   });
   m.impl("copy_", &simulated_gpu::copy_);
-  m.impl("_local_scalar_dense", &simulated_gpu::item);
-  m.impl("equal", &simulated_gpu::equal);
   m.impl("set_.source_Storage_storage_offset", &simulated_gpu::set_to_part);
   m.impl("set_.source_Storage", &simulated_gpu::set_to_storage);
-  m.impl("set_.source_Tensor", &simulated_gpu::set_to_tensor);
-  m.impl("set_", &simulated_gpu::set_to_nothing);
-  m.impl("resize_", &simulated_gpu::resize_);
   m.impl("record_stream", &simulated_gpu::record_stream);
 }
 
-// Streams are numbers here; device.py and ops.py say what each function does.
+// Streams are numbers here; device.py says what each function does.
 TORCH_LIBRARY(simulated_gpu, m) {
   using namespace simulated_gpu;
-  m.def("new_stream() -> int", &new_stream);
-  m.def("launch(int stream) -> ()", [](int64_t stream) { launch(checked(stream)); });
+  m.def("new_stream() -> int", []() -> int64_t { return timelines().next_own_stream(); });
+  m.def("launch(int stream) -> ()", [](int64_t stream) { timelines().launch(checked(stream)); });
   m.def(
       "touch(Tensor tensor, bool write, int stream, str what) -> ()",
       [](const at::Tensor& tensor, bool write, int64_t stream, const std::string& what) {
@@ -124,13 +96,9 @@ TORCH_LIBRARY(simulated_gpu, m) {
       "host_access(Tensor tensor, bool write, str what) -> ()",
       [](const at::Tensor& tensor, bool write, const std::string& what) { host_access(tensor, write, what); });
   m.def("alias(Tensor tensor) -> Tensor", [](const at::Tensor& tensor) { return cpu_alias(tensor); });
-  m.def("recorded_streams(Tensor tensor) -> int[]", [](const at::Tensor& tensor) {
-    return memory().recorded_streams(tensor.storage().data());
-  });
   m.def("resize_storage(Storage storage, int nbytes) -> ()", &resize_storage);
-  m.def("set_arrival(str when, int seed) -> ()", &set_arrival);
-  m.def("restart() -> ()", &restart);
-  m.def("counts() -> int[]", &counts);
+  m.def("restart() -> ()", [] { timelines().restart(); });
+  m.def("bytes() -> int[]", &bytes);
   m.def("reset_peak() -> ()", &reset_peak);
   m.def("pin(int address, int size) -> ()", [](int64_t address, int64_t size) {
     memory().pin(reinterpret_cast<const void*>(address), static_cast<size_t>(size));

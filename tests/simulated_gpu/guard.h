@@ -42,7 +42,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getNewStream(c10::Device device, int priority) const override {
     check_ours(device.index());
-    std::lock_guard<std::mutex> guard(timelines().lock);
     return stream_of(timelines().next_of_pool(priority));
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool urgent) const override {
@@ -55,44 +54,23 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr) *event = new Event;
-    std::lock_guard<std::mutex> guard(timelines().lock);
     timelines().record(id_of(stream), *static_cast<Event*>(*event));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
-    std::lock_guard<std::mutex> guard(timelines().lock);
     timelines().block(*static_cast<Event*>(event), id_of(stream));
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
-    std::lock_guard<std::mutex> guard(timelines().lock);
     return timelines().arrived(*static_cast<Event*>(event));
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
-    std::lock_guard<std::mutex> guard(timelines().lock);
     timelines().synchronize(*static_cast<Event*>(event));
   }
-  // Kernels run at once on the host: this is how long it took, and nothing of a GPU's speed.
-  double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
-    TORCH_CHECK(from && to, "both events must be recorded");
-    auto passed = static_cast<Event*>(to)->recorded - static_cast<Event*>(from)->recorded;
-    return std::chrono::duration<double, std::milli>(passed).count();
-  }
-
-  bool queryStream(const c10::Stream& stream) const override {
-    std::lock_guard<std::mutex> guard(timelines().lock);
-    return timelines().arrived(id_of(stream));
-  }
-  void synchronizeStream(const c10::Stream& stream) const override {
-    std::lock_guard<std::mutex> guard(timelines().lock);
-    timelines().synchronize(id_of(stream));
-  }
-  void synchronizeDevice(c10::DeviceIndex) const override {
-    std::lock_guard<std::mutex> guard(timelines().lock);
-    timelines().synchronize_all();
-  }
+  void synchronizeStream(const c10::Stream& stream) const override { timelines().synchronize(id_of(stream)); }
+  void synchronizeDevice(c10::DeviceIndex) const override { timelines().synchronize_all(); }
   // As the caching allocator, it does nothing for memory that is not its own.
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     if (data.get_deleter() == &release) memory().record_stream(data.get(), id_of(stream));
@@ -121,16 +99,12 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isPinnedPtr(const void* data) const override { return memory().is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return &device_allocator(); }
-  void deviceSynchronize(c10::DeviceIndex) const override {
-    std::lock_guard<std::mutex> guard(timelines().lock);
-    timelines().synchronize_all();
-  }
+  void deviceSynchronize(c10::DeviceIndex) const override { timelines().synchronize_all(); }
 
   // Random numbers are the host's: a kernel runs there.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
 
 }  // namespace simulated_gpu

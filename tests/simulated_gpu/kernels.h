@@ -16,21 +16,19 @@
 
 namespace simulated_gpu {
 
-const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format);
-
-// Ops that read a size from the device before they can allocate their result: CUDA's wait for the current stream.
+// Ops that read from the device on the host, such as a size before they can allocate their result: CUDA's wait for the
+// current stream.
 inline const std::unordered_set<std::string> kWaitsForItsResult{
-    "aten::nonzero",    "aten::masked_select",      "aten::_unique",           "aten::_unique2",
-    "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave", "aten::unique_dim_consecutive",
-    "aten::bincount",
-};
-// Ops that take tensors of the host beside those of the device, as CUDA's do.
-inline const std::unordered_set<std::string> kMixesDevices{
-    "aten::index",
-    "aten::index_put_",
-    "aten::_index_put_impl_",
-    "aten::_foreach_copy_",
-};
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::repeat_interleave",
+    "aten::bincount"};
 
 // The bytes between the first and the last element.
 inline Range range_of(const at::Tensor& tensor) {
@@ -45,22 +43,9 @@ inline void touch(const at::Tensor& tensor, bool write, int timeline, const std:
   memory().access(range_of(tensor), write, timeline, who);
 }
 
-inline void launch(int stream) {
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  timelines().launch(stream);
-}
-
 inline void host_access(const at::Tensor& tensor, bool write, const std::string& who) {
-  {
-    std::lock_guard<std::mutex> guard(timelines().lock);
-    timelines().host_works();
-  }
+  timelines().host_works();
   touch(tensor, write, kHost, who);
-}
-
-inline void wait_for(int stream) {
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  timelines().synchronize(stream);
 }
 
 // The op, and the node of autograd's graph that runs it: no Python code is on the stack there.
@@ -131,6 +116,23 @@ inline at::Tensor empty(
       size, &device_allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype), format);
 }
 
+// As CUDA's: what is there is copied by the current stream, and the old memory is freed.
+inline void resize_storage(c10::Storage storage, int64_t nbytes) {
+  auto* impl = storage.unsafeGetStorageImpl();
+  TORCH_CHECK(impl->resizable(), "Trying to resize storage that is not resizable");
+  size_t kept = std::min(impl->nbytes(), static_cast<size_t>(nbytes));
+  auto fresh = device_allocator().allocate(nbytes);
+  if (kept) {
+    auto from = reinterpret_cast<uintptr_t>(impl->data()), to = reinterpret_cast<uintptr_t>(fresh.get());
+    timelines().launch(current_stream);
+    memory().access({from, from + kept}, false, current_stream, "resize_");
+    memory().access({to, to + kept}, true, current_stream, "resize_");
+    std::memcpy(fresh.get(), impl->data(), kept);
+  }
+  impl->set_data_ptr_noswap(std::move(fresh));
+  impl->set_nbytes(nbytes);
+}
+
 // One op: its arguments become CPU tensors, the CPU's kernel runs, and its results become the device's.
 class Call {
  public:
@@ -138,15 +140,14 @@ class Call {
       : op_(op), name_(op.schema().operator_name().name), who_(with_node(name_)) {}
 
   void run(torch::jit::Stack* stack) {
-    launch(current_stream);
+    timelines().launch(current_stream);
     const auto& arguments = op_.schema().arguments();
     size_t begin = stack->size() - arguments.size();
     for (size_t i = 0; i < arguments.size(); ++i) give((*stack)[begin + i], arguments[i].alias_info());
-    check_devices();
     op_.callBoxed(stack);
-    for (size_t i = 0; i < written_.size(); ++i) take_back(written_[i].first, written_[i].second);
+    for (const auto& [tensor, cpu] : written_) take_back(tensor, cpu);
     for (size_t i = stack->size() - op_.schema().returns().size(); i < stack->size(); ++i) take((*stack)[i]);
-    if (kWaitsForItsResult.count(name_)) wait_for(current_stream);
+    if (kWaitsForItsResult.count(name_)) timelines().synchronize(current_stream);
   }
 
  private:
@@ -178,7 +179,6 @@ class Call {
       if (tensor.dim() == 0) {
         host_access(tensor, write, who_);
       } else {
-        is_mixed_ = true;
         touch(tensor, write, current_stream, who_);  // it does nothing for memory that is not pinned
       }
       return tensor;
@@ -189,17 +189,11 @@ class Call {
     return pair.second;
   }
 
-  void check_devices() const {
-    TORCH_CHECK(
-        !is_mixed_ || given_.empty() || kMixesDevices.count(name_),
-        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (", name_, ")");
-  }
-
-  // A kernel may have resized its output.
+  // A kernel may have resized its output, as arange does.
   void take_back(const at::Tensor& tensor, const at::Tensor& cpu) {
+    if (cpu.sizes() == tensor.sizes()) return;
     bool moved = cpu.numel() != 0 && cpu.storage().data() != tensor.storage().data();
-    if (!moved && cpu.sizes() == tensor.sizes()) return;
-    resize_(tensor, cpu.sizes(), std::nullopt);
+    if (moved) resize_storage(tensor.storage(), cpu.nbytes());
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides());
     if (!moved) return;
     cpu_alias(tensor).copy_(cpu);
@@ -237,7 +231,6 @@ class Call {
   std::string who_;
   Aliases aliases_;
   std::vector<Pair> given_, written_;
-  bool is_mixed_ = false;
 };
 
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -259,7 +252,7 @@ inline at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_bl
       touch(tensor, write, current_stream, who);
     }
   };
-  launch(current_stream);
+  timelines().launch(current_stream);
   use(source, false);
   use(self, true);
   if (self.is_cuda() && source.is_cuda()) {
@@ -268,23 +261,8 @@ inline at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_bl
   } else {
     cpu_alias(self).copy_(cpu_alias(source));
   }
-  if (crosses && !non_blocking) wait_for(current_stream);
+  if (crosses && !non_blocking) timelines().synchronize(current_stream);
   return self;
-}
-
-inline at::Scalar item(const at::Tensor& self) {
-  launch(current_stream);
-  touch(self, false, current_stream, with_node("aten::item"));
-  wait_for(current_stream);
-  return cpu_alias(self).item();
-}
-
-inline bool equal(const at::Tensor& self, const at::Tensor& other) {
-  launch(current_stream);
-  touch(self, false, current_stream, "aten::equal");
-  touch(other, false, current_stream, "aten::equal");
-  wait_for(current_stream);
-  return at::equal(cpu_alias(self), cpu_alias(other));
 }
 
 inline at::Tensor& set_to_part(
@@ -300,42 +278,8 @@ inline at::Tensor& set_to_storage(at::Tensor& self, at::Storage source) {
   return set_to_part(self, std::move(source), 0, {numel}, {1});
 }
 
-inline at::Tensor& set_to_tensor(at::Tensor& self, const at::Tensor& source) {
-  return set_to_part(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
-}
-
-inline at::Tensor& set_to_nothing(at::Tensor& self) {
-  return set_to_storage(self, empty({0}, self.scalar_type(), {}, {}, {}, {}).storage());
-}
-
 inline void record_stream(at::Tensor& self, c10::Stream stream) {
   Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
-}
-
-// As CUDA's: what is there is copied by the current stream, and the old memory is freed.
-inline void resize_storage(c10::Storage storage, int64_t nbytes) {
-  auto* impl = storage.unsafeGetStorageImpl();
-  TORCH_CHECK(impl->resizable(), "Trying to resize storage that is not resizable");
-  size_t kept = std::min(impl->nbytes(), static_cast<size_t>(nbytes));
-  auto fresh = device_allocator().allocate(nbytes);
-  if (kept) {
-    auto from = reinterpret_cast<uintptr_t>(impl->data()), to = reinterpret_cast<uintptr_t>(fresh.get());
-    launch(current_stream);
-    memory().access({from, from + kept}, false, current_stream, "resize_");
-    memory().access({to, to + kept}, true, current_stream, "resize_");
-    std::memcpy(fresh.get(), impl->data(), kept);
-  }
-  impl->set_data_ptr_noswap(std::move(fresh));
-  impl->set_nbytes(nbytes);
-}
-
-inline const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
-  auto* impl = self.unsafeGetTensorImpl();
-  impl->set_sizes_contiguous(size);
-  if (format) impl->empty_tensor_restride(*format);
-  size_t needed = self.numel() ? (self.storage_offset() + self.numel()) * self.element_size() : 0;
-  if (self.storage().nbytes() < needed) resize_storage(self.storage(), needed);
-  return self;
 }
 
 }  // namespace simulated_gpu

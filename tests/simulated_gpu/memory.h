@@ -60,42 +60,6 @@ inline void report(const std::string& race) {
   if (Reporter call = reporter.load()) call(race.c_str());
 }
 
-// Every block alive. The lock is the timelines'.
-class Memory {
- public:
-  uint64_t accesses = 0;
-  size_t device_bytes = 0, device_peak = 0;
-
-  void* allocate(size_t size, bool pinned);
-  void release(void* pointer);
-  void pin(const void* pointer, size_t size);
-  bool unpin(const void* pointer);
-  void access(Range range, bool write, int timeline, const std::string& who);
-  void record_stream(const void* pointer, int stream);
-  std::vector<int64_t> recorded_streams(const void* pointer);
-  bool is_pinned(const void* pointer);
-  size_t blocks() const { return blocks_.size(); }
-
- private:
-  using Blocks = std::map<uintptr_t, Block>;
-
-  Blocks::iterator find(uintptr_t address) {
-    auto found = blocks_.upper_bound(address);
-    if (found == blocks_.begin()) return blocks_.end();
-    --found;
-    return address < found->first + found->second.size ? found : blocks_.end();
-  }
-  const std::string* keep(const std::string& name) { return &*names_.insert(name).first; }
-
-  Blocks blocks_;
-  std::unordered_set<std::string> names_;
-};
-
-inline Memory& memory() {
-  static auto* all = new Memory;  // never destroyed: memory is freed until the process ends
-  return *all;
-}
-
 inline std::string actor(const Access& access) {
   if (access.timeline == kHost) return "the host (" + *access.who + ")";
   return *access.who + " on " + name_of(access.timeline);
@@ -117,119 +81,133 @@ inline bool is_waited_for(const Block& block, const Access& use) {
   return false;
 }
 
-inline void* Memory::allocate(size_t size, bool pinned) {
-  if (size == 0) return nullptr;
-  void* pointer = nullptr;
-  TORCH_CHECK(posix_memalign(&pointer, kAlignment, size) == 0, "no memory for ", size, " bytes");
-  std::memset(pointer, kFreshByte, size);
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  auto begin = reinterpret_cast<uintptr_t>(pointer);
-  Block block{size, current_stream, pinned, {}};
-  if (!pinned) {  // the allocator of pinned memory waits for its last use before it gives it out again
-    Range whole{begin, begin + size};
-    uint64_t at = timelines().now(current_stream);
-    block.accesses.push_back({whole, Kind::kAllocation, current_stream, at, keep("the allocator")});
-    device_bytes += size;
-    device_peak = std::max(device_peak, device_bytes);
-  }
-  blocks_.insert_or_assign(begin, std::move(block));
-  return pointer;
-}
+// Every block alive. The lock is the timelines'.
+class Memory {
+ public:
+  size_t device_bytes = 0, device_peak = 0;
 
-// The caching allocator gives freed memory to later work of the stream that it was allocated on, without a wait. It
-// waits for the streams given to record_stream, and for no other.
-inline void Memory::release(void* pointer) {
-  std::vector<std::string> races;
-  {
-    std::lock_guard<std::mutex> guard(timelines().lock);
-    auto found = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
-    if (found == blocks_.end()) return;
-    const Block& block = found->second;
-    if (!block.pinned) {
-      device_bytes -= block.size;
-      for (const Access& last : block.accesses)
-        if (!is_waited_for(block, last))
-          races.push_back(
-              "memory allocated on " + name_of(block.stream) + " is freed, and may be used again there, while " +
-              actor(last) + (last.writes() ? " writes" : " reads") + " it");
+  void* allocate(size_t size, bool pinned) {
+    if (size == 0) return nullptr;
+    void* pointer = nullptr;
+    TORCH_CHECK(posix_memalign(&pointer, kAlignment, size) == 0, "no memory for ", size, " bytes");
+    std::memset(pointer, kFreshByte, size);
+    Lock guard(timelines().lock);
+    auto begin = reinterpret_cast<uintptr_t>(pointer);
+    Block block{size, current_stream, pinned, {}};
+    if (!pinned) {  // the allocator of pinned memory waits for its last use before it gives it out again
+      Range whole{begin, begin + size};
+      uint64_t at = timelines().now(current_stream);
+      block.accesses.push_back({whole, Kind::kAllocation, current_stream, at, keep("the allocator")});
+      device_bytes += size;
+      device_peak = std::max(device_peak, device_bytes);
     }
-    blocks_.erase(found);
+    blocks_.insert_or_assign(begin, std::move(block));
+    return pointer;
   }
-  std::free(pointer);
-  for (const std::string& race : races) report(race);
-}
 
-// Memory of the host that is there already, as cudaHostRegister takes it.
-inline void Memory::pin(const void* pointer, size_t size) {
-  auto begin = reinterpret_cast<uintptr_t>(pointer);
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  auto next = blocks_.lower_bound(begin);
-  bool taken = find(begin) != blocks_.end() || (next != blocks_.end() && next->first < begin + size);
-  TORCH_CHECK(!taken, "this memory of the host is pinned already");
-  blocks_.insert_or_assign(begin, Block{size, kHost, true, {}});
-}
-
-// Its owner may free it next, whatever the device still does with it. False where it is not the start of a block.
-inline bool Memory::unpin(const void* pointer) {
-  std::vector<std::string> races;
-  {
-    std::lock_guard<std::mutex> guard(timelines().lock);
-    auto found = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
-    if (found == blocks_.end()) return false;
-    for (const Access& last : found->second.accesses)
-      if (!timelines().is_after(kHost, last.timeline, last.at))
-        races.push_back("memory of the host is unregistered while " + actor(last) + " uses it");
-    blocks_.erase(found);
-  }
-  for (const std::string& race : races) report(race);
-  return true;
-}
-
-inline void Memory::access(Range range, bool write, int timeline, const std::string& who) {
-  if (range.empty()) return;
-  std::vector<std::string> races;
-  {
-    std::lock_guard<std::mutex> guard(timelines().lock);
-    auto found = find(range.begin);
-    if (found == blocks_.end()) return;  // pageable memory of the host
-    ++accesses;
-    auto& earlier = found->second.accesses;
-    Access access{range, write ? Kind::kWrite : Kind::kRead, timeline, timelines().now(timeline), keep(who)};
-    auto implied = [&](const Access& other) {
-      if (!range.overlaps(other.range)) return false;
-      if (!timelines().is_after(timeline, other.timeline, other.at)) {
-        if (write || other.writes()) races.push_back(describe(access, other));
-        return false;
+  // The caching allocator gives freed memory to later work of the stream that it was allocated on, without a wait. It
+  // waits for the streams given to record_stream, and for no other.
+  void release(void* pointer) {
+    std::vector<std::string> races;
+    {
+      Lock guard(timelines().lock);
+      auto found = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
+      if (found == blocks_.end()) return;
+      const Block& block = found->second;
+      if (!block.pinned) {
+        device_bytes -= block.size;
+        for (const Access& last : block.accesses)
+          if (!is_waited_for(block, last))
+            races.push_back(
+                "memory allocated on " + name_of(block.stream) + " is freed, and may be used again there, while " +
+                actor(last) + (last.writes() ? " writes" : " reads") + " it");
       }
-      // What is not ordered after the other is not ordered after this either, so only this need be remembered.
-      return range.contains(other.range) && (write || !other.writes());
-    };
-    earlier.erase(std::remove_if(earlier.begin(), earlier.end(), implied), earlier.end());
-    earlier.push_back(access);
+      blocks_.erase(found);
+    }
+    std::free(pointer);
+    for (const std::string& race : races) report(race);
   }
-  for (const std::string& race : races) report(race);
-}
 
-inline void Memory::record_stream(const void* pointer, int stream) {
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  auto found = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
-  if (found != blocks_.end()) found->second.recorded[stream] = true;
-}
+  // Memory of the host that is there already, as cudaHostRegister takes it.
+  void pin(const void* pointer, size_t size) {
+    auto begin = reinterpret_cast<uintptr_t>(pointer);
+    Lock guard(timelines().lock);
+    auto next = blocks_.lower_bound(begin);
+    bool taken = find(begin) != blocks_.end() || (next != blocks_.end() && next->first < begin + size);
+    TORCH_CHECK(!taken, "this memory of the host is pinned already");
+    blocks_.insert_or_assign(begin, Block{size, kHost, true, {}});
+  }
 
-// The streams that record_stream was called with.
-inline std::vector<int64_t> Memory::recorded_streams(const void* pointer) {
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  std::vector<int64_t> streams;
-  auto found = find(reinterpret_cast<uintptr_t>(pointer));
-  for (int stream = 0; found != blocks_.end() && stream < kHost; ++stream)
-    if (found->second.recorded[stream]) streams.push_back(stream);
-  return streams;
-}
+  // Its owner may free it next, whatever the device still does with it. False where it is not the start of a block.
+  bool unpin(const void* pointer) {
+    std::vector<std::string> races;
+    {
+      Lock guard(timelines().lock);
+      auto found = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
+      if (found == blocks_.end()) return false;
+      for (const Access& last : found->second.accesses)
+        if (!timelines().is_after(kHost, last.timeline, last.at))
+          races.push_back("memory of the host is unregistered while " + actor(last) + " uses it");
+      blocks_.erase(found);
+    }
+    for (const std::string& race : races) report(race);
+    return true;
+  }
 
-inline bool Memory::is_pinned(const void* pointer) {
-  std::lock_guard<std::mutex> guard(timelines().lock);
-  auto found = find(reinterpret_cast<uintptr_t>(pointer));
-  return found != blocks_.end() && found->second.pinned;
+  void access(Range range, bool write, int timeline, const std::string& who) {
+    if (range.empty()) return;
+    std::vector<std::string> races;
+    {
+      Lock guard(timelines().lock);
+      auto found = find(range.begin);
+      if (found == blocks_.end()) return;  // pageable memory of the host
+      auto& earlier = found->second.accesses;
+      Access access{range, write ? Kind::kWrite : Kind::kRead, timeline, timelines().now(timeline), keep(who)};
+      auto implied = [&](const Access& other) {
+        if (!range.overlaps(other.range)) return false;
+        if (!timelines().is_after(timeline, other.timeline, other.at)) {
+          if (write || other.writes()) races.push_back(describe(access, other));
+          return false;
+        }
+        // What is not ordered after the other is not ordered after this either, so only this need be remembered.
+        return range.contains(other.range) && (write || !other.writes());
+      };
+      earlier.erase(std::remove_if(earlier.begin(), earlier.end(), implied), earlier.end());
+      earlier.push_back(access);
+    }
+    for (const std::string& race : races) report(race);
+  }
+
+  void record_stream(const void* pointer, int stream) {
+    Lock guard(timelines().lock);
+    auto found = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
+    if (found != blocks_.end()) found->second.recorded[stream] = true;
+  }
+
+  bool is_pinned(const void* pointer) {
+    Lock guard(timelines().lock);
+    auto found = find(reinterpret_cast<uintptr_t>(pointer));
+    return found != blocks_.end() && found->second.pinned;
+  }
+
+ private:
+  using Blocks = std::map<uintptr_t, Block>;
+
+  Blocks::iterator find(uintptr_t address) {
+    auto found = blocks_.upper_bound(address);
+    if (found == blocks_.begin()) return blocks_.end();
+    --found;
+    return address < found->first + found->second.size ? found : blocks_.end();
+  }
+  const std::string* keep(const std::string& name) { return &*names_.insert(name).first; }
+
+  Blocks blocks_;
+  std::unordered_set<std::string> names_;
+};
+
+inline Memory& memory() {
+  static auto* all = new Memory;  // never destroyed: memory is freed until the process ends
+  return *all;
 }
 
 inline void release(void* pointer) { memory().release(pointer); }

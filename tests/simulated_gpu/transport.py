@@ -1,32 +1,37 @@
-"""What both simulations of NCCL share: the data of each collective, over gloo, and the order in which they are issued.
+"""NCCL on the simulated device: a transport whose collectives run on a stream of their group.
 
-A collective reads its inputs and writes its outputs at an unknown time between its issue and its ``wait``. Which memory
-that is, and what is in it afterwards, is said here. What becomes of programs that touch it in between is up to the two:
-``held`` and ``streams``. The order is that of the library's collectives: a program's own are not in it.
+A collective is launched after what the current stream had before it, and arrives as late as possible: its outputs are
+NaN until ``wait``, which makes the current stream wait for the collective's stream. gloo carries the data, and the host
+waits for it. A program's use of the collective's memory on a stream that has not waited is a race, which the device
+reports.
+
+The transport also records the order of issue over all process groups, for ``different_order``.
 """
 
 from __future__ import annotations
 
-import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _pop_mode_temporarily
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport, Work
+
+from . import device, torch_cuda
+from .switch import Entry
+from .watch import watching
 
 Group = dist.ProcessGroup | None
 NOT_THERE = 0x55
-"""What integers hold until a collective has arrived, which have no NaN: a value that no test expects."""
+"""What integers hold until a collective arrives: they have no NaN, and no test expects this value."""
 
 
 class RaceFound(AssertionError):
-    """A program uses memory in no order with a collective, or with another stream."""
+    """Two uses of memory that no event, stream wait or synchronisation orders."""
 
 
 @dataclass(frozen=True)
@@ -49,65 +54,40 @@ class Collective:
     finish: Callable[[Sequence[Tensor]], Sequence[tuple[Tensor, Tensor]]]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A collective in the order of issue.
-
-    Attributes:
-        ranks: of its group, as the whole job numbers them.
-        group: torch's name of the group.
-        numel: elements that this rank sends; 0 where it sends objects, or nothing, or where others send another number.
-    """
-
-    ranks: tuple[int, ...]
-    group: str
-    kind: str
-    numel: int
-
-
-class SplitHangs(Exception):
-    """With NCCL this call would never return: it waits for ranks that do not make it."""
-
-
-Queue = list["SimulatedWork"]
-"""The collectives of one group that nobody has waited for, in the order of issue."""
-
-
-class SimulatedTransport(StreamTransport, ABC):
-    """NCCL, as far as a program can tell.
+class LateTransport(StreamTransport):
+    """See the module.
 
     Attributes:
         issued: what this rank has issued so far, over all groups.
-        queues: what is under way, by the names of the groups.
-        device_bound: whether ``init_process_group`` was given a ``device_id``, so that groups split communicators.
+        queues: collectives that nobody has waited for, in the order of issue, by the group's name.
     """
 
-    def __init__(self, *, device_bound: bool = False) -> None:
+    def __init__(self) -> None:
+        device.install()
+        device.clear()
         self.issued: list[Entry] = []
-        self.queues: dict[str, Queue] = {}
-        self.device_bound = device_bound
+        self.queues: dict[str, list[LateWork]] = {}
+        self._streams: dict[str, torch_cuda.Stream] = {}  # by the group's name
 
-    @abstractmethod
-    def begin(self, collective: Collective, group: str) -> SimulatedWork:
-        """Issue it. ``group``: torch's name of its group."""
-
-    @abstractmethod
-    def watching(self) -> AbstractContextManager[None]:
-        """The program runs within it. Raises RaceFound at the end, whatever the program has caught."""
-
-    def at_memory(self) -> AbstractContextManager[None]:
-        """The simulation itself uses memory within it, and not the program."""
-        return nullcontext()
-
-    def memory_of(self, tensor: Tensor) -> Tensor:
-        """The same memory, as a CPU tensor without autograd."""
-        return tensor.detach()
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The program runs within it. Raises RaceFound at the end, whatever the program has raised or caught."""
+        try:
+            with watching():
+                yield
+            torch_cuda.synchronize(torch_cuda.DEVICE)
+        finally:
+            if races := device.races():
+                raise RaceFound("\n".join(races))
 
     def _issue(self, collective: Collective, numel: int | None = None) -> Work:
         """``numel``: see ``Entry``; None: as many as it sends."""
         group = self._record(collective.kind, collective.group, collective.sent.numel() if numel is None else numel)
-        queue = self.queues.setdefault(group.group_name, [])
-        queue.append(self.begin(collective, group.group_name))
+        name = group.group_name
+        if name not in self._streams:
+            self._streams[name] = torch_cuda.Stream.of(device.call("new_stream"))
+        queue = self.queues.setdefault(name, [])
+        queue.append(LateWork(collective, queue, self._streams[name]))
         return queue[-1]
 
     def _record(self, kind: str, group: Group, numel: int = 0) -> dist.ProcessGroup:
@@ -127,16 +107,13 @@ class SimulatedTransport(StreamTransport, ABC):
             reads.append(full.narrow(0, (this + 1) * own.numel(), (ranks - 1 - this) * own.numel()))
         else:
             reads = [full]
-        collective = Collective(
-            "reduce_scatter",
-            group,
-            full,
-            reads,
-            [into],
-            lambda parts: [(into, _sum([part.view(ranks, -1)[this] for part in parts]))],
-        )
+
+        def finish(parts: Sequence[Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+            return [(into, _sum([part.view(ranks, -1)[this] for part in parts]))]
+
         store = out.add_ if reduction.accumulate else out.copy_
-        return Issued(self._issue(collective), (lambda: store(own)) if beside else None)
+        work = self._issue(Collective("reduce_scatter", group, full, reads, [into], finish))
+        return Issued(work, (lambda: store(own)) if beside else None)
 
     def all_gather(self, full: Tensor, own: Tensor, group: Group) -> Issued:
         before = dist.get_rank(group) * own.numel()
@@ -158,10 +135,10 @@ class SimulatedTransport(StreamTransport, ABC):
     def all_to_all(
         self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: Group
     ) -> Issued:
-        """gloo carries to all ranks what each sends, as long as the longest."""
+        """gloo carries to all ranks what each sends, padded to the longest."""
         this = dist.get_rank(group)
-        with self.at_memory():
-            own = self.memory_of(sent)
+        with _unwatched():
+            own = memory_of(sent)
             by_rank = [torch.empty(len(counts), dtype=torch.int64, device="cpu") for _ in counts]
             dist.all_gather(by_rank, torch.tensor([*counts], device="cpu"), group=group)
             carried = own.new_zeros(max(int(of_rank.sum()) for of_rank in by_rank))
@@ -171,13 +148,15 @@ class SimulatedTransport(StreamTransport, ABC):
             cut = [part[: int(of.sum())].split(of.tolist()) for part, of in zip(parts, by_rank, strict=True)]
             return [(received, torch.cat([of_rank[this] for of_rank in cut]))]
 
-        collective = Collective("all_to_all", group, carried, [sent], [received], finish)
-        return Issued(self._issue(collective, numel=0))
+        return Issued(self._issue(Collective("all_to_all", group, carried, [sent], [received], finish), numel=0))
 
     def broadcast(self, tensor: Tensor, group: Group) -> None:
         sends = dist.get_rank(group) == 0
         reads, writes = ([tensor], []) if sends else ([], [tensor])
-        finish: Any = lambda parts: [] if sends else [(tensor, parts[0])]  # noqa: E731
+
+        def finish(parts: Sequence[Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
+            return [] if sends else [(tensor, parts[0])]
+
         self._issue(Collective("broadcast", group, tensor, reads, writes, finish)).wait()
 
     def barrier(self, group: Group) -> Issued:
@@ -192,25 +171,28 @@ class SimulatedTransport(StreamTransport, ABC):
         self._record("split", group)
         return super().split(group, parts)
 
-    def splits_communicators(self, group: dist.ProcessGroup) -> bool:
-        return self.device_bound
 
+class LateWork:
+    """A collective on ``stream``. It holds its tensors until its result is there, as torch holds those of NCCL's."""
 
-class SimulatedWork:
-    """A collective of which the result is held back until somebody waits for it. Until then its outputs are NaN."""
-
-    def __init__(self, transport: SimulatedTransport, collective: Collective, group: str) -> None:
-        self._transport, self._collective, self._queue = transport, collective, transport.queues[group]
-        with transport.at_memory():
-            sent = transport.memory_of(collective.sent).clone()
+    def __init__(self, collective: Collective, queue: list[LateWork], stream: torch_cuda.Stream) -> None:
+        stream.wait_stream(torch_cuda.current_stream(torch_cuda.DEVICE))
+        device.call("launch", stream.stream_id)
+        for tensors, write in ((collective.reads, False), (collective.writes, True)):
+            for tensor in tensors:
+                device.call("touch", tensor.detach(), write, stream.stream_id, collective.kind)
+        self._collective, self._queue, self._done = collective, queue, stream.record_event()
+        with _unwatched():
+            sent = memory_of(collective.sent).clone()
             self._parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(collective.group))]
             self._gloo: Any = dist.all_gather(self._parts, sent, group=collective.group, async_op=True)
             for tensor in collective.writes:
-                transport.memory_of(tensor).fill_(torch.nan if tensor.is_floating_point() else NOT_THERE)
+                memory_of(tensor).fill_(torch.nan if tensor.is_floating_point() else NOT_THERE)
 
     def wait(self, timeout: object = None) -> bool:
+        torch_cuda.current_stream(torch_cuda.DEVICE).wait_event(self._done)
         while self in self._queue:  # the collectives of a group arrive in order
-            self._queue[0]._deliver()
+            self._queue[0]._arrive()
         return True
 
     def is_completed(self) -> bool:
@@ -218,69 +200,34 @@ class SimulatedWork:
             "the library asks whether a collective has arrived: what a rank launches must not depend on that"
         )
 
-    def check(self) -> None:
-        """Before the result is there. Raises RaceFound."""
-
-    def _deliver(self) -> None:
-        """The tensors are held until here, as torch holds those of NCCL's."""
+    def _arrive(self) -> None:
         self._gloo.wait()
         self._queue.remove(self)
-        with self._transport.at_memory():
-            self.check()
+        with _unwatched():
             for tensor, value in self._collective.finish(self._parts):
-                self._transport.memory_of(tensor).copy_(value)
+                memory_of(tensor).copy_(value)
         del self._collective, self._parts, self._gloo
 
 
-_plain_new_group = dist.new_group
+def memory_of(tensor: Tensor) -> Tensor:
+    """The same memory, as a CPU tensor without autograd. The device does not see what is done with it."""
+    return device.call("alias", tensor.detach()) if tensor.is_cuda else tensor.detach()
 
 
-def new_group_of_a_bound_device(ranks: Sequence[int] | None = None, *given: Any, **options: Any) -> Any:
-    """``dist.new_group`` where a device is bound: all ranks of the job split the default communicator."""
-    if ranks is not None and len(ranks) < dist.get_world_size() and options.get("use_local_synchronization"):
-        raise SplitHangs(f"new_group({list(ranks)}) splits the communicator of all ranks, and only these call it")
-    return _plain_new_group(ranks, *given, **options)
-
-
-def split_group_of_a_bound_device(
-    parent_pg: dist.ProcessGroup, split_ranks: Sequence[Sequence[int]], timeout: timedelta | None = None
-) -> dist.ProcessGroup:
-    """``dist.split_group``, which gloo does not have: the ranks of ``parent_pg`` alone split its communicator.
-
-    ``split_ranks``: as ``parent_pg`` numbers them.
-    """
-    ranks = dist.get_process_group_ranks(parent_pg)
-    if sorted(itertools.chain(*split_ranks)) != list(range(len(ranks))):
-        raise SplitHangs(f"split_group({split_ranks}) of a group of {len(ranks)} ranks leaves some out")
-    own = next(part for part in split_ranks if ranks.index(dist.get_rank()) in part)
-    return _plain_new_group([ranks[rank] for rank in own], timeout, use_local_synchronization=True)
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """The simulation's own operators run outside the modes of ``watching``, which look at the program's. They would
+    take a quarter of the processor time."""
+    watched = torch._C._len_torch_dispatch_stack() > 0
+    with _pop_mode_temporarily() if watched else nullcontext(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """In fp32, in rank order, rounded once: what gloo's path does, so that both give the same bits."""
+    """In fp32, in rank order, rounded once, as gloo's path does it, so that both give the same bits."""
     if not parts[0].is_floating_point():
         return torch.stack(list(parts)).sum(0).to(parts[0].dtype)
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total.add_(part)
     return total.to(parts[0].dtype)
-
-
-def different_order(by_rank: Sequence[Sequence[Entry]]) -> str:
-    """Where two ranks have issued in different orders what both take part in; empty: nowhere.
-
-    A GPU may run the collectives of all communicators one after another. Two ranks that issue two of them in different
-    orders then wait for each other.
-    """
-    for first in range(len(by_rank)):
-        for second in range(first + 1, len(by_rank)):
-            both = [
-                [entry for entry in by_rank[rank] if first in entry.ranks and second in entry.ranks]
-                for rank in (first, second)
-            ]
-            for place, (one, other) in enumerate(zip(*both, strict=False)):
-                if one != other:
-                    return f"collective {place}: rank {first} issues {one}, rank {second} {other}"
-            if len(both[0]) != len(both[1]):
-                return f"rank {first} issues {len(both[0])} collectives, rank {second} {len(both[1])}"
-    return ""

@@ -403,5 +403,5 @@ def _on_a_stream(rank: int, world_size: int, store: str | None) -> list[dict[str
 
 def test_the_sums_of_other_ranks_are_waited_for() -> None:
     """On a simulated GPU, where what is read too early is seen."""
-    on_device, on_host = (run_ranks(2, _on_a_stream, store, simulated="streams:never") for store in (None, "cpu"))
+    on_device, on_host = (run_ranks(2, _on_a_stream, store, simulated="late") for store in (None, "cpu"))
     assert on_device[0] == on_device[1] == on_host[0] and len(on_device[0][-1]) == 5 * 5

@@ -11,7 +11,7 @@ reads what is there. The CPU computes at once, so a mark that it sets has passed
 A disk is as late: a page is read or written when somebody waits for that. So is the thread that updates before the norm
 is known: it does nothing until somebody waits for it.
 
-What comes too early is not found: a lane that does not wait for an update finds it made. ``make race-check`` has both.
+What comes too early is not found: a lane that does not wait for an update finds it made. The simulated GPU finds both.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ TRAININGS: Sequence[tuple[Training, Sequence[Store]]] = (
 )
 FEW = (1, 3)  # of TRAININGS: they call all that is called on one rank
 GUESSING = (4, 5)  # and on two, where updates are made before the norm is known
-_COMPUTED = "What computes has computed, so that no copy comes too early. make race-check shows it, or has a reason"
+_COMPUTED = "What computes has computed, so that no copy comes too early. make race-check runs stores where it is late"
 _CAME_BEFORE = "Whoever reads has waited for its arrival before"
 UNSEEN: dict[str, str] = {
     "paged_store.allocate: made.left.set()": _COMPUTED,

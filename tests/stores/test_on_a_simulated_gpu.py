@@ -1,6 +1,6 @@
 """Stores by themselves on the simulated GPU: memory that is given back, and taken anew, while copies are under way.
 
-Whole trainings with stores are among the order programs, of which ``make race-check`` runs all.
+Whole trainings with stores are among the order programs of ``make race-check``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_gpu.worker import Call
+from harness import on_one_gpu
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,9 +57,9 @@ def pages_in_turn(steps: int, room: int | None) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("room", (None, 0, 2, 5))
-def test_pages_in_turn(call: Call, room: int | None) -> None:
+def test_pages_in_turn(room: int | None) -> None:
     want = [[value * 2**4 + 15] * 2 for value in range(5)]
-    assert call(pages_in_turn, 4, room) == (want, [])
+    assert on_one_gpu(pages_in_turn, 4, room) == want
 
 
 def closed_under_way(kept: bool, written: bool) -> list[int]:
@@ -88,8 +88,8 @@ def closed_under_way(kept: bool, written: bool) -> list[int]:
 
 @pytest.mark.parametrize("written", (False, True))
 @pytest.mark.parametrize("kept", (False, True))
-def test_a_store_is_closed_while_copies_are_under_way(call: Call, kept: bool, written: bool) -> None:
-    assert call(closed_under_way, kept, written) == ([0, 0, 0], [])
+def test_a_store_is_closed_while_copies_are_under_way(kept: bool, written: bool) -> None:
+    assert on_one_gpu(closed_under_way, kept, written) == [0, 0, 0]
 
 
 class _Streams(TorchDispatchMode):
@@ -121,10 +121,10 @@ def units_from_host_memory() -> tuple[bool, list[tuple[str, int]]]:
         return torch.equal(got.cpu(), wanted), streams.used
 
 
-def test_the_next_unit_is_copied_beside_the_one_in_use(call: Call) -> None:
+def test_the_next_unit_is_copied_beside_the_one_in_use() -> None:
     """On the stream that computes it would hold the unit in use, before which it is asked for."""
-    (right, used), races = call(units_from_host_memory)
-    assert right and not races
+    right, used = on_one_gpu(units_from_host_memory)
+    assert right
     assert [name for name, _ in used] == ["copy_", "copy_", "linear", "copy_", "linear", "linear"]
     lane = {stream for name, stream in used if name == "copy_"}
     assert len(lane) == 1 and lane != {0} and {stream for name, stream in used if name == "linear"} == {0}
@@ -166,8 +166,8 @@ def refused() -> tuple[str, float]:
     return "", 0.0
 
 
-def test_memory_that_cannot_be_pinned_leaves_no_error_to_others(call: Call) -> None:
-    (told, value), _ = call(refused)
+def test_memory_that_cannot_be_pinned_leaves_no_error_to_others() -> None:
+    told, value = on_one_gpu(refused)
     assert "could not be pinned (CUDA error 2)" in told and "ulimit -l" in told
     assert value == 2.0
 
@@ -197,5 +197,5 @@ def as_large_as_asked_for() -> tuple[int, list[int], bool]:
     return by_torch.count, sizes, buffer._memory.is_pinned()
 
 
-def test_a_save_in_the_background_pins_no_more_than_it_has(call: Call) -> None:
-    assert call(as_large_as_asked_for) == ((0, [20_000, 20_000], True), [])
+def test_a_save_in_the_background_pins_no_more_than_it_has() -> None:
+    assert on_one_gpu(as_large_as_asked_for) == (0, [20_000, 20_000], True)

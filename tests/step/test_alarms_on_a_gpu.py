@@ -12,14 +12,13 @@ import torch.distributed as dist
 from cells import pairs
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW
+from simulated_gpu.switch import LATE, the_device
 from torch import Tensor, nn
 from training_cases import assert_bitwise, copies, linear_backward, make_gradients, make_parameters
 
-from . import switch
-
 SHAPES = ((17, 9), (40, 3), (5,))
 STEPS, WRONG = 7, 3  # the second one learns in which order gradients come
-ON_CUDA, ON_CPU = "streams:never", "held"
+ON_CUDA, ON_CPU = LATE, ""
 
 
 def _twice(params: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
@@ -70,8 +69,7 @@ def _train(
     words, what is called before ``step``."""
     import zero_optim
 
-    chosen = switch.chosen()
-    device = "cuda" if chosen is not None and chosen.kind == "streams" else "cpu"
+    device = the_device()
     params = [nn.Parameter(p.detach().to(device)) for p in make_parameters(SHAPES, torch.float32)]
     params[0].requires_grad_(fault != "thawed")
     opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=1e-5)
@@ -104,7 +102,7 @@ def _train(
 
 
 @pytest.mark.parametrize(("fault", "stage", "simulated"), pairs([*FAULTS], [0, 1, 2], [ON_CUDA, ON_CPU]))
-def test_ranks_raise_in_the_same_step_and_train_on(device: None, fault: str, stage: int, simulated: str) -> None:
+def test_ranks_raise_in_the_same_step_and_train_on(fault: str, stage: int, simulated: str) -> None:
     told = WRONG + (simulated == ON_CUDA)
     oracle = MasterAdamW(make_parameters(SHAPES, torch.float32), Hyper(lr=1e-2))
     for step in range(STEPS):
@@ -119,7 +117,7 @@ def test_ranks_raise_in_the_same_step_and_train_on(device: None, fault: str, sta
 @pytest.mark.parametrize(
     ("fault", "stage", "how"), pairs(["late", "leftover"], [0, 2], ["clip", "unscale_", "unscale_ and clip"])
 )
-def test_they_do_whatever_comes_before_step(device: None, fault: str, stage: int, how: str) -> None:
+def test_they_do_whatever_comes_before_step(fault: str, stage: int, how: str) -> None:
     for raised, _ in run_ranks(2, _train, fault, stage, how, simulated=ON_CUDA):
         assert [step for step, _ in raised] == [WRONG + 1]
 
@@ -143,7 +141,7 @@ def _closes_early(rank: int, world_size: int) -> list[str]:
     return [str(warning.message) for warning in told]
 
 
-def test_an_error_of_the_last_step_is_told_by_close(device: None) -> None:
+def test_an_error_of_the_last_step_is_told_by_close() -> None:
     for told in run_ranks(2, _closes_early, simulated=ON_CUDA):
         assert [text for text in told if "the last step was skipped: a gradient of" in text]
 
@@ -157,8 +155,7 @@ def _in_a_pipeline(
 
     shares = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     stages = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    chosen = switch.chosen()
-    device = "cuda" if chosen is not None and chosen.kind == "streams" else "cpu"
+    device = the_device()
     params = [nn.Parameter(p.detach().to(device)) for p in make_parameters(SHAPES, torch.float32)]
     groups = {"process_group": shares, "pipeline": stages}
     opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=1, bucket_cap_mb=1e-5, **groups, **options)
@@ -182,7 +179,7 @@ def _in_a_pipeline(
     "options", [{}, {"skip_nonfinite": False}, {"skip_nonfinite": False, "max_grad_norm": 1.0}], ids=str
 )
 def test_all_stages_of_a_pipeline_skip_the_step_that_one_skips_and_raise(
-    device: None, options: dict[str, Any], simulated: str
+    options: dict[str, Any], simulated: str
 ) -> None:
     late = WRONG + (simulated == ON_CUDA)
     for rank, (moved, raised) in enumerate(run_ranks(4, _in_a_pipeline, "late", options, simulated=simulated)):

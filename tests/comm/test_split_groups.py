@@ -1,8 +1,14 @@
-"""Groups of our own where torch splits communicators: only the ranks that share an optimizer make them."""
+"""Groups of our own after ``init_process_group(device_id=...)``, where torch splits communicators: only the ranks that
+have an optimizer in common make them. gloo splits nothing, so ``dist.new_group`` and ``dist.split_group`` are replaced.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +17,44 @@ from harness import RankFailure, run_ranks
 from sharded_cases import Block, Net, loss_of, tokens
 from torch import Tensor
 from training_cases import assert_bitwise, copies, linear_backward, make_gradients, make_parameters
+from zero_optim.comm.transport import TorchTransport
 
 SHAPES = ((17, 9), (300,))
+
+
+class SplitHangs(Exception):
+    """With NCCL this call would never return: it waits for ranks that do not make it."""
+
+
+_new_group = dist.new_group
+
+
+def _bound_new_group(ranks: Sequence[int] | None = None, *given: Any, **options: Any) -> Any:
+    """All ranks of the job split the default communicator."""
+    if ranks is not None and len(ranks) < dist.get_world_size() and options.get("use_local_synchronization"):
+        raise SplitHangs(f"new_group({list(ranks)}) splits the communicator of all ranks, and only these call it")
+    return _new_group(ranks, *given, **options)
+
+
+def _bound_split_group(
+    parent_pg: dist.ProcessGroup, split_ranks: Sequence[Sequence[int]], timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """The ranks of ``parent_pg`` alone split its communicator. ``split_ranks``: as ``parent_pg`` numbers them."""
+    ranks = dist.get_process_group_ranks(parent_pg)
+    if sorted(itertools.chain(*split_ranks)) != list(range(len(ranks))):
+        raise SplitHangs(f"split_group({split_ranks}) of a group of {len(ranks)} ranks leaves some out")
+    own = next(part for part in split_ranks if ranks.index(dist.get_rank()) in part)
+    return _new_group([ranks[rank] for rank in own], timeout, use_local_synchronization=True)
+
+
+def _bound(rank: int, world_size: int, body: Callable[..., Any], *args: Any) -> Any:
+    """``body`` as if a device were bound to the default group."""
+    with (
+        mock.patch.object(dist, "new_group", _bound_new_group),
+        mock.patch.object(dist, "split_group", _bound_split_group),
+        mock.patch.object(TorchTransport, "splits_communicators", lambda self, group: True),
+    ):
+        return body(rank, world_size, *args)
 
 
 def _two_optimizers_on_some_ranks(rank: int, world_size: int, members: tuple[int, ...]) -> list[Tensor]:
@@ -36,8 +78,8 @@ def _two_optimizers_on_some_ranks(rank: int, world_size: int, members: tuple[int
 
 @pytest.mark.parametrize("members", [(0, 1), (1, 2), (0, 2)])
 def test_some_ranks_make_their_own_group(members: tuple[int, ...]) -> None:
-    bound = run_ranks(3, _two_optimizers_on_some_ranks, members, simulated="held+bound")
-    plain = run_ranks(3, _two_optimizers_on_some_ranks, members, simulated="")
+    bound = run_ranks(3, _bound, _two_optimizers_on_some_ranks, members)
+    plain = run_ranks(3, _two_optimizers_on_some_ranks, members)
     for rank in members:
         assert_bitwise(bound[rank], plain[rank], f"rank {rank}")
 
@@ -64,9 +106,7 @@ def _nodes_of_some_ranks(rank: int, world_size: int) -> list[float]:
 
 
 def test_some_ranks_make_groups_of_nodes() -> None:
-    assert run_ranks(5, _nodes_of_some_ranks, simulated="held+bound") == run_ranks(
-        5, _nodes_of_some_ranks, simulated=""
-    )
+    assert run_ranks(5, _bound, _nodes_of_some_ranks) == run_ranks(5, _nodes_of_some_ranks)
 
 
 def _groups_as_torch_makes_them(rank: int, world_size: int) -> None:
@@ -77,19 +117,4 @@ def _groups_as_torch_makes_them(rank: int, world_size: int) -> None:
 def test_a_group_that_only_its_ranks_make_would_hang() -> None:
     """With a device bound, torch splits the communicator of all ranks in ``new_group``."""
     with pytest.raises(RankFailure, match="splits the communicator of all ranks"):
-        run_ranks(3, _groups_as_torch_makes_them, simulated="held+bound")
-
-
-def _kinds_of_construction(rank: int, world_size: int) -> list[str]:
-    import zero_optim
-    from zero_optim.comm import transport
-
-    zero_optim.ShardedAdamW(make_parameters(SHAPES), lr=1e-2).close()
-    simulated: Any = transport.used()
-    return [entry.kind for entry in simulated.issued]
-
-
-def test_nccl_connects_in_the_constructor() -> None:
-    """Its host waits for all ranks there, and in a backward one that has raised would not come."""
-    for kinds in run_ranks(2, _kinds_of_construction, simulated="held"):
-        assert kinds[kinds.index("reduce_scatter") :][:3] == ["reduce_scatter", "all_gather", "all_reduce"]
+        run_ranks(3, _bound, _groups_as_torch_makes_them)

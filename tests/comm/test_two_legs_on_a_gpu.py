@@ -7,21 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from cells import slow, slow_after
+from cells import slow_after
 from grid_cases import make_mesh, on_mesh
 from harness import RankFailure, run_ranks
 from sharded_cases import Net, Run, full_state, gathered, loss_of, make, tokens
+from simulated_gpu.switch import LATE, the_device
 from torch import Tensor
 from training_cases import assert_bitwise, maybe_no_sync
-
-from simulated_gpu import switch
 
 RUNS = {
     "stage 1": Run(stage=1, micro=2),
     "stage 2, in tiny buckets": Run(stage=2, micro=2, options={"bucket_cap_mb": 0.002}),
-    "stage 2, no_sync": Run(stage=2, micro=3, no_sync=True, dtype=torch.bfloat16),
     "stage 2, state on the host": Run(stage=2, micro=2, options={"state_offload": "cpu"}),
-    "stage 3": Run(stage=3, micro=2, shard={"prefetch": 2}),
     "stage 3, kept by nodes": Run(stage=3, dtype=torch.bfloat16, shard={"reshard_after_forward": False}),
 }
 
@@ -54,8 +51,7 @@ def _seed(fault: str) -> None:
 
 def _train(rank: int, world_size: int, name: str, fault: str = "") -> list[Tensor]:
     _seed(fault)
-    chosen = switch.chosen()
-    device = torch.device("cuda", 0) if chosen is not None and chosen.kind == "streams" else torch.device("cpu")
+    device = the_device()
     torch.manual_seed(0)
     run = RUNS[name]
     model, opt = make(on_mesh(run, make_mesh(2, 2)), Net().to(device))
@@ -75,22 +71,13 @@ def _by_gloo(name: str) -> list[Tensor]:
     return run_ranks(4, _train, name)[0]
 
 
-HELD = ("stage 2, in tiny buckets", "stage 3, kept by nodes")  # in ``make test``; streams see what these do not
-
-
-@pytest.mark.parametrize(
-    ("simulated", "name"),
-    [
-        *(("streams:never", name) for name in RUNS),
-        *(pytest.param("held+bound", name, marks=() if name in HELD else slow) for name in RUNS),
-    ],
-)
-def test_the_bits_of_gloo_without_a_race(device: None, name: str, simulated: str) -> None:
-    for rank, values in enumerate(run_ranks(4, _train, name, simulated=simulated)):
+@pytest.mark.parametrize("name", RUNS)
+def test_the_bits_of_gloo_without_a_race(name: str) -> None:
+    for rank, values in enumerate(run_ranks(4, _train, name, simulated=LATE)):
         assert_bitwise(values, _by_gloo(name), f"rank {rank}")
 
 
 @pytest.mark.parametrize("fault", slow_after(1, FAULTS))
-def test_a_wait_that_is_left_out_is_seen(device: None, fault: str) -> None:
+def test_a_wait_that_is_left_out_is_seen(fault: str) -> None:
     with pytest.raises(RankFailure, match="RaceFound"):
-        run_ranks(4, _train, "stage 2, in tiny buckets", fault, simulated="streams:never")
+        run_ranks(4, _train, "stage 2, in tiny buckets", fault, simulated=LATE)

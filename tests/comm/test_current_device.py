@@ -6,23 +6,17 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from harness import on_one_gpu
+from simulated_gpu.switch import ON_GPU_1
 from torch import nn
 
-from simulated_gpu.worker import Call, worker
-
 WIDTH = 16
-
-
-@pytest.fixture(scope="module")
-def call(device: None) -> Iterator[Call]:
-    with worker(number=1) as run:
-        yield run
 
 
 def _model() -> nn.Module:
@@ -131,30 +125,25 @@ def waited_for_in_a_thread() -> int:
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-    "stage 0": ({"stage": 0}, None),
     "stage 2": ({"overlap_param_gather": True}, None),
-    "paged": ({"state_offload": "paged", "device_budget": 0}, None),
     "paged, as there is room": ({"state_offload": "paged"}, None),
-    "updated on the host": ({"state_offload": "cpu"}, None),
-    "stage 3": ({}, {}),
-    "parameters on the host": ({}, {"param_offload": "cpu"}),
     "parameters on the host, updated there": ({"state_offload": "cpu"}, {"param_offload": "cpu"}),
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_training_uses_the_ranks_gpu(call: Call, options: str) -> None:
-    assert call(trained, *OPTIONS[options]) == (None, [])
+def test_training_uses_the_ranks_gpu(options: str) -> None:
+    on_one_gpu(trained, *OPTIONS[options], simulated=ON_GPU_1)
 
 
 @pytest.mark.parametrize("background", (False, True))
-def test_a_checkpoint_uses_the_ranks_gpu(call: Call, background: bool) -> None:
-    assert call(saved, background) == (None, [])
+def test_a_checkpoint_uses_the_ranks_gpu(background: bool) -> None:
+    on_one_gpu(saved, background, simulated=ON_GPU_1)
 
 
 @pytest.mark.parametrize(("body", "expected"), [(agreed, ([1], 0)), (waited_for_in_a_thread, 1)])
-def test_what_has_no_tensor_uses_the_ranks_gpu(call: Call, body: Callable[[], Any], expected: Any) -> None:
-    assert call(body) == (expected, [])
+def test_what_has_no_tensor_uses_the_ranks_gpu(body: Callable[[], Any], expected: Any) -> None:
+    assert on_one_gpu(body, simulated=ON_GPU_1) == expected
 
 
 def not_told() -> list[str]:
@@ -176,8 +165,8 @@ def not_told() -> list[str]:
     return told
 
 
-def test_the_device_tells_of_another_gpu(call: Call) -> None:
-    assert call(not_told) == (["GPU 0 is used"] * 6, [])
+def test_the_device_tells_of_another_gpu() -> None:
+    assert on_one_gpu(not_told, simulated=ON_GPU_1) == ["GPU 0 is used"] * 6
 
 
 def measured() -> tuple[int, str]:
@@ -199,7 +188,7 @@ def measured() -> tuple[int, str]:
         torch.cuda.mem_get_info = before
 
 
-def test_what_a_gpu_has_in_use_beside_torch_is_measured(call: Call) -> None:
-    (nbytes, table), _ = call(measured)
+def test_what_a_gpu_has_in_use_beside_torch_is_measured() -> None:
+    nbytes, table = on_one_gpu(measured, simulated=ON_GPU_1)
     assert nbytes == 300 * 10**6
     assert table.endswith("  beside torch's allocator, in no plan: 300 MB")

@@ -10,6 +10,7 @@ import contextlib
 import pytest
 import torch
 from harness import run_ranks
+from simulated_gpu.switch import LATE
 from torch import nn
 from zero_optim import ShardedAdamW, ZeroOptimError
 
@@ -43,8 +44,8 @@ def _assigned(rank: int, world_size: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 1), (2, 2)])
-def test_gradients_of_the_program_are_freed_behind_what_adds_to_them(device: None, ranks: int, stage: int) -> None:
-    run_ranks(ranks, _assigned, stage, simulated="streams:never")
+def test_gradients_of_the_program_are_freed_behind_what_adds_to_them(ranks: int, stage: int) -> None:
+    run_ranks(ranks, _assigned, stage, simulated=LATE)
 
 
 def _asleep(rank: int, world_size: int) -> str:
@@ -66,6 +67,6 @@ def _asleep(rank: int, world_size: int) -> str:
     return said
 
 
-def test_a_gradient_at_which_the_library_raises_is_waited_for(device: None) -> None:
-    (said,) = run_ranks(1, _asleep, simulated="streams:never")
+def test_a_gradient_at_which_the_library_raises_is_waited_for() -> None:
+    (said,) = run_ranks(1, _asleep, simulated=LATE)
     assert "asleep" in said
