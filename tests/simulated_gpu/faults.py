@@ -158,12 +158,12 @@ FAULTS = (
 )
 
 
-def check(fault: Fault) -> str:
-    """What shows the fault, in a line. Empty: nothing did."""
+def check(fault: Fault, seconds: float = PROGRAM_SECONDS) -> str:
+    """What shows the fault, in a line. Empty: nothing did within ``seconds``."""
     with _faulty_package(fault) as folder, _found_in(folder):
         pool = RankPool(fault.simulated)
         try:
-            pool.run(2, train_all, ([fault.program],), PROGRAM_SECONDS)
+            pool.run(2, train_all, ([fault.program],), seconds)
         except RankFailure as failure:
             shown = [line for line in str(failure).splitlines() if fault.shows in line]
             return shown[0].strip() if shown else ""
