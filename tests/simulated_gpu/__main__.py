@@ -1,7 +1,7 @@
 """``make race-check``: the order of all that the optimizer launches, on simulated GPUs.
 
-Three parts: order programs, one of each kind and those that reveal faults; existing tests; and seeded faults, each of
-which must be noticed. ``--only programs tests faults`` chooses. It ends within SECONDS: what is left by then is listed
+Three parts: order programs, two of each kind; seeded faults, each of which must be noticed; and existing tests.
+``--only programs faults tests`` chooses. It ends within SECONDS: what is left by then is listed
 as not run. The exit code is 1 where something is found, or not run.
 """
 
@@ -25,7 +25,7 @@ from harness import RankFailure, run_ranks  # noqa: E402
 from order_programs import OrderProgram, few_programs, train_all, wrong  # noqa: E402
 
 from simulated_gpu.build import Unavailable, library  # noqa: E402
-from simulated_gpu.faults import FAULTS, check  # noqa: E402
+from simulated_gpu.faults import FAULTS, PROGRAM_SECONDS, Fault, check  # noqa: E402
 from simulated_gpu.switch import LATE, ON_GPU_1, VARIABLE  # noqa: E402
 
 Check = Callable[[float], str]
@@ -33,6 +33,7 @@ Check = Callable[[float], str]
 
 AT_ONCE = 8  # programs in a call of ranks
 SECONDS = 570
+CALL_SECONDS, FILE_SECONDS = 120, 200
 _BEGIN = time.monotonic()
 TESTS_RUN = (
     "step/test_param_gather.py",
@@ -43,6 +44,12 @@ TESTS_RUN = (
 DESELECTED = (
     # torch.compile cannot generate code for the simulated device.
     "step/test_param_gather.py::test_a_compiled_model_waits_at_its_door",
+    # It asks for NumPy arrays.
+    "step/test_param_gather.py::test_whoever_reads_waits",
+    # It knows that its tensors are on the CPU.
+    "step/test_param_gather.py::test_what_reads_no_value_leaves_gathers_under_way",
+    # Threads read while another one launches gathers, and the simulation has no order between threads.
+    "step/test_param_gather.py::test_other_threads_may_read",
     # It counts units in the last place, and the device has the reference kernels.
     "units/test_stage3_parity.py::test_clipped_runs_are_within_two_ulps_of_stage_2",
 )
@@ -58,7 +65,8 @@ def check_programs() -> Iterator[tuple[str, Check]]:
 
 def _check_call(simulated: str, programs: Sequence[OrderProgram], seconds: float) -> str:
     try:
-        return "\n".join(wrong(run_ranks(2, train_all, programs, simulated=simulated, timeout=seconds), programs))
+        by_rank = run_ranks(2, train_all, programs, simulated=simulated, timeout=min(seconds, CALL_SECONDS))
+        return "\n".join(wrong(by_rank, programs))
     except RankFailure as failure:
         return str(failure)
 
@@ -71,22 +79,27 @@ def check_tests() -> Iterator[tuple[str, Check]]:
 def _check_file(name: str, seconds: float) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", f"tests/{name}"]
     command += [f"--deselect=tests/{test}" for test in DESELECTED]
-    environment = {**os.environ, VARIABLE: LATE}
+    environment, limit = {**os.environ, VARIABLE: LATE}, min(seconds, FILE_SECONDS)
     try:
-        done = subprocess.run(
-            command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=seconds
-        )
+        done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return f"{name} has not ended within {seconds:.0f} s"
+        return f"{name} has not ended within {limit:.0f} s"
     return done.stdout[-8000:] + done.stderr[-2000:] if done.returncode else ""
 
 
 def check_faults() -> Iterator[tuple[str, Check]]:
     for fault in FAULTS:
-        yield fault.name, lambda seconds, fault=fault: "" if check(fault) else f"missed: {fault}"
+        yield fault.name, partial(_check_fault, fault)
 
 
-PARTS = {"programs": check_programs, "tests": check_tests, "faults": check_faults}
+def _check_fault(fault: Fault, seconds: float) -> str:
+    try:
+        return "" if check(fault, min(seconds, PROGRAM_SECONDS)) else f"missed: {fault.name} ({fault.program})"
+    except RankFailure as failure:
+        return f"not shown as expected: {fault.name} ({fault.program}): {failure}"
+
+
+PARTS = {"programs": check_programs, "faults": check_faults, "tests": check_tests}
 
 
 def run_part(part: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The seeded faults fit today's source, and two of them are noticed. ``make race-check`` runs all."""
+"""The seeded faults fit today's source, and one of them is noticed. ``make race-check`` runs all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_fault_fits_the_source(fault: Fault) -> None:
     ast.parse(fault.applied(), fault.file)
 
 
-@pytest.mark.parametrize("fault", slow_after(2, [FAULTS[0], FAULTS[-1], *FAULTS[1:-1]]), ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", slow_after(1, FAULTS), ids=lambda fault: fault.name)
 def test_it_is_noticed(fault: Fault) -> None:
     require(fault.simulated)
     assert check(fault)

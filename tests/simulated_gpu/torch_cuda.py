@@ -18,6 +18,7 @@ from .device import call
 
 DEVICE = torch.device("cuda", int(os.environ.get("SIMULATED_GPU_NUMBER", 0)))
 TOTAL_BYTES = 2**30  # as mem_get_info reports it; an allocation beyond it succeeds
+BEFORE_TORCHS_OWN = 15  # torch.load asks in order: the one for CUDA is 20
 NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
 _resize_of_host = torch.UntypedStorage.resize_
@@ -86,15 +87,18 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
             torch._C._accelerator_setStream(before)
 
 
-@contextmanager
-def device(device: Any) -> Iterator[None]:
-    """As ``torch.cuda.device``: it is current inside; None changes nothing."""
-    before = torch._C._accelerator_getDeviceIndex()
-    set_device(device)
-    try:
-        yield
-    finally:
-        set_device(before)
+class device:
+    """As ``torch.cuda.device``: it is current inside; None changes nothing. torch asks for instances of it."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = torch._C._accelerator_getDeviceIndex()
+        set_device(self._device)
+
+    def __exit__(self, *error: object) -> None:
+        set_device(self._before)
 
 
 class Runtime:
@@ -149,6 +153,13 @@ def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
     return whole.clone().untyped_storage()
 
 
+def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """For ``torch.load``, what was saved on the device; None for other locations."""
+    if not location.startswith(DEVICE.type):
+        return None
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).to(DEVICE).untyped_storage()
+
+
 REPLACED: dict[str, Any] = {
     "Stream": Stream,
     "Event": Event,
@@ -190,6 +201,7 @@ def install() -> None:
                 setattr(module, name, new)
     torch.UntypedStorage.resize_ = resize_
     torch.UntypedStorage.clone = clone
+    torch.serialization.register_package(BEFORE_TORCHS_OWN, lambda storage: None, _restored)
 
 
 def check(device: Any) -> None:
