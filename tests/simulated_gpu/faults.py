@@ -159,14 +159,16 @@ FAULTS = (
 
 
 def check(fault: Fault, seconds: float = PROGRAM_SECONDS) -> str:
-    """What shows the fault, in a line. Empty: nothing did within ``seconds``."""
+    """What shows the fault, in a line. Empty: nothing. Raises RankFailure where ranks fail for another reason."""
     with _faulty_package(fault) as folder, _found_in(folder):
         pool = RankPool(fault.simulated)
         try:
             pool.run(2, train_all, ([fault.program],), seconds)
         except RankFailure as failure:
             shown = [line for line in str(failure).splitlines() if fault.shows in line]
-            return shown[0].strip() if shown else ""
+            if not shown:
+                raise
+            return shown[0].strip()
         finally:
             pool.end()
     return ""
@@ -184,7 +186,7 @@ def _faulty_package(fault: Fault) -> Iterator[Path]:
 @contextlib.contextmanager
 def _found_in(folder: Path) -> Iterator[None]:
     """Processes that are started within it import the package in ``folder``."""
-    path = [str(folder), str(TESTS.parent), str(TESTS)]
+    path = [str(folder), str(PACKAGE.parent), str(TESTS.parent), str(TESTS)]
     given = {
         "PYTHONPATH": os.pathsep.join(path),
         "GLOO_TIMEOUT_SECONDS": str(COLLECTIVE_SECONDS),

@@ -105,6 +105,7 @@ struct Hooks final : at::CUDAHooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
 
 }  // namespace simulated_gpu
