@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
 from zero_optim.cli import main
 
 
@@ -89,12 +88,3 @@ def ran(run_here: Callable[..., Run]) -> Callable[..., tuple[Outcome, list[dict[
         return outcome, json.loads(file.read_text())["rows"]
 
     return run
-
-
-def on_pool(count: int, work: Callable[..., Any], *args: Any, **_: Any) -> list[Any]:
-    """Do what ``ranks.on_ranks`` does, in the processes that tests keep: starting new ones takes seconds."""
-    return run_ranks(count, _call, work, args)
-
-
-def _call(rank: int, world_size: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return work(*args)

@@ -8,7 +8,7 @@ import bench_offload
 import pytest
 import torch
 from bench_offload import NONE, OURS, DiskLink, Link, Work, ours, row_of
-from conftest import on_pool
+from recorded import on_pool
 from zero_optim.bench.step import TRAINING
 from zero_optim.errors import UsageError, ZeroOptimError
 from zero_optim.stores.direct_file import DirectFile

@@ -5,10 +5,10 @@ from __future__ import annotations
 import memory_walkthrough
 import pytest
 import torch
-from conftest import on_pool
 from counted_bytes import watch
 from harness import run_ranks
 from memory_walkthrough import BATCH, PHASES, PLAIN, SMALL, Walk
+from recorded import on_pool
 from torch import nn
 
 CPU = torch.device("cpu")

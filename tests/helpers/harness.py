@@ -291,10 +291,11 @@ class RankPool:
         stack_file = Path(self._directory.name, f"stack-{next(self._serial)}")
         error_file = stack_file.with_suffix(".stderr")
         process = context.Process(target=_worker_main, args=(there, str(stack_file), str(error_file)), daemon=True)
-        found_in = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        helpers = Path(__file__).parent
+        found_in = os.pathsep.join([str(helpers), str(helpers.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         with (
             simulation.starting_a_rank(self._simulated),
-            mock.patch.dict(os.environ, PYTHONPATH=found_in),  # it imports PRELOADED, of which some is in this folder
+            mock.patch.dict(os.environ, PYTHONPATH=found_in),  # it imports PRELOADED, of which some are there
             mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process),
         ):
             process.start()
