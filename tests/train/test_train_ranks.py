@@ -190,6 +190,7 @@ def test_the_final_table_agrees_with_its_formula(two_ranks: object) -> None:
 @pytest.mark.parametrize(("stage", "kinds"), [("0", ["all_reduce"]), ("3", ["all_gather", "reduce_scatter"])])
 def test_what_run_json_plans_is_what_is_measured(text: Path, tmp_path: Path, stage: str, kinds: list[str]) -> None:
     """Of a model whose buckets have hardly any padding; micro-batches gather again, and reduce once."""
+    harness.new_ranks()  # in which no optimizer of an earlier test is measured
     shape = ["--hidden", "128", "--accumulate", "2", "--steps", "3"]
     train(["--stage", stage, *SHAPE, *shape, "--data", str(text), "--out", str(tmp_path / "run")])
     (session,) = json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]
