@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zero_kernels import ROW, ROW_STATS
-
 from .comm.buffers import CommBuffers
 from .comm.storage import is_there
 from .params.layout import BucketLayout, SlotPiece
@@ -102,8 +100,3 @@ def state_nbytes(state: StateTensor, layout: BucketLayout) -> int:
     """Count the bytes of a state tensor of one shard, padding included."""
     _, there = state.span(0, layout.shard_numel)
     return there * state.dtype.itemsize
-
-
-def row_stats_nbytes(layout: BucketLayout) -> int:
-    """Count the bytes that telemetry takes for the rows of one shard."""
-    return layout.shard_numel // ROW * len(ROW_STATS) * 4

@@ -202,6 +202,16 @@ def test_the_command_names_the_planned_stage(capsys):
     assert (made["pipeline"], made["pipeline_stage"]) == (4, 0)
 
 
+def test_the_command_gives_the_reason_why_stage_2_takes_more_than_stage_1(capsys):
+    flags = ["--params", "8B", "--pp", "4"]
+    of_two = json.loads(said(capsys, *flags, "--world", "8", "--stage", "1,2", "--json"))
+    assert of_two[0]["total_bytes"] < of_two[1]["total_bytes"]
+    why = "Stage 2 takes more than stage 1: gradients of micro-batches add up whole"
+    assert why in said(capsys, *flags, "--world", "8")
+    assert why not in said(capsys, *flags, "--world", "256")  # shards are so small that it takes less
+    assert why not in said(capsys, "--params", "8B", "--world", "2")
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -20,8 +20,7 @@ from ..shard_module import plan_units
 # -- decoders ----------------------------------------------------------------------------------------------------------
 
 GPT_VOCABULARY = 50257
-ASPECT = 128
-"""Width over depth of an invented decoder: GPT-3 has 96 layers of width 12288."""
+ASPECT = 128  # width over depth of an invented decoder: GPT-3 has 96 layers of width 12288
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ _NAMES = {  # of the fields of ``Width``, in configurations
     "vocabulary": ("vocab_size",),
 }
 
-_VECTOR = 8
-"""A matrix has more than so many times the hidden size. The longest bias, as long as the MLP is wide, has less."""
+_VECTOR = 8  # a matrix has more than so many times the hidden size; the longest bias, that of the MLP, has less
 
 
 @dataclass(frozen=True)

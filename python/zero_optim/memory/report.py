@@ -107,8 +107,7 @@ def draw(path: Path, plans: Sequence[Plan], device_memory: int) -> None:
         raise UsageError(f"--png {path}: needs matplotlib ({error}): pip install zero-kernels[train]") from error
     columns = min(2, len(plans))
     figure = Figure((6.3 * columns, 0.4 + 3.6 * -(-len(plans) // columns)), dpi=110, layout="constrained")
-    first = plans[0]
-    figure.suptitle(f"{first.model.numel / 1e9:,.3g} B parameters, {first.job.world:,} ranks: memory of a rank")
+    figure.suptitle(f"{plans[0].model.numel / 1e9:,.3g} B parameters, {ranks_of(plans[0].job)}: memory of a rank")
     for number, made in enumerate(plans):
         axes, unit = figure.add_subplot(-(-len(plans) // columns), columns, number + 1), unit_for(made.most)
         bars = {kind: made.memory[kind] for kind in kinds_of([made]) if made.memory.get(kind)}
