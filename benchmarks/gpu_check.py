@@ -85,107 +85,148 @@ class Outcome:
 # -- the parts: lists of groups, whose phases run at the same time -----------------------------------------------------
 
 
-def groups_of(part: str, device: str, out: Path, nccl: Path | None = None) -> list[list[Phase]]:
-    """Make the groups of a part. ``device``: cuda, or cpu for a rehearsal at tiny sizes."""
-    gpu = device == "cuda"
-    many = (lambda count: count) if gpu else (lambda count: 1)  # processes: a CPU has too few cores
-    preload = os.pathsep.join(filter(None, [str(nccl or ""), os.environ.get("LD_PRELOAD")]))
-    on_one_gpu = {**ONE_GPU, "LD_PRELOAD": preload} if nccl else ONE_GPU
+@dataclass(frozen=True)
+class Maker:
+    """Makes phases. ``device``: cuda, or cpu for a rehearsal at tiny sizes. ``nccl``: a library that ranks preload."""
 
-    def script(name: str, limit: float, file: str, *flags: str) -> Phase:
-        command = [sys.executable, *file.split(), *flags, "--device", device, "--out", str(out)]
+    device: str
+    out: Path
+    nccl: Path | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def tiny(self) -> tuple[str, ...]:
+        return () if self.on_gpu else ("--numel", "4096", "--rounds", "2")
+
+    @property
+    def on_one_gpu(self) -> Mapping[str, str]:
+        """The environment of several ranks on one GPU."""
+        if self.nccl is None:
+            return ONE_GPU
+        return {**ONE_GPU, "LD_PRELOAD": os.pathsep.join(filter(None, [str(self.nccl), os.environ.get("LD_PRELOAD")]))}
+
+    def script(self, name: str, limit: float, file: str, *flags: str) -> Phase:
+        command = [sys.executable, str(HERE / file), *flags, "--device", self.device, "--out", str(self.out)]
         return Phase(name, command, limit)
 
-    def bench(op: str, limit: float, *flags: str) -> Phase:
-        return script(f"bench_{op}", limit, f"-m zero_optim bench {op}", "--dtypes", "bf16", *flags)
+    def bench(self, op: str, limit: float) -> Phase:
+        flags = ["--dtypes", "bf16", *self.tiny, "--device", self.device, "--out", str(self.out)]
+        return Phase(f"bench_{op}", [sys.executable, "-m", "zero_optim", "bench", op, *flags], limit)
 
-    def tests(file: str, limit: float, more: Mapping[str, str] = {}, *flags: str, name: str = "") -> Phase:
+    def tests(self, file: str, limit: float, *flags: str, name: str = "", more: Mapping[str, str] = {}) -> Phase:
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--durations=5"]
         folder = ROOT / "tests" / ("kernels" if file == "test_bit_contract" else "gpu")
         command += ["-o", "faulthandler_timeout=50", str(folder / f"{file}.py"), *flags]
         if importlib.util.find_spec("xdist"):
             command.append("-n0")  # phases already run at the same time
-        return Phase(name or file, command, limit, {"ZERO_KERNELS_GPU_TESTS_ON": device, **more})
+        return Phase(name or file, command, limit, {"ZERO_KERNELS_GPU_TESTS_ON": self.device, **more})
 
-    def ranks(file: str, limit: float, more: Mapping[str, str] = {}, *flags: str, name: str = "") -> Phase:
-        return replace(tests(file, limit, {**on_one_gpu, **more}, *flags, name=name), after="nccl_two_ranks")
+    def ranks(self, file: str, limit: float, *flags: str, name: str = "", more: Mapping[str, str] = {}) -> Phase:
+        made = self.tests(file, limit, *flags, name=name, more={**self.on_one_gpu, **more})
+        return replace(made, after="nccl_two_ranks")
 
-    def smoke(backend: str, count: int = 1) -> list[Phase]:
+    def smoke(self, backend: str, count: int = 1) -> list[Phase]:
         """Run every op once at small and odd sizes."""
-        command = [sys.executable, str(ROOT / "tests" / "gpu" / "memcheck_ops.py"), backend, device]
+        command = [sys.executable, str(ROOT / "tests" / "gpu" / "memcheck_ops.py"), backend, self.device]
         return [Phase(f"smoke_{backend}_{n}", [*command, f"{n}/{count}"], 100) for n in range(1, count + 1)]
 
-    tiny = () if gpu else ("--numel", "4096", "--rounds", "2")
-    alone, several = ("-m", "gpu and not ranks"), ("-m", "gpu and ranks")
-    if part == "a":
-        build = Phase("build", [sys.executable, str(HERE / "gpu_build.py"), device], 100)
+    def split(self, phase: Phase, count: int) -> list[Phase]:
+        """Split the tests of a phase into ``count`` phases; not on a CPU, which has too few cores."""
+        if not self.on_gpu:
+            return [phase]
         return [
-            [build],
-            [*smoke("cuda"), *smoke("triton", 6)] if gpu else smoke("cpu"),
-            *([bench(op, limit, *tiny)] for op, limit in (("adam_step", 80), ("pack", 40), ("grad_stats", 40))),
-            [script("profile", 60, str(HERE / "gpu_profile.py"))],
-            [tests(name, 60) for name in ("test_no_sync", "test_capture", "test_muon_steps")],
+            replace(
+                phase,
+                name=f"{phase.name}_{number}",
+                environment={**phase.environment, "ZERO_KERNELS_GPU_TESTS_PART": f"{number}/{count}"},
+            )
+            for number in range(1, count + 1)
         ]
-    if part == "b":
-        # In five parts, as with four, the number of backends, one would get all of Triton. A CPU has it in its suite.
-        together = split(tests("test_bit_contract", 240), 5) if gpu else []
-        together += [tests(f"test_{name}", 240) for name in ("checkpoints", "stores")]
-        together += [tests(f"test_{name}", 240, {}, *alone) for name in ("optimizer", "units")]
-        at_once = [together] if gpu else [[phase] for phase in together]
-        return [*at_once, [tests("test_memcheck", 170)], [tests("test_large", 80)]]
-    if part == "c":
-        pair = Phase("nccl_two_ranks", [sys.executable, str(HERE / "gpu_ranks.py"), device], 30, on_one_gpu)
-        of_ranks = [ranks("test_each_collective", 80, {}, *several, name="collectives_ranks")] if gpu else []
-        of_ranks += [ranks("test_buffers", 80)]
-        of_ranks += [ranks(f"test_{name}", 80, {}, *several, name=f"{name}_ranks") for name in ("optimizer", "units")]
-        again = []
-        for name, more in (("nccl_one_queue", ONE_QUEUE), ("nccl_sanitized", SANITIZER)) if gpu else ():
-            pairs = ranks("test_nccl_ranks", 100, {**more, **FEW}, "-k", "test_programs and 2-", name=name)
-            again += split(pairs, 2)
-        overlap = script("overlap", 50, str(HERE / "gpu_overlap.py"))
-        return [
-            [pair],
-            [tests("test_each_collective", 50, {}, *alone)],
-            of_ranks,
-            split(ranks("test_nccl_ranks", 130, FEW), many(3)),
-            split(ranks("test_nccl_topologies", 80), many(3)),
-            [replace(overlap, environment=on_one_gpu, after=pair.name)],
-            again,
-        ]
-    if part == "d":
-        order = split(tests("test_work_order", 150), many(4))
-        sanitized = (("order_sanitized", SANITIZER), ("order_one_queue", {**SANITIZER, **ONE_QUEUE}))
-        for name, more in sanitized if gpu else ():
-            order += split(tests("test_work_order", 150, {**more, **FEW}, name=name), 5)
-        small = ("--params", "4e6"), ("--tiny", "--steps", "3", "--stages", "0", "--dtypes", "bf16")
-        params, training = ((), ()) if gpu else small
-        contenders = ("--contenders", "stage0", "stage2", "stage3")
-        stores = ("--numel", "2^27", "--rounds", "5") if gpu else tiny
-        return [
-            order,
-            [script("memory", 60, str(HERE / "gpu_memory.py"), *params)],
-            [script("trainer", 100, str(HERE / "gpu_trainer.py"), *training)],
-            [bench("step", 60, *tiny)],
-            [script("stages", 85, f"{HERE / 'bench_training.py'} stages", "--ranks", "1", *contenders, *tiny)],
-            [script("offload", 65, str(HERE / "bench_offload.py"), *stores)],
-        ]
-    interpreted = {} if gpu else {"TRITON_INTERPRET": "1"}
-    curves = script("convergence", 180, str(HERE / "bench_convergence.py"), "--at-once", "8", "--lr", "0.001")
+
+
+Groups = list[list[Phase]]
+ALONE, SEVERAL = ("-m", "gpu and not ranks"), ("-m", "gpu and ranks")
+
+
+def kernels(make: Maker) -> Groups:
+    build = Phase("build", [sys.executable, str(HERE / "gpu_build.py"), make.device], 100)
     return [
-        [tests("test_symmetric_product", 120, interpreted)],
-        [replace(script("products", 200, str(HERE / "gpu_products.py")), environment=interpreted)],
-        *([[curves]] if gpu else []),
+        [build],
+        [*make.smoke("cuda"), *make.smoke("triton", 6)] if make.on_gpu else make.smoke("cpu"),
+        *([make.bench(op, limit)] for op, limit in (("adam_step", 80), ("pack", 40), ("grad_stats", 40))),
+        [make.script("profile", 60, "gpu_profile.py")],
+        [make.tests(name, 60) for name in ("test_no_sync", "test_capture", "test_muon_steps")],
     ]
 
 
-def split(phase: Phase, count: int) -> list[Phase]:
-    """Split the tests of a phase into ``count`` phases."""
-    if count == 1:
-        return [phase]
-    parts = [
-        {**phase.environment, "ZERO_KERNELS_GPU_TESTS_PART": f"{number}/{count}"} for number in range(1, count + 1)
+def bits(make: Maker) -> Groups:
+    # In five parts, as with four, the number of backends, one would get all of Triton. A CPU has it in its suite.
+    together = make.split(make.tests("test_bit_contract", 240), 5) if make.on_gpu else []
+    together += [make.tests(f"test_{name}", 240) for name in ("checkpoints", "stores")]
+    together += [make.tests(f"test_{name}", 240, *ALONE) for name in ("optimizer", "units")]
+    at_once = [together] if make.on_gpu else [[phase] for phase in together]
+    return [*at_once, [make.tests("test_memcheck", 170)], [make.tests("test_large", 80)]]
+
+
+def nccl_ranks(make: Maker) -> Groups:
+    pair = Phase("nccl_two_ranks", [sys.executable, str(HERE / "gpu_ranks.py"), make.device], 30, make.on_one_gpu)
+    of_ranks = [make.ranks("test_each_collective", 80, *SEVERAL, name="collectives_ranks")] if make.on_gpu else []
+    of_ranks += [make.ranks("test_buffers", 80)]
+    of_ranks += [make.ranks(f"test_{name}", 80, *SEVERAL, name=f"{name}_ranks") for name in ("optimizer", "units")]
+    again: list[Phase] = []
+    for name, more in (("nccl_one_queue", ONE_QUEUE), ("nccl_sanitized", SANITIZER)) if make.on_gpu else ():
+        pairs = ("-k", "test_programs and 2-")
+        again += make.split(make.ranks("test_nccl_ranks", 100, *pairs, name=name, more={**more, **FEW}), 2)
+    overlap = replace(make.script("overlap", 50, "gpu_overlap.py"), environment=make.on_one_gpu, after=pair.name)
+    return [
+        [pair],
+        [make.tests("test_each_collective", 50, *ALONE)],
+        of_ranks,
+        make.split(make.ranks("test_nccl_ranks", 130, more=FEW), 3),
+        make.split(make.ranks("test_nccl_topologies", 80), 3),
+        [overlap],
+        again,
     ]
-    return [replace(phase, name=f"{phase.name}_{n}", environment=part) for n, part in enumerate(parts, 1)]
+
+
+def training(make: Maker) -> Groups:
+    order = make.split(make.tests("test_work_order", 150), 4)
+    sanitized = (("order_sanitized", SANITIZER), ("order_one_queue", {**SANITIZER, **ONE_QUEUE}))
+    for name, more in sanitized if make.on_gpu else ():
+        order += make.split(make.tests("test_work_order", 150, name=name, more={**more, **FEW}), 5)
+    tiny_params, tiny_run = ("--params", "4e6"), ("--tiny", "--steps", "3", "--stages", "0", "--dtypes", "bf16")
+    params, run = ((), ()) if make.on_gpu else (tiny_params, tiny_run)
+    stages = ("stages", "--ranks", "1", "--contenders", "stage0", "stage2", "stage3", *make.tiny)
+    stores = ("--numel", "2^27", "--rounds", "5") if make.on_gpu else make.tiny
+    return [
+        order,
+        [make.script("memory", 60, "gpu_memory.py", *params)],
+        [make.script("trainer", 100, "gpu_trainer.py", *run)],
+        [make.bench("step", 60)],
+        [make.script("stages", 85, "bench_training.py", *stages)],
+        [make.script("offload", 65, "bench_offload.py", *stores)],
+    ]
+
+
+def products(make: Maker) -> Groups:
+    interpreted = {} if make.on_gpu else {"TRITON_INTERPRET": "1"}
+    curves = make.script("convergence", 180, "bench_convergence.py", "--at-once", "8", "--lr", "0.001")
+    return [
+        [make.tests("test_symmetric_product", 120, more=interpreted)],
+        [replace(make.script("products", 200, "gpu_products.py"), environment=interpreted)],
+        *([[curves]] if make.on_gpu else []),
+    ]
+
+
+MAKE = {"a": kernels, "b": bits, "c": nccl_ranks, "d": training, "e": products}
+
+
+def groups_of(part: str, device: str, out: Path, nccl: Path | None = None) -> Groups:
+    """Make the groups of a part."""
+    return MAKE[part](Maker(device, out, nccl))
 
 
 # -- running them ------------------------------------------------------------------------------------------------------
@@ -235,7 +276,7 @@ class Run:
         limit = min(phase.limit, self._deadline - time.monotonic())
         if limit < GRACE:
             return Outcome(phase.name, NOT_RUN, 0, "no time left")
-        begin, said = time.monotonic(), list[str]()
+        begin, lines = time.monotonic(), list[str]()
         self.say(f"{phase.name} ... (at most {limit:.0f} s)\n{phase.name}| {' '.join(phase.command)}", show=False)
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))} if at_once > 1 else {}
         process = subprocess.Popen(
@@ -248,7 +289,7 @@ class Run:
             start_new_session=True,
         )
         self._running.add(process)
-        listener = threading.Thread(target=self._listen, args=(process, phase.name, said), daemon=True)
+        listener = threading.Thread(target=self._listen, args=(process, phase.name, lines), daemon=True)
         listener.start()
         code = None
         try:
@@ -258,26 +299,26 @@ class Run:
             end(process)
             self._running.discard(process)
             listener.join(GRACE)
-        result = verdict(code, said)
+        result = verdict(code, lines)
         if result in (FAILED, TIMED_OUT):
-            print("\n".join(f"    {line[:200]}" for line in said[-30:]), flush=True)
+            print("\n".join(f"    {line[:200]}" for line in lines[-30:]), flush=True)
         skipped = (
-            match[1] for line in said if (match := re.fullmatch(r"SKIPPED \[\d+\] \S+?:\d+: (.*)", line.strip()))
+            match[1] for line in lines if (match := re.fullmatch(r"SKIPPED \[\d+\] \S+?:\d+: (.*)", line.strip()))
         )
-        note = said[-1].strip()[:160] if said else "no output"
+        note = lines[-1].strip()[:160] if lines else "no output"
         return Outcome(phase.name, result, round(time.monotonic() - begin, 1), note, list(dict.fromkeys(skipped)))
 
-    def _listen(self, process: subprocess.Popen[bytes], name: str, said: list[str]) -> None:
+    def _listen(self, process: subprocess.Popen[bytes], name: str, lines: list[str]) -> None:
         assert process.stdout is not None
         for raw in process.stdout:
             if line := raw.decode(errors="replace").rstrip():
-                said.append(line)
+                lines.append(line)
                 self.say(f"{name}| {line}", show=False)
 
 
-def verdict(code: int | None, said: Sequence[str]) -> str:
+def verdict(code: int | None, lines: Sequence[str]) -> str:
     """Judge by exit code (None: ended at its limit) and output. A phase whose tests were all skipped is not ok."""
-    last = said[-1] if said else ""
+    last = lines[-1] if lines else ""
     skipped, ran = re.search(r"\b\d+ skipped", last), re.search(r"\b\d+ (passed|failed|xfailed|error)", last)
     if code is None:
         return TIMED_OUT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import select
 import shutil
 import signal
@@ -25,6 +26,7 @@ from cells import slow
 from gpu_check import FAILED, NOT_RUN, OK, PARTS, SKIPPED, TIMED_OUT, Outcome, Phase, Run
 from zero_optim import memory
 from zero_optim.bench.record import Result
+from zero_optim.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ("build", "bench_adam_step", "profile", "nccl_two_ranks", "bench_step")
@@ -93,8 +95,34 @@ def test_the_parts_cover_all_tests_and_no_phase_is_in_two() -> None:
     assert {path for path in scripts if not Path(path).exists()} == set()
 
 
+BENCHMARKS = [
+    phase
+    for device in ("cuda", "cpu")
+    for part in PARTS
+    for group in phases_of(part, device)
+    for phase in group
+    if "--out" in phase.command
+]
+
+
+@pytest.mark.parametrize("phase", BENCHMARKS, ids=[f"{of.name} on {of.command[-3]}" for of in BENCHMARKS])
+def test_benchmarks_know_their_flags(phase: Phase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments are parsed, and nothing is measured."""
+    parsed = []
+    monkeypatch.setattr("zero_optim.cli.run_command", lambda name, work: parsed.append(name) or 0)
+    _, *arguments = phase.command
+    if arguments[0] == "-m":
+        assert main(arguments[2:]) == 0
+    else:
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(arguments[0], run_name="__main__")
+        assert left.value.code == 0
+    assert len(parsed) == 1
+
+
 def test_split_tests_are_all_of_them() -> None:
-    parts = gpu_check.split(Phase("test", ["pytest"], 60), 3)
+    parts = gpu_check.Maker("cuda", Path()).split(Phase("test", ["pytest"], 60), 3)
     assert [part.environment["ZERO_KERNELS_GPU_TESTS_PART"] for part in parts] == ["1/3", "2/3", "3/3"]
 
 

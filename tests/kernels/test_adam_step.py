@@ -10,24 +10,14 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import ISAS, at_offset, awkward, backend, same_bits, threads
+from places import four_slots
 from torch import Tensor
 
 import zero_kernels
 from zero_kernels import HYPER_COLUMNS, ROW
 
-# Four slots: decoupled, decoupled with decay, L2 that maximizes, and one that is not active.
-TABLE = zero_kernels.hyper_table(
-    [1e-3, 1e-2, 0.1, 1.0],
-    ([0.9, 0.3, 0.5, 0.9], [0.999, 0.99, 0.9, 0.95]),
-    [1e-8, 1e-6, 0.0, 1e-8],
-    [0.0, 0.1, 0.1, 0.2],
-    [1, 2, 1000, 3],
-    decoupled=[True, True, False, True],
-    active=[True, True, True, False],
-    maximize=[False, False, True, False],
-)
+TABLE = four_slots()
 GRAD_FACTOR = HYPER_COLUMNS.index("grad_factor")
-TABLE[:, GRAD_FACTOR] *= torch.tensor([1.0, 0.37, 0.7, 0.0])  # as clipping of a subset makes them
 
 
 class Case:

@@ -395,6 +395,6 @@ def _drawn(run: Run) -> str:
         except ImportError:
             return "<p>No charts: matplotlib is not installed. pip install zero-kernels[train]</p>"
         source = "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
-        said = "; ".join(_label(chart, name) for name in chart.legend)
-        drawn.append(f'<figure><img src="{source}" alt="{escape(f"{chart.title}, {chart.unit}. {said}.")}"></figure>')
+        values = "; ".join(_label(chart, name) for name in chart.legend)
+        drawn.append(f'<figure><img src="{source}" alt="{escape(f"{chart.title}, {chart.unit}. {values}.")}"></figure>')
     return "".join(drawn)
