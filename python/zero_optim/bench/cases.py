@@ -17,9 +17,9 @@ from zero_kernels import ROW
 from zero_kernels.codecs import FORMS
 
 from ..errors import UsageError
+from ..train.config import DTYPES
 from .timing import Job, Spread
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 TORCH, COPY, STREAM = "torch_pipeline", "copy", "stream"
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 Row = dict[str, Any]

@@ -81,7 +81,7 @@ class Result:
         self, device: torch.device, out: Path | None, write: bool = True, about: str = "", **more: Any
     ) -> None:
         self.rows: list[Mapping[str, Any]] = []
-        self._device, self._more, self._about = device, more, f"-{about}" if about else ""
+        self._facts, self._about = make_record((), device, **more), f"-{about}" if about else ""
         self._path: Path | None = None
         self._folder = results_folder(device, out) if write else None
         try:
@@ -91,7 +91,7 @@ class Result:
             raise UsageError(f"--out {self._folder}: {error.strerror}") from error
 
     def record(self) -> dict[str, Any]:
-        return make_record(self.rows, self._device, **self._more)
+        return {**self._facts, "load": round(os.getloadavg()[0], 2), "rows": self.rows}
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows, and write the file: a reader finds the old record or the new one, whole."""
