@@ -1,0 +1,458 @@
+"""The words of a program's text: optimizers over parameters of their own, and what is done with them.
+
+``Words(library, ...)`` runs them on ``zero_optim`` or on ``plain``, which has the same names. All ranks run the same
+text; what differs between them is written out, one chain of links for each rank. A chain is a backward: ``x = link(x)``
+from its first link to its last, and backward goes through it from the last to the first. The gradient of ``use(a, 0,
+c)`` is ``c`` times a pattern of numbers that are exact in every dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import zero_optim
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from random_programs import plain
+
+RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {"eps": 0.25}),
+    "amsgrad": ("AdamW", {"eps": 0.25, "amsgrad": True}),
+    "nesterov": ("SGD", {"momentum": 0.5, "nesterov": True}),
+    "sgd": ("SGD", {}),
+    "lion": ("Lion", {}),
+    "muon": ("Muon", {"momentum": 0.5, "ns_gram": False}),
+}
+WHOLE, NO_DTENSOR = -1, -2  # of ``cut``: a DTensor that both ranks of a row have, and a plain parameter
+
+Link = Callable[[Tensor], Tensor]
+Chain = Sequence[Link] | None  # None: this rank runs no backward
+
+
+class Planned(Exception):
+    """What a program raises itself, and catches."""
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise Planned("in backward")
+
+
+def boom(x: Tensor) -> Tensor:
+    """A backward that comes by raises."""
+    return _Raise.apply(x)
+
+
+def forward_boom(x: Tensor) -> Tensor:
+    raise Planned("in forward")
+
+
+def pattern(shape: Sequence[int], p: int) -> Tensor:
+    """Odd multiples of 1/16: never zero, and sums of a few are exact in every dtype."""
+    number = torch.arange(torch.Size(shape).numel())
+    if len(shape) == 2 and min(shape) > 16:  # by turns, a large matrix would have rank 9 at most
+        number = number * 2654435761 // 65536
+    return ((2 * ((number * 5 + p) % 9) - 9) / 16).reshape(tuple(shape))
+
+
+def start(shape: Sequence[int], p: int) -> Tensor:
+    return (((torch.arange(torch.Size(shape).numel()) * 3 + 5 * p) % 17 - 8) / 8).reshape(tuple(shape))
+
+
+# -- parameters that two tensor-parallel ranks cut ---------------------------------------------------------------------
+
+
+def matrix() -> DeviceMesh:
+    """Four ranks as two rows that average, of two columns with a slice each."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def cut_along(p: nn.Parameter, dim: int, mesh: DeviceMesh) -> nn.Parameter:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    if dim == NO_DTENSOR:
+        return p
+    placement = Replicate() if dim == WHOLE else Shard(dim)
+    whole = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(whole, requires_grad=p.requires_grad)
+
+
+def part(whole: Tensor, dim: int, column: int) -> Tensor:
+    """What a rank of this column has of it. A slice is as large as the first, as long as there is something left."""
+    parts = whole.chunk(2, dim) if dim >= 0 else (whole, whole)
+    return parts[column] if column < len(parts) else whole.narrow(dim, 0, 0)
+
+
+def term(parameter: Tensor, p: int, c: float) -> Tensor:
+    """Of a DTensor that both of two ranks have, the gradient comes in terms, of half each, where ``p`` is odd."""
+    factor = c * pattern(parameter.shape, p)
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import Partial
+
+        placement, column = parameter.placements[0], parameter.device_mesh.get_local_rank()
+        terms = p % 2 == 1 and placement.is_replicate()
+        factor = part(factor, WHOLE if placement.is_replicate() else placement.dim, column) / (1 + terms)
+        parameter = parameter.to_local(grad_placements=[Partial()] if terms else None)
+    return (parameter * factor.to(parameter.dtype)).float().sum()
+
+
+# -- the model of stage 3 ----------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, own: dict[int, nn.Parameter]) -> None:
+        super().__init__()
+        for p, parameter in own.items():
+            setattr(self, f"p{p}", parameter)
+
+    def forward(self, x: Tensor, uses: dict[int, float]) -> Tensor:
+        for p, c in uses.items():
+            x = x + term(getattr(self, f"p{p}"), p, c)
+        return x * 1.0
+
+
+class Net(nn.Module):
+    """``units`` has the unit of each parameter, or -1: the root."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], units: Sequence[int]) -> None:
+        super().__init__()
+        of_unit = [{p: parameters[p] for p, u in enumerate(units) if u == k} for k in range(-1, max(units) + 1)]
+        for p, parameter in of_unit[0].items():
+            setattr(self, f"p{p}", parameter)
+        self.blocks = nn.ModuleList(Block(own) for own in of_unit[1:])
+
+    def forward(self, x: Tensor, links: Sequence[Any]) -> Tensor:
+        """A link: ``{p: c}`` of the root's parameters, ``(unit, {p: c})``, or ``boom``."""
+        for link in links:
+            if callable(link):
+                x = link(x)
+            elif isinstance(link, tuple):
+                x = self.blocks[link[0]](x, link[1])
+            else:
+                x = sum((term(getattr(self, f"p{p}"), p, c) for p, c in link.items()), x)
+        return x * 1.0
+
+    def ordered(self) -> list[nn.Parameter]:
+        named = {int(name.rpartition("p")[2]): p for name, p in self.named_parameters()}
+        return [named[p] for p in sorted(named)]
+
+
+# -- the words ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Handle:
+    """An optimizer of a program, with its parameters; ``make(stage, store)`` makes it anew."""
+
+    opt: Any
+    params: list[Any]
+    net: Net | None
+    stage: int
+    cut: Sequence[int]
+    make: Callable[..., Any]
+    given: list[dict[str, Any]]
+    late: list[dict[str, Any]]
+
+
+class Words:
+    """``see(value)`` takes what both libraries must agree on. ``stored``: whether state goes where the text says."""
+
+    def __init__(self, library: Any, rank: int, world: int, see: Callable[[Any], None], stored: bool = True) -> None:
+        self.library, self.rank, self.world, self.see, self.stored = library, rank, world, see, stored
+        self.handles: list[Handle] = []
+        self._scaler: Any = None
+        self._mesh: DeviceMesh | None = None
+        self.exact = True  # of forward values: roundings add up, and of slices each rank adds up its own
+
+    def names(self) -> dict[str, Any]:
+        words = {name: getattr(self, name) for name in dir(Words) if not name.startswith("_") and name != "names"}
+        return {**words, "boom": boom, "forward_boom": forward_boom, "rank": self.rank, "world": self.world}
+
+    # Making
+
+    def optimizer(
+        self,
+        shapes: Sequence[Sequence[int]],
+        stage: int = 2,
+        groups: Sequence[dict[str, Any]] | None = None,
+        late: Sequence[dict[str, Any]] = (),
+        frozen: Sequence[int] = (),
+        units: Sequence[int] | None = None,
+        dtype: str = "float32",
+        cut: Sequence[int] = (),
+        mesh: bool = False,
+        rule: str = "adamw",
+        store: str | None = None,
+        device_budget: int | None = None,
+        param_offload: str | None = None,
+        prefetch: int = 1,
+        reshard_after_forward: bool = True,
+        bucket_cap_mb: float = 0.002,
+        **options: Any,
+    ) -> Handle:
+        """``groups`` have the numbers of their parameters; None: one of all. ``late``: for ``add_group``, in turn."""
+        made = [nn.Parameter(start(shape, p).to(getattr(torch, dtype))) for p, shape in enumerate(shapes)]
+        for p in frozen:
+            made[p].requires_grad_(False)
+        grid = self._grid(bool(cut), mesh)
+        if cut and self.library is zero_optim:
+            assert self._mesh is not None
+            made = [cut_along(p, dim, self._mesh["tp"]) for p, dim in zip(made, cut, strict=True)]
+        self.exact &= dtype == "float32" and not cut and "muon" not in (rule, *(g.get("rule") for g in groups or ()))
+        net = None
+        if stage == 3:
+            offload = {"param_offload": param_offload} if param_offload and self.stored else {}
+            net = Net(made, units if units is not None else range(len(shapes)))
+            how = {"prefetch": prefetch, "reshard_after_forward": reshard_after_forward}
+            net = self.library.shard_module(net, units=(Block,), **how, **grid, **offload)
+            made = net.ordered()
+        given = [self._group(made, group) for group in groups or [{"params": range(len(shapes))}]]
+        name, own = RULES[rule]
+
+        def make(stage: int, store: str | None = store, budget: int | None = device_budget) -> Any:
+            more = {} if stage == 3 else {"stage": stage, **grid}
+            if store and self.stored:
+                more |= {"state_offload": store} | ({} if budget is None else {"device_budget": budget})
+            own_class = getattr(self.library, f"Sharded{name}")
+            return own_class([{**group} for group in given], **own, bucket_cap_mb=bucket_cap_mb, **more, **options)
+
+        later = [self._group(made, group) for group in reversed(late)]
+        handle = Handle(make(stage), made, net, stage, cut, make, given, later)
+        self.handles.append(handle)
+        return handle
+
+    def _grid(self, cut: bool, mesh: bool) -> dict[str, Any]:
+        if cut and self._mesh is None:
+            self._mesh = matrix()
+        if cut:
+            return {"mesh": self._mesh["dp"]}  # type: ignore[index]
+        if mesh:
+            return {"mesh": init_device_mesh("cpu", (2, self.world // 2), mesh_dim_names=("replicate", "shard"))}
+        return {}
+
+    def _group(self, made: Sequence[Any], group: dict[str, Any]) -> dict[str, Any]:
+        found = {"lr": 0.125, "weight_decay": 0.0, **group, "params": [made[p] for p in group["params"]]}
+        if "rule" in group:
+            name, own = RULES[group["rule"]]
+            found["rule"] = getattr(self.library.rules, name)(**own)
+        return found
+
+    def scaler(self, scale: float) -> None:
+        """From here on every step is the scaler's."""
+        self._scaler = self.library.GradScaler(init_scale=scale, growth_interval=2)
+        self._scaler.scale(torch.ones(()))
+
+    # Links
+
+    def use(self, a: Handle, p: int, c: float = 1.0) -> Link:
+        return lambda x: x + term(a.params[p], p, c)
+
+    def every(self, a: Handle, c: float = 1.0) -> list[Link]:
+        return [self.use(a, p, c) for p in range(len(a.params))]
+
+    def net(self, a: Handle, *links: Any) -> Link:
+        return lambda x: a.net(x, links)  # type: ignore[misc]
+
+    def units(self, a: Handle, *numbers: int, raises_after: int | None = None) -> Link:
+        """Calls of units, each of which uses the parameter of its number; what raises comes after one of them."""
+        links: list[Any] = []
+        for k in numbers:
+            links += [(k, {k: 1.0}), *([boom] if k == raises_after else [])]
+        return self.net(a, *links)
+
+    # Operations, which all ranks run in this order
+
+    def back(self, *chains: Chain, no_sync: Sequence[Handle] = (), roots: int = 1) -> None:
+        """Of each rank its chain; one is that of all. ``roots``: how many tensors the backward begins at."""
+        chain = chains[self.rank] if len(chains) > 1 else chains[0]
+        with contextlib.ExitStack() as stack:
+            for a in no_sync:
+                stack.enter_context(a.opt.no_sync())
+            self.see(None if chain is None else self._backward(chain, roots))
+
+    def _backward(self, chain: Sequence[Link], roots: int) -> Any:
+        try:
+            ends, long = [], max(1, -(-len(chain) // roots))
+            for first in range(0, len(chain) or 1, long):
+                x = torch.full((), 0.0 if first else 1.0, requires_grad=True)
+                for link in chain[first : first + long]:
+                    x = link(x)
+                ends.append(x)
+            torch.autograd.backward([self._scaler.scale(x) if self._scaler else x * 1.0 for x in ends])
+        except Planned as error:
+            return str(error)
+        return float(sum(x.detach() for x in ends)) if self.exact else None
+
+    @contextlib.contextmanager
+    def block(self, a: Handle) -> Iterator[None]:
+        """``no_sync``, for what is called within it."""
+        with a.opt.no_sync():
+            yield
+
+    def evaluate(self, *links: Link) -> None:
+        """A forward without gradients."""
+        with torch.no_grad():
+            value = float((links[self.rank] if len(links) > 1 else links[0])(torch.ones(())))
+        self.see(value if self.exact else None)
+
+    def step(self, *handles: Handle, closure: Any = None, before: Any = None, after: Any = None) -> None:
+        """``closure``, and hooks before and after the step, are functions without arguments."""
+        for a in handles:
+            hooks = []
+            if before is not None:
+                hooks.append(a.opt.register_step_pre_hook(lambda *_: before()))
+            if after is not None:
+                hooks.append(a.opt.register_step_post_hook(lambda *_: after()))
+            if self._scaler is not None:
+                self._scaler.step(a.opt)
+            else:
+                a.opt.step(closure) if closure is not None else a.opt.step()
+            for hook in hooks:
+                hook.remove()
+            if a.stage != 3:
+                self.see(self._values(a))
+
+    def zero(self, *handles: Handle, to_none: bool = True) -> None:
+        for a in handles:
+            a.opt.zero_grad(set_to_none=to_none)
+
+    def module_zero(self, *handles: Handle, to_none: bool = True) -> None:
+        """``zero_grad`` of a module that holds all of an optimizer's parameters."""
+        for a in handles:
+            (a.net or nn.ParameterList(a.params)).zero_grad(set_to_none=to_none)
+
+    def clip(self, a: Handle, max_norm: float, norm_type: float = 2.0, params: Sequence[int] | None = None) -> None:
+        some = () if params is None else ([a.params[p] for p in params],)
+        self.see(float(a.opt.clip_grad_norm_(max_norm, norm_type, *some)))
+
+    def unscale(self, a: Handle) -> None:
+        self._scaler.unscale_(a.opt)
+
+    def update(self) -> None:
+        self._scaler.update()
+        self.see(float(self._scaler.get_scale()))
+
+    def set_lr(self, a: Handle, group: int, lr: float) -> None:
+        a.opt.param_groups[group]["lr"] = lr
+
+    def saved(self, a: Handle) -> Any:
+        return copy.deepcopy(a.opt.state_dict())
+
+    def load(self, a: Handle, state: Any) -> None:
+        a.opt.load_state_dict(state)
+
+    def full(self, a: Handle) -> Any:
+        """The whole state; rank 0 sees it."""
+        if self.library is plain:
+            self.see(a.opt.tensors() if self.rank == 0 else None)
+            return a.opt.state_dict()
+        state = zero_optim.full_state_dict(a.opt)
+        left_out = ("step", "master", "ema")
+        self.see(
+            {
+                index: [float(entry["step"]), *(entry[name].float() for name in sorted(entry) if name not in left_out)]
+                for index, entry in state["state"].items()
+            }
+            if state
+            else None
+        )
+        return state
+
+    def load_full(self, a: Handle, state: Any) -> None:
+        a.opt.load_state_dict(state) if self.library is plain else zero_optim.load_full_state_dict(a.opt, state)
+
+    def observe(self, a: Handle) -> None:
+        a.opt.observe()
+
+    def renew(self, a: Handle, stage: int | None = None, **store: Any) -> None:
+        """``close``, no gradients, and a new optimizer on the same parameters."""
+        a.opt.close()
+        nn.ParameterList(a.params).zero_grad()
+        a.stage = a.stage if stage is None else stage
+        a.opt = a.make(a.stage, **store)
+
+    def add_group(self, a: Handle) -> None:
+        a.given.append(a.late.pop())
+        a.opt.add_param_group({**a.given[-1]})
+
+    def train(self, a: Handle, p: int, trained: bool) -> None:
+        a.params[p].requires_grad_(trained)
+
+    def edit(self, a: Handle, p: int, factor: float) -> None:
+        """The parameter times a number, in place; at stage 3 what rank 0 writes holds."""
+        with torch.no_grad():
+            if a.net is None:
+                a.params[p].mul_(factor)
+                return
+            with self.library.gather_parameters(a.net, writeback=True):
+                a.net.ordered()[p].mul_(factor if self.rank == 0 else 7.0)
+
+    def drop(self, a: Handle, p: int) -> None:
+        a.params[p].grad = None
+
+    def assign(self, a: Handle, p: int, *factors: float) -> None:
+        """A gradient: of each rank its factor times the pattern."""
+        like = a.params[p]
+        value = (factors[self.rank] * pattern(like.shape, p)).to(like.dtype)
+        if hasattr(like, "placements"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+        like.grad = value
+
+    def all_reduce(self, value: float) -> None:
+        """The user's own, on the default group."""
+        total = torch.tensor(value * (self.rank + 1))
+        dist.all_reduce(total)
+        self.see(float(total))
+
+    def read(self, a: Handle) -> None:
+        """All parameters; at stage 3 gathered."""
+        with self.library.gather_parameters(a.net) if a.net is not None else contextlib.nullcontext():
+            self.see(self._values(a))
+
+    def average(self, a: Handle) -> None:
+        """``ema_state_dict``, and all parameters within ``swap_to_ema``. By number: at stage 3 parameters have names."""
+        names = [name for group in a.opt.param_groups for name in group.get("param_names", ())]
+        number = {name: n for n, name in enumerate(names)}
+        averages = a.opt.ema_state_dict(rank=None)
+        self.see({number.get(key, key): value.detach().float().reshape(-1) for key, value in averages.items()})
+        with a.opt.swap_to_ema():
+            self.read(a)
+
+    def look(self, a: Handle) -> None:
+        """What must change nothing: ``stats``, ``state_dict``, and gradients by ``torch.autograd.grad``."""
+        a.opt.stats()
+        a.opt.state_dict()
+        trained = [p for p in a.params if p.requires_grad]
+        torch.autograd.grad(sum(p.float().sum() for p in trained), trained)
+
+    def _values(self, a: Handle) -> list[np.ndarray]:
+        params = a.net.ordered() if a.net is not None else a.params
+        found = []
+        for p, parameter in enumerate(params):
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            if a.cut and self.library is plain:
+                local = part(parameter, a.cut[p], self.rank % 2)
+            found.append(local.detach().float().reshape(-1).numpy().copy())
+        return found
+
+    def end(self) -> None:
+        """What every text ends with."""
+        for a in self.handles:
+            self.read(a)
+        for a in self.handles:
+            a.opt.close()
