@@ -40,8 +40,8 @@ test-all:  ## the test suite with its slow tests (every cell of every table) and
 	@$(MAKE) --no-print-directory test ARGS='-m "" $(ARGS)'
 
 .PHONY: fuzz
-fuzz: $(DEVELOPED)  ## random programs on 2 and 3 ranks against torch's AdamW, for SECONDS; a failure prints as a script
-	@cd tests && PYTHONPATH=helpers ../$(BIN)/python -m fuzz --seconds $(SECONDS) $(ARGS)
+fuzz: $(DEVELOPED)  ## random programs on 1 to 4 ranks against plain torch, for SECONDS; a failure prints as a text
+	@cd tests && PYTHONPATH=helpers ../$(BIN)/python -m random_programs --seconds $(SECONDS) $(ARGS)
 
 .PHONY: race-check
 race-check: $(DEVELOPED)  ## the order of everything launched, on simulated GPUs; ARGS="--only programs" is quicker

@@ -1,7 +1,7 @@
-"""Backwards that raise, on one rank or on all, anywhere, and whatever a program does next: in the words of the face.
+"""Backwards that raise, on one rank or on all, anywhere, and whatever a program does next, against plain torch.
 
-Each program trains a step, runs a backward that raises, does one more thing, and trains two steps more. The oracle of
-``fuzz`` adds up what each rank's gradients were before the exception, as torch does.
+Each program trains a step, runs a backward that raises, does one more thing, and trains two steps more. What counts is
+each rank's gradients from before the exception, as with torch.
 """
 
 from __future__ import annotations
@@ -12,121 +12,74 @@ from collections.abc import Sequence
 import pytest
 import zero_optim
 from cells import pairs
-from fuzz.execute import Face
-from fuzz.law import why_not
-from fuzz.program import (
-    AllReduce,
-    Backward,
-    Boom,
-    Clip,
-    Group,
-    Load,
-    LoadFull,
-    ModuleZero,
-    Observe,
-    Op,
-    Optim,
-    Program,
-    Renew,
-    Save,
-    SaveFull,
-    Step,
-    Use,
-    Zero,
-)
 from harness import run_ranks
-from programs.family import See
-from programs.search import check_all
+from random_programs.run import Program, check, play, verdict
 from training_cases import impatient
 
 SIZES = (700, 300, 500, 400, 600, 200)
 CAP_MB = 0.002  # several buckets
 RANKS = 2
+FOLLOWED_BY = {  # by name, what follows; each call is made for each optimizer ``o``
+    "zero_grad": "zero(*every_o)",
+    "zero": "zero(*every_o, to_none=False); STEP",
+    "module_zero_grad": "module_zero(*every_o)",
+    "module_zero": "module_zero(*every_o, to_none=False); STEP",
+    "step": "STEP",
+    "backward": "back(chain(0.5), chain(0.25)); all_reduce(1.0); STEP",
+    "no_sync": "back(None, chain(0.5), no_sync=every_o); STEP",
+    "clip": "[clip(o, 1e9) for o in every_o]; STEP",
+    "state_dict": "[load(o, saved(o)) for o in every_o]; zero(*every_o)",
+    "full_state_dict": "[full(o) for o in every_o]; STEP",
+    "load_full_state_dict": "[load_full(o, full(o)) for o in every_o]; STEP",
+    "observe": "[observe(o) for o in every_o]; STEP",
+    "close": "[renew(o) for o in every_o]",
+}
+TEXT = """
+shapes = [[(size,) for size in {sizes}[o::{count}]] for o in range({count})]
+every_o = [optimizer(of_one, stage={stage}, bucket_cap_mb={cap}) for of_one in shapes]
 
+def chain(factor, raises_after=None):
+    # The optimizers' parameters in turn. The last one's gradient comes first.
+    links = [use(every_o[i % {count}], i // {count}, factor * (i + 1) / 8) for i in range(len({sizes}))]
+    if raises_after is not None:
+        links.insert(len(links) - raises_after, boom)
+    return links
 
-class Raised(Face):
-    """Where a rank waits for one that has raised, all patience is in vain."""
-
-    def run(self, program: Program, rank: int, folder: str, see: See) -> None:
-        with impatient():
-            super().run(program, rank, folder, see)
-
-    def why_not(self, program: Program) -> str | None:
-        reason = super().why_not(program)
-        return None if reason in NARROWER else reason
-
-
-RAISED = Raised()
-FOLLOWED_BY = (
-    "zero_grad",
-    "zero",
-    "module_zero_grad",
-    "module_zero",
-    "step",
-    "backward",
-    "no_sync",
-    "clip",
-    "state_dict",
-    "full_state_dict",
-    "load_full_state_dict",
-    "observe",
-    "close",
-)
+back(chain(1.0), chain(3.0)); all_reduce(1.0); STEP
+back({raising})
+{between}
+{then}
+back(chain(1.5), chain(0.5)); all_reduce(1.0); STEP
+back(chain(-1.0), chain(2.0)); all_reduce(1.0); STEP
+"""
 
 
 def program(stage: int, optimizers: int, raising: Sequence[int], after: int, then: str) -> Program:
     """``raising``: ranks; ``after``: how many gradients come before; ``then``: what follows. Every optimizer has every
     ``optimizers``-th parameter, so that their gradients come in turns."""
-    every = range(optimizers)
-    shapes = [tuple((size,) for size in SIZES[o::optimizers]) for o in every]
-    optims = tuple(Optim(s, stage, (Group(tuple(range(len(s)))),), bucket_cap_mb=CAP_MB) for s in shapes)
-
-    def chain(factor: float) -> tuple[Use, ...]:
-        """The last parameter's gradient comes first."""
-        return tuple(Use(i % optimizers, i // optimizers, factor * (i + 1) / 8) for i in range(len(SIZES)))
-
-    def train(*factors: float) -> list[Op]:
-        return [Backward(tuple(map(chain, factors))), AllReduce(1.0)]
-
-    def raises(rank: int, factor: float) -> tuple[Use | Boom, ...]:
-        links, place = chain(factor), len(SIZES) - after
-        return (*links[:place], Boom(), *links[place:]) if rank in raising else links
-
-    clear = [Zero(o) for o in every]
-    step = [*(Step(o) for o in every), *clear]
-    follows: dict[str, list[Op]] = {
-        "zero_grad": clear,
-        "zero": [*(Zero(o, to_none=False) for o in every), *step],
-        "module_zero_grad": [ModuleZero(o) for o in every],
-        "module_zero": [*(ModuleZero(o, to_none=False) for o in every), *step],
-        "step": step,
-        "backward": [*train(0.5, 0.25), *step],
-        "no_sync": [Backward((None, chain(0.5)), no_sync=tuple(every)), *step],
-        "clip": [*(Clip(o, 1e9) for o in every), *step],
-        "state_dict": [*(op for o in every for op in (Save(o), Load(o))), *clear],
-        "full_state_dict": [*(SaveFull(o) for o in every), *step],
-        "load_full_state_dict": [*(op for o in every for op in (SaveFull(o), LoadFull(o))), *step],
-        "observe": [*(Observe(o) for o in every), *step],
-        "close": [Renew(o, stage) for o in every],
-    }
-    interrupted: list[Op] = [Backward((raises(0, 2.0), raises(1, -1.0)))]
-    if stage > 0:  # there the other rank waits in backward, for averages
-        interrupted.append(AllReduce(1.0))
-    ops = [*train(1.0, 3.0), *step, *interrupted, *follows[then], *train(1.5, 0.5), *step, *train(-1.0, 2.0), *step]
-    return Program(RANKS, optims, tuple(ops))
+    factors = (2.0, -1.0)
+    chains = [f"chain({factors[rank]}, {after if rank in raising else None})" for rank in range(RANKS)]
+    between = "all_reduce(1.0)" if stage > 0 else ""  # at stage 0 the other rank waits in backward, for averages
+    text = TEXT.format(
+        sizes=SIZES,
+        count=optimizers,
+        stage=stage,
+        cap=CAP_MB,
+        raising=", ".join(chains),
+        between=between,
+        then=FOLLOWED_BY[then],
+    )
+    return Program(RANKS, text.replace("STEP", "step(*every_o); zero(*every_o)"))
 
 
-NARROWER = {
-    "gradients may be dropped": "a state dict is loaded while there are gradients, and the next call drops them",
-    "a rank may be waiting for another optimizer": "at stage 0 the one that was reached last is not called first",
-    "a rank may be waiting, at stage 0": "a no_sync block is one of all of them at once",
-}
-"""What the law forbids to random programs, and these do nevertheless."""
+def _verdict(made: Program, rank: int) -> str | None:
+    """Where a rank waits for one that has raised, all patience is in vain."""
+    with impatient():
+        return verdict(made, rank)
 
 
 def _check(programs: Sequence[Program]) -> None:
-    assert {RAISED.why_not(made) for made in programs} == {None}
-    check_all(RAISED, programs, "interrupted", most=2)
+    check(*programs, judge=_verdict)
 
 
 NUMBERS = (1, 2, 3)  # of optimizers
@@ -169,7 +122,8 @@ def test_before_the_first_gradient_on_one_rank(stage: int, optimizers: int, then
 def _parted(rank: int, world_size: int, stage: int, then: str) -> str:
     """A program that is wrong: the documentation asks for a zero_grad that is missing, or does not help at stage 0."""
     try:
-        RAISED.run(program(stage, 1, (0,), 0, then), rank, "", lambda *seen: None)
+        with impatient():
+            play(program(stage, 1, (0,), 0, then), zero_optim, rank)
     except zero_optim.ZeroOptimError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -180,7 +134,6 @@ def _parted(rank: int, world_size: int, stage: int, then: str) -> str:
 )
 def test_ranks_that_wait_for_each_other_in_vain_are_told_within_seconds(stage: int, then: str):
     """Long before the group's time-out, which would have other words. The ranks leave when it is over."""
-    assert why_not(program(stage, 1, (0,), 0, then)) is not None
     for text in run_ranks(RANKS, _parted, stage, then, collective_timeout=5):
         assert text.startswith("RankMismatchError: the ranks wait for each other"), text
         fewer = 1 if stage == 0 else 2  # since the optimizer was made

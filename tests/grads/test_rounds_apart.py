@@ -15,33 +15,7 @@ from typing import Any
 
 import pytest
 from cells import slow
-from fuzz.execute import Face
-from fuzz.program import (
-    AllReduce,
-    Arrivals,
-    Backward,
-    Boom,
-    Chain,
-    Clip,
-    Enter,
-    Group,
-    Leave,
-    Load,
-    LoadFull,
-    Observe,
-    Op,
-    Optim,
-    Program,
-    Renew,
-    Save,
-    SaveFull,
-    Step,
-    Use,
-    Zero,
-    arrivals,
-)
-from programs.family import Entries, See
-from programs.search import check_all
+from random_programs.run import Program, check, verdict
 from tables import table
 from training_cases import impatient
 from zero_optim.grads import reducer, rounds
@@ -88,17 +62,20 @@ class Way:
 
 
 BOTH, ZERO, STEP, NORM = ("backward", WHOLE, WHOLE), ("zero_grad",), ("step",), ("norm",)
-CALLS: dict[str, tuple[Op, ...]] = {
-    "step": (Step(0),),
-    "zero_grad": (Zero(0),),
-    "zero_grad in place": (Zero(0, to_none=False),),
-    "norm": (Clip(0, 1e9),),
-    "clip_grad_norm_": (Clip(0, 1.0),),
-    "state_dict": (Save(0),),
-    "load_state_dict": (Save(0), Load(0)),
-    "full_state_dict": (SaveFull(0),),
-    "load_full_state_dict": (SaveFull(0), LoadFull(0)),
-    "observe": (Observe(0),),
+CALLS = {  # what they are in the text of a program
+    "step": "step(a)",
+    "zero_grad": "zero(a)",
+    "zero_grad in place": "zero(a, to_none=False)",
+    "norm": "clip(a, 1e9)",
+    "clip_grad_norm_": "clip(a, 1.0)",
+    "state_dict": "saved(a)",
+    "load_state_dict": "load(a, saved(a))",
+    "full_state_dict": "full(a)",
+    "load_full_state_dict": "load_full(a, full(a))",
+    "observe": "observe(a)",
+    "all_reduce": "all_reduce(1.0)",
+    "enter": "inside = block(a); inside.__enter__()",
+    "leave": "inside.__exit__(None, None, None)",
 }
 _WAYS = [
     Way((UNREDUCED, UNREDUCED), ()),
@@ -159,7 +136,7 @@ UNREACHABLE = {
 }
 
 NEXT: tuple[Call, ...] = (
-    *((name,) for name in CALLS if name != "norm"),
+    *((name,) for name in CALLS if name not in ("norm", "all_reduce", "enter", "leave")),
     ("close",),
     ("no_sync", NONE, WHOLE),
     ("no_sync", NONE, NONE),
@@ -232,23 +209,23 @@ class Machine:
             self.tell("begin")
             self.complete()
 
-    def backward(self, came: Arrivals) -> None:
-        if came.grads:
+    def backward(self, come: int) -> None:
+        if come > FIRST:
             self.settle()
             self.tell("begin" if self.overlap else "local")
-        if came.grads and not came.raised and self.overlap:
+        if come == WHOLE and self.overlap:
             self.complete()
 
 
 class Machines:
-    """Those of all ranks, along a program."""
+    """Those of all ranks, along the calls of a program."""
 
-    def __init__(self, optim: Optim) -> None:
-        self.optim, self.in_block = optim, False
+    def __init__(self, overlap: bool) -> None:
+        self.overlap, self.in_block = overlap, False
         self.renew()
 
     def renew(self) -> None:
-        self.ranks = [Machine(self.optim.overlap_grad_reduce) for _ in range(RANKS)]
+        self.ranks = [Machine(self.overlap) for _ in range(RANKS)]
 
     def tell(self, event: str) -> None:
         for machine in self.ranks:
@@ -258,128 +235,111 @@ class Machines:
         for machine in self.ranks:
             machine.settle()
 
-    def follow(self, op: Op) -> None:
-        match op:
-            case Backward():
-                self.backward(op)
-            case Step() | Clip():
-                if self.in_block:  # it counts on all ranks before it ends
-                    self.tell("local")
-                for machine in self.ranks:
-                    machine.reduce()
-                if isinstance(op, Step):
-                    self.tell("step")
-            case Zero():
-                self.settle()
-                self.tell("clear")
-            case Enter() | Leave():
-                self.in_block = isinstance(op, Enter)
-                self.settle()
-                if not self.in_block:
-                    self.tell("local")
-            case Renew():
-                self.renew()
-            case Load() | SaveFull() | LoadFull() | Observe():
-                self.settle()
-
-    def backward(self, op: Backward) -> None:
-        came = [arrivals(chain, lambda o, p: True) for chain in op.ranks]
-        if op.no_sync:
+    def follow(self, name: str, *far: int) -> None:
+        if name == "no_sync":
             self.settle()
             self.tell("local")
-            return
-        for machine, of_rank in zip(self.ranks, came, strict=True):
+        elif name == "backward":
+            self.backward(far)
+        elif name in ("step", "norm", "clip_grad_norm_"):
+            if self.in_block:  # it counts on all ranks before it ends
+                self.tell("local")
+            for machine in self.ranks:
+                machine.reduce()
+            if name == "step":
+                self.tell("step")
+        elif name.startswith("zero_grad"):
+            self.settle()
+            self.tell("clear")
+        elif name in ("enter", "leave"):
+            self.in_block = name == "enter"
+            self.settle()
             if not self.in_block:
-                machine.backward(of_rank)
-            elif of_rank.grads:
+                self.tell("local")
+        elif name == "close":
+            self.renew()
+        elif name not in ("state_dict", "all_reduce"):
+            self.settle()
+
+    def backward(self, far: Sequence[int]) -> None:
+        for machine, come in zip(self.ranks, far, strict=True):
+            if not self.in_block:
+                machine.backward(come)
+            elif come > FIRST:
                 machine.tell("local")
 
 
-class Apart(Face):
-    """The face, and after every operation the machine of each rank. For a rank that has raised all patience is in
-    vain."""
+def apart(made: Program, rank: int) -> str | None:
+    """The verdict, and after every call where the machine of this rank is. For a rank that has raised all patience is
+    in vain."""
 
-    def run(self, program: Program, rank: int, folder: str, see: See) -> None:
-        def and_machine(*seen: Any) -> None:
-            see(*seen)
-            rounds = reducer.open_reducers()[-1].rounds
-            see("machine", rounds.state.name, rounds.launched)
+    def at(state: str, launched: int, *call: Any) -> None:
+        if not reducer.open_reducers():  # plain torch
+            return
+        now = reducer.open_reducers()[-1].rounds
+        found = now.state.name, now.launched
+        assert found == (state, launched), f"rank {rank}, after {call}: {found}, and the table says {(state, launched)}"
 
-        with impatient(0.01):
-            super().run(program, rank, folder, and_machine)
+    with impatient(0.01):
+        return verdict(made, rank, {"at": at})
 
-    def verdict(self, program: Program, seen: Sequence[Entries]) -> str | None:
-        machines = Machines(program.optims[0])
-        found = [[entry[1:] for entry in of_rank if entry[0] == "machine"] for of_rank in seen]
-        for index, op in enumerate(program.ops):
-            machines.follow(op)
-            for rank, machine in enumerate(machines.ranks):
-                if found[rank][index] != (machine.state, machine.launched):
-                    should = f"{machine.launched} rounds, {machine.state}"
-                    return f"operation {index} ({op}), rank {rank}: {found[rank][index]}, and the table says {should}"
-        return super().verdict(program, seen)
-
-    def why_not(self, program: Program) -> str | None:
-        reason = super().why_not(program)
-        return None if reason in NARROWER else reason
-
-
-APART = Apart()
-NARROWER = {
-    "gradients may be dropped": "a state dict is loaded while there are gradients: they stay, as buckets do",
-    "step has to follow": "what begins by completing the round on all ranks may come before the step",
-    "stepped, clipped and not zeroed": "the norm is far below the bound",
-}
-"""What the law forbids to random programs, and these do nevertheless."""
 
 # -- the programs ------------------------------------------------------------------------------------------------------
 
 
-def chain(come: int, factor: float) -> Chain:
+def chain(come: int, factor: float) -> str:
     """Gradient i is ``factor`` times i + 1, and the last comes first."""
     if come == NONE:
-        return None
-    uses = tuple(Use(0, p, factor * (p + 1) / 4) for p in range(len(SIZES)))
+        return "None"
+    links = [f"use(a, {p}, {factor * (p + 1) / 4})" for p in range(len(SIZES))]
     place = len(SIZES) - come
-    return uses if come == WHOLE else (*uses[:place], Boom(), *uses[place:])
+    return f"[{', '.join(links if come == WHOLE else [*links[:place], 'boom', *links[place:]])}]"
 
 
 class Writer:
-    """Writes calls in the words of the face. Backwards one after another have other gradients."""
+    """Writes calls as text, with where each rank's machine must be then. Backwards one after another have other
+    gradients."""
 
-    def __init__(self, stage: int) -> None:
-        self.stage, self.factors = stage, itertools.cycle(FACTORS)
+    def __init__(self, stage: int, overlap: bool = True) -> None:
+        self.stage, self.factors, self.machines = stage, itertools.cycle(FACTORS), Machines(overlap)
+        self.lines = [
+            f"a = optimizer({[(size,) for size in SIZES]}, stage={stage}, bucket_cap_mb={CAP_MB},"
+            f" overlap_grad_reduce={overlap})"
+        ]
 
-    def call(self, name: str, *far: int) -> list[Op]:
-        if name in ("backward", "no_sync"):
-            ranks = tuple(chain(come, next(self.factors)) for come in far)
-            return [Backward(ranks, (0,) if name == "no_sync" else ())]
-        return [Renew(0, self.stage), *self.loop()] if name == "close" else [*CALLS[name]]
+    def call(self, *calls: Call) -> None:
+        for name, *far in calls:
+            if name in ("backward", "no_sync"):
+                ranks = ", ".join(chain(come, next(self.factors)) for come in far)
+                self.lines.append(f"back({ranks}{', no_sync=[a]' if name == 'no_sync' else ''})")
+            elif name == "close":
+                self.lines.append(f"renew(a, {self.stage})")
+            else:
+                self.lines.append(CALLS[name])
+            self.machines.follow(name, *far)
+            places = [(machine.state, machine.launched) for machine in self.machines.ranks]
+            self.lines.append(f"at(*{places}[rank], {', '.join(map(repr, (name, *far)))})")
+            if name == "close":
+                self.loop()
 
-    def calls(self, *calls: Call) -> list[Op]:
-        return [op for call in calls for op in self.call(*call)]
-
-    def loop(self) -> list[Op]:
+    def loop(self) -> None:
         """What a new optimizer observes is known from here on."""
-        return self.calls(BOTH, STEP, ZERO)
+        self.call(BOTH, STEP, ZERO)
 
-    def case(self, way: Way, then: Call, observed: bool) -> list[Op]:
+    def case(self, way: Way, then: Call, observed: bool) -> None:
         """From zeroed gradients to zeroed gradients."""
-        before = [Observe(0)] if observed else []
-        between = [AllReduce(1.0)] if self.stage > 0 else []  # at stage 0 a rank may wait in its backward for the other
-        return [*before, *self.calls(*way.calls), *between, *self.calls(then, STEP, ZERO)]
+        before = [("observe",)] if observed else []
+        between = (
+            [("all_reduce",)] if self.stage > 0 else []
+        )  # at stage 0 a rank may wait in its backward for the other
+        self.call(*before, *way.calls, *between, then, STEP, ZERO)
 
-    def in_a_block(self, then: Call) -> list[Op]:
+    def in_a_block(self, then: Call) -> None:
         """Rank 1 alone has a gradient in the block, and both make a call before it ends."""
-        block = [Enter(0), *self.calls(("backward", NONE, WHOLE), then), Leave(0)]
-        return [*self.calls(BOTH), *block, *self.calls(STEP, ZERO)]
+        self.call(BOTH, ("enter",), ("backward", NONE, WHOLE), then, ("leave",), STEP, ZERO)
 
-
-def made(stage: int, ops: Sequence[Op], overlap: bool = True) -> Program:
-    every = tuple(range(len(SIZES)))
-    shapes = tuple((size,) for size in SIZES)
-    optim = Optim(shapes, stage, (Group(every),), bucket_cap_mb=CAP_MB, overlap_grad_reduce=overlap)
-    return Program(RANKS, (optim,), tuple(ops))
+    def program(self) -> Program:
+        return Program(RANKS, "\n".join([*self.lines, ""]))
 
 
 def programs(stage: int, overlap: bool, first: bool) -> Iterator[Program]:
@@ -388,10 +348,12 @@ def programs(stage: int, overlap: bool, first: bool) -> Iterator[Program]:
     for way, of_way in itertools.groupby(cases(stage, overlap), lambda case: case[0]):
         is_first = way.states not in reached
         reached.add(way.states)
-        if is_first is not first:
-            continue
-        writer = Writer(stage)
-        yield made(stage, [*writer.loop(), *(op for case in of_way for op in writer.case(*case))], overlap)
+        if is_first is first:
+            writer = Writer(stage, overlap)
+            writer.loop()
+            for case in of_way:
+                writer.case(*case)
+            yield writer.program()
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
@@ -414,16 +376,16 @@ def test_all_that_is_legal_is_played():
 
 def test_every_way_leads_to_its_states():
     for way in (*WAYS, *WAYS_WITHOUT_OVERLAP):
-        machines = Machines(made(1, [], overlap=way in WAYS).optims[0])
-        for op in Writer(1).calls(*way.calls):
-            machines.follow(op)
+        machines = Machines(overlap=way in WAYS)
+        for call in way.calls:
+            machines.follow(*call)
         assert tuple(machine.state for machine in machines.ranks) == way.states, way.calls
 
 
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize(("stage", "overlap"), [(0, True), (1, True), (2, True), (1, False)])
 def test_two_ranks(stage: int, overlap: bool, first: bool):
-    check_all(APART, list(programs(stage, overlap, first)), "rounds apart")
+    check(*programs(stage, overlap, first), judge=apart)
 
 
 IN_A_BLOCK = [then for then in NEXT if then[0] not in ("close", "backward") and then != ("no_sync", NONE, NONE)]
@@ -432,5 +394,7 @@ IN_A_BLOCK = [then for then in NEXT if then[0] not in ("close", "backward") and 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_within_a_no_sync_block_one_rank_is_dirty_before_the_other(stage: int):
     writer = Writer(stage)
-    ops = [op for then in IN_A_BLOCK for op in writer.in_a_block(then)]
-    check_all(APART, [made(stage, [*writer.loop(), *ops])], "in a block")
+    writer.loop()
+    for then in IN_A_BLOCK:
+        writer.in_a_block(then)
+    check(writer.program(), judge=apart)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from programs import world
 from torch import Tensor, nn
 
 # Odd sizes, one element, none, whole rows, several rows, a shape with a dimension of 1.
@@ -17,8 +16,24 @@ TINY_CAP_MB = 0.0005  # 524 bytes: nearly every parameter is a bucket of its own
 ROW = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# What a random program raises itself, and catches; and a tensor whose backward raises it.
-Planned, raise_in_backward = world.Planned, world.boom
+
+class Planned(Exception):
+    """What a test raises itself, and catches."""
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise Planned("in backward")
+
+
+def raise_in_backward(x: Tensor) -> Tensor:
+    """``x``; a backward that comes by raises ``Planned``."""
+    return _Raise.apply(x)
 
 
 Cell = TypeVar("Cell")

@@ -15,7 +15,7 @@ HEAD = "| stages at which there is a test"
 GRIDS, TENSOR, EXPERTS = "face/test_grids.py", "face/test_tensor_parallel.py", "face/test_experts.py"
 PIPELINES, UNITS = "face/test_pipelines.py", "units/test_stage3_parity.py"
 NORMS = "face/test_norms_of_topologies.py::test_each_gradient_counts_once"
-FUZZ = "fuzz/test_random_programs_of_the_face.py::test_programs_do_what_the_model_says"
+FUZZ = "random_programs/test_optimizers.py::test_programs_compute_what_plain_torch_does"
 # What trains as one process does, in ways that have many of the features.
 GRID = (f"{GRIDS}::test_every_cell_equals_the_oracle_bit_for_bit",)
 ALL_ON_GRID = f"{GRIDS}::test_all_that_may_happen"

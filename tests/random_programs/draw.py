@@ -44,3 +44,13 @@ class Draw:
 
     def shuffled(self, options: Sequence[T]) -> list[T]:
         return list(self.draw(st.permutations(list(options))))
+
+
+def programs(generator: Callable[..., T], *args: Any) -> st.SearchStrategy[T]:
+    """What ``generator(draw, *args)`` makes of a ``Draw``, as a strategy."""
+
+    @st.composite
+    def made(draw: Any) -> T:
+        return generator(Draw(draw), *args)
+
+    return made()

@@ -233,17 +233,15 @@ class Optimizer(torch.optim.Optimizer):
             self.averages.update({} if average is None else {p: average.clone()})
 
     def tensors(self) -> dict[int, list[Any]]:
-        """By number over all groups, of the parameters that were updated: the count, and the state but for the master."""
-        owners = [
-            inner for inner, group in zip(self.inner, self.param_groups, strict=True) for _ in group["params"]
-        ]
+        """Of the parameters that were updated, by number over all groups: the count, and the state without the master."""
+        owners = [inner for inner, group in zip(self.inner, self.param_groups, strict=True) for _ in group["params"]]
         found = {}
         for number, (p, owner) in enumerate(zip(self.listed(), owners, strict=True)):
             if p in self.updates:
                 own = owner.state.get(self.masters[p], {})
                 own = [own[name] for name in sorted(own) if name != "step" and own[name] is not None]
                 own = owner.tensors_of(self.masters[p]) if isinstance(owner, Muon) else own
-                found[number] = [float(self.updates[p]), *own]
+                found[number] = [float(self.updates[p]), *(tensor.detach().clone() for tensor in own)]
         return found
 
     def ema_state_dict(self, rank: int | None = None) -> dict[int, Tensor]:
@@ -344,4 +342,3 @@ def gather_parameters(module: nn.Module, writeback: bool = False) -> Iterator[No
 
 
 def register_forward_method(module: nn.Module, name: str) -> None: ...
-

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import linecache
-import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +40,13 @@ def execute(text: str, name: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def play(program: Program, library: Any, rank: int, stored: bool = True, watch: Any = None) -> list[Any]:
-    """What a rank sees. ``watch(words)``, if given, is called after each operation."""
+def play(
+    program: Program, library: Any, rank: int, stored: bool = True, more: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """What a rank sees. ``more``: other names that the text uses."""
     seen: list[Any] = []
     words = Words(library, rank, program.world, seen.append, stored)
-    names = words.names()
-    execute(program.text, f"<in {library.__name__}>", names)
+    execute(program.text, f"<in {library.__name__}>", {**words.names(), **(more or {})})
     words.end()
     return seen
 
@@ -60,7 +60,9 @@ def differs(program: Program, want: Sequence[Any], have: Sequence[Any]) -> str |
     def of_leaves(want: Any, have: Any) -> str | None:
         if isinstance(want, str | int | None) and type(want) is type(have):
             return None if want == have else f"{short(have)} where {short(want)} is right"
-        want, have = (np.asarray(v.numpy() if isinstance(v, Tensor) else v, np.float32).reshape(-1) for v in (want, have))
+        want, have = (
+            np.asarray(v.numpy() if isinstance(v, Tensor) else v, np.float32).reshape(-1) for v in (want, have)
+        )
         if want.shape != have.shape:
             return f"{have.size} values where {want.size} are right"
         finite = np.isfinite(want) & np.isfinite(have)
@@ -76,10 +78,10 @@ def differs(program: Program, want: Sequence[Any], have: Sequence[Any]) -> str |
     return first_difference([*want], [*have], of_leaves)
 
 
-def verdict(program: Program, rank: int) -> str | None:
-    """What is wrong with what this rank sees; None: nothing."""
-    ours = play(program, zero_optim, rank)
-    if found := differs(program, play(program, plain, rank), ours):
+def verdict(program: Program, rank: int, more: Mapping[str, Any] | None = None) -> str | None:
+    """What is wrong with what this rank sees; None: nothing. ``more``: other names that the text uses."""
+    ours = play(program, zero_optim, rank, more=more)
+    if found := differs(program, play(program, plain, rank, more=more), ours):
         return f"rank {rank}, what it saw: {found}"
     if "store=" in program.text or "param_offload=" in program.text:
         without = play(program, zero_optim, rank, stored=False)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import zero_optim
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from training_cases import Planned
+from training_cases import raise_in_backward as boom
 
 from random_programs import plain
 
@@ -35,25 +36,6 @@ WHOLE, NO_DTENSOR = -1, -2  # of ``cut``: a DTensor that both ranks of a row hav
 
 Link = Callable[[Tensor], Tensor]
 Chain = Sequence[Link] | None  # None: this rank runs no backward
-
-
-class Planned(Exception):
-    """What a program raises itself, and catches."""
-
-
-class _Raise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise Planned("in backward")
-
-
-def boom(x: Tensor) -> Tensor:
-    """A backward that comes by raises."""
-    return _Raise.apply(x)
 
 
 def forward_boom(x: Tensor) -> Tensor:
@@ -425,11 +407,11 @@ class Words:
             self.see(self._values(a))
 
     def average(self, a: Handle) -> None:
-        """``ema_state_dict``, and all parameters within ``swap_to_ema``. By number: at stage 3 parameters have names."""
+        """``ema_state_dict`` by number (at stage 3 parameters have names), and all parameters within ``swap_to_ema``."""
         names = [name for group in a.opt.param_groups for name in group.get("param_names", ())]
         number = {name: n for n, name in enumerate(names)}
         averages = a.opt.ema_state_dict(rank=None)
-        self.see({number.get(key, key): value.detach().float().reshape(-1) for key, value in averages.items()})
+        self.see({number.get(key, key): value.detach().float().reshape(-1).clone() for key, value in averages.items()})
         with a.opt.swap_to_ema():
             self.read(a)
 
@@ -440,14 +422,14 @@ class Words:
         trained = [p for p in a.params if p.requires_grad]
         torch.autograd.grad(sum(p.float().sum() for p in trained), trained)
 
-    def _values(self, a: Handle) -> list[np.ndarray]:
+    def _values(self, a: Handle) -> list[Tensor]:
         params = a.net.ordered() if a.net is not None else a.params
         found = []
         for p, parameter in enumerate(params):
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             if a.cut and self.library is plain:
                 local = part(parameter, a.cut[p], self.rank % 2)
-            found.append(local.detach().float().reshape(-1).numpy().copy())
+            found.append(local.detach().float().reshape(-1).clone())
         return found
 
     def end(self) -> None:

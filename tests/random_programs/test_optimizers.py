@@ -1,0 +1,141 @@
+"""Random programs about optimizers, those that once went wrong, and faults that have to be found."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from cells import slow
+from harness import run_ranks
+from hypothesis import HealthCheck, Phase, given, settings
+from zero_optim.comm.sharding import Sharding
+
+from random_programs import run
+from random_programs.draw import programs
+from random_programs.draw_optimizers import FLAVOURS, program
+from random_programs.run import Program, check, verdict
+
+FEW, MANY = 6, 40  # programs of a flavour: in ``make test``, and in all
+FIXED = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=False,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink],
+)
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=slow)])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_programs_compute_what_plain_torch_does(flavour, count):
+    @settings(FIXED, max_examples=count)
+    @given(programs(program, FLAVOURS[flavour]))
+    def test(made: Program) -> None:
+        check(made)
+
+    test()
+
+
+def known() -> dict[str, Program]:
+    found = {}
+    for section in Path(__file__).with_name("known.txt").read_text().split("\n== ")[1:]:
+        head, _, text = section.partition("\n")
+        name, ranks = re.fullmatch(r"(.*) \((\d) ranks?\)", head).groups()
+        found[name] = Program(int(ranks), f"{text.strip()}\n")
+    return found
+
+
+@pytest.mark.parametrize("name", known())
+def test_what_once_went_wrong(name):
+    check(known()[name])
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def _fails(made: Program, fault) -> str:
+    """What is found of a program where ``verdict`` runs within a fault; empty: nothing."""
+    check(made)
+    with pytest.raises(AssertionError) as found:
+        check(made, judge=fault)
+    return str(found.value)
+
+
+def _counted_twice(made: Program, rank: int) -> str | None:
+    """What two tensor-parallel ranks both have counts twice in the norm, and terms of its gradient are not added up."""
+    holders = Sharding.holders
+    counted = mock.patch.object(Sharding, "holders", lambda self, *, cut: holders(self, cut=True))
+    with counted, mock.patch.object(Sharding, "sum_over_slices"):
+        return verdict(made, rank)
+
+
+@pytest.mark.parametrize(
+    "then", ["back([use(a, 0), use(a, 2)])\nclip(a, 1.0)\n", "back([use(a, 0), use(a, 1)])\nstep(a)\n"]
+)
+def test_faults_in_what_ranks_of_a_row_both_have_are_found(then):
+    """The first parameter is cut. Of the others the second one's gradient comes in terms, and the third one's whole."""
+    _fails(Program(4, f"a = optimizer([(5,)] * 3, cut=[0, -1, -1])\n{then}"), _counted_twice)
+
+
+def _without_views(made: Program, rank: int) -> str | None:
+    with mock.patch("zero_optim.rules.muon.blocks_of", lambda matrices, view: [matrices]):
+        return verdict(made, rank)
+
+
+def test_a_view_of_muon_that_is_left_out_is_found():
+    groups = [{"params": [0], "lr": 1.0, "rule": "muon", "view": {"rows": 2}}, {"params": [1], "rule": "lion"}]
+    _fails(Program(2, f"a = optimizer([(20, 60), (5,)], groups={groups})\nback(every(a))\nstep(a)\n"), _without_views)
+
+
+def _another_bit(made: Program, rank: int) -> str | None:
+    """One bit of what is seen, where state is in a store."""
+    play = run.play
+
+    def other(made: Program, library, rank: int, stored: bool = True, more=None):
+        seen = play(made, library, rank, stored, more)
+        if not stored:
+            seen[-1][0][7] *= 1 + 2**-23
+        return seen
+
+    with mock.patch.object(run, "play", other):
+        return verdict(made, rank)
+
+
+def test_another_bit_from_a_store_is_found():
+    text = _fails(Program(2, "a = optimizer([(300,)], store='cpu')\nback(every(a))\nstep(a)\n"), _another_bit)
+    assert "without a store" in text and "[7]" in text
+
+
+def test_what_raises_shows_its_line_and_hypothesis_makes_it_short():
+    """The planted error needs a clip; the shortest program has nothing else."""
+    shortest: list[str] = []
+
+    @settings(FIXED, max_examples=200)
+    @given(programs(program, FLAVOURS["plain"]))
+    def no_clip(made: Program) -> None:
+        if "clip(" in made.text:
+            shortest.append(made.text)
+            raise AssertionError("clip")
+
+    with pytest.raises(AssertionError, match="clip"):
+        no_clip()
+    assert len(shortest[-1].splitlines()) <= 3, shortest[-1]
+    with pytest.raises(AssertionError, match="step_backwards"):
+        check(Program(1, "a = optimizer([(5,)])\nstep_backwards(a)\n"))
+
+
+def _names(rank: int, world: int) -> list[str]:
+    from random_programs.words import Words
+
+    return sorted(Words(None, rank, world, print).names())
+
+
+def test_generators_use_no_word_that_is_not_there():
+    words = set(run_ranks(1, _names)[0])
+    source = Path(__file__).with_name("draw_optimizers.py").read_text()
+    used = set(re.findall(r'f?"(\w+)\((?:\{s\.name\}|\{name)', source))
+    assert used and used <= words
