@@ -233,7 +233,7 @@ class Optimizer(torch.optim.Optimizer):
             self.averages.update({} if average is None else {p: average.clone()})
 
     def tensors(self) -> dict[int, list[Any]]:
-        """Of the parameters that were updated, by number over all groups: the count, and the state without the master."""
+        """Of each parameter that was updated, by number over all groups: the count, and the state but the master."""
         owners = [inner for inner, group in zip(self.inner, self.param_groups, strict=True) for _ in group["params"]]
         found = {}
         for number, (p, owner) in enumerate(zip(self.listed(), owners, strict=True)):

@@ -407,7 +407,7 @@ class Words:
             self.see(self._values(a))
 
     def average(self, a: Handle) -> None:
-        """``ema_state_dict`` by number (at stage 3 parameters have names), and all parameters within ``swap_to_ema``."""
+        """``ema_state_dict`` by number, as parameters of stage 3 have names, and all within ``swap_to_ema``."""
         names = [name for group in a.opt.param_groups for name in group.get("param_names", ())]
         number = {name: n for n, name in enumerate(names)}
         averages = a.opt.ema_state_dict(rank=None)
