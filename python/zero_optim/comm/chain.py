@@ -98,6 +98,11 @@ class ChainQueue:
         while self._chains and self._chains[0].first_arrives_within(seconds):
             self._next()
 
+    def issue_all(self) -> None:
+        """Issue every second leg, waiting for first ones. Afterwards no other rank waits for one of this rank's."""
+        while self._chains:
+            self._next()
+
     def _next(self) -> None:
         self._chains[0].issue_second()
         self._chains.popleft()  # only now: where the first leg has failed, whoever waits again hears of it again

@@ -236,6 +236,10 @@ class Sharding:
             return self._chains.add(first, second)
         return issue_behind(first, second, self.device)
 
+    def issue_second_legs(self) -> None:
+        """Issue what other ranks may wait for: over a grid, under gloo, the second legs of reductions under way."""
+        self._chains.issue_all()
+
     def abandon(self) -> None:
         """Issue nothing any more: the ranks have parted."""
         self._chains.abandon()

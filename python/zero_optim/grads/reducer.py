@@ -600,6 +600,7 @@ class Reducer:
         self.complete_all_raised()
         if zeroed_before:
             self._launch_missed_rounds()
+        self.sharding.issue_second_legs()  # else ranks whose next backward has data wait for one that has none
         self.rounds.clear()
         self._excuse_forwards()
         self._round_grads.forget()
@@ -623,11 +624,6 @@ class Reducer:
             self.sharding.everyone.rounds += 1
             for bucket in self.buckets:
                 bucket.launch_zeros()
-        # A rank that launched zeros has waited for the sum. On a grid the sum has a second leg, which the other ranks
-        # issue only when they wait, too.
-        if min(launched) < max(launched):
-            for bucket in self.buckets:
-                bucket.wait()
 
     def observe(self) -> None:
         """Let the next synchronised backward count anew how often each gradient becomes ready. The layout stays."""
