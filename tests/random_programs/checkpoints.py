@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -29,12 +29,13 @@ COLLECTIVE_SECONDS = 10.0
 IN_BF16 = ("bf16", "bf16_stochastic")  # forms of state; what is loaded into either is rounded to nearest
 
 Seen = dict[tuple[Any, ...], Any]  # see Running.observe
+RANDOM = ("random",)  # its key
 
 
 @dataclass(frozen=True)
 class Weight:
     """``name``: in the root, or ``units.0.<name>``; ``tied``: a second name, in a later module. ``used``: always,
-    never, odd (in every other step) or ranks (on every other rank, in turns). ``wide``: fp32, whatever the job's dtype."""
+    never, odd (in every other step) or ranks (on every other rank, in turns). ``wide``: of fp32 in any job."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,32 +44,24 @@ class Weight:
     wide: bool = False
     tied: str = ""
 
-    def names(self) -> list[str]:
-        return [self.name, self.tied] if self.tied else [self.name]
-
 
 @dataclass(frozen=True)
 class Buffer:
     name: str
     shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Group:
-    names: tuple[str, ...]
-    lr: float = 1e-2
-    weight_decay: float = 0.0
+    dtype: str = ""  # the job's
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model with its optimizer. The first weight is used by all ranks in each step. ``rule``: sharded, or adamw for
-    torch's. ``master``, ``state_dtype``: the form of the state of a sharded one."""
+    """A model with its optimizer. The first weight is used by all ranks in each step. ``groups``: names of weights; the
+    ``lr`` of the second group is twice that of the first, and so on. ``rule``: sharded, or adamw for torch's.
+    ``master``, ``state_dtype``: the form of the state of a sharded one."""
 
     weights: tuple[Weight, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[tuple[str, ...], ...]
     buffers: tuple[Buffer, ...] = ()
+    lr: float = 1e-2
     rule: str = "sharded"
     stage: int = 2
     cap: float | None = None
@@ -92,6 +85,10 @@ class Job:
     def prefix(self, number: int) -> str:
         return "" if len(self.plans) == 1 else f"{number}."
 
+    def ties(self) -> list[tuple[str, str]]:
+        plans = [(self.prefix(number), plan) for number, plan in enumerate(self.plans)]
+        return [(pre + w.name, pre + w.tied) for pre, plan in plans for w in plan.weights if w.tied]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -106,8 +103,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """``source`` trains and saves on ``saving`` ranks, and ``target`` loads it on ``loading`` ranks. ``stepped``: after a
-    step of its own. ``with_opt``: load is given its optimizers."""
+    """``source`` trains and saves on ``saving`` ranks, and ``target`` loads it on ``loading`` ranks. ``stepped``: after
+    a step of its own. ``with_opt``: load is given its optimizers."""
 
     seed: int  # of values
     saving: int
@@ -128,35 +125,35 @@ class Program:
 
 
 class Model(nn.Module):
-    """``model(total, gradients, salt)`` adds terms with these gradients, by name; buffers change by ``salt``."""
+    """``model(total, gradients, salt)`` adds terms with these gradients, by name; ``salt`` changes buffers. ``at``:
+    what the names of its weights begin with; empty for the root, which has two units."""
 
     def __init__(self, plan: Plan, seed: int, at: str = "") -> None:
         super().__init__()
+        self.at = at
         generator = torch.Generator().manual_seed(seed)
+        for one in (*plan.weights, *plan.buffers):
+            module, dot, name = one.name.rpartition(".")
+            value = torch.randn(one.shape, generator=generator)
+            if module + dot != at:
+                continue
+            if isinstance(one, Buffer):
+                self.register_buffer(name, (value * 9).abs().to(getattr(torch, one.dtype or plan.dtype)))
+            else:
+                value = value if one.wide else value.to(getattr(torch, plan.dtype))
+                self.register_parameter(name, nn.Parameter(value, one.trained))
+        self.units = nn.ModuleList(Unit(plan, seed, f"units.{unit}.") for unit in range(0 if at else 2))
         for weight in plan.weights:
-            if _module_of(weight.name) == at:
-                dtype = torch.float32 if weight.wide else getattr(torch, plan.dtype)
-                value = torch.randn(weight.shape, generator=generator).to(dtype)
-                self.register_parameter(weight.name.removeprefix(at), nn.Parameter(value, weight.trained))
-        for buffer in plan.buffers:
-            if _module_of(buffer.name) == at:
-                value = (torch.randn(buffer.shape, generator=generator) * 9).abs().to(getattr(torch, buffer.dtype))
-                self.register_buffer(buffer.name.removeprefix(at), value)
-        if not at:
-            self.units = nn.ModuleList(Unit(plan, seed + 1 + unit, f"units.{unit}.") for unit in range(2))
-            for weight in plan.weights:
-                if weight.tied:
-                    other = self.get_submodule(_module_of(weight.tied)[:-1])
-                    other.register_parameter(weight.tied.rpartition(".")[2], self.get_parameter(weight.name))
+            if weight.tied and not at:
+                module, _, name = weight.tied.rpartition(".")
+                self.get_submodule(module).register_parameter(name, self.get_parameter(weight.name))
 
     def forward(self, total: Tensor, gradients: dict[str, Tensor], salt: int) -> Tensor:
-        for number, unit in enumerate(getattr(self, "units", ())):
-            at = f"units.{number}."
-            own = {name.removeprefix(at): g for name, g in gradients.items() if name.startswith(at)}
-            total = unit(total, own, salt)
+        for unit in self.units:
+            total = unit(total, gradients, salt)
         for name in list(self._parameters):
-            if name in gradients:
-                total = total + (getattr(self, name).float() * gradients[name]).sum()
+            if self.at + name in gradients:
+                total = total + (getattr(self, name).float() * gradients[self.at + name]).sum()
         with torch.no_grad():
             for buffer in self._buffers.values():
                 buffer.copy_(~buffer if buffer.dtype == torch.bool else buffer + salt % 7 + 1)
@@ -165,12 +162,6 @@ class Model(nn.Module):
 
 class Unit(Model):
     """Of stage 3."""
-
-
-def _module_of(name: str) -> str:
-    """With a dot at its end; empty for the root."""
-    at, dot, _ = name.rpartition(".")
-    return at + dot
 
 
 class Running:
@@ -187,18 +178,10 @@ class Running:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.opts[0], 2, 0.5) if job.scheduler else None
         self.scaler = zero_optim.GradScaler(init_scale=256.0, growth_interval=3) if job.scaler else None
 
-    def close(self) -> None:
-        for opt in self.opts:
-            if hasattr(opt, "close"):
-                opt.close()
-
     def given(self) -> dict[str, Any]:
         """What save and load are given beside the model."""
-        return {
-            "opt": self.opts if len(self.opts) > 1 else self.opts[0],
-            "scaler": self.scaler,
-            "scheduler": self.scheduler,
-        }
+        opt = self.opts if len(self.opts) > 1 else self.opts[0]
+        return {"opt": opt, "scaler": self.scaler, "scheduler": self.scheduler}
 
     def train(self, number: int, step: Step, alike: bool = False) -> None:
         """``alike``: all ranks have the same gradients."""
@@ -222,15 +205,10 @@ class Running:
         if self.scheduler is not None:
             self.scheduler.step()
         if step.edited:
-            self._edit(step.edited)
-
-    def _edit(self, names: Sequence[str]) -> None:
-        """Writes into parameters, the same on every rank."""
-        with torch.no_grad(), zero_optim.gather_parameters(self.model, writeback=True):
-            for name, parameter in self.model.named_parameters():
-                if name in names:
-                    flat = parameter.view(-1)
-                    flat[::2] = flat[::2] * 1.5 + 0.25
+            with torch.no_grad(), zero_optim.gather_parameters(self.model, writeback=True):
+                own = dict(self.model.named_parameters())
+                for name in step.edited:
+                    own[name].view(-1)[::2] += 0.25
 
     def observe(self) -> Seen:
         """What there is: ("parameter", name), ("buffer", name), ("state", optimizer, name) of parameters that were
@@ -241,19 +219,19 @@ class Running:
         seen |= {("buffer", name): b.detach().clone() for name, b in self.model.named_buffers()}
         for number, (opt, plan) in enumerate(zip(self.opts, self.job.plans, strict=True)):
             state = zero_optim.full_state_dict(opt, rank=None) if plan.sharded else opt.state_dict()
-            names = [self.job.prefix(number) + name for group in plan.groups for name in group.names]
+            names = [self.job.prefix(number) + name for group in plan.groups for name in group]
             for index, entry in state["state"].items():
                 if float(entry["step"]) > 0:
                     seen["state", number, names[index]] = {k: v.detach().clone() for k, v in entry.items()}
             left_out = ("params", "param_names", "decoupled_weight_decay")  # the last: what AdamW is to Adam
             for group, options in zip(plan.groups, opt.param_groups, strict=True):
-                key = "group", number, frozenset(group.names)
+                key = "group", number, frozenset(group)
                 seen[key] = {option: value for option, value in options.items() if option not in left_out}
         for key, one in (("scheduler", self.scheduler), ("scaler", self.scaler)):
             if one is not None:
                 seen[key,] = dict(one.state_dict())
         kind, values, *rest = numpy.random.get_state()
-        seen["random",] = [torch.get_rng_state(), random.getstate(), (kind, values.tolist(), *rest)]
+        seen[RANDOM] = [torch.get_rng_state(), random.getstate(), (kind, values.tolist(), *rest)]
         return seen
 
 
@@ -262,7 +240,8 @@ def _optimizer(plan: Plan, model: Model) -> Any:
         zero_optim.shard_module(model, units=(Unit,))
     own = dict(model.named_parameters())
     groups = [
-        {"params": [(n, own[n]) for n in g.names], "lr": g.lr, "weight_decay": g.weight_decay} for g in plan.groups
+        {"params": [(name, own[name]) for name in names], "lr": place * plan.lr, "weight_decay": place * 0.1}
+        for place, names in enumerate(plan.groups, 1)
     ]
     if not plan.sharded:
         return torch.optim.AdamW(groups)
@@ -273,7 +252,7 @@ def _optimizer(plan: Plan, model: Model) -> Any:
 
 def _gradients(plan: Plan, salt: int, rank: int) -> dict[str, Tensor]:
     found = {}
-    pairs = [(name, weight) for weight in plan.weights for name in weight.names()]
+    pairs = [(name, weight) for weight in plan.weights for name in (weight.name, weight.tied) if name]
     for index, (name, weight) in enumerate(pairs):
         seed = (salt * 8 + rank) * 100 + index
         used = {"always": True, "never": False, "odd": salt // 10 % 2 == 1, "ranks": (salt // 10 + rank) % 2 == 0}
@@ -285,50 +264,61 @@ def _gradients(plan: Plan, salt: int, rank: int) -> dict[str, Tensor]:
 # -- the two halves of a program, on a rank ----------------------------------------------------------------------------
 
 TAIL = (Step(clip=True), Step(micro=2))  # after a checkpoint
-Entries = list[tuple[Any, ...]]  # what happened, what was seen then, and more
 
 
-def save(rank: int, world: int, program: Program, folder: str) -> Entries:
+@dataclass
+class Half:
+    """What a rank has before it saves or loads, after that, and later if it trains on. ``refused``: what it has after
+    each load that raised, with the error's text. ``values``: the step and ``extra`` that are loaded, and the notes."""
+
+    before: Seen
+    after: Seen = field(default_factory=dict)
+    later: Seen = field(default_factory=dict)
+    refused: list[tuple[Seen, str]] = field(default_factory=list)
+    values: tuple[Any, ...] = ()
+
+
+def save(rank: int, world: int, program: Program, folder: str) -> Half:
     running = Running(program.source, program.seed, rank)
     for number, step in enumerate(program.steps):
         running.train(number, step)
-    found: Entries = [("before", running.observe())]
+    half = Half(running.observe())
     checkpoint.save(folder, running.model, **running.given(), step=program.seed, extra={"seed": program.seed})
-    return [*found, ("saved", running.observe()), *_go_on(program, running)]
+    half.after = running.observe()
+    return _go_on(program, running, half)
 
 
-def load(rank: int, world: int, program: Program, folder: str) -> Entries:
+def load(rank: int, world: int, program: Program, folder: str) -> Half:
     """Strictly, and where that is refused, not strictly."""
     running = Running(program.target, program.seed + 5000, rank)
     if program.stepped:
         running.train(50, Step())
-    found: Entries = [("before", running.observe())]
+    half = Half(running.observe())
+    given = running.given() if program.with_opt else {}
     for strict in (True, False):
         try:
-            loaded = checkpoint.load(
-                folder, running.model, **running.given() if program.with_opt else {}, strict=strict
-            )
+            loaded = checkpoint.load(folder, running.model, **given, strict=strict)
         except StateMismatchError as error:
-            found.append(("refused", running.observe(), str(error)))
+            half.refused.append((running.observe(), str(error)))
         else:
-            found.append(("loaded", running.observe(), (loaded.step, loaded.extra), loaded.notes))
+            half.after, half.values = running.observe(), (loaded.step, loaded.extra, loaded.notes)
             break
-    return [*found, *_go_on(program, running)]
+    return _go_on(program, running, half)
 
 
-def _go_on(program: Program, running: Running) -> Entries:
+def _go_on(program: Program, running: Running, half: Half) -> Half:
     """Where the target is as the source was. If it is on another number of ranks, all have the same gradients, on which
     any number of ranks agrees."""
-    found: Entries = []
     if program.goes_on:
         for number, step in enumerate(TAIL):
             running.train(10 + number, step, alike=program.saving != program.loading)
-        found.append(("later", running.observe()))
-    running.close()
-    return found
+        half.later = running.observe()
+    for opt in running.opts:
+        getattr(opt, "close", int)()  # torch's have none
+    return half
 
 
-def check(program: Program, load: Callable[..., Entries] = load) -> None:
+def check(program: Program, load: Callable[..., Half] = load) -> None:
     """Raise AssertionError where the program does other than it should."""
     limits = {"timeout": SECONDS, "collective_timeout": COLLECTIVE_SECONDS, "one_order": False}
     with tempfile.TemporaryDirectory() as folder:
@@ -344,64 +334,59 @@ def check(program: Program, load: Callable[..., Entries] = load) -> None:
 # -- the law -----------------------------------------------------------------------------------------------------------
 
 
-def wrong(program: Program, saved: Sequence[Entries], loaded: Sequence[Entries]) -> Iterator[str]:
+def wrong(program: Program, saved: Sequence[Half], loaded: Sequence[Half]) -> Iterator[str]:
     """What is not as docs/checkpoint.md says; of each rank that saves, and of each that loads."""
-    for (_, before), (_, after), *_ in saved:
-        yield from _difference("save has changed something", before, after)
-    if len({tuple(what for what, *_ in entries) for entries in loaded}) > 1:
-        yield "some ranks refuse what others load"
+    for half in saved:
+        yield from _difference("save has changed something", half.before, half.after)
     alike = program.saving == program.loading
-    for rank, entries in enumerate(loaded):
-        of_rank = {key: value for key, value in saved[0][1][1].items() if key != ("random",)}
-        if alike and program.with_opt:
-            of_rank["random",] = saved[rank][1][1]["random",]
-        yield from _wrong_on_rank(program, of_rank, entries)
-        if program.goes_on and not any(what == "refused" for what, *_ in entries):
-            yield from _wrong_later(alike, saved[rank if alike else 0][-1][1], entries[-1][1])
+    for rank, half in enumerate(loaded):
+        own = saved[rank if alike else 0]
+        there = saved[0].after | {RANDOM: own.after[RANDOM]}
+        if not (alike and program.with_opt):
+            del there[RANDOM]
+        yield from _wrong_load(program, there, half)
+        buffers = {key for key in half.later if key[0] == "buffer"}  # all ranks have begun with those of rank 0
+        if alike:
+            yield from _difference("resumed", own.later, half.later, buffers)
+        for key, value in own.later.items():
+            if key[0] == "parameter" and not torch.allclose(half.later[key].float(), value.float(), 2e-2, 1e-2):
+                yield f"resumed on other ranks: {key}"
 
 
-def _wrong_on_rank(program: Program, saved: Seen, entries: Entries) -> Iterator[str]:
-    before = entries[0][1]
-    refused = [entry for entry in entries if entry[0] == "refused"]
-    for _, after, _ in refused:
-        yield from _difference("a load that was refused has changed something", before, after)
-    want, misfits, wrong_shape = law(program, saved, before)
+def _wrong_load(program: Program, saved: Seen, half: Half) -> Iterator[str]:
+    for after, _ in half.refused:
+        yield from _difference("a load that was refused has changed something", half.before, after)
+    want, misfits, wrong_shape = law(program, saved, half.before)
     right = 2 if wrong_shape else 1 if misfits else 0
-    reasons = f"{wrong_shape or misfits}, {[text for *_, text in refused]}"
-    if len(refused) != right:
-        yield f"of a strict load and another, {len(refused)} were refused: {reasons}"
+    reasons = f"{wrong_shape or misfits}, {[text for _, text in half.refused]}"
+    if len(half.refused) != right:
+        yield f"of a strict load and another, {len(half.refused)} were refused: {reasons}"
     elif right < 2:
-        _, after, values, notes = entries[1 + right]
-        if not program.with_opt:  # whether random states are loaded then is left open
-            want["random",] = after["random",]
-        yield from _difference(f"loaded: {reasons}, {notes}", want, after)
-        if values != (program.seed, {"seed": program.seed}):
-            yield f"other values: {values}"
-        if not notes and (refused or program.saving != program.loading):
+        step, extra, notes = half.values
+        left_open = set() if program.with_opt else {RANDOM}
+        yield from _difference(f"loaded: {reasons}, {notes}", want, half.after, left_open)
+        if (step, extra) != (program.seed, {"seed": program.seed}):
+            yield f"other values: {step}, {extra}"
+        if not notes and (right or program.saving != program.loading):
             yield "nothing is said of what was not loaded"
 
 
-def _wrong_later(alike: bool, want: Seen, have: Seen) -> Iterator[str]:
-    """All ranks have begun with the buffers of rank 0."""
-    if alike:
-        yield from _difference("resumed", *({k: v for k, v in s.items() if k[0] != "buffer"} for s in (want, have)))
-    for key, value in want.items():
-        if key[0] == "parameter" and not torch.allclose(have[key].float(), value.float(), rtol=2e-2, atol=1e-2):
-            yield f"resumed on other ranks: {key}"
-
-
-def _difference(what: str, want: Seen, have: Seen) -> Iterator[str]:
+def _difference(what: str, want: Seen, have: Seen, left_out: Collection[Any] = ()) -> Iterator[str]:
     if want.keys() != have.keys():
         yield f"{what}: not in both: {want.keys() ^ have.keys()}"
-    elif found := first_difference(want, have, bits):
+    elif found := first_difference(*({k: s[k] for k in s.keys() - left_out} for s in (want, have)), bits):
         yield f"{what}: {found}"
 
 
 def law(program: Program, saved: Seen, before: Seen) -> tuple[Seen, list[Any], list[Any]]:
     """What the target has after a load, seen ``before``; why a strict load must raise; why any load must."""
-    saved = saved | _second_names(program.source, saved, before)
+    saved, masters = dict(saved), _masters(saved)
+    for first, second in program.source.ties():
+        if ("parameter", second) in before:  # where a tie is gone, both get the saved value
+            saved["parameter", second] = saved["parameter", first]
+            masters |= {second: masters[first]} if first in masters else {}
     if program.with_opt:
-        taken = {key for key in before if key[0] != "state" and (key != ("random",) or key in saved)}
+        taken = {key for key in before if key[0] != "state" and (key != RANDOM or key in saved)}
         taken |= _states(program.target) & saved.keys()  # of what was never updated there is none, and none is missed
         after = {key: value for key, value in before.items() if key[0] != "state"}
     else:
@@ -411,24 +396,13 @@ def law(program: Program, saved: Seen, before: Seen) -> tuple[Seen, list[Any], l
     both = taken & saved.keys()
     tensors = {key for key in both if key[0] in ("parameter", "buffer")}
     wrong_shape = [key for key in tensors if saved[key].shape != before[key].shape]
-    masters = _masters(saved)
     for key in both - {*wrong_shape}:
         after[key] = _converted(program.target, key, saved, before, masters)
     if not program.with_opt:
-        for (number, name), master in _masters(after).items():
-            after["state", number, name] = after["state", number, name] | {"master": master}
+        masters = _masters(after)
+        for key in [key for key in after if key[0] == "state" and key[2] in masters]:
+            after[key] = after[key] | {"master": masters[key[2]]}
     return after, [*(taken ^ saved.keys())], wrong_shape
-
-
-def _second_names(source: Job, saved: Seen, before: Seen) -> Seen:
-    """Where a tie is gone, both names get the saved value."""
-    found = {}
-    for number, plan in enumerate(source.plans):
-        for weight in plan.weights:
-            name, second = (("parameter", source.prefix(number) + n) for n in (weight.name, weight.tied))
-            if weight.tied and second in before:
-                found[second] = saved[name]
-    return found
 
 
 def _states(target: Job) -> set[tuple[Any, ...]]:
@@ -441,20 +415,19 @@ def _states(target: Job) -> set[tuple[Any, ...]]:
     }
 
 
-def _masters(seen: Seen) -> dict[tuple[Any, ...], Tensor]:
-    """By optimizer and name. Where a parameter is not its master's rounding it was edited, and the edit holds."""
+def _masters(seen: Seen) -> dict[str, Tensor]:
+    """By name. Where a parameter is not its master's rounding it was edited, and the edit holds."""
     return {
-        key[1:]: settled(entry["master"], seen["parameter", key[2]])
+        key[2]: settled(entry["master"], seen["parameter", key[2]])
         for key, entry in seen.items()
         if key[0] == "state" and "master" in entry
     }
 
 
-def _converted(target: Job, key: tuple[Any, ...], saved: Seen, before: Seen, masters: dict[Any, Tensor]) -> Any:
+def _converted(target: Job, key: tuple[Any, ...], saved: Seen, before: Seen, masters: dict[str, Tensor]) -> Any:
     kind, value = key[0], saved[key]
     if kind == "parameter":
-        by_name = {name: master for (_, name), master in masters.items()}
-        return value if value.dtype == before[key].dtype else by_name.get(key[1], value).to(before[key].dtype)
+        return value if value.dtype == before[key].dtype else masters.get(key[1], value).to(before[key].dtype)
     if kind == "buffer":
         return value.to(before[key].dtype)
     if kind == "group":
@@ -467,5 +440,5 @@ def _converted(target: Job, key: tuple[Any, ...], saved: Seen, before: Seen, mas
         moment = value[name].to(torch.bfloat16) if plan.state_dtype in IN_BF16 else value[name]
         found[name] = moment.to(torch.float32 if plan.sharded else parameter.dtype)
     if plan.sharded and parameter.dtype != torch.float32:
-        found["master"] = masters.get(key[1:], saved["parameter", key[2]].float())
+        found["master"] = masters.get(key[2], saved["parameter", key[2]].float())
     return found
