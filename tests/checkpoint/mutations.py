@@ -31,7 +31,7 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from checkpoint_files import read_tensors  # noqa: E402
-from programs.compare import same  # noqa: E402
+from compare import same  # noqa: E402
 from zero_optim import GradScaler, ShardedAdamW, checkpoint  # noqa: E402
 from zero_optim.checkpoint import inspection  # noqa: E402
 from zero_optim.checkpoint.plain import decode  # noqa: E402

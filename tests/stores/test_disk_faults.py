@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+from compare import same
 from guards import open_files_in
 from harness import run_ranks
-from programs.compare import same
 from sharded_cases import full_state
 from torch import nn
 from training_cases import bits, error_of, make_gradients, make_parameters

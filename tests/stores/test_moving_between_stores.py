@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from cells import slow
+from compare import bits, first_difference
 from harness import run_ranks
-from programs.compare import bits, first_difference
 from sharded_cases import Given, GivenNet, full_state
 from training_cases import make_gradients
 

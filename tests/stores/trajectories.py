@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from programs.compare import bits, first_difference
+from compare import bits, first_difference
 from sharded_cases import Given, GivenNet, full_state
 from torch import Tensor
 from training_cases import make_gradients, maybe_no_sync
