@@ -1,0 +1,44 @@
+"""A network with its optimizer, for tests of one question each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INDEX, FIRST, SECOND = "index.json", "rank-0.safetensors", "rank-1.safetensors"  # files of a checkpoint
+MIB = 1 << 20
+
+
+def network(seed: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Large enough that the state of each of three ranks has elements of several parameters."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 9)).to(dtype)
+
+
+def trained(seed: int, steps: int = 1, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Any]:
+    import zero_optim
+
+    model = network(seed, dtype)
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-2)
+    train(model, opt, steps)
+    return model, opt
+
+
+def train(model: nn.Module, opt: Any, steps: int) -> None:
+    for step in range(steps):
+        inputs = torch.randn(6, 30, generator=torch.Generator().manual_seed(step))
+        model(inputs.to(next(model.parameters()).dtype)).float().pow(2).mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def all_of(model: nn.Module, opt: Any) -> dict[str, Tensor]:
+    """Collective. Copies of the parameters, the buffers and the state."""
+    import zero_optim
+
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    for index, entry in zero_optim.full_state_dict(opt, rank=None)["state"].items():
+        found |= {f"{index}: {kind}": value.clone() for kind, value in entry.items()}
+    return found
