@@ -4,7 +4,7 @@
   has units itself may fail.
 - Where ranks use different blocks, all units were called once in a forward before, in the order of registration.
 - A backward that raises on one rank uses each parameter once, begins without gradients, and ``step`` is next.
-- Checkpoints are not re-entrant: those change how often a gradient comes.
+- Checkpoints are not re-entrant: those change how often a gradient becomes ready.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class _Generator(Draw):
         self.world = world
         self.parts: list[Part] = []
         self.inputs = 0
-        self.dropped = False
 
     def program(self) -> Program:
         # Each unit is called once in a forward, in the order of registration, and the ranks begin with such a forward.
@@ -57,9 +56,8 @@ class _Generator(Draw):
         lines = [f"m = made({model}, {dtype!r})", f"i = m{'.model' * self.wrapped}", *ties]
         lines += [f"{path}.requires_grad_(False)" for path in self.frozen]
         lines += [f"shard(m, units={units}{self.options()})", *self.methods(), "P = list(m.named_parameters())"]
-        lines += [f"opt = optimizer(P{', max_grad_norm=0.05' * self.chance(10)}{', lr=0.02' * self.chance(10)})"]
-        if self.simple:
-            lines.append(self.ended(f"a = call(m, {self.data()})", "back(loss(a, m))"))
+        lines += [f"opt = optimizer(P{', max_grad_norm=0.05' * self.chance(10)})"]
+        lines += [self.ended(f"a = call(m, {self.data()})", "back(loss(a, m))")] if self.simple else []
         lines.append(self.operation())
         for _ in range(5):
             lines += [self.operation()] if self.chance(60) else []
@@ -70,6 +68,7 @@ class _Generator(Draw):
     def block(self, path: str, number: int, depth: int = 0) -> str:
         rare = {} if self.simple else RARE
         arguments = [repr(kind) for kind, percent in {**KINDS, **rare}.items() if self.chance(percent)]
+        self.parts.append(Part(path, "Block", number))
         self.parts += [Part(f"{path}.{name}", "Lin", number) for name in ("up", "down")]
         if "'norm'" in arguments:
             self.parts.append(Part(f"{path}.norm", "LayerNorm", number))
@@ -78,19 +77,17 @@ class _Generator(Draw):
         if not self.simple and self.chance(15):
             arguments.append(f"depth={self.number(1, 2)}")
         if not self.simple and depth < 2 and self.chance(30):
-            kind = self.pick(("Block", "Lin", "LayerNorm"))
-            self.parts.append(Part(f"{path}.inner", kind, number))
-            simple = {"Lin": "Lin()", "LayerNorm": "nn.LayerNorm(H)"}
-            inner = simple[kind] if kind in simple else self.block(f"{path}.inner", number, depth + 1)
+            inner = self.pick(("Lin()", "nn.LayerNorm(H)", "Block"))
+            if inner == "Block":
+                inner = self.block(f"{path}.inner", number, depth + 1)
+            else:
+                self.parts.append(Part(f"{path}.inner", inner.partition("(")[0], number))
             arguments.append(f"inner={inner}")
         return f"Block({', '.join(arguments)})"
 
     def model(self) -> str:
         self.blocks = self.number(1, 4)
-        blocks = []
-        for n in range(self.blocks):
-            self.parts.append(Part(f"i.blocks[{n}]", "Block", n))
-            blocks.append(self.block(f"i.blocks[{n}]", n))
+        blocks = [self.block(f"i.blocks[{n}]", n) for n in range(self.blocks)]
         kinds = [*self.few(("emb", "head", "own"), 40), *(["stack"] if self.chance(25) else [])]
         arguments = [f"[{', '.join(blocks)}]", *map(repr, kinds)]
         self.parts += [Part("i.blocks", "Stack")] if "stack" in kinds else []
@@ -104,8 +101,7 @@ class _Generator(Draw):
         """What several modules have in common, and what a block calls of another one."""
         found, linears, last = [], self.of("Lin"), self.blocks - 1
         if self.chance(20):
-            one, other = self.shuffled(linears)[:2]
-            found.append(f"{one}.weight = {other}.weight")
+            found.append("{}.weight = {}.weight".format(*self.shuffled(linears)))
         if self.chance(10) and last:
             found.append(f"i.blocks[{last}].down = i.blocks[0].{self.pick(('up', 'down'))}")
         if self.chance(10) and "'emb'" in model and "'head'" in model:
@@ -120,12 +116,8 @@ class _Generator(Draw):
     def units(self) -> str:
         choices = [(5, "(Block,)"), (1, "(nn.LayerNorm, Block)")]
         if not self.simple:
-            choices += [
-                (1, "(Block, Lin)"),
-                (1, "(Lin,)"),
-                (1, "('Block', nn.Embedding)"),
-                (1, "('Lin', nn.LayerNorm)"),
-            ]
+            others = ("(Block, Lin)", "(Lin,)", "('Block', nn.Embedding)", "('Lin', nn.LayerNorm)")
+            choices += [(1, other) for other in others]
         choices += [(2, "(Stack,)"), (2, "(Stack, Block)")] if self.of("Stack") else []
         choices += [(1, "(Model, Block)"), (1, "('Model',)")] if self.wrapped else []
         return self.weighted(choices)
@@ -154,15 +146,12 @@ class _Generator(Draw):
         self.inputs += 1
         return f"X({self.inputs})"
 
-    def root(self) -> str:
-        return self.pick(("m", "i"))
-
     def link(self, name: str, used: set[int | None] | None = None) -> str:
         """A line that calls something. ``used``: the blocks that may not be called again, nor may the root."""
         kind = self.weighted(((6, "part"), (3, "root"), (2, "method"), (1, "checkpoint"), (2, "one by one")))
         parts = [part for part in self.parts if used is None or (part.block not in used and part.kind != "Stack")]
         if kind == "root" and used is None:
-            return f"{name} = call({self.root()}, {name})"
+            return f"{name} = call({self.pick('mi')}, {name})"
         if kind == "one by one" or not parts:
             numbers = [n for n in range(self.blocks) if used is None or n not in used]
             if used is not None:
@@ -184,9 +173,7 @@ class _Generator(Draw):
         asks = self.chance(40) if asks is None else asks
         lines = [f"x = {name} = {self.data()}{'.requires_grad_()' * asks}"]
         lines += [self.link(name) for _ in range(self.number(1, most))]
-        if self.chance(20):
-            lines.append(self.without_gradients())
-        return "\n".join(lines)
+        return "\n".join([*lines, self.without_gradients()] if self.chance(20) else lines)
 
     def without_gradients(self) -> str:
         lines = [f"c = {self.data()}", *(self.link("c") for _ in range(self.number(1, 2))), "see(c)"]
@@ -195,8 +182,7 @@ class _Generator(Draw):
 
     def ended(self, *lines: str) -> str:
         """With zero_grad, clip and step where users place them."""
-        zeros = [(4, "opt.zero_grad()"), (1, "opt.zero_grad(set_to_none=False)"), (1, "m.zero_grad()")]
-        zero = self.weighted(zeros)
+        zero = self.weighted([(4, "opt.zero_grad()"), (1, "opt.zero_grad(set_to_none=False)"), (1, "m.zero_grad()")])
         clip = ["opt.clip_grad_norm_(0.05)"] if self.chance(10) else []
         lines = (*lines, *clip, "stepped(opt, m)")
         return "\n".join([zero, *lines] if self.zero_first else [*lines, zero])
@@ -204,30 +190,18 @@ class _Generator(Draw):
     # Operations: each begins and ends without gradients, or begins with zero_grad
 
     def operation(self) -> str:
-        kinds: list[tuple[int, Callable[[], str]]] = [
-            (12, self.train),
-            (4, self.accumulate),
-            (4, self.evaluate),
-            (1, self.generate),
-            (2, self.read),
-            (1, self.edit),
-            (2, self.twin),
-            (2, self.full_model),
-            (2, self.to_and_fro),
-            (2, self.forward_fails),
-            (3, self.backward_raises),
-            (1, self.renew),
-            (0 if self.simple else 1, self.observe),
-            (1 if self.wrapped and not self.dropped else 0, self.drop),
-            (6 if self.simple else 0, self.skip),
-            (1 if self.frozen and not self.simple else 0, self.thaw),
-        ]
+        kinds: list[tuple[int, Callable[[], str]]] = [(12, self.train), (4, self.accumulate), (4, self.evaluate)]
+        kinds += [(2, self.read), (2, self.twin), (2, self.full_model), (2, self.to_and_fro), (1, self.edit)]
+        kinds += [(3, self.backward_raises), (2, self.forward_fails), (1, self.generate), (1, self.renew)]
+        kinds += [(6, self.skip)] if self.simple else [(1, lambda: "opt.observe()")]
+        kinds += [(1, self.drop)] if self.wrapped else []
+        kinds += [(1, self.thaw)] if self.frozen and not self.simple else []
         return self.weighted(kinds)()
 
     def train(self) -> str:
         kinds = (
             (4, "one"),
-            *((1, kind) for kind in ("joint", "two", "twice", "inputs", "closure", "dropped", "inner")),
+            *((1, kind) for kind in ("joint", "two", "twice", "inputs", "closure", "inner")),
         )
         kind = self.weighted(kinds)
         first = self.chain("a", asks=True if kind == "inputs" else None)
@@ -238,16 +212,14 @@ class _Generator(Draw):
             return self.ended(first, "s = loss(a, m)", "back(s, retain_graph=True)", "back(s)")
         if kind == "inputs":
             double = self.pick(("retain_graph", "create_graph"))
-            grad = f"(g,) = torch.autograd.grad(loss(a, i), x, {double}=True)"
-            return self.ended(first, grad, "see(g)", "back(loss(a, m) + (g.float() ** 2).sum())")
+            grad = f"(g,) = torch.autograd.grad(s, x, {double}=True)"
+            return self.ended(first, "s = loss(a, m)", grad, "see(g)", "back(s + (g.float() ** 2).sum())")
         if kind == "inner":
             return self.ended(first, "back(loss(a.detach() * a, m))", seen)
         if kind == "closure":
             body = _within(["opt.zero_grad()", first, "back(loss(a, m))"])
             return f"def closure():\n{body}\nopt.step(closure)\nopt.zero_grad()"
         second = self.chain("b")
-        if kind == "dropped":
-            return self.ended(second, "b = x = None", first, "back(loss(a, m))")
         if kind == "joint":
             return self.ended(first, second, "back(loss(a, m) + loss(b, m))")
         losses = self.shuffled(("s", "t"))
@@ -273,19 +245,16 @@ class _Generator(Draw):
     def read(self) -> str:
         what = self.some_module()
         lines = [f"see({what})"]
-        if self.chance(60):
-            lines.append(f"with torch.no_grad(): see(call({what}, {self.data()}))")
-        if self.chance(30):
-            lines.append(f"if rank == 0: call({what}, {self.data()})")
-        if self.chance(30):
-            lines.append(f"see(copied({what}.state_dict()))")
+        lines += [f"with torch.no_grad(): see(call({what}, {self.data()}))"] if self.chance(60) else []
+        lines += [f"if rank == 0: call({what}, {self.data()})"] if self.chance(30) else []
+        lines += [f"see(copied({what}.state_dict()))"] if self.chance(30) else []
         return f"with gathered({what}):\n{_within(lines)}\nauxiliary(m)"
 
     def edit(self) -> str:
         what = self.some_module()
         edit = f"for p in {what}.parameters(): p.mul_(0.75)"
         if self.chance(30):
-            return f"with torch.no_grad(), caught(), undone({what}):\n{_within([edit, 'raise Planned'])}"
+            return f"with torch.no_grad(), caught, undone({what}):\n{_within([edit, 'raise Planned'])}"
         return f"with torch.no_grad(), gathered({what}, writeback=True):\n{_within([edit])}"
 
     def twin(self) -> str:
@@ -311,10 +280,10 @@ class _Generator(Draw):
         if self.chance(50):
             where = self.pick(self.of("Lin"))
             chain = _within([self.chain("a")])
-            text = f"{where}.fails = True\nwith caught():\n{chain}\n{where}.fails = False\nauxiliary(m)"
+            text = f"{where}.fails = True\nwith caught:\n{chain}\n{where}.fails = False\nauxiliary(m)"
         else:
-            fails = self.number(0, self.blocks - 1)
-            text = f"with caught(): call({self.root()}, {self.data()}, fails=[{fails}])\nauxiliary(m)"
+            call = f"call({self.pick('mi')}, {self.data()}, fails=[{self.number(0, self.blocks - 1)}])"
+            text = f"with caught: {call}\nauxiliary(m)"
         text = f"with torch.no_grad():\n{_within([text])}" if self.chance(30) else text
         return "\n".join([text, *([self.train()] if self.chance(60) else [])])
 
@@ -326,19 +295,19 @@ class _Generator(Draw):
         kind = self.pick(("between", "within", "root"))
         if kind == "root":
             where = f"[{self.number(0, self.blocks - 1)} if {on_this} else -1]"
-            lines.append(f"a = call({self.root()}, a, booms={where})")
+            lines.append(f"a = call({self.pick('mi')}, a, booms={where})")
         elif kind == "within":
             where = self.pick(self.of("Lin", "Block"))
             lines += [
                 f"{where}.booms = {on_this}",
-                f"a = call({self.root()}, a)" if self.chance(50) else self.link("a"),
+                f"a = call({self.pick('mi')}, a)" if self.chance(50) else self.link("a"),
             ]
             after = [f"{where}.booms = False"]
         else:
             used: set[int | None] = set()
             lines += [self.link("a", used), f"a = boom(a) if {on_this} else a"]
             lines += [self.link("a", used) for _ in range(2) if len(used) < self.blocks]
-        lines += ["with caught(): back(loss(a, m))", *after]
+        lines += ["with caught: back(loss(a, m))", *after]
         step = ["stepped(opt, m)", "opt.zero_grad()"]
         if alone:
             return "\n".join(["opt.zero_grad()", *lines, *step])
@@ -349,12 +318,9 @@ class _Generator(Draw):
         loads = [["s = opt.state_dict()", *new, "opt.load_state_dict(s)"], ["s = full(opt)", *new, "load_full(opt, s)"]]
         return "\n".join(self.pick((new, *loads)))
 
-    def observe(self) -> str:
-        return "opt.observe()"
-
     def drop(self) -> str:
         """The wrapper."""
-        self.dropped, self.wrapped = True, False
+        self.wrapped = False
         return "m = i"
 
     def thaw(self) -> str:
@@ -369,7 +335,7 @@ class _Generator(Draw):
             numbers = self.few(range(self.blocks), 50)
             by_rank.append(tuple(numbers[1:] if name == "skip" and len(numbers) == self.blocks else numbers))
         x = f"{self.data()}{'.requires_grad_()' * self.chance(50)}"
-        return self.ended(f"a = call({self.root()}, {x}, {name}={by_rank}[rank])", "back(loss(a, m))")
+        return self.ended(f"a = call({self.pick('mi')}, {x}, {name}={by_rank}[rank])", "back(loss(a, m))")
 
 
 def _within(lines: list[Any]) -> str:

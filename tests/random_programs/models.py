@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from random_programs.run import Program, differs, execute
 from random_programs.words import Planned, boom
 
 H, ROWS, TOKENS = 12, 3, 12
+caught = contextlib.suppress(Planned)
 EPS = 0.1  # beside it gradients are small, so that an update is about as large as its gradient
 
 
@@ -54,9 +56,6 @@ def recomputed(module: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(call, module, x, use_reentrant=False)
 
 
-# -- the modules -------------------------------------------------------------------------------------------------------
-
-
 class Lin(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -76,14 +75,10 @@ class Lin(nn.Module):
 
 
 class Block(nn.Module):
-    """``up`` and ``down``, and around them what the arguments ask for.
+    """``up`` and ``down``, with what ``kinds`` ask for; it calls itself ``depth`` times.
 
-    Args:
-        kinds: "norm", "drop", "gain" (a parameter of its own); "aux": it leaves a loss in an attribute; "ckpt": ``up``
-            is in a checkpoint; "turned": ``down`` comes before ``up``, another order than that in which they are
-            registered; "unused": it does not call ``down``.
-        form: of what it returns; "inplace": it changes its argument and returns nothing.
-        depth: how often it calls itself.
+    "aux": it leaves a loss in an attribute. "ckpt": ``up`` is in a checkpoint. "turned": it calls ``down`` first, which
+    is registered last. "unused": it does not call ``down``. Of form "inplace" it changes its argument alone.
     """
 
     def __init__(self, *kinds: str, form: str = "tensor", depth: int = 0, inner: nn.Module | None = None) -> None:
@@ -95,7 +90,6 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.25 if "drop" in kinds else 0.0)
         self.register_buffer("calls", torch.zeros(()))
         self.far: list[nn.Module] = []  # modules of other blocks: in a list, they are not registered here
-        self.aux: Tensor | None = None
         self.booms = False
 
     def forward(self, x: Tensor, depth: int | None = None) -> Any:
@@ -115,11 +109,10 @@ class Block(nn.Module):
         return x.add_(h) if self.form == "inplace" else formed(self.form, x + h)
 
     def half(self, x: Tensor) -> Tensor:
-        """It reads a parameter of its own, if it has one: to be registered."""
+        """It may read a parameter of its own: to be registered."""
         return self.up(x) * self.gain
 
     def both(self, x: Tensor) -> Tensor:
-        """It only calls modules."""
         return self.down(self.up(x))
 
 
@@ -137,12 +130,7 @@ class Stack(nn.ModuleList):
 
 
 class Model(nn.Module):
-    """An embedding, blocks in a container, a head; and methods.
-
-    Args:
-        kinds: "emb", "head", "own" (a parameter that its forward reads); "stack": the container is a ``Stack``.
-        ckpt: blocks are in checkpoints, of so many each.
-    """
+    """Blocks in a container, a "stack" if ``kinds`` ask for it. ``ckpt``: they are in checkpoints, of so many each."""
 
     def __init__(self, blocks: Sequence[nn.Module], *kinds: str, ckpt: int = 0, form: str = "tensor") -> None:
         super().__init__()
@@ -159,18 +147,16 @@ class Model(nn.Module):
         """It leaves out the blocks of ``skip``, and of ``part`` calls ``up`` alone. Before those of ``fails`` it
         raises, and backward at those of ``booms``."""
         x = self.embedded(x)
-        if isinstance(self.blocks, Stack) and not any(numbers.values()):
-            x = self.blocks(x)
-        else:
-            x = self._some(x, *({*numbers.get(name, ())} for name in ("skip", "part", "fails", "booms")))
+        whole = isinstance(self.blocks, Stack) and not any(numbers.values())
+        x = self.blocks(x) if whole else self._some(x, **numbers)
         return formed(self.form, self.head(x * self.own))
 
-    def _some(self, x: Tensor, skip: set[int], part: set[int], fails: set[int], booms: set[int]) -> Tensor:
+    def _some(self, x: Tensor, skip: Any = (), part: Any = (), fails: Any = (), booms: Any = ()) -> Tensor:
         left, size = [n for n in range(len(self.blocks)) if n not in skip], self.ckpt or 1
         for chosen in [left[start : start + size] for start in range(0, len(left), size)]:
-            if fails.intersection(chosen):
+            if {*fails}.intersection(chosen):
                 raise Planned
-            x = boom(x) if booms.intersection(chosen) else x
+            x = boom(x) if {*booms}.intersection(chosen) else x
             some = [self.blocks[n].up if n in part else self.blocks[n] for n in chosen]
             x = checkpoint(self.through, x, some, use_reentrant=False) if self.ckpt else self.through(x, some)
         return x
@@ -181,11 +167,10 @@ class Model(nn.Module):
         return x
 
     def encode(self, x: Tensor) -> Tensor:
-        """It only calls modules."""
         return self.through(self.embedded(x), [*self.blocks])
 
     def score(self, x: Tensor) -> Tensor:
-        """It reads a parameter of its own, if there is one: to be registered."""
+        """It may read a parameter of its own: to be registered."""
         return call(self, x) / (1 + self.own**2)
 
     def generate(self, x: Tensor, count: int) -> Tensor:
@@ -209,19 +194,15 @@ class Wrapper(nn.Module):
 
 def auxiliary(model: nn.Module) -> Tensor | float:
     """The sum of what blocks have left in their attributes, which it takes away."""
-    blocks = [module for module in model.modules() if isinstance(module, Block) and module.aux is not None]
-    total = sum(block.aux for block in blocks)
-    for block in blocks:
-        block.aux = None
+    total: Tensor | float = 0.0
+    for module in model.modules():
+        total = total + getattr(module, "aux", 0.0)
+        vars(module).pop("aux", None)
     return total
 
 
 def loss(y: Tensor, model: nn.Module) -> Tensor:
     return ((y.float() - 0.25) ** 2).mean() + auxiliary(model)
-
-
-def caught() -> contextlib.AbstractContextManager[None]:
-    return contextlib.suppress(Planned)
 
 
 def _whole(value: Any) -> Any:
@@ -246,6 +227,8 @@ class ModelWords:
         self.full_model = library.full_model_state_dict
         self.register = library.register_forward_method
         self.gathered = library.gather_parameters
+        # Where an edit raises, on a model that is not sharded zero_optim would keep it.
+        self.undone = partial((library if self.sharded else plain).gather_parameters, writeback=True)
         self.dtype = torch.float32
 
     def names(self) -> dict[str, Any]:
@@ -255,7 +238,8 @@ class ModelWords:
     def made(self, model: nn.Module, dtype: str) -> nn.Module:
         """Each rank has made it with values of its own: rank 0's count."""
         self.dtype = getattr(torch, dtype)
-        return model.to(self.dtype)
+        self.model = model.to(self.dtype)
+        return model
 
     def shard(self, model: nn.Module, **options: Any) -> None:
         if self.stage == 3:
@@ -267,8 +251,7 @@ class ModelWords:
 
     def X(self, number: int) -> Tensor:
         """Data of this rank."""
-        generator = torch.Generator().manual_seed(10 * number + self.rank)
-        return torch.randn(ROWS, H, generator=generator).to(self.dtype)
+        return torch.randn(ROWS, H, generator=torch.Generator().manual_seed(10 * number + self.rank)).to(self.dtype)
 
     def see(self, value: Any) -> None:
         self.sees(_whole(value))
@@ -276,8 +259,11 @@ class ModelWords:
     def back(self, loss: Tensor, **options: Any) -> None:
         """``loss.backward()``, where there is anything to go back to."""
         self.see(loss)
-        if loss.requires_grad:
-            loss.backward(**options)
+        try:
+            if loss.requires_grad:
+                loss.backward(**options)
+        finally:  # what checkpoints leave as they compute again has no graph any more
+            auxiliary(self.model)
 
     def stepped(self, opt: Any, model: nn.Module) -> None:
         """``opt.step()``, and afterwards every unit is sharded."""
@@ -290,12 +276,6 @@ class ModelWords:
             with contextlib.suppress(zero_optim.ShardAccessError):
                 p.sum()
                 raise AssertionError(f"{name} can be read after step")
-
-    @contextlib.contextmanager
-    def undone(self, module: Any) -> Iterator[None]:
-        """Edits in which something raises. On a model that is not sharded zero_optim would keep them."""
-        with (self.library if self.sharded else plain).gather_parameters(module, writeback=True):
-            yield
 
     def full(self, opt: Any) -> Any:
         return opt.state_dict() if self.library is plain else zero_optim.full_state_dict(opt, rank=None)
