@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import time
 
 import torch
 from harness import close_pool
-from hypothesis import HealthCheck, given, seed, settings
 
-from random_programs.draw import programs
+from random_programs.draw import check_drawn, programs
 from random_programs.draw_optimizers import FLAVOURS, program
 from random_programs.run import Program, check
-
-AT_ONCE = 100  # programs of a flavour in turn
 
 
 def main() -> int:
@@ -27,32 +25,24 @@ def main() -> int:
     first = random.randrange(10**6) if options.seed is None else options.seed
     end, count, failures = time.monotonic() + options.seconds, 0, 0
 
-    for turn in range(10**6):
-        flavour = (options.flavour or [*FLAVOURS])[turn % len(options.flavour or FLAVOURS)]
+    flavours = itertools.cycle(options.flavour or FLAVOURS)
 
-        @seed(first + turn)
-        @settings(
-            max_examples=AT_ONCE,
-            deadline=None,
-            database=None,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(programs(program, FLAVOURS[flavour]))
-        def some(made: Program) -> None:
-            nonlocal count
-            if time.monotonic() < end:
-                count += 1
-                check(made)
+    def timely(made: Program) -> None:
+        nonlocal count
+        if time.monotonic() < end:
+            count += 1
+            check(made)
 
-        try:
-            some()
-        except AssertionError as failure:
-            failures += 1
-            print(f"{flavour}, seed {first + turn}:\n{failure}\n", flush=True)
+    for seed, flavour in enumerate(flavours, first):
         if time.monotonic() >= end:
             break
-        print(f"{count} programs, {failures} failures (seed {first + turn}: {flavour})", flush=True)
+        try:
+            check_drawn(programs(program, FLAVOURS[flavour]), timely, seed)
+        except AssertionError as failure:
+            failures += 1
+            print(f"{flavour}, seed {seed}:\n{failure}\n", flush=True)
+        if seed % 20 == 0:
+            print(f"{count} programs, {failures} failures; seed {seed} was the last", flush=True)
     print(f"{count} programs, {failures} failures")
     close_pool()
     return 1 if failures else 0

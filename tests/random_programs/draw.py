@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 T = TypeVar("T")
@@ -54,3 +56,26 @@ def programs(generator: Callable[..., T], *args: Any) -> st.SearchStrategy[T]:
         return generator(Draw(draw), *args)
 
     return made()
+
+
+AT_ONCE = 10
+"""From about the eleventh on, hypothesis mostly varies programs that it has drawn. A new seed draws new ones."""
+
+
+def check_drawn(drawn: st.SearchStrategy[T], check: Callable[[T], None], seed: int, count: int = AT_ONCE) -> None:
+    """Call ``check`` on ``count`` programs, the same for the same seed. What it raises for the shortest is raised."""
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=[*HealthCheck],
+        phases=[Phase.generate, Phase.shrink],
+    )
+    @given(drawn)
+    def test(made: T) -> None:
+        check(made)
+
+    test()

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import strategies as st
-
 from random_programs.checkpoints import IN_BF16, Buffer, Job, Plan, Program, Step, Weight
 from random_programs.draw import Draw
 
@@ -18,9 +16,7 @@ PLACES = ("", "units.0.", "units.1.")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-@st.composite
-def programs(draw: Any, saving: int, loading: int) -> Program:
-    d = Draw(draw)
+def program(d: Draw, saving: int, loading: int) -> Program:
     source = _job(d)
     kind = d.pick(("same", "rescaled", "misfit", "misfit"))
     target = source if kind == "same" else _rescaled(d, source)

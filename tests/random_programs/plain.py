@@ -341,4 +341,13 @@ def gather_parameters(module: nn.Module, writeback: bool = False) -> Iterator[No
         shard_module(module)
 
 
+def full_model_state_dict(module: nn.Module, rank: int | None = 0, trained_only: bool = False) -> dict[str, Any]:
+    if rank is not None and rank != (dist.get_rank() if dist.is_initialized() else 0):
+        return {}
+    left_out = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    left_out |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    state = module.state_dict().items()
+    return {name: tensor.clone() for name, tensor in state if not (trained_only and name in left_out)}
+
+
 def register_forward_method(module: nn.Module, name: str) -> None: ...

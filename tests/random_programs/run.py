@@ -61,7 +61,7 @@ def differs(program: Program, want: Sequence[Any], have: Sequence[Any]) -> str |
         if isinstance(want, str | int | None) and type(want) is type(have):
             return None if want == have else f"{short(have)} where {short(want)} is right"
         want, have = (
-            np.asarray(v.numpy() if isinstance(v, Tensor) else v, np.float32).reshape(-1) for v in (want, have)
+            np.asarray(v.float() if isinstance(v, Tensor) else v, np.float32).reshape(-1) for v in (want, have)
         )
         if want.shape != have.shape:
             return f"{have.size} values where {want.size} are right"

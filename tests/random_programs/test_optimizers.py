@@ -9,35 +9,20 @@ from unittest import mock
 import pytest
 from cells import slow
 from harness import run_ranks
-from hypothesis import HealthCheck, Phase, given, settings
 from zero_optim.comm.sharding import Sharding
 
 from random_programs import run
-from random_programs.draw import programs
+from random_programs.draw import AT_ONCE, check_drawn, programs
 from random_programs.draw_optimizers import FLAVOURS, program
 from random_programs.run import Program, check, verdict
 
-FEW, MANY = 6, 40  # programs of a flavour: in ``make test``, and in all
-FIXED = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    print_blob=False,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate, Phase.shrink],
-)
+FEW, MORE = 6, range(1, 5)  # programs of a flavour in ``make test``, and the seeds of ten others each
 
 
-@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=slow)])
+@pytest.mark.parametrize(("seed", "count"), [(0, FEW), *(pytest.param(seed, AT_ONCE, marks=slow) for seed in MORE)])
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_programs_compute_what_plain_torch_does(flavour, count):
-    @settings(FIXED, max_examples=count)
-    @given(programs(program, FLAVOURS[flavour]))
-    def test(made: Program) -> None:
-        check(made)
-
-    test()
+def test_programs_compute_what_plain_torch_does(flavour, seed, count):
+    check_drawn(programs(program, FLAVOURS[flavour]), check, seed, count)
 
 
 def known() -> dict[str, Program]:
@@ -114,15 +99,13 @@ def test_what_raises_shows_its_line_and_hypothesis_makes_it_short():
     """The planted error needs a clip; the shortest program has nothing else."""
     shortest: list[str] = []
 
-    @settings(FIXED, max_examples=200)
-    @given(programs(program, FLAVOURS["plain"]))
     def no_clip(made: Program) -> None:
         if "clip(" in made.text:
             shortest.append(made.text)
             raise AssertionError("clip")
 
     with pytest.raises(AssertionError, match="clip"):
-        no_clip()
+        check_drawn(programs(program, FLAVOURS["plain"]), no_clip, 0, 200)
     assert len(shortest[-1].splitlines()) <= 3, shortest[-1]
     with pytest.raises(AssertionError, match="step_backwards"):
         check(Program(1, "a = optimizer([(5,)])\nstep_backwards(a)\n"))

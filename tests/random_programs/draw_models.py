@@ -1,0 +1,342 @@
+"""Random programs that call a model, parts of it and methods: legal by construction, as docs/zero3.md says what is.
+
+- A block of ``far``, a module of another block, has no block or linear layer within it: a unit that calls another and
+  has units itself may fail.
+- Where ranks use different blocks, all units were called once in a forward before, in the order of registration.
+- A backward that raises on one rank uses each parameter once, begins without gradients, and ``step`` is next.
+- Checkpoints are not re-entrant: those change how often a gradient becomes ready.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from textwrap import indent
+from typing import Any
+
+from random_programs.draw import Draw
+from random_programs.run import Program
+
+FORMS = ((5, "tensor"), (1, "tuple"), (1, "list"), (1, "dict"), (1, "object"), (1, "inplace"))
+KINDS = {"norm": 30, "gain": 40, "aux": 12, "drop": 12, "ckpt": 15}  # in percent
+RARE = {"turned": 12, "unused": 12}
+
+
+@dataclass(frozen=True)
+class Part:
+    path: str
+    kind: str
+    block: int | None = None  # the number of the block it is of
+
+
+def program(draw: Draw, world: int) -> Program:
+    return _Generator(draw, world).program()
+
+
+class _Generator(Draw):
+    def __init__(self, draw: Draw, world: int) -> None:
+        super().__init__(draw.draw)
+        self.world = world
+        self.parts: list[Part] = []
+        self.inputs = 0
+
+    def program(self) -> Program:
+        # Each unit is called once in a forward, in the order of registration, and the ranks begin with such a forward.
+        self.simple = self.chance(25)
+        self.zero_first = self.chance(30)
+        dtype = "bfloat16" if self.chance(30) else "float32"
+        model = self.model()
+        self.wrapped = model.startswith("Wrapper")
+        ties = [] if self.simple else self.ties(model)
+        units = self.units()
+        self.frozen = [self.pick(self.parts).path] if self.chance(30) else []
+        self.scaled = self.few(self.of("Lin"), 50)
+        self.distinct = not ties and "depth" not in model  # a forward uses each parameter once
+        lines = [f"m = made({model}, {dtype!r})", f"i = m{'.model' * self.wrapped}", *ties]
+        lines += [f"{path}.requires_grad_(False)" for path in self.frozen]
+        lines += [f"shard(m, units={units}{self.options()})", *self.methods(), "P = list(m.named_parameters())"]
+        lines += [f"opt = optimizer(P{', max_grad_norm=0.05' * self.chance(10)})"]
+        lines += [self.ended(f"a = call(m, {self.data()})", "back(loss(a, m))")] if self.simple else []
+        lines.append(self.operation())
+        for _ in range(5):
+            lines += [self.operation()] if self.chance(60) else []
+        return Program(self.world, "\n".join([*lines, "opt.zero_grad()", "see_all(m, opt)", ""]))
+
+    # The model
+
+    def block(self, path: str, number: int, depth: int = 0) -> str:
+        rare = {} if self.simple else RARE
+        arguments = [repr(kind) for kind, percent in {**KINDS, **rare}.items() if self.chance(percent)]
+        self.parts.append(Part(path, "Block", number))
+        self.parts += [Part(f"{path}.{name}", "Lin", number) for name in ("up", "down")]
+        if "'norm'" in arguments:
+            self.parts.append(Part(f"{path}.norm", "LayerNorm", number))
+        form = self.weighted(FORMS)
+        arguments += [f"form={form!r}"] if form != "tensor" else []
+        if not self.simple and self.chance(15):
+            arguments.append(f"depth={self.number(1, 2)}")
+        if not self.simple and depth < 2 and self.chance(30):
+            inner = self.pick(("Lin()", "nn.LayerNorm(H)", "Block"))
+            if inner == "Block":
+                inner = self.block(f"{path}.inner", number, depth + 1)
+            else:
+                self.parts.append(Part(f"{path}.inner", inner.partition("(")[0], number))
+            arguments.append(f"inner={inner}")
+        return f"Block({', '.join(arguments)})"
+
+    def model(self) -> str:
+        self.blocks = self.number(1, 4)
+        blocks = [self.block(f"i.blocks[{n}]", n) for n in range(self.blocks)]
+        kinds = [*self.few(("emb", "head", "own"), 40), *(["stack"] if self.chance(25) else [])]
+        arguments = [f"[{', '.join(blocks)}]", *map(repr, kinds)]
+        self.parts += [Part("i.blocks", "Stack")] if "stack" in kinds else []
+        self.parts += [Part("i.head", "Lin")] if "head" in kinds else []
+        arguments += [f"ckpt={self.number(1, 2)}"] if self.chance(25) else []
+        arguments += [f"form={self.pick(('tuple', 'dict', 'object'))!r}"] if self.chance(15) else []
+        model = f"Model({', '.join(arguments)})"
+        return self.weighted(((2, model), (1, f"Wrapper({model})"), (1, f"Wrapper({model}, 'own')")))
+
+    def ties(self, model: str) -> list[str]:
+        """What several modules have in common, and what a block calls of another one."""
+        found, linears, last = [], self.of("Lin"), self.blocks - 1
+        if self.chance(20):
+            found.append("{}.weight = {}.weight".format(*self.shuffled(linears)))
+        if self.chance(10) and last:
+            found.append(f"i.blocks[{last}].down = i.blocks[0].{self.pick(('up', 'down'))}")
+        if self.chance(10) and "'emb'" in model and "'head'" in model:
+            found.append("i.head.weight = i.emb.weight")
+        if self.chance(10):
+            found.append(f"i.blocks.append(i.blocks[{self.number(0, last)}])")
+        if self.chance(15) and last and not re.search("inner=(Block|Lin)", model):
+            one, other = self.shuffled(range(self.blocks))[:2]
+            found.append(f"i.blocks[{one}].far = [i.blocks[{other}]{self.pick(('', '.up', '.down'))}]")
+        return found
+
+    def units(self) -> str:
+        choices = [(5, "(Block,)"), (1, "(nn.LayerNorm, Block)")]
+        if not self.simple:
+            others = ("(Block, Lin)", "(Lin,)", "('Block', nn.Embedding)", "('Lin', nn.LayerNorm)")
+            choices += [(1, other) for other in others]
+        choices += [(2, "(Stack,)"), (2, "(Stack, Block)")] if self.of("Stack") else []
+        choices += [(1, "(Model, Block)"), (1, "('Model',)")] if self.wrapped else []
+        return self.weighted(choices)
+
+    def options(self) -> str:
+        after = self.pick((False, self.world, 1)) if self.chance(40) else True
+        prefetch = self.pick((0, 2, 3)) if self.chance(50) else 1
+        return f", reshard_after_forward={after}, prefetch={prefetch}"
+
+    def methods(self) -> list[str]:
+        """Those that have to be registered, and some that need not be."""
+        methods = ["register(i, 'score')", *(f"register({path}, 'half')" for path in self.of("Block"))]
+        methods += [f"register({path}, 'scaled')" for path in self.scaled]
+        return [*methods, *(f"register(i, {name!r})" for name in self.few(("generate", "encode"), 25))]
+
+    def of(self, *kinds: str) -> list[str]:
+        return [part.path for part in self.parts if part.kind in kinds]
+
+    def few(self, options: Sequence[Any], percent: int) -> list[Any]:
+        """Each with that chance; none is the simplest."""
+        return [option for option in options if self.chance(percent)]
+
+    # Chains of calls
+
+    def data(self) -> str:
+        self.inputs += 1
+        return f"X({self.inputs})"
+
+    def link(self, name: str, used: set[int | None] | None = None) -> str:
+        """A line that calls something. ``used``: the blocks that may not be called again, nor may the root."""
+        kind = self.weighted(((6, "part"), (3, "root"), (2, "method"), (1, "checkpoint"), (2, "one by one")))
+        parts = [part for part in self.parts if used is None or (part.block not in used and part.kind != "Stack")]
+        if kind == "root" and used is None:
+            return f"{name} = call({self.pick('mi')}, {name})"
+        if kind == "one by one" or not parts:
+            numbers = [n for n in range(self.blocks) if used is None or n not in used]
+            if used is not None:
+                used.update(numbers)
+            return f"{name} = i.through({name}, [i.blocks[n] for n in {self.shuffled(numbers)}])"
+        part = self.pick(parts)
+        if used is not None:
+            used.add(part.block)
+        if kind == "method" and used is None and self.chance(40):
+            return f"{name} = i.{self.pick(('encode', 'score'))}({name})"
+        if kind == "method" and part.kind == "Block":
+            return f"{name} = {part.path}.{self.pick(('half', 'both'))}({name})"
+        if kind == "method" and part.path in self.scaled:
+            return f"{name} = {part.path}.scaled({name})"
+        return f"{name} = {'recomputed' if kind == 'checkpoint' else 'call'}({part.path}, {name})"
+
+    def chain(self, name: str, most: int = 4, asks: bool | None = None) -> str:
+        """Lines that make ``name`` from data."""
+        asks = self.chance(40) if asks is None else asks
+        lines = [f"x = {name} = {self.data()}{'.requires_grad_()' * asks}"]
+        lines += [self.link(name) for _ in range(self.number(1, most))]
+        return "\n".join([*lines, self.without_gradients()] if self.chance(20) else lines)
+
+    def without_gradients(self) -> str:
+        lines = [f"c = {self.data()}", *(self.link("c") for _ in range(self.number(1, 2))), "see(c)"]
+        mode = self.pick(("torch.no_grad()", "torch.inference_mode()"))
+        return f"with {mode}:\n{_within(lines)}"
+
+    def ended(self, *lines: str) -> str:
+        """With zero_grad, clip and step where users place them."""
+        zero = self.weighted([(4, "opt.zero_grad()"), (1, "opt.zero_grad(set_to_none=False)"), (1, "m.zero_grad()")])
+        clip = ["opt.clip_grad_norm_(0.05)"] if self.chance(10) else []
+        lines = (*lines, *clip, "stepped(opt, m)")
+        return "\n".join([zero, *lines] if self.zero_first else [*lines, zero])
+
+    # Operations: each begins and ends without gradients, or begins with zero_grad
+
+    def operation(self) -> str:
+        kinds: list[tuple[int, Callable[[], str]]] = [(12, self.train), (4, self.accumulate), (4, self.evaluate)]
+        kinds += [(2, self.read), (2, self.twin), (2, self.full_model), (2, self.to_and_fro), (1, self.edit)]
+        kinds += [(3, self.backward_raises), (2, self.forward_fails), (1, self.generate), (1, self.renew)]
+        kinds += [(6, self.skip)] if self.simple else [(1, lambda: "opt.observe()")]
+        kinds += [(1, self.drop)] if self.wrapped else []
+        kinds += [(1, self.thaw)] if self.frozen and not self.simple else []
+        return self.weighted(kinds)()
+
+    def train(self) -> str:
+        kinds = (
+            (4, "one"),
+            *((1, kind) for kind in ("joint", "two", "twice", "inputs", "closure", "inner")),
+        )
+        kind = self.weighted(kinds)
+        first = self.chain("a", asks=True if kind == "inputs" else None)
+        seen = "if x.grad is not None: see(x.grad)"
+        if kind == "one":
+            return self.ended(first, "back(loss(a, m))", seen)
+        if kind == "twice":
+            return self.ended(first, "s = loss(a, m)", "back(s, retain_graph=True)", "back(s)")
+        if kind == "inputs":
+            double = self.pick(("retain_graph", "create_graph"))
+            grad = f"(g,) = torch.autograd.grad(s, x, {double}=True)"
+            return self.ended(first, "s = loss(a, m)", grad, "see(g)", "back(s + (g.float() ** 2).sum())")
+        if kind == "inner":
+            return self.ended(first, "back(loss(a.detach() * a, m))", seen)
+        if kind == "closure":
+            body = _within(["opt.zero_grad()", first, "back(loss(a, m))"])
+            return f"def closure():\n{body}\nopt.step(closure)\nopt.zero_grad()"
+        second = self.chain("b")
+        if kind == "joint":
+            return self.ended(first, second, "back(loss(a, m) + loss(b, m))")
+        losses = self.shuffled(("s", "t"))
+        return self.ended(first, "s = loss(a, m)", second, "t = loss(b, m)", *(f"back({name})" for name in losses))
+
+    def accumulate(self) -> str:
+        lines = []
+        for _ in range(self.number(2, 3)):
+            back = "with opt.no_sync(): back(loss(a, m))" if self.chance(50) else "back(loss(a, m))"
+            lines += [self.chain("a", 2), back, *(["opt.zero_grad()"] if self.chance(15) else [])]
+        return self.ended(*lines)
+
+    def evaluate(self) -> str:
+        lines = [self.without_gradients() for _ in range(self.number(1, 3))]
+        return "\n".join(["m.eval()", *lines, "m.train()"] if self.chance(60) else lines)
+
+    def generate(self) -> str:
+        return f"with torch.no_grad(): see(i.generate({self.data()}, {self.number(1, 3)}))"
+
+    def some_module(self) -> str:
+        return self.pick(("m", "i", self.pick(self.parts).path))
+
+    def read(self) -> str:
+        what = self.some_module()
+        lines = [f"see({what})"]
+        lines += [f"with torch.no_grad(): see(call({what}, {self.data()}))"] if self.chance(60) else []
+        lines += [f"if rank == 0: call({what}, {self.data()})"] if self.chance(30) else []
+        lines += [f"see(copied({what}.state_dict()))"] if self.chance(30) else []
+        return f"with gathered({what}):\n{_within(lines)}\nauxiliary(m)"
+
+    def edit(self) -> str:
+        what = self.some_module()
+        edit = f"for p in {what}.parameters(): p.mul_(0.75)"
+        if self.chance(30):
+            return f"with torch.no_grad(), caught, undone({what}):\n{_within([edit, 'raise Planned'])}"
+        return f"with torch.no_grad(), gathered({what}, writeback=True):\n{_within([edit])}"
+
+    def twin(self) -> str:
+        what = self.pick(("m", "i", self.pick(self.of("Block"))))
+        lines = ["auxiliary(m)", f"with gathered({what}): twin = copied({what})"]
+        lines += [f"back(loss(call(twin, {self.data()}), twin))", "see([p.grad for p in twin.parameters()])"]
+        lines += ["torch.optim.SGD(twin.parameters(), lr=0.5).step()", "see(twin)"]
+        if what != "m":
+            lines += [f"see(twin.{'score' if what == 'i' else 'half'}({self.data()}))", "auxiliary(twin)"]
+        return "\n".join(lines)
+
+    def full_model(self) -> str:
+        trained = self.chance(20)
+        return f"see(full_model({self.some_module()}, {self.pick((0, self.world - 1, None))}, trained_only={trained}))"
+
+    def to_and_fro(self) -> str:
+        what = self.some_module()
+        saved = self.pick((f"full_model({what}, None)", f"copied({what}.state_dict())"))
+        return "\n".join([f"saved = {saved}", self.train(), f"{what}.load_state_dict(saved)"])
+
+    def forward_fails(self) -> str:
+        """On every rank."""
+        if self.chance(50):
+            where = self.pick(self.of("Lin"))
+            chain = _within([self.chain("a")])
+            text = f"{where}.fails = True\nwith caught:\n{chain}\n{where}.fails = False\nauxiliary(m)"
+        else:
+            call = f"call({self.pick('mi')}, {self.data()}, fails=[{self.number(0, self.blocks - 1)}])"
+            text = f"with caught: {call}\nauxiliary(m)"
+        text = f"with torch.no_grad():\n{_within([text])}" if self.chance(30) else text
+        return "\n".join([text, *([self.train()] if self.chance(60) else [])])
+
+    def backward_raises(self) -> str:
+        """On all ranks, or on one: then ``step`` comes next."""
+        alone = self.distinct and self.chance(50)
+        on_this = f"rank == {self.number(0, self.world - 1)}" if alone else "True"
+        lines, after = [f"a = {self.data()}"], []
+        kind = self.pick(("between", "within", "root"))
+        if kind == "root":
+            where = f"[{self.number(0, self.blocks - 1)} if {on_this} else -1]"
+            lines.append(f"a = call({self.pick('mi')}, a, booms={where})")
+        elif kind == "within":
+            where = self.pick(self.of("Lin", "Block"))
+            lines += [
+                f"{where}.booms = {on_this}",
+                f"a = call({self.pick('mi')}, a)" if self.chance(50) else self.link("a"),
+            ]
+            after = [f"{where}.booms = False"]
+        else:
+            used: set[int | None] = set()
+            lines += [self.link("a", used), f"a = boom(a) if {on_this} else a"]
+            lines += [self.link("a", used) for _ in range(2) if len(used) < self.blocks]
+        lines += ["with caught: back(loss(a, m))", *after]
+        step = ["stepped(opt, m)", "opt.zero_grad()"]
+        if alone:
+            return "\n".join(["opt.zero_grad()", *lines, *step])
+        return "\n".join([*lines, *self.pick((step, ["opt.zero_grad()", self.train()], [self.train(), step[1]]))])
+
+    def renew(self) -> str:
+        new = ["opt.close()", "opt = optimizer(P)"]
+        loads = [["s = opt.state_dict()", *new, "opt.load_state_dict(s)"], ["s = full(opt)", *new, "load_full(opt, s)"]]
+        return "\n".join(self.pick((new, *loads)))
+
+    def drop(self) -> str:
+        """The wrapper."""
+        self.wrapped = False
+        return "m = i"
+
+    def thaw(self) -> str:
+        lines = ["opt.zero_grad()", f"{self.frozen.pop()}.requires_grad_(True)", f"a = call(m, {self.data()})"]
+        return "\n".join([*lines, "back(loss(a, m))", "stepped(opt, m)", "opt.zero_grad()"])
+
+    def skip(self) -> str:
+        """Ranks that leave out blocks, each its own; or use a part of them."""
+        name = self.pick(("skip", "part"))
+        by_rank = []
+        for _ in range(self.world):
+            numbers = self.few(range(self.blocks), 50)
+            by_rank.append(tuple(numbers[1:] if name == "skip" and len(numbers) == self.blocks else numbers))
+        x = f"{self.data()}{'.requires_grad_()' * self.chance(50)}"
+        return self.ended(f"a = call({self.pick('mi')}, {x}, {name}={by_rank}[rank])", "back(loss(a, m))")
+
+
+def _within(lines: list[Any]) -> str:
+    return indent("\n".join(lines), "    ")
