@@ -34,7 +34,7 @@ return [...document.querySelectorAll("h1, dl, figure, .wide, .tiles")].map((one)
 
 def step(number: int, **more: Any) -> dict[str, Any]:
     values = {"loss": 5.0 / number, "lr": 1e-3, "grad_norm": 2.0 / number, "tokens_per_s": 1000.0 + number}
-    ms = {"data and forward": 10.0, "backward": 20.0, "step": 5.0, "whole": 40.0, "exposed communication": 3.0}
+    ms = {"data and forward": 10.0, "backward": 20.0, "step": 5.0, "whole": 40.0}
     return {"step": number, "loss_scale": 1.0, "ms": ms, **values, **more}
 
 
@@ -48,12 +48,11 @@ def rank(**memory: float) -> dict[str, Any]:
         "seconds": {"data and forward": 0.2, "backward": 0.4, "step": 0.1},
         "steps": 10,
         "peak_bytes": 123_000_000,
-        "skipped_steps": 0,
     }
 
 
 def make_run(folder: Path, steps: list[dict[str, Any]], end: dict[str, Any] | None = None, **more: Any) -> Path:
-    """Write a run's files. ``end`` changes its ending; ``more`` changes its entry in ``run.json``."""
+    """Write a run's files. ``end`` changes its ending; ``more`` changes ``run.json``."""
     ending = {"outcome": "finished", "step": 10, "seconds": 90.0, "validation_loss": 2.5, "entropy": 3.25}
     session = {
         **{"started": "2026-01-02T03:04:05.000006+00:00", "after_step": 0, "resumed_from": None},
@@ -64,7 +63,7 @@ def make_run(folder: Path, steps: list[dict[str, Any]], end: dict[str, Any] | No
     }
     folder.mkdir()
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
-    (folder / "run.json").write_text(json.dumps({"sessions": [{**session, **more}]}))
+    (folder / "run.json").write_text(json.dumps({**session, **more}))
     return folder
 
 
@@ -115,7 +114,6 @@ def test_tables_against_the_plan(tmp_path: Path) -> None:
         ({}, []),
         ({"ranks": [rank(master=1_051_000.0)]}, ["Model state of rank 0 is 5.051 MB, +1.02", "above the plan"]),
         ({"outcome": "interrupted"}, ["not finished: interrupted"]),
-        ({"outcome": "failed", "ranks": [], "why": "CollectiveError: rank 1 died"}, ["CollectiveError: rank 1 died"]),
     ],
 )
 def test_problems(tmp_path: Path, end: dict[str, Any], parts: list[str]) -> None:
