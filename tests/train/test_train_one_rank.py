@@ -53,19 +53,6 @@ def test_a_resumed_run_repeats_the_whole_one(
     assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0])
 
 
-def test_a_run_resumed_in_its_own_folder_rewrites_what_came_after(
-    zero_optim: Callable, text: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    assert zero_optim("train", *TINY, "--steps", "4", "--save-every", "2", "--data", text, "--out", run).code == 0
-    before = read_log(run)
-    assert zero_optim("train", "--resume", run / "checkpoint" / "step-2").code == 0
-    assert without_speed(read_log(run)) == without_speed(before)
-    assert saved_steps(run) == [2, 4]
-    session = json.loads((run / "run.json").read_text())
-    assert (session["after_step"], session["resumed_from"], session["ending"]["ranks"][0]["steps"]) == (2, str(run), 2)
-
-
 def test_what_a_run_writes_and_prints(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = [*TINY, "--steps", "3", "--accumulate", "2", "--data", text, "--out", run]
@@ -203,6 +190,8 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before_it(zero_optim: Callable
     assert ", after step 2\n" in outcome.out
     assert without_speed(read_log(run)) == without_speed(whole)
     assert saved_steps(run) == [2, 4]
+    session = json.loads((run / "run.json").read_text())
+    assert (session["after_step"], session["resumed_from"], session["ending"]["ranks"][0]["steps"]) == (2, str(run), 2)
 
 
 def test_resume_auto_begins_where_there_is_nothing_and_ends_where_all_is_done(
@@ -243,10 +232,9 @@ def test_the_model_never_looks_ahead() -> None:
     assert not torch.allclose(first[:, 10:], second[:, 10:], atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_fresh_model_is_near_uniform_with_a_loss_in_fp32(dtype: torch.dtype) -> None:
+def test_a_fresh_model_is_near_uniform_with_a_loss_in_fp32() -> None:
     torch.manual_seed(0)
-    model = GPT(ModelConfig(layers=2, hidden=64, heads=2, seq=16), dtype)
+    model = GPT(ModelConfig(layers=2, hidden=64, heads=2, seq=16), torch.bfloat16)
     loss = next_byte_loss(model, torch.randint(0, 256, (8, 17)))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(math.log(256), abs=0.3)
