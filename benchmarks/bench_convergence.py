@@ -28,6 +28,7 @@ from zero_optim.bench.cases import Row
 from zero_optim.bench.record import Result, title
 from zero_optim.bench.run import find_device
 from zero_optim.errors import ZeroOptimError
+from zero_optim.rules.codec import DTYPES
 from zero_optim.train.config import TrainConfig
 from zero_optim.train.data import fixed_windows, load_corpus
 from zero_optim.train.model import GPT, next_byte_loss
@@ -128,7 +129,7 @@ def validation_losses(folders: Sequence[Path]) -> list[float]:
     """Compute the mean held-out loss of each checkpoint, as ``zero-optim train`` does at its end."""
     config = TrainConfig()
     windows = fixed_windows(load_corpus(config.data, config.seq).validation, config.seq, WINDOWS)
-    model = GPT(config.model, config.torch_dtype)
+    model = GPT(config, DTYPES[config.dtype])
     found = []
     for folder in folders:
         checkpoint.load(folder, model)

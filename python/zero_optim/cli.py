@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from zero_optim_cli import USAGE_ERROR, Parser, complain, main, print_nowhere
@@ -47,10 +46,9 @@ def run_command(name: str, work: Callable[[], int]) -> int:
 
 def _checkpoints_in(path: Path) -> Path:
     """Find the folder of checkpoints of a run of ``zero-optim train``; else return the path itself."""
-    from .train.page import LOG
-    from .train.run_dir import RunDir
+    from .train.run_dir import CHECKPOINTS
 
-    return RunDir(path).checkpoints if (path / LOG).exists() else path
+    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
 
 
 def _inspect(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -67,8 +65,8 @@ def _inspect(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _export(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .checkpoint.hugging_face import export
+    from .rules.codec import DTYPES
     from .rules.options import EMA
-    from .train.config import DTYPES
 
     dtype = DTYPES[parsed.dtype] if parsed.dtype else None
     choice = {
@@ -82,19 +80,18 @@ def _export(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from .train.config import read_request
+    from .train.config import given_flags
 
-    request = replace(read_request(parsed), command=shlex.join(["zero-optim", *arguments]))
-    started = int(os.environ.get("WORLD_SIZE", "0"))
-    if request.ranks is not None and not started:
-        from .train.world import launch
+    given, ranks, started = given_flags(parsed), parsed.ranks, int(os.environ.get("WORLD_SIZE", "0"))
+    if ranks is not None and not started:
+        from .train.ranks import launch
 
-        return launch(request.ranks, request, main, arguments)
-    if request.ranks is not None and request.ranks != started:
-        raise UsageError(f"--ranks {request.ranks}: the launcher has started {started}; leave the flag out")
+        return launch(ranks, given.get("device"), main, arguments)
+    if ranks is not None and ranks != started:
+        raise UsageError(f"--ranks {ranks}: the launcher has started {started}; leave the flag out")
     from .train.loop import train
 
-    return train(request)
+    return train(given, parsed.resume, shlex.join(["zero-optim", *arguments]))
 
 
 def _doctor(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:

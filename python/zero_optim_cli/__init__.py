@@ -131,9 +131,13 @@ def complain(line: str) -> None:
 
 
 def say(*lines: str) -> None:
-    """Print lines at once. Where the pipe is closed, as by ``head``, drop all output and stop the command as Ctrl-C."""
+    """Print lines at once, on one rank alone.
+
+    Where the pipe is closed, as by ``head``, drop all output and stop the command as Ctrl-C.
+    """
     try:
-        print(*lines, sep="\n", flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
         print_nowhere()
         signal.raise_signal(signal.SIGINT)

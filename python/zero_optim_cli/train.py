@@ -66,11 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag("--data", str, "a file or a folder of text (the Python standard library of this interpreter)")
     flag("--out", str, "run directory: report.html, log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
-    flag("--save-every", _COUNT_OR_NONE, "steps between checkpoints; 0: at the end alone (0)")
     flag("--keep-last", _COUNT_OR_NONE, "keep so many checkpoints: the newest and those that it came from; 0: all (0)")
-    parser.add_argument(
-        "--no-checkpoint", dest="checkpoint", action="store_const", const=False, help="save none, not at the end either"
-    )
+    saving = parser.add_mutually_exclusive_group()
+    every = "steps between checkpoints; 0: at the end alone (0)"
+    saving.add_argument("--save-every", type=_COUNT_OR_NONE, help=every)
+    never = "save none, not at the end either"
+    saving.add_argument("--no-checkpoint", dest="checkpoint", action="store_const", const=False, help=never)
     parser.add_argument(
         "--telemetry",
         action="store_const",
@@ -86,4 +87,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--param-offload", str, "at stage 3: where shards of parameters rest (on the device)", choices=("cpu",))
     resume = "run directory or checkpoint to go on from; what came after it is written anew. auto: the newest in --out,"
     flag("--resume", Path, f"{resume} or from the start where there is none")
-    flag("--ranks", int, "start this many ranks on this machine, as torchrun would")
+    flag("--ranks", _COUNT, "start this many ranks on this machine, as torchrun would")

@@ -61,7 +61,7 @@ def test_a_run_trains_each_form_from_each_seed(monkeypatch, tmp_path, capsys):
         run.mkdir()
         (run / "log.jsonl").write_text("".join(f'{{"step": {step}, "loss": {step}.5}}\n' for step in range(40)))
         loss = 2.0 + 0.01 * (len(commands) % len(bench_convergence.FORMS))
-        (run / "run.json").write_text(json.dumps({"sessions": [{"ending": {"validation_loss": loss}}]}))
+        (run / "run.json").write_text(json.dumps({"ending": {"validation_loss": loss}}))
         commands.append((flags["--seed"], flags["--steps"], command[-2:], "--no-checkpoint" in command))
         return subprocess.CompletedProcess(command, 0, "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -117,23 +118,32 @@ def train_with_trainer(
 
     In the second case the model recomputes its activations, by backwards within the backward.
     """
-    from transformers import TrainingArguments
+    settings = {"per_device_train_batch_size": 4, "learning_rate": LR, "warmup_steps": 2, "max_steps": steps}
 
-    settings = {"per_device_train_batch_size": 4, "learning_rate": LR, "warmup_steps": 2, "save_strategy": "no"}
-    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 100}
-    arguments = TrainingArguments(str(folder), max_steps=steps, **{**settings, **quiet, **options})
-    model = load_example("transformers_loop").build_model("gpt2")
-    if ready:
-        how = {"optimizers": (optimizer(model.named_parameters(), lr=LR, eps=EPS), None)}
-    else:
+    def given(model: nn.Module) -> dict[str, Any]:
+        if ready:
+            return {"optimizers": (optimizer(model.named_parameters(), lr=LR, eps=EPS), None)}
         model.gradient_checkpointing_enable({"use_reentrant": True})
-        how = {"optimizer_cls_and_kwargs": (optimizer, {"lr": LR, "eps": EPS})}
-    tokens = [(torch.arange(32) + start) % 128 for start in range(64)]
-    data = [{"input_ids": counting, "labels": counting} for counting in tokens]
-    trainer = kind(model, arguments, train_dataset=data, **how)
+        return {"optimizer_cls_and_kwargs": (optimizer, {"lr": LR, "eps": EPS})}
+
+    model, trainer = _trainer(kind, folder, given, **{**settings, **options})
     trainer.train(resume_from_checkpoint=resume)
     close(trainer.optimizer.optimizer)
     return model
+
+
+def _trainer(
+    kind: Any, folder: Any, given: Callable[[nn.Module], dict[str, Any]], **options: Any
+) -> tuple[nn.Module, Any]:
+    """GPT-2, and what trains it. ``given``: more arguments of the Trainer, which may need the model."""
+    from transformers import TrainingArguments
+
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "logging_steps": 100}
+    model = load_example("transformers_loop").build_model("gpt2")
+    tokens = [(torch.arange(32) + start) % 128 for start in range(64)]
+    data = [{"input_ids": counting, "labels": counting} for counting in tokens]
+    arguments = TrainingArguments(str(folder), **{**quiet, **options})
+    return model, kind(model, arguments, train_dataset=data, eval_dataset=data[:16], **given(model))
 
 
 TRAINER_OPTIONS = {
@@ -172,8 +182,8 @@ def test_a_trainer_makes_sgd_where_it_is_asked_to(tmp_path: Any) -> None:
 
     found = []
     for kind in (ShardedTrainer, Trainer):
-        options = {"save_strategy": "no", "optim": "sgd", "learning_rate": 0.1, "max_steps": 3}
-        model, trainer = _trainer(kind, tmp_path, **options)
+        options = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 3}
+        model, trainer = _trainer(kind, tmp_path, lambda model: {}, **options)
         trainer.train()
         found.append(weights(model))
         assert isinstance(trainer.optimizer.optimizer, zero_optim.ShardedSGD) == (kind is ShardedTrainer)
@@ -182,23 +192,11 @@ def test_a_trainer_makes_sgd_where_it_is_asked_to(tmp_path: Any) -> None:
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def _trainer(kind: Any, folder: Any, *, make: Any = None, **options: Any) -> tuple[nn.Module, Any]:
-    """GPT-2, and what trains it. ``make``: more arguments of the Trainer."""
-    from transformers import TrainingArguments
-
-    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
-    model = load_example("transformers_loop").build_model("gpt2")
-    tokens = [(torch.arange(32) + start) % 128 for start in range(16)]
-    data = [{"input_ids": counting, "labels": counting} for counting in tokens]
-    arguments = TrainingArguments(str(folder), **{**quiet, **options})
-    return model, kind(model, arguments, train_dataset=data, eval_dataset=data, **(make or {}))
-
-
 def test_a_trainer_evaluates_the_averages(tmp_path: Any) -> None:
     from zero_optim.integrations.transformers import ShardedTrainer
 
     options = {"max_steps": 4, "learning_rate": 0.01, "eval_on_start": True}
-    model, trainer = _trainer(ShardedTrainer, tmp_path, make={"ema_decay": 0.5}, **options)
+    model, trainer = _trainer(ShardedTrainer, tmp_path, lambda model: {"ema_decay": 0.5}, **options)
     trainer.train()
     own, optimizer = weights(model), trainer.optimizer.optimizer
     found = trainer.evaluate()["eval_loss"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +15,8 @@ HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
-from training import TINY, run_ranks, write_text  # noqa: E402
+from training import TINY, run_ranks, shortened, write_text  # noqa: E402
 from zero_optim.cli import main  # noqa: E402
-from zero_optim.train import loop  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -50,16 +47,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path) -> FinishedR
     return FinishedRun(folder, text, run_ranks(2, [*TINY, *flags], folder.parent))
 
 
-@contextlib.contextmanager
-def shortened() -> Iterator[None]:
-    """A short sample, and neither charts nor TensorBoard, which take seconds to import."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_SAMPLE_LENGTH", 20)
-        for module in ("matplotlib", "torch.utils.tensorboard"):
-            patch.setitem(sys.modules, module, None)
-        yield
-
-
 @pytest.fixture
 def zero_optim(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -73,11 +60,10 @@ def zero_optim(
     monkeypatch.chdir(work)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny tensors; more threads would only wait for one another
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*arguments: str | os.PathLike[str], whole: bool = False) -> Outcome:
         capfd.readouterr()
-        with contextlib.nullcontext() if whole else shortened():
+        with shortened(whole=whole):
             try:
                 code = main([os.fspath(argument) for argument in arguments])
             except SystemExit as stop:
@@ -86,5 +72,3 @@ def zero_optim(
 
     yield run
     torch.set_num_threads(threads)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)

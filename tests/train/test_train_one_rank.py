@@ -17,7 +17,7 @@ import torch
 from checkpoint_files import read_tensors, weights_in
 from training import TINY, read_log, saved_steps, without_speed
 from zero_optim import GradScaler
-from zero_optim.train import loop, trainer
+from zero_optim.train import loop, run_dir
 from zero_optim.train.data import draw_windows, load_corpus, unigram_entropy
 from zero_optim.train.model import GPT, ModelConfig, generate, next_byte_loss
 
@@ -39,7 +39,7 @@ def test_a_resumed_run_repeats_the_whole_one(
     zero_optim: Callable, text: Path, tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A scale that grows every other step shows in six steps whether the scaler's own count came back.
-    monkeypatch.setattr(trainer, "GradScaler", functools.partial(GradScaler, init_scale=64.0, growth_interval=2))
+    monkeypatch.setattr(loop, "GradScaler", functools.partial(GradScaler, init_scale=64.0, growth_interval=2))
     whole, again = tmp_path / "whole", tmp_path / "again"
     common = ["--steps", "6", "--save-every", "3", "--data", text, "--out", whole]
     assert zero_optim("train", *TINY, *flags, *common).code == 0
@@ -53,20 +53,6 @@ def test_a_resumed_run_repeats_the_whole_one(
     assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0])
 
 
-def test_a_run_resumed_in_its_own_folder_rewrites_what_came_after(
-    zero_optim: Callable, text: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    assert zero_optim("train", *TINY, "--steps", "4", "--save-every", "2", "--data", text, "--out", run).code == 0
-    before = read_log(run)
-    assert zero_optim("train", "--resume", run / "checkpoint" / "step-2").code == 0
-    assert without_speed(read_log(run)) == without_speed(before)
-    assert saved_steps(run) == [2, 4]
-    first, second = json.loads((run / "run.json").read_text())["sessions"]
-    assert (first["after_step"], first["resumed_from"], first["ending"]["step"]) == (0, None, 4)
-    assert (second["after_step"], second["resumed_from"], second["ending"]["ranks"][0]["steps"]) == (2, str(run), 2)
-
-
 def test_what_a_run_writes_and_prints(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = [*TINY, "--steps", "3", "--accumulate", "2", "--data", text, "--out", run]
@@ -76,10 +62,10 @@ def test_what_a_run_writes_and_prints(zero_optim: Callable, text: Path, tmp_path
     assert [list(line) for line in lines] == [KEYS] * 3
     assert all(line["loss_scale"] == 1.0 and line["tokens_per_s"] > 0 and line["grad_norm"] > 0 for line in lines)
     for ms in (line["ms"] for line in lines):
-        assert list(ms) == [*PHASES, "whole", "exposed communication"] and ms["exposed communication"] == 0
+        assert list(ms) == [*PHASES, "whole"]
         assert 0 < sum(ms[phase] for phase in PHASES) <= ms["whole"]
     corpus = load_corpus(str(text), 16)
-    (session,) = json.loads((run / "run.json").read_text())["sessions"]
+    session = json.loads((run / "run.json").read_text())
     end = session["ending"]
     assert (end["outcome"], end["step"], end["entropy"]) == ("finished", 3, unigram_entropy(corpus.validation))
     assert end["ranks"][0]["peak_bytes"] > 50e6  # torch alone takes more
@@ -121,23 +107,12 @@ def test_tensorboard_has_what_the_log_has(zero_optim: Callable, text: Path, tmp_
 def test_without_the_extra_a_run_prints_what_is_left_out(
     zero_optim: Callable, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "import_module", lambda name: exec("raise ImportError"))
+    monkeypatch.setattr(run_dir, "import_module", lambda name: exec("raise ImportError"))
     outcome = zero_optim("train", *TINY, "--steps", "1", "--data", text, "--out", tmp_path / "run")
     assert outcome.code == 0 and outcome.err == ""
     for what in ("tensorboard is not installed", "tqdm is not installed", "loss.png was not written: "):
         assert len(re.findall(f"^{what}", outcome.out, re.MULTILINE)) == 1
     assert not (tmp_path / "run" / "tensorboard").exists() and (tmp_path / "run" / "report.html").exists()
-
-
-def test_a_page_that_fails_does_not_fail_the_training(
-    zero_optim: Callable, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(folder: Path) -> Path:
-        raise ValueError("no page")
-
-    monkeypatch.setattr(loop, "write_page", fail)
-    outcome = zero_optim("train", *TINY, "--steps", "1", "--data", text, "--out", tmp_path / "run")
-    assert outcome.code == 0 and "report.html was not written: ValueError: no page\n" in outcome.out
 
 
 def test_a_step_averages_its_micro_batches(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
@@ -171,14 +146,13 @@ def test_training_learns_the_text(zero_optim: Callable, text: Path) -> None:
     assert outcome.out.splitlines()[-1].startswith(f"written to {Path.cwd()}/runs/")
 
 
-def test_fp16_on_a_cpu_is_announced_and_scaled(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
+def test_fp16_on_a_cpu_is_small_and_scaled(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
     flags = ["--dtype", "fp16", "--steps", "2", "--device", "cpu", "--data", text, "--seq", "16"]
     outcome = zero_optim("train", *flags, "--out", tmp_path / "run")
     assert outcome.code == 0, outcome.err
-    assert "\nfp16 on a CPU: " in outcome.out
     shrunk = sum(parameter.numel() for parameter in GPT(ModelConfig(2, 128, 2, 16), torch.float16).parameters())
     assert f"model  {shrunk:,} parameters in fp16" in outcome.out
-    assert read_log(tmp_path / "run")[-1]["loss_scale"] > 1 and ", scale " in outcome.err
+    assert read_log(tmp_path / "run")[-1]["loss_scale"] > 1 and ", scale=" in outcome.err
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(
@@ -194,8 +168,6 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(
     monkeypatch.setattr(os, "pwrite", fill_the_disk)
     outcome = zero_optim("train", *TINY, "--steps", "4", "--save-every", "2", "--data", text, "--out", run)
     assert outcome.code == 1 and re.search(r"step-4/rank-0.safetensors: No space left on device", outcome.err)
-    (session,) = json.loads((run / "run.json").read_text())["sessions"]
-    assert session["ending"]["outcome"] == "failed" and "No space left" in session["ending"]["why"]
     assert saved_steps(run) == [2]
     assert not list(run.rglob(".*"))  # no temporary file stays
     monkeypatch.undo()
@@ -218,6 +190,8 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before_it(zero_optim: Callable
     assert ", after step 2\n" in outcome.out
     assert without_speed(read_log(run)) == without_speed(whole)
     assert saved_steps(run) == [2, 4]
+    session = json.loads((run / "run.json").read_text())
+    assert (session["after_step"], session["resumed_from"], session["ending"]["ranks"][0]["steps"]) == (2, str(run), 2)
 
 
 def test_resume_auto_begins_where_there_is_nothing_and_ends_where_all_is_done(
@@ -258,10 +232,9 @@ def test_the_model_never_looks_ahead() -> None:
     assert not torch.allclose(first[:, 10:], second[:, 10:], atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_fresh_model_is_near_uniform_with_a_loss_in_fp32(dtype: torch.dtype) -> None:
+def test_a_fresh_model_is_near_uniform_with_a_loss_in_fp32() -> None:
     torch.manual_seed(0)
-    model = GPT(ModelConfig(layers=2, hidden=64, heads=2, seq=16), dtype)
+    model = GPT(ModelConfig(layers=2, hidden=64, heads=2, seq=16), torch.bfloat16)
     loss = next_byte_loss(model, torch.randint(0, 256, (8, 17)))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(math.log(256), abs=0.3)

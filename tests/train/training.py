@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 UNDRAWN = Path(__file__).with_name("undrawn")
@@ -34,6 +38,21 @@ def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     paths = [str(UNDRAWN), str(ROOT), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@contextlib.contextmanager
+def shortened(*, whole: bool = False) -> Iterator[pytest.MonkeyPatch]:
+    """A training in this process, which keeps its signal handlers; unless it is ``whole`` with a short sample, and with
+    neither charts nor TensorBoard, which take seconds to import."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        if not whole:
+            patch.setattr("zero_optim.train.loop._SAMPLE_LENGTH", 20)
+            for module in ("matplotlib", "torch.utils.tensorboard"):
+                patch.setitem(sys.modules, module, None)
+        yield patch
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 class Command:

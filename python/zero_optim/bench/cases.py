@@ -17,7 +17,7 @@ from zero_kernels import ROW
 from zero_kernels.codecs import FORMS
 
 from ..errors import UsageError
-from ..train.config import DTYPES
+from ..rules.codec import DTYPES
 from .timing import Job, Spread
 
 TORCH, COPY, STREAM = "torch_pipeline", "copy", "stream"

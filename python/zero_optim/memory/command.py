@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import UsageError
 from ..figures import row, size
 from ..rules.adamw import AdamW
-from ..rules.codec import codecs_for
+from ..rules.codec import DTYPES, codecs_for
 from ..rules.lion import Lion
 from ..rules.muon import Muon
 from ..rules.options import Decays
@@ -34,7 +34,6 @@ RULES = {
     "sgd": SGD(),
     "momentum": SGD(momentum=0.9),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STAGES = (0, 1, 2, 3)
 _FLAGS = {"world": "--world", "tensor": "--tp", "pipeline": "--pp", "replicas": "--replicate"}  # by fields of ``Job``
 

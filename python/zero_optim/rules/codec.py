@@ -249,6 +249,9 @@ CODECS: Mapping[str, Codec] = {codec.name: codec for codec in _ALL}
 MASTERS: Mapping[str, Codec | None] = {"fp32": None, "split": Split(), "split8": Split8()}
 """The codec of a master, by the word for it."""
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtype of parameters and gradients, by the word for it in commands."""
+
 STATE_DTYPES = ("fp32", "bf16", "bf16_stochastic", "int8")
 
 AVERAGES: Mapping[str, Codec | None] = {"fp32": None, "bf16_stochastic": StochasticBf16()}

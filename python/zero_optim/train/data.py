@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,8 @@ from torch import Tensor
 
 from ..errors import UsageError
 
-VALIDATION_SHARE = 0.1
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
-_SKIPPED_IN_STDLIB = {"test", "tests", "idle_test", "lib2to3"}
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
+_SKIPPED_IN_STDLIB = {*_SKIPPED, "test", "tests", "idle_test", "lib2to3"}
 
 
 @dataclass(frozen=True)
@@ -34,52 +34,43 @@ def load_corpus(path: str | None, seq: int) -> Corpus:
     A folder is split by file, a single file by position. Hidden files and folders are left out. Raises UsageError for a
     path that is unreadable, empty, or too small for one window of ``seq`` + 1 bytes on either side of the split.
     """
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        name = f"Python standard library, {root}"
-        files = [file for file in _files_below(root, _SKIPPED_IN_STDLIB) if file.suffix == ".py"]
-    else:
-        root, name = Path(path), path
-        files = _files_below(root, set()) if root.is_dir() else [root]
+    root = Path(path or sysconfig.get_paths()["stdlib"])
+    files = [root]
+    if root.is_dir():
+        files = [*_files_below(root, _SKIPPED)] if path else [*_files_below(root, _SKIPPED_IN_STDLIB, ".py")]
     try:
         texts = [(file.relative_to(root).as_posix(), text) for file in files if (text := file.read_bytes())]
     except OSError as error:
         raise UsageError(f"--data {error.filename}: {error.strerror}") from error
     if not texts:
         raise UsageError(f"--data {root}: empty, no byte to train on")
-    train, validation = split(texts)
-    for part, text in (("training", train), ("validation", validation)):
-        if len(text) < seq + 1:
-            raise UsageError(
-                f"--data {path or root}: {len(text)} bytes of {part} text, fewer than one window of {seq + 1}; "
-                "give more text or a smaller --seq"
-            )
-    digest = hashlib.sha256(hashlib.sha256(train).digest() + hashlib.sha256(validation).digest()).hexdigest()
-    bytes_of = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, validation)]
-    return Corpus(name, bytes_of[0], bytes_of[1], digest)
+    parts = split(texts)
+    for name, part in zip(("training", "validation"), parts, strict=True):
+        if len(part) < seq + 1:
+            few = f"{len(part)} bytes of {name} text, fewer than one window of {seq + 1}"
+            raise UsageError(f"--data {root}: {few}; give more text or a smaller --seq")
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    train, validation = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
+    return Corpus(path or f"Python standard library, {root}", train, validation, digest)
 
 
-def split(texts: list[tuple[str, bytes]]) -> tuple[bytes, bytes]:
-    """Split named texts, none of them empty, into training bytes and about a tenth of validation bytes.
+def _files_below(root: Path, skipped: set[str], suffix: str = "") -> Iterator[Path]:
+    """Find regular, visible files, in any order."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name[0] != "." and name not in skipped]
+        files = (Path(folder, name) for name in names if name[0] != "." and name.endswith(suffix))
+        yield from (file for file in files if file.is_file())
 
-    Texts are kept whole: in the order of the SHA-256 of their names they go into validation until it has a tenth. A
-    text of more than half of all bytes is for training. A single text is cut: its tail is for validation.
+
+def split(texts: Sequence[tuple[str, bytes]]) -> tuple[bytearray, bytearray]:
+    """Split named texts into training bytes and a tenth of validation bytes, by the SHA-256 of the names.
+
+    So whole texts are held out, but for one that both sides have a part of: of a single text validation has the tail.
     """
-    if len(texts) == 1:
-        text = texts[0][1]
-        cut = len(text) - int(len(text) * VALIDATION_SHARE)
-        return text[:cut], text[cut:]
-    total = sum(len(text) for _, text in texts)
-    train: list[bytes] = []
-    validation: list[bytes] = []
-    taken = 0
-    for _, text in sorted(texts, key=lambda item: hashlib.sha256(item[0].encode()).digest()):
-        if taken < total * VALIDATION_SHARE and len(text) <= total / 2:
-            validation.append(text)
-            taken += len(text)
-        else:
-            train.append(text)
-    return b"".join(train), b"".join(validation)
+    ordered = sorted(texts, key=lambda item: hashlib.sha256(item[0].encode()).digest(), reverse=True)
+    text = bytearray().join(text for _, text in ordered)
+    cut = len(text) - len(text) // 10
+    return text[:cut], text[cut:]
 
 
 def draw_windows(text: Tensor, seq: int, numbers: range, *, seed: int, step: int) -> Tensor:
@@ -99,23 +90,11 @@ def fixed_windows(text: Tensor, seq: int, count: int) -> Tensor:
     return _windows_at(text, starts, seq)
 
 
-def unigram_entropy(text: Tensor) -> float:
-    """Entropy in nats per byte of the text's own byte counts: no model that ignores context can do better on it."""
-    counts = torch.bincount(text, minlength=256).double()
-    return torch.special.entr(counts / counts.sum()).sum().item()
-
-
 def _windows_at(text: Tensor, starts: Tensor, seq: int) -> Tensor:
     return text[starts[:, None] + torch.arange(seq + 1)].long()
 
 
-def _files_below(root: Path, skipped: set[str]) -> list[Path]:
-    """Regular, visible files in name order."""
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name[0] != "." and name not in skipped | _SKIPPED_FOLDERS)
-        found.extend(Path(folder, name) for name in sorted(names) if name[0] != ".")
-    files = [file for file in found if file.is_file()]
-    if not files:
-        raise UsageError(f"--data {root}: the folder holds no file to train on")
-    return files
+def unigram_entropy(text: Tensor) -> float:
+    """Entropy in nats per byte of the text's own byte counts: no model that ignores context can do better on it."""
+    counts = torch.bincount(text, minlength=256).double()
+    return torch.special.entr(counts / counts.sum()).sum().item()

@@ -1,238 +1,349 @@
-"""A run from start to end: steps, logs, checkpoints, validation, and what is written and printed at the end."""
+"""A step of the training, and a run from start to end: the same code for one rank and for N."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import platform
+import resource
 import sys
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from zero_optim_cli import distribution_version, say
 
-from .. import memory
-from ..figures import short
+from .. import GradScaler, ShardedAdamW, ShardedMuon, checkpoint, memory, shard_module
+from ..checkpoint.folder import write_atomically
+from ..comm.collectives import Comm
+from ..comm.together import on_rank_0, together
+from ..errors import UsageError
 from ..gather_parameters import gather_parameters
-from .config import TrainRequest
-from .data import unigram_entropy
-from .model import generate
-from .page import LOG, PAGE, PICTURE, draw_loss, tables, write_page
-from .run_dir import Setup, make_setup
-from .trainer import Trainer, finite
-from .world import INTERRUPTED, StopFlag, World, choose_device, join_world, local_ranks
+from ..rules.codec import DTYPES
+from ..rules.muon import Muon
+from .config import RESUME_AUTO, Flags, TrainConfig, fresh_config, resumed_config
+from .data import Corpus, draw_windows, fixed_windows, load_corpus, unigram_entropy
+from .model import GPT, Block, generate, next_byte_loss
+from .page import PICTURE, RUN, WHOLE, Session, draw_loss, tables, write_page
+from .ranks import choose_device, join_ranks, local_ranks, watch_signals
+from .run_dir import CHECKPOINTS, find_checkpoint, open_log, open_run, rewind, run_of
 
-_SAMPLE_PROMPT = 32  # bytes
-_SAMPLE_LENGTH = 400  # bytes
-_SECONDS_BETWEEN_LINES = 10.0  # of the progress bar, where stderr is no terminal
+INTERRUPTED = 130  # the exit code of a shell's Ctrl-C
+_VALIDATION_WINDOWS = 128
+_OPTIONS = ("lr", "stage", "state_offload", "device_budget", "master", "state_dtype", "telemetry")  # of the optimizer
+_PROMPT, _SAMPLE_LENGTH = 32, 400  # bytes
 
 
-def train(request: TrainRequest) -> int:
-    """Train as requested. Returns the exit code: 0, or 130 when interrupted. Raises UsageError, on every rank alike."""
-    with join_world(choose_device(request.given.get("device"), local_ranks())) as world:
-        stop = StopFlag()
-        setup = make_setup(request, world)
-        trainer = Trainer(setup.config, setup.corpus, world)
+class PhaseClock:
+    """Seconds spent in each phase: on the host for a CPU, between events of the current stream for a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def mark(self, phase: str) -> None:
+        """End a phase, which began at the mark before."""
+        now: Any = torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter()
+        if self._on_gpu:
+            now.record()
+        self._marks.append((phase, now))
+
+    def collect(self) -> Mapping[str, float]:
+        """Give the seconds of each phase since the first mark. On a GPU, call it after a wait for the device."""
+        seconds: Counter[str] = Counter()
+        for (_, start), (phase, end) in itertools.pairwise(self._marks):
+            seconds[phase] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+        self._marks.clear()
+        return seconds
+
+
+class Trainer:
+    """The training state that a checkpoint brings back: model, optimizer, loss scaler, schedule, random states."""
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, comm: Comm) -> None:
+        self.config, self.corpus, self.comm = config, corpus, comm
+        self.device = torch.device(config.device)
+        torch.manual_seed(config.seed)
+        self.model = GPT(config, DTYPES[config.dtype]).to(self.device)
+        if config.stage >= 3:
+            shard_module(self.model, units=(Block,), prefetch=1, param_offload=config.param_offload)
+        options: dict[str, Any] = {name: getattr(config, name) for name in _OPTIONS}
+        self.optimizer = ShardedAdamW(_parameter_groups(self.model, config), betas=(0.9, 0.95), **options)
+        self.scaler = GradScaler(enabled=config.dtype == "fp16")
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
+        self.clock, self.seconds = PhaseClock(self.device), Counter[str]()  # of all steps, by phase
+        self.tracker = memory.track()
+        self.steps_done = 0
+
+    def step(self, *, asked_to_stop: bool) -> tuple[dict[str, Any], bool]:
+        """Run one optimizer step over ``accumulate`` micro-batches. The host waits for the device once, after it.
+
+        Returns its line of ``log.jsonl``, and whether some rank was asked to stop. Losses and norms are None where they
+        are not finite; ``ms`` is of this rank; all else is equal on all ranks.
+        """
+        config, step, start = self.config, self.steps_done + 1, time.perf_counter()
+        lr = float(self.schedule.get_last_lr()[0])
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), device=self.device)
+        self.clock.mark("start")
+        for micro in range(config.accumulate):
+            loss += self._micro_batch(step, micro)
+        self.scaler.unscale_(self.optimizer)
+        norm = self.optimizer.clip_grad_norm_(config.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.clock.mark("step")
+        self.schedule.step()
+        # One exchange and one read by the host, of the loss, the number of ranks that were asked to stop, and the norm.
+        vector = torch.stack((loss, torch.full_like(loss, float(asked_to_stop))))
+        self.comm.exchange(vector)
+        total, stops, norm_value = torch.cat((vector, norm.reshape(1))).tolist()
+        self.steps_done = step
+        phases = self.clock.collect()
+        self.seconds.update(phases)
+        seconds = time.perf_counter() - start
+        record = {
+            "step": step,
+            "loss": _finite(total / self.comm.world_size),
+            "lr": lr,
+            "grad_norm": _finite(norm_value),  # of the averaged gradients, before clipping
+            "loss_scale": self.scaler.get_scale(),
+            "tokens_per_s": self.comm.world_size * config.batch * config.seq * config.accumulate / seconds,
+            "ms": {phase: round(1000 * value, 3) for phase, value in {**phases, WHOLE: seconds}.items()},
+        }
+        if config.telemetry:  # finite numbers, to four digits to keep the log small
+            numbers = self.optimizer.telemetry(over_ranks=True).floats().items()
+            record["telemetry"] = {name: float(f"{value:.4g}") for name, value in numbers if math.isfinite(value)}
+        return record, stops > 0
+
+    def _micro_batch(self, step: int, micro: int) -> Tensor:
+        """Add the gradients of one micro-batch. Returns its part of the step's loss, on the device."""
+        config = self.config
+        first = (micro * self.comm.world_size + self.comm.rank) * config.batch
+        with contextlib.nullcontext() if micro == config.accumulate - 1 else self.optimizer.no_sync():
+            numbers = range(first, first + config.batch)
+            windows = draw_windows(self.corpus.train, config.seq, numbers, seed=config.seed, step=step)
+            loss = next_byte_loss(self.model, windows.to(self.device)) / config.accumulate
+            self.clock.mark("data and forward")
+            self.scaler.scale(loss).backward()
+            self.clock.mark("backward")
+        return loss.detach()
+
+    def _lr_factor(self, done: int) -> float:
+        """Linear warm-up, then a cosine from 1 to 0.1 at the last step."""
+        warmup, steps = min(self.config.warmup, self.config.steps // 4), self.config.steps
+        if done < warmup:
+            return (done + 1) / (warmup + 1)
+        part = (done - warmup) / max(1, steps - warmup)
+        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, part)))
+
+    def save(self, folder: Path) -> None:
+        """Collective. Write the checkpoint of the last step into ``folder``."""
+        extra = {"config": asdict(self.config), "data_digest": self.corpus.digest}
+        more: dict[str, Any] = {"step": self.steps_done, "extra": extra, "keep_last": self.config.keep_last or None}
+        checkpoint.save(folder, self.model, self.optimizer, scaler=self.scaler, scheduler=self.schedule, **more)
+
+    def load(self, source: Path) -> None:
+        """Collective. Resume from a checkpoint, or from the newest whole one of a folder."""
+        with warnings.catch_warnings(record=True) as caught:
+            loaded = checkpoint.load(source, self.model, self.optimizer, scaler=self.scaler, scheduler=self.schedule)
+        for line in (*(str(warning.message) for warning in caught), *loaded.notes):
+            say(line)
+        self.steps_done = loaded.step
+
+
+def _parameter_groups(model: GPT, config: TrainConfig) -> list[dict[str, Any]]:
+    """Group parameters: matrices decay, gains and biases don't. With Muon, matrices of blocks are one more group."""
+    named, decay = list(model.named_parameters()), config.weight_decay
+    groups: list[dict[str, Any]] = []
+    if config.optimizer == "muon":
+        matrices, named = ShardedMuon.split(model)
+        groups = [{"params": matrices, "rule": Muon(lr=config.muon_lr, weight_decay=decay)}]
+    return [
+        {"params": [(name, p) for name, p in named if p.ndim >= 2], "weight_decay": decay},
+        {"params": [(name, p) for name, p in named if p.ndim < 2], "weight_decay": 0.0},
+        *groups,
+    ]
+
+
+def _finite(value: float) -> float | None:
+    """Give the value, or None where it is not finite: JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def train(given: Flags, resume: Path | None, command: str) -> int:
+    """Train. Returns the exit code: 0, or 130 when interrupted. Raises UsageError, on every rank alike.
+
+    ``resume``: a run directory or checkpoint; ``RESUME_AUTO``: ``given["out"]`` if that holds a checkpoint.
+    ``command``: what was typed.
+    """
+    device = choose_device(given.get("device"), local_ranks())
+    with join_ranks(device) as comm:
+        asked_to_stop = watch_signals()
+        config, corpus, source = together(comm, lambda: _read_inputs(given, resume, device), "reading flags and text")
+        dated = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.dtype}-stage{config.stage}"
+        out = Path(given.get("out") or (run_of(source) if source else dated)).absolute()  # the process may go elsewhere
+        # Rank 0's clock names the folder.
+        folder = on_rank_0(comm, lambda: open_run(out, source, anew=resume == RESUME_AUTO), "making the folder")
+        trainer = Trainer(config, corpus, comm)
         try:
-            if setup.source:
-                trainer.load(setup.source)
-            if world.leads:
-                if setup.in_place:
-                    setup.run_dir.rewind(trainer.steps_done)
-                _print_header(trainer, setup, world)
-            if trainer.steps_done < setup.config.steps:
-                return _train_on(trainer, setup, world, stop)
-            if world.leads:
-                say(f"all {setup.config.steps} steps are done; a larger --steps goes on")
+            if source:
+                trainer.load(source)
+            session = _describe(trainer, command, source)
+            if comm.rank == 0:
+                rewind(folder, trainer.steps_done)
+            say(*(f"{name:<6} {session['facts'][name]}" for name in ("model", "data", "ranks")))
+            resumed = f", after step {trainer.steps_done}" if source else ""
+            say(f"run    {folder}, process {os.getpid()}{resumed}")
+            if trainer.steps_done < config.steps:
+                return _train_on(trainer, folder, session, asked_to_stop)
+            say(f"all {config.steps} steps are done; a larger --steps goes on")
             return 0
         finally:
             trainer.optimizer.close()
 
 
-def _train_on(trainer: Trainer, setup: Setup, world: World, stop: StopFlag) -> int:
-    """Run the steps that are left, or until a rank is asked to stop. Returns the exit code."""
-    begun_after, begun = trainer.steps_done, time.perf_counter()
-    start = start_of(trainer, setup, world)
-    if world.leads:
-        setup.run_dir.write_sessions([*setup.run_dir.sessions(), start])
-
-    def end(outcome: str, **more: Any) -> Mapping[str, Any]:
-        seconds = time.perf_counter() - begun
-        ended = {**start, "ending": {"outcome": outcome, "step": trainer.steps_done, "seconds": seconds, **more}}
-        setup.run_dir.write_sessions([*setup.run_dir.sessions()[:-1], ended])
-        return ended
-
-    try:
-        with trainer.tracker:
-            _run_steps(trainer, setup, world, stop)
-        reports = world.comm.gather_objects(trainer.report(trainer.steps_done - begun_after), "the last report")
-        if trainer.steps_done < setup.config.steps:
-            if world.leads:
-                end("interrupted", ranks=reports)
-                _write(write_page, PAGE, setup)
-                go_on = f"go on with --resume {setup.run_dir.path}" if setup.config.checkpoint else "nothing was saved"
-                say(f"interrupted after step {trainer.steps_done}; {go_on}")
-            return INTERRUPTED
-        loss = _validate(trainer, setup, world)
-        if world.leads:
-            entropy = unigram_entropy(setup.corpus.validation)
-            _print_end(end("finished", ranks=reports, validation_loss=finite(loss), entropy=entropy), setup)
-        return 0
-    except Exception as error:
-        if world.leads:
-            with contextlib.suppress(OSError):  # as of a full disk: ``error`` is the one to report
-                end("failed", ranks=[], why=f"{type(error).__name__}: {error}")
-        raise
+def _read_inputs(given: Flags, resume: Path | None, device: str) -> tuple[TrainConfig, Corpus, Path | None]:
+    """Read flags, checkpoint and text. The third result is a checkpoint, or a folder of them. Raises UsageError."""
+    auto = resume == RESUME_AUTO
+    source = find_checkpoint(Path(given["out"] if auto else resume).absolute()) if resume else None
+    if resume and not source and not auto:
+        raise UsageError(f"--resume {resume}: holds no complete checkpoint")
+    saved = checkpoint.info(source).extra if source else None
+    if source and not (isinstance(saved, dict) and "config" in saved):
+        raise UsageError(f"--resume {resume}: was not written by zero-optim train")
+    config = resumed_config(saved["config"], given, device) if saved else fresh_config(given, device)
+    if not saved and config.dtype != given.get("dtype", TrainConfig.dtype):
+        say(f"{config.dtype}: no bf16 units in this {device.upper()}; --dtype bf16 emulates them, slowly")
+    say("reading the text")
+    corpus = load_corpus(config.data, config.seq)
+    if saved and saved["data_digest"] != corpus.digest:
+        what = f"{corpus.name} is not the text that it was trained on; name that by --data"
+        raise UsageError(f"--resume {resume}: {what}")
+    return config, corpus, source
 
 
-def start_of(trainer: Trainer, setup: Setup, world: World) -> dict[str, Any]:
-    """Make this start's entry of ``run.json``, without its end.
+def _describe(trainer: Trainer, command: str, source: Path | None) -> dict[str, Any]:
+    """Make ``run.json`` as it is until the end of the run.
 
     ``after_step``: the step that was resumed from, 0 for a fresh run. ``plan``: by formula, bytes of the mean rank by
     kind, and bytes that it communicates in a step by collective.
     """
-    planned = memory.plan_of(trainer.optimizer, mean=True, accumulate=setup.config.accumulate)
-    versions = {"zero-optim": distribution_version(), "torch": torch.__version__, "python": platform.python_version()}
+    config, text, ranks = trainer.config, trainer.corpus, trainer.comm.world_size
+    planned = memory.plan_of(trainer.optimizer, mean=True, accumulate=config.accumulate)
+    shape = f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads, window of {config.seq} bytes"
+    each = f"{torch.get_num_threads()} threads" if config.device == "cpu" else torch.cuda.get_device_name()
+    backend = dist.get_backend() if dist.is_initialized() else "no process group"
     return {
         "started": datetime.now().astimezone().isoformat(),
         "after_step": trainer.steps_done,
-        "resumed_from": str(setup.resumed_from) if setup.resumed_from else None,
-        "command": setup.command,
-        "facts": {**_facts(trainer, setup, world), **versions},
-        "config": asdict(setup.config),
+        "resumed_from": str(run_of(source)) if source else None,
+        "command": command,
+        "facts": {
+            "model": f"{planned.model.numel:,} parameters in {config.dtype}: {shape}",
+            "data": f"{text.name}: {text.train.numel():,} bytes to train on, {text.validation.numel():,} held out",
+            "ranks": f"{ranks} on {config.device} ({backend}, {each}), stage {config.stage}",
+            **{"zero-optim": distribution_version(), "torch": torch.__version__, "python": platform.python_version()},
+        },
+        "config": asdict(config),
         "parameters": planned.model.numel,
-        "peak_of": "allocated by torch on a GPU" if world.device.type == "cuda" else "resident memory of a process",
+        "peak_of": "allocated by torch on a GPU" if config.device == "cuda" else "resident memory of a process",
         "plan": {"memory": {**planned.memory}, "traffic": {**planned.traffic}, "state_kinds": planned.state_kinds},
         "ending": None,
     }
 
 
-def _run_steps(trainer: Trainer, setup: Setup, world: World, stop: StopFlag) -> None:
+def _train_on(trainer: Trainer, folder: Path, session: Session, asked_to_stop: Callable[[], bool]) -> int:
+    """Run the steps that are left, or until a rank is asked to stop. Returns the exit code."""
+    begun, leads = time.perf_counter(), trainer.comm.rank == 0
+    if leads:
+        write_atomically(folder / RUN, json.dumps(session, indent=1))
+    with trainer.tracker:
+        _run_steps(trainer, folder, asked_to_stop)
+    ending: dict[str, Any] = {"step": trainer.steps_done, "seconds": time.perf_counter() - begun}
+    report = _report(trainer, trainer.steps_done - session["after_step"])
+    ending["ranks"] = trainer.comm.gather_objects(report, "the last report")
+    finished = trainer.steps_done == trainer.config.steps
+    ending["outcome"] = "finished" if finished else "interrupted"
+    if finished:
+        ending["validation_loss"] = _finite(_validate(trainer, folder))
+        ending["entropy"] = unigram_entropy(trainer.corpus.validation)
+    if leads:
+        session = {**session, "ending": ending}
+        write_atomically(folder / RUN, json.dumps(session, indent=1))
+        _print_end(session, folder)
+    return 0 if finished else INTERRUPTED
+
+
+def _run_steps(trainer: Trainer, folder: Path, asked_to_stop: Callable[[], bool]) -> None:
     """Train to the last step, or to the one at which some rank is asked to stop, and save."""
-    config = setup.config
-    log = Log(setup.run_dir.path, trainer.steps_done, config.steps) if world.leads else None
-    try:
-        for step in range(trainer.steps_done + 1, config.steps + 1):
-            record, stopped = trainer.step(step, asked_to_stop=bool(stop))
-            trainer.steps_done = step
+    config, leads, stopped = trainer.config, trainer.comm.rank == 0, False
+    with open_log(folder, trainer.steps_done, config.steps) if leads else contextlib.nullcontext() as log:
+        while not stopped and trainer.steps_done < config.steps:
+            record, stopped = trainer.step(asked_to_stop=asked_to_stop())
             if log:
-                log.write(record)
-            last = stopped or step == config.steps
-            if config.checkpoint and (last or (config.save_every and step % config.save_every == 0)):
-                trainer.save(setup.run_dir.checkpoints, step)
-            if stopped:
-                return
-    finally:
-        if log:
-            log.close()
+                log(record)
+            due = config.save_every and trainer.steps_done % config.save_every == 0
+            if config.checkpoint and (due or stopped or trainer.steps_done == config.steps):
+                trainer.save(folder / CHECKPOINTS)
 
 
-class Log:
-    """``log.jsonl``, TensorBoard's files, and a progress bar. Without its package, either of the latter is left out."""
-
-    def __init__(self, folder: Path, done: int, steps: int) -> None:
-        self._file = (folder / LOG).open("a", buffering=1)  # a process that dies in the next step loses no line
-        self._board = self._bar = None
-        if tensorboard := _optional("torch.utils.tensorboard", "tensorboard"):
-            self._board = tensorboard.SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
-        if tqdm := _optional("tqdm", "tqdm"):
-            every = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
-            self._bar = tqdm.tqdm(initial=done, total=steps, unit="step", dynamic_ncols=True, mininterval=every)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        if self._board:
-            times = {f"ms/{phase}": ms for phase, ms in record["ms"].items()}
-            for name, value in {**record, **times, **record.get("telemetry", {})}.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self._board.add_scalar(name, value, record["step"])
-        if self._bar is not None:
-            scale = f", scale {record['loss_scale']:g}" if record["loss_scale"] != 1 else ""
-            figures = f"loss {short(record['loss'])}, norm {short(record['grad_norm'])}{scale}"
-            self._bar.set_postfix_str(f"{figures}, {record['tokens_per_s']:,.0f} tokens/s", refresh=False)
-            self._bar.update()
-
-    def close(self) -> None:
-        for one in (self._file, self._board, self._bar):
-            if one is not None:
-                one.close()
-
-
-def _optional(module: str, package: str) -> Any:
-    """Import a module of the extra ``train``. Print a line and return None where it is missing."""
-    try:
-        return import_module(module)
-    except ImportError:
-        say(f"{package} is not installed, and is left out; pip install zero-kernels[train]")
-        return None
-
-
-def _validate(trainer: Trainer, setup: Setup, world: World) -> float:
-    """Collective. Return the loss of the held-out text; rank 0 writes a sample."""
-    if world.leads:
-        say("validating and sampling")
-    loss = trainer.validation_loss()
-    with gather_parameters(trainer.model):
-        if world.leads:
-            prompt = setup.corpus.validation[:_SAMPLE_PROMPT].long()
-            text = generate(trainer.model, prompt, _SAMPLE_LENGTH, seed=setup.config.seed)
-            (setup.run_dir.path / "sample.txt").write_bytes(bytes(text.tolist()))
-    return loss
-
-
-def _print_end(session: Mapping[str, Any], setup: Setup) -> None:
-    say("", "\n\n".join(table.as_text() for table in tables(session)), "")
-    _write(draw_loss, PICTURE, setup)
-    loss, entropy = session["ending"]["validation_loss"], session["ending"]["entropy"]
-    say(f"validation loss {'not finite' if loss is None else f'{loss:.4f}'}")
-    say(f"unigram entropy {entropy:.4f}")
-    say("  nats per byte of held-out text; the entropy is of that text's own byte counts")
-    if page := _write(write_page, PAGE, setup):
-        say(f"page of the run: {page}")
-    say(f"written to {setup.run_dir.path}")
-
-
-def _write(write: Callable[[Path], Path], name: str, setup: Setup) -> Path | None:
-    """Write a file of the run. A failure is printed, and fails no training."""
-    try:
-        return write(setup.run_dir.path)
-    except Exception as error:
-        remedy = "; pip install zero-kernels[train]" if isinstance(error, ImportError) else ""
-        say(f"{name} was not written: {type(error).__name__}: {error}{remedy}")
-        return None
-
-
-def _print_header(trainer: Trainer, setup: Setup, world: World) -> None:
-    config = setup.config
-    gpus = torch.cuda.device_count()
-    if config.device == "cpu" and 0 < gpus < local_ranks():
-        say(f"{local_ranks()} ranks and {gpus} GPUs on this machine: training on the CPU")
-    if config.dtype == "fp16" and config.device == "cpu":
-        say("fp16 on a CPU: matrix products are about 60 times slower than in bf16, so the default model is tiny")
-    for name, fact in _facts(trainer, setup, world).items():
-        say(f"{name:<6} {fact}")
-    resumed = f", after step {trainer.steps_done}" if setup.source else ""
-    say(f"run    {setup.run_dir.path}, process {os.getpid()}{resumed}")
-
-
-def _facts(trainer: Trainer, setup: Setup, world: World) -> dict[str, str]:
-    """Describe what is run, for the header, ``run.json`` and the page."""
-    config, text = setup.config, setup.corpus
-    shape = f"{config.layers} layers, hidden {config.hidden}, {config.heads} heads, window of {config.seq} bytes"
-    each = f"{torch.get_num_threads()} threads" if config.device == "cpu" else torch.cuda.get_device_name(world.device)
-    units = f": {config.layers} blocks, each gathered when it is used" if config.stage >= 3 and world.size > 1 else ""
-    backend = dist.get_backend() if dist.is_initialized() else "no process group"
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+def _report(trainer: Trainer, steps: int) -> dict[str, Any]:
+    """Report a rank's figures after ``steps`` steps: the most bytes of each kind of memory (not all at one time),
+    calls, bytes and seconds blocked by collective, seconds by phase, and the peak of allocated or resident bytes."""
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
-        "model": f"{parameters:,} parameters in {config.dtype}: {shape}",
-        "data": f"{text.name}: {text.train.numel():,} bytes to train on, {text.validation.numel():,} held out",
-        "ranks": f"{world.size} on {config.device} ({backend}, {each}), stage {config.stage}{units}",
+        "memory": dict(trainer.tracker.peak),
+        "collectives": trainer.optimizer.stats()["collectives"],
+        "seconds": dict(trainer.seconds),
+        "steps": steps,
+        "peak_bytes": torch.cuda.max_memory_allocated() if trainer.device.type == "cuda" else resident,
     }
+
+
+@torch.no_grad()
+def _validate(trainer: Trainer, folder: Path) -> float:
+    """Collective. Mean loss in nats per byte over fixed windows of the held-out text; rank 0 writes a sample."""
+    say("validating and sampling")
+    model, config, comm, text = trainer.model, trainer.config, trainer.comm, trainer.corpus.validation
+    windows = fixed_windows(text, config.seq, _VALIDATION_WINDOWS)
+    if even := len(windows) - len(windows) % comm.world_size:  # as many for each: at stage 3 every forward gathers
+        windows = windows[comm.rank : even : comm.world_size]
+    parts = windows.to(trainer.device).split(config.batch)
+    loss = torch.stack([next_byte_loss(model, part).double() * len(part) for part in parts]).sum()
+    comm.exchange(loss)
+    with gather_parameters(model):
+        if comm.rank == 0:
+            sample = generate(model, text[:_PROMPT].long(), _SAMPLE_LENGTH, seed=config.seed)
+            (folder / "sample.txt").write_bytes(bytes(sample.tolist()))
+    return loss.item() / len(windows) / comm.world_size
+
+
+def _print_end(session: Session, folder: Path) -> None:
+    """Write page and picture, and print the tables and losses."""
+    ending, page = session["ending"], write_page(folder)
+    if ending["outcome"] == "interrupted":
+        go_on = f"go on with --resume {folder}" if session["config"]["checkpoint"] else "nothing was saved"
+        say(f"interrupted after step {ending['step']}; {go_on}")
+        return
+    say("", "\n\n".join(table.as_text() for table in tables(session)), "")
+    try:
+        draw_loss(folder)
+    except ImportError as error:
+        say(f"{PICTURE} was not written: {error}; pip install zero-kernels[train]")
+    loss = ending["validation_loss"]
+    say(f"validation loss {'not finite' if loss is None else f'{loss:.4f}'}")
+    say(f"unigram entropy {ending['entropy']:.4f}")
+    say("  nats per byte of held-out text; the entropy is of that text's own byte counts")
+    say(f"page of the run: {page}", f"written to {folder}")

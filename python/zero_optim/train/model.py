@@ -10,23 +10,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCAB = 256
-ROTARY_BASE = 10_000.0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a :class:`GPT`. ``seq`` is the longest window that it attends to, in bytes."""
 
-    layers: int
-    hidden: int
-    heads: int
-    seq: int
+    layers: int = 3
+    hidden: int = 192
+    heads: int = 3
+    seq: int = 256
 
 
 def _rotary_table(seq: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines of RoPE (Su et al., 2021, eq. 34), ``[seq, head_dim]`` each."""
     half = head_dim // 2
-    frequency = ROTARY_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
+    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.outer(torch.arange(seq, dtype=torch.float64), frequency)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

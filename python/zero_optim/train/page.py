@@ -30,7 +30,7 @@ _APART = 100.0  # largest value over the least, above which an axis is logarithm
 _BLUE, _GREEN, _ORANGE, _RED, _GREY = "#0072B2", "#009E73", "#E69F00", "#D55E00", "#777777"  # of Okabe and Ito
 
 Session = Mapping[str, Any]
-"""An entry of ``run.json``: one start of ``zero-optim train``. See ``loop.start_of``."""
+"""``run.json``: the last start of ``zero-optim train`` in this folder. See ``loop._describe``."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def read_run(folder: Path) -> Run:
     """Read a run's folder. Raises OSError, and ValueError where a file is damaged."""
     lines = (folder / LOG).read_text().splitlines(keepends=True)
     steps = [json.loads(line) for line in lines if line.endswith("\n")]  # the last line may be cut off
-    return Run(folder, steps, json.loads((folder / RUN).read_text())["sessions"][-1])
+    return Run(folder, steps, json.loads((folder / RUN).read_text()))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def loss_chart(run: Run) -> Chart:
 def _phases(run: Run) -> dict[str, list[float | None]]:
     """Give the milliseconds of each phase, and of the rest of the step: zeroing, the schedule, the exchange of the
     loss. The rest is at least 0: on a GPU the whole is of the host's clock, and phases are of the device's."""
-    phases = [name for name in run.steps[0]["ms"] if name not in (WHOLE, EXPOSED)]
+    phases = [name for name in run.steps[0]["ms"] if name != WHOLE]
     lines: dict[str, list[float | None]] = {name: [step["ms"][name] for step in run.steps] for name in phases}
     lines["the rest"] = [max(0.0, s["ms"][WHOLE] - sum(s["ms"][name] for name in phases)) for s in run.steps]
     return lines
@@ -351,8 +351,7 @@ def problems(run: Run) -> list[str]:
         where = f"first step {skipped[0]:,}, last step {skipped[-1]:,}"
         found.append(f"{count(len(skipped), 'step')} skipped, as gradients were not finite: {where}.")
     if run.ending.get("outcome") != "finished":
-        why = f": {run.ending['why']}" if run.ending.get("why") else ""
-        found.append(f"The run is not finished: {run.ending.get('outcome', 'under way or killed')}{why}.")
+        found.append(f"The run is not finished: {run.ending.get('outcome', 'under way or killed')}.")
     planned = state_bytes(run.session, run.session["plan"]["memory"])
     for rank, report in enumerate(run.ending.get("ranks", ())):
         held = state_bytes(run.session, report["memory"])
