@@ -5,6 +5,7 @@
     python benchmarks/bench_training.py topologies                             # flat, replicas, tensor-parallel ranks
     python benchmarks/bench_training.py muon --tokens 256                      # against torch's and Dion's
     python benchmarks/bench_training.py forms --numel 32Mi                     # the update by form of state, one rank
+    python benchmarks/bench_training.py stores                                 # state in pages, on the host, on a disk
 
 First each contender of ``contenders.WAYS`` trains alone in fresh processes, where its memory is measured; one that
 fails is left out, with its error. Then all train in the same processes, a step of each in turn. The run fails where
@@ -22,9 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import counted_bytes
-import newton_schulz
 import torch
-from contenders import WAYS, Task, Training, keeps, train
+from contenders import FORMS, STORES, WAYS, Task, Training, train
 from counted_bytes import CountedTraffic
 from lab import parser_of, progress, run_script, show
 from ranks import RanksError, TogetherClock, each_alone, of_the_slower, on_ranks
@@ -110,13 +110,14 @@ QUESTIONS: Mapping[str, Question] = {
         tolerance=1e-2,
     ),
     "forms": Question(
-        "the update by form of state on one rank, against 8-bit AdamWs of other packages",
-        (*(name for name in WAYS if name.startswith("stage2")), "bitsandbytes", "torchao"),
+        "the update by form of state on one rank, against fused and 8-bit Adams of other packages",
+        (*(f"stage2{end}" for end in FORMS), "ddp", "deepspeed_adam", "apex", "te", "bitsandbytes", "torchao"),
         "stage2",
         ranks=(1,),
         tokens=(64,),
         lap="update",
     ),
+    "stores": Question("stores of the state", ("stage2", *(f"stage2{end}" for end in STORES)), "stage2"),
 }
 
 
@@ -202,11 +203,7 @@ def hold(contest: Contest, rounds: int, packages: dict[str, str]) -> list[Row]:
     check_losses(contest, alone)
     progress(f"{contest.op}: {', '.join(alone)} in turn on {contest.ranks} ranks")
     times = of_the_slower(on_ranks(contest.ranks, time_on_rank, task, list(alone), rounds, device=device))
-    rows = make_rows(contest, alone, times)
-    if contest.op == "muon":
-        for row in rows:
-            row |= of_the_iteration(contest, row["backend"], rounds)
-    return rows
+    return make_rows(contest, alone, times)
 
 
 # -- alone: memory and losses ------------------------------------------------------------------------------------------
@@ -250,7 +247,7 @@ def train_alone(contest: Contest) -> tuple[dict[str, Alone], dict[str, str]]:
         try:
             return of_all_ranks(on_ranks(contest.ranks, alone_on_rank, task, name, device=task.device.type))
         except RanksError as error:
-            if WAYS[name].stage is not None or name in contest.baselines:
+            if WAYS[name].ours or name in contest.baselines:
                 raise ZeroOptimError(f"{contest.op}: {name}: {error}") from error
             raise
 
@@ -352,28 +349,9 @@ def make_rows(contest: Contest, alone: Mapping[str, Alone], times: Times) -> lis
             "loss": round(alone[name].losses[-1], 5),
             "baseline": question.baseline_of(name),
             "communicated": alone[name].communicated,
-            "keeps": keeps(name, task.dtype),
         }
         for name, spread in compared.items()
     ]
-
-
-def of_the_iteration(contest: Contest, name: str, rounds: int) -> Row:
-    """Train a contender by Muon once more. Returns the largest part of a step that a rank is in the iteration, the most
-    multiplications of a rank over the mean, and at stage 2 the padding. Dion's is compiled, and cannot be timed apart.
-    """
-    if name == "fsdp2_dion":
-        return {}
-    progress(f"{contest.op}: the iteration of {name}, {contest.ranks} ranks")
-    device = contest.task.device.type
-    found = on_ranks(contest.ranks, newton_schulz.on_rank, contest.task, name, rounds, device=device)
-    multiplied = [of_rank.multiplications for of_rank in found]
-    padding = found[0].padding
-    return {
-        "newton_schulz": round(max(of_rank.part for of_rank in found), 4),
-        "imbalance": round(max(multiplied) / statistics.mean(multiplied), 4),
-        "padding": padding if padding is None else round(padding, 6),
-    }
 
 
 if __name__ == "__main__":

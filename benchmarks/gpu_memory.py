@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import lab
 import torch
-from bench_scale import fake_ranks
+from bench_scale import Block, fake_ranks, model_of
 from counted_bytes import watch
-from torch import Tensor, nn
+from torch import nn
 from zero_optim import ShardedAdamW, memory, shard_module
 from zero_optim.bench.cases import Row
 from zero_optim.bench.record import Result
@@ -30,39 +29,6 @@ PARAMETERS = 7.5e9
 STAGES = (1, 2, 3)
 TOLERANCE = {"cpu": 0.01, "cuda": 0.03}  # on a GPU torch allocates whole blocks: 2.3 % more on an H100
 IN_BACKWARD = ("local_gradients", "unsharded")
-
-
-class Values(nn.Module):
-    """Parameters of ``numels`` elements, each of which a forward uses once."""
-
-    def __init__(self, numels: Sequence[int]) -> None:
-        super().__init__()
-        self.values = nn.ParameterList(nn.Parameter(torch.empty(numel, dtype=torch.bfloat16)) for numel in numels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for value in self.values:
-            x = x + value[:1].sum()  # its gradient is whole, and mostly zero
-        return x
-
-
-class Block(Values):
-    """A unit at stage 3."""
-
-
-class Model(nn.Module):
-    """A decoder's parameters."""
-
-    def __init__(self, decoder: memory.Decoder) -> None:
-        super().__init__()
-        self.before = Values(decoder.before)
-        self.blocks = nn.ModuleList(Block(decoder.block) for _ in range(decoder.width.layers))
-        self.after = Values(decoder.after)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.after(x)
 
 
 def zero(module: nn.Module) -> None:
@@ -76,7 +42,7 @@ def measure(decoder: memory.Decoder, stage: int, device: torch.device) -> Row:
     with fake_ranks(RANKS), watch(device) as live:
         before, _ = live.after(lambda: None)
         with torch.device("meta"):
-            model = Model(decoder)
+            model = model_of(decoder)
         if stage == 3:
             shard_module(model, (Block,), device=device, init_fn=zero)
         else:

@@ -6,15 +6,15 @@ import bench_scale
 import pytest
 import torch
 import torch.distributed as dist
-from bench_scale import LLAMA_7B, LLAMA_70B, SHRINK, Shapes, fake_ranks, layouts, muon_rows, on_paper, scale_rows
+from bench_scale import MUON, SHRINK, TIMED, fake_ranks, layouts, muon_rows, on_paper, scale_rows
 from zero_optim import ShardedMuon
 from zero_optim.comm import transport
+from zero_optim.memory import models
 
 LAYERS = 2
-SMALL = Shapes(layers=LAYERS, hidden=8192, ffn=28672, kv=1024, vocab=32000)
+SMALL = models.llama("small", LAYERS, 8192, 28672, 1024, 32000)
 ROOT_AND_BLOCKS = 1 + LAYERS
 REPLICAS, SHARDS = 2048, 8
-PARTS = {"pack", "adam_step", "all_gather"}
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +29,24 @@ def rows():
 
 
 def test_the_shapes_are_those_of_llama_70b():
-    assert (sum(LLAMA_70B.numels), len(LLAMA_70B.numels)) == (68_976_648_192, 723)
-    assert all(numel % SHRINK == 0 for numel in LLAMA_70B.numels)
+    assert (TIMED.numel, len(TIMED.numels)) == (68_976_648_192, 723)
+    assert all(numel % SHRINK == 0 for numel in TIMED.numels)
+    attention = [(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192)]
+    assert bench_scale.matrices_of(TIMED) == ([*attention, *[(28672, 8192)] * 3] * 80)[::-1]
 
 
 @pytest.mark.parametrize("ranks", bench_scale.RANKS)
 @pytest.mark.parametrize("stage", bench_scale.STAGES)
 def test_padding_is_under_one_percent(ranks, stage):
-    buckets = layouts(LLAMA_70B, ranks, stage)
+    buckets = layouts(TIMED, ranks, stage)
     assert sum(len(bucket.slots) for bucket in buckets) == 723
-    assert sum(bucket.numel for bucket in buckets) < 1.01 * sum(LLAMA_70B.numels)
+    assert sum(bucket.numel for bucket in buckets) < 1.01 * TIMED.numel
 
 
 def test_what_is_timed_has_as_many_buckets_as_the_true_shapes(rows):
     for row in (*rows[0].values(), *rows[1].values()):
         assert (row["parameters"], row["timed_buckets"]) == (9 * LAYERS + 3, row["buckets"])
         assert {"construction", "first step", "hooks", "step", "zero_grad"} <= set(row["timed"])
-        assert ("of_bucket" in row) == (row["backend"] == "stage2")
-        assert set(row.get("of_bucket", PARTS)) == PARTS
 
 
 def test_stage_2_communicates_by_the_bucket(rows):
@@ -124,7 +124,7 @@ def test_fewer_ranks_shard_where_the_layout_does_not_fit_on_all(monkeypatch):
     four = [(128, 256)] * 4
     assert [row["shards"] for row in muon_rows("four", four, 4)] == [4]
     assert [(row["shards"], row["replicas"]) for row in muon_rows("four", four, 16)] == [(16, 1), (4, 4)]
-    (row,) = muon_rows("7B", (LLAMA_7B.matrices * LLAMA_7B.layers)[::-1], 8)
+    (row,) = muon_rows("7B", bench_scale.matrices_of(MUON["Llama 2 7B"]), 8)
     assert (row["buckets"], round(row["padding"], 3), round(row["imbalance"], 2), row["idle"]) == (13, 0.028, 1.0, 0)
     monkeypatch.setitem(bench_scale.MOST, "largest", 128 * 256 * 2)  # two matrices
     assert [row["shards"] for row in muon_rows("four", four, 16)] == [16, 2]
@@ -146,8 +146,8 @@ def _places(layout):
 
 
 def test_a_run(ran, monkeypatch):
-    monkeypatch.setattr(bench_scale, "LLAMA_70B", SMALL)
-    monkeypatch.setattr(bench_scale, "LLAMA_7B", SMALL)
+    monkeypatch.setattr(bench_scale, "TIMED", SMALL)
+    monkeypatch.setattr(bench_scale, "MUON", {"small": SMALL})
     outcome, rows = ran(bench_scale.main, "--ranks", "8", "64", "--rounds", "2")
     scale = [(row["ranks"], row["backend"]) for row in rows if row["op"] == "scale"]
     assert scale == [(8, "stage2"), (8, "stage3"), (64, "stage2"), (64, "stage3")]
