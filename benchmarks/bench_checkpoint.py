@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from zero_optim import ShardedAdamW, checkpoint, shard_module
 from zero_optim.bench.record import Result
-from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
+from zero_optim.bench.timing import Job, Spread, interleaved
 
 WIDTH, CHUNK = 1024, 8 * 2**20
 CPU = torch.device("cpu")
@@ -178,7 +178,7 @@ def on_rank(numel: int, rounds: int, folder: str) -> Report:
     }
     folders = {name: Path(folder) / name.replace(" ", "-") for name in contenders}
     jobs = {name: laps_of(contender, folders[name]) for name, contender in contenders.items()}
-    times = interleaved(jobs, TogetherClock(CPU, HostClock()), rounds)
+    times = interleaved(jobs, TogetherClock(CPU), rounds)
     return_what_is_freed()  # it takes time, so it comes last
     return nbytes, times, {name: extra_memory(contender, folders[name]) for name, contender in contenders.items()}
 

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from lab import parser_of, run_script
+from lab import draw_beside, parser_of, run_script
 from zero_optim import checkpoint
 from zero_optim.bench.cases import Row
 from zero_optim.bench.record import Result, title
@@ -90,7 +90,7 @@ def work(parsed: argparse.Namespace) -> None:
             )
     if parsed.compare == "optimizers":
         print("steps after which Muon has AdamW's last loss, None where never:", steps_to_adamw(result.rows))
-    result.finish(draw)
+    draw_beside(result, draw)
 
 
 def train(name: str, flags: Flags, seed: int, device: str, parsed: argparse.Namespace) -> Row:

@@ -34,7 +34,7 @@ from zero_optim.bench.cases import DTYPES
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
 from zero_optim.bench.step import TRAINING
-from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
+from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 from zero_optim.doctor import version_of
 from zero_optim.errors import UsageError, ZeroOptimError
 from zero_optim.params.layout import round_up
@@ -247,7 +247,7 @@ def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], rounds: int
         jobs["update"] = [*ours(replace(work, device=torch.device("cpu")), NONE).job]
         for job in jobs.values():
             job.append(torch.cuda.synchronize)  # and the host's clock: copies count until they end
-    return interleaved(jobs, HostClock(), rounds)
+    return interleaved(jobs, Clock(), rounds)
 
 
 def row_of(work: Work, name: str, report: Row, laps: Mapping[str, Sequence[float]]) -> Row:
@@ -303,7 +303,7 @@ def sleep(work: Work, rounds: int) -> list[Row]:
         pairs = ((here, there), (there, here))
         jobs[what] = [functools.partial(opt.sleep, parameters=what == "all"), lambda: (opt.wake(), synchronize())]
         jobs[f"copy {what}"] = [lambda pair=pair: (pair[0].copy_(pair[1], gpu), synchronize()) for pair in pairs]
-    times = interleaved(jobs, HostClock(), rounds)
+    times = interleaved(jobs, Clock(), rounds)
     opt.close()
     rows = []
     for what, more in of_what.items():

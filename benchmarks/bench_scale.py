@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zero_optim import ShardedAdamW, memory, shard_module
 from zero_optim.bench.cases import HYPER
 from zero_optim.bench.record import Result
-from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
+from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 from zero_optim.comm import transport
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport
 from zero_optim.errors import UsageError
@@ -222,9 +222,7 @@ def model_of(decoder: memory.Decoder, shrink: int = 1) -> nn.Module:
     return nn.Sequential(Values(before), *(Block(block) for _ in range(decoder.width.layers)), Values(after))
 
 
-def shard(
-    model: nn.Module, decoder: memory.Decoder, shards: int, stage: int, mesh: DeviceMesh | None
-) -> ShardedAdamW:
+def shard(model: nn.Module, decoder: memory.Decoder, shards: int, stage: int, mesh: DeviceMesh | None) -> ShardedAdamW:
     """Shard the small model. Its buckets get the parameters that they have by default in true shapes."""
     cap_mb = capacity(decoder, shards) * ITEMSIZE / SHRINK / 2**20
     if stage == 3:
@@ -260,7 +258,7 @@ def scale_row(decoder: memory.Decoder, ranks: int, replicas: int, stage: int, no
     ours, plain = laps_of(model, opt), laps_of(model_of(decoder, SHRINK), None)
     for when in ("first step", "step"):
         once(when, lambda: [lap() for lap in ours])
-    clock = HostClock(time.thread_time)  # not what other processes take, nor torch's other threads
+    clock = Clock(time.thread_time)  # not what other processes take, nor torch's other threads
     times = interleaved({"ours": ours, "plain": plain}, clock, rounds)
     laps = {name: [Spread.of(lap).ms for lap in zip(*times[name], strict=True)] for name in times}
     timed |= {"hooks": laps["ours"][0] - laps["plain"][0], "step": laps["ours"][1], "zero_grad": laps["ours"][2]}

@@ -1,43 +1,36 @@
 """What a parameter costs.
 
     python benchmarks/bench_step_overhead.py          # step: a training loop's parts, on 20 000 parameters and on 200
-    python benchmarks/bench_step_overhead.py calls    # construction, state dicts, checkpoints, by the parameter
+    python benchmarks/bench_step_overhead.py calls    # construction, first step, state dicts, by the parameter
 
 ``step`` trains as many elements as 20 000 and as 200 parameters: one rank against ``AdamW``, two ranks at stage 2
 against DDP and ``AdamW``. The same rounds give three ops: ``backward_overhead``, ``step_overhead``, and
 ``loop_overhead``, which is both and ``zero_grad()``, so that work moved from one into the other shows.
 
-``calls`` makes an optimizer of 10 000 and of 1 000 parameters of 8 elements on two ranks, and times each call of its
-life once a round, against DDP and ``AdamW``; and on the 1 000 against FSDP2 and ``AdamW``, which save by
-``torch.distributed.checkpoint``.
+``calls`` makes an optimizer of 10 000 and of 1 000 parameters of 8 elements on two ranks, and times its first calls
+once a round, against DDP and FSDP2 with ``AdamW``. ``bench_checkpoint.py --width 8`` has checkpoints of as small ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from contenders import replicate
 from lab import parser_of, progress, run_script, show
 from ranks import TogetherClock, of_the_slower, on_ranks
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from zero_optim import ShardedAdamW, checkpoint
+from zero_optim import ShardedAdamW
 from zero_optim.bench.cases import DTYPES, HYPER, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.step import Masters
-from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
+from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 from zero_optim_cli.bench import at_least_one
 
 CPU = torch.device("cpu")
@@ -158,7 +151,7 @@ def time_loops(
         for count in counts
         for name in names
     }
-    clock = TogetherClock(CPU, HostClock()) if dist.is_initialized() else HostClock()
+    clock = TogetherClock(CPU) if dist.is_initialized() else Clock()
     return interleaved({name: loop.job for name, loop in loops.items()}, clock, rounds)
 
 
@@ -183,66 +176,44 @@ def rows_of(
             "numel": parameters * elements,
             **vars(spread),
             "us_per_parameter": round(spread.ms * 1e3 / parameters, 2),
-            "vs_torch": round(spreads[baseline].ms / spread.ms, 4) if baseline in spreads else None,
+            "vs_torch": round(spreads[baseline].ms / spread.ms, 4),
             "parameters": parameters,
             "ranks": ranks,
-            "baseline": baseline if baseline in spreads else None,
+            "baseline": baseline,
         }
         for name, spread in spreads.items()
     ]
 
 
-# -- calls: an optimizer's life ----------------------------------------------------------------------------------------
+# -- calls: the start of an optimizer's life ---------------------------------------------------------------------------
 
 ELEMENTS = 8  # of a parameter
-FSDP2_MOST = 1000  # parameters: DCP takes 4 to 5 ms for each to save and to load, at 10,000 on one rank of an EPYC
+CALLS = ("construct", "first_backward", "first_step", "state_dict", "load_state_dict")
+Made = tuple[nn.Module, torch.optim.Optimizer]
 
 
-@dataclass(frozen=True)
-class Made:
-    """A constructed optimizer. ``save`` and ``load``: of its checkpoint, if it has one of its own."""
-
-    forward: Callable[[], Tensor]
-    opt: Any
-    save: Callable[[], object] = bool
-    load: Callable[[], object] = bool
+def our_calls(model: Products) -> Made:
+    return model, ShardedAdamW(model.named_parameters(), **TRAINING)
 
 
-def our_calls(model: Products, folder: Path) -> Made:
-    opt = ShardedAdamW(model.named_parameters(), **TRAINING)
-    return Made(model, opt, lambda: checkpoint.save(folder, model, opt), lambda: checkpoint.load(folder, model, opt))
+def ddp_calls(model: Products) -> Made:
+    return replicate(model), torch.optim.AdamW(model.parameters(), **TRAINING)
 
 
-def ddp_calls(model: Products, folder: Path) -> Made:
-    return Made(replicate(model), torch.optim.AdamW(model.parameters(), **TRAINING))
-
-
-def fsdp2_calls(model: Products, folder: Path) -> Made:
+def fsdp2_calls(model: Products) -> Made:
     fully_shard(model)
-    opt = torch.optim.AdamW(model.parameters(), **TRAINING)
-
-    def tensors() -> dict[str, Any]:
-        of_model, of_opt = get_state_dict(model, opt)
-        return {"model": of_model, "opt": of_opt}
-
-    def load() -> None:
-        found = tensors()
-        dcp.load(found, checkpoint_id=folder)
-        set_state_dict(model, opt, model_state_dict=found["model"], optim_state_dict=found["opt"])
-
-    return Made(model, opt, lambda: dcp.save(tensors(), checkpoint_id=folder), load)
+    return model, torch.optim.AdamW(model.parameters(), **TRAINING)
 
 
-MAKERS: Mapping[str, Callable[[Products, Path], Made]] = {"ours": our_calls, "ddp": ddp_calls, "fsdp2": fsdp2_calls}
-CALLS = ("construct", "first_backward", "first_step", "state_dict", "load_state_dict", "save", "load")
+MAKERS: Mapping[str, Callable[[Products], Made]] = {"ours": our_calls, "ddp": ddp_calls, "fsdp2": fsdp2_calls}
 
 
 class Life:
-    """An optimizer's calls, from construction to the checkpoint, as the laps of a job that starts anew each time."""
+    """The calls of an optimizer as the laps of a job that starts anew each time."""
 
-    def __init__(self, make: Callable[[Products, Path], Made], parameters: int, folder: Path) -> None:
-        self._make, self._count, self._folder = make, parameters, folder
-        self.made: Any = None
+    def __init__(self, make: Callable[[Products], Made], parameters: int) -> None:
+        self._make, self._count = make, parameters
+        self._opt: Any = None
         self._state: dict[str, Any] = {}
 
     @property
@@ -251,52 +222,43 @@ class Life:
         return [
             self.fresh,
             self.construct,
-            lambda: self.made.forward().sum().backward(),
-            lambda: self.made.opt.step(),
+            lambda: self._model().sum().backward(),
+            lambda: self._opt.step(),
             self.state_dict,
-            lambda: self.made.opt.load_state_dict(self._state),
-            lambda: self.made.save(),
-            lambda: self.made.load(),
+            lambda: self._opt.load_state_dict(self._state),
         ]
 
     def fresh(self) -> None:
-        """Drop the last optimizer and its checkpoint, and make a new model."""
-        if self.made is not None and isinstance(self.made.opt, ShardedAdamW):
-            self.made.opt.close()
-        self.made, self._model = None, Products(self._count, ELEMENTS, torch.float32)
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        """Drop the last optimizer, and make a new model."""
+        if isinstance(self._opt, ShardedAdamW):
+            self._opt.close()
+        self._opt, self._state, self._model = None, {}, Products(self._count, ELEMENTS, torch.float32)
         dist.barrier()
 
     def construct(self) -> None:
-        self.made = self._make(self._model, self._folder)
+        self._model, self._opt = self._make(self._model)
 
     def state_dict(self) -> None:
-        self._state = self.made.opt.state_dict()
+        self._state = self._opt.state_dict()
 
 
 def calls(parameters: int, ranks: int, rounds: int) -> list[Row]:
     """Make a row for each call of each optimizer."""
     progress(f"calls: {parameters:,} parameters on {ranks} ranks, {rounds} rounds")
-    names = [name for name in MAKERS if name != "fsdp2" or parameters <= FSDP2_MOST]
-    with tempfile.TemporaryDirectory() as folder:
-        times = of_the_slower(on_ranks(ranks, time_calls, names, parameters, rounds, Path(folder)))
+    times = of_the_slower(on_ranks(ranks, time_calls, parameters, rounds))
     rows: list[Row] = []
     for number, call in enumerate(CALLS, start=1):
-        saves = call in ("save", "load")  # which DDP does not
-        columns = {name: [laps[number] for laps in times[name]] for name in names if not (saves and name == "ddp")}
-        rows += rows_of(call, "fp32", parameters, ELEMENTS, ranks, columns, "fsdp2" if saves else "ddp")
+        columns = {name: [laps[number] for laps in times[name]] for name in times}
+        rows += rows_of(call, "fp32", parameters, ELEMENTS, ranks, columns, "ddp")
     return rows
 
 
-def time_calls(names: Sequence[str], parameters: int, rounds: int, folder: Path) -> dict[str, list[list[float]]]:
-    clock = TogetherClock(CPU, HostClock())
-
+def time_calls(parameters: int, rounds: int) -> dict[str, list[list[float]]]:
     def jobs(count: int) -> dict[str, Job]:
-        return {name: Life(MAKERS[name], count, folder / name).job for name in names}
+        return {name: Life(make, count).job for name, make in MAKERS.items()}
 
-    interleaved(jobs(2 * dist.get_world_size()), clock, 1, warm_up=0)  # loads all code
-    return interleaved(jobs(parameters), clock, rounds, warm_up=0)
+    interleaved(jobs(2 * dist.get_world_size()), TogetherClock(CPU), 1, warm_up=0)  # loads all code
+    return interleaved(jobs(parameters), TogetherClock(CPU), rounds, warm_up=0)
 
 
 if __name__ == "__main__":

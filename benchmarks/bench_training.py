@@ -32,7 +32,7 @@ from zero_optim.bench.cases import DTYPES, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
 from zero_optim.bench.step import model_config
-from zero_optim.bench.timing import Spread, interleaved, make_clock
+from zero_optim.bench.timing import Spread, interleaved
 from zero_optim.doctor import version_of
 from zero_optim.errors import UsageError, ZeroOptimError
 from zero_optim.train.model import GPT, ModelConfig
@@ -317,7 +317,7 @@ Times = dict[str, list[list[float]]]
 def time_on_rank(task: Task, names: Sequence[str], rounds: int) -> Times:
     """Time every lap of every contender in every round on this rank."""
     trainings = {name: WAYS[name].make(task) for name in names}
-    clock = TogetherClock(task.device, make_clock(task.device))
+    clock = TogetherClock(task.device)
     return interleaved({name: list(training.laps.values()) for name, training in trainings.items()}, clock, rounds)
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from zero_optim.bench.timing import Clock, Job
+from zero_optim.bench.timing import Clock, Job, make_clock
 from zero_optim.errors import ZeroOptimError
 
 T = TypeVar("T")
@@ -176,13 +176,12 @@ def each_alone(names: Iterable[str], baseline: str, run: Callable[[str], T]) -> 
     return results, left_out
 
 
-class TogetherClock:
+class TogetherClock(Clock):
     """A clock that starts when all ranks have met and each device is idle."""
 
-    warm_up_seconds = 0.0  # ranks must agree on how many rounds there are
-
-    def __init__(self, device: torch.device, clock: Clock) -> None:
-        self._clock, self._device = clock, device
+    def __init__(self, device: torch.device) -> None:
+        self._clock, self._device = make_clock(device), device
+        self.warm_up_seconds = 0.0  # ranks must agree on how many rounds there are
 
     def time(self, job: Job) -> Callable[[], list[float]]:
         dist.barrier()

@@ -66,18 +66,15 @@ def test_the_slower_of_two_ranks_counts(monkeypatch):
 def test_a_ratio_is_the_baselines_time_over_its_own():
     slow, fast = rows_of("save", "fp32", 100, 8, 2, {"fsdp2": [4.0, 4.0], "ours": [1.0, 1.0]}, "fsdp2")
     assert (slow["vs_torch"], fast["vs_torch"], fast["us_per_parameter"], fast["numel"]) == (1.0, 4.0, 10.0, 800)
-    (alone,) = rows_of("save", "fp32", 100, 8, 2, {"ours": [1.0]}, "fsdp2")
-    assert alone["vs_torch"] is None and alone["baseline"] is None
 
 
 def test_each_call_is_timed(monkeypatch, tmp_path):
-    """On one rank, where DCP has no one to wait for. A step is made before its state is saved and loaded."""
+    """A step is made before its state is saved and loaded."""
     rows = record_of(
         monkeypatch, tmp_path, bench_step_overhead, "calls", "--parameters", "10", "--ranks", "1", "--rounds", "1"
     )["rows"]
     names = {call: [row["backend"] for row in rows if row["op"] == call] for call in CALLS}
-    assert names.pop("save") == names.pop("load") == ["ours", "fsdp2"]
-    assert all(of_call == ["ours", "ddp", "fsdp2"] for of_call in names.values()) and len(names) == 5
+    assert all(of_call == ["ours", "ddp", "fsdp2"] for of_call in names.values())
     assert all(row["us_per_parameter"] == pytest.approx(row["ms"] * 100, abs=0.01) and row["ms"] > 0 for row in rows)
 
 
