@@ -1,15 +1,12 @@
-"""The host's cost of a step at 8 to 16,384 ranks, on paper: Python time, collectives, padding; and Muon's layout.
+"""The host's cost of a step at 8 to 16,384 ranks, on paper: Python time, collectives, padding.
 
     python benchmarks/bench_scale.py --ranks 8 64 1024 16384
     python benchmarks/bench_scale.py --ranks 16384 --replicas 2048  # a mesh: 2048 replicas of 8 ranks that shard
 
-One process plays rank 0 of a fake process group (``fake_ranks``); collectives are counted and send nothing. Of rows of
-op ``scale``, ``buckets``, ``largest``, ``padding``, ``exchange``, ``collectives`` and ``object_bytes`` are integers of
-the true shapes of Llama 2 70B. ``timed`` is of as many parameters and buckets with 1/4096 of the elements, without the
-kernels that pack and update: Python's work depends on nothing else.
-
-Rows of ``muon_layout`` come from shapes alone: how matrices that each lie whole on a rank fill the buckets. Where they
-do not fit on all ranks, a second row has the most ranks of a shard group on which they do.
+One process plays rank 0 of a fake process group (``fake_ranks``); collectives are counted and send nothing.
+``buckets``, ``largest``, ``padding``, ``exchange``, ``collectives`` and ``object_bytes`` are integers of the true shapes
+of Llama 2 70B. ``timed`` is of as many parameters and buckets with 1/4096 of the elements, without the kernels that
+pack and update: Python's work depends on nothing else.
 """
 
 from __future__ import annotations
@@ -36,33 +33,17 @@ from zero_optim.comm import transport
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport
 from zero_optim.errors import UsageError
 from zero_optim.params.layout import BucketLayout, bucket_capacities, build_layout
-from zero_optim.rules import Muon
-from zero_optim.rules.homes import PARAMETERS_A_RANK
 
 TIMED = memory.KNOWN["llama-2-70b"]
-MUON = {"Llama 2 7B": memory.KNOWN["llama-2-7b"], "Llama 2 70B": TIMED}
 RANKS = (8, 64, 1024, 16384)
 STAGES = (2, 3)
 KERNELS = ("pack", "adam_step", "foreach_step")
 ITEMSIZE = 2  # bf16
 SHRINK = 4096  # the model that is timed has 17 million elements, not 69 billion
-MOST = {"padding": 0.1, "imbalance": 1.25, "largest": 16e9 / ITEMSIZE}
-"""Of Muon's layout. Two buffers are as large as the largest bucket: two fifths of a GPU with 80 GB."""
-
-PEAK = 400e12  # assumed operations a second of a GPU in the iteration in bf16; not measured
-
 Row = dict[str, Any]
-Matrix = tuple[int, int]
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
-
-
-def matrices_of(decoder: memory.Decoder) -> list[Matrix]:
-    """List the matrices of all blocks, from the last to the first, as the first backward makes their gradients."""
-    hidden = decoder.width.hidden
-    matrices = [(numel // hidden, hidden) for numel in decoder.block if numel > hidden]
-    return (matrices * decoder.width.layers)[::-1]
 
 
 def capacity(decoder: memory.Decoder, ranks: int) -> int:
@@ -78,53 +59,6 @@ def layouts(decoder: memory.Decoder, ranks: int, stage: int) -> list[BucketLayou
         units, room = [decoder.before + decoder.after, *[decoder.block] * decoder.width.layers], 2**63
     indexed = [dict(enumerate(unit)) for unit in units]
     return [b for unit in indexed for b in build_layout(unit, dict.fromkeys(unit, 0), list(unit), {0: room}, ranks)]
-
-
-def muon_layouts(matrices: Sequence[Matrix], shards: int) -> list[BucketLayout]:
-    """Lay out buckets of bf16 ``matrices``, given in the order in which the first backward makes their gradients."""
-    numels = {number: rows * columns for number, (rows, columns) in enumerate(matrices)}
-    costs = {number: Muon().cost(matrix) for number, matrix in enumerate(matrices)}
-    kinds = dict.fromkeys(numels, 0)
-    capacities = bucket_capacities(numels, kinds, None, {0: ITEMSIZE}, shards)
-    return build_layout(numels, kinds, list(numels), capacities, shards, {0: Muon.layout}, costs)
-
-
-def on_paper(matrices: Sequence[Matrix], shards: int) -> Row:
-    """Describe Muon's layout. ``multiplied``: multiplications of the rank with most, ``imbalance`` these over the mean;
-    ``idle``: ranks without a matrix."""
-    buckets, loads = muon_layouts(matrices, shards), [0] * shards
-    for bucket in buckets:
-        for slot in bucket.slots:
-            loads[bucket.shard_of(slot)] += Muon().cost(matrices[slot.param])
-    numel = sum(rows * columns for rows, columns in matrices)
-    return {
-        "shards": shards,
-        "buckets": len(buckets),
-        "largest": max(bucket.numel for bucket in buckets),
-        "padding": sum(bucket.numel for bucket in buckets) / numel - 1,
-        "imbalance": max(loads) * shards / sum(loads),
-        "multiplied": max(loads),
-        "idle": loads.count(0),
-    }
-
-
-def muon_rows(name: str, matrices: Sequence[Matrix], ranks: int) -> list[Row]:
-    """Make a row of the layout on all ranks; where that does not fit, also of the largest shard group that does."""
-    found = [on_paper(matrices, ranks)]
-    while any(found[-1][key] > most for key, most in MOST.items()) and found[-1]["shards"] % 2 == 0:
-        found.append(on_paper(matrices, found[-1]["shards"] // 2))
-    numel = sum(height * width for height, width in matrices)
-    about = {"op": "muon_layout", "backend": name, "dtype": "bf16", "numel": numel, "ranks": ranks}
-    rows = [{**about, "replicas": ranks // layout["shards"], **layout} for layout in (found[:1] + found[1:][-1:])]
-    return [{**row, "pays_from": pays_from(row)} if row["replicas"] > 1 else row for row in rows]
-
-
-def pays_from(row: Row) -> float:
-    """Compute the bytes a second of a rank's link from which on R replicas save time by sharding the iterations. The
-    all-reduce of a rank's matrices sends 2 (R-1)/R of their bytes."""
-    replicas = row["replicas"]
-    sent = 2 * ITEMSIZE * row["numel"] / row["shards"] * (replicas - 1) / replicas
-    return float(sent / (2 * row["multiplied"] * (1 - 1 / min(replicas, PARAMETERS_A_RANK)) / PEAK))
 
 
 # -- a fake process group ----------------------------------------------------------------------------------------------
@@ -296,10 +230,6 @@ def run(parsed: Any) -> None:
     result = Result(torch.device("cpu"), parsed.out, parsed.write, "scale")
     for row in scale_rows(TIMED, parsed.ranks, parsed.replicas, parsed.rounds):
         result.add([row])
-    progress("scale: Muon's layout")
-    for name, decoder in MUON.items():
-        matrices = matrices_of(decoder)
-        result.add([row for count in parsed.ranks for row in muon_rows(name, matrices, count)])
     show(result)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_training.py                                        # train_step: every stage against DDP
     python benchmarks/bench_training.py stages --ranks 2 --contenders stage3   # against FSDP2 at the same setting
-    python benchmarks/bench_training.py topologies                             # flat, replicas, tensor-parallel ranks
+    python benchmarks/bench_training.py topologies                             # sharded over all ranks; with replicas
     python benchmarks/bench_training.py muon --tokens 256                      # against torch's and Dion's
     python benchmarks/bench_training.py forms --numel 32Mi                     # the update by form of state, one rank
     python benchmarks/bench_training.py stores                                 # state in pages, on the host, on a disk
@@ -54,7 +54,7 @@ class Question:
         contenders: names of ``WAYS``.
         baseline: the contender whose losses all others must have, and with whose time they are compared.
         keeping: the baseline of those that keep whole parameters from forward to backward, as DDP and ZeRO-2 do.
-        topologies: options of ``Task`` by op; None: the name of the question is the op, and all ranks are alike.
+        replicas: how many replicas of the state there are, by op; None: one, and the op is the question's name.
         lap: the one part of the step that is compared; None: the whole step.
         tolerance: relative difference of losses; None: that of ``TOLERANCE``.
     """
@@ -66,7 +66,7 @@ class Question:
     tokens: Sequence[int] = (256, 512)
     rounds: int = 11
     keeping: str | None = None
-    topologies: Mapping[str, Mapping[str, int]] | None = None
+    replicas: Mapping[str, int] | None = None
     lap: str | None = None
     tolerance: float | None = None
 
@@ -93,12 +93,12 @@ QUESTIONS: Mapping[str, Question] = {
         keeping="fsdp2_zero2",
     ),
     "topologies": Question(  # at stage 0 nothing is sharded, on a mesh or without
-        "the same with replicas and with tensor-parallel ranks",
+        "the same with two replicas of the state",
         (*STAGES[1:], *FSDP2S),
         "fsdp2",
         ranks=(4,),
         keeping="fsdp2_zero2",
-        topologies={"flat": {}, "hybrid": {"replicas": 2}, "tensor_parallel": {"slices": 2}},
+        replicas={"flat": 1, "hybrid": 2},
     ),
     "muon": Question(
         "Muon against torch's and Dion's",
@@ -117,7 +117,11 @@ QUESTIONS: Mapping[str, Question] = {
         tokens=(64,),
         lap="update",
     ),
-    "stores": Question("stores of the state", ("stage2", *(f"stage2{end}" for end in STORES)), "stage2"),
+    "stores": Question(
+        "stores of the state, against DeepSpeed's on the host",
+        ("stage2", *(f"stage2{end}" for end in STORES), "deepspeed2_cpu"),
+        "stage2",
+    ),
 }
 
 
@@ -180,11 +184,10 @@ def contests_of(parsed: argparse.Namespace, question: Question) -> Iterator[Cont
             raise UsageError(f"--ranks {ranks}: a rank needs a GPU of its own, and there are {gpus}")
         for tokens in [parsed.tokens] if parsed.tokens else question.tokens if gpus is None else [4 * SEQ["cuda"]]:
             task = make_task(parsed.numel or NUMEL[device.type], DTYPES[parsed.dtype], tokens, device)
-            for op, topology in (question.topologies or {parsed.question: {}}).items():
-                of_topology = replace(task, **topology)
-                if ranks % (of_topology.replicas * of_topology.slices) or task.config.heads % of_topology.slices:
-                    raise UsageError(f"{op}: --ranks {ranks}, and the heads of a model of --numel, have to be even")
-                yield Contest(op, question, of_topology, ranks, names)
+            for op, replicas in (question.replicas or {parsed.question: 1}).items():
+                if ranks % replicas:
+                    raise UsageError(f"{op}: --ranks {ranks}: no multiple of {replicas} replicas")
+                yield Contest(op, question, replace(task, replicas=replicas), ranks, names)
 
 
 def make_task(numel: int, dtype: torch.dtype, tokens: int, device: torch.device) -> Task:
@@ -330,7 +333,7 @@ def make_rows(contest: Contest, alone: Mapping[str, Alone], times: Times) -> lis
         for name, of_one in laps.items()
     }
     whole = {name: Spread.of([*map(sum, of_one)]).ms for name, of_one in times.items()}
-    tokens = contest.ranks // task.slices * task.tokens
+    tokens = contest.ranks * task.tokens
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in GPT(task.config, task.dtype).parameters())
     return [

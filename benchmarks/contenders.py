@@ -27,8 +27,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from zero_optim import ShardedAdamW, ShardedMuon, shard_module
 from zero_optim.bench.cases import HYPER
 from zero_optim.bench.step import MAX_NORM, Masters
@@ -49,7 +47,7 @@ FUSED = functools.partial(torch.optim.AdamW, fused=True)
 class Task:
     """The training that all run. Each rank has ``batch`` windows of its own, the same at every step.
 
-    ``replicas``: of the sharded state. ``slices``: of each block, over tensor-parallel ranks.
+    ``replicas``: of the sharded state.
     """
 
     config: ModelConfig
@@ -57,7 +55,6 @@ class Task:
     batch: int
     device: torch.device = torch.device("cpu")
     replicas: int = 1
-    slices: int = 1
 
     @property
     def tokens(self) -> int:
@@ -69,44 +66,17 @@ class Task:
         with self.device:
             return GPT(self.config, self.dtype)
 
-    def spread(self, model: GPT) -> tuple[GPT, DeviceMesh | None]:
-        """Collective. Cut ``model`` for this rank. Returns it, and the mesh to shard and average over; None: all ranks.
-
-        The mesh has the dimensions replicate and shard where there are replicas, else shard alone.
-        """
-        if self.replicas == self.slices == 1:
-            return model, None
-        shape = self.replicas, dist.get_world_size() // self.replicas // self.slices, self.slices
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
-        if self.slices > 1:
-            _cut(model, mesh["tensor"])
-        return model, mesh["replicate", "shard"] if self.replicas > 1 else mesh["shard"]
+    def mesh(self) -> DeviceMesh | None:
+        """Collective. Make the mesh to average over and to shard over; None: shard over all ranks."""
+        if self.replicas == 1:
+            return None
+        shape = self.replicas, dist.get_world_size() // self.replicas
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def windows(self) -> Tensor:
-        """Draw this rank's windows, [batch, seq + 1] int64. Tensor-parallel ranks of one row have the same ones."""
-        generator = torch.Generator().manual_seed(1 + dist.get_rank() // self.slices)
+        """Draw this rank's windows, [batch, seq + 1] int64."""
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
         return torch.randint(VOCAB, (self.batch, self.config.seq + 1), generator=generator).to(self.device)
-
-
-def _cut(model: GPT, mesh: DeviceMesh) -> None:
-    """Collective. Cut blocks and embedding over the ranks of ``mesh``; between blocks, cut the sequence.
-
-    Each rank splits its slice of ``qkv`` into queries, keys and values. So the cut model computes something else than
-    the whole one, with equal sizes.
-    """
-    sequence, whole = Shard(1), Replicate()
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=sequence, output_layouts=whole),
-    }
-    for number in range(len(model.blocks)):
-        at = f"blocks.{number}."
-        plan |= {at + name: SequenceParallel() for name in ("norm_attention", "norm_mlp")}
-        plan |= {at + name: ColwiseParallel(input_layouts=sequence) for name in ("attention.qkv", "up")}
-        plan |= {at + name: RowwiseParallel(output_layouts=sequence) for name in ("attention.out", "down")}
-    parallelize_module(model, mesh, plan)
-    model.head.weight = model.embedding.weight
 
 
 @dataclass(frozen=True)
@@ -164,7 +134,7 @@ def ours(task: Task, stage: int, reshard: bool = True, **form: Any) -> Training:
 
     ``form``: options of the state.
     """
-    model, mesh = task.spread(task.model())
+    model, mesh = task.model(), task.mesh()
     if stage == 3:
         shard_module(model, (Block,), reshard_after_forward=reshard, mesh=mesh)
     opt = ShardedAdamW(model.named_parameters(), stage=stage, mesh=mesh, **TRAINING, **form)
@@ -227,7 +197,7 @@ def ddp_autocast(task: Task) -> Training:
 def fsdp2(task: Task, *, reshard: bool) -> Training:
     """Train in FSDP2 with fp32 shards, a unit a block. ``reshard``: parameters are freed after forward and gathered
     again in backward; those of the root are not, which is fully_shard's default."""
-    model, mesh = task.spread(_widened(task.model()))
+    model, mesh = _widened(task.model()), task.mesh()
     _fully_shard(task, model, mesh, reshard=reshard)
     return _plain_end(Passes(model, task), model, FUSED(model.parameters(), **TRAINING))
 
@@ -315,19 +285,24 @@ def _iterate_as_torch(matrices: Tensor, epsilon: float) -> Tensor:
     return orthogonalized(matrices, QUINTIC, 5, epsilon)
 
 
-def deepspeed(task: Task, stage: int) -> Training:
-    """Train in DeepSpeed's ZeRO around the same AdamW. Its collectives go through shared memory; its step clips."""
+def deepspeed(task: Task, stage: int, **zero: Any) -> Training:
+    """Train in DeepSpeed's ZeRO around the same AdamW. Its collectives go through shared memory; its step clips.
+
+    ``zero``: where its state lies; with it the AdamW is its own for the CPU.
+    """
     os.environ.setdefault("DS_ACCELERATOR", task.device.type)
     package = importlib.import_module("deepspeed")
     model = task.model()
     config = {
         "train_micro_batch_size_per_gpu": task.batch,
         "bf16": {"enabled": task.dtype == torch.bfloat16},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **zero},
         "gradient_clipping": MAX_NORM,
         "zero_allow_untested_optimizer": True,
     }
     opt = FUSED(model.parameters(), **TRAINING)
+    if zero:
+        opt = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(model.parameters(), **TRAINING)
     engine, *_ = package.initialize(model=model, optimizer=opt, config=config, dist_init_required=False)
     return Passes(engine, task, backward=engine.backward).then(update=engine.step)
 
@@ -421,6 +396,9 @@ WAYS: Mapping[str, Way] = {
     "fsdp2_zero2": Way(functools.partial(fsdp2, reshard=False)),
     "deepspeed1": Way(functools.partial(deepspeed, stage=1), package="deepspeed"),
     "deepspeed2": Way(functools.partial(deepspeed, stage=2), package="deepspeed"),
+    "deepspeed2_cpu": Way(
+        functools.partial(deepspeed, stage=2, offload_optimizer={"device": "cpu"}), package="deepspeed"
+    ),
     "deepspeed_adam": _fused_adam("deepspeed", "ops.adam"),
     "apex": _fused_adam("apex", "optimizers"),
     "te": _fused_adam("transformer_engine", "pytorch.optimizers"),

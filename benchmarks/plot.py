@@ -36,7 +36,7 @@ COLUMNS = {
     ),
     "bound": "{}",
     "us_per_parameter": "{:.1f}",
-    **dict.fromkeys(("tokens_per_s", "buckets", "largest", "exchange", "idle", "pays_from"), "{:,.0f}"),
+    **dict.fromkeys(("tokens_per_s", "buckets", "largest", "exchange"), "{:,.0f}"),
     **dict.fromkeys((*TIMES, "memory steady", "memory rest", "after", "peak", "communicated"), "{:,.1f}"),
     **dict.fromkeys(("held device", "held host", "held disk", "written", "extra save", "extra load"), "{:,.1f}"),
     **dict.fromkeys(("growth resident", "growth objects"), "{:.6f}"),
