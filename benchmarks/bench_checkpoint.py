@@ -1,4 +1,4 @@
-"""Saving and loading on ranks against the disk itself, ``torch.save`` of shards, and DCP on FSDP2.
+"""Saving and loading on ranks against the disk itself, and DCP on FSDP2.
 
     python benchmarks/bench_checkpoint.py --numel 32Mi --ranks 2 --rounds 9
 
@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from counted_bytes import peak_of, resident, return_what_is_freed
 from lab import parser_of, progress, run_script, show
 from ranks import TogetherClock, of_the_slower, on_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -81,23 +81,6 @@ class RawDisk:
         with own_file(folder).open("rb", buffering=0) as file:
             for start in range(0, len(self._view), CHUNK):
                 file.readinto(self._view[start : start + CHUNK])
-
-
-class TorchSave(RawDisk):
-    """``torch.save`` and ``torch.load`` of each rank's own shards, as a list of tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-
-    def begin(self, folder: Path) -> None:
-        with own_file(folder).open("wb") as file:
-            torch.save(self._tensors, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def load(self, folder: Path) -> None:
-        for tensor, value in zip(self._tensors, torch.load(own_file(folder), weights_only=True), strict=True):
-            tensor.copy_(value)
 
 
 class Fsdp2(RawDisk):
@@ -160,20 +143,19 @@ class Ours(RawDisk):
     def load(self, folder: Path) -> None:
         checkpoint.load(folder, self.model, self.opt)
 
-    def tensors(self) -> list[Tensor]:
-        """List the tensors that this rank has."""
+    def nbytes(self) -> int:
+        """Count the bytes of the tensors that this rank has."""
         parameters: list[Any] = list(self.model.parameters())
-        return [*(parameter.local for parameter in parameters), *self.opt.engine.states.values(stored=True)]
+        own = [*(parameter.local for parameter in parameters), *self.opt.engine.states.values(stored=True)]
+        return sum(tensor.nbytes for tensor in own)
 
 
 def on_rank(make: Callable[[], nn.Module], rounds: int, folder: str) -> Report:
     """Measure on one rank."""
     ours = Ours(make, background=False)
-    own = [tensor.clone() for tensor in ours.tensors()]
-    nbytes = sum(tensor.nbytes for tensor in own)
+    nbytes = ours.nbytes()
     contenders: Mapping[str, RawDisk] = {
         "disk": RawDisk(nbytes),
-        "torch.save": TorchSave(own),
         "fsdp2 dcp": Fsdp2(make, background=False),
         "fsdp2 dcp async": Fsdp2(make, background=True),
         "ours": ours,
@@ -263,7 +245,7 @@ def run(parsed: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    about = "Compares saving and loading with the disk, torch.save and DCP on FSDP2."
+    about = "Compares saving and loading with the disk and DCP on FSDP2."
     parser = parser_of(__file__, about, numel=2**25, ranks=2, rounds=5)
     parser.add_argument("--width", type=at_least_one, default=1024, metavar="N", help="of each layer (1024)")
     return run_script(parser, run, arguments)

@@ -4,9 +4,9 @@
     python benchmarks/bench_scale.py --ranks 16384 --replicas 2048  # a mesh: 2048 replicas of 8 ranks that shard
 
 One process plays rank 0 of a fake process group (``fake_ranks``); collectives are counted and send nothing.
-``buckets``, ``largest``, ``padding``, ``exchange``, ``collectives`` and ``object_bytes`` are integers of the true shapes
-of Llama 2 70B. ``timed`` is of as many parameters and buckets with 1/4096 of the elements, without the kernels that
-pack and update: Python's work depends on nothing else.
+``buckets``, ``largest``, ``padding``, ``exchange``, ``collectives`` and ``object_bytes`` are integers of the true
+shapes of Llama 2 70B. ``timed`` is of as many parameters and buckets with 1/4096 of the elements, without the kernels
+that pack and update: Python's work depends on nothing else.
 """
 
 from __future__ import annotations

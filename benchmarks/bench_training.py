@@ -2,7 +2,7 @@
 
     python benchmarks/bench_training.py                                        # train_step: every stage against DDP
     python benchmarks/bench_training.py stages --ranks 2 --contenders stage3   # against FSDP2 at the same setting
-    python benchmarks/bench_training.py topologies                             # sharded over all ranks; with replicas
+    python benchmarks/bench_training.py stages --ranks 4 --replicas 2          # the same with two replicas of the state
     python benchmarks/bench_training.py muon --tokens 256                      # against torch's and Dion's
     python benchmarks/bench_training.py forms --numel 32Mi                     # the update by form of state, one rank
     python benchmarks/bench_training.py stores                                 # state in pages, on the host, on a disk
@@ -27,7 +27,7 @@ import torch
 from contenders import FORMS, STORES, WAYS, Task, Training, train
 from counted_bytes import CountedTraffic
 from lab import parser_of, progress, run_script, show
-from ranks import RanksError, TogetherClock, each_alone, of_the_slower, on_ranks
+from ranks import RanksError, TogetherClock, of_the_slower, on_ranks
 from zero_optim.bench.cases import DTYPES, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
@@ -54,7 +54,6 @@ class Question:
         contenders: names of ``WAYS``.
         baseline: the contender whose losses all others must have, and with whose time they are compared.
         keeping: the baseline of those that keep whole parameters from forward to backward, as DDP and ZeRO-2 do.
-        replicas: how many replicas of the state there are, by op; None: one, and the op is the question's name.
         lap: the one part of the step that is compared; None: the whole step.
         tolerance: relative difference of losses; None: that of ``TOLERANCE``.
     """
@@ -66,7 +65,6 @@ class Question:
     tokens: Sequence[int] = (256, 512)
     rounds: int = 11
     keeping: str | None = None
-    replicas: Mapping[str, int] | None = None
     lap: str | None = None
     tolerance: float | None = None
 
@@ -77,7 +75,7 @@ class Question:
 STAGES = ("stage0", "stage1", "stage2", "stage3", "stage3_keep")
 SMALLER = ("stage3_split", "stage3_keep_split", "stage2_small", "stage3_small", "stage2_smallest", "stage3_smallest")
 FSDP2S = ("fsdp2", "fsdp2_zero2")
-BY_DDP = ("ddp", "ddp_autocast", "zero_redundancy")
+BY_DDP = ("ddp", "zero_redundancy")
 QUESTIONS: Mapping[str, Question] = {
     "train_step": Question(
         "stages against DDP and others",
@@ -91,14 +89,6 @@ QUESTIONS: Mapping[str, Question] = {
         "fsdp2",
         ranks=(2, 4),
         keeping="fsdp2_zero2",
-    ),
-    "topologies": Question(  # at stage 0 nothing is sharded, on a mesh or without
-        "the same with two replicas of the state",
-        (*STAGES[1:], *FSDP2S),
-        "fsdp2",
-        ranks=(4,),
-        keeping="fsdp2_zero2",
-        replicas={"flat": 1, "hybrid": 2},
     ),
     "muon": Question(
         "Muon against torch's and Dion's",
@@ -149,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = "; ".join(f"{name}: {question.about}" for name, question in QUESTIONS.items())
     parser.add_argument("question", nargs="?", choices=QUESTIONS, default="train_step", help=f"{about} (train_step)")
     parser.add_argument("--tokens", type=at_least_one, metavar="N", help="of a rank in a step (by question)")
+    parser.add_argument("--replicas", type=at_least_one, default=1, metavar="N", help="of the sharded state (1)")
     return run_script(parser, work, arguments)
 
 
@@ -164,7 +155,7 @@ def work(parsed: argparse.Namespace) -> None:
 
 
 def contests_of(parsed: argparse.Namespace, question: Question) -> Iterator[Contest]:
-    """Make a contest for each number of ranks and tokens, and each topology. Raises UsageError."""
+    """Make a contest for each number of ranks and tokens. Raises UsageError."""
     device = find_device(parsed.device)
     for name in parsed.contenders or ():
         if name not in question.contenders:
@@ -182,12 +173,11 @@ def contests_of(parsed: argparse.Namespace, question: Question) -> Iterator[Cont
     for ranks in counts:
         if gpus is not None and ranks > gpus:
             raise UsageError(f"--ranks {ranks}: a rank needs a GPU of its own, and there are {gpus}")
+        if ranks % parsed.replicas:
+            raise UsageError(f"--replicas {parsed.replicas}: {ranks} ranks are no multiple of it")
         for tokens in [parsed.tokens] if parsed.tokens else question.tokens if gpus is None else [4 * SEQ["cuda"]]:
             task = make_task(parsed.numel or NUMEL[device.type], DTYPES[parsed.dtype], tokens, device)
-            for op, replicas in (question.replicas or {parsed.question: 1}).items():
-                if ranks % replicas:
-                    raise UsageError(f"{op}: --ranks {ranks}: no multiple of {replicas} replicas")
-                yield Contest(op, question, replace(task, replicas=replicas), ranks, names)
+            yield Contest(parsed.question, question, replace(task, replicas=parsed.replicas), ranks, names)
 
 
 def make_task(numel: int, dtype: torch.dtype, tokens: int, device: torch.device) -> Task:
@@ -237,26 +227,25 @@ def train_alone(contest: Contest) -> tuple[dict[str, Alone], dict[str, str]]:
     Raises ZeroOptimError where ours or a baseline fails: only other peers may.
     """
     task = contest.task
-    reasons: dict[str, str] = {}
+    alone: dict[str, Alone] = {}
+    left_out: dict[str, str] = {}
     for name in contest.names:
         way = WAYS[name]
         if way.package and importlib.util.find_spec(way.package) is None:
-            reasons[name] = "not installed"
-        elif way.bf16_only and task.dtype == torch.float32:
-            reasons[name] = way.bf16_only
-
-    def run(name: str) -> Alone:
+            left_out[name] = "not installed"
+            continue
+        if way.bf16_only and task.dtype == torch.float32:
+            left_out[name] = way.bf16_only
+            continue
         progress(f"{contest.op}: {name} alone, {contest.ranks} ranks, {task.tokens} tokens each")
         try:
-            return of_all_ranks(on_ranks(contest.ranks, alone_on_rank, task, name, device=task.device.type))
+            alone[name] = of_all_ranks(on_ranks(contest.ranks, alone_on_rank, task, name, device=task.device.type))
         except RanksError as error:
-            if WAYS[name].ours or name in contest.baselines:
+            if way.ours or name in contest.baselines:
                 raise ZeroOptimError(f"{contest.op}: {name}: {error}") from error
-            raise
-
-    names = [name for name in contest.names if name not in reasons]
-    alone, left_out = each_alone(names, contest.question.baseline, run)
-    return alone, reasons | left_out
+            left_out[name] = str(error)
+            progress(f"left out: {name}: {error}")
+    return alone, left_out
 
 
 def alone_on_rank(task: Task, name: str) -> Alone:
@@ -346,6 +335,7 @@ def make_rows(contest: Contest, alone: Mapping[str, Alone], times: Times) -> lis
             "vs_torch": round(compared[question.baseline_of(name)].ms / spread.ms, 4),
             "phases": {lap: Spread.of(column).ms for lap, column in laps[name].items()},
             "ranks": contest.ranks,
+            "replicas": task.replicas if task.replicas > 1 else None,
             "tokens": task.tokens,
             "tokens_per_s": round(tokens / whole[name] * 1e3, 1),
             "memory": alone[name].memory,

@@ -16,14 +16,12 @@ import importlib
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -104,19 +102,13 @@ class Passes:
     """Forward and backward of ``model`` on this rank's windows, as two laps."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        backward: Callable[[Tensor], object] = torch.Tensor.backward,
+        self, model: nn.Module, task: Task, backward: Callable[[Tensor], object] = torch.Tensor.backward
     ) -> None:
-        self._model, self._windows = model, task.windows()
-        self._autocast, self._backward = autocast, backward
+        self._model, self._windows, self._backward = model, task.windows(), backward
         self._loss = torch.zeros(())
 
     def forward(self) -> None:
-        with self._autocast():
-            self._loss = next_byte_loss(self._model, self._windows)
+        self._loss = next_byte_loss(self._model, self._windows)
 
     def backward(self) -> None:
         self._backward(self._loss)
@@ -182,16 +174,6 @@ def zero_redundancy(masters: list[Tensor], **options: Any) -> torch.optim.Optimi
 def replicate(model: nn.Module) -> nn.parallel.DistributedDataParallel:
     """Wrap in DDP, without a second copy of the gradients and without a broadcast of buffers in every forward."""
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-
-
-def ddp_autocast(task: Task) -> Training:
-    """Train an fp32 model, which is its own masters, under autocast; gradients are cast to bf16 only for the sum."""
-    model = _widened(task.model())
-    replica = replicate(model)
-    # Under its own name torch refuses the hook on gloo, where it works.
-    replica.register_comm_hook(dist.group.WORLD, lambda group, bucket: bf16_compress_hook(group, bucket))
-    autocast = functools.partial(torch.autocast, task.device.type, task.dtype)
-    return _plain_end(Passes(replica, task, autocast), model, FUSED(model.parameters(), **TRAINING))
 
 
 def fsdp2(task: Task, *, reshard: bool) -> Training:
@@ -390,7 +372,6 @@ WAYS: Mapping[str, Way] = {
     "ddp_muon": Way(ddp_muon),
     "fsdp2_dion": Way(fsdp2_dion, package="dion"),
     "ddp": Way(ddp),
-    "ddp_autocast": Way(ddp_autocast, bf16_only="in fp32 it is ddp"),
     "zero_redundancy": Way(functools.partial(ddp, optimizer=zero_redundancy)),
     "fsdp2": Way(functools.partial(fsdp2, reshard=True), gathers_twice=True),
     "fsdp2_zero2": Way(functools.partial(fsdp2, reshard=False)),

@@ -1,7 +1,6 @@
 """The planner against torch's allocator: one GPU plays rank 0 of 64, and really holds its share of a 7.5 B model.
 
     python benchmarks/gpu_memory.py
-    python benchmarks/gpu_memory.py --device cpu --params 4e6
 
 The process group is fake: collectives send nothing, so other ranks' parameters do not change. Allocations do not depend
 on that. A forward uses every parameter once and has next to no activations. On a CPU storages are counted in place of
@@ -25,7 +24,7 @@ from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
 
 RANKS = 64
-PARAMETERS = 7.5e9
+PARAMETERS = {"cuda": 7_500_000_000, "cpu": 4_000_000}
 STAGES = (1, 2, 3)
 TOLERANCE = {"cpu": 0.01, "cuda": 0.03}  # on a GPU torch allocates whole blocks: 2.3 % more on an H100
 IN_BACKWARD = ("local_gradients", "unsharded")
@@ -90,7 +89,7 @@ def compare(plan: memory.Plan, held: int, peak: int, first_peak: int) -> Row:
 
 def main(options: Any) -> int:
     device = find_device(options.device)
-    decoder = memory.gpt_of(int(options.params))
+    decoder = memory.gpt_of(PARAMETERS[device.type])
     result = Result(device, options.out, options.write, "memory", parameters=decoder.numel)
     for stage in STAGES:
         gc.collect()  # the model of the stage before
@@ -104,6 +103,5 @@ def main(options: Any) -> int:
 
 
 if __name__ == "__main__":
-    parser = lab.parser_of(__file__, "Planned against allocated: one device as rank 0 of 64.", device=None)
-    parser.add_argument("--params", type=float, default=PARAMETERS, help="of the model (7.5e9)")
-    sys.exit(lab.run_script(parser, main))
+    about = "Planned against allocated: one device as rank 0 of 64."
+    sys.exit(lab.run_script(lab.parser_of(__file__, about, device=None), main))

@@ -163,7 +163,7 @@ def _bandwidth(rows: Sequence[Row]) -> Panel:
 def of_times(rows: Sequence[Row]) -> list[list[Panel]]:
     """Draw milliseconds, each with the part that it cannot be shorter than; of a training also the memory of a rank."""
     panels = []
-    for block in blocks(rows, "op", "part", "dtype", "numel", "ranks", "tokens", "parameters"):
+    for block in blocks(rows, "op", "part", "dtype", "numel", "ranks", "replicas", "tokens", "parameters"):
         bound = "; line: the bound" if any(row.get("bound") for row in block) else ""
         bars = [spread_bar(row, "ms", _compared(row)) for row in block]
         panels.append([Panel(about(block[0]) + bound, "ms", bars)])
