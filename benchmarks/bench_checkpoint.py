@@ -37,9 +37,7 @@ from zero_optim_cli.bench import at_least_one
 
 CHUNK = 8 * 2**20
 CPU = torch.device("cpu")
-
-Report = tuple[int, dict[str, list[list[float]]], dict[str, dict[str, int]]]
-"""Of a rank: the bytes that it writes, and by contender the laps and the extra memory."""
+Report = tuple[int, dict[str, list[list[float]]], dict[str, dict[str, int]]]  # of a rank, as on_rank returns it
 
 
 def make_model(layers: int, width: int) -> nn.Sequential:
@@ -151,7 +149,7 @@ class Ours(RawDisk):
 
 
 def on_rank(make: Callable[[], nn.Module], rounds: int, folder: str) -> Report:
-    """Measure on one rank."""
+    """Measure on one rank. Returns the bytes that it writes, and by contender the laps and the extra memory."""
     ours = Ours(make, background=False)
     nbytes = ours.nbytes()
     contenders: Mapping[str, RawDisk] = {

@@ -26,7 +26,7 @@ from lab import parser_of, progress, run_script, show
 from torch import Tensor, nn
 from zero_optim import ShardedAdamW
 from zero_optim.asleep import MOVES_STORAGES
-from zero_optim.bench.cases import DTYPES
+from zero_optim.bench.cases import DTYPES, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
 from zero_optim.bench.step import TRAINING
@@ -45,8 +45,6 @@ PAGES = 32
 MOVED, HELD = ("to_device", "to_host", "read", "written"), ("device", "host", "disk")
 BLOCK_BYTES, THREADS = 4 * 2**20, 16  # fastest of 1 to 16 MiB and 4 to 16 threads on a virtual disk: 6.1 GB/s written
 
-Row = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Work:
@@ -64,19 +62,10 @@ class Work:
         return [part.clone() for part in values.chunk(4 * PAGES)]
 
 
-@dataclass(frozen=True)
-class Made:
-    """A contender that is ready. ``result``: a figure that after as many steps is equal for all. ``stats``: bytes."""
-
-    job: Job
-    result: Callable[[], float]
-    stats: Callable[[], Mapping[str, Any]] = dict
-
-
 # -- contenders --------------------------------------------------------------------------------------------------------
 
 
-def make(work: Work, name: str) -> Made:
+def make(work: Work, name: str) -> ShardedAdamW:
     """Make a contender, ready for its first step. All have buckets, and so pages, of one size.
 
     One backward sets gradients for every step.
@@ -94,8 +83,11 @@ def make(work: Work, name: str) -> Made:
     parameters = [nn.Parameter(values) for values in work.tensors(0)]
     opt = ShardedAdamW(parameters, skip_nonfinite=False, **options, **TRAINING)
     torch.autograd.backward(parameters, work.tensors(1))
-    job = [opt.step, lambda: settle(opt)]
-    return Made(job, lambda: checksum(parameters), lambda: opt.stats()["state_offload"])
+    return opt
+
+
+def job_of(opt: ShardedAdamW) -> list[Callable[[], object]]:
+    return [opt.step, lambda: settle(opt)]
 
 
 def settle(opt: ShardedAdamW) -> None:
@@ -104,8 +96,9 @@ def settle(opt: ShardedAdamW) -> None:
         opt.engine.store.wait()
 
 
-def checksum(parameters: Sequence[Tensor]) -> float:
-    return sum(parameter.detach().double().sum().item() for parameter in parameters)
+def checksum(opt: torch.optim.Optimizer) -> float:
+    """Sum the parameters: a figure that after as many steps is equal for all."""
+    return sum(parameter.detach().double().sum().item() for parameter in opt.param_groups[0]["params"])
 
 
 # -- the link and the disk ---------------------------------------------------------------------------------------------
@@ -169,11 +162,11 @@ def contest(work: Work, names: Sequence[str], rounds: int) -> list[Row]:
     """
     progress(f"offload: {', '.join(names)}")
     made = {name: make(work, name) for name in names}
-    reports = {name: report_of(of) for name, of in made.items()}
+    reports = {name: report_of(opt) for name, opt in made.items()}
     for name in set(EXACT) & set(reports):
         if reports[name]["result"] != reports[NONE]["result"]:
             raise ZeroOptimError(f"offload: parameters of {name} differ from those of {NONE}")
-    jobs = {name: [*of.job] for name, of in made.items()} | beside(work, reports)
+    jobs = {name: job_of(opt) for name, opt in made.items()} | beside(work, reports)
     if work.device.type == "cuda":
         for job in jobs.values():
             job.append(torch.cuda.synchronize)  # and the host's clock: copies count until they end
@@ -182,17 +175,14 @@ def contest(work: Work, names: Sequence[str], rounds: int) -> list[Row]:
     return [row_of(work, name, report, laps) for name, report in reports.items()]
 
 
-def report_of(made: Made) -> Row:
+def report_of(opt: ShardedAdamW) -> Row:
     """Run a few steps. Returns the result of the first three, and bytes moved in a step and held."""
-
-    def run(steps: int) -> None:
-        for lap in [*made.job] * steps:
-            lap()
-
-    run(3)
-    result, earlier = made.result(), dict(made.stats())
-    run(1)
-    later = made.stats()
+    for lap in job_of(opt) * 3:
+        lap()
+    result, earlier = checksum(opt), dict(opt.stats()["state_offload"])
+    for lap in job_of(opt):
+        lap()
+    later = opt.stats()["state_offload"]
     moved = {key: later[key] - earlier[key] for key in MOVED if key in later}
     return {"result": result, "moved": moved, "held": {key: later[key] for key in HELD if key in later}}
 
@@ -210,7 +200,7 @@ def beside(work: Work, reports: Mapping[str, Row]) -> dict[str, list[Callable[[]
         if disk is not None and of_step.get("written"):
             jobs[f"{name}/disk"] = [functools.partial(disk.move, of_step["read"], of_step["written"])]
     if work.device.type == "cuda":
-        jobs["update"] = [*make(replace(work, device=torch.device("cpu")), NONE).job]
+        jobs["update"] = job_of(make(replace(work, device=torch.device("cpu")), NONE))
     return jobs
 
 

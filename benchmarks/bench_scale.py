@@ -26,7 +26,7 @@ from lab import parser_of, progress, run_script, show
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zero_optim import ShardedAdamW, memory, shard_module
-from zero_optim.bench.cases import HYPER
+from zero_optim.bench.cases import HYPER, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 from zero_optim.comm import transport
@@ -40,8 +40,6 @@ STAGES = (2, 3)
 KERNELS = ("pack", "adam_step", "foreach_step")
 ITEMSIZE = 2  # bf16
 SHRINK = 4096  # the model that is timed has 17 million elements, not 69 billion
-Row = dict[str, Any]
-
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
 

@@ -125,10 +125,6 @@ class Contest:
     ranks: int
     names: Sequence[str]
 
-    @property
-    def baselines(self) -> set[str]:
-        return {self.question.baseline, *map(self.question.baseline_of, self.names)}
-
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
@@ -176,16 +172,11 @@ def contests_of(parsed: argparse.Namespace, question: Question) -> Iterator[Cont
         if ranks % parsed.replicas:
             raise UsageError(f"--replicas {parsed.replicas}: {ranks} ranks are no multiple of it")
         for tokens in [parsed.tokens] if parsed.tokens else question.tokens if gpus is None else [4 * SEQ["cuda"]]:
-            task = make_task(parsed.numel or NUMEL[device.type], DTYPES[parsed.dtype], tokens, device)
-            yield Contest(parsed.question, question, replace(task, replicas=parsed.replicas), ranks, names)
-
-
-def make_task(numel: int, dtype: torch.dtype, tokens: int, device: torch.device) -> Task:
-    """Make the training of a GPT of about ``numel`` parameters. Raises UsageError."""
-    seq = SEQ[device.type]
-    if tokens % seq:
-        raise UsageError(f"--tokens {tokens}: a rank has windows of {seq}")
-    return Task(replace(model_config(numel, device), seq=seq), dtype, tokens // seq, device)
+            if tokens % (seq := SEQ[device.type]):
+                raise UsageError(f"--tokens {tokens}: a rank has windows of {seq}")
+            config = replace(model_config(parsed.numel or NUMEL[device.type], device), seq=seq)
+            task = Task(config, DTYPES[parsed.dtype], tokens // seq, device, parsed.replicas)
+            yield Contest(parsed.question, question, task, ranks, names)
 
 
 def hold(contest: Contest, rounds: int, packages: dict[str, str]) -> list[Row]:
@@ -241,7 +232,7 @@ def train_alone(contest: Contest) -> tuple[dict[str, Alone], dict[str, str]]:
         try:
             alone[name] = of_all_ranks(on_ranks(contest.ranks, alone_on_rank, task, name, device=task.device.type))
         except RanksError as error:
-            if way.ours or name in contest.baselines:
+            if way.ours or name in (contest.question.baseline, contest.question.keeping):
                 raise ZeroOptimError(f"{contest.op}: {name}: {error}") from error
             left_out[name] = str(error)
             progress(f"left out: {name}: {error}")

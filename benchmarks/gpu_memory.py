@@ -53,9 +53,9 @@ def measure(decoder: memory.Decoder, stage: int, device: torch.device) -> Row:
             model(torch.zeros((), device=device, dtype=torch.bfloat16)).backward()
             opt.step()
 
-        _, first_peak = live.after(train)
-        held, peak = live.after(train)  # of the second step: the first may have laid buckets out anew
-        share = compare(memory.plan_of(opt), held - before, peak - before, first_peak - before)
+        train()  # it may lay buckets out anew
+        held, peak = live.after(train)
+        share = compare(memory.plan_of(opt), held - before, peak - before)
         opt.close()
     return share
 
@@ -69,7 +69,7 @@ def held_by(plan: memory.Plan) -> int:
     return sum(nbytes for kind, nbytes in plan.memory.items() if kind not in passing)
 
 
-def compare(plan: memory.Plan, held: int, peak: int, first_peak: int) -> Row:
+def compare(plan: memory.Plan, held: int, peak: int) -> Row:
     """Make the row of a stage, in bytes: ``held`` after a step, gradients included, ``peak`` in a step."""
     planned = held_by(plan)
     return {
@@ -81,9 +81,6 @@ def compare(plan: memory.Plan, held: int, peak: int, first_peak: int) -> Row:
         "difference": held / planned - 1,
         "peak": peak,
         "planned_peak": plan.total,
-        "first_peak": first_peak,
-        "planned_first_peak": plan.most,
-        "kinds": dict(plan.memory),
     }
 
 

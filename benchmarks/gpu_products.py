@@ -33,7 +33,7 @@ SHAPES = {  # matrices, rows, columns
     "cpu": [(1, 32, 32), (2, 20, 50)],
 }
 ROUNDS = {"cuda": 20, "cpu": 2}
-SQUARE, POLYNOMIAL, ITERATION = "square", "polynomial", "iteration"
+WORKS = SQUARE, POLYNOMIAL, ITERATION = "square", "polynomial", "iteration"
 
 
 def jobs_of(given: Tensor) -> dict[str, Callable[[], object]]:
@@ -66,13 +66,12 @@ def measure(shape: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Make the row of one shape."""
     x = torch.randn(*shape, device=device).bfloat16() / max(shape[1:]) ** 0.5
     ms = medians(jobs_of(x), device)
-    works = (SQUARE, POLYNOMIAL, ITERATION)
     return {
         "op": "products",
         "backend": TRITON,
         "shape": list(shape),
-        "ms": {work: {backend: ms[f"{work} {backend}"] for backend in PRODUCTS} for work in works},
-        "speed": {work: round(ms[f"{work} {TORCH}"] / ms[f"{work} {TRITON}"], 4) for work in works},
+        "ms": {work: {backend: ms[f"{work} {backend}"] for backend in PRODUCTS} for work in WORKS},
+        "speed": {work: round(ms[f"{work} {TORCH}"] / ms[f"{work} {TRITON}"], 4) for work in WORKS},
     }
 
 

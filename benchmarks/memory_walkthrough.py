@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from contenders import FORMS
 from counted_bytes import LiveMemory, watch
 from lab import parser_of, progress, run_script, show
 from ranks import on_ranks
@@ -34,9 +35,8 @@ Readings = dict[str, tuple[int, int]]
 
 PLAIN: Mapping[str, Mapping[str, Any]] = {f"stage{stage}": {"stage": stage} for stage in range(4)}
 SMALL: Mapping[str, Mapping[str, Any]] = {
-    "stage3_split": {"stage": 3, "master": "split"},
-    **{f"stage{n}_small": {"stage": n, "master": "split", "state_dtype": "int8"} for n in (2, 3)},
-    **{f"stage{n}_smallest": {"stage": n, "master": "split8", "state_dtype": "int8"} for n in (2, 3)},
+    "stage3_split": {"stage": 3, **FORMS["_split"]},
+    **{f"stage{n}{end}": {"stage": n, **FORMS[end]} for end in ("_small", "_smallest") for n in (2, 3)},
 }
 """The optimizer's options by the name of a row; smaller state is of bf16 parameters alone."""
 
