@@ -21,9 +21,9 @@ from zero_optim.errors import ZeroOptimError
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TASK = Task(TINY, BF16, batch=2)
-HYBRID, SLICED = replace(TASK, replicas=2), replace(TASK, config=replace(TINY, hidden=128, heads=2), slices=2)
+HYBRID = replace(TASK, replicas=2)
 OURS = ("stage0", "stage1", "stage2", "stage3", "stage3_keep")
-BY_TORCH = ("ddp", "ddp_autocast", "zero_redundancy", "fsdp2", "fsdp2_zero2")
+BY_TORCH = ("ddp", "zero_redundancy", "fsdp2", "fsdp2_zero2")
 MUONS = ("muon", "muon_stage3", "ddp_muon")
 OPTIONS = [f"{stage}{end}" for stage in ("stage2", "stage3", "stage3_keep") for end in FORMS if end]
 OPTIONS += [f"stage2{end}" for end in STORES]
@@ -41,8 +41,6 @@ def train_all(rank: int, world_size: int) -> dict:
     results, alive = {}, []
     for task in (TASK, replace(TASK, dtype=FP32)):
         for name in (*OURS, *BY_TORCH):
-            if WAYS[name].bf16_only and task.dtype == FP32:
-                continue
             training = WAYS[name].make(task)
             alive.append(training)  # as in a measurement, where all of them train in turn
             losses, norms = [], []
@@ -83,10 +81,10 @@ def check_communicated(found: dict[str, int], across: int) -> None:
         assert expected <= counted < 1.02 * expected, name  # padding, and small vectors
 
 
-def of_topology(rank: int, world_size: int, task: Task) -> dict[str, tuple[list[float], int]]:
+def with_replicas(rank: int, world_size: int) -> dict[str, tuple[list[float], int]]:
     found = {}
-    for name in QUESTIONS["topologies"].contenders:
-        training = WAYS[name].make(task)
+    for name in ("stage1", "stage2", "stage3", "stage3_keep", "fsdp2", "fsdp2_zero2"):
+        training = WAYS[name].make(HYBRID)
         losses = train(training, 4)
         with CountedTraffic() as traffic:
             train(training, 1)
@@ -94,15 +92,13 @@ def of_topology(rank: int, world_size: int, task: Task) -> dict[str, tuple[list[
     return found
 
 
-@pytest.mark.parametrize("task", [HYBRID, SLICED], ids=["hybrid", "tensor_parallel"])
-def test_topologies_train_alike(task):
+def test_replicas_train_alike():
     """Across two replicas of two goes an all-reduce of the shards, whoever does it."""
-    results = run_ranks(4, of_topology, task)
+    results = run_ranks(4, with_replicas)
     for of_rank in results:
         for name, (losses, _) in of_rank.items():
             assert losses == pytest.approx(of_rank["stage2"][0], rel=2e-4), name
-    if task == HYBRID:
-        check_communicated({name: of_one[1] for name, of_one in results[0].items()}, across=1)
+    check_communicated({name: of_one[1] for name, of_one in results[0].items()}, across=1)
 
 
 def by_option(rank: int, world_size: int) -> dict[str, list[float]]:
@@ -170,6 +166,8 @@ def test_who_fails_is_left_out_and_ours_never(monkeypatch):
     alone, left_out = bench_training.train_alone(contest_of("train_step", "ddp", "fsdp2", "deepspeed1"))
     assert alone == {"ddp": Alone([5.5], ("a",), 3, {"rest": 4, "start": 9})}
     assert left_out == {"fsdp2": "rank 0: fsdp2 broke", "deepspeed1": "not installed"}
+    in_fp32 = contest_of("stages", "stage3_split", task=replace(TASK, dtype=FP32))
+    assert bench_training.train_alone(in_fp32)[1] == {"stage3_split": "a split master is of bf16 parameters"}
     for op, name in (("train_step", "stage0"), ("stages", "fsdp2_zero2")):
         with pytest.raises(ZeroOptimError, match=f"{op}: {name}: rank 0: {name} broke"):
             bench_training.train_alone(contest_of(op, name))
@@ -194,16 +192,12 @@ def test_each_is_compared_with_the_fsdp2_that_has_its_setting():
     )
 
 
-def test_of_forms_the_update_is_compared_and_of_slices_the_tokens_of_a_row():
+def test_of_forms_the_update_is_compared():
     alone = {name: Alone((5.0,), ("forward", "update"), 0) for name in ("stage2", "stage2_int8")}
     times = {"stage2": [[10.0, 4.0]], "stage2_int8": [[10.0, 2.0]]}
     _, row = bench_training.make_rows(contest_of("forms", *alone, ranks=1), alone, times)
     assert (row["ms"], row["vs_torch"], row["phases"]) == (2.0, 2.0, {"forward": 10.0, "update": 2.0})
     assert row["tokens_per_s"] == pytest.approx(32 / 12e-3, rel=1e-4)
-    sliced = contest_of("topologies", "stage2", "fsdp2_zero2", ranks=4, task=SLICED)
-    times = {"stage2": [[1.0]], "fsdp2_zero2": [[1.0]]}
-    alone = {name: Alone((5.0,), ("forward",), 0) for name in times}
-    assert bench_training.make_rows(sliced, alone, times)[0]["tokens_per_s"] == 2 * 32 / 1e-3
 
 
 # -- a whole run, on the tests' own ranks ------------------------------------------------------------------------------
@@ -225,10 +219,8 @@ def pooled(monkeypatch):
 
 def test_a_run(pooled, monkeypatch, tmp_path):
     flags = ["--numel", "50000", "--rounds", "2", "--dtype", "fp32", "--tokens", "32", "--device", "cpu"]
-    record = record_of(
-        monkeypatch, tmp_path, bench_training, *flags, "--contenders", "stage2", "deepspeed1", "stage1", "ddp_autocast"
-    )
-    assert record["baselines"] == {"ddp_autocast": "in fp32 it is ddp", "deepspeed1": "not installed"}
+    record = record_of(monkeypatch, tmp_path, bench_training, *flags, "--contenders", "stage2", "deepspeed1", "stage1")
+    assert record["baselines"] == {"deepspeed1": "not installed"}
     rows = {row["backend"]: row for row in record["rows"]}
     assert [*rows] == ["stage1", "stage2", "ddp"]
     for row in rows.values():
@@ -248,7 +240,7 @@ def test_a_run(pooled, monkeypatch, tmp_path):
         (["--dtype", "fp16"], ["--dtype fp16", "bf16 or fp32"]),
         (["--tokens", "100"], ["--tokens 100", "windows of 64"]),
         (["--ranks", "0"], ["--ranks", "at least 1"]),
-        (["topologies", "--ranks", "3"], ["hybrid", "--ranks 3"]),
+        (["--ranks", "3", "--replicas", "2"], ["--replicas 2", "3 ranks"]),
         (["walkthrough"], ["walkthrough"]),
     ],
     ids=" ".join,
