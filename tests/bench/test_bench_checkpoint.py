@@ -5,7 +5,7 @@ from __future__ import annotations
 import bench_checkpoint
 import pytest
 from bench_checkpoint import make_rows
-from recorded import on_pool
+from pooled_ranks import on_pool
 
 NAMES = ["disk", "fsdp2 dcp", "fsdp2 dcp async", "ours", "ours background"]
 

@@ -6,7 +6,7 @@ import bench_step_overhead
 import pytest
 import torch
 from bench_step_overhead import LOOPS, OPS, Loop, Products, rows_of, step
-from recorded import on_pool, record_of
+from pooled_ranks import on_pool
 
 ON_ONE_RANK = ("ours", "fused")
 
@@ -70,9 +70,9 @@ def test_a_ratio_is_the_baselines_time_over_its_own():
     assert (slow["vs_torch"], fast["vs_torch"], fast["us_per_parameter"], fast["numel"]) == (1.0, 4.0, 10.0, 800)
 
 
-def test_few_parameters_leave_a_file(monkeypatch, tmp_path):
+def test_a_run(ran, monkeypatch):
     monkeypatch.setattr(bench_step_overhead, "NUMEL", 400)
     monkeypatch.setattr(bench_step_overhead, "on_ranks", on_pool)
     flags = ["--parameters", "8", "2", "--ranks", "1", "--dtype", "bf16", "--rounds", "1"]
-    rows = record_of(monkeypatch, tmp_path, bench_step_overhead, *flags)["rows"]
+    _, rows = ran(bench_step_overhead.main, *flags)
     assert len(rows) == (1 + len(OPS)) * 2 * len(ON_ONE_RANK) and {row["numel"] for row in rows} == {400}

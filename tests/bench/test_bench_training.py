@@ -16,7 +16,6 @@ from contenders import FORMS, STORES, WAYS, Task, train
 from counted_bytes import CountedTraffic
 from harness import run_ranks
 from ranks import RanksError
-from recorded import record_of
 from zero_optim.errors import ZeroOptimError
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -217,11 +216,11 @@ def pooled(monkeypatch):
     monkeypatch.setattr(bench_training, "SEQ", {"cpu": 16})
 
 
-def test_a_run(pooled, monkeypatch, tmp_path):
+def test_a_run(pooled, ran):
     flags = ["--numel", "50000", "--rounds", "2", "--dtype", "fp32", "--tokens", "32", "--device", "cpu"]
-    record = record_of(monkeypatch, tmp_path, bench_training, *flags, "--contenders", "stage2", "deepspeed1", "stage1")
-    assert record["baselines"] == {"deepspeed1": "not installed"}
-    rows = {row["backend"]: row for row in record["rows"]}
+    outcome, found = ran(bench_training.main, *flags, "--contenders", "stage2", "deepspeed1", "stage1")
+    assert "deepspeed1: not installed" in outcome.out
+    rows = {row["backend"]: row for row in found}
     assert [*rows] == ["stage1", "stage2", "ddp"]
     for row in rows.values():
         assert (row["op"], row["dtype"], row["ranks"], row["rounds"]) == ("train_step", "fp32", 2, 2)

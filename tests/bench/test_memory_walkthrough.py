@@ -8,7 +8,7 @@ import torch
 from counted_bytes import watch
 from harness import run_ranks
 from memory_walkthrough import BATCH, PHASES, PLAIN, SMALL, Walk
-from recorded import on_pool
+from pooled_ranks import on_pool
 from torch import nn
 
 CPU = torch.device("cpu")
