@@ -41,8 +41,7 @@ OPS = {"backward_overhead": ("backward",), "step_overhead": ("step",), "loop_ove
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__file__, "Measures what a parameter costs, on the CPU.", dtype=None, ranks=None, rounds=21)
-    about = "how many (20000 200)"
-    parser.add_argument("--parameters", nargs="+", type=at_least_one, default=COUNTS, metavar="N", help=about)
+    parser.add_argument("--parameters", nargs="+", type=at_least_one, default=COUNTS, metavar="N", help="(20000 200)")
     return run_script(parser, work, arguments)
 
 

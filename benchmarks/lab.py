@@ -8,7 +8,6 @@ from typing import Any
 
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import progress
-from zero_optim.cli import run_command
 from zero_optim_cli import Parser
 from zero_optim_cli.bench import at_least_one, parse_numel
 
@@ -42,6 +41,8 @@ def parser_of(file: str, about: str, **defaults: Any) -> Parser:
 
 def run_script(parser: Parser, work: Callable[[Any], int | None], arguments: Sequence[str] | None = None) -> int:
     """Parse and run. Returns the exit code: 2 for a wrong usage, 1 for a failure, each with a line that says why."""
+    from zero_optim.cli import run_command
+
     parsed = parser.parse_args(arguments)
     return run_command(parser.prog, lambda: work(parsed) or 0)
 
