@@ -1,20 +1,22 @@
-"""Saving and loading on ranks against the disk itself, ``torch.save`` of shards, and DCP on FSDP2.
+"""Saving and loading on ranks against the disk itself, and DCP on FSDP2.
 
     python benchmarks/bench_checkpoint.py --numel 32Mi --ranks 2 --rounds 9
 
 Each contender writes and reads as many bytes: fp32 parameters and two moments, sharded over the ranks. A save ends when
 all is on the disk. Files are dropped from the page cache before a load. *Blocked* is the time until the call that saves
-returns: training may go on then. ``extra`` is the memory beyond what is there, in a round of its own.
+returns: training may go on then. ``extra`` is the memory beyond what is there, in a round of its own. ``--width 8
+--numel 80000`` has small parameters in place of large ones.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +26,27 @@ import torch.distributed.checkpoint as dcp
 from counted_bytes import peak_of, resident, return_what_is_freed
 from lab import parser_of, progress, run_script, show
 from ranks import TogetherClock, of_the_slower, on_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from zero_optim import ShardedAdamW, checkpoint, shard_module
 from zero_optim.bench.record import Result
-from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
+from zero_optim.bench.timing import Job, Spread, interleaved
+from zero_optim_cli.bench import at_least_one
 
-WIDTH, CHUNK = 1024, 8 * 2**20
+CHUNK = 8 * 2**20
 CPU = torch.device("cpu")
-
-Report = tuple[int, dict[str, list[list[float]]], dict[str, dict[str, int]]]
-"""Of a rank: the bytes that it writes, and by contender the laps and the extra memory."""
+Report = tuple[int, dict[str, list[list[float]]], dict[str, dict[str, int]]]  # of a rank, as on_rank returns it
 
 
-def make_model(numel: int) -> nn.Sequential:
+def make_model(layers: int, width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(max(2, round(numel / (WIDTH * (WIDTH + 1)))))))
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
 
 def one_step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
-    model(torch.ones(1, WIDTH)).sum().backward()
+    model(torch.ones(1, model[0].in_features)).sum().backward()
     opt.step()
     opt.zero_grad()
 
@@ -80,35 +81,18 @@ class RawDisk:
                 file.readinto(self._view[start : start + CHUNK])
 
 
-class TorchSave(RawDisk):
-    """``torch.save`` and ``torch.load`` of each rank's own shards, as a list of tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-
-    def begin(self, folder: Path) -> None:
-        with own_file(folder).open("wb") as file:
-            torch.save(self._tensors, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def load(self, folder: Path) -> None:
-        for tensor, value in zip(self._tensors, torch.load(own_file(folder), weights_only=True), strict=True):
-            tensor.copy_(value)
-
-
 class Fsdp2(RawDisk):
     """FSDP2 with fused AdamW, saved by ``torch.distributed.checkpoint``; in the background by its ``async_save``."""
 
-    def __init__(self, numel: int, background: bool) -> None:
-        self._numel, self._mesh = numel, init_device_mesh("cpu", (dist.get_world_size(),))
+    def __init__(self, make: Callable[[], nn.Module], background: bool) -> None:
+        self._make_model, self._mesh = make, init_device_mesh("cpu", (dist.get_world_size(),))
         self.renew()
         one_step(self._model, self._opt)
         self._group = dist.new_group() if background else None
         self._saving: Any = None
 
     def renew(self) -> None:
-        self._model = make_model(self._numel)
+        self._model = self._make_model()
         for module in (*self._model, self._model):
             fully_shard(module, mesh=self._mesh)
         self._opt = torch.optim.AdamW(self._model.parameters(), fused=True)
@@ -135,18 +119,18 @@ class Fsdp2(RawDisk):
 class Ours(RawDisk):
     """``ShardedAdamW`` at stage 3."""
 
-    def __init__(self, numel: int, background: bool) -> None:
-        self._numel, self._background = numel, background
-        self._make()
+    opt: ShardedAdamW | None = None
+
+    def __init__(self, make: Callable[[], nn.Module], background: bool) -> None:
+        self._make_model, self._background = make, background
+        self.renew()
         one_step(self.model, self.opt)
 
-    def _make(self) -> None:
-        self.model = shard_module(make_model(self._numel), (nn.Linear,))
-        self.opt = ShardedAdamW(self.model.named_parameters())
-
     def renew(self) -> None:
-        self.opt.close()
-        self._make()
+        if self.opt is not None:
+            self.opt.close()
+        self.model = shard_module(self._make_model(), (nn.Linear,))
+        self.opt = ShardedAdamW(self.model.named_parameters())
 
     def begin(self, folder: Path) -> None:
         checkpoint.save(folder, self.model, self.opt, background=self._background)
@@ -157,28 +141,27 @@ class Ours(RawDisk):
     def load(self, folder: Path) -> None:
         checkpoint.load(folder, self.model, self.opt)
 
-    def tensors(self) -> list[Tensor]:
-        """List the tensors that this rank has."""
+    def nbytes(self) -> int:
+        """Count the bytes of the tensors that this rank has."""
         parameters: list[Any] = list(self.model.parameters())
-        return [*(parameter.local for parameter in parameters), *self.opt.engine.states.values(stored=True)]
+        own = [*(parameter.local for parameter in parameters), *self.opt.engine.states.values(stored=True)]
+        return sum(tensor.nbytes for tensor in own)
 
 
-def on_rank(numel: int, rounds: int, folder: str) -> Report:
-    """Measure on one rank."""
-    ours = Ours(numel, background=False)
-    own = [tensor.clone() for tensor in ours.tensors()]
-    nbytes = sum(tensor.nbytes for tensor in own)
+def on_rank(make: Callable[[], nn.Module], rounds: int, folder: str) -> Report:
+    """Measure on one rank. Returns the bytes that it writes, and by contender the laps and the extra memory."""
+    ours = Ours(make, background=False)
+    nbytes = ours.nbytes()
     contenders: Mapping[str, RawDisk] = {
         "disk": RawDisk(nbytes),
-        "torch.save": TorchSave(own),
-        "fsdp2 dcp": Fsdp2(numel, background=False),
-        "fsdp2 dcp async": Fsdp2(numel, background=True),
+        "fsdp2 dcp": Fsdp2(make, background=False),
+        "fsdp2 dcp async": Fsdp2(make, background=True),
         "ours": ours,
-        "ours background": Ours(numel, background=True),
+        "ours background": Ours(make, background=True),
     }
     folders = {name: Path(folder) / name.replace(" ", "-") for name in contenders}
     jobs = {name: laps_of(contender, folders[name]) for name, contender in contenders.items()}
-    times = interleaved(jobs, TogetherClock(CPU, HostClock()), rounds)
+    times = interleaved(jobs, TogetherClock(CPU), rounds)
     return_what_is_freed()  # it takes time, so it comes last
     return nbytes, times, {name: extra_memory(contender, folders[name]) for name, contender in contenders.items()}
 
@@ -250,16 +233,20 @@ def make_rows(reports: Sequence[Report], numel: int) -> list[dict[str, Any]]:
 
 def run(parsed: Any) -> None:
     result = Result(CPU, parsed.out, parsed.write, "checkpoint")
+    layers = max(2, round(parsed.numel / (parsed.width * (parsed.width + 1))))
+    make = functools.partial(make_model, layers, parsed.width)
     progress(f"checkpoint: {parsed.ranks} ranks, {parsed.numel:,} parameters")
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as folder:
-        of_ranks = on_ranks(parsed.ranks, on_rank, parsed.numel, parsed.rounds, folder)
-    result.add(make_rows(of_ranks, sum(parameter.numel() for parameter in make_model(parsed.numel).parameters())))
+        of_ranks = on_ranks(parsed.ranks, on_rank, make, parsed.rounds, folder)
+    result.add(make_rows(of_ranks, sum(parameter.numel() for parameter in make().parameters())))
     show(result)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    about = "Compares saving and loading with the disk, torch.save and DCP on FSDP2."
-    return run_script(parser_of(__file__, about, numel=2**25, ranks=2, rounds=5), run, arguments)
+    about = "Compares saving and loading with the disk and DCP on FSDP2."
+    parser = parser_of(__file__, about, numel=2**25, ranks=2, rounds=5)
+    parser.add_argument("--width", type=at_least_one, default=1024, metavar="N", help="of each layer (1024)")
+    return run_script(parser, run, arguments)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
     python benchmarks/bench_convergence.py --steps 500 --seeds 0 1 2 --lr 0.001
     python benchmarks/bench_convergence.py --compare optimizers --steps 300
 
-Each optimizer trains with several learning rates; its best one is that of the lowest loss at the end. Losses are in
-nats a byte. ``--at-once`` trainings run at the same time, which is for a GPU.
+Losses are in nats a byte. ``--at-once`` trainings run at the same time, which is for a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from lab import parser_of, run_script
+from lab import draw_beside, parser_of, run_script
 from zero_optim import checkpoint
 from zero_optim.bench.cases import Row
 from zero_optim.bench.record import Result, title
@@ -46,11 +45,11 @@ FORMS: Mapping[str, Flags] = {
     "split8": ("--master", "split8"),
     "split8, int8": ("--master", "split8", "--state-dtype", "int8"),
 }
-OPTIMIZERS: Mapping[str, Mapping[str, Flags]] = {
-    "AdamW": {f"AdamW, lr {lr}": ("--lr", lr) for lr in ("0.001", "0.002", "0.004", "0.008")},
-    "Muon": {f"Muon, lr {lr}": ("--optimizer", "muon", "--muon-lr", lr) for lr in ("0.01", "0.02", "0.04")},
+OPTIMIZERS: Mapping[str, Flags] = {
+    "AdamW, lr 0.002": ("--lr", "0.002"),
+    "Muon, lr 0.02": ("--optimizer", "muon", "--muon-lr", "0.02"),
 }
-"""Flags of each optimizer, by learning rate. Parameters that Muon leaves to AdamW have the default rate."""
+"""Each at the best of the rates that were tried. Parameters that Muon leaves to AdamW have the default rate."""
 MEAN_OF = 20  # steps whose training losses are one point of a curve
 VALIDATE_EVERY = 25  # steps between validation losses, where optimizers are compared
 WINDOWS = 128  # of held-out text that validate, as at the end of ``zero-optim train``
@@ -74,7 +73,7 @@ def work(parsed: argparse.Namespace) -> None:
     device = find_device(parsed.device)
     parsed.ranks = parsed.ranks or (2 if device.type == "cpu" else 1)
     result = Result(device, parsed.out, parsed.write, f"convergence-{parsed.compare}")
-    ways = FORMS if parsed.compare == "forms" else {name: of[name] for of in OPTIMIZERS.values() for name in of}
+    ways = FORMS if parsed.compare == "forms" else OPTIMIZERS
     first = next(iter(ways))
 
     def trained(job: tuple[int, str]) -> Row:
@@ -91,7 +90,7 @@ def work(parsed: argparse.Namespace) -> None:
             )
     if parsed.compare == "optimizers":
         print("steps after which Muon has AdamW's last loss, None where never:", steps_to_adamw(result.rows))
-    result.finish(draw)
+    draw_beside(result, draw)
 
 
 def train(name: str, flags: Flags, seed: int, device: str, parsed: argparse.Namespace) -> Row:
@@ -141,21 +140,9 @@ def validation_losses(folders: Sequence[Path]) -> list[float]:
 # -- what is made of the losses ----------------------------------------------------------------------------------------
 
 
-def best_of(rows: Sequence[Row], optimizer: str) -> str:
-    """Choose the learning rate of ``optimizer`` that the most seeds have trained with, and of these the best one.
-
-    Older files have all rates of the first seed alone.
-    """
-    losses: dict[str, list[float]] = {}
-    for row in rows:
-        if row["name"] in OPTIMIZERS[optimizer]:
-            losses.setdefault(row["name"], []).append(row["validation_loss"])
-    return min(losses, key=lambda name: (-len(losses[name]), statistics.mean(losses[name])))
-
-
 def steps_to_adamw(rows: Sequence[Row]) -> float | None:
-    """Find after how many steps Muon has AdamW's last loss: means over seeds, each optimizer at its best rate."""
-    adamw, muon = (over_seeds(rows, best_of(rows, of), "validation_losses") for of in OPTIMIZERS)
+    """Find after how many steps Muon has AdamW's last loss, by means over seeds."""
+    adamw, muon = (over_seeds(rows, name, "validation_losses") for name in OPTIMIZERS)
     return steps_to(adamw[-1], muon)
 
 
@@ -177,7 +164,7 @@ def over_seeds(rows: Sequence[Row], name: str, key: str) -> list[float]:
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Draw a curve for each form, or for each optimizer's best rate: means over seeds, without the first tenth."""
+    """Draw a curve for each form, or for each optimizer: means over seeds, without the first tenth."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -186,7 +173,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     rows = record["rows"]
     validated = bool(rows[0].get("validation_losses"))
     key, every = ("validation_losses", VALIDATE_EVERY) if validated else ("losses", MEAN_OF)
-    names = [best_of(rows, of) for of in OPTIMIZERS] if validated else list(dict.fromkeys(r["name"] for r in rows))
+    # an older file has other rates, of the first seed alone
+    names = OPTIMIZERS if validated else dict.fromkeys(row["name"] for row in rows)
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for name in names:
         means = over_seeds(rows, name, key)

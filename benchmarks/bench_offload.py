@@ -1,9 +1,9 @@
-"""Stores of optimizer state against ``None``, plain copies, the disk and DeepSpeed's CPU Adam; sleep and wake.
+"""Stores of optimizer state against ``None``, plain copies and the disk; sleep and wake.
 
     python benchmarks/bench_offload.py --numel 64Mi
 
 There are two parts (key ``part`` of a row), on one rank: ``step`` is ``opt.step()`` alone, from 16-bit gradients to
-16-bit parameters, ``sleep`` the calls ``sleep`` and ``wake``.
+16-bit parameters, ``sleep`` the calls ``sleep`` and ``wake``. ``bench_training.py stores`` has whole training steps.
 
 ``beside`` has the ms of what a store adds, each part moved by itself in the same rounds: ``copies``, ``disk``, on a GPU
 ``update`` on the host. A step cannot be shorter than the longest of these and None's update, its ``bound``.
@@ -12,9 +12,7 @@ There are two parts (key ``part`` of a row), on one rank: ``step`` is ``opt.step
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-import os
+import gc
 import statistics
 import sys
 import tempfile
@@ -24,33 +22,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from counted_bytes import can_measure, peak_of, resident, return_what_is_freed
 from lab import parser_of, progress, run_script, show
-from ranks import each_alone, on_ranks
 from torch import Tensor, nn
 from zero_optim import ShardedAdamW
 from zero_optim.asleep import MOVES_STORAGES
-from zero_optim.bench.cases import DTYPES
+from zero_optim.bench.cases import DTYPES, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
 from zero_optim.bench.step import TRAINING
-from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
-from zero_optim.doctor import version_of
+from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 from zero_optim.errors import UsageError, ZeroOptimError
 from zero_optim.params.layout import round_up
 from zero_optim.stores.direct_file import DirectFile, memory_of
 from zero_optim.stores.host_memory import ALIGNMENT, HostMemory
 from zero_optim.stores.paged_store import PagedStore
 
-NONE, DEEPSPEED = "None", "deepspeed"
-OURS = (NONE, "paged 0", "paged half", "cpu", "nvme")
+NONE = "None"
+EXACT = (NONE, "paged 0", "paged half", "cpu", "nvme")
 SMALL = ("paged 0 small", "nvme small")  # with a split master and 8-bit moments, which round
 NUMELS = {"cpu": 2**26, "cuda": 2**28}
 PAGES = 32
 MOVED, HELD = ("to_device", "to_host", "read", "written"), ("device", "host", "disk")
 BLOCK_BYTES, THREADS = 4 * 2**20, 16  # fastest of 1 to 16 MiB and 4 to 16 threads on a virtual disk: 6.1 GB/s written
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,20 +62,14 @@ class Work:
         return [part.clone() for part in values.chunk(4 * PAGES)]
 
 
-@dataclass(frozen=True)
-class Made:
-    """A contender that is ready. ``result``: a figure that after as many steps is equal for all. ``stats``: bytes."""
-
-    job: Job
-    result: Callable[[], float]
-    stats: Callable[[], Mapping[str, Any]] = dict
-
-
 # -- contenders --------------------------------------------------------------------------------------------------------
 
 
-def ours(work: Work, name: str) -> Made:
-    """Update by ours. All have buckets, and so pages, of one size. One backward sets gradients for every step."""
+def make(work: Work, name: str) -> ShardedAdamW:
+    """Make a contender, ready for its first step. All have buckets, and so pages, of one size.
+
+    One backward sets gradients for every step.
+    """
     stores: dict[str, Row] = {
         NONE: {},
         "paged 0": {"state_offload": "paged", "device_budget": 0},
@@ -96,8 +83,11 @@ def ours(work: Work, name: str) -> Made:
     parameters = [nn.Parameter(values) for values in work.tensors(0)]
     opt = ShardedAdamW(parameters, skip_nonfinite=False, **options, **TRAINING)
     torch.autograd.backward(parameters, work.tensors(1))
-    job = [opt.step, lambda: settle(opt)]
-    return Made(job, lambda: checksum(parameters), lambda: opt.stats()["state_offload"])
+    return opt
+
+
+def job_of(opt: ShardedAdamW) -> list[Callable[[], object]]:
+    return [opt.step, lambda: settle(opt)]
 
 
 def settle(opt: ShardedAdamW) -> None:
@@ -106,31 +96,9 @@ def settle(opt: ShardedAdamW) -> None:
         opt.engine.store.wait()
 
 
-def checksum(parameters: Sequence[Tensor]) -> float:
-    return sum(parameter.detach().double().sum().item() for parameter in parameters)
-
-
-def deepspeed(work: Work) -> Made:
-    """Update by ZeRO-Offload's recipe with DeepSpeed's CPU Adam: widen the gradient on the host, update, cast back."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # it has an OpenMP of its own
-    parameters, gradients = torch.cat(work.tensors(0)), torch.cat(work.tensors(1))
-    wide = [values.to("cpu", torch.float32) for values in (parameters, gradients)]
-    values, grad = [tensor.pin_memory() for tensor in wide] if work.device.type == "cuda" else wide
-    master = nn.Parameter(values)
-    master.grad = grad
-    opt = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam([master], adamw_mode=True, **TRAINING)
-
-    def step() -> None:
-        grad.copy_(gradients)
-        opt.step()
-        parameters.copy_(master.detach())
-
-    return Made([step], lambda: checksum([parameters]))
-
-
-def make(work: Work, name: str) -> Made:
-    """Make a contender, ready for its first step."""
-    return deepspeed(work) if name == DEEPSPEED else ours(work, name)
+def checksum(opt: torch.optim.Optimizer) -> float:
+    """Sum the parameters: a figure that after as many steps is equal for all."""
+    return sum(parameter.detach().double().sum().item() for parameter in opt.param_groups[0]["params"])
 
 
 # -- the link and the disk ---------------------------------------------------------------------------------------------
@@ -187,90 +155,76 @@ class DiskLink:
 # -- step ------------------------------------------------------------------------------------------------------------
 
 
-def contest(work: Work, names: Sequence[str], rounds: int) -> tuple[list[Row], dict[str, str]]:
-    """Run each contender alone, for bytes, memory and its result; then all in turns. Returns the rows, and who failed.
+def contest(work: Work, names: Sequence[str], rounds: int) -> list[Row]:
+    """Run a few steps of each contender, for its result and its bytes, then all in turns. Returns the rows.
 
     Raises ZeroOptimError where parameters differ in a bit: a store that computes something else has no figures.
     """
-
-    def run(name: str) -> Row:
-        progress(f"offload: {name} alone")
-        (report,) = on_ranks(1, alone_on_rank, work, name, device=work.device.type)
-        return dict(report)
-
-    alone, left_out = each_alone(names, NONE, run)
-    for name in set(OURS) & set(alone):
-        if alone[name]["result"] != alone[NONE]["result"]:
+    progress(f"offload: {', '.join(names)}")
+    made = {name: make(work, name) for name in names}
+    reports = {name: report_of(opt) for name, opt in made.items()}
+    for name in set(EXACT) & set(reports):
+        if reports[name]["result"] != reports[NONE]["result"]:
             raise ZeroOptimError(f"offload: parameters of {name} differ from those of {NONE}")
-    progress(f"offload: {', '.join(alone)} in turns")
-    moved = {name: report["moved"] for name, report in alone.items()}
-    (times,) = on_ranks(1, time_on_rank, work, moved, rounds, device=work.device.type)
+    jobs = {name: job_of(opt) for name, opt in made.items()} | beside(work, reports)
+    if work.device.type == "cuda":
+        for job in jobs.values():
+            job.append(torch.cuda.synchronize)  # and the host's clock: copies count until they end
+    times = interleaved(jobs, Clock(), rounds)
     laps = {name: [sum(of_round) for of_round in of_job] for name, of_job in times.items()}
-    return [row_of(work, name, report, laps) for name, report in alone.items()], left_out
+    return [row_of(work, name, report, laps) for name, report in reports.items()]
 
 
-def alone_on_rank(work: Work, name: str) -> Row:
-    """Train a few steps. Returns the result, the peak beyond the bytes before, and bytes moved in a step and held."""
-    measurable = can_measure(work.device)
-    if measurable and work.device.type == "cpu":
-        return_what_is_freed()
-    before = resident(work.device) if measurable else 0
-    made = make(work, name)
-
-    def run(steps: int) -> None:
-        for lap in [*made.job] * steps:
-            lap()
-
-    run(3)
-    peak = peak_of(functools.partial(run, 2), work.device) - before if measurable else run(2)
-    result, earlier = made.result(), dict(made.stats())
-    run(1)
-    later = made.stats()
+def report_of(opt: ShardedAdamW) -> Row:
+    """Run a few steps. Returns the result of the first three, and bytes moved in a step and held."""
+    for lap in job_of(opt) * 3:
+        lap()
+    result, earlier = checksum(opt), dict(opt.stats()["state_offload"])
+    for lap in job_of(opt):
+        lap()
+    later = opt.stats()["state_offload"]
     moved = {key: later[key] - earlier[key] for key in MOVED if key in later}
-    held = {key: later[key] for key in HELD if key in later}
-    return {"result": result, "peak": peak, "moved": moved, "held": held}
+    return {"result": result, "moved": moved, "held": {key: later[key] for key in HELD if key in later}}
 
 
-def time_on_rank(work: Work, moved: Mapping[str, Mapping[str, int]], rounds: int) -> dict[str, list[list[float]]]:
-    """Time each contender, and its bytes moved by themselves: ``NAME/copies``, ``NAME/disk``; on CUDA ``update``."""
+def beside(work: Work, reports: Mapping[str, Row]) -> dict[str, list[Callable[[], object]]]:
+    """Make jobs that move each contender's bytes by themselves: ``NAME/copies``, ``NAME/disk``; on CUDA ``update``."""
+    moved = {name: report["moved"] for name, report in reports.items()}
     most = {key: max(of_step.get(key, 0) for of_step in moved.values()) for key in MOVED}
     link = Link(max(most["to_device"], most["to_host"]), work.device)
     disk = DiskLink(work.folder, max(most["read"], most["written"])) if most["written"] else None
     jobs: dict[str, list[Callable[[], object]]] = {}
     for name, of_step in moved.items():
-        jobs[name] = [*make(work, name).job]
         if of_step.get("to_device"):
             jobs[f"{name}/copies"] = [functools.partial(link.move, of_step["to_device"], of_step["to_host"])]
         if disk is not None and of_step.get("written"):
             jobs[f"{name}/disk"] = [functools.partial(disk.move, of_step["read"], of_step["written"])]
     if work.device.type == "cuda":
-        jobs["update"] = [*ours(replace(work, device=torch.device("cpu")), NONE).job]
-        for job in jobs.values():
-            job.append(torch.cuda.synchronize)  # and the host's clock: copies count until they end
-    return interleaved(jobs, HostClock(), rounds)
+        jobs["update"] = job_of(make(replace(work, device=torch.device("cpu")), NONE))
+    return jobs
 
 
 def row_of(work: Work, name: str, report: Row, laps: Mapping[str, Sequence[float]]) -> Row:
     """Make a row. ``laps``: ms of each job in each round."""
     medians = {job: statistics.median(times) for job, times in laps.items()}
-    beside = {what: medians[f"{name}/{what}"] for what in ("copies", "disk") if f"{name}/{what}" in medians}
+    parts = {what: medians[f"{name}/{what}"] for what in ("copies", "disk") if f"{name}/{what}" in medians}
     if "update" in medians and report["held"] and not report["held"]["device"]:
-        beside["update"] = medians["update"]
+        parts["update"] = medians["update"]
     row = {
-        **about("step", name, work, Spread.of(laps[name]), beside),
+        **about("step", name, work, Spread.of(laps[name]), parts),
         "versus": round(medians[NONE] / medians[name], 4),
-        **{key: report[key] or None for key in ("moved", "held", "peak")},
+        **{key: report[key] or None for key in ("moved", "held")},
     }
-    parts = beside if "update" in beside else {**beside, NONE: medians[NONE]}
-    if beside:
-        row["bound"] = max(parts, key=lambda what: parts[what])
-        row["fraction"] = round(parts[row["bound"]] / medians[name], 4)
+    if parts:
+        bounds = parts if "update" in parts else {**parts, NONE: medians[NONE]}
+        row["bound"] = max(bounds, key=lambda what: bounds[what])
+        row["fraction"] = round(bounds[row["bound"]] / medians[name], 4)
     return row
 
 
-def about(part: str, name: str, work: Work, spread: Spread, beside: Mapping[str, float]) -> Row:
+def about(part: str, name: str, work: Work, spread: Spread, parts: Mapping[str, float]) -> Row:
     first = {"op": "offload", "backend": name, "dtype": work.dtype, "numel": work.numel, "ranks": 1}
-    return {**first, "part": part, **vars(spread), "beside": dict(beside)}
+    return {**first, "part": part, **vars(spread), "beside": dict(parts)}
 
 
 # -- sleep -------------------------------------------------------------------------------------------------------------
@@ -278,6 +232,7 @@ def about(part: str, name: str, work: Work, spread: Spread, beside: Mapping[str,
 
 def sleep(work: Work, rounds: int) -> list[Row]:
     """Compare ``sleep`` and ``wake`` with a copy of as many bytes. ``freed``: share of the GPU's memory to be freed."""
+    gc.collect()  # the contenders of ``step``, whose memory must not be freed while it is counted
     gpu = work.device.type == "cuda"
     synchronize: Callable[[], object] = torch.cuda.synchronize if gpu else lambda: None
     taken: Callable[[], int] = torch.cuda.memory_allocated if gpu else lambda: 0
@@ -303,7 +258,7 @@ def sleep(work: Work, rounds: int) -> list[Row]:
         pairs = ((here, there), (there, here))
         jobs[what] = [functools.partial(opt.sleep, parameters=what == "all"), lambda: (opt.wake(), synchronize())]
         jobs[f"copy {what}"] = [lambda pair=pair: (pair[0].copy_(pair[1], gpu), synchronize()) for pair in pairs]
-    times = interleaved(jobs, HostClock(), rounds)
+    times = interleaved(jobs, Clock(), rounds)
     opt.close()
     rows = []
     for what, more in of_what.items():
@@ -317,38 +272,26 @@ def sleep(work: Work, rounds: int) -> list[Row]:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def field(asked: Sequence[str], dtype: str) -> tuple[list[str], dict[str, str]]:
-    """Choose the contenders; None always runs. Returns them, and about others why they cannot. Raises UsageError."""
-    missing = {name: "a split master is of bf16 parameters" for name in SMALL if name in asked and dtype != "bf16"}
-    if DEEPSPEED in asked and importlib.util.find_spec(DEEPSPEED) is None:
-        missing[DEEPSPEED] = "not installed"
-    for name in asked:
-        if name not in (*OURS, *SMALL, DEEPSPEED):
-            raise UsageError(f"--contenders {name}: choose from {', '.join((*OURS, *SMALL, DEEPSPEED))}")
-    return [NONE, *(name for name in asked if name != NONE and name not in missing)], missing
-
-
 def run(parsed: Any) -> None:
     device = find_device(parsed.device)
     numel = round_up(parsed.numel or NUMELS[device.type], 4 * PAGES)
-    names, baselines = field(parsed.contenders, parsed.dtype)
-    if DEEPSPEED in names:
-        baselines[DEEPSPEED] = version_of(DEEPSPEED) or "version unknown"
-    result = Result(device, parsed.out, parsed.write, "offload", baselines=baselines)
+    known = (*EXACT, *SMALL) if parsed.dtype == "bf16" else EXACT  # a split master is of bf16 parameters
+    for name in parsed.contenders or ():
+        if name not in known:
+            raise UsageError(f"--contenders {name}: choose from {', '.join(known)}")
+    names = [name for name in known if name in {NONE, *(parsed.contenders or known)}]
+    result = Result(device, parsed.out, parsed.write, "offload")
     with tempfile.TemporaryDirectory(prefix="bench-offload-") as folder:
         work = Work(numel, parsed.dtype, device, folder)
-        rows, left_out = contest(work, names, parsed.rounds)
-        baselines |= left_out
-        result.add(rows)
+        result.add(contest(work, names, parsed.rounds))
         progress("offload: sleep and wake")
         result.add(sleep(work, parsed.rounds))
     show(result)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = "Compares the stores of optimizer state with the link, the disk and DeepSpeed."
-    names = [*OURS[1:], *SMALL, DEEPSPEED]
-    parser = parser_of(__file__, words, device=None, dtype="bf16", numel=None, contenders=names, rounds=11)
+    about = "Compares the stores of optimizer state with the link and the disk."
+    parser = parser_of(__file__, about, device=None, dtype="bf16", numel=None, contenders=None, rounds=11)
     return run_script(parser, run, arguments)
 
 

@@ -1,15 +1,12 @@
-"""The host's cost of a step at 8 to 16,384 ranks, on paper: Python time, collectives, padding; and Muon's layout.
+"""The host's cost of a step at 8 to 16,384 ranks, on paper: Python time, collectives, padding.
 
     python benchmarks/bench_scale.py --ranks 8 64 1024 16384
     python benchmarks/bench_scale.py --ranks 16384 --replicas 2048  # a mesh: 2048 replicas of 8 ranks that shard
 
-One process plays rank 0 of a fake process group (``fake_ranks``); collectives are counted and send nothing. Of rows of
-op ``scale``, ``buckets``, ``largest``, ``padding``, ``exchange``, ``collectives`` and ``object_bytes`` are integers of
-the true shapes of Llama 2 70B. ``timed`` is of as many parameters and buckets with 1/4096 of the elements, without the
-kernels that pack and update: Python's work depends on nothing else. ``of_bucket`` is ``bucket_parts``.
-
-Rows of ``muon_layout`` come from shapes alone: how matrices that each lie whole on a rank fill the buckets. Where they
-do not fit on all ranks, a second row has the most ranks of a shard group on which they do.
+One process plays rank 0 of a fake process group (``fake_ranks``); collectives are counted and send nothing.
+``buckets``, ``largest``, ``padding``, ``exchange``, ``collectives`` and ``object_bytes`` are integers of the true
+shapes of Llama 2 70B. ``timed`` is of as many parameters and buckets with 1/4096 of the elements, without the kernels
+that pack and update: Python's work depends on nothing else.
 """
 
 from __future__ import annotations
@@ -20,140 +17,46 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import bucket_parts
 import torch
 import torch.distributed as dist
 from lab import parser_of, progress, run_script, show
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from zero_optim import ShardedAdamW, shard_module
-from zero_optim.bench.cases import HYPER
+from zero_optim import ShardedAdamW, memory, shard_module
+from zero_optim.bench.cases import HYPER, Row
 from zero_optim.bench.record import Result
-from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
+from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 from zero_optim.comm import transport
 from zero_optim.comm.transport import Issued, Reduction, StreamTransport
 from zero_optim.errors import UsageError
 from zero_optim.params.layout import BucketLayout, bucket_capacities, build_layout
-from zero_optim.rules import Muon
-from zero_optim.rules.homes import PARAMETERS_A_RANK
 
+TIMED = memory.KNOWN["llama-2-70b"]
 RANKS = (8, 64, 1024, 16384)
 STAGES = (2, 3)
 KERNELS = ("pack", "adam_step", "foreach_step")
 ITEMSIZE = 2  # bf16
 SHRINK = 4096  # the model that is timed has 17 million elements, not 69 billion
-MOST = {"padding": 0.1, "imbalance": 1.25, "largest": 16e9 / ITEMSIZE}
-"""Of Muon's layout. Two buffers are as large as the largest bucket: two fifths of a GPU with 80 GB."""
-
-PEAK = 400e12  # assumed operations a second of a GPU in the iteration in bf16; not measured
-
-Row = dict[str, Any]
-Matrix = tuple[int, int]
-
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """A decoder of ``layers`` blocks, with grouped-query attention. ``kv``: the width of keys, and of values."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    kv: int
-    vocab: int
-
-    @property
-    def matrices(self) -> list[Matrix]:
-        """Rows and columns of each matrix of a block: query, key, value, output; gate, up, down."""
-        attention = [(width, self.hidden) for width in (self.hidden, self.kv, self.kv, self.hidden)]
-        return [*attention, *[(self.ffn, self.hidden)] * 2, (self.hidden, self.ffn)]
-
-    @property
-    def block(self) -> list[int]:
-        """Elements of each parameter of a block: its matrices, then two norms."""
-        return [*(rows * columns for rows, columns in self.matrices), self.hidden, self.hidden]
-
-    @property
-    def root(self) -> list[int]:
-        """Elements of each parameter outside of the blocks: embedding, last norm, head."""
-        return [self.vocab * self.hidden, self.hidden, self.vocab * self.hidden]
-
-    @property
-    def numels(self) -> list[int]:
-        """Elements of all parameters, in the order in which they are used."""
-        embedding, *last = self.root
-        return [embedding, *self.block * self.layers, *last]
-
-
-LLAMA_7B = Shapes(layers=32, hidden=4096, ffn=11008, kv=4096, vocab=32000)
-LLAMA_70B = Shapes(layers=80, hidden=8192, ffn=28672, kv=1024, vocab=32000)
-
-
-def capacity(shapes: Shapes, ranks: int) -> int:
+def capacity(decoder: memory.Decoder, ranks: int) -> int:
     """Compute the elements that a bucket may hold by default, at stages 1 and 2."""
-    numels = dict(enumerate(shapes.numels))
+    numels = dict(enumerate(decoder.numels))
     return bucket_capacities(numels, dict.fromkeys(numels, 0), None, {0: ITEMSIZE}, ranks)[0]
 
 
-def layouts(shapes: Shapes, ranks: int, stage: int) -> list[BucketLayout]:
+def layouts(decoder: memory.Decoder, ranks: int, stage: int) -> list[BucketLayout]:
     """Lay out buckets of the true shapes: at stage 3 one for each block and one for the rest. Allocates nothing."""
-    units = [shapes.root, *[shapes.block] * shapes.layers] if stage == 3 else [shapes.numels[::-1]]
-    room = 2**63 if stage == 3 else capacity(shapes, ranks)
+    units, room = [decoder.numels[::-1]], capacity(decoder, ranks)
+    if stage == 3:
+        units, room = [decoder.before + decoder.after, *[decoder.block] * decoder.width.layers], 2**63
     indexed = [dict(enumerate(unit)) for unit in units]
     return [b for unit in indexed for b in build_layout(unit, dict.fromkeys(unit, 0), list(unit), {0: room}, ranks)]
-
-
-def muon_layouts(matrices: Sequence[Matrix], shards: int) -> list[BucketLayout]:
-    """Lay out buckets of bf16 ``matrices``, given in the order in which the first backward makes their gradients."""
-    numels = {number: rows * columns for number, (rows, columns) in enumerate(matrices)}
-    costs = {number: Muon().cost(matrix) for number, matrix in enumerate(matrices)}
-    kinds = dict.fromkeys(numels, 0)
-    capacities = bucket_capacities(numels, kinds, None, {0: ITEMSIZE}, shards)
-    return build_layout(numels, kinds, list(numels), capacities, shards, {0: Muon.layout}, costs)
-
-
-def on_paper(matrices: Sequence[Matrix], shards: int) -> Row:
-    """Describe Muon's layout. ``multiplied``: multiplications of the rank with most, ``imbalance`` these over the mean;
-    ``idle``: ranks without a matrix."""
-    buckets, loads = muon_layouts(matrices, shards), [0] * shards
-    for bucket in buckets:
-        for slot in bucket.slots:
-            loads[bucket.shard_of(slot)] += Muon().cost(matrices[slot.param])
-    numel = sum(rows * columns for rows, columns in matrices)
-    return {
-        "shards": shards,
-        "buckets": len(buckets),
-        "largest": max(bucket.numel for bucket in buckets),
-        "padding": sum(bucket.numel for bucket in buckets) / numel - 1,
-        "imbalance": max(loads) * shards / sum(loads),
-        "multiplied": max(loads),
-        "idle": loads.count(0),
-    }
-
-
-def muon_rows(name: str, matrices: Sequence[Matrix], ranks: int) -> list[Row]:
-    """Make a row of the layout on all ranks; where that does not fit, also of the largest shard group that does."""
-    found = [on_paper(matrices, ranks)]
-    while any(found[-1][key] > most for key, most in MOST.items()) and found[-1]["shards"] % 2 == 0:
-        found.append(on_paper(matrices, found[-1]["shards"] // 2))
-    numel = sum(height * width for height, width in matrices)
-    about = {"op": "muon_layout", "backend": name, "dtype": "bf16", "numel": numel, "ranks": ranks}
-    rows = [{**about, "replicas": ranks // layout["shards"], **layout} for layout in (found[:1] + found[1:][-1:])]
-    return [{**row, "pays_from": pays_from(row)} if row["replicas"] > 1 else row for row in rows]
-
-
-def pays_from(row: Row) -> float:
-    """Compute the bytes a second of a rank's link from which on R replicas save time by sharding the iterations. The
-    all-reduce of a rank's matrices sends 2 (R-1)/R of their bytes."""
-    replicas = row["replicas"]
-    sent = 2 * ITEMSIZE * row["numel"] / row["shards"] * (replicas - 1) / replicas
-    return float(sent / (2 * row["multiplied"] * (1 - 1 / min(replicas, PARAMETERS_A_RANK)) / PEAK))
 
 
 # -- a fake process group ----------------------------------------------------------------------------------------------
@@ -229,16 +132,15 @@ def without_kernels() -> Iterator[None]:
 
 
 class Values(nn.Module):
-    """Parameters of 1/SHRINK of ``numels`` elements, each of which the forward uses once. A unit at stage 3."""
+    """Parameters of ``numels`` elements, each of which the forward uses once."""
 
     def __init__(self, numels: Sequence[int]) -> None:
         super().__init__()
-        small = [numel // SHRINK for numel in numels]
-        self.values = nn.ParameterList([nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for numel in small])
+        self.values = nn.ParameterList(nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for numel in numels)
 
     def forward(self, x: Tensor) -> Tensor:
         for value in self.values:
-            x = x + value.sum()
+            x = x + value[:1].sum()  # its gradient is whole, and mostly zero
         return x
 
 
@@ -246,15 +148,15 @@ class Block(Values):
     """A unit at stage 3."""
 
 
-def small_model(shapes: Shapes) -> nn.Module:
-    embedding, *last = shapes.root
-    blocks = [Block(shapes.block) for _ in range(shapes.layers)]
-    return nn.Sequential(Values([embedding]), *blocks, Values(last))
+def model_of(decoder: memory.Decoder, shrink: int = 1) -> nn.Module:
+    """Make the decoder's parameters, with 1/``shrink`` of their elements."""
+    before, block, after = ([n // shrink for n in of] for of in (decoder.before, decoder.block, decoder.after))
+    return nn.Sequential(Values(before), *(Block(block) for _ in range(decoder.width.layers)), Values(after))
 
 
-def shard(model: nn.Module, shapes: Shapes, shards: int, stage: int, mesh: DeviceMesh | None) -> ShardedAdamW:
+def shard(model: nn.Module, decoder: memory.Decoder, shards: int, stage: int, mesh: DeviceMesh | None) -> ShardedAdamW:
     """Shard the small model. Its buckets get the parameters that they have by default in true shapes."""
-    cap_mb = capacity(shapes, shards) * ITEMSIZE / SHRINK / 2**20
+    cap_mb = capacity(decoder, shards) * ITEMSIZE / SHRINK / 2**20
     if stage == 3:
         shard_module(model.requires_grad_(), (Block,), mesh=mesh)
         mesh = None  # the model's is taken
@@ -268,9 +170,9 @@ def laps_of(model: nn.Module, opt: ShardedAdamW | None) -> Job:
     return [lambda: model(x).backward(), opt.step if opt is not None else lambda: None, zero_grad]
 
 
-def scale_row(shapes: Shapes, ranks: int, replicas: int, stage: int, nowhere: Nowhere, rounds: int) -> Row:
+def scale_row(decoder: memory.Decoder, ranks: int, replicas: int, stage: int, nowhere: Nowhere, rounds: int) -> Row:
     """Count and time one stage, within the fake group of ``ranks`` ranks."""
-    model, shards, timed, collectives, object_bytes = small_model(shapes), ranks // replicas, {}, {}, {}
+    model, shards, timed, collectives, object_bytes = model_of(decoder, SHRINK), ranks // replicas, {}, {}, {}
     mesh = None
 
     def once(when: str, work: Callable[[], Any]) -> Any:
@@ -284,23 +186,23 @@ def scale_row(shapes: Shapes, ranks: int, replicas: int, stage: int, nowhere: No
     if replicas > 1:
         names = ("replicate", "shard")
         mesh = once("mesh", lambda: init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names))
-    opt = once("construction", lambda: shard(model, shapes, shards, stage, mesh))
-    ours, plain = laps_of(model, opt), laps_of(small_model(shapes), None)
+    opt = once("construction", lambda: shard(model, decoder, shards, stage, mesh))
+    ours, plain = laps_of(model, opt), laps_of(model_of(decoder, SHRINK), None)
     for when in ("first step", "step"):
         once(when, lambda: [lap() for lap in ours])
-    clock = HostClock(time.thread_time)  # not what other processes take, nor torch's other threads
+    clock = Clock(time.thread_time)  # not what other processes take, nor torch's other threads
     times = interleaved({"ours": ours, "plain": plain}, clock, rounds)
     laps = {name: [Spread.of(lap).ms for lap in zip(*times[name], strict=True)] for name in times}
     timed |= {"hooks": laps["ours"][0] - laps["plain"][0], "step": laps["ours"][1], "zero_grad": laps["ours"][2]}
-    buckets, numel = layouts(shapes, shards, stage), sum(shapes.numels)
+    buckets = layouts(decoder, shards, stage)
     stats = opt.stats()
     exchange = stats["collectives"]["exchange"]
     return {
-        **{"op": "scale", "backend": f"stage{stage}", "dtype": "bf16", "numel": numel},
-        **{"ranks": ranks, "replicas": replicas, "parameters": len(shapes.numels), "rounds": rounds},
+        **{"op": "scale", "backend": f"stage{stage}", "dtype": "bf16", "numel": decoder.numel},
+        **{"ranks": ranks, "replicas": replicas, "parameters": len(decoder.numels), "rounds": rounds},
         "buckets": len(buckets),
         "largest": max(bucket.numel for bucket in buckets),
-        "padding": round(sum(bucket.numel for bucket in buckets) / numel - 1, 6),
+        "padding": round(sum(bucket.numel for bucket in buckets) / decoder.numel - 1, 6),
         "exchange": exchange["bytes"] // exchange["calls"],
         "collectives": collectives,
         "object_bytes": object_bytes,
@@ -309,16 +211,13 @@ def scale_row(shapes: Shapes, ranks: int, replicas: int, stage: int, nowhere: No
     }
 
 
-def scale_rows(shapes: Shapes, ranks: Sequence[int], replicas: int, rounds: int) -> Iterator[Row]:
+def scale_rows(decoder: memory.Decoder, ranks: Sequence[int], replicas: int, rounds: int) -> Iterator[Row]:
     """Make a row for each number of ranks and stage. ``replicas``: the number of ranks with each part of the state."""
-    with fake_ranks(bucket_parts.RANKS):
-        of_bucket = bucket_parts.measure(rounds)
     for count in ranks:
         for stage in STAGES:
             progress(f"scale: stage {stage}, {count:,} ranks in {replicas:,} replicas")
             with fake_ranks(count) as nowhere, without_kernels():
-                row = scale_row(shapes, count, replicas, stage, nowhere, rounds)
-            yield row if stage == 3 else {**row, "of_bucket": of_bucket}
+                yield scale_row(decoder, count, replicas, stage, nowhere, rounds)
 
 
 def run(parsed: Any) -> None:
@@ -327,12 +226,8 @@ def run(parsed: Any) -> None:
             raise UsageError(f"--replicas {parsed.replicas}: a divisor of the {count} ranks of --ranks, and less")
     torch.set_num_threads(1)  # times are of one thread
     result = Result(torch.device("cpu"), parsed.out, parsed.write, "scale")
-    for row in scale_rows(LLAMA_70B, parsed.ranks, parsed.replicas, parsed.rounds):
+    for row in scale_rows(TIMED, parsed.ranks, parsed.replicas, parsed.rounds):
         result.add([row])
-    progress("scale: Muon's layout")
-    for name, shapes in {"Llama 2 7B": LLAMA_7B, "Llama 2 70B": LLAMA_70B}.items():
-        matrices = (shapes.matrices * shapes.layers)[::-1]  # from the last block to the first
-        result.add([row for count in parsed.ranks for row in muon_rows(name, matrices, count)])
     show(result)
 
 

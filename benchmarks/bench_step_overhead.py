@@ -1,76 +1,56 @@
-"""What a parameter costs.
+"""What a parameter costs: construction, backward and ``step()``, on 20 000 parameters and on 200.
 
-    python benchmarks/bench_step_overhead.py          # step: a training loop's parts, on 20 000 parameters and on 200
-    python benchmarks/bench_step_overhead.py calls    # construction, state dicts, checkpoints, by the parameter
+    python benchmarks/bench_step_overhead.py
 
-``step`` trains as many elements as 20 000 and as 200 parameters: one rank against ``AdamW``, two ranks at stage 2
-against DDP and ``AdamW``. The same rounds give three ops: ``backward_overhead``, ``step_overhead``, and
-``loop_overhead``, which is both and ``zero_grad()``, so that work moved from one into the other shows.
-
-``calls`` makes an optimizer of 10 000 and of 1 000 parameters of 8 elements on two ranks, and times each call of its
-life once a round, against DDP and ``AdamW``; and on the 1 000 against FSDP2 and ``AdamW``, which save by
-``torch.distributed.checkpoint``.
+Both have as many elements. One rank is compared with ``AdamW``, two ranks at stage 2 with DDP and ``AdamW``. The same
+rounds give three ops: ``backward_overhead``, ``step_overhead``, and ``loop_overhead``, which is both and
+``zero_grad()``, so that work moved from one into the other shows. ``construct`` is the optimizer and its first loop,
+once. ``bench_checkpoint.py --width 8`` has checkpoints of small parameters.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import shutil
+import itertools
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from contenders import replicate
 from lab import parser_of, progress, run_script, show
 from ranks import TogetherClock, of_the_slower, on_ranks
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
-from zero_optim import ShardedAdamW, checkpoint
+from zero_optim import ShardedAdamW
 from zero_optim.bench.cases import DTYPES, HYPER, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.step import Masters
-from zero_optim.bench.timing import HostClock, Job, Spread, interleaved
+from zero_optim.bench.timing import Job, Spread, interleaved
 from zero_optim_cli.bench import at_least_one
 
 CPU = torch.device("cpu")
 TRAINING: Mapping[str, Any] = {**HYPER, "lr": 1e-5}
-Times = Mapping[str, Sequence[Sequence[float]]]  # milliseconds by job: of each lap in each round
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = parser_of(__file__, "Measures what a parameter costs, on the CPU.", dtype=None, ranks=None, rounds=None)
-    parser.add_argument("question", nargs="?", choices=("step", "calls"), default="step", help="what is timed (step)")
-    about = "how many (step: 20000 200; calls: 10000 1000)"
-    parser.add_argument("--parameters", nargs="+", type=at_least_one, metavar="N", help=about)
-    return run_script(parser, work, arguments)
-
-
-def work(parsed: argparse.Namespace) -> None:
-    result = Result(CPU, parsed.out, parsed.write, "calls" if parsed.question == "calls" else "step_overhead")
-    if parsed.question == "calls":
-        for count in parsed.parameters or (10_000, 1_000):
-            result.add(calls(count, parsed.ranks or 2, parsed.rounds or 3))
-    else:
-        for ranks in [parsed.ranks] if parsed.ranks else (1, 2):
-            for dtype in [parsed.dtype] if parsed.dtype else ("fp32", "bf16"):
-                result.add(step(NUMEL, dtype, parsed.parameters or COUNTS, ranks, parsed.rounds or 21))
-    show(result)
-
-
-# -- step: the parts of a training loop --------------------------------------------------------------------------------
 
 COUNTS = (20_000, 200)
 NUMEL = 10_000_000
 LAPS = ("forward", "backward", "step", "zero_grad")
 OPS = {"backward_overhead": ("backward",), "step_overhead": ("step",), "loop_overhead": LAPS[1:]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__file__, "Measures what a parameter costs, on the CPU.", dtype=None, ranks=None, rounds=21)
+    parser.add_argument("--parameters", nargs="+", type=at_least_one, default=COUNTS, metavar="N", help="(20000 200)")
+    return run_script(parser, work, arguments)
+
+
+def work(parsed: argparse.Namespace) -> None:
+    result = Result(CPU, parsed.out, parsed.write, "step_overhead")
+    for ranks in [parsed.ranks] if parsed.ranks else (1, 2):
+        for dtype in [parsed.dtype] if parsed.dtype else ("fp32", "bf16"):
+            result.add(step(NUMEL, dtype, parsed.parameters, ranks, parsed.rounds))
+    show(result)
 
 
 class Products(nn.Module):
@@ -117,10 +97,10 @@ def ours(model: Products) -> Loop:
     return Loop(model, len(model.weights), opt.step, opt.zero_grad)
 
 
-def torchs(model: Products, *, fused: bool = False, foreach: bool = False, ddp: bool = False) -> Loop:
-    """Make the loop of torch's ``AdamW``, on fp32 masters where the model has 16 bits."""
+def torchs(model: Products, *, ddp: bool = False) -> Loop:
+    """Make the loop of torch's fused ``AdamW``, on fp32 masters where the model has 16 bits."""
     masters = Masters(model.parameters())
-    opt = torch.optim.AdamW(masters.masters, fused=fused, foreach=foreach, **TRAINING)
+    opt = torch.optim.AdamW(masters.masters, fused=True, **TRAINING)
 
     def step() -> None:
         masters.take_gradients()
@@ -132,42 +112,53 @@ def torchs(model: Products, *, fused: bool = False, foreach: bool = False, ddp: 
 
 LOOPS: Mapping[str, Callable[[Products], Loop]] = {
     "ours": ours,
-    "fused": functools.partial(torchs, fused=True),
-    "foreach": functools.partial(torchs, foreach=True),
-    "ddp": functools.partial(torchs, fused=True, ddp=True),
+    "fused": torchs,
+    "ddp": functools.partial(torchs, ddp=True),
 }
-ON_ONE_RANK, ON_RANKS = ("ours", "fused", "foreach"), ("ours", "ddp")  # the second is the baseline
 
 
 def step(numel: int, dtype: str, counts: Sequence[int], ranks: int, rounds: int) -> list[Row]:
     """Make rows of every optimizer on ``numel`` elements, cut into each of ``counts`` parameters."""
     progress(f"step_overhead: {dtype}, {ranks} ranks")
-    names = ON_ONE_RANK if ranks == 1 else ON_RANKS
-    if ranks == 1:  # needs no process group, and no other processes
-        times = time_loops(names, numel, dtype, counts, rounds)
-    else:
-        times = of_the_slower(on_ranks(ranks, time_loops, names, numel, dtype, counts, rounds))
-    return [row for op in OPS for count in counts for row in _rows(op, count, numel, dtype, ranks, names, times)]
+    names = ("ours", "fused" if ranks == 1 else "ddp")  # the second is the baseline
+    times = of_the_slower(on_ranks(ranks, time_loops, names, numel, dtype, counts, rounds))
+    rows: list[Row] = []
+    for count in counts:
+        begun = {name: [sum(times[f"{name} {count} begun"][0])] for name in names}
+        rows += rows_of("construct", dtype, count, numel // count, ranks, begun, names[1])
+        laps = {name: dict(zip(LAPS, zip(*times[f"{name} {count}"], strict=True), strict=True)) for name in names}
+        for op, parts in OPS.items():
+            summed = {name: [*map(sum, zip(*(laps[name][lap] for lap in parts), strict=True))] for name in names}
+            made = rows_of(op, dtype, count, numel // count, ranks, summed, names[1])
+            for row in made if len(parts) > 1 else ():
+                row["phases"] = {lap: Spread.of(laps[row["backend"]][lap]).ms for lap in parts}
+            rows += made
+    return rows
 
 
 def time_loops(
     names: Sequence[str], numel: int, dtype: str, counts: Sequence[int], rounds: int
 ) -> dict[str, list[list[float]]]:
-    loops = {
-        f"{name} {count}": LOOPS[name](Products(count, numel // count, DTYPES[dtype]))
-        for count in counts
-        for name in names
-    }
-    clock = TogetherClock(CPU, HostClock()) if dist.is_initialized() else HostClock()
-    return interleaved({name: loop.job for name, loop in loops.items()}, clock, rounds)
+    """Time the loops in turns. ``<name> <count> begun``: construction and the first loop, once."""
+    clock = TogetherClock(CPU)
+    jobs: dict[str, Job] = {}
+    begun: dict[str, list[list[float]]] = {}
+    for name, count in itertools.product(names, counts):
+        model = Products(count, numel // count, DTYPES[dtype])
+        jobs[f"{name} {count}"], begun[f"{name} {count} begun"] = begin(LOOPS[name], model, clock)
+    return {**interleaved(jobs, clock, rounds), **begun}
 
 
-def _rows(op: str, count: int, numel: int, dtype: str, ranks: int, names: Sequence[str], times: Times) -> Iterator[Row]:
-    laps = {name: dict(zip(LAPS, zip(*times[f"{name} {count}"], strict=True), strict=True)) for name in names}
-    summed = {name: [*map(sum, zip(*(laps[name][lap] for lap in OPS[op]), strict=True))] for name in names}
-    for row in rows_of(op, dtype, count, numel // count, ranks, summed, names[1]):
-        phases = {lap: Spread.of(laps[row["backend"]][lap]).ms for lap in OPS[op]}
-        yield {**row, "phases": phases if len(phases) > 1 else None}
+def begin(make: Callable[[Products], Loop], model: Products, clock: TogetherClock) -> tuple[Job, list[list[float]]]:
+    """Construct an optimizer and run its first loop. Returns the loop's job, and the milliseconds of both."""
+    job: list[Callable[[], object]] = []
+
+    def first() -> None:
+        job.extend(make(model).job)
+        for lap in job:
+            lap()
+
+    return job, [clock.time([first])()]
 
 
 def rows_of(
@@ -183,120 +174,13 @@ def rows_of(
             "numel": parameters * elements,
             **vars(spread),
             "us_per_parameter": round(spread.ms * 1e3 / parameters, 2),
-            "vs_torch": round(spreads[baseline].ms / spread.ms, 4) if baseline in spreads else None,
+            "vs_torch": round(spreads[baseline].ms / spread.ms, 4),
             "parameters": parameters,
             "ranks": ranks,
-            "baseline": baseline if baseline in spreads else None,
+            "baseline": baseline,
         }
         for name, spread in spreads.items()
     ]
-
-
-# -- calls: an optimizer's life ----------------------------------------------------------------------------------------
-
-ELEMENTS = 8  # of a parameter
-FSDP2_MOST = 1000  # parameters: DCP takes 4 to 5 ms for each to save and to load, at 10,000 on one rank of an EPYC
-
-
-@dataclass(frozen=True)
-class Made:
-    """A constructed optimizer. ``save`` and ``load``: of its checkpoint, if it has one of its own."""
-
-    forward: Callable[[], Tensor]
-    opt: Any
-    save: Callable[[], object] = bool
-    load: Callable[[], object] = bool
-
-
-def our_calls(model: Products, folder: Path) -> Made:
-    opt = ShardedAdamW(model.named_parameters(), **TRAINING)
-    return Made(model, opt, lambda: checkpoint.save(folder, model, opt), lambda: checkpoint.load(folder, model, opt))
-
-
-def ddp_calls(model: Products, folder: Path) -> Made:
-    return Made(replicate(model), torch.optim.AdamW(model.parameters(), **TRAINING))
-
-
-def fsdp2_calls(model: Products, folder: Path) -> Made:
-    fully_shard(model)
-    opt = torch.optim.AdamW(model.parameters(), **TRAINING)
-
-    def tensors() -> dict[str, Any]:
-        of_model, of_opt = get_state_dict(model, opt)
-        return {"model": of_model, "opt": of_opt}
-
-    def load() -> None:
-        found = tensors()
-        dcp.load(found, checkpoint_id=folder)
-        set_state_dict(model, opt, model_state_dict=found["model"], optim_state_dict=found["opt"])
-
-    return Made(model, opt, lambda: dcp.save(tensors(), checkpoint_id=folder), load)
-
-
-MAKERS: Mapping[str, Callable[[Products, Path], Made]] = {"ours": our_calls, "ddp": ddp_calls, "fsdp2": fsdp2_calls}
-CALLS = ("construct", "first_backward", "first_step", "state_dict", "load_state_dict", "save", "load")
-
-
-class Life:
-    """An optimizer's calls, from construction to the checkpoint, as the laps of a job that starts anew each time."""
-
-    def __init__(self, make: Callable[[Products, Path], Made], parameters: int, folder: Path) -> None:
-        self._make, self._count, self._folder = make, parameters, folder
-        self.made: Any = None
-        self._state: dict[str, Any] = {}
-
-    @property
-    def job(self) -> Job:
-        """The laps, as CALLS names them; before them all, ``fresh``."""
-        return [
-            self.fresh,
-            self.construct,
-            lambda: self.made.forward().sum().backward(),
-            lambda: self.made.opt.step(),
-            self.state_dict,
-            lambda: self.made.opt.load_state_dict(self._state),
-            lambda: self.made.save(),
-            lambda: self.made.load(),
-        ]
-
-    def fresh(self) -> None:
-        """Drop the last optimizer and its checkpoint, and make a new model."""
-        if self.made is not None and isinstance(self.made.opt, ShardedAdamW):
-            self.made.opt.close()
-        self.made, self._model = None, Products(self._count, ELEMENTS, torch.float32)
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        dist.barrier()
-
-    def construct(self) -> None:
-        self.made = self._make(self._model, self._folder)
-
-    def state_dict(self) -> None:
-        self._state = self.made.opt.state_dict()
-
-
-def calls(parameters: int, ranks: int, rounds: int) -> list[Row]:
-    """Make a row for each call of each optimizer."""
-    progress(f"calls: {parameters:,} parameters on {ranks} ranks, {rounds} rounds")
-    names = [name for name in MAKERS if name != "fsdp2" or parameters <= FSDP2_MOST]
-    with tempfile.TemporaryDirectory() as folder:
-        times = of_the_slower(on_ranks(ranks, time_calls, names, parameters, rounds, Path(folder)))
-    rows: list[Row] = []
-    for number, call in enumerate(CALLS, start=1):
-        saves = call in ("save", "load")  # which DDP does not
-        columns = {name: [laps[number] for laps in times[name]] for name in names if not (saves and name == "ddp")}
-        rows += rows_of(call, "fp32", parameters, ELEMENTS, ranks, columns, "fsdp2" if saves else "ddp")
-    return rows
-
-
-def time_calls(names: Sequence[str], parameters: int, rounds: int, folder: Path) -> dict[str, list[list[float]]]:
-    clock = TogetherClock(CPU, HostClock())
-
-    def jobs(count: int) -> dict[str, Job]:
-        return {name: Life(MAKERS[name], count, folder / name).job for name in names}
-
-    interleaved(jobs(2 * dist.get_world_size()), clock, 1, warm_up=0)  # loads all code
-    return interleaved(jobs(parameters), clock, rounds, warm_up=0)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python benchmarks/bench_training.py                                        # train_step: every stage against DDP
     python benchmarks/bench_training.py stages --ranks 2 --contenders stage3   # against FSDP2 at the same setting
-    python benchmarks/bench_training.py topologies                             # flat, replicas, tensor-parallel ranks
+    python benchmarks/bench_training.py stages --ranks 4 --replicas 2          # the same with two replicas of the state
     python benchmarks/bench_training.py muon --tokens 256                      # against torch's and Dion's
     python benchmarks/bench_training.py forms --numel 32Mi                     # the update by form of state, one rank
+    python benchmarks/bench_training.py stores                                 # state in pages, on the host, on a disk
 
 First each contender of ``contenders.WAYS`` trains alone in fresh processes, where its memory is measured; one that
 fails is left out, with its error. Then all train in the same processes, a step of each in turn. The run fails where
@@ -22,17 +23,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import counted_bytes
-import newton_schulz
 import torch
-from contenders import WAYS, Task, Training, keeps, train
+from contenders import FORMS, STORES, WAYS, Task, Training, train
 from counted_bytes import CountedTraffic
 from lab import parser_of, progress, run_script, show
-from ranks import RanksError, TogetherClock, each_alone, of_the_slower, on_ranks
+from ranks import RanksError, TogetherClock, of_the_slower, on_ranks
 from zero_optim.bench.cases import DTYPES, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
 from zero_optim.bench.step import model_config
-from zero_optim.bench.timing import Spread, interleaved, make_clock
+from zero_optim.bench.timing import Spread, interleaved
 from zero_optim.doctor import version_of
 from zero_optim.errors import UsageError, ZeroOptimError
 from zero_optim.train.model import GPT, ModelConfig
@@ -54,7 +54,6 @@ class Question:
         contenders: names of ``WAYS``.
         baseline: the contender whose losses all others must have, and with whose time they are compared.
         keeping: the baseline of those that keep whole parameters from forward to backward, as DDP and ZeRO-2 do.
-        topologies: options of ``Task`` by op; None: the name of the question is the op, and all ranks are alike.
         lap: the one part of the step that is compared; None: the whole step.
         tolerance: relative difference of losses; None: that of ``TOLERANCE``.
     """
@@ -66,7 +65,6 @@ class Question:
     tokens: Sequence[int] = (256, 512)
     rounds: int = 11
     keeping: str | None = None
-    topologies: Mapping[str, Mapping[str, int]] | None = None
     lap: str | None = None
     tolerance: float | None = None
 
@@ -77,7 +75,7 @@ class Question:
 STAGES = ("stage0", "stage1", "stage2", "stage3", "stage3_keep")
 SMALLER = ("stage3_split", "stage3_keep_split", "stage2_small", "stage3_small", "stage2_smallest", "stage3_smallest")
 FSDP2S = ("fsdp2", "fsdp2_zero2")
-BY_DDP = ("ddp", "ddp_autocast", "zero_redundancy")
+BY_DDP = ("ddp", "zero_redundancy")
 QUESTIONS: Mapping[str, Question] = {
     "train_step": Question(
         "stages against DDP and others",
@@ -92,14 +90,6 @@ QUESTIONS: Mapping[str, Question] = {
         ranks=(2, 4),
         keeping="fsdp2_zero2",
     ),
-    "topologies": Question(  # at stage 0 nothing is sharded, on a mesh or without
-        "the same with replicas and with tensor-parallel ranks",
-        (*STAGES[1:], *FSDP2S),
-        "fsdp2",
-        ranks=(4,),
-        keeping="fsdp2_zero2",
-        topologies={"flat": {}, "hybrid": {"replicas": 2}, "tensor_parallel": {"slices": 2}},
-    ),
     "muon": Question(
         "Muon against torch's and Dion's",
         ("muon", "muon_stage3", "ddp_muon", "fsdp2_dion"),
@@ -110,12 +100,17 @@ QUESTIONS: Mapping[str, Question] = {
         tolerance=1e-2,
     ),
     "forms": Question(
-        "the update by form of state on one rank, against 8-bit AdamWs of other packages",
-        (*(name for name in WAYS if name.startswith("stage2")), "bitsandbytes", "torchao"),
+        "the update by form of state on one rank, against fused and 8-bit Adams of other packages",
+        (*(f"stage2{end}" for end in FORMS), "ddp", "deepspeed_adam", "apex", "te", "bitsandbytes", "torchao"),
         "stage2",
         ranks=(1,),
         tokens=(64,),
         lap="update",
+    ),
+    "stores": Question(
+        "stores of the state, against DeepSpeed's on the host",
+        ("stage2", *(f"stage2{end}" for end in STORES), "deepspeed2_cpu"),
+        "stage2",
     ),
 }
 
@@ -130,10 +125,6 @@ class Contest:
     ranks: int
     names: Sequence[str]
 
-    @property
-    def baselines(self) -> set[str]:
-        return {self.question.baseline, *map(self.question.baseline_of, self.names)}
-
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
@@ -144,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = "; ".join(f"{name}: {question.about}" for name, question in QUESTIONS.items())
     parser.add_argument("question", nargs="?", choices=QUESTIONS, default="train_step", help=f"{about} (train_step)")
     parser.add_argument("--tokens", type=at_least_one, metavar="N", help="of a rank in a step (by question)")
+    parser.add_argument("--replicas", type=at_least_one, default=1, metavar="N", help="of the sharded state (1)")
     return run_script(parser, work, arguments)
 
 
@@ -159,7 +151,7 @@ def work(parsed: argparse.Namespace) -> None:
 
 
 def contests_of(parsed: argparse.Namespace, question: Question) -> Iterator[Contest]:
-    """Make a contest for each number of ranks and tokens, and each topology. Raises UsageError."""
+    """Make a contest for each number of ranks and tokens. Raises UsageError."""
     device = find_device(parsed.device)
     for name in parsed.contenders or ():
         if name not in question.contenders:
@@ -177,21 +169,14 @@ def contests_of(parsed: argparse.Namespace, question: Question) -> Iterator[Cont
     for ranks in counts:
         if gpus is not None and ranks > gpus:
             raise UsageError(f"--ranks {ranks}: a rank needs a GPU of its own, and there are {gpus}")
+        if ranks % parsed.replicas:
+            raise UsageError(f"--replicas {parsed.replicas}: {ranks} ranks are no multiple of it")
         for tokens in [parsed.tokens] if parsed.tokens else question.tokens if gpus is None else [4 * SEQ["cuda"]]:
-            task = make_task(parsed.numel or NUMEL[device.type], DTYPES[parsed.dtype], tokens, device)
-            for op, topology in (question.topologies or {parsed.question: {}}).items():
-                of_topology = replace(task, **topology)
-                if ranks % (of_topology.replicas * of_topology.slices) or task.config.heads % of_topology.slices:
-                    raise UsageError(f"{op}: --ranks {ranks}, and the heads of a model of --numel, have to be even")
-                yield Contest(op, question, of_topology, ranks, names)
-
-
-def make_task(numel: int, dtype: torch.dtype, tokens: int, device: torch.device) -> Task:
-    """Make the training of a GPT of about ``numel`` parameters. Raises UsageError."""
-    seq = SEQ[device.type]
-    if tokens % seq:
-        raise UsageError(f"--tokens {tokens}: a rank has windows of {seq}")
-    return Task(replace(model_config(numel, device), seq=seq), dtype, tokens // seq, device)
+            if tokens % (seq := SEQ[device.type]):
+                raise UsageError(f"--tokens {tokens}: a rank has windows of {seq}")
+            config = replace(model_config(parsed.numel or NUMEL[device.type], device), seq=seq)
+            task = Task(config, DTYPES[parsed.dtype], tokens // seq, device, parsed.replicas)
+            yield Contest(parsed.question, question, task, ranks, names)
 
 
 def hold(contest: Contest, rounds: int, packages: dict[str, str]) -> list[Row]:
@@ -202,11 +187,7 @@ def hold(contest: Contest, rounds: int, packages: dict[str, str]) -> list[Row]:
     check_losses(contest, alone)
     progress(f"{contest.op}: {', '.join(alone)} in turn on {contest.ranks} ranks")
     times = of_the_slower(on_ranks(contest.ranks, time_on_rank, task, list(alone), rounds, device=device))
-    rows = make_rows(contest, alone, times)
-    if contest.op == "muon":
-        for row in rows:
-            row |= of_the_iteration(contest, row["backend"], rounds)
-    return rows
+    return make_rows(contest, alone, times)
 
 
 # -- alone: memory and losses ------------------------------------------------------------------------------------------
@@ -237,26 +218,25 @@ def train_alone(contest: Contest) -> tuple[dict[str, Alone], dict[str, str]]:
     Raises ZeroOptimError where ours or a baseline fails: only other peers may.
     """
     task = contest.task
-    reasons: dict[str, str] = {}
+    alone: dict[str, Alone] = {}
+    left_out: dict[str, str] = {}
     for name in contest.names:
         way = WAYS[name]
         if way.package and importlib.util.find_spec(way.package) is None:
-            reasons[name] = "not installed"
-        elif way.bf16_only and task.dtype == torch.float32:
-            reasons[name] = way.bf16_only
-
-    def run(name: str) -> Alone:
+            left_out[name] = "not installed"
+            continue
+        if way.bf16_only and task.dtype == torch.float32:
+            left_out[name] = way.bf16_only
+            continue
         progress(f"{contest.op}: {name} alone, {contest.ranks} ranks, {task.tokens} tokens each")
         try:
-            return of_all_ranks(on_ranks(contest.ranks, alone_on_rank, task, name, device=task.device.type))
+            alone[name] = of_all_ranks(on_ranks(contest.ranks, alone_on_rank, task, name, device=task.device.type))
         except RanksError as error:
-            if WAYS[name].stage is not None or name in contest.baselines:
+            if way.ours or name in (contest.question.baseline, contest.question.keeping):
                 raise ZeroOptimError(f"{contest.op}: {name}: {error}") from error
-            raise
-
-    names = [name for name in contest.names if name not in reasons]
-    alone, left_out = each_alone(names, contest.question.baseline, run)
-    return alone, reasons | left_out
+            left_out[name] = str(error)
+            progress(f"left out: {name}: {error}")
+    return alone, left_out
 
 
 def alone_on_rank(task: Task, name: str) -> Alone:
@@ -320,7 +300,7 @@ Times = dict[str, list[list[float]]]
 def time_on_rank(task: Task, names: Sequence[str], rounds: int) -> Times:
     """Time every lap of every contender in every round on this rank."""
     trainings = {name: WAYS[name].make(task) for name in names}
-    clock = TogetherClock(task.device, make_clock(task.device))
+    clock = TogetherClock(task.device)
     return interleaved({name: list(training.laps.values()) for name, training in trainings.items()}, clock, rounds)
 
 
@@ -333,7 +313,7 @@ def make_rows(contest: Contest, alone: Mapping[str, Alone], times: Times) -> lis
         for name, of_one in laps.items()
     }
     whole = {name: Spread.of([*map(sum, of_one)]).ms for name, of_one in times.items()}
-    tokens = contest.ranks // task.slices * task.tokens
+    tokens = contest.ranks * task.tokens
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in GPT(task.config, task.dtype).parameters())
     return [
@@ -346,34 +326,16 @@ def make_rows(contest: Contest, alone: Mapping[str, Alone], times: Times) -> lis
             "vs_torch": round(compared[question.baseline_of(name)].ms / spread.ms, 4),
             "phases": {lap: Spread.of(column).ms for lap, column in laps[name].items()},
             "ranks": contest.ranks,
+            "replicas": task.replicas if task.replicas > 1 else None,
             "tokens": task.tokens,
             "tokens_per_s": round(tokens / whole[name] * 1e3, 1),
             "memory": alone[name].memory,
             "loss": round(alone[name].losses[-1], 5),
             "baseline": question.baseline_of(name),
             "communicated": alone[name].communicated,
-            "keeps": keeps(name, task.dtype),
         }
         for name, spread in compared.items()
     ]
-
-
-def of_the_iteration(contest: Contest, name: str, rounds: int) -> Row:
-    """Train a contender by Muon once more. Returns the largest part of a step that a rank is in the iteration, the most
-    multiplications of a rank over the mean, and at stage 2 the padding. Dion's is compiled, and cannot be timed apart.
-    """
-    if name == "fsdp2_dion":
-        return {}
-    progress(f"{contest.op}: the iteration of {name}, {contest.ranks} ranks")
-    device = contest.task.device.type
-    found = on_ranks(contest.ranks, newton_schulz.on_rank, contest.task, name, rounds, device=device)
-    multiplied = [of_rank.multiplications for of_rank in found]
-    padding = found[0].padding
-    return {
-        "newton_schulz": round(max(of_rank.part for of_rank in found), 4),
-        "imbalance": round(max(multiplied) / statistics.mean(multiplied), 4),
-        "padding": padding if padding is None else round(padding, 6),
-    }
 
 
 if __name__ == "__main__":

@@ -14,20 +14,17 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from zero_optim import ShardedAdamW, ShardedMuon, shard_module
 from zero_optim.bench.cases import HYPER
 from zero_optim.bench.step import MAX_NORM, Masters
@@ -38,6 +35,7 @@ from zero_optim.train.model import GPT, VOCAB, Block, ModelConfig, next_byte_los
 
 TRAINING: Mapping[str, Any] = {**HYPER, "lr": 1e-4}
 MUON_TRAINING: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+FUSED = functools.partial(torch.optim.AdamW, fused=True)
 
 
 # -- the task ----------------------------------------------------------------------------------------------------------
@@ -47,7 +45,7 @@ MUON_TRAINING: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 class Task:
     """The training that all run. Each rank has ``batch`` windows of its own, the same at every step.
 
-    ``replicas``: of the sharded state. ``slices``: of each block, over tensor-parallel ranks.
+    ``replicas``: of the sharded state.
     """
 
     config: ModelConfig
@@ -55,7 +53,6 @@ class Task:
     batch: int
     device: torch.device = torch.device("cpu")
     replicas: int = 1
-    slices: int = 1
 
     @property
     def tokens(self) -> int:
@@ -67,56 +64,28 @@ class Task:
         with self.device:
             return GPT(self.config, self.dtype)
 
-    def spread(self, model: GPT) -> tuple[GPT, DeviceMesh | None]:
-        """Collective. Cut ``model`` for this rank. Returns it, and the mesh to shard and average over; None: all ranks.
-
-        The mesh has the dimensions replicate and shard where there are replicas, else shard alone.
-        """
-        if self.replicas == self.slices == 1:
-            return model, None
-        shape = self.replicas, dist.get_world_size() // self.replicas // self.slices, self.slices
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
-        if self.slices > 1:
-            _cut(model, mesh["tensor"])
-        return model, mesh["replicate", "shard"] if self.replicas > 1 else mesh["shard"]
+    def mesh(self) -> DeviceMesh | None:
+        """Collective. Make the mesh to average over and to shard over; None: shard over all ranks."""
+        if self.replicas == 1:
+            return None
+        shape = self.replicas, dist.get_world_size() // self.replicas
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def windows(self) -> Tensor:
-        """Draw this rank's windows, [batch, seq + 1] int64. Tensor-parallel ranks of one row have the same ones."""
-        generator = torch.Generator().manual_seed(1 + dist.get_rank() // self.slices)
+        """Draw this rank's windows, [batch, seq + 1] int64."""
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
         return torch.randint(VOCAB, (self.batch, self.config.seq + 1), generator=generator).to(self.device)
-
-
-def _cut(model: GPT, mesh: DeviceMesh) -> None:
-    """Collective. Cut blocks and embedding over the ranks of ``mesh``; between blocks, cut the sequence.
-
-    Each rank splits its slice of ``qkv`` into queries, keys and values. So the cut model computes something else than
-    the whole one, with equal sizes.
-    """
-    sequence, whole = Shard(1), Replicate()
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=sequence, output_layouts=whole),
-    }
-    for number in range(len(model.blocks)):
-        at = f"blocks.{number}."
-        plan |= {at + name: SequenceParallel() for name in ("norm_attention", "norm_mlp")}
-        plan |= {at + name: ColwiseParallel(input_layouts=sequence) for name in ("attention.qkv", "up")}
-        plan |= {at + name: RowwiseParallel(output_layouts=sequence) for name in ("attention.out", "down")}
-    parallelize_module(model, mesh, plan)
-    model.head.weight = model.embedding.weight
 
 
 @dataclass(frozen=True)
 class Training:
     """One training under way. ``laps``: the parts of a step, in order. The lap ``clip``, if any, returns the norm.
 
-    ``last_loss``: this rank's loss in the last step. ``opt``: our optimizer, where it is ours.
+    ``last_loss``: this rank's loss in the last step.
     """
 
     laps: Mapping[str, Callable[[], object]]
     last_loss: Callable[[], float]
-    opt: Any = None
 
 
 def train(training: Training, steps: int) -> list[float]:
@@ -133,43 +102,36 @@ class Passes:
     """Forward and backward of ``model`` on this rank's windows, as two laps."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        backward: Callable[[Tensor], object] = torch.Tensor.backward,
+        self, model: nn.Module, task: Task, backward: Callable[[Tensor], object] = torch.Tensor.backward
     ) -> None:
-        self._model, self._windows = model, task.windows()
-        self._autocast, self._backward = autocast, backward
+        self._model, self._windows, self._backward = model, task.windows(), backward
         self._loss = torch.zeros(())
 
     def forward(self) -> None:
-        with self._autocast():
-            self._loss = next_byte_loss(self._model, self._windows)
+        self._loss = next_byte_loss(self._model, self._windows)
 
     def backward(self) -> None:
         self._backward(self._loss)
         self._loss = self._loss.detach()
 
-    def then(self, opt: Any = None, **laps: Callable[[], object]) -> Training:
-        laps = {"forward": self.forward, "backward": self.backward, **laps}
-        return Training(laps, lambda: self._loss.item(), opt)
+    def then(self, **laps: Callable[[], object]) -> Training:
+        return Training({"forward": self.forward, "backward": self.backward, **laps}, lambda: self._loss.item())
 
 
 # -- ours --------------------------------------------------------------------------------------------------------------
 
 
-def ours(task: Task, stage: int, reshard: bool = True, **form: str) -> Training:
+def ours(task: Task, stage: int, reshard: bool = True, **form: Any) -> Training:
     """Train by ``ShardedAdamW``. ``reshard``: stage 3 frees a block's parameters after its forward.
 
-    ``form``: options for smaller state.
+    ``form``: options of the state.
     """
-    model, mesh = task.spread(task.model())
+    model, mesh = task.model(), task.mesh()
     if stage == 3:
         shard_module(model, (Block,), reshard_after_forward=reshard, mesh=mesh)
     opt = ShardedAdamW(model.named_parameters(), stage=stage, mesh=mesh, **TRAINING, **form)
     clip = functools.partial(opt.clip_grad_norm_, MAX_NORM)
-    return Passes(model, task).then(opt, clip=clip, update=opt.step, zero_grad=opt.zero_grad)
+    return Passes(model, task).then(clip=clip, update=opt.step, zero_grad=opt.zero_grad)
 
 
 def muon(task: Task, stage: int) -> Training:
@@ -180,17 +142,17 @@ def muon(task: Task, stage: int) -> Training:
     matrices, others = ShardedMuon.split(model)
     groups = [{"params": matrices}, {"params": others, "rule": AdamW(**TRAINING)}]
     opt = ShardedMuon(groups, stage=stage, **MUON_TRAINING)
-    return Passes(model, task).then(opt, update=opt.step, zero_grad=opt.zero_grad)
+    return Passes(model, task).then(update=opt.step, zero_grad=opt.zero_grad)
 
 
 # -- torch's -----------------------------------------------------------------------------------------------------------
 
 
-def ddp(task: Task, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Training:
+def ddp(task: Task, optimizer: Callable[..., torch.optim.Optimizer] = FUSED) -> Training:
     """Train in DDP. Every rank has all masters."""
     model = task.model()
     masters = Masters(model.parameters())
-    opt = optimizer(masters.masters, fused=True, **TRAINING)
+    opt = optimizer(masters.masters, **TRAINING)
     replica = replicate(model)
 
     def clip() -> Tensor:
@@ -206,7 +168,7 @@ def ddp(task: Task, optimizer: Callable[..., torch.optim.Optimizer] = torch.opti
 
 def zero_redundancy(masters: list[Tensor], **options: Any) -> torch.optim.Optimizer:
     """Shard the moments. Every rank has all masters, and the updated ones are broadcast in fp32."""
-    return ZeroRedundancyOptimizer(masters, torch.optim.AdamW, parameters_as_bucket_view=True, **options)
+    return ZeroRedundancyOptimizer(masters, torch.optim.AdamW, parameters_as_bucket_view=True, fused=True, **options)
 
 
 def replicate(model: nn.Module) -> nn.parallel.DistributedDataParallel:
@@ -214,24 +176,12 @@ def replicate(model: nn.Module) -> nn.parallel.DistributedDataParallel:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
-def ddp_autocast(task: Task) -> Training:
-    """Train an fp32 model, which is its own masters, under autocast; gradients are cast to bf16 only for the sum."""
-    model = _widened(task.model())
-    replica = replicate(model)
-    # Under its own name torch refuses the hook on gloo, where it works.
-    replica.register_comm_hook(dist.group.WORLD, lambda group, bucket: bf16_compress_hook(group, bucket))
-    autocast = functools.partial(torch.autocast, task.device.type, task.dtype)
-    opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
-    return _plain_end(Passes(replica, task, autocast), model, opt)
-
-
 def fsdp2(task: Task, *, reshard: bool) -> Training:
     """Train in FSDP2 with fp32 shards, a unit a block. ``reshard``: parameters are freed after forward and gathered
     again in backward; those of the root are not, which is fully_shard's default."""
-    model, mesh = task.spread(_widened(task.model()))
+    model, mesh = _widened(task.model()), task.mesh()
     _fully_shard(task, model, mesh, reshard=reshard)
-    opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
-    return _plain_end(Passes(model, task), model, opt)
+    return _plain_end(Passes(model, task), model, FUSED(model.parameters(), **TRAINING))
 
 
 def _fully_shard(task: Task, model: GPT, mesh: DeviceMesh | None, *, reshard: bool) -> None:
@@ -265,7 +215,7 @@ def ddp_muon(task: Task) -> Training:
     pairs = list(zip(masters.params, masters.masters, strict=True))
     matrices = [master for parameter, master in pairs if id(parameter) in hidden]
     others = [master for parameter, master in pairs if id(parameter) not in hidden]
-    opts = torch.optim.Muon(matrices, **MUON_TRAINING), torch.optim.AdamW(others, fused=True, **TRAINING)
+    opts = torch.optim.Muon(matrices, **MUON_TRAINING), FUSED(others, **TRAINING)
     replica = replicate(model)
 
     def update() -> None:
@@ -317,21 +267,33 @@ def _iterate_as_torch(matrices: Tensor, epsilon: float) -> Tensor:
     return orthogonalized(matrices, QUINTIC, 5, epsilon)
 
 
-def deepspeed(task: Task, stage: int) -> Training:
-    """Train in DeepSpeed's ZeRO around the same AdamW. Its collectives go through shared memory; its step clips."""
+def deepspeed(task: Task, stage: int, **zero: Any) -> Training:
+    """Train in DeepSpeed's ZeRO around the same AdamW. Its collectives go through shared memory; its step clips.
+
+    ``zero``: where its state lies; with it the AdamW is its own for the CPU.
+    """
     os.environ.setdefault("DS_ACCELERATOR", task.device.type)
     package = importlib.import_module("deepspeed")
     model = task.model()
     config = {
         "train_micro_batch_size_per_gpu": task.batch,
         "bf16": {"enabled": task.dtype == torch.bfloat16},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **zero},
         "gradient_clipping": MAX_NORM,
         "zero_allow_untested_optimizer": True,
     }
-    opt = torch.optim.AdamW(model.parameters(), fused=True, **TRAINING)
+    opt = FUSED(model.parameters(), **TRAINING)
+    if zero:
+        opt = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(model.parameters(), **TRAINING)
     engine, *_ = package.initialize(model=model, optimizer=opt, config=config, dist_init_required=False)
     return Passes(engine, task, backward=engine.backward).then(update=engine.step)
+
+
+def fused_adam(masters: Sequence[Tensor], module: str, **options: Any) -> torch.optim.Optimizer:
+    """Make a package's fused Adam. On a CPU only DeepSpeed has one."""
+    on_cpu = masters[0].device.type == "cpu"
+    name, mode = ("DeepSpeedCPUAdam", "adamw_mode") if on_cpu else ("FusedAdam", "adam_w_mode")
+    return getattr(importlib.import_module(module), name)(masters, **{mode: True}, **options)
 
 
 def adamw_8bit(task: Task, module: str) -> Training:
@@ -349,8 +311,7 @@ class Way:
     """How to build a training, and what is known of it.
 
     Attributes:
-        stage: of ``ShardedAdamW``; None: another optimizer.
-        form: its options for smaller state.
+        ours: it may not fail.
         gathers_twice: it frees a block's parameters after its forward, and gathers them again in backward.
         package: what it needs besides torch.
         bf16_only: why it cannot train in fp32; "": it can.
@@ -358,15 +319,14 @@ class Way:
     """
 
     make: Callable[[Task], Training]
-    stage: int | None = None
-    form: Mapping[str, str] = field(default_factory=dict)
+    ours: bool = False
     gathers_twice: bool = False
     package: str | None = None
     bf16_only: str = ""
     has_masters: bool = True
 
 
-FORMS: Mapping[str, Mapping[str, str]] = {
+FORMS: Mapping[str, Mapping[str, Any]] = {
     "": {},
     "_bf16": {"state_dtype": "bf16"},
     "_bf16_stochastic": {"state_dtype": "bf16_stochastic"},
@@ -376,14 +336,25 @@ FORMS: Mapping[str, Mapping[str, str]] = {
     "_split8": {"master": "split8"},
     "_smallest": {"master": "split8", "state_dtype": "int8"},
 }
-"""Options by the end of a contender's name."""
+"""Options of smaller state by the end of a contender's name."""
+
+STORES: Mapping[str, Mapping[str, Any]] = {
+    "_paged": {"state_offload": "paged", "device_budget": 0},
+    "_cpu": {"state_offload": "cpu"},
+    "_nvme": {"state_offload": f"nvme:{tempfile.gettempdir()}"},
+}
+"""Options that move the state off the device, likewise."""
 
 
-def _at(stage: int, reshard: bool = True, form: str = "") -> Way:
-    options = FORMS[form]
+def _at(stage: int, reshard: bool = True, **options: Any) -> Way:
     why = "a split master is of bf16 parameters" if "master" in options else ""
     make = functools.partial(ours, stage=stage, reshard=reshard, **options)
-    return Way(make, stage, options, gathers_twice=stage == 3 and reshard, bf16_only=why)
+    return Way(make, ours=True, gathers_twice=stage == 3 and reshard, bf16_only=why)
+
+
+def _fused_adam(package: str, module: str) -> Way:
+    optimizer = functools.partial(fused_adam, module=f"{package}.{module}")
+    return Way(functools.partial(ddp, optimizer=optimizer), package=package)
 
 
 def _adamw_8bit(package: str) -> Way:
@@ -393,43 +364,25 @@ def _adamw_8bit(package: str) -> Way:
 WAYS: Mapping[str, Way] = {
     "stage0": _at(0),
     "stage1": _at(1),
-    **{f"stage2{form}": _at(2, form=form) for form in FORMS},
-    **{f"stage3{form}": _at(3, form=form) for form in FORMS},
-    **{f"stage3_keep{form}": _at(3, reshard=False, form=form) for form in FORMS},
-    "muon": Way(functools.partial(muon, stage=2)),
-    "muon_stage3": Way(functools.partial(muon, stage=3)),
+    **{f"stage2{end}": _at(2, **options) for end, options in {**FORMS, **STORES}.items()},
+    **{f"stage3{end}": _at(3, **options) for end, options in FORMS.items()},
+    **{f"stage3_keep{end}": _at(3, reshard=False, **options) for end, options in FORMS.items()},
+    "muon": Way(functools.partial(muon, stage=2), ours=True),
+    "muon_stage3": Way(functools.partial(muon, stage=3), ours=True),
     "ddp_muon": Way(ddp_muon),
     "fsdp2_dion": Way(fsdp2_dion, package="dion"),
     "ddp": Way(ddp),
-    "ddp_autocast": Way(ddp_autocast, bf16_only="in fp32 it is ddp"),
     "zero_redundancy": Way(functools.partial(ddp, optimizer=zero_redundancy)),
     "fsdp2": Way(functools.partial(fsdp2, reshard=True), gathers_twice=True),
     "fsdp2_zero2": Way(functools.partial(fsdp2, reshard=False)),
     "deepspeed1": Way(functools.partial(deepspeed, stage=1), package="deepspeed"),
     "deepspeed2": Way(functools.partial(deepspeed, stage=2), package="deepspeed"),
+    "deepspeed2_cpu": Way(
+        functools.partial(deepspeed, stage=2, offload_optimizer={"device": "cpu"}), package="deepspeed"
+    ),
+    "deepspeed_adam": _fused_adam("deepspeed", "ops.adam"),
+    "apex": _fused_adam("apex", "optimizers"),
+    "te": _fused_adam("transformer_engine", "pytorch.optimizers"),
     "bitsandbytes": _adamw_8bit("bitsandbytes"),
     "torchao": _adamw_8bit("torchao"),
 }
-
-MASTER_BYTES = {"fp32": 4, "split": 2, "split8": 1}
-MOMENTS_BYTES = {"fp32": 8, "bf16": 4, "bf16_stochastic": 4, "int8": 2}  # int8: and a scale for each row of 128
-
-
-def keeps(name: str, dtype: torch.dtype) -> str | None:
-    """Describe the bytes a parameter that a rank of N keeps for training in ``dtype``; None for some contenders."""
-    if name in ("fsdp2", "fsdp2_zero2"):
-        return "parameters 4/N, gradients 4/N until zero_grad, state 8/N"
-    way, size = WAYS[name], dtype.itemsize
-    if way.stage is None:
-        return None
-    moments = way.form.get("state_dtype", "fp32")
-    state = MOMENTS_BYTES[moments]
-    if dtype != torch.float32:
-        state += MASTER_BYTES[way.form.get("master", "fp32")]
-    shown = {
-        "parameters": size,
-        "gradients": size,
-        "state": f"({state} + 1/16)" if moments == "int8" else state,
-    }
-    sharded = ("state", "gradients", "parameters")[: way.stage]
-    return ", ".join(f"{what} {count}{'/N' if what in sharded else ''}" for what, count in shown.items())

@@ -197,14 +197,12 @@ def training(make: Maker) -> Groups:
     sanitized = (("order_sanitized", SANITIZER), ("order_one_queue", {**SANITIZER, **ONE_QUEUE}))
     for name, more in sanitized if make.on_gpu else ():
         order += make.split(make.tests("test_work_order", 150, name=name, more={**more, **FEW}), 5)
-    tiny_params, tiny_run = ("--params", "4e6"), ("--tiny", "--steps", "3", "--stages", "0", "--dtypes", "bf16")
-    params, run = ((), ()) if make.on_gpu else (tiny_params, tiny_run)
     stages = ("stages", "--ranks", "1", "--contenders", "stage0", "stage2", "stage3", *make.tiny)
     stores = ("--numel", "2^27", "--rounds", "5") if make.on_gpu else make.tiny
     return [
         order,
-        [make.script("memory", 60, "gpu_memory.py", *params)],
-        [make.script("trainer", 100, "gpu_trainer.py", *run)],
+        [make.script("memory", 60, "gpu_memory.py")],
+        [make.script("trainer", 100, "gpu_trainer.py")],
         [make.bench("step", 60)],
         [make.script("stages", 85, "bench_training.py", *stages)],
         [make.script("offload", 65, "bench_offload.py", *stores)],

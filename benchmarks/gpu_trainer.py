@@ -33,7 +33,7 @@ MODEL = ("--layers", "2", "--hidden", "128", "--heads", "2", "--seq", "128", "--
 MODEL += ("--lr", "2e-3", "--warmup", "10")
 TINY = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "16", "--batch", "2")
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
-UNITS = 2
+STEPS, UNITS = 50, 2
 AT_ONCE = 4  # trainings under way: each has a process group and a device context of its own
 
 Log = list[dict[str, Any]]
@@ -75,16 +75,18 @@ def compare(log: Log | str, cpu: Log | str, steps: int, dtype: str) -> dict[str,
 def main(options: Any) -> int:
     device = find_device(options.device)
     # Text that every checkout has; little in a rehearsal, as validation goes through a tenth of it.
-    data = str(ROOT / "python" / ("zero_optim/rules" if options.tiny else ""))
-    flags = [*(TINY if options.tiny else MODEL), "--steps", str(options.steps), "--data", data]
-    runs = [(device.type, dtype, stage) for dtype, stage in product(options.dtypes, options.stages)]
-    wanted = dict.fromkeys([*(("cpu", dtype, 2) for dtype in options.dtypes), *runs])
+    tiny = device.type == "cpu"
+    data = str(ROOT / "python" / ("zero_optim/rules" if tiny else ""))
+    steps, dtypes, stages = (3, ["bf16"], [0]) if tiny else (STEPS, ["fp16", "bf16"], [0, 1, 2])
+    flags = [*(TINY if tiny else MODEL), "--steps", str(steps), "--data", data]
+    runs = [(device.type, dtype, stage) for dtype, stage in product(dtypes, stages)]
+    wanted = dict.fromkeys([*(("cpu", dtype, 2) for dtype in dtypes), *runs])
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         logs = dict(zip(wanted, pool.map(lambda run: train(*run, flags, Path(folder)), wanted), strict=True))
     result = Result(device, options.out, options.write, "trainer", flags=flags)
     wrong = 0
     for run in runs:
-        of = compare(logs[run], logs["cpu", run[1], 2], options.steps, run[1])
+        of = compare(logs[run], logs["cpu", run[1], 2], steps, run[1])
         result.add([{"op": "trainer", "backend": f"stage{run[2]}", "dtype": run[1], **of}])
         wrong += of["problem"] is not None
         off = f"off the CPU's losses by {of['difference']:.1e} of {of['tolerance']:.1e}" if "difference" in of else ""
@@ -94,8 +96,4 @@ def main(options: Any) -> int:
 
 
 if __name__ == "__main__":
-    parser = lab.parser_of(__file__, "Compares trainings on a GPU with the CPU's.", device=None, steps=50)
-    parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--dtypes", nargs="+", choices=("fp16", "bf16"), default=["fp16", "bf16"])
-    parser.add_argument("--tiny", action="store_true", help="a model that only shows that everything runs")
-    sys.exit(lab.run_script(parser, main))
+    sys.exit(lab.run_script(lab.parser_of(__file__, "Compares trainings on a GPU with the CPU's.", device=None), main))

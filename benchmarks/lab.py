@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_optim.bench.record import Result
+from zero_optim.bench.run import progress
 from zero_optim_cli import Parser
 from zero_optim_cli.bench import at_least_one, parse_numel
+
+__all__ = ["FLAGS", "draw_beside", "parser_of", "progress", "run_script", "show"]
 
 FLAGS: Mapping[str, Mapping[str, Any]] = {
     "device": {"choices": ("cpu", "cuda"), "help": "where to measure (cuda where torch sees a GPU)"},
@@ -44,17 +47,21 @@ def run_script(parser: Parser, work: Callable[[Any], int | None], arguments: Seq
     return run_command(parser.prog, lambda: work(parsed) or 0)
 
 
-def progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def show(result: Any, columns: Mapping[str, str] | None = None) -> None:
-    """Print the table of a ``Result``, write its file and draw it.
-
-    ``columns``: keys of a row, with their form; None: those that ``plot.COLUMNS`` names, nested ones too.
-    """
+def show(result: Result) -> None:
+    """Print the table of a result, and draw it."""
     from plot import draw, table_of
-    from zero_optim.bench.run import table
 
-    print(table_of(result.record()) if columns is None else table(result.record(), columns))
-    result.finish(draw)
+    print(table_of(result.record()))
+    draw_beside(result, draw)
+
+
+def draw_beside(result: Result, draw: Callable[[Mapping[str, Any], Path], object]) -> None:
+    """Print the path of the result's file, ``draw`` the plot beside it, and print that, or why there is none."""
+    if result.path is None:
+        return
+    print(f"\n{result.path}")
+    try:
+        draw(result.record(), result.path.with_suffix(".png"))
+        print(result.path.with_suffix(".png"))
+    except ImportError as error:
+        print(f"no plot: {error}; pip install matplotlib")

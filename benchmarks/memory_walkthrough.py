@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from contenders import FORMS
 from counted_bytes import LiveMemory, watch
 from lab import parser_of, progress, run_script, show
 from ranks import on_ranks
@@ -33,22 +33,12 @@ Readings = dict[str, tuple[int, int]]
 """By phase: bytes after it, and the peak within it."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """A stage, and options of the optimizer for smaller state."""
-
-    name: str
-    stage: int
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-PLAIN = [Way(f"stage{stage}", stage) for stage in range(4)]
-SMALL = [
-    Way("stage3_split", 3, {"master": "split"}),
-    *(Way(f"stage{stage}_small", stage, {"master": "split", "state_dtype": "int8"}) for stage in (2, 3)),
-    *(Way(f"stage{stage}_smallest", stage, {"master": "split8", "state_dtype": "int8"}) for stage in (2, 3)),
-]
-"""Of bf16 parameters alone."""
+PLAIN: Mapping[str, Mapping[str, Any]] = {f"stage{stage}": {"stage": stage} for stage in range(4)}
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "stage3_split": {"stage": 3, **FORMS["_split"]},
+    **{f"stage{n}{end}": {"stage": n, **FORMS[end]} for end in ("_small", "_smallest") for n in (2, 3)},
+}
+"""The optimizer's options by the name of a row; smaller state is of bf16 parameters alone."""
 
 
 class Walk:
@@ -57,19 +47,20 @@ class Walk:
     At stage 3 the model is built on the meta device and gets values a unit at a time, as one too large for a rank does.
     """
 
-    def __init__(self, layers: int, width: int, way: Way, dtype: torch.dtype, device: torch.device) -> None:
-        self._layers, self._width, self._way, self._dtype, self._device = layers, width, way, dtype, device
+    def __init__(
+        self, layers: int, width: int, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._layers, self._width, self._options, self._dtype, self._device = layers, width, options, dtype, device
 
     def model(self) -> None:
-        with torch.device("meta" if self._way.stage == 3 else self._device):
+        with torch.device("meta" if self._options["stage"] == 3 else self._device):
             layers = [nn.Linear(self._width, self._width, dtype=self._dtype) for _ in range(self._layers)]
         self._model: nn.Module = nn.Sequential(*layers)
-        if self._way.stage == 3:
+        if self._options["stage"] == 3:
             shard_module(self._model, (nn.Linear,), device=self._device)
 
     def optimizer(self) -> None:
-        way = self._way
-        self.opt = ShardedAdamW(self._model.named_parameters(), stage=way.stage, **way.options, **HYPER)
+        self.opt = ShardedAdamW(self._model.named_parameters(), **self._options, **HYPER)
 
     def data(self) -> None:
         shape = (BATCH, self._width)
@@ -93,19 +84,19 @@ class Walk:
         return {phase: found[phase] for phase in PHASES}
 
 
-def walk_on_rank(layers: int, width: int, way: Way, dtype: torch.dtype, device: str) -> Readings:
+def walk_on_rank(layers: int, width: int, options: Mapping[str, Any], dtype: torch.dtype, device: str) -> Readings:
     with watch(torch.device(device)) as memory:
-        return Walk(layers, width, way, dtype, torch.device(device)).readings(memory)
+        return Walk(layers, width, options, dtype, torch.device(device)).readings(memory)
 
 
 def run(parsed: Any) -> None:
     device, dtype = find_device(parsed.device), DTYPES[parsed.dtype]
     result = Result(device, parsed.out, parsed.write, "memory_walkthrough")
     numel = LAYERS * WIDTH * (WIDTH + 1)
-    for way in PLAIN + (SMALL if parsed.dtype == "bf16" else []):
-        progress(f"memory_walkthrough: {way.name}")
-        of_ranks = on_ranks(parsed.ranks, walk_on_rank, LAYERS, WIDTH, way, dtype, device.type, device=device.type)
-        about = {"op": "memory_walkthrough", "backend": way.name, "dtype": parsed.dtype, "numel": numel}
+    for name, options in {**PLAIN, **(SMALL if parsed.dtype == "bf16" else {})}.items():
+        progress(f"memory_walkthrough: {name}")
+        of_ranks = on_ranks(parsed.ranks, walk_on_rank, LAYERS, WIDTH, options, dtype, device.type, device=device.type)
+        about = {"op": "memory_walkthrough", "backend": name, "dtype": parsed.dtype, "numel": numel}
         for phase in PHASES:
             after, peak = (max(readings[phase][part] for readings in of_ranks) for part in range(2))
             per = {"bytes": round(after / numel, 2)}

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ OURS = ("stage", "ours", "muon", "paged", "cpu", "nvme", "cuda", "triton", "None
 MIB = 2**20
 BYTES = ("memory", "held", "moved", "extra", "peak", "after", "written", "communicated")
 SPREADS = ("save", "load", "blocked")  # median, 20th and 80th percentile
-COUNTED = ("objects", "tensors", "nodes", "hooks", "files", "threads")
 IN_STEP = ("hooks", "step", "zero_grad")
 ABOUT = ("part", "phase", "ranks", "replicas", "tokens", "parameters")
 TIMES = (*SPREADS, *(f"timed {lap}" for lap in ("construction", "first step", *IN_STEP)))
@@ -36,10 +36,10 @@ COLUMNS = {
     ),
     "bound": "{}",
     "us_per_parameter": "{:.1f}",
-    **dict.fromkeys(("tokens_per_s", "buckets", "largest", "exchange", "idle", "pays_from"), "{:,.0f}"),
+    **dict.fromkeys(("tokens_per_s", "buckets", "largest", "exchange"), "{:,.0f}"),
     **dict.fromkeys((*TIMES, "memory steady", "memory rest", "after", "peak", "communicated"), "{:,.1f}"),
     **dict.fromkeys(("held device", "held host", "held disk", "written", "extra save", "extra load"), "{:,.1f}"),
-    **dict.fromkeys([f"growth {name}" for name in ("resident", *COUNTED, "ms")], "{:.6f}"),
+    **dict.fromkeys(("growth resident", "growth objects"), "{:.6f}"),
 }
 """Form of each key that a table shows."""
 
@@ -110,12 +110,22 @@ def table_of(record: Mapping[str, Any]) -> str:
 # -- what is drawn of each kind of rows --------------------------------------------------------------------------------
 
 
-def blocks(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+def blocks(rows: Iterable[Row], *keys: str) -> list[list[Row]]:
     """Group rows by their values of ``keys``, in order."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
-    return found
+    return list(found.values())
+
+
+def lines_of(rows: Iterable[Row], x: str, figure: Callable[[Row], float]) -> dict[str, list[tuple[Any, float]]]:
+    """Make a line for each contender, over the key ``x``."""
+    lines: dict[str, list[tuple[Any, float]]] = {}
+    for row in rows:
+        replicas = row.get("replicas") or 1
+        name = f"{row['backend']}, {replicas:,} replicas" if replicas > 1 else row["backend"]
+        lines.setdefault(name, []).append((row[x], figure(row)))
+    return lines
 
 
 def about(row: Row) -> str:
@@ -131,10 +141,29 @@ def spread_bar(row: Row, key: str, text: str) -> Bar:
     return Bar(row["backend"], row[key], text, (row[low], row[high]), bound)
 
 
+def of_bandwidth(rows: Sequence[Row]) -> list[list[Panel]]:
+    """Draw bandwidth by op and dtype, under that of the yardstick: bars, or lines where there are several sizes."""
+    return [[_bandwidth(of_dtype) for of_dtype in blocks(of_op, "dtype")] for of_op in blocks(rows, "op")]
+
+
+def _bandwidth(rows: Sequence[Row]) -> Panel:
+    yardstick = rows[0]["yardstick"]
+    heading = f"{rows[0]['op']}, {rows[0]['dtype']}, {rows[0]['bytes']:g} bytes an element"
+    if len({row["numel"] for row in rows}) > 1:
+        shown = (row for row in rows if ", " not in row["backend"])  # without other forms of state
+        return Panel(heading, "GB/s", lines=lines_of(shown, "numel", lambda row: row["gbps"]), x="elements")
+    bars = [
+        Bar(row["backend"], row["gbps"], f"{row['fraction']:.2f}, {row['vs_torch']:.2f}x", mark=row["copy_gbps"])
+        for row in rows
+        if row["backend"] != yardstick
+    ]
+    return Panel(f"{heading}; line: {yardstick}", "GB/s; its share of the line, and torch's time over it", bars)
+
+
 def of_times(rows: Sequence[Row]) -> list[list[Panel]]:
     """Draw milliseconds, each with the part that it cannot be shorter than; of a training also the memory of a rank."""
     panels = []
-    for block in blocks(rows, "op", "part", "dtype", "numel", "ranks", "tokens", "parameters").values():
+    for block in blocks(rows, "op", "part", "dtype", "numel", "ranks", "replicas", "tokens", "parameters"):
         bound = "; line: the bound" if any(row.get("bound") for row in block) else ""
         bars = [spread_bar(row, "ms", _compared(row)) for row in block]
         panels.append([Panel(about(block[0]) + bound, "ms", bars)])
@@ -160,7 +189,7 @@ def _compared(row: Row) -> str:
 def of_checkpoint(rows: Sequence[Row]) -> list[list[Panel]]:
     """Draw saving, until training may go on, and loading."""
     panels = []
-    for block in blocks(rows, "dtype", "numel", "ranks").values():
+    for block in blocks(rows, "dtype", "numel", "ranks"):
         panels.append([])
         for part, text in {"save": "{:.2f} of the disk", "load": "{:.2f} of the disk", "blocked": ""}.items():
             bars = [spread_bar(row, part, text.format(row.get(f"of_disk {part}"))) for row in block]
@@ -170,12 +199,8 @@ def of_checkpoint(rows: Sequence[Row]) -> list[list[Panel]]:
 
 def of_phases(rows: Sequence[Row]) -> list[list[Panel]]:
     """Draw memory over the phases of a training."""
-    line = []
-    for key in ("after", "peak"):
-        ways = blocks(rows, "backend").items()
-        lines = {name: [(row["phase"], row[key]) for row in block] for (name,), block in ways}
-        line.append(Panel(f"{key}: {about(rows[0])}", "MiB of a rank", lines=lines))
-    return [line]
+    shown = {f"{key}: {about(rows[0])}": itemgetter(key) for key in ("after", "peak")}
+    return [[Panel(of, "MiB of a rank", lines=lines_of(rows, "phase", figure)) for of, figure in shown.items()]]
 
 
 def of_scale(rows: Sequence[Row]) -> list[list[Panel]]:
@@ -185,35 +210,25 @@ def of_scale(rows: Sequence[Row]) -> list[list[Panel]]:
         "construction, ms": lambda row: row["timed construction"],
         "padding, % of the parameters": lambda row: 100 * row["padding"],
     }
-    line = []
-    for unit, figure in shown.items():
-        lines = {}
-        for (name, replicas), block in blocks(rows, "backend", "replicas").items():
-            name += f", {replicas:,} replicas" if replicas else ""
-            lines[name] = [(row["ranks"], figure(row)) for row in block]
-        line.append(Panel(f"{rows[0]['parameters']} parameters", unit, lines=lines, x="ranks"))
-    return [line]
+    heading = f"{rows[0]['parameters']} parameters"
+    return [[Panel(heading, of, lines=lines_of(rows, "ranks", figure), x="ranks") for of, figure in shown.items()]]
 
 
 def of_endurance(rows: Sequence[Row]) -> list[list[Panel]]:
-    """Draw memory, the sum of all counts and a step's time along the steps."""
-    shown: dict[str, Callable[[Row], list[float]]] = {
-        "resident, KiB since the first sample": lambda of: [(now - of["resident"][0]) / 1024 for now in of["resident"]],
-        "all that is counted": lambda of: [sum(sample) for sample in zip(*(of[name] for name in COUNTED), strict=True)],
-        "ms of a step": lambda of: of["ms"],
-    }
+    """Draw resident memory along the steps. No script makes such rows now; a result in this repository has them."""
     panels = []
-    for (ranks,), block in blocks(rows, "ranks").items():
-        samples = {row["backend"]: row["samples"] for row in block}
-        panels.append([])
-        for unit, figures in shown.items():
-            lines = {name: list(zip(of["step"], figures(of), strict=True)) for name, of in samples.items()}
-            panels[-1].append(Panel(f"{ranks} ranks", unit, lines=lines, x="steps"))
+    for block in blocks(rows, "ranks"):
+        lines = {}
+        for row in block:
+            steps, resident = row["samples"]["step"], row["samples"]["resident"]
+            lines[row["backend"]] = [(at, (now - resident[0]) / 1024) for at, now in zip(steps, resident, strict=True)]
+        unit = "resident, KiB since the first sample"
+        panels.append([Panel(f"{block[0]['ranks']} ranks", unit, lines=lines, x="steps")])
     return panels
 
 
-KINDS: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[list[Panel]]] | None]] = {
-    "roofline": ("gbps", None),  # drawn by the package
+KINDS: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[list[Panel]]]]] = {
+    "roofline": ("gbps", of_bandwidth),
     "phases": ("phase", of_phases),
     "checkpoint": ("written", of_checkpoint),
     "scale": ("timed construction", of_scale),
@@ -228,8 +243,6 @@ KINDS: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[list[Panel]]] | No
 
 def draw(record: Mapping[str, Any], path: Path) -> list[Path]:
     """Draw the record to ``path``. Returns the files written, one for each kind of rows, none where there are none."""
-    from zero_optim.bench.plot import roofline  # it imports matplotlib, which scripts can do without
-
     kinds: dict[str, list[Row]] = {}
     for row in (flat(row) for row in record["rows"] if "op" in row):
         kind = next((name for name, (key, _) in KINDS.items() if row.get(key) is not None), None)
@@ -238,17 +251,16 @@ def draw(record: Mapping[str, Any], path: Path) -> list[Path]:
     written = []
     for kind, rows in kinds.items():
         target = path.with_name(f"{path.stem}-{kind}.png") if written else path
-        panels = KINDS[kind][1]
-        if panels is None:
-            roofline({**record, "rows": rows}, target)
-        else:
-            _figure(panels(rows), f"{title(record)}, {record['date']}", target)
+        _figure(KINDS[kind][1](rows), f"{title(record)}, {record['date']}", target)
         written.append(target)
     return written
 
 
 def _figure(lines: Sequence[Sequence[Panel]], heading: str, path: Path) -> None:
-    from zero_optim.bench.plot import pyplot
+    import matplotlib  # scripts can do without it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
     width = max(map(len, lines))
     heights = [max(1.2 + 0.3 * max(len(panel.bars) for panel in line), 3.2 if line[0].lines else 0) for line in lines]
@@ -273,7 +285,7 @@ def _panel(axis: Any, panel: Panel) -> None:
         return
     for name, points in panel.lines.items():
         axis.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 20 else None, markersize=3)
-    if panel.x == "ranks":
+    if panel.x in ("ranks", "elements"):
         axis.set_xscale("log", base=2)
     elif not panel.x:
         axis.tick_params(axis="x", rotation=40)

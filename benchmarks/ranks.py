@@ -1,4 +1,4 @@
-"""Fresh processes that form a group, gloo or NCCL, and run a function on each rank; contests among contenders there.
+"""Fresh processes that form a group, gloo or NCCL, and run a function on each rank; time there.
 
 What they print, packages included, goes to temporary files. A failure comes back as an exception.
 """
@@ -12,20 +12,19 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from zero_optim.bench.timing import Clock, Job
+from zero_optim.bench.timing import Clock, Job, make_clock
 from zero_optim.errors import ZeroOptimError
 
-T = TypeVar("T")
 LIMIT_SECONDS = 600.0
 COLLECTIVE_SECONDS = 60.0
 IMPORTED = ["zero_optim", "torch.distributed.fsdp", "torch._dynamo"]  # before the fork: memory is counted from there
@@ -52,9 +51,7 @@ class _Place:
         return self.folder / f"rank-{self.rank}.log"
 
 
-def on_ranks(
-    count: int, work: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS, device: str = "cpu"
-) -> list[Any]:
+def on_ranks(count: int, work: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
     """Run ``work(*args)`` on ``count`` ranks. Returns the results in rank order. ``work`` is a function of a module.
 
     The ranks share the threads that torch has here. On ``cuda`` each has a GPU, its current device. Raises RanksError.
@@ -74,18 +71,18 @@ def on_ranks(
             connections.append(here)
             processes.append(process)
         try:
-            return _collect(places, connections, limit)
+            return _collect(places, connections)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(places: Sequence[_Place], connections: Sequence[Connection], limit: float) -> list[Any]:
+def _collect(places: Sequence[_Place], connections: Sequence[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
     pending = dict(zip(connections, places, strict=True))
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + LIMIT_SECONDS
     while pending and (left := deadline - time.monotonic()) > 0:
         ready = wait(list(pending), timeout=left)
         for connection in [connection for connection in pending if connection in ready]:
@@ -101,7 +98,7 @@ def _collect(places: Sequence[_Place], connections: Sequence[Connection], limit:
         rank = min(errors)
         raise RanksError(f"rank {rank}: {errors[rank]}")
     if pending:
-        raise RanksError(f"rank {next(iter(pending.values())).rank} had not finished after {limit:.0f} s")
+        raise RanksError(f"rank {next(iter(pending.values())).rank} had not finished after {LIMIT_SECONDS:.0f} s")
     return [results[place.rank] for place in places]
 
 
@@ -155,34 +152,15 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# -- contests ----------------------------------------------------------------------------------------------------------
+# -- time --------------------------------------------------------------------------------------------------------------
 
 
-def each_alone(names: Iterable[str], baseline: str, run: Callable[[str], T]) -> tuple[dict[str, T], dict[str, str]]:
-    """Run each contender in fresh processes. Returns the results, and the error of each that failed, by name.
-
-    Raises RanksError where ``baseline`` fails.
-    """
-    results: dict[str, T] = {}
-    left_out: dict[str, str] = {}
-    for name in names:
-        try:
-            results[name] = run(name)
-        except RanksError as error:
-            if name == baseline:
-                raise
-            left_out[name] = str(error)
-            print(f"left out: {name}: {error}", file=sys.stderr, flush=True)
-    return results, left_out
-
-
-class TogetherClock:
+class TogetherClock(Clock):
     """A clock that starts when all ranks have met and each device is idle."""
 
-    warm_up_seconds = 0.0  # ranks must agree on how many rounds there are
-
-    def __init__(self, device: torch.device, clock: Clock) -> None:
-        self._clock, self._device = clock, device
+    def __init__(self, device: torch.device) -> None:
+        self._clock, self._device = make_clock(device), device
+        self.warm_up_seconds = 0.0  # ranks must agree on how many rounds there are
 
     def time(self, job: Job) -> Callable[[], list[float]]:
         dist.barrier()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import bench_checkpoint
 import pytest
 from bench_checkpoint import make_rows
-from recorded import on_pool
+from pooled_ranks import on_pool
 
-NAMES = ["disk", "torch.save", "fsdp2 dcp", "fsdp2 dcp async", "ours", "ours background"]
+NAMES = ["disk", "fsdp2 dcp", "fsdp2 dcp async", "ours", "ours background"]
 
 
 def test_the_slower_rank_counts_and_the_disk_is_the_measure():
@@ -33,5 +33,4 @@ def test_a_run(ran, monkeypatch):
         assert row["written"] == pytest.approx(12 * row["numel"], rel=1e-3)
         assert row["save"][0] >= row["blocked"][0] > 0 < row["load"][0]
     of = {row["backend"]: row for row in rows}
-    assert of["torch.save"]["extra"]["load"] > 0.4 * of["torch.save"]["written"]  # a whole list of tensors
     assert of["ours"]["extra"]["load"] < 0.4 * of["ours"]["written"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import bench_convergence
 import pytest
-from bench_convergence import best_of, draw, steps_to, steps_to_adamw
+from bench_convergence import draw, steps_to, steps_to_adamw
 from zero_optim.errors import ZeroOptimError
 
 COMMITTED = sorted((Path(bench_convergence.__file__).parent / "convergence").glob("*.json"))
@@ -20,8 +20,6 @@ def row(name: str, seed: int, *curve: float) -> dict:
 
 ROWS = [
     row("AdamW, lr 0.002", 0, 5.0, 4.0, 3.0),
-    row("AdamW, lr 0.004", 0, 5.0, 4.0, 3.5),
-    row("Muon, lr 0.01", 0, 4.0, 3.5, 0.5),
     row("Muon, lr 0.02", 0, 4.0, 2.0, 1.5),
     row("AdamW, lr 0.002", 1, 5.0, 4.0, 4.0),
     row("Muon, lr 0.02", 1, 6.0, 4.0, 1.0),
@@ -34,9 +32,8 @@ def test_steps_to_a_loss_lie_on_the_line_between_two_points():
     assert steps_to(4.5, curve) == 25 and steps_to(1.9, curve) is None
 
 
-def test_the_best_rate_has_all_seeds_and_curves_are_means_of_seeds():
+def test_curves_are_means_of_seeds():
     """AdamW ends at 3.5. Muon has 5, 3 and 1.25: it is there three quarters of the way from the first to the second."""
-    assert [best_of(ROWS, name) for name in ("AdamW", "Muon")] == ["AdamW, lr 0.002", "Muon, lr 0.02"]
     assert steps_to_adamw(ROWS) == pytest.approx(43.75)
 
 

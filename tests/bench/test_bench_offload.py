@@ -7,15 +7,14 @@ from dataclasses import replace
 import bench_offload
 import pytest
 import torch
-from bench_offload import NONE, OURS, DiskLink, Link, Work, ours, row_of
-from recorded import on_pool
+from bench_offload import EXACT, NONE, DiskLink, Link, Work, job_of, make, row_of
 from zero_optim.bench.step import TRAINING
-from zero_optim.errors import UsageError, ZeroOptimError
+from zero_optim.errors import ZeroOptimError
 from zero_optim.stores.direct_file import DirectFile
 
 CPU = torch.device("cpu")
 STEP = Work(2**21, "bf16", CPU, "nowhere")
-REPORT = {"peak": 7, "moved": {"to_device": 3}, "held": {"device": 1}}
+REPORT = {"moved": {"to_device": 3}, "held": {"device": 1}}
 
 
 def test_a_step_is_compared_with_the_longest_of_its_parts():
@@ -26,7 +25,7 @@ def test_a_step_is_compared_with_the_longest_of_its_parts():
 
     copied = row(20.0, copies=16.0)
     assert (copied["bound"], copied["fraction"], copied["versus"]) == ("copies", 0.8, 0.5)
-    assert (copied["ms"], copied["beside"], copied["peak"]) == (20.0, {"copies": 16.0}, 7)
+    assert (copied["ms"], copied["beside"]) == (20.0, {"copies": 16.0})
     assert row(20.0, copies=4.0)["bound"] == NONE
     assert (row(40.0, copies=4.0, disk=30.0)["bound"], row(40.0, copies=4.0, disk=30.0)["fraction"]) == ("disk", 0.75)
     on_host = row(40.0, REPORT | {"held": {"device": 0, "host": 9}}, copies=4.0)
@@ -35,17 +34,15 @@ def test_a_step_is_compared_with_the_longest_of_its_parts():
 
 
 def test_a_store_that_computes_something_else_gives_no_figures(monkeypatch):
-    """Their sums would differ from DeepSpeed's, which rounds at other places, and from those of smaller state."""
-    results = {NONE: 5.0, "paged 0 small": 9.0, "deepspeed": 9.0, "cpu": 5.0, "nvme": 5.0000001}
-    monkeypatch.setattr(
-        bench_offload, "each_alone", lambda *_: ({name: {"result": results[name]} for name in names}, {})
-    )
-    names = list(results)
+    """Smaller state rounds, so that its sum is another."""
+    results = {NONE: 5.0, "cpu": 5.0, "paged 0 small": 9.0, "nvme": 5.0000001}
+    monkeypatch.setattr(bench_offload, "make", lambda work, name: name)
+    monkeypatch.setattr(bench_offload, "report_of", lambda name: {"result": results[name]})
     with pytest.raises(ZeroOptimError, match="parameters of nvme differ from those of None"):
-        bench_offload.contest(STEP, names, 1)
-    names.remove("nvme")
+        bench_offload.contest(STEP, list(results), 1)
+    monkeypatch.setattr(bench_offload, "job_of", lambda name: [])
     with pytest.raises(KeyError, match="moved"):  # they are timed next, by bytes that these reports lack
-        bench_offload.contest(STEP, names, 1)
+        bench_offload.contest(STEP, list(results)[:-1], 1)
 
 
 def test_the_link_copies_as_many_bytes(monkeypatch):
@@ -86,36 +83,33 @@ def test_the_update_is_adamw_s(tmp_path):
     reference = [torch.nn.Parameter(values) for values in work.tensors(0)]
     for parameter, gradient in zip(reference, work.tensors(1), strict=True):
         parameter.grad = gradient
-    plain, made = torch.optim.AdamW(reference, **TRAINING), ours(work, "paged 0")
+    plain, opt = torch.optim.AdamW(reference, **TRAINING), make(work, "paged 0")
     for _ in range(3):
         plain.step()
-        for lap in made.job:
+        for lap in job_of(opt):
             lap()
-    assert made.result() == pytest.approx(bench_offload.checksum(reference), rel=1e-6)
+    assert bench_offload.checksum(opt) == pytest.approx(bench_offload.checksum(plain), rel=1e-6)
 
 
 def test_smaller_state_moves_a_third_of_the_bytes():
-    moved = {}
-    for name in ("paged 0", "paged 0 small"):
-        made = ours(STEP, name)
-        before = made.stats()["to_device"]
-        for lap in made.job:
-            lap()
-        moved[name] = made.stats()["to_device"] - before
+    moved = {
+        name: bench_offload.report_of(make(STEP, name))["moved"]["to_device"] for name in ("paged 0", "paged 0 small")
+    }
     assert moved["paged 0"] == 12 * STEP.numel
     assert moved["paged 0 small"] == (2 + 1 + 1) * STEP.numel + 2 * 4 * STEP.numel // 128
 
 
-def test_a_run(ran, monkeypatch):
-    monkeypatch.setattr(bench_offload, "on_ranks", on_pool)
-    _, found = ran(bench_offload.main, *["--numel", "128Ki", "--rounds", "1", "--device", "cpu", "--contenders"], *OURS)
+def test_a_run(ran):
+    _, found = ran(
+        bench_offload.main, *["--numel", "128Ki", "--rounds", "1", "--device", "cpu", "--contenders"], *EXACT
+    )
     rows = {(row["part"], row["backend"]): row for row in found}
     asleep = [f"{call}, {what}" for what in ("state", "all") for call in ("sleep", "wake")]
-    names = {"step": OURS, "sleep": asleep}
+    names = {"step": EXACT, "sleep": asleep}
     assert [*rows] == [(part, name) for part, of_part in names.items() for name in of_part]
     state, half = 12 * 2**17, 2 * 2**17
     nothing = dict.fromkeys(("to_device", "to_host", "read", "written"), 0)
-    step = {name: rows["step", name] for name in OURS}
+    step = {name: rows["step", name] for name in EXACT}
     assert step[NONE]["moved"] == nothing and step[NONE]["held"]["device"] == state
     assert step["paged 0"]["moved"] == {**nothing, "to_device": state, "to_host": state}
     assert step["paged 0"]["held"] == {"device": 2 * state // 32, "host": state, "disk": 0}
@@ -132,7 +126,8 @@ def test_a_run(ran, monkeypatch):
             assert row["fraction"] == pytest.approx(longest / row["ms"], rel=1e-3, abs=1e-4)
 
 
-def test_the_contenders():
-    assert bench_offload.field(["cpu", "nvme small"], "fp32")[0] == [NONE, "cpu"]
-    with pytest.raises(UsageError, match="--contenders ddp: choose from None, paged 0"):
-        bench_offload.field(["ddp"], "bf16")
+@pytest.mark.parametrize(("name", "dtype"), [("ddp", "bf16"), ("nvme small", "fp32")])
+def test_an_unknown_contender_is_refused(run_here, name, dtype):
+    """A split master is of bf16 parameters."""
+    outcome = run_here(bench_offload.main)("--contenders", name, "--dtype", dtype, "--device", "cpu", "--no-write")
+    assert outcome.code == 2 and f"--contenders {name}: choose from None, paged 0" in outcome.err

@@ -1,12 +1,14 @@
-"""``bench_step_overhead.py``: its optimizers train alike, its rows add up, and each call is timed in its place."""
+"""``bench_step_overhead.py``: its optimizers train alike, and its rows add up."""
 
 from __future__ import annotations
 
 import bench_step_overhead
 import pytest
 import torch
-from bench_step_overhead import CALLS, LOOPS, ON_ONE_RANK, OPS, Loop, Products, rows_of, step
-from recorded import record_of
+from bench_step_overhead import LOOPS, OPS, Loop, Products, rows_of, step
+from pooled_ranks import on_pool
+
+ON_ONE_RANK = ("ours", "fused")
 
 
 def make(name: str, parameters: int, numel: int, dtype: torch.dtype = torch.float32) -> tuple[Loop, Products]:
@@ -23,8 +25,7 @@ def test_the_optimizers_train_alike(dtype: torch.dtype):
                 lap()
         assert all(parameter.grad is None for parameter in model.parameters())
     tolerance = {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0}
-    for name in ("ours", "foreach"):
-        torch.testing.assert_close(list(loops[name][1].weights), list(loops["fused"][1].weights), **tolerance)
+    torch.testing.assert_close(list(loops["ours"][1].weights), list(loops["fused"][1].weights), **tolerance)
     if dtype == torch.float32:
         assert (loops["ours"][1].weights[0] != Products(6, 200, dtype).weights[0]).any()
 
@@ -39,20 +40,21 @@ def test_every_parameter_has_a_gradient_of_its_own():
 
 def laps_of(names: tuple[str, ...], counts: tuple[int, ...], factor: float = 1.0) -> dict[str, list[list[float]]]:
     """A lap takes as many milliseconds as there are parameters, times the place of the lap."""
-    return {f"{n} {count}": [[factor * count * lap for lap in (1, 2, 3, 4)]] * 2 for n in names for count in counts}
+    laps = {f"{n} {count}": [[factor * count * lap for lap in (1, 2, 3, 4)]] * 2 for n in names for count in counts}
+    return laps | {f"{n} {count} begun": [[factor, 2.0, 1.0, 1.0, 1.0]] for n in names for count in counts}
 
 
 def test_the_rows_of_one_rank(monkeypatch):
-    monkeypatch.setattr(bench_step_overhead, "time_loops", lambda names, *_: laps_of(names, (10, 4)))
+    monkeypatch.setattr(bench_step_overhead, "on_ranks", lambda *_: [laps_of(ON_ONE_RANK, (10, 4))])
     rows = step(1000, "bf16", (10, 4), 1, 2)
-    keys = [(row["op"], row["parameters"], row["backend"]) for row in rows]
-    assert keys == [(op, count, name) for op in OPS for count in (10, 4) for name in ON_ONE_RANK]
+    keys = [(row["parameters"], row["op"], row["backend"]) for row in rows]
+    assert keys == [(count, op, name) for count in (10, 4) for op in ("construct", *OPS) for name in ON_ONE_RANK]
     by = {(row["op"], row["parameters"]): row for row in rows if row["backend"] == "ours"}
     assert (by["backward_overhead", 10]["ms"], by["step_overhead", 10]["ms"]) == (20.0, 30.0)
-    assert by["loop_overhead", 4]["ms"] == 36.0
+    assert by["loop_overhead", 4]["ms"] == 36.0 and by["construct", 4]["ms"] == 6.0
     assert by["loop_overhead", 4]["phases"] == {"backward": 8.0, "step": 12.0, "zero_grad": 16.0}
-    same = {(row["numel"], row["rounds"], row["ranks"], row["baseline"], row["vs_torch"]) for row in rows}
-    assert same == {(1000, 2, 1, "fused", 1.0)}
+    same = {(row["numel"], row["ranks"], row["baseline"], row["vs_torch"]) for row in rows}
+    assert same == {(1000, 1, "fused", 1.0)}
 
 
 def test_the_slower_of_two_ranks_counts(monkeypatch):
@@ -64,25 +66,13 @@ def test_the_slower_of_two_ranks_counts(monkeypatch):
 
 
 def test_a_ratio_is_the_baselines_time_over_its_own():
-    slow, fast = rows_of("save", "fp32", 100, 8, 2, {"fsdp2": [4.0, 4.0], "ours": [1.0, 1.0]}, "fsdp2")
+    slow, fast = rows_of("construct", "fp32", 100, 8, 2, {"fsdp2": [4.0, 4.0], "ours": [1.0, 1.0]}, "fsdp2")
     assert (slow["vs_torch"], fast["vs_torch"], fast["us_per_parameter"], fast["numel"]) == (1.0, 4.0, 10.0, 800)
-    (alone,) = rows_of("save", "fp32", 100, 8, 2, {"ours": [1.0]}, "fsdp2")
-    assert alone["vs_torch"] is None and alone["baseline"] is None
 
 
-def test_each_call_is_timed(monkeypatch, tmp_path):
-    """On one rank, where DCP has no one to wait for. A step is made before its state is saved and loaded."""
-    rows = record_of(
-        monkeypatch, tmp_path, bench_step_overhead, "calls", "--parameters", "10", "--ranks", "1", "--rounds", "1"
-    )["rows"]
-    names = {call: [row["backend"] for row in rows if row["op"] == call] for call in CALLS}
-    assert names.pop("save") == names.pop("load") == ["ours", "fsdp2"]
-    assert all(of_call == ["ours", "ddp", "fsdp2"] for of_call in names.values()) and len(names) == 5
-    assert all(row["us_per_parameter"] == pytest.approx(row["ms"] * 100, abs=0.01) and row["ms"] > 0 for row in rows)
-
-
-def test_few_parameters_leave_a_file(monkeypatch, tmp_path):
+def test_a_run(ran, monkeypatch):
     monkeypatch.setattr(bench_step_overhead, "NUMEL", 400)
+    monkeypatch.setattr(bench_step_overhead, "on_ranks", on_pool)
     flags = ["--parameters", "8", "2", "--ranks", "1", "--dtype", "bf16", "--rounds", "1"]
-    rows = record_of(monkeypatch, tmp_path, bench_step_overhead, *flags)["rows"]
-    assert len(rows) == len(OPS) * 2 * len(ON_ONE_RANK) and {row["numel"] for row in rows} == {400}
+    _, rows = ran(bench_step_overhead.main, *flags)
+    assert len(rows) == (1 + len(OPS)) * 2 * len(ON_ONE_RANK) and {row["numel"] for row in rows} == {400}

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import bench_training
 import counted_bytes
-import newton_schulz
 import pytest
 import torch
 import torch.distributed as dist
 from bench_training import QUESTIONS, TINY, TOLERANCE, Alone, Contest, of_all_ranks
-from contenders import WAYS, Task, keeps, train
+from contenders import FORMS, STORES, WAYS, Task, train
 from counted_bytes import CountedTraffic
 from harness import run_ranks
 from ranks import RanksError
-from recorded import record_of
 from zero_optim.errors import ZeroOptimError
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TASK = Task(TINY, BF16, batch=2)
-HYBRID, SLICED = replace(TASK, replicas=2), replace(TASK, config=replace(TINY, hidden=128, heads=2), slices=2)
+HYBRID = replace(TASK, replicas=2)
 OURS = ("stage0", "stage1", "stage2", "stage3", "stage3_keep")
-BY_TORCH = ("ddp", "ddp_autocast", "zero_redundancy", "fsdp2", "fsdp2_zero2")
+BY_TORCH = ("ddp", "zero_redundancy", "fsdp2", "fsdp2_zero2")
 MUONS = ("muon", "muon_stage3", "ddp_muon")
-SMALLER = [name for name, way in WAYS.items() if way.form]
+OPTIONS = [f"{stage}{end}" for stage in ("stage2", "stage3", "stage3_keep") for end in FORMS if end]
+OPTIONS += [f"stage2{end}" for end in STORES]
 
 
 def contest_of(op: str, *names: str, ranks: int = 2, task: Task = TASK) -> Contest:
@@ -39,8 +40,6 @@ def train_all(rank: int, world_size: int) -> dict:
     results, alive = {}, []
     for task in (TASK, replace(TASK, dtype=FP32)):
         for name in (*OURS, *BY_TORCH):
-            if WAYS[name].bf16_only and task.dtype == FP32:
-                continue
             training = WAYS[name].make(task)
             alive.append(training)  # as in a measurement, where all of them train in turn
             losses, norms = [], []
@@ -81,10 +80,10 @@ def check_communicated(found: dict[str, int], across: int) -> None:
         assert expected <= counted < 1.02 * expected, name  # padding, and small vectors
 
 
-def of_topology(rank: int, world_size: int, task: Task) -> dict[str, tuple[list[float], int]]:
+def with_replicas(rank: int, world_size: int) -> dict[str, tuple[list[float], int]]:
     found = {}
-    for name in QUESTIONS["topologies"].contenders:
-        training = WAYS[name].make(task)
+    for name in ("stage1", "stage2", "stage3", "stage3_keep", "fsdp2", "fsdp2_zero2"):
+        training = WAYS[name].make(HYBRID)
         losses = train(training, 4)
         with CountedTraffic() as traffic:
             train(training, 1)
@@ -92,57 +91,56 @@ def of_topology(rank: int, world_size: int, task: Task) -> dict[str, tuple[list[
     return found
 
 
-@pytest.mark.parametrize("task", [HYBRID, SLICED], ids=["hybrid", "tensor_parallel"])
-def test_topologies_train_alike(task):
+def test_replicas_train_alike():
     """Across two replicas of two goes an all-reduce of the shards, whoever does it."""
-    results = run_ranks(4, of_topology, task)
+    results = run_ranks(4, with_replicas)
     for of_rank in results:
         for name, (losses, _) in of_rank.items():
             assert losses == pytest.approx(of_rank["stage2"][0], rel=2e-4), name
-    if task == HYBRID:
-        check_communicated({name: of_one[1] for name, of_one in results[0].items()}, across=1)
+    check_communicated({name: of_one[1] for name, of_one in results[0].items()}, across=1)
 
 
-def smaller(rank: int, world_size: int) -> dict[str, list[float]]:
-    return {name: train(WAYS[name].make(TASK), 5) for name in ("stage2", *SMALLER)}
+def by_option(rank: int, world_size: int) -> dict[str, list[float]]:
+    return {name: train(WAYS[name].make(TASK), 5) for name in ("stage2", *OPTIONS)}
 
 
-def test_smaller_state_trains_alike():
-    (of_rank, _) = run_ranks(2, smaller)
-    assert len(of_rank) == 1 + 3 * 7
-    for name in SMALLER:
+def test_smaller_state_and_stores_train_alike():
+    (of_rank, _) = run_ranks(2, by_option)
+    for name in OPTIONS:
         assert of_rank[name] == pytest.approx(of_rank["stage2"], rel=TOLERANCE[BF16]), name
+    assert all(of_rank[f"stage2{end}"] == of_rank["stage2"] for end in STORES), "bit for bit"
 
 
-def by_muon(rank: int, world_size: int) -> dict[str, tuple[list[float], newton_schulz.Iteration]]:
+def by_muon(rank: int, world_size: int) -> dict[str, list[float]]:
     task = replace(TASK, config=replace(TINY, hidden=32, layers=3))
-    return {name: (train(WAYS[name].make(task), 5), newton_schulz.on_rank(task, name, 1)) for name in MUONS}
+    return {name: train(WAYS[name].make(task), 5) for name in MUONS}
 
 
-def test_muon_trains_as_torchs_does_and_multiplies_each_matrix_once():
-    """Under DDP each rank has all matrices. Queries, keys and values together, up and down are long: polynomials of
-    two, two and one step take 11 of square matrices, and in each X goes in twice. The output takes 3 in each step."""
-    of_block = 32**3 * ((6 * 3 + 11) + 5 * 3 + 2 * (6 * 4 + 11))
-    found = run_ranks(2, by_muon)
-    for of_rank in found:
-        ours, at_stage_3, theirs = (of_rank[name][0] for name in MUONS)
+def test_muon_trains_as_torchs_does():
+    for of_rank in run_ranks(2, by_muon):
+        ours, at_stage_3, theirs = (of_rank[name] for name in MUONS)
         assert ours == at_stage_3 == pytest.approx(theirs, rel=QUESTIONS["muon"].tolerance) and ours[-1] < ours[0]
-        assert all(0 < of_rank[name][1].part < 1 for name in MUONS)
-    multiplied = {name: [of_rank[name][1].multiplications for of_rank in found] for name in MUONS}
-    assert multiplied["ddp_muon"] == [3 * of_block] * 2
-    assert sum(multiplied["muon"]) == sum(multiplied["muon_stage3"]) == 3 * of_block
-    assert found[0]["muon"][1].padding >= 0 and found[0]["muon_stage3"][1].padding is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "most"), [*zip(newton_schulz.KINDS, (0.025, 0.42, 0.12), strict=True)], ids=newton_schulz.KINDS
-)
-def test_how_far_the_iteration_is_off(kind, most):
-    """Where small singular values are noise, or a thousandth of the largest, bf16 is further off, in either form."""
-    for gram in (False, True):
-        torch.manual_seed(0)
-        distance, longer = newton_schulz.error(newton_schulz.matrix(kind, 64, 256), gram)
-        assert most / 2.5 < distance < most and abs(longer) < 0.02
+class CpuAdam(torch.optim.AdamW):
+    """DeepSpeed's, played."""
+
+    def __init__(self, params, adamw_mode, **options) -> None:
+        assert adamw_mode
+        super().__init__(params, **options)
+
+
+def by_others_adam(rank: int, world_size: int) -> list[list[float]]:
+    sys.modules["deepspeed.ops.adam"] = SimpleNamespace(DeepSpeedCPUAdam=CpuAdam)
+    try:
+        return [train(WAYS[name].make(TASK), 3) for name in ("deepspeed_adam", "ddp")]
+    finally:
+        del sys.modules["deepspeed.ops.adam"]
+
+
+def test_an_adam_of_another_package_steps_the_masters():
+    ((theirs, torchs),) = run_ranks(1, by_others_adam)
+    assert theirs == pytest.approx(torchs, rel=TOLERANCE[BF16]) and theirs[-1] < theirs[0]
 
 
 # -- what is made of it ------------------------------------------------------------------------------------------------
@@ -167,6 +165,8 @@ def test_who_fails_is_left_out_and_ours_never(monkeypatch):
     alone, left_out = bench_training.train_alone(contest_of("train_step", "ddp", "fsdp2", "deepspeed1"))
     assert alone == {"ddp": Alone([5.5], ("a",), 3, {"rest": 4, "start": 9})}
     assert left_out == {"fsdp2": "rank 0: fsdp2 broke", "deepspeed1": "not installed"}
+    in_fp32 = contest_of("stages", "stage3_split", task=replace(TASK, dtype=FP32))
+    assert bench_training.train_alone(in_fp32)[1] == {"stage3_split": "a split master is of bf16 parameters"}
     for op, name in (("train_step", "stage0"), ("stages", "fsdp2_zero2")):
         with pytest.raises(ZeroOptimError, match=f"{op}: {name}: rank 0: {name} broke"):
             bench_training.train_alone(contest_of(op, name))
@@ -191,32 +191,12 @@ def test_each_is_compared_with_the_fsdp2_that_has_its_setting():
     )
 
 
-def test_of_forms_the_update_is_compared_and_of_slices_the_tokens_of_a_row():
+def test_of_forms_the_update_is_compared():
     alone = {name: Alone((5.0,), ("forward", "update"), 0) for name in ("stage2", "stage2_int8")}
     times = {"stage2": [[10.0, 4.0]], "stage2_int8": [[10.0, 2.0]]}
     _, row = bench_training.make_rows(contest_of("forms", *alone, ranks=1), alone, times)
     assert (row["ms"], row["vs_torch"], row["phases"]) == (2.0, 2.0, {"forward": 10.0, "update": 2.0})
     assert row["tokens_per_s"] == pytest.approx(32 / 12e-3, rel=1e-4)
-    sliced = contest_of("topologies", "stage2", "fsdp2_zero2", ranks=4, task=SLICED)
-    times = {"stage2": [[1.0]], "fsdp2_zero2": [[1.0]]}
-    alone = {name: Alone((5.0,), ("forward",), 0) for name in times}
-    assert bench_training.make_rows(sliced, alone, times)[0]["tokens_per_s"] == 2 * 32 / 1e-3
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "expected"),
-    [
-        ("stage0", BF16, "parameters 2, gradients 2, state 12"),
-        ("stage2", FP32, "parameters 4, gradients 4/N, state 8/N"),
-        ("stage3_keep_split", BF16, "parameters 2/N, gradients 2/N, state 10/N"),
-        ("stage2_small", BF16, "parameters 2, gradients 2/N, state (4 + 1/16)/N"),
-        ("stage3_smallest", BF16, "parameters 2/N, gradients 2/N, state (3 + 1/16)/N"),
-        ("fsdp2", BF16, "parameters 4/N, gradients 4/N until zero_grad, state 8/N"),
-        ("ddp", BF16, None),
-    ],
-)
-def test_what_each_keeps(name, dtype, expected):
-    assert keeps(name, dtype) == expected
 
 
 # -- a whole run, on the tests' own ranks ------------------------------------------------------------------------------
@@ -236,13 +216,11 @@ def pooled(monkeypatch):
     monkeypatch.setattr(bench_training, "SEQ", {"cpu": 16})
 
 
-def test_a_run(pooled, monkeypatch, tmp_path):
+def test_a_run(pooled, ran):
     flags = ["--numel", "50000", "--rounds", "2", "--dtype", "fp32", "--tokens", "32", "--device", "cpu"]
-    record = record_of(
-        monkeypatch, tmp_path, bench_training, *flags, "--contenders", "stage2", "deepspeed1", "stage1", "ddp_autocast"
-    )
-    assert record["baselines"] == {"ddp_autocast": "in fp32 it is ddp", "deepspeed1": "not installed"}
-    rows = {row["backend"]: row for row in record["rows"]}
+    outcome, found = ran(bench_training.main, *flags, "--contenders", "stage2", "deepspeed1", "stage1")
+    assert "deepspeed1: not installed" in outcome.out
+    rows = {row["backend"]: row for row in found}
     assert [*rows] == ["stage1", "stage2", "ddp"]
     for row in rows.values():
         assert (row["op"], row["dtype"], row["ranks"], row["rounds"]) == ("train_step", "fp32", 2, 2)
@@ -253,14 +231,6 @@ def test_a_run(pooled, monkeypatch, tmp_path):
             assert 0 < row["memory"]["steady"] <= row["memory"]["start"] < 2**30
 
 
-def test_a_run_of_muon_has_figures_of_the_iteration(pooled, monkeypatch, tmp_path):
-    flags = ["muon", "--numel", "50000", "--rounds", "1", "--ranks", "2", "--tokens", "32", "--device", "cpu"]
-    rows = record_of(monkeypatch, tmp_path, bench_training, *flags, "--contenders", "muon")["rows"]
-    assert [row["backend"] for row in rows] == ["muon", "ddp_muon"]
-    assert all(0 < row["newton_schulz"] < 1 and row["imbalance"] >= 1 for row in rows)
-    assert rows[1]["imbalance"] == 1 and rows[1]["padding"] is None and rows[0]["padding"] is not None
-
-
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -269,7 +239,7 @@ def test_a_run_of_muon_has_figures_of_the_iteration(pooled, monkeypatch, tmp_pat
         (["--dtype", "fp16"], ["--dtype fp16", "bf16 or fp32"]),
         (["--tokens", "100"], ["--tokens 100", "windows of 64"]),
         (["--ranks", "0"], ["--ranks", "at least 1"]),
-        (["topologies", "--ranks", "3"], ["hybrid", "--ranks 3"]),
+        (["--ranks", "3", "--replicas", "2"], ["--replicas 2", "3 ranks"]),
         (["walkthrough"], ["walkthrough"]),
     ],
     ids=" ".join,

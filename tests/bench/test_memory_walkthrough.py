@@ -8,7 +8,7 @@ import torch
 from counted_bytes import watch
 from harness import run_ranks
 from memory_walkthrough import BATCH, PHASES, PLAIN, SMALL, Walk
-from recorded import on_pool
+from pooled_ranks import on_pool
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -48,10 +48,10 @@ def test_what_autograd_alone_holds_counts():
 def walk(rank: int, world_size: int) -> dict[str, tuple[dict[str, tuple[int, int]], int]]:
     """Of each way the readings, and what the optimizer says that it keeps."""
     walks = {}
-    for way in (*PLAIN, *SMALL):
+    for name, options in {**PLAIN, **SMALL}.items():
         with watch(CPU) as memory:
-            one = Walk(LAYERS, WIDTH, way, torch.bfloat16, CPU)
-            walks[way.name] = one.readings(memory), sum(one.opt.stats()["memory"].values())
+            one = Walk(LAYERS, WIDTH, options, torch.bfloat16, CPU)
+            walks[name] = one.readings(memory), sum(one.opt.stats()["memory"].values())
     return walks
 
 
@@ -59,7 +59,7 @@ def test_what_is_counted_is_what_the_optimizer_says_that_it_keeps():
     data, whole = 2 * BATCH * WIDTH * 2, NUMEL * 2
     for walks in run_ranks(2, walk):
         for way in PLAIN:
-            readings, kept = walks[way.name]
+            readings, kept = walks[way]
             assert tuple(readings) == PHASES
             # on top come the loss, and small tables a row and a slot
             assert 0 <= readings["step 3"][0] - data - kept < 0.02 * kept + 4096, way
@@ -69,14 +69,14 @@ def test_what_is_counted_is_what_the_optimizer_says_that_it_keeps():
         first, later, at_rest = readings["backward 1"][1], readings["backward 3"][1], readings["data"][0]
         assert first - at_rest > whole > later - at_rest, "gradients wait for the end of the first backward alone"
         assert walks["stage3"][0]["model"][1] < whole, "no rank ever holds the whole model"
-        kept_by = [walks[way.name][0]["step 3"][0] for way in PLAIN]
+        kept_by = [walks[way][0]["step 3"][0] for way in PLAIN]
         assert kept_by == sorted(kept_by, reverse=True)
         # bytes a parameter that a split master and 8-bit moments save, with a scale for each row of 128
         moments = 2 * (3 - 4 / 128)
         saved_by = {"split": 2, "small": 2 + moments, "smallest": 3 + moments}
-        for way in SMALL:
-            saved = kept_by[way.stage] - walks[way.name][0]["step 3"][0]
-            assert saved == pytest.approx(saved_by[way.name.split("_")[1]] * NUMEL / 2, rel=0.03), way
+        for way, options in SMALL.items():
+            saved = kept_by[options["stage"]] - walks[way][0]["step 3"][0]
+            assert saved == pytest.approx(saved_by[way.split("_")[1]] * NUMEL / 2, rel=0.03), way
 
 
 def test_a_run(ran, monkeypatch):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+import lab
 import plot
 import pytest
-from zero_optim.bench.record import CHECKOUT
+import torch
+from zero_optim.bench.record import CHECKOUT, Result
 from zero_optim.errors import UsageError
 
 RESULTS = sorted((CHECKOUT / "benchmarks" / "results").glob("*/*.json"))
@@ -43,6 +46,31 @@ def test_a_bar_of_offload_has_the_time_of_its_bound():
     assert none.mark is None and paged.whiskers == (159.61476, 668.0255)
     assert paged.mark == pytest.approx(100.187, rel=1e-3), "the copies'"
     assert [len(line[0].bars) for line in (step, train)] == [7, 8]
+
+
+def test_bandwidth_is_bars_of_one_size_and_lines_over_several():
+    shares = {"yardstick": "copy", "copy_gbps": 8.0, "fraction": 0.5, "vs_torch": 2.0}
+    rows = [
+        {"op": "pack", "dtype": "bf16", "bytes": 4, "backend": name, "numel": numel, "gbps": gbps, **shares}
+        for name, gbps in (("cpu", 4.0), ("cpu, zeros", 3.0), ("copy", 8.0))
+        for numel in (1024, 2048)
+    ]
+    ((bars,),) = plot.of_bandwidth(rows[::2])
+    assert [(bar.label, bar.value, bar.text, bar.mark) for bar in bars.bars] == [
+        ("cpu", 4.0, "0.50, 2.00x", 8.0),
+        ("cpu, zeros", 3.0, "0.50, 2.00x", 8.0),
+    ]
+    ((lines,),) = plot.of_bandwidth(rows)
+    assert lines.lines == {"cpu": [(1024, 4.0), (2048, 4.0)], "copy": [(1024, 8.0), (2048, 8.0)]}
+
+
+def test_without_matplotlib_one_line_says_why_there_is_no_plot(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = Result(torch.device("cpu"), tmp_path)
+    result.add([{"op": "calls", "backend": "ours", "dtype": "fp32", "numel": 8, "ms": 1.0, "p20": 1.0, "p80": 1.0}])
+    lab.show(result)
+    assert "no plot: " in (out := capsys.readouterr().out) and "pip install matplotlib" in out and "1.000" in out
+    assert len(list(tmp_path.glob("*.json"))) == 1 and not list(tmp_path.glob("*.png"))
 
 
 def test_lines_over_ranks_are_by_stage():

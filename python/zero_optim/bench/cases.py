@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from .timing import Job, Spread
 TORCH, COPY, STREAM = "torch_pipeline", "copy", "stream"
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 Row = dict[str, Any]
-Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -65,10 +63,8 @@ class Case:
     def rows(self, times: Mapping[str, Sequence[float]]) -> list[Row]:
         """Make a row for each job. ``times``: its milliseconds in each round."""
         spreads = {name: Spread.of(values) for name, values in times.items()}
-        gbps = {
-            name: self.own_bytes.get(name, self.bytes) * self.setting.numel / spread.ms / 1e6
-            for name, spread in spreads.items()
-        }
+        moved = {name: self.own_bytes.get(name, self.bytes) for name in times}
+        gbps = {name: moved[name] * self.setting.numel / spread.ms / 1e6 for name, spread in spreads.items()}
         return [
             {
                 "op": self.op,
@@ -76,7 +72,7 @@ class Case:
                 "dtype": self.setting.dtype,
                 "numel": self.setting.numel,
                 **vars(spread),
-                "bytes": self.own_bytes.get(name, self.bytes),
+                "bytes": moved[name],
                 "gbps": round(gbps[name], 3),
                 "yardstick": self.yardstick,
                 "copy_gbps": round(gbps[self.yardstick], 3),
@@ -100,14 +96,14 @@ def choose_backends(device: torch.device, asked: Sequence[str] | None) -> tuple[
     return tuple(asked or [name for name in usable if name not in slow] or ["reference"])
 
 
-def on_backend(name: str, work: Callable[[], object]) -> Callable[[], object]:
-    """Wrap ``work`` so that its ops run on the backend ``name``."""
+def on_each_backend(setting: Setting, work: Callable[[], object], ending: str = "") -> dict[str, Job]:
+    """Make a job for each backend, on which the ops of ``work`` run. ``ending``: of the jobs' names."""
 
-    def run() -> object:
+    def run(name: str) -> object:
         with zero_kernels.use_backend(name):
             return work()
 
-    return run
+    return {f"{name}{ending}": [functools.partial(run, name)] for name in setting.backends}
 
 
 def copy_job(setting: Setting, bytes_per_element: int) -> Job:
@@ -122,7 +118,6 @@ def copy_job(setting: Setting, bytes_per_element: int) -> Job:
 # -- adam_step ---------------------------------------------------------------------------------------------------------
 
 STEP = 10
-ZEROS = ", zeros"  # gradient and moments are zero, as in unused rows of an embedding: a root of zero is slow on GPUs
 
 
 class Form(NamedTuple):
@@ -171,27 +166,21 @@ def make_shard(setting: Setting) -> Shard:
     return Shard(setting.random(setting.numel), master, exp_avg, exp_avg_sq.square_(), master.to(setting.torch_dtype))
 
 
-def adam_step(setting: Setting, others: Mapping[str, Maker] = MappingProxyType({})) -> Case:
+def adam_step(setting: Setting) -> Case:
     """Unscale, update the fp32 master, cast: 28 bytes an element, of them 2 gradient, 2 parameter, 24 state.
 
     On a CPU the yardstick is the op's own loop without arithmetic: a processor reads each line that ``copy`` is about
-    to overwrite, which nobody counts. ``others``: optimizers that step fp32 parameters, by name.
+    to overwrite, which nobody counts.
     """
     shard = make_shard(setting)
+    # as in unused rows of an embedding: a root of zero is slow on GPUs
     zeros = {name: torch.zeros_like(getattr(shard, name)) for name in ("grad", "exp_avg", "exp_avg_sq")}
     forms = {way: form for way, form in STATE_FORMS.items() if setting.dtype == "bf16" or not form.low}
-    works = {
-        "": update(shard),
-        ZEROS: update(replace(shard, **zeros)),
-        **{way: update_in_form(shard, form) for way, form in forms.items()},
-    }
-    jobs: dict[str, Job] = {
-        f"{name}{way}": [on_backend(name, work)] for way, work in works.items() for name in setting.backends
-    }
-    wide_grad = torch.empty_like(shard.master)
-    makers: dict[str, Maker] = {TORCH: functools.partial(torch.optim.AdamW, fused=True, **HYPER), **others}
-    jobs |= {name: [adam_in_passes(shard, wide_grad, make)] for name, make in makers.items()}
-    jobs[COPY], yardstick = copy_job(setting, 28), COPY
+    works = {"": update(shard), ", zeros": update(replace(shard, **zeros))}
+    works |= {way: update_in_form(shard, form) for way, form in forms.items()}
+    jobs = {name: job for way, work in works.items() for name, job in on_each_backend(setting, work, way).items()}
+    jobs |= {TORCH: [adam_in_passes(shard, torch.empty_like(shard.master))], COPY: copy_job(setting, 28)}
+    yardstick = COPY
     if setting.device.type == "cpu" and "cpu" in zero_kernels.available_backends("cpu"):
         state, yardstick = (shard.master, shard.exp_avg, shard.exp_avg_sq), STREAM
         jobs[STREAM] = [lambda: torch.ops.zero_kernels_C.stream(shard.grad, *state, shard.param)]
@@ -226,26 +215,20 @@ def _scalars(shard: Shard) -> dict[str, Any]:
     }
 
 
-def adam_in_passes(shard: Shard, wide_grad: Tensor, make: Maker) -> Callable[[], None]:
-    """Update in several passes: widen and unscale, an optimizer's step on the fp32 master, cast the parameter back."""
+def adam_in_passes(shard: Shard, wide_grad: Tensor) -> Callable[[], None]:
+    """Update in several passes: widen and unscale, torch's step on the fp32 master, cast the parameter back."""
     step = torch.tensor(STEP - 1.0, device=shard.master.device)
     parameter = torch.nn.Parameter(shard.master)
     parameter.grad = wide_grad
-    optimizer = make([parameter])
-    optimizer.param_groups[0]["step"] = STEP - 1  # where apex and TransformerEngine count
+    optimizer = torch.optim.AdamW([parameter], fused=True, **HYPER)
     optimizer.state[parameter] = {"step": step, "exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
     scale = torch.full((1,), 0.5, device=shard.grad.device)
 
-    def widen_on_gpu() -> None:
-        torch.mul(shard.grad, scale, out=wide_grad)
-
-    def widen_on_cpu() -> None:  # two passes are torch's fastest way there: 33 ms of 64 Mi, a mixed mul takes 86
-        wide_grad.copy_(shard.grad).mul_(scale)
-
-    widen = widen_on_gpu if shard.grad.is_cuda else widen_on_cpu
-
     def run() -> None:
-        widen()
+        if shard.grad.is_cuda:
+            torch.mul(shard.grad, scale, out=wide_grad)
+        else:  # two passes are torch's fastest way there: 33 ms of 64 Mi, a mixed mul takes 86
+            wide_grad.copy_(shard.grad).mul_(scale)
         optimizer.step()
         shard.param.copy_(shard.master)
 
@@ -266,9 +249,7 @@ def pack(setting: Setting) -> Case:
         torch._foreach_copy_(views, grads)
         bucket.mul_(0.5)
 
-    jobs: dict[str, Job] = {
-        name: [on_backend(name, lambda: zero_kernels.pack(grads, offsets, bucket, 0.5))] for name in setting.backends
-    }
+    jobs = on_each_backend(setting, lambda: zero_kernels.pack(grads, offsets, bucket, 0.5))
     jobs |= {TORCH: [in_two_passes], COPY: copy_job(setting, 4)}
     return Case("pack", setting, 4, jobs)
 
@@ -299,9 +280,7 @@ def grad_stats(setting: Setting) -> Case:
         return norm(), found_inf
 
     no_check = shard.is_cuda and shard.dtype == torch.bfloat16  # torch's check does not take bf16 on CUDA
-    jobs: dict[str, Job] = {
-        name: [on_backend(name, lambda: zero_kernels.grad_stats(shard))] for name in setting.backends
-    }
+    jobs = on_each_backend(setting, lambda: zero_kernels.grad_stats(shard))
     jobs[TORCH] = [lambda: (norm(), shard.isfinite().all())] if no_check else [check_then_norm]
     jobs[COPY] = copy_job(setting, 2)
     return Case("grad_stats", setting, 2, jobs)

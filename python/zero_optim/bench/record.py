@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ def results_folder(device: torch.device, out: Path | None = None) -> Path:
     return out or parent / slug(device_name(device))
 
 
-def make_record(rows: Sequence[Mapping[str, Any]], device: torch.device, **more: Any) -> dict[str, Any]:
-    """Make a record. ``more``: other keys, as ``baselines``: versions of packages, or why one is not in the rows."""
+def facts_of(device: torch.device) -> dict[str, Any]:
+    """Make what a record has besides its rows."""
     on_cpu = device.type == "cpu"
     compiled = on_cpu and "cpu" in zero_kernels.available_backends("cpu")
     return {
@@ -60,8 +60,6 @@ def make_record(rows: Sequence[Mapping[str, Any]], device: torch.device, **more:
         "load": round(os.getloadavg()[0], 2),
         "threads": torch.get_num_threads() if on_cpu else None,
         "isa": torch.ops.zero_kernels_C.isa() if compiled else None,
-        **more,
-        "rows": list(rows),
     }
 
 
@@ -72,7 +70,10 @@ class Result:
         out: its folder; None: that of ``results_folder``.
         write: whether there is a file at all.
         about: the end of its name.
-        more: further keys of the record.
+        more: further keys of the record, as ``baselines``: versions of packages, or why one is not in the rows.
+
+    Attributes:
+        path: the file; None before there is one.
 
     Raises UsageError where the folder cannot be made.
     """
@@ -81,8 +82,8 @@ class Result:
         self, device: torch.device, out: Path | None, write: bool = True, about: str = "", **more: Any
     ) -> None:
         self.rows: list[Mapping[str, Any]] = []
-        self._facts, self._about = make_record((), device, **more), f"-{about}" if about else ""
-        self._path: Path | None = None
+        self._facts, self._about = {**facts_of(device), **more}, f"-{about}" if about else ""
+        self.path: Path | None = None
         self._folder = results_folder(device, out) if write else None
         try:
             if self._folder is not None:
@@ -99,20 +100,8 @@ class Result:
         if self._folder is None or not self.rows:
             return
         record = self.record()
-        if self._path is None:  # <date>-<commit>[-<about>].json, with a number behind where that exists
+        if self.path is None:  # <date>-<commit>[-<about>].json, with a number behind where that exists
             stem = f"{record['date']}-{record['commit'] or 'v' + record['version']}{self._about}"
             names = (stem, *(f"{stem}-{number}" for number in range(2, 1000)))
-            self._path = next(path for name in names if not (path := self._folder / f"{name}.json").exists())
-        write_atomically(self._path, json.dumps(record, indent=1) + "\n")
-
-    def finish(self, draw: Callable[[Mapping[str, Any], Path], object]) -> None:
-        """Print the file's path, ``draw`` the plot beside it, and print that, or why there is none."""
-        if self._path is None:
-            return
-        print(f"\n{self._path}")
-        try:
-            draw(self.record(), self._path.with_suffix(".png"))
-        except ImportError as error:
-            print(f"no plot: {error}; pip install matplotlib")
-            return
-        print(self._path.with_suffix(".png"))
+            self.path = next(path for name in names if not (path := self._folder / f"{name}.json").exists())
+        write_atomically(self.path, json.dumps(record, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The run of ``zero-optim bench``: every case in turn, then the table, the result file and the roofline."""
+"""The run of ``zero-optim bench``: every case in turn, then the table and the result file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import gc
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,7 @@ NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
 STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 COLUMNS = {
     "backend": "{}",
-    "ms": "{:.3f}",
-    "p20": "{:.3f}",
-    "p80": "{:.3f}",
+    **dict.fromkeys(("ms", "p20", "p80"), "{:.3f}"),
     "bytes": "{:.4g}",
     "gbps": "{:,.1f}",
     "fraction": "{:.3f}",
@@ -34,29 +31,22 @@ COLUMNS = {
 
 
 def main(parsed: argparse.Namespace) -> int:
-    """Measure, print the table, write JSON and plot. Raises UsageError before anything is measured."""
+    """Measure, print the table, write JSON. Raises UsageError before anything is measured."""
     device = find_device(parsed.device)
     backends = choose_backends(device, parsed.backends)
     torch.set_num_threads(parsed.threads or torch.get_num_threads())
     result = Result(device, parsed.out, parsed.write, about=parsed.ops[0] if len(parsed.ops) == 1 else "")
     clock = make_clock(device)
     for op in dict.fromkeys(parsed.ops or (*CASES, "step")):
-        # of a whole step the fastest backend alone, as its model takes much memory
-        chosen = backends if op in CASES or parsed.backends else backends[:1]
         for dtype in parsed.dtypes:
             for numel in parsed.numel or (NUMELS if op in CASES else STEP_NUMELS)[device.type]:
-                result.add(measure(op, Setting(device, dtype, numel, chosen), clock, parsed.rounds))
+                result.add(measure(op, Setting(device, dtype, numel, backends), clock, parsed.rounds))
     if not result.rows:
         raise ZeroOptimError("nothing was measured: no case fits the device's memory; give smaller sizes by --numel")
     print(table(result.record()))
-    result.finish(_draw)
+    if result.path is not None:
+        print(f"\n{result.path}")
     return 0
-
-
-def _draw(record: Mapping[str, Any], path: Path) -> None:
-    from .plot import roofline  # matplotlib
-
-    roofline(record, path)
 
 
 def find_device(asked: str | None) -> torch.device:

@@ -14,19 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_kernels import use_backend
+
 from ..drop_ins import ShardedAdamW
 from ..errors import ZeroOptimError
 from ..grad_scaler import GradScaler
 from ..train.model import GPT, VOCAB, ModelConfig, next_byte_loss
-from .cases import COPY, HYPER, TORCH, Case, Row, Setting, copy_job, on_backend
+from .cases import COPY, HYPER, TORCH, Case, Row, Setting, copy_job
 from .timing import Clock, Spread, interleaved
 
 BYTES = 30  # adam_step's 28, and 2 to read the gradient for the norm, which must be known before the update
 TRAINING = {**HYPER, "lr": 1e-5}  # low, as all steps of a run train on the same few windows
 MAX_NORM = 1.0
 SCALE = 2.0**7  # small enough that no fp16 gradient overflows: a skipped step would be a fast one
-PHASES = ("unscale", "clip", "update")
-LAPS = ("backward", *PHASES, "zero_grad")
+LAPS = ("backward", "step", "zero_grad")
 
 Laps = dict[str, Callable[[], object]]
 
@@ -51,10 +52,10 @@ def measure(setting: Setting, clock: Clock, rounds: int | None) -> list[Row]:
     setting = replace(setting, numel=sum(parameter.numel() for parameter in model.parameters()))
     batch = 4 if setting.device.type == "cuda" else 1
     windows = torch.randint(VOCAB, (batch, model.config.seq + 1), device=setting.device)
-    contenders = {name: ours(copy.deepcopy(model), windows, name) for name in setting.backends}
-    contenders[TORCH] = amp_recipe(model, windows)
-    jobs = {name: [laps[lap] for lap in LAPS] for name, laps in contenders.items()}
-    times = interleaved({**jobs, COPY: copy_job(setting, BYTES)}, clock, rounds)
+    with use_backend(backend := setting.backends[0]):  # the fastest alone, as its model takes much memory
+        contenders = {backend: ours(copy.deepcopy(model), windows), TORCH: amp_recipe(model, windows)}
+        jobs = {name: [laps[lap] for lap in LAPS] for name, laps in contenders.items()}
+        times = interleaved({**jobs, COPY: copy_job(setting, BYTES)}, clock, rounds)
     for name, laps in contenders.items():
         if laps["skipped"]():
             raise ZeroOptimError(f"step: a step of {name} overflowed and was skipped: no figures")
@@ -63,15 +64,9 @@ def measure(setting: Setting, clock: Clock, rounds: int | None) -> list[Row]:
 
 def make_rows(case: Case, times: Mapping[str, Sequence[Sequence[float]]]) -> list[Row]:
     """Make the rows. ``times``: milliseconds of each lap in each round."""
-    medians = {}
-    for name in case.jobs:
-        columns = zip(LAPS, zip(*times[name], strict=True), strict=True)
-        medians[name] = {lap: Spread.of(column).ms for lap, column in columns}
-    steps = {name: [sum(laps[1:-1]) for laps in times[name]] for name in case.jobs}  # without backward and zero_grad
-    rows = case.rows({**steps, COPY: [sum(laps) for laps in times[COPY]]})
-    for row in rows[:-1]:
-        row["phases"] = {lap: medians[row["backend"]][lap] for lap in PHASES}
-    whole = {name: Spread.of([sum(laps) for laps in times[name]]) for name in case.jobs}
+    laps = {name: dict(zip(LAPS, zip(*times[name], strict=True), strict=True)) for name in case.jobs}
+    rows = case.rows({**{name: laps[name]["step"] for name in laps}, COPY: [copy for (copy,) in times[COPY]]})
+    whole = {name: Spread.of([*map(sum, times[name])]) for name in laps}
     return rows + [
         {
             "op": "train_step",
@@ -80,30 +75,30 @@ def make_rows(case: Case, times: Mapping[str, Sequence[Sequence[float]]]) -> lis
             "numel": case.setting.numel,
             **vars(spread),
             "vs_torch": round(whole[TORCH].ms / spread.ms, 4),
-            "phases": medians[name],
+            "phases": {lap: Spread.of(of_lap).ms for lap, of_lap in laps[name].items()},
         }
         for name, spread in whole.items()
     ]
 
 
-def ours(model: nn.Module, windows: Tensor, backend: str) -> Laps:
-    """Train by ``ShardedAdamW`` on one rank, with the kernels of ``backend``."""
+def ours(model: nn.Module, windows: Tensor) -> Laps:
+    """Train by ``ShardedAdamW`` on one rank."""
     opt = ShardedAdamW(model.named_parameters(), **TRAINING)
     scaler = GradScaler(**_scaling(model, windows))
 
-    def update() -> None:
+    def step() -> object:
+        scaler.unscale_(opt)
+        norm = opt.clip_grad_norm_(MAX_NORM)
         scaler.step(opt)
         scaler.update()
+        return norm
 
-    laps: Laps = {
+    return {
         "backward": lambda: scaler.scale(next_byte_loss(model, windows)).backward(),
-        "unscale": lambda: scaler.unscale_(opt),
-        "clip": lambda: opt.clip_grad_norm_(MAX_NORM),
-        "update": update,
+        "step": step,
         "zero_grad": opt.zero_grad,
         "skipped": lambda: opt.stats()["skipped_steps"],
     }
-    return {name: on_backend(backend, lap) for name, lap in laps.items()}
 
 
 def amp_recipe(model: nn.Module, windows: Tensor) -> Laps:
@@ -112,20 +107,18 @@ def amp_recipe(model: nn.Module, windows: Tensor) -> Laps:
     opt = torch.optim.AdamW(masters.masters, fused=True, **TRAINING)
     scaler = torch.amp.GradScaler(**_scaling(model, windows))
 
-    def unscale() -> None:
+    def step() -> object:
         masters.take_gradients()
         scaler.unscale_(opt)
-
-    def update() -> None:
+        norm = nn.utils.clip_grad_norm_(masters.masters, MAX_NORM)
         scaler.step(opt)
         masters.give_back()
         scaler.update()
+        return norm
 
     return {
         "backward": lambda: scaler.scale(next_byte_loss(model, windows)).backward(),
-        "unscale": unscale,
-        "clip": lambda: nn.utils.clip_grad_norm_(masters.masters, MAX_NORM),
-        "update": update,
+        "step": step,
         "zero_grad": model.zero_grad,
         "skipped": lambda: scaler.is_enabled() and scaler.get_scale() != SCALE,
     }

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
@@ -18,18 +17,11 @@ WARM_UP_ROUNDS = 2
 LEAST, MOST, SECONDS = 10, 51, 5.0
 
 
-class Clock(Protocol):
-    """Times jobs. ``warm_up_seconds``: for at least so long, rounds are thrown away first."""
+class Clock:
+    """Times jobs by the host's clock: for a CPU, where an op has done its work when it returns.
 
-    warm_up_seconds: float
-
-    def time(self, job: Job) -> Callable[[], list[float]]:
-        """Run the job. The result, called when the round is over, gives the milliseconds of each lap."""
-        ...
-
-
-class HostClock:
-    """For a CPU, where an op has done its work when it returns."""
+    ``warm_up_seconds``: for at least so long, rounds are thrown away first.
+    """
 
     warm_up_seconds = 0.0
 
@@ -37,6 +29,7 @@ class HostClock:
         self._now = now
 
     def time(self, job: Job) -> Callable[[], list[float]]:
+        """Run the job. The result, called when the round is over, gives the milliseconds of each lap."""
         marks = [self._now()]
         for lap in job:
             lap()
@@ -44,7 +37,7 @@ class HostClock:
         return lambda: [(end - begin) * 1e3 for begin, end in pairwise(marks)]
 
 
-class EventClock:
+class EventClock(Clock):
     """For a GPU: CUDA events on the current stream, after a flush of the last-level cache.
 
     The flush reads 256 MiB, more than any GPU's L2, four times: writes would still be under way while the job is timed.
@@ -73,7 +66,7 @@ class EventClock:
 
 
 def make_clock(device: torch.device) -> Clock:
-    return EventClock(device) if device.type == "cuda" else HostClock()
+    return EventClock(device) if device.type == "cuda" else Clock()
 
 
 def interleaved(
