@@ -68,7 +68,6 @@ class ShardingOptions(TypedDict, total=False):
     overlap_param_gather: bool
     state_offload: str | None
     device_budget: int | str | None
-    speculate: bool | None
     ema_decay: float | Sequence[float] | None
     ema_dtype: str
     master: str
@@ -121,9 +120,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             around the update. All give the same bits.
         device_budget: with "paged", how much of the state stays on the device, in bytes or as a size such as "8GB".
             "auto" or None: as much as is free after the second step.
-        speculate: with "cpu", update shards as their gradients arrive in backward, as if nothing were clipped or
-            skipped, and again where that was wrong. True unless given. It takes the state's size of host memory once
-            more. With 16-bit parameters on several ranks it begins at the third step.
         ema_decay: keep an exponential average of the fp32 master: this fraction of it stays in each update, as 0.999.
             The average is one more state tensor, and begins with the result of the first update. A sequence: one
             average for each. A group's own values win. See ``ema_state_dict`` and ``swap_to_ema``. None: no average.
@@ -163,7 +159,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overlap_param_gather: bool = False,
         state_offload: str | None = None,
         device_budget: int | str | None = None,
-        speculate: bool | None = None,
         ema_decay: float | Sequence[float] | None = None,
         ema_dtype: str = "fp32",
         master: str = "fp32",
@@ -186,7 +181,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             overlap_param_gather=overlap_param_gather,
             state_offload=state_offload,
             device_budget=device_budget,
-            speculate=speculate,
             ema_decay=ema_decay,
             ema_dtype=ema_dtype,
             master=master,
@@ -672,8 +666,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the first non-finite gradient in the latest run of steps that had one, ``step`` counted from 1; parameter and
         rank are None until the next step where the overflow arose in the sum, in another rank's shard).
         ``state_offload`` has the bytes of state on ``device``, ``host`` and ``disk``, those moved ``to_device``,
-        ``to_host``, ``read`` and ``written`` so far, and of "cpu" the updates ``speculated``. ``sleep`` has the
-        ``mode``, and the bytes kept for sleeping on ``host`` and ``disk``.
+        ``to_host``, ``read`` and ``written`` so far. ``sleep`` has the ``mode``, and the bytes kept for sleeping on
+        ``host`` and ``disk``.
         """
         self._check_open()
         return self.engine.stats()
