@@ -469,13 +469,13 @@ class Engine:
             self.reducer.complete_all_raised()
         return self.measured.read(over_ranks=over_ranks)
 
-    def sleep(self, parameters: bool, to: str | None) -> None:
+    def sleep(self, *, parameters: bool) -> None:
         """Collective. Move all that the optimizer has on the device off it: see ``asleep``."""
-        folder = self.asleep.read(parameters, to)
+        self.mode.check("sleep")
         self.settle()
         self.asleep.check(parameters=parameters)
         self.zero_grad(set_to_none=True)
-        self.asleep.sleep(folder, parameters=parameters)
+        self.asleep.sleep(parameters=parameters)
 
     # -- statistics, and the end ---------------------------------------------------------------------------------
 
@@ -491,7 +491,7 @@ class Engine:
             "memory": self.memory(),
             "non_finite": self.first_non_finite(),
             "state_offload": {**self._off_the_device(), **asdict(self.store.copied)},
-            "sleep": {"mode": self.mode.now.name, **self.asleep.footprint()},
+            "sleep": {"mode": self.mode.now.name, "host": self.asleep.nbytes},
         }
 
     def _off_the_device(self) -> dict[str, int]:
