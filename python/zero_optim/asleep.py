@@ -12,7 +12,6 @@ failure leaves every rank as it was. Storages are emptied and filled in place: t
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +28,7 @@ from .mode import ASLEEP, CurrentMode, Mode
 from .params.flat_params import FlatParams
 from .params.parameter_set import ParameterSet
 from .step.telemetry import Measured
-from .stores.offload import read_folder
-from .stores.rests import Rest, Rests
+from .stores.rests import Rest
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
@@ -58,29 +56,21 @@ class Asleep:
         self._mode, self._parameters, self._sharding = mode, parameters, sharding
         self._reducer, self._store, self._sharded_model = reducer, store, sharded_model
         self._measured = measured
-        self._rests = Rests(sharding.device, sharding.rank)
-        self._rest: Rest | None = None  # where everything is, while asleep
+        self._rest: Rest | None = None  # made by the first sleep
         self._moved: list[Tensor] = []  # [bytes] uint8 each, those of ``flats`` first
         self.flats: list[FlatParams] = []
         self._forwards: Any = None  # the handle of the hook that refuses forwards
 
-    def footprint(self) -> dict[str, int]:
-        """Bytes kept for sleeping, by memory: host, disk."""
-        return self._rests.footprint()
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory kept for sleeping."""
+        return 0 if self._rest is None else self._rest.nbytes
 
     # -- to sleep ------------------------------------------------------------------------------------------------
 
-    def read(self, parameters: bool, to: str | None) -> Path | None:
-        """Collective. Read the arguments of ``sleep``: the folder that ``to`` names, if it does."""
-        everyone = self._sharding.everyone
-        self._mode.check("sleep")
-        with everyone.raising_together("sleep"):
-            folder = _folder_of(to)
-        check_same(everyone, [f"sleep(parameters={parameters}, to={to!r})"], "sleep", "give sleep")
-        return folder
-
     def check(self, *, parameters: bool) -> None:
         """Collective. Raise where a sleep would lose something."""
+        check_same(self._sharding.everyone, [f"sleep(parameters={parameters})"], "sleep", "give sleep")
         with self._sharding.everyone.raising_together("sleep"):
             unapplied = self._reducer.unapplied()
             if unapplied:
@@ -94,14 +84,15 @@ class Asleep:
             if parameters:
                 self._check_in_place()
 
-    def sleep(self, folder: Path | None, *, parameters: bool) -> None:
+    def sleep(self, *, parameters: bool) -> None:
         """Collective. Save everything, and free it. The caller has dropped all gradients, and nothing is under way."""
         flats = self._flats_there() if parameters else []
         with self._sharding.everyone.raising_together("sleep"):
             for bucket in self._reducer.buckets:
                 bucket.leave_memory()
             moved = _storages([*map(_memory_of, flats), *self._store.residents()])
-            self._rest = self._rests.saved(moved, folder)
+            self._rest = self._rest or Rest(self._sharding.device)
+            self._rest.save(moved)
         self._moved, self.flats = moved, flats
         for flat in self._plain_flats:
             flat.put_away()
@@ -171,7 +162,7 @@ class Asleep:
             if is_there(bucket.grad_buffer):
                 bucket.grad_buffer.zero_()
         self._show_parameters()
-        self._moved, self._rest = [], None
+        self._moved = []
         self._mode.now = Mode.OWN
 
     def _take_memory(self) -> None:
@@ -219,18 +210,10 @@ class Asleep:
                 self._load(of_flats)
                 self._show_parameters()
         finally:
-            self._rests.close()
+            if self._rest is not None:
+                self._rest.close()
             self._moved, self._rest = [], None
             self._mode.now = Mode.OWN
-
-
-def _folder_of(to: str | None) -> Path | None:
-    if to is None:
-        return None
-    folder = read_folder(to) if isinstance(to, str) else None
-    if folder is None:
-        raise ValueError(f"to must be None or 'nvme:DIR', got {to!r}")
-    return folder
 
 
 def _memory_of(flat: FlatParams) -> Tensor:

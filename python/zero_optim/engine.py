@@ -48,7 +48,6 @@ from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
 from .step.saved_state import SavedState
-from .step.speculation import Speculator
 from .step.telemetry import Measured, Telemetry
 from .step.workplace import Coefficients
 from .stores.host_store import HostStore
@@ -109,12 +108,8 @@ class Engine:
         early = settings.overlap_grad_reduce
         self.reducer = Reducer(trained, labels, sharding, make_buckets, early, schedule, self.mode)
         self.offload, self.store = settings.offload, store
-        self.speculator: Speculator | None = None
-        if self.offload.speculate and sharding.reduces and sharding.stage >= 1:  # else gradients are the user's to edit
-            assert isinstance(store, HostStore)
-            self.speculator = Speculator(rules, parameters, store.threads)
         self.states = OptimizerState(
-            trained, sharding, rules, store, self.speculator, group=parameters.group, measures=settings.telemetry
+            trained, sharding, rules, store, group=parameters.group, measures=settings.telemetry
         )
         self.measured: Measured | None = None
         if settings.telemetry:
@@ -302,11 +297,9 @@ class Engine:
         return Coefficients(
             self.hyper.tables,
             grad_scale,
-            self.clip.inverse_scale,
             found_inf,
             self.exchange.nonfinite.marks,
             self.exchange.used,
-            self.hyper.steps,
             take_over=self.states.takes_edits_over,
             rates=self.hyper.rates,
         )
@@ -476,13 +469,13 @@ class Engine:
             self.reducer.complete_all_raised()
         return self.measured.read(over_ranks=over_ranks)
 
-    def sleep(self, parameters: bool, to: str | None) -> None:
+    def sleep(self, *, parameters: bool) -> None:
         """Collective. Move all that the optimizer has on the device off it: see ``asleep``."""
-        folder = self.asleep.read(parameters, to)
+        self.mode.check("sleep")
         self.settle()
         self.asleep.check(parameters=parameters)
         self.zero_grad(set_to_none=True)
-        self.asleep.sleep(folder, parameters=parameters)
+        self.asleep.sleep(parameters=parameters)
 
     # -- statistics, and the end ---------------------------------------------------------------------------------
 
@@ -497,12 +490,8 @@ class Engine:
             "collectives": everyone.stats(),
             "memory": self.memory(),
             "non_finite": self.first_non_finite(),
-            "state_offload": {
-                **self._off_the_device(),
-                **asdict(self.store.copied),
-                **({} if self.speculator is None else {"speculated": asdict(self.speculator.guesses)}),
-            },
-            "sleep": {"mode": self.mode.now.name, **self.asleep.footprint()},
+            "state_offload": {**self._off_the_device(), **asdict(self.store.copied)},
+            "sleep": {"mode": self.mode.now.name, "host": self.asleep.nbytes},
         }
 
     def _off_the_device(self) -> dict[str, int]:

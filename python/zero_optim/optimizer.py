@@ -68,7 +68,6 @@ class ShardingOptions(TypedDict, total=False):
     overlap_param_gather: bool
     state_offload: str | None
     device_budget: int | str | None
-    speculate: bool | None
     ema_decay: float | Sequence[float] | None
     ema_dtype: str
     master: str
@@ -121,9 +120,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             around the update. All give the same bits.
         device_budget: with "paged", how much of the state stays on the device, in bytes or as a size such as "8GB".
             "auto" or None: as much as is free after the second step.
-        speculate: with "cpu", update shards as their gradients arrive in backward, as if nothing were clipped or
-            skipped, and again where that was wrong. True unless given. It takes the state's size of host memory once
-            more. With 16-bit parameters on several ranks it begins at the third step.
         ema_decay: keep an exponential average of the fp32 master: this fraction of it stays in each update, as 0.999.
             The average is one more state tensor, and begins with the result of the first update. A sequence: one
             average for each. A group's own values win. See ``ema_state_dict`` and ``swap_to_ema``. None: no average.
@@ -163,7 +159,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overlap_param_gather: bool = False,
         state_offload: str | None = None,
         device_budget: int | str | None = None,
-        speculate: bool | None = None,
         ema_decay: float | Sequence[float] | None = None,
         ema_dtype: str = "fp32",
         master: str = "fp32",
@@ -186,7 +181,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             overlap_param_gather=overlap_param_gather,
             state_offload=state_offload,
             device_budget=device_budget,
-            speculate=speculate,
             ema_decay=ema_decay,
             ema_dtype=ema_dtype,
             master=master,
@@ -486,7 +480,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.inference_mode(False)  # pages that are fetched are written later
     @torch.no_grad()
-    def sleep(self, parameters: bool = False, to: str | None = None) -> None:
+    def sleep(self, parameters: bool = False) -> None:
         """Collective. Free the device's memory of state, gradients and communication until ``wake()``.
 
         Every flat buffer is copied once, into pinned host memory that is kept for the next sleep. What
@@ -496,18 +490,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             parameters: let the parameters go as well. They read as NaN and refuse writes until ``wake``; a forward
                 raises ZeroOptimError. Frozen parameters go at stage 3 alone.
-            to: "nvme:DIR": copy into a file in that folder, of which nothing is left however the process ends. None:
-                into host memory.
 
         Raises, on every rank and with all awake as before:
             GradientError: there are gradients that no step has applied.
-            OffloadError: host memory, the folder or its disk do not hold it.
+            OffloadError: host memory does not hold it.
             ParameterError: a parameter was moved since the optimizer was made.
-            RankMismatchError: another rank has failed, or was given other arguments.
-            ValueError: an argument out of range.
+            RankMismatchError: another rank has failed, or was given another argument.
         """
         self.check_usable()
-        self.engine.sleep(parameters, to)
+        self.engine.sleep(parameters=parameters)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -519,7 +510,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises, on every rank and with all asleep as before:
             OutOfMemoryError: the device has not the memory now.
-            OffloadError: the file was damaged.
             RankMismatchError: another rank has failed.
         """
         self._check_open()
@@ -672,8 +662,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the first non-finite gradient in the latest run of steps that had one, ``step`` counted from 1; parameter and
         rank are None until the next step where the overflow arose in the sum, in another rank's shard).
         ``state_offload`` has the bytes of state on ``device``, ``host`` and ``disk``, those moved ``to_device``,
-        ``to_host``, ``read`` and ``written`` so far, and of "cpu" the updates ``speculated``. ``sleep`` has the
-        ``mode``, and the bytes kept for sleeping on ``host`` and ``disk``.
+        ``to_host``, ``read`` and ``written`` so far. ``sleep`` has the ``mode``, and the bytes of ``host`` memory
+        that are kept for sleeping.
         """
         self._check_open()
         return self.engine.stats()

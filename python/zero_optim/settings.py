@@ -17,7 +17,7 @@ from .validate import PARAMETER_DTYPES
 
 # Ranks may write these in different ways: the described state shows what they come to.
 _MAY_DIFFER = ("ema_decay", "ema_dtype", "master", "state_dtype")
-_LEFT_OUT_WHERE_NONE = ("state_offload", "device_budget", "speculate")
+_LEFT_OUT_WHERE_NONE = ("state_offload", "device_budget")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,6 @@ class Settings:
     overlap_param_gather: bool
     state_offload: str | None
     device_budget: int | str | None
-    speculate: bool | None
     ema_decay: float | Sequence[float] | None
     ema_dtype: str
     master: str
@@ -62,7 +61,7 @@ class Settings:
             raise ValueError(f"ema_dtype={self.ema_dtype!r}: no average is kept: give ema_decay, as 0.999, too")
         if not isinstance(self.telemetry, bool):
             raise ValueError(f"telemetry must be True or False, got {self.telemetry!r}")
-        read_offload(self.state_offload, self.device_budget, self.speculate)
+        read_offload(self.state_offload, self.device_budget)
 
     def _check_accumulation(self) -> None:
         if self.grad_accumulation_dtype not in (None, torch.float32):
@@ -82,7 +81,7 @@ class Settings:
     @property
     def offload(self) -> Offload:
         """Where the state lives."""
-        return read_offload(self.state_offload, self.device_budget, self.speculate)
+        return read_offload(self.state_offload, self.device_budget)
 
     @property
     def group_defaults(self) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from ..grads.buckets import BucketKind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, one_bucket, round_up
 from ..rules.adamw import AdamW
 from ..rules.state_tensor import StateTensor
-from ..rules.update_rule import UpdateRule, has_master, stored_for, stored_names
+from ..rules.update_rule import UpdateRule, stored_for, stored_names
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
 from ..stores.offload import FRAME_ALIGNMENT, FRAMES, Footprint, Offload, Tier, footprint
 from .models import ModelShapes, ParameterShape, Width, cut_over, of_stage
@@ -422,18 +422,11 @@ def _place_state(laid: _Laid, *, others: int) -> Footprint:
         for flat in buckets
     ]
     visiting = [flat.shard_nbytes for flat in buckets] if job.params_on_host else []
-    guests = visiting or [0] * len(pages)
-    spares = [
-        page + guest
-        for page, guest, flat in zip(pages, guests, buckets, strict=True)
-        if has_master(flat.rule, flat.dtype) and (flat.rule.layout.cuts or job.stage < 3 or flat.layout.shards == 1)
-    ]
     left = max(0, (job.device_memory or 0) - others)
     room = left if sum(pages) <= left else max(0, left - FRAMES * max(pages, default=0))
     mirrors = sum(flat.layout.shard_numel * sharding.grad_dtype(flat.dtype).itemsize for flat in buckets)
     mirrors += 0 if job.params_on_host else sum(flat.shard_nbytes for flat in buckets)
-    shared = sharding.shard_count > 1
-    return footprint(job.offload, pages, mirrors, sum(spares) if shared else 0, visiting, room=room)
+    return footprint(job.offload, pages, mirrors, visiting, room=room)
 
 
 # -- what is communicated ----------------------------------------------------------------------------------------------

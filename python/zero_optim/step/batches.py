@@ -76,22 +76,17 @@ class ShardBatch:
 
     def update(self, by: Coefficients) -> None:
         """One fused pass: unscale, clip, update, cast into the buckets' parameters. See ``ShardUpdate``."""
-        begun: list[ShardState] = []
         updates: list[ShardUpdate] = []
         with self._trouble.losing(self):
             try:
                 for shard in self.shards:
-                    update = shard.begin_update(by)
-                    if update is not None:
-                        begun.append(shard)
-                        updates.append(update)
-                if updates:
-                    self._rule.update(updates)
+                    updates.append(shard.begin_update(by))
+                self._rule.update(updates)
             except BaseException:
-                for shard in begun:
+                for shard in self.shards[: len(updates)]:
                     shard.give_up_update()
                 raise
-            for shard in begun:
+            for shard in self.shards:
                 shard.end_update()
 
 
@@ -125,7 +120,7 @@ class JoinedBatch(ShardBatch):
     ) -> Done | None:
         """Fetch a shard's page for a pass, ``do`` it and ``end`` it. None: the page is lost."""
         with self._trouble.losing(shard):
-            update = shard.begin_pass(by)
+            update = shard.begin_update(by)
             try:
                 done = do(update)
             except BaseException:

@@ -27,7 +27,6 @@ from ..stores.state_store import StateStore
 from .batches import ShardBatch, batches_of, in_turn
 from .hidden_edits import HiddenEdits
 from .shard_state import ShardState
-from .speculation import Speculator
 from .state_load import Copy, carry_out
 from .trouble import Condition, Trouble
 from .workplace import Coefficients
@@ -49,7 +48,6 @@ class OptimizerState:
 
     Args:
         parameters: all trained parameters, by index.
-        speculator: None: updates on the host wait for the step.
         group: gives the parameter group of a parameter, by its index.
         measures: whether each update measures its rows.
 
@@ -63,13 +61,12 @@ class OptimizerState:
         sharding: Sharding,
         rules: GroupRules,
         store: StateStore,
-        speculator: Speculator | None = None,
         *,
         group: Callable[[int], Mapping[str, Any]],
         measures: bool = False,
     ) -> None:
         self.parameters, self.sharding, self.rules, self._store = parameters, sharding, rules, store
-        self._speculator, self._group, self._measures = speculator, group, measures
+        self._group, self._measures = group, measures
         self.trouble = Trouble()
         self._hidden = HiddenEdits(sharding)
         self.shards: list[ShardState] = []
@@ -105,8 +102,6 @@ class OptimizerState:
                 old.pop().release()
         finally:
             self._store.close()
-            if self._speculator is not None:
-                self._speculator.close(wait=wait)
 
     # -- edits of parameters -------------------------------------------------------------------------------------
 
@@ -158,7 +153,7 @@ class OptimizerState:
 
     def _shard_state(self, bucket: Bucket) -> ShardState:
         rule = self.rules.of(bucket.layout.slots[0].param)  # a bucket has one
-        return ShardState(bucket, rule, self._store, self._speculator, group=self._group, measures=self._measures)
+        return ShardState(bucket, rule, self._store, group=self._group, measures=self._measures)
 
     def update(self, by: Coefficients) -> Iterator[ShardState]:
         """Update every shard, in the order in which the next forward wants the parameters, and yield each once its
@@ -173,8 +168,6 @@ class OptimizerState:
                     yield shard
         if host is not None:
             by.marks.copy_(here.marks, non_blocking=True)
-        if self._speculator is not None:
-            self._speculator.step_is(here)
         self._store.end_step()
 
     # -- state that is in trouble --------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ from ..rules.update_rule import (
 )
 from ..stores.host_store import HostStore
 from ..stores.state_store import StateStore
-from .speculation import Speculation, Speculator
 from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, Workplace
 
 _CHUNK = 2**22
@@ -64,7 +63,6 @@ class ShardState:
         bucket: Bucket,
         rule: UpdateRule,
         store: StateStore,
-        speculator: Speculator | None = None,
         *,
         group: Callable[[int], Mapping[str, Any]],
         measures: bool = False,
@@ -77,7 +75,6 @@ class ShardState:
         if isinstance(store, HostStore):
             self._place = OnHost(bucket, store, reads_parameters=not has_master(rule, bucket.dtype))
             visiting = {}
-        self._speculation: Speculation | None = None
         self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
@@ -87,13 +84,6 @@ class ShardState:
         self.row_stats: Tensor | None = None
         if measures:
             self.row_stats = torch.zeros(len(rows), len(ROW_STATS), dtype=torch.float32, device=store.works_on)
-        alone = self.to_join is None and has_master(rule, bucket.dtype)
-        if speculator is not None and isinstance(self._place, OnHost) and alone:
-            assert isinstance(store, HostStore)
-            spare_stats = None if self.row_stats is None else torch.zeros_like(self.row_stats)
-            self._speculation = Speculation(
-                speculator, rule, self._place, store, self.page, self.row_slot, spare_stats, self.wholes, self.row_keys
-            )
 
     def _keys(self, rows: int) -> Tensor:
         """Make the keys of rows: of the parameter's index and the row's number in it, however parameters are cut."""
@@ -162,8 +152,6 @@ class ShardState:
 
     def release(self) -> None:
         """Release the page and all else that is held: nothing needs this state any more."""
-        if self._speculation is not None:
-            self._speculation.drop()
         keep_for_current_stream(*(t for t in (self.row_slot, self.row_keys, self.row_stats) if t is not None))
         self._place.release()
         self._store.release(self.page)
@@ -175,18 +163,9 @@ class ShardState:
         self._place.prefetch()
         self._store.prefetch(self.page)
 
-    def begin_update(self, by: Coefficients) -> ShardUpdate | None:
-        """Fetch the page, until ``end_update`` or ``give_up_update``, and give the tensors of the update. None: the
-        update was guessed right, and is made already."""
-        if self._speculation is not None and by.take_over:
-            self._speculation.drop()
-        elif self._speculation is not None and self._speculation.confirm(by):
-            self.row_stats, self._speculation.row_stats = self._speculation.row_stats, self.row_stats
-            return None
-        return self.begin_pass(by)
-
-    def begin_pass(self, by: Coefficients) -> ShardUpdate:
-        """Do the same for one pass of an update, without a guess. Each pass fetches the page."""
+    def begin_update(self, by: Coefficients) -> ShardUpdate:
+        """Fetch the page, until ``end_pass``, ``end_update`` or ``give_up_update``, and give the tensors of the update,
+        or of one pass of it."""
         state = self._store.fetch(self.page)
         try:
             if by.take_over:
@@ -247,8 +226,6 @@ class ShardState:
     def opened(self) -> Iterator[Mapping[str, Tensor]]:
         """Fetch the stored tensors, by name, to be read and written in place within. After an error within, earlier
         writes may be kept or not."""
-        if self._speculation is not None:
-            self._speculation.drop()
         state = self._store.fetch(self.page)
         before = [tensor._version for tensor in state.values()]
         written = False

@@ -25,9 +25,7 @@ class Coefficients:
 
     Attributes:
         hyper: by rule, [parameters, columns] fp32.
-        inverse_scale: what ``grad_scale`` is where nothing is clipped.
         used: [parameters] bool, which have a gradient.
-        steps: [parameters] float64, updates that each has had with this one.
         updates: whether anything is updated, as far as the host knows.
         writes_all: whether each update writes every parameter of its shard, as far as the host knows.
         rates: see ``ShardUpdate``.
@@ -36,11 +34,9 @@ class Coefficients:
 
     hyper: Mapping[UpdateRule, Tensor]
     grad_scale: Tensor | None
-    inverse_scale: Tensor | None
     found_inf: Tensor
     marks: Tensor
     used: Tensor
-    steps: Tensor
     updates: bool = True
     writes_all: bool = False
     take_over: bool = False
@@ -53,11 +49,9 @@ class Coefficients:
         return Coefficients(
             {rule: table.cpu() for rule, table in self.hyper.items()},
             None if self.grad_scale is None else self.grad_scale.cpu(),
-            None if self.inverse_scale is None else self.inverse_scale.cpu(),
             found_inf,
             torch.zeros_like(self.marks, device="cpu"),
             used,
-            self.steps.cpu(),
             updates=updates,
             writes_all=updates and bool(used.all()),
             take_over=self.take_over,
@@ -102,20 +96,6 @@ class OnDevice:
     def release(self) -> None: ...
 
 
-class Guesser(Protocol):
-    """Updates a shard as soon as its gradient is on the host."""
-
-    def gradient_taken(self) -> None:
-        """Start: the gradient is on the host, or on its way, after as many reductions as in the last step."""
-
-    def gradient_changes(self) -> None:
-        """Drop the update: the gradient that was taken is about to be overwritten."""
-
-    @property
-    def busy(self) -> bool:
-        """True if ``gradient_changes`` would have to wait."""
-
-
 @dataclass(frozen=True, eq=False)
 class Taken:
     """The gradient that the host has: the tensor that it was copied from, and the count of writes into that."""
@@ -129,9 +109,6 @@ class OnHost:
 
     Args:
         reads_parameters: whether the update reads them: they have no master.
-
-    Attributes:
-        guesser: None: the update waits for the step.
     """
 
     def __init__(self, bucket: Bucket, store: HostStore, *, reads_parameters: bool) -> None:
@@ -142,12 +119,9 @@ class OnHost:
         self._grad = self._grad_run.view(bucket.grad_shard.dtype)
         self._param_run = None if bucket.flat.offloaded else memory.take(numel * bucket.dtype.itemsize)
         self._param = None if self._param_run is None else self._param_run.view(bucket.dtype).zero_()
-        self._guess_run: Tensor | None = None
         self._taken, self._brought, self._sent = lanes.mark(), lanes.mark(), lanes.mark()
         self._now = lanes.mark()
         self._has: Taken | None = None  # None: nothing, or what is outdated
-        self._reductions = self._last_reductions = 0  # that were taken in this step, and in the one before
-        self.guesser: Guesser | None = None
         # At stage 0, and alone, the user may edit gradients up to the step. So none is taken before that.
         self._users_may_edit = bucket.sharding.stage == 0 or not bucket.sharding.reduces
         if not self._users_may_edit:
@@ -157,7 +131,7 @@ class OnHost:
         self._bucket.follower = None
         for mark in (self._taken, self._brought, self._sent):
             mark.wait()
-        for run in (self._grad_run, self._param_run, self._guess_run):
+        for run in (self._grad_run, self._param_run):
             if run is not None:
                 self._store.memory.give_back(run)
 
@@ -167,27 +141,18 @@ class OnHost:
         self._has = None
 
     def reduction_launched(self, pending: Pending | Chain) -> bool:
-        if self.guesser is not None and self.guesser.busy:
-            return False  # the copy would overwrite the gradient that the guesser reads: the host would have to wait
         with self._store.lanes.to_host.as_current():
             ordered = pending.order_current()
         if ordered:
             self._take()
-            self._offer()
         return ordered
 
     def reduction_arrived(self) -> None:
         self._take_from_current()
         self.after_taking()
-        self._offer()
 
     def after_taking(self) -> None:
         self._taken.order_current()
-
-    def _offer(self) -> None:
-        self._reductions += 1
-        if self.guesser is not None and self._reductions == self._last_reductions:
-            self.guesser.gradient_taken()
 
     def _take_from_current(self) -> None:
         self._now.set()
@@ -195,8 +160,6 @@ class OnHost:
         self._take()
 
     def _take(self) -> None:
-        if self.guesser is not None:
-            self.guesser.gradient_changes()
         source, lane = self._bucket.grad_shard, self._store.lanes.to_host
         lane.copy(self._grad, source)
         lane.set(self._taken)
@@ -242,29 +205,7 @@ class OnHost:
         self._sent.wait()
         return self._param
 
-    def parameters_to_guess(self) -> Tensor:
-        """[shard_numel] the buffer for parameters of a guessed update; ``guessed`` puts it to use."""
-        if self._guess_run is not None:
-            return self._guess_run.view(self._bucket.dtype)
-        self._sent.wait()
-        assert self._param is not None
-        return self._param
-
-    def expect_guesses(self, guesser: Guesser) -> None:
-        """Offer every gradient to ``guesser`` from now on."""
-        self.guesser = guesser
-        if self._param is None:
-            self._guess_run = self._store.memory.take(self._bucket.param_shard.nbytes)
-
-    def guessed(self) -> None:
-        """Make ``parameters_to_guess`` the parameters: the guess was right."""
-        if self._param is None:
-            self._bucket.flat.wait_until_copied()
-            self._bucket.param_shard.copy_(self.parameters_to_guess())
-        self.updated()
-
     def updated(self) -> None:
-        self._last_reductions, self._reductions = self._reductions, 0
         if self._param is None:
             return
         lanes = self._store.lanes

@@ -43,13 +43,11 @@ class Offload:
         device_budget: bytes of state that stay on the device, at most; None: as many as there is room for. Of
             ``Tier.PAGED`` alone, else 0.
         folder: where ``Tier.NVME`` has its file. Absolute: the process may go elsewhere before the file is made.
-        speculate: of ``Tier.CPU``, whether updates begin before the norm is known.
     """
 
     tier: Tier = Tier.DEVICE
     device_budget: int | None = 0
     folder: Path | None = None
-    speculate: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,22 +59,18 @@ class Footprint:
     disk: int
 
 
-def read_offload(
-    state_offload: str | None, device_budget: int | str | None = None, speculate: bool | None = None
-) -> Offload:
+def read_offload(state_offload: str | None, device_budget: int | str | None = None) -> Offload:
     """Read the arguments into one record. Raises ValueError, naming the argument."""
     if state_offload is not None and not isinstance(state_offload, str):
         raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
     if device_budget is not None and state_offload != Tier.PAGED.value:
         raise ValueError(f"device_budget is for state_offload='paged', not for {state_offload!r}: leave it out")
-    if speculate is not None and state_offload != Tier.CPU.value:
-        raise ValueError(f"speculate is for state_offload='cpu', not for {state_offload!r}: leave it out")
     if state_offload is None:
         return Offload()
     if state_offload == Tier.PAGED.value:
         return Offload(Tier.PAGED, _read_budget("auto" if device_budget is None else device_budget))
     if state_offload == Tier.CPU.value:
-        return Offload(Tier.CPU, speculate=speculate is not False)
+        return Offload(Tier.CPU)
     if (folder := read_folder(state_offload)) is not None:
         return Offload(Tier.NVME, folder=folder)
     raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
@@ -115,7 +109,6 @@ def footprint(
     offload: Offload,
     pages: Sequence[int],
     mirrors: int = 0,
-    spares: int = 0,
     visiting: Sequence[int] = (),
     *,
     room: int = 0,
@@ -126,13 +119,12 @@ def footprint(
         pages: bytes of the state of each shard.
         mirrors: bytes of the copies that ``Tier.CPU`` has on the host: of this rank's shards of gradients, and of
             parameters that are on the device.
-        spares: bytes of second pages that ``speculate`` has: of 16-bit parameters, where ranks share the state.
         visiting: bytes of parameters in host memory that visit the device with each page; empty: none do.
         room: free bytes of the device: the budget where ``device_budget`` is None.
     """
     total = sum(pages)
     if offload.tier is Tier.CPU:
-        return Footprint(0, total + mirrors + (spares if offload.speculate else 0), 0)
+        return Footprint(0, total + mirrors, 0)
     budget = room if offload.device_budget is None else offload.device_budget
     stays = resident(pages, budget) if offload.tier is not Tier.DEVICE else [True] * len(pages)
     away = [0 if there else nbytes for nbytes, there in zip(pages, stays, strict=True)]

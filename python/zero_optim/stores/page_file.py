@@ -110,17 +110,16 @@ class PageFile:
         direct: whether it is read and written past the system's cache (O_DIRECT).
     """
 
-    def __init__(self, folder: Path, *, rank: int, threads: int = 8, argument: str = "state_offload") -> None:
+    def __init__(self, folder: Path, *, rank: int, threads: int = 8) -> None:
         """Make a new file in ``folder``.
 
         Args:
-            argument: the user's, which names the folder, for errors.
             threads: so many read, and as many write: the number of blocks in flight each way.
 
         Raises OffloadError, naming the folder, where it is missing, not writable or full.
         """
         self.name = f"the page file of rank {rank} in {folder}"
-        file = _open_nameless(folder, argument)
+        file = _open_nameless(folder)
         self._pid = os.getpid()
         self._readers = futures.ThreadPoolExecutor(threads, "zero-optim-read")
         self._writers = futures.ThreadPoolExecutor(threads, "zero-optim-write")
@@ -129,7 +128,7 @@ class PageFile:
             self._file = DirectFile(file)
         except OSError as error:
             self._remove()
-            raise OffloadError(f"{argument}='nvme:{folder}': it cannot be written: {error.strerror}") from error
+            raise OffloadError(f"state_offload='nvme:{folder}': it cannot be written: {error.strerror}") from error
         self.direct = self._file.direct
         self._space = FreeSpace()
         self._extents: dict[Extent, _LastTransfers] = {}
@@ -288,13 +287,13 @@ class PageFile:
             raise ClosedError(f"{self.name} belongs to process {self._pid}, of which this one is a fork")
 
 
-def _open_nameless(folder: Path, argument: str) -> int:
+def _open_nameless(folder: Path) -> int:
     """A descriptor of a new, empty file. Raises OffloadError, naming the folder, where none can be made in it."""
     try:
         with tempfile.TemporaryFile(dir=folder, prefix="zero-optim-") as file:
             return os.dup(file.fileno())
     except OSError as error:
-        name, remedy = f"{argument}='nvme:{folder}'", "give one on a fast local disk, on every machine"
+        name, remedy = f"state_offload='nvme:{folder}'", "give one on a fast local disk, on every machine"
         if not folder.exists():
             raise OffloadError(f"{name}: there is no such directory; {remedy}") from error
         if not folder.is_dir():
