@@ -57,7 +57,6 @@ def facts_of(device: torch.device) -> dict[str, Any]:
         "commit": commit(),
         "date": date.today().isoformat(),
         "python": platform.python_version(),
-        "load": round(os.getloadavg()[0], 2),
         "threads": torch.get_num_threads() if on_cpu else None,
         "isa": torch.ops.zero_kernels_C.isa() if compiled else None,
     }
@@ -78,9 +77,7 @@ class Result:
     Raises UsageError where the folder cannot be made.
     """
 
-    def __init__(
-        self, device: torch.device, out: Path | None, write: bool = True, about: str = "", **more: Any
-    ) -> None:
+    def __init__(self, device: torch.device, out: Path | None, write: bool = True, about: str = "", **more: Any):
         self.rows: list[Mapping[str, Any]] = []
         self._facts, self._about = {**facts_of(device), **more}, f"-{about}" if about else ""
         self.path: Path | None = None
@@ -97,9 +94,9 @@ class Result:
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows, and write the file: a reader finds the old record or the new one, whole."""
         self.rows += rows
+        record = self.record()
         if self._folder is None or not self.rows:
             return
-        record = self.record()
         if self.path is None:  # <date>-<commit>[-<about>].json, with a number behind where that exists
             stem = f"{record['date']}-{record['commit'] or 'v' + record['version']}{self._about}"
             names = (stem, *(f"{stem}-{number}" for number in range(2, 1000)))

@@ -1,4 +1,4 @@
-"""The run of ``zero-optim bench``: every case in turn, then the table and the result file."""
+"""The run of ``zero-optim bench``: every case in turn, then the table, the result file and the roofline."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +47,29 @@ def main(parsed: argparse.Namespace) -> int:
     print(table(result.record()))
     if result.path is not None:
         print(f"\n{result.path}")
+        try:
+            roofline(result.record(), result.path.with_suffix(".png"))
+        except ModuleNotFoundError as missing:
+            print(f"no plot: {missing}; pip install matplotlib draws it")
     return 0
+
+
+def roofline(record: Mapping[str, Any], path: Path) -> None:
+    """Draw the bandwidth of each backend over sizes, and that of the yardstick: a panel for each op and dtype."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in record["rows"] if row.get("gbps") is not None]
+    panels = list(dict.fromkeys((row["op"], row["dtype"]) for row in rows))
+    figure = Figure(figsize=(5 * max(len(panels), 1), 4), layout="constrained")
+    for place, panel in enumerate(panels, 1):
+        axis = figure.add_subplot(1, len(panels), place, title=", ".join(panel), xlabel="elements", ylabel="GB/s")
+        own = [row for row in rows if (row["op"], row["dtype"]) == panel]
+        for backend in dict.fromkeys(row["backend"] for row in own):
+            points = sorted((row["numel"], row["gbps"]) for row in own if row["backend"] == backend)
+            axis.semilogx(*zip(*points, strict=True), base=2, marker="o", label=backend)
+        axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    print(path)
 
 
 def find_device(asked: str | None) -> torch.device:
@@ -91,16 +114,17 @@ def table(record: Mapping[str, Any], columns: Mapping[str, str] = COLUMNS) -> st
     for block, rows in blocks.items():
         shown = [key for key in columns if any(row.get(key) is not None for row in rows)]
         lines += ["", ", ".join(filter(None, block))]
-        lines += aligned([shown, *([_text(row.get(key), columns[key]) for key in shown] for row in rows)])
+        lines += aligned(
+            [
+                shown,
+                *(["-" if row.get(key) is None else columns[key].format(row[key]) for key in shown] for row in rows),
+            ]
+        )
         for row in rows:
             if row.get("phases"):
                 phases = "  ".join(f"{name} {ms:.3f}" for name, ms in row["phases"].items())
                 lines.append(f"  {row['backend']}, ms: {phases}")
     return "\n".join([*lines, *(f"{name}: {state}" for name, state in record.get("baselines", {}).items())])
-
-
-def _text(value: Any, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
