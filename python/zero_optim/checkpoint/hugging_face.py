@@ -138,7 +138,6 @@ def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> It
 
 
 def _values(files: Files, weights: Sequence[_Weight]) -> Iterator[Tensor]:
-    files.expect((weight.source, 0, weight.source.spec.numel) for weight in weights)
     for weight in weights:
         whole = torch.empty(weight.source.spec.numel, dtype=weight.entry.dtype, device="cpu")
         files.read_into(whole, weight.source, 0)
@@ -238,7 +237,7 @@ def _match(
 def _find(path: Path) -> dict[str, Stored]:
     """Find every tensor in ``path``, by name. Raises CheckpointError."""
     if path.is_file() and path.name != _INDEX:
-        return read_header(path)[0]
+        return read_header(path)
     folder = path.parent if path.name == _INDEX else path
     if (folder / _INDEX).exists():
         try:
@@ -248,14 +247,14 @@ def _find(path: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{folder / _INDEX} cannot be read: {type(error).__name__}: {error}") from error
         stored: dict[str, Stored] = {}
         for name in sorted(files):
-            stored |= read_header(folder / name)[0]
+            stored |= read_header(folder / name)
         lost = [name for name in place if name not in stored]
         if lost:
             raise CheckpointError(f"{folder / _INDEX} names tensors that no file has: {listed(lost)}")
         return stored
     if not (folder / _ONE_FILE).exists():
         raise CheckpointError(f"{folder} has no {_ONE_FILE}, and no {_INDEX}")
-    return read_header(folder / _ONE_FILE)[0]
+    return read_header(folder / _ONE_FILE)
 
 
 def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Iterator[Tensor]) -> None:

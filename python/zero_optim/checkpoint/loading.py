@@ -28,7 +28,6 @@ from . import folder as folders
 from .background import wait
 from .contents import Contents, Holding, Names
 from .index import NAME, Index
-from .lineage import note_loaded
 from .matching import Match
 from .plain import decode
 from .random_states import check_random_states, set_random_states
@@ -72,7 +71,7 @@ def load(
 
     Args:
         path: a checkpoint, or the folder of several: then the newest whole one, which is the one that was saved last.
-            Where that is damaged, a warning says so, and the one that it came from is loaded in its place.
+            Where that is damaged, a warning says so, and the one that was saved before it is loaded.
         model: sharded or not.
         opt: as it was given to ``save``: a ``ShardedOptimizer``, one of torch's, or several; None: the model alone.
         scaler, scheduler, data: objects with a ``load_state_dict``, which gets what ``save`` was given of them.
@@ -183,7 +182,6 @@ def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> L
         undo.pop_all()  # from here on tensors are overwritten: there is no way back
     together(comm, lambda: _read(folder, subject.to_overwrite(plan), plan.matched), _WHERE)
     together(comm, lambda: subject.take_over(plan), _WHERE)
-    note_loaded(subject.model, folder.resolve(), index.lineage.number, folders.step_of(folder.resolve()))
     notes = [*plan.matched.misfits, *plan.matched.notes]
     # Last: what was done before may have drawn random numbers.
     if own is not None:
@@ -254,12 +252,11 @@ def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
     """Fill this rank's holdings of ``parts``."""
     source = matched.source
     with Files(folder) as files:
-        holdings = [[(of, source.get(of.spec.key)) for of in part.holdings] for part in parts]
-        files.expect((saved, of.start, of.length) for part in holdings for of, saved in part if saved is not None)
-        for part, of_part in zip(parts, holdings, strict=True):
+        for part in parts:
             # Closed at once where reading fails: until then a page of offloaded state is on the device.
             with contextlib.closing(part.values()) as values:
                 # ``strict`` asks once more after the last tensor: only then is that one copied to where it belongs.
-                for (of, saved), flat in zip(of_part, values, strict=True):
+                for of, flat in zip(part.holdings, values, strict=True):
+                    saved = source.get(of.spec.key)
                     if saved is not None and of.length:
                         files.read_into(flat, saved, of.start, of.spec.arrangement)

@@ -16,6 +16,7 @@ from ..comm.together import Ranks
 from ..engine import Engine
 from ..errors import CheckpointError
 from ..params.arrangement import slice_counts
+from ..rules import RULES
 from ..rules.options import EMA_DECAY, listed_decays
 from ..rules.state_tensor import Per, StateTensor
 from ..rules.update_rule import UpdateRule, master_of, stored_for, tensors_for
@@ -23,13 +24,20 @@ from ..step.saved_state import SavedState, is_rounded
 from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
 from .encoded import codec_of
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
-from .index_reading import SHARDED, same_state
 from .matching import Match, Wanted
 from .plain import decode, encode
 from .state_dict import check_groups_fit, load_groups
 
-_ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay")
-ADAMS = same_state("AdamW")
+_SHARDED = "Sharded"
+"""The prefix of the names of our optimizers in an index. The rule's name follows."""
+
+
+def _same_state(name: str) -> frozenset[str]:
+    """List the optimizers with the same state as the one called ``name``, itself included."""
+    for own, rule in RULES.items():
+        if name in (f"{_SHARDED}{own}", *rule.counterparts):
+            return rule.counterparts | {f"{_SHARDED}{own}"}
+    return frozenset((name,))
 
 
 class OptimizerPart(Contents, Protocol):
@@ -59,7 +67,7 @@ class OptimizerPart(Contents, Protocol):
         Args:
             saved, numbers: by rule; ``numbers`` are of the rule's groups.
 
-        Raises StateMismatchError for options that this optimizer cannot have, CheckpointError for ones that none can.
+        Raises StateMismatchError for options that this optimizer cannot have.
         """
 
     def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
@@ -166,7 +174,7 @@ class ShardedPart:
         counts = {name: count for name, count in steps.items() if name in own}
         codecs = {name: codec.name for name, codec in rule.codecs.items()}
         described = _described(groups, self._names_of_groups(rule))
-        return SavedOptimizer(f"{SHARDED}{rule.name}", described, counts, master_of(rule), order, codecs)
+        return SavedOptimizer(f"{_SHARDED}{rule.name}", described, counts, master_of(rule), order, codecs)
 
     def _groups_of(self, rule: UpdateRule) -> list[int]:
         """List the numbers of the rule's groups."""
@@ -192,8 +200,8 @@ class ShardedPart:
     ) -> list[dict[str, Any]]:
         groups = list(self._groups)
         for rule, of, chosen in zip(self._engine.rules.all, saved, numbers, strict=True):
-            own, defaults = self._groups_of(rule), {**rule.defaults, **self._engine.settings.group_defaults}
-            for number, group in zip(own, _chosen([groups[n] for n in own], of, chosen, defaults), strict=True):
+            own = self._groups_of(rule)
+            for number, group in zip(own, _chosen([groups[n] for n in own], of, chosen), strict=True):
                 groups[number] = group
         for group, before in zip(groups, self._groups, strict=True):
             self._choose_decays(group, before)
@@ -290,15 +298,12 @@ class TorchPart(TensorContents):
         for name in self._names.values():
             there = [index.tensors.get((kind, saved_name[name])) for kind in kinds]
             specs += [TensorSpec(name, saved.spec.kind, saved.spec.shape, saved.spec.dtype) for saved in there if saved]
-        takes = same_state(type(self._opt).__name__)
-        if takes == ADAMS and all(saved.name in takes for saved in index.optimizers):
-            _check_counted(index.steps(), specs, saved_name)
-        return [Wanted(specs, self._names_of_groups(), takes=takes)]
+        return [Wanted(specs, self._names_of_groups(), takes=_same_state(type(self._opt).__name__))]
 
     def groups_of(
         self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
     ) -> list[dict[str, Any]]:
-        return _chosen(self._opt.param_groups, saved[0], numbers[0], self._opt.defaults)
+        return _chosen(self._opt.param_groups, saved[0], numbers[0])
 
     def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
         pass
@@ -325,13 +330,6 @@ class TorchPart(TensorContents):
                 counted = isinstance(count, float)  # in a tensor: see ``steps``
                 state[index_of[name]]["step"] = torch.tensor(count, device="cpu") if counted else count
         self._opt.load_state_dict({"state": state, "param_groups": self._opt.state_dict()["param_groups"]})
-
-
-def _check_counted(steps: Mapping[str, float], specs: Sequence[TensorSpec], saved_name: Mapping[str, str]) -> None:
-    """Raise CheckpointError where updates were not counted: an Adam of torch's would fail in its next step."""
-    counts = {name: steps.get(name) for name in (saved_name[spec.name] for spec in specs)}
-    if len({type(count) for count in counts.values()}) > 1 or None in counts.values():
-        raise CheckpointError(f"updates are not counted alike of all its parameters: {dict(list(counts.items())[:5])}")
 
 
 def make_part(opt: Any, names: Names, ranks: Ranks, *, stored: bool) -> OptimizerPart:
@@ -366,22 +364,9 @@ def _described(groups: Mapping[int, Mapping[str, Any]], names: Sequence[Sequence
 
 
 def _chosen(
-    groups: Sequence[dict[str, Any]],
-    saved: SavedOptimizer,
-    numbers: Sequence[int | None],
-    defaults: Mapping[str, Any],
+    groups: Sequence[dict[str, Any]], saved: SavedOptimizer, numbers: Sequence[int | None]
 ) -> list[dict[str, Any]]:
     there = [{**decode({**group, "params": None}), "params": group["params"]} for group in saved.groups]
-    for number, group in enumerate(there):
-        missing = [option for option in _ADAM_OPTIONS if option in defaults and option not in group]
-        if missing and saved.name in ADAMS:
-            raise CheckpointError(f"parameter group {number} has no {missing[0]}")
-        for option, default in defaults.items():
-            if option in group and option != EMA_DECAY and not _alike(group[option], default):
-                raise CheckpointError(
-                    f"parameter group {number} has {option} {str(group[option])[:100]}, where the optimizer's own is "
-                    f"{default!r}"
-                )
     chosen = [
         copy.copy(group) if number is None else {**there[number], "params": group["params"]}
         for group, number in zip(groups, numbers, strict=True)
@@ -399,17 +384,3 @@ def _join_aliases(groups: Sequence[Mapping[str, Any]], chosen: Sequence[dict[str
                 known = first.setdefault(id(own), value)
                 if known.dtype == value.dtype and torch.equal(known, value):
                     options[option] = known
-
-
-def _alike(value: Any, other: Any) -> bool:
-    """Tell whether both may be values of one option: numbers, flags, texts, or several of them. NaN is no number."""
-    if value is None or other is None:
-        return other is None or isinstance(other, bool)
-    if isinstance(other, list | tuple):
-        return isinstance(value, list | tuple) and len(value) == len(other) and all(map(_alike, value, other))
-    if isinstance(other, bool | str):
-        return type(value) is type(other)
-    if isinstance(other, int | float | Tensor):
-        plain = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-        return plain or (isinstance(value, Tensor) and value.numel() == 1)
-    return True
