@@ -9,7 +9,7 @@ Rows are counted in each slice of a parameter from its first element on, as the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,10 +18,8 @@ from torch import Tensor
 
 from zero_kernels import ROW
 
-from ..errors import CheckpointError
 from ..params.arrangement import read_arranged, slice_counts
 from ..rules.codec import CODECS, Codec
-from ..rules.options import is_average
 from ..rules.state_tensor import Per, StateTensor
 from .index import PARAMETER, Index, Key, ReadRange, SavedTensor
 
@@ -36,7 +34,7 @@ class EncodedTensor(SavedTensor):
     """
 
     codec: Codec
-    stored: tuple[SavedTensor, ...]
+    stored: Sequence[SavedTensor]
 
     def ranges(self, start: int, length: int) -> Iterator[tuple[SavedTensor, int, int]]:
         for low, high, row in self._runs(start, start + length):
@@ -86,47 +84,19 @@ def codec_of(saved: SavedTensor) -> Codec | None:
     return saved.codec if isinstance(saved, EncodedTensor) else None
 
 
-def decoded(index: Index, codecs: Mapping[str, Codec] = CODECS, *, weights_alone: bool = False) -> Index:
-    """Put logical tensors in ``index`` in place of those that codecs have stored.
-
-    ``codecs``: the known ones, by name. ``weights_alone``: only of the state that a model may be made of without an
-    optimizer: masters and averages.
-
-    Raises CheckpointError for a codec that is not known.
-    """
+def decoded(index: Index) -> Index:
+    """Put logical tensors in ``index`` in place of those that codecs have stored."""
     tensors: dict[Key, SavedTensor] = dict(index.tensors)
     for optimizer in index.optimizers:
         names = [name for group in optimizer.groups for name in group["params"]]
         for kind, codec_name in optimizer.codecs.items():
-            if weights_alone and kind != optimizer.master and not is_average(kind):
-                continue
-            codec = codecs.get(codec_name)
-            if codec is None:
-                raise CheckpointError(
-                    f"{kind} was stored by a codec {codec_name!r}, which is not known here: give the optimizer a "
-                    "rule that has it"
-                )
+            codec = CODECS[codec_name]
             for name in names:
                 keys = [(part.name, name) for part in codec.read_of(StateTensor(kind))]
                 if keys[0] in index.tensors:
                     parts = [index.tensors[key] for key in keys if key in index.tensors]
-                    tensors[kind, name] = _encoded(kind, name, codec, parts)
+                    spec = replace(parts[0].spec, kind=kind, dtype=torch.float32)
+                    tensors[kind, name] = EncodedTensor(spec, (), codec, parts)
                     for part in codec.parts(StateTensor(kind)):
                         tensors.pop((part.name, name), None)
     return replace(index, tensors=tensors)
-
-
-def _encoded(kind: str, name: str, codec: Codec, parts: Sequence[SavedTensor]) -> EncodedTensor:
-    """Make the logical tensor of ``parts``. Raises CheckpointError where the codec does not store such parts."""
-    own = codec.read_of(StateTensor(kind))
-    if [(part.spec.kind, part.spec.dtype) for part in parts] != [(part.name, part.dtype) for part in own]:
-        found = ", ".join(f"{part.spec.kind} in {part.spec.dtype}" for part in parts)
-        raise CheckpointError(f"{kind} of {name!r} was stored by the codec {codec.name!r}, and is there as {found}")
-    encoded = EncodedTensor(replace(parts[0].spec, kind=kind, dtype=torch.float32), (), codec, tuple(parts))
-    wanted: dict[Key, int] = {}
-    for part, _, length in encoded.ranges(0, encoded.spec.numel):
-        wanted[part.spec.key] = wanted.get(part.spec.key, 0) + length
-    for part in parts:
-        if part.spec.numel != wanted.get(part.spec.key, 0):
-            raise CheckpointError(f"the {part.spec.label} has {part.spec.numel} values, not {wanted[part.spec.key]}")
-    return encoded

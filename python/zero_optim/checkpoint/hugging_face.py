@@ -79,7 +79,7 @@ def export(
     Raises CheckpointError: there is no checkpoint; it is damaged; ``out`` cannot be written.
     """
     folder, index, _ = folders.newest(Path(path))
-    index = decoded(index, weights_alone=True)
+    index = decoded(index)
     weights = list(_weights(index, dtype, _check_average(index, average)))
     shards = _split(weights, max_shard_bytes)
     target = Path(out).absolute()

@@ -142,11 +142,11 @@ class ShardedPart:
     @property
     def holdings(self) -> list[Holding]:
         found = []
+        held_by = {id(shard): Holders(*shard.bucket.flat.holders) for shard in self._engine.states.shards}
         for own in self._engine.states.state_pieces(stored=self._stored):
             start, length = own.tensor.span(own.piece.in_param, own.piece.numel)
-            held_by = Holders(*own.shard.bucket.flat.holders)
             spec, before = self._spec(own.piece.slot.param, own.tensor)
-            found.append(Holding(spec, before + start, length, held_by))
+            found.append(Holding(spec, before + start, length, held_by[id(own.shard)]))
         return found
 
     def values(self) -> Generator[Tensor]:

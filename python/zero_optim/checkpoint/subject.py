@@ -19,7 +19,6 @@ from ..engine import check_whole
 from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.marks import is_slice
 from ..params.tensor_slice import is_distributed
-from ..rules.codec import CODECS, Codec
 from ..units.sharded_model import sharded_model_of
 from .contents import ColumnRanks, Columns, Contents, Names, TensorContents, contents_of_model, modules_with_state
 from .encoded import decoded
@@ -180,7 +179,7 @@ class Subject:
         """Match ``index`` with model and optimizers. Raises StateMismatchError where it cannot be loaded."""
         names = Names(self.model)
         model, optimizers = self.contents(names, stored=False)
-        index = decoded(index, self._codecs(), weights_alone=not optimizers)
+        index = decoded(index)
         saved_name = saved_names(index, names)
         wanted = [optimizer.wanted(index, saved_name) for optimizer in optimizers]
         matched = match(index, names, saved_name, model.specs, [one for of in wanted for one in of])
@@ -194,12 +193,6 @@ class Subject:
             for optimizer, of in zip(optimizers, saved, strict=True)
         ]
         return LoadPlan(index, matched, model, optimizers, saved, groups)
-
-    def _codecs(self) -> dict[str, Codec]:
-        """List the codecs that state may have been saved by: those of the package, and of these optimizers, by name."""
-        rules = [rule for sharded in self._sharded for rule in sharded.engine.rules.all]
-        own = [codec for rule in rules for codec in rule.codecs.values()]
-        return {**CODECS, **{codec.name: codec for codec in own}}
 
     def use_order(self, plan: LoadPlan) -> None:
         """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
