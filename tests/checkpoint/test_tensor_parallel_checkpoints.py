@@ -288,7 +288,6 @@ def test_slices_are_exported_whole_and_read_from_whole_files(tmp_path):
     (wanted, *_) = run_ranks(4, _save, saved, str(tmp_path), torch.float32, 24, HOWS[:1], timeout=120)
     index = json.loads((tmp_path / "own" / "step-2" / "index.json").read_text())
     cuts = {entry["name"]: entry["cut"] for entry in index["contents"]["tensors"] if "cut" in entry}
-    assert index["version"] == 3
     assert cuts == {f"blocks.{n}.{name}.weight": [1, [half] * 2] for n in (0, 1) for name, half in ROWWISE.items()}
     export(tmp_path / "own", tmp_path / "whole")
     exported = load_file(tmp_path / "whole" / "model.safetensors")

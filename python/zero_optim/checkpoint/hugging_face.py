@@ -24,10 +24,9 @@ from ..rules.options import is_average
 from . import folder as folders
 from .contents import ColumnRanks, Holding, Names, contents_of_model
 from .disk import OpenFiles
-from .encoded import decoded
 from .index import BUFFER, PARAMETER, Index, SavedTensor
 from .matching import listed, shape_differs
-from .rank_file import Files, fill
+from .rank_file import Files, decoded, fill
 from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
 from .subject import make_subject
 
@@ -196,14 +195,9 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     stored, told = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
     )
-    together(subject.comm, lambda: contents.check_writable(partial(_read_one, stored)), "load_safetensors")
+    together(subject.comm, contents.check_writable, "load_safetensors")
     together(subject.comm, lambda: _read(stored, contents.holdings, contents.values()), "load_safetensors")
     return told
-
-
-def _read_one(stored: Mapping[str, Stored], holding: Holding, values: Tensor) -> bool:
-    _read(stored, [holding], iter([values]))
-    return holding.spec.name in stored
 
 
 def _match(

@@ -301,7 +301,12 @@ def _dumps(value: Any) -> bytes:
 
 def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
     spec = tensor.spec
-    described: dict[str, Any] = {"name": spec.name, "kind": spec.kind, "shape": spec.shape, "dtype": dtype_name(spec.dtype)}
+    described: dict[str, Any] = {
+        "name": spec.name,
+        "kind": spec.kind,
+        "shape": spec.shape,
+        "dtype": dtype_name(spec.dtype),
+    }
     described["pieces"] = [dict(zip(Piece._fields, piece, strict=True)) for piece in tensor.pieces]
     if spec.order is not None:
         described["order"] = spec.order

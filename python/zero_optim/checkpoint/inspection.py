@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError
 from ..figures import size
@@ -91,38 +88,21 @@ def verify(folder: Path, index: Index) -> list[str]:
         check_headers(folder, index, 0, 1)
     except CheckpointError as error:
         return [str(error)]
-    total = sum(piece.length * tensor.spec.dtype.itemsize for of in pieces.values() for tensor, piece in of)
-    problems: list[str] = []
-    with _progress(total) as see, ThreadPoolExecutor(_THREADS) as pool:
-        running = [pool.submit(_verify_file, folder, of, see) for of in pieces.values()]
-        for done in as_completed(running):
-            problems += done.result()
-    return sorted(problems)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda of: _verify_file(folder, of), pieces.values())
+        return sorted(problem for of_file in found for problem in of_file)
 
 
-def _verify_file(folder: Path, pieces: list[tuple[SavedTensor, Piece]], see: Any) -> list[str]:
+def _verify_file(folder: Path, pieces: list[tuple[SavedTensor, Piece]]) -> list[str]:
     problems = []
     with Files(folder) as files:
         pieces = sorted(pieces, key=lambda of: of[1].offset)
         for block in (block for tensor, piece in pieces for block in blocks_in(tensor, piece)):
             try:
-                see(len(files.read_block(block)))
+                files.read_block(block)
             except CheckpointError as error:
                 problems.append(str(error))
     return problems
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """Show a bar, in a terminal and with tqdm."""
-    if sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-
-            with tqdm(total=total, unit="B", unit_scale=True, desc="checking", dynamic_ncols=True) as bar:
-                yield bar.update
-                return
-    yield lambda count: None
 
 
 def inspect(path: Path, *, quick: bool) -> tuple[str, list[str]]:

@@ -22,10 +22,10 @@ from ..rules.state_tensor import Per, StateTensor
 from ..rules.update_rule import UpdateRule, master_of, stored_for, tensors_for
 from ..step.saved_state import SavedState, is_rounded
 from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
-from .encoded import codec_of
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
 from .matching import Match, Wanted
 from .plain import decode, encode
+from .rank_file import codec_of
 from .state_dict import check_groups_fit, load_groups
 
 _SHARDED = "Sharded"
@@ -38,49 +38,6 @@ def _same_state(name: str) -> frozenset[str]:
         if name in (f"{_SHARDED}{own}", *rule.counterparts):
             return rule.counterparts | {f"{_SHARDED}{own}"}
     return frozenset((name,))
-
-
-class OptimizerPart(Contents, Protocol):
-    """An optimizer that is saved and loaded. As ``Contents`` it is the state to be saved."""
-
-    @property
-    def is_new(self) -> bool:
-        """Whether its state may be filled by a load that can fail: ``begin_anew`` undoes that."""
-
-    def begin_anew(self) -> None:
-        """Make the state what it is at construction."""
-
-    def steps(self) -> Mapping[str, float]:
-        """Updates that each parameter with state has had, by name. The host waits for the device."""
-
-    def describe(self) -> list[SavedOptimizer]:
-        """Give what the index holds beside tensors: an optimizer for each of its rules."""
-
-    def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
-        """Say what each rule takes from a checkpoint. ``saved_name``: of each parameter, its name there."""
-
-    def groups_of(
-        self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
-    ) -> list[dict[str, Any]]:
-        """Choose the options of each group: those of the saved group of that number; for None, its own.
-
-        Args:
-            saved, numbers: by rule; ``numbers`` are of the rule's groups.
-
-        Raises StateMismatchError for options that this optimizer cannot have.
-        """
-
-    def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
-        """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
-
-    def to_fill(self, matched: Match) -> Contents:
-        """Give what is to be filled. State that begins anew has its first values already."""
-
-    def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Give the parameter groups their options."""
-
-    def take_over(self, matched: Match) -> None:
-        """Take over the steps, once the tensors have been filled."""
 
 
 class ShardedPart:
@@ -154,16 +111,20 @@ class ShardedPart:
 
     @property
     def is_new(self) -> bool:
+        """Whether its state may be filled by a load that can fail: ``begin_anew`` undoes that."""
         return not self._engine.states.started
 
     def begin_anew(self) -> None:
+        """Make the state what it is at construction."""
         self._engine.states.restart({*self._engine.parameters.trained})
 
     def steps(self) -> dict[str, float]:
+        """Updates that each parameter with state has had, by name. The host waits for the device."""
         counts = self._engine.hyper.steps.tolist()
         return {self._names[index]: counts[index] for index in self._engine.parameters.trained}
 
     def describe(self) -> list[SavedOptimizer]:
+        """Give what the index holds beside tensors: an optimizer for each rule."""
         steps, order = self.steps(), [self._names[index] for index in self._engine.reducer.layout.order]
         return [self._described_by(rule, steps, order) for rule in self._engine.rules.all]
 
@@ -188,6 +149,7 @@ class ShardedPart:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
+        """Say what each rule takes from a checkpoint. ``saved_name``: of each parameter, its name there."""
         trained = self._engine.parameters.trained
         frozen = frozenset(self._names[number] for number, p in trained.items() if not p.requires_grad)
         return [
@@ -198,6 +160,13 @@ class ShardedPart:
     def groups_of(
         self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
     ) -> list[dict[str, Any]]:
+        """Choose the options of each group: those of the saved group of that number; for None, its own.
+
+        Args:
+            saved, numbers: by rule; ``numbers`` are of the rule's groups.
+
+        Raises StateMismatchError for options that this optimizer cannot have.
+        """
         groups = list(self._groups)
         for rule, of, chosen in zip(self._engine.rules.all, saved, numbers, strict=True):
             own = self._groups_of(rule)
@@ -216,12 +185,14 @@ class ShardedPart:
             group.setdefault(EMA_DECAY, own[EMA_DECAY])
 
     def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
+        """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
         index_of = {matched.saved_name[name]: index for index, name in enumerate(self._names)}
         names = dict.fromkeys(name for of in saved for name in of.order)
         order = [index_of[name] for name in names if index_of.get(name) in self._engine.parameters.trained]
         self._engine.reducer.restore_order(order)
 
     def to_fill(self, matched: Match) -> Contents:
+        """Give what is to be filled. State that begins anew has its first values already."""
         self._engine.begin_load(self._saved_state(matched))
         return self
 
@@ -247,11 +218,12 @@ class ShardedPart:
         load_groups(self._groups, groups, self._engine.rules.by_group)
 
     def take_over(self, matched: Match) -> None:
+        """Take over the steps, once the tensors have been filled."""
         self._engine.end_load(self._saved_state(matched))
 
 
 class TorchPart(TensorContents):
-    """An optimizer of torch's: whatever tensors its state has, whole on every rank."""
+    """An optimizer of torch's: whatever tensors its state has, whole on every rank. See ``ShardedPart``."""
 
     def __init__(self, opt: torch.optim.Optimizer, names: Names, ranks: Ranks) -> None:
         self._opt, self._ranks = opt, ranks
@@ -330,6 +302,10 @@ class TorchPart(TensorContents):
                 counted = isinstance(count, float)  # in a tensor: see ``steps``
                 state[index_of[name]]["step"] = torch.tensor(count, device="cpu") if counted else count
         self._opt.load_state_dict({"state": state, "param_groups": self._opt.state_dict()["param_groups"]})
+
+
+OptimizerPart = ShardedPart | TorchPart
+"""An optimizer that is saved and loaded. As ``Contents`` it is the state to be saved."""
 
 
 def make_part(opt: Any, names: Names, ranks: Ranks, *, stored: bool) -> OptimizerPart:

@@ -21,16 +21,6 @@ def read_random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def check_random_states(states: Any, device: torch.device) -> None:
-    """Raise as ``set_random_states`` would, with nothing changed: new generators take the states."""
-    torch.Generator(device="cpu").set_state(states["torch"])
-    random.Random().setstate(states["python"])
-    if "cuda" in states and device.type == "cuda":
-        torch.Generator(device=device).set_state(states["cuda"])
-    if "numpy" in states and "numpy" in sys.modules:
-        sys.modules["numpy"].random.RandomState().set_state(_of_numpy(states["numpy"]))
-
-
 def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
     """Set the states that ``read_random_states`` gave, but for generators that are not used here."""
     torch.set_rng_state(states["torch"])
@@ -38,9 +28,5 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
     if "numpy" in states and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(_of_numpy(states["numpy"]))
-
-
-def _of_numpy(state: Any) -> Any:
-    kind, words, *rest = state
-    return (kind, words.numpy(), *rest)
+        kind, words, *rest = states["numpy"]
+        sys.modules["numpy"].random.set_state((kind, words.numpy(), *rest))
