@@ -7,9 +7,9 @@
     CHECKPOINTS/.replaced-step-100/  one that a new one of the same step takes the place of
     CHECKPOINTS/.removing-step-50/   one that is being removed
 
-Where a step is saved again, the two folders exchange their names in one call. Where the file system cannot do that, the
-old one is put aside by one rename, and the new one takes its place by a second. A job may die between the two. So
-a reader takes ``.replaced-step-N`` for a ``step-N`` that is missing, and the next save puts it back.
+Where a step is saved again, the old one is put aside by one rename, and the new one takes its place by a second. A job
+may die between the two. So a reader takes ``.replaced-step-N`` for a ``step-N`` that is missing, and the next save puts
+it back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from . import disk, index
+from . import index
 from .index import HEAD_BYTES, Index, from_json, number_from_json, to_json
 from .plain import decode
 from .rank_file import crc32c
@@ -187,19 +187,14 @@ def publish_folder(writing: Path, folder: Path) -> None:
     At every instant one of the two is there and whole; see above.
     """
     _sync_folder(writing)
-    replaced: Path | None = None
-    if not folder.exists():
+    replaced = _rename_away(folder, _REPLACED) if folder.exists() else None
+    try:
+        # Between the two renames nothing has the name: ``candidates`` and ``checkpoints`` find the old one.
         writing.rename(folder)
-    elif disk.exchange(writing, folder):
-        replaced = writing
-    # Two renames, between which nothing has the name: ``candidates`` and ``checkpoints`` find the old one.
-    else:
-        replaced = _rename_away(folder, _REPLACED)
-        try:
-            writing.rename(folder)
-        except OSError:
+    except OSError:
+        if replaced is not None:
             replaced.rename(folder)
-            raise
+        raise
     _sync_folder(folder.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)

@@ -110,7 +110,7 @@ class Files(disk.OpenFiles):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self._files: dict[str, int] = {}  # open ones
+        self._prefix = f"{folder}/"  # to join paths for each block takes longer than to read it
         self._ahead: dict[int, int] = {}  # of open files, where the range ends that the disk is reading ahead
 
     def verify(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> None:
@@ -144,10 +144,9 @@ class Files(disk.OpenFiles):
         """Read a block's bytes, and check them."""
         name, nbytes, offset = block.piece.file, block.nbytes, block.offset
         try:
-            if name not in self._files:
-                self._files[name] = self.descriptor(self.folder / name)
-            self._read_ahead(self._files[name], offset)
-            data = os.pread(self._files[name], nbytes, offset)
+            file = self.descriptor(self._prefix + name)
+            self._read_ahead(file, offset)
+            data = os.pread(file, nbytes, offset)
         except OSError as error:
             path = self.folder / name
             raise CheckpointError(f"{path}, which holds the {block.spec.label}: {error.strerror}") from error
