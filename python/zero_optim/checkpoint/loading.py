@@ -27,12 +27,11 @@ from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .background import wait
 from .contents import Contents, Names
-from .index import NAME, Index
+from .index import Index
 from .matching import Match
 from .plain import decode
-from .random_states import set_random_states
 from .rank_file import Files, check_headers, crc32c
-from .subject import LoadPlan, Subject, each, give_back, make_subject
+from .subject import LoadPlan, Subject, each, give_back, make_subject, set_random_states
 
 _WHERE = "checkpoint.load"
 
@@ -220,8 +219,6 @@ def _plan(folder: Path, index: Index, subject: Subject, others: _Others, *, stri
         plan = subject.plan(index)
     except StateMismatchError as error:
         raise StateMismatchError(f"{folder} does not fit: {error}") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder / NAME} cannot be read: {error}") from None
     misfits = plan.matched.misfits
     if subject.optimizers:
         misfits.extend(others.misfits(index))

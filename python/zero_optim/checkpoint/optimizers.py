@@ -193,7 +193,8 @@ class ShardedPart:
 
     def to_fill(self, matched: Match) -> Contents:
         """Give what is to be filled. State that begins anew has its first values already."""
-        self._engine.begin_load(self._saved_state(matched))
+        self._saved = self._saved_state(matched)
+        self._engine.begin_load(self._saved)
         return self
 
     def _saved_state(self, matched: Match) -> SavedState:
@@ -219,7 +220,7 @@ class ShardedPart:
 
     def take_over(self, matched: Match) -> None:
         """Take over the steps, once the tensors have been filled."""
-        self._engine.end_load(self._saved_state(matched))
+        self._engine.end_load(self._saved)
 
 
 class TorchPart(TensorContents):

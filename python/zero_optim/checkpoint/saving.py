@@ -28,9 +28,8 @@ from .background import SAVE_BUFFER, SaveBuffer, start, wait
 from .contents import Contents, Holders, Holding, Names
 from .index import Index, SavedTensor, TensorSpec, merge
 from .plain import encode
-from .random_states import read_random_states
 from .rank_file import Portion, check_dtype, crc32c, write_file
-from .subject import Subject, each, make_subject
+from .subject import Subject, each, make_subject, read_random_states
 
 _WHERE = "checkpoint.save"
 
