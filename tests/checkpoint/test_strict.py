@@ -178,18 +178,22 @@ def test_another_shape_is_never_loaded(tmp_path: Path, strict: bool) -> None:
 
 
 class Stateful:
-    def __init__(self) -> None:
-        self.loaded: Any = None
+    """A scaler, a scheduler or a loader that takes a state, or raises."""
 
-    def state_dict(self) -> dict[str, int]:
-        return {"n": 1}
+    def __init__(self, state: int = 0, refuses: bool = False) -> None:
+        self.state, self.refuses = state, refuses
 
-    def load_state_dict(self, state: Any) -> None:
-        self.loaded = state
+    def state_dict(self) -> int:
+        return self.state
+
+    def load_state_dict(self, state: int) -> None:
+        if self.refuses:
+            raise KeyError("last_epoch")
+        self.state = state
 
 
 def test_what_is_beside_the_tensors_is_asked_for_too(tmp_path: Path) -> None:
-    save(0, 1, str(tmp_path / "with"), 2, scheduler=Stateful(), scaler=Stateful(), data=Stateful())
+    save(0, 1, str(tmp_path / "with"), 2, scheduler=Stateful(1), scaler=Stateful(2), data=Stateful(3))
     save(0, 1, str(tmp_path / "without"), 2)
     model = Two()
     opt = ShardedAdamW(model.named_parameters())
@@ -203,7 +207,7 @@ def test_what_is_beside_the_tensors_is_asked_for_too(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "with", model).notes == ()  # the model alone asks for nothing else
     one, two, three = Stateful(), Stateful(), Stateful()
     checkpoint.load(tmp_path / "with", model, opt, scheduler=one, scaler=two, data=three)
-    assert one.loaded == two.loaded == three.loaded == {"n": 1}
+    assert [one.state, two.state, three.state] == [1, 2, 3]
     fewer = [opt, ShardedAdamW(nn.Linear(2, 2).named_parameters())]
     with pytest.raises(zero_optim.ParameterError, match="is in the optimizer, and not in the model"):
         checkpoint.load(tmp_path / "without", model, fewer)
@@ -317,21 +321,6 @@ def test_the_extra_state_of_modules_comes_along(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
 
-class Refusing:
-    """A scaler, a scheduler or a loader that takes a state, or raises."""
-
-    def __init__(self, state: int, refuses: bool = False) -> None:
-        self.state, self.refuses = state, refuses
-
-    def state_dict(self) -> int:
-        return self.state
-
-    def load_state_dict(self, state: int) -> None:
-        if self.refuses:
-            raise KeyError("last_epoch")
-        self.state = state
-
-
 def refuse(rank: int, world_size: int, folder: str, stage: int, refusing: str) -> str:
     """What raises where ``refusing`` on the last rank does not take its state: nothing has changed anywhere."""
     torch.manual_seed(0)
@@ -339,14 +328,14 @@ def refuse(rank: int, world_size: int, folder: str, stage: int, refusing: str) -
     opt = optimizer(model, one_group, stage)
     model[0](torch.ones(2, 6)).square().sum().backward()
     opt.step()
-    given = {name: Refusing(1) for name in ("scaler", "scheduler", "data")}
+    given = {name: Stateful(1) for name in ("scaler", "scheduler", "data")}
     checkpoint.save(folder, model, opt, **given)
     opt.zero_grad()
     model[0](torch.ones(2, 6)).square().sum().backward()
     opt.step()
     model[1].count, opt.param_groups[0]["lr"] = 5, 0.5
     last = rank == world_size - 1
-    given = {name: Refusing(2, refuses=last and name == refusing) for name in given}
+    given = {name: Stateful(2, refuses=last and name == refusing) for name in given}
     if refusing == "module" and last:
         model[1].set_extra_state = lambda state: given["none"]
     before, random_state = (gathered(model[0]), full_state(opt)), torch.get_rng_state()
