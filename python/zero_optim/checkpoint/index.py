@@ -265,20 +265,14 @@ def merge(specs: Iterable[TensorSpec], tensors: Iterable[SavedTensor]) -> dict[K
         if spec is None:
             raise ValueError(f"rank 0 has no {tensor.spec.label}")
         if spec != tensor.spec:
-            raise ValueError(f"the ranks disagree on the {spec.label}: {_kind(spec)}, and {_kind(tensor.spec)}")
+            raise ValueError(f"the ranks disagree on the {spec.label}: {spec}, and {tensor.spec}")
         pieces[spec.key].extend(tensor.pieces)
-    merged = {key: SavedTensor(known[key], tuple(sorted(of, key=_start_of))) for key, of in pieces.items()}
+    merged = {
+        key: SavedTensor(known[key], tuple(sorted(of, key=operator.attrgetter("start")))) for key, of in pieces.items()
+    }
     for tensor in merged.values():
         check_whole(tensor)
     return merged
-
-
-_start_of = operator.attrgetter("start")
-
-
-def _kind(spec: TensorSpec) -> str:
-    arranged = f" in order {spec.order}" if spec.order else ""
-    return f"shape {spec.shape} and {spec.dtype}{arranged}{f', cut as {spec.cut}' if spec.cut else ''}"
 
 
 # -- as JSON -----------------------------------------------------------------------------------------------------------
