@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
 from ..figures import size
 from . import folder as folders
-from .index import BUFFER, PARAMETER, Index, Piece, SavedTensor
+from .index import BUFFER, PARAMETER, Index, SavedTensor
 from .plain import decode, dtype_name
-from .rank_file import Files, blocks_in, check_headers
-
-_THREADS = 8
+from .rank_file import Files, blocks_of_rank, check_headers
 
 
 @dataclass(frozen=True)
@@ -79,25 +76,14 @@ def _others(index: Index) -> Iterator[str]:
 
 
 def verify(folder: Path, index: Index) -> list[str]:
-    """Read every byte, several files at a time, and compare checksums. Returns what is wrong, a line each."""
-    pieces: dict[str, list[tuple[SavedTensor, Piece]]] = {}
-    for tensor in index.tensors.values():
-        for piece in tensor.pieces:
-            pieces.setdefault(piece.file, []).append((tensor, piece))
+    """Read every byte, file by file, and compare checksums. Returns what is wrong, a line each."""
     try:
         check_headers(folder, index, 0, 1)
     except CheckpointError as error:
         return [str(error)]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda of: _verify_file(folder, of), pieces.values())
-        return sorted(problem for of_file in found for problem in of_file)
-
-
-def _verify_file(folder: Path, pieces: list[tuple[SavedTensor, Piece]]) -> list[str]:
-    problems = []
+    problems: list[str] = []
     with Files(folder) as files:
-        pieces = sorted(pieces, key=lambda of: of[1].offset)
-        for block in (block for tensor, piece in pieces for block in blocks_in(tensor, piece)):
+        for block in blocks_of_rank([*index.tensors.values()], 0, 1):
             try:
                 files.read_block(block)
             except CheckpointError as error:

@@ -119,7 +119,7 @@ class Files(disk.OpenFiles):
         Raises CheckpointError, naming file and tensor.
         """
         parts = [part for tensor in tensors for part, _, _ in tensor.ranges(0, tensor.spec.numel)]
-        for block in _blocks_of_rank([*{part.spec.key: part for part in parts}.values()], rank, ranks):
+        for block in blocks_of_rank([*{part.spec.key: part for part in parts}.values()], rank, ranks):
             self.read_block(block)
 
     def read_into(self, target: Tensor, tensor: SavedTensor, start: int, arranged: Arrangement = WHOLE) -> None:
@@ -189,7 +189,7 @@ class ChecksumBlock(NamedTuple):
         return self.piece.crc32c[self.number]
 
 
-def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[ChecksumBlock]:
+def blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[ChecksumBlock]:
     """Choose the blocks of ``tensors`` that begin in the ``rank``-th part of their bytes, in the order of files."""
     pieces = [(piece, tensor) for tensor in tensors for piece in tensor.pieces]
     pieces.sort(key=lambda pair: (len(pair[0].file), pair[0].file, pair[0].offset))
@@ -198,7 +198,7 @@ def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> It
     begin = 0
     for piece, tensor in pieces:
         nbytes = piece.length * tensor.spec.dtype.itemsize
-        for block in blocks_in(tensor, piece) if begin < high and begin + nbytes > low else ():
+        for block in _blocks_of(tensor, piece.start, piece.end) if begin < high and begin + nbytes > low else ():
             if low <= begin + block.number * BLOCK_BYTES < high:
                 yield block
         begin += nbytes
@@ -216,11 +216,6 @@ def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[ChecksumBl
             continue
         for number in range(max(start - begin, 0) // most, -(-min(end - begin, length) // most)):
             yield ChecksumBlock(tensor.spec, begin + number * most, min(most, length - number * most), piece, number)
-
-
-def blocks_in(tensor: SavedTensor, piece: Piece) -> Iterator[ChecksumBlock]:
-    """Give all blocks of a piece."""
-    return _blocks_of(tensor, piece.start, piece.end)
 
 
 # -- state that was stored by a codec ----------------------------------------------------------------------------------
