@@ -172,8 +172,10 @@ def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, model, opt)
     checkpoint.save(tmp_path, model, opt, step=4)  # saved anew
     assert checkpoint.latest(tmp_path) == tmp_path / "step-4"
-    checkpoint.save(tmp_path, model, opt, step=5, keep_last=2)
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-4", "step-5"]
+    checkpoint.save(tmp_path, model, opt, step=5, keep_last=2)  # higher steps, of the branch that was left, stay
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-4", "step-5", "step-6", "step-8"]
+    checkpoint.save(tmp_path, model, opt, step=9, keep_last=2)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-5", "step-9"]
 
 
 def test_latest_is_the_newest_whole_one(two: Path) -> None:
@@ -215,7 +217,7 @@ def test_keep_last(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, model, opt, step=step)
     os.truncate(tmp_path / "step-4" / "rank-0.safetensors", 10)
     checkpoint.save(tmp_path, model, opt, step=3, keep_last=2)  # the damaged one does not count
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-5"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-4", "step-5"]
     os.truncate(tmp_path / "step-3" / "rank-0.safetensors", 10)
     checkpoint.save(tmp_path, model, opt, step=8, keep_last=2)  # nor is a whole one lost for it
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-3", "step-5", "step-8"]

@@ -205,13 +205,14 @@ def give_up(writing: Path) -> None:
     shutil.rmtree(writing, ignore_errors=True)
 
 
-def keep_newest(path: Path, count: int) -> None:
-    """Keep the ``count`` whole checkpoints that were saved last, and remove those that were saved before them."""
+def keep_newest(path: Path, step: int, count: int) -> None:
+    """Keep the ``count`` whole checkpoints that were saved last. Remove those saved before them, of lower steps than
+    ``step``: higher ones are of a branch that somebody has left, and may want."""
     there = sorted(_numbered(path), reverse=True)
     whole = (number for number, _, folder in there if problem_of(folder) is None)
     kept = list(itertools.islice(whole, count))
-    for number, _, folder in there if len(kept) == count else ():
-        if number < kept[-1] and _is_checkpoint(folder):
+    for number, of, folder in there if len(kept) == count else ():
+        if number < kept[-1] and of < step and _is_checkpoint(folder):
             remove(folder)
 
 

@@ -62,7 +62,8 @@ def save(
         scaler, scheduler: one or several. Rank 0's ``state_dict()`` is saved.
         data: an object such as a loader that knows its position. Each rank's own ``state_dict()`` is saved.
         extra: plain values of your own, rank 0's: numbers, strings, bytes, small tensors, lists, tuples, dicts.
-        keep_last: keep so many whole checkpoints, this one and those saved last before it. Remove the others.
+        keep_last: keep so many whole checkpoints, this one and those saved last before it. Remove the others, if their
+            step is lower than this one's.
         background: return when this rank's values are copied to host memory, and write them while training goes on. The
             memory is kept for the next save. The folder is there after ``wait()``, or the next ``save`` or ``load``:
             these wait, and raise what went wrong.
@@ -267,5 +268,5 @@ def _publish(writing: Path, written: Sequence[_Written], share: _Share) -> Path:
         writing, Index(share.step, tensors, files, headers, ranks=ranks, number=number, **share.described)
     )
     if share.keep_last is not None:
-        folders.keep_newest(folder.parent, share.keep_last)
+        folders.keep_newest(folder.parent, share.step, share.keep_last)
     return folder
