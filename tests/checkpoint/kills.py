@@ -34,7 +34,7 @@ for folder in (HERE.parent, HERE.parent / "train"):
         sys.path.insert(0, str(folder))
 
 from checkpoint_files import read_tensors  # noqa: E402
-from replacing_victim import live, without_exchange  # noqa: E402
+from replacing_victim import live  # noqa: E402
 from training import environment, read_log, saved_steps, without_speed, write_text  # noqa: E402
 
 PHASES = ("backward", "step", "save")
@@ -98,13 +98,12 @@ def assert_same(ours: Path, theirs: Path) -> None:
 # -- saves that replace ------------------------------------------------------------------------------------------------
 
 
-def calls_of_a_replacement(ranks: int, *, exchanges: bool) -> int:
-    """That change the disk: two syncs and an exchange, or two renames more; then each rank's file, the index, and their
-    folder are removed."""
-    return (3 if exchanges else 5) + ranks + 2
+def calls_of_a_replacement(ranks: int) -> int:
+    """That change the disk: two syncs and two renames; then each rank's file, the index and their folder go."""
+    return 4 + ranks + 2
 
 
-def job(folder: Path, ranks: int, last: int, at: int, *, exchanges: bool = True) -> tuple[int, str]:
+def job(folder: Path, ranks: int, last: int, at: int) -> tuple[int, str]:
     """The exit code of rank 0 of a job that ``live`` describes, or minus its signal; and what it said."""
     said, store = folder.with_name("said"), folder.with_name(f"store-{time.monotonic_ns()}")
     children = []
@@ -113,12 +112,12 @@ def job(folder: Path, ranks: int, last: int, at: int, *, exchanges: bool = True)
             warnings.simplefilter("ignore", DeprecationWarning)  # torch is loaded, and no thread of it has begun
             children.append(os.fork())
         if children[-1] == 0:
-            _live(said.with_name(f"said-{rank}"), folder, store, rank, ranks, last, at, exchanges)
+            _live(said.with_name(f"said-{rank}"), folder, store, rank, ranks, last, at)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     return codes[0], said.with_name("said-0").read_text()
 
 
-def _live(said: Path, folder: Path, store: Path, rank: int, ranks: int, last: int, at: int, exchanges: bool) -> None:
+def _live(said: Path, folder: Path, store: Path, rank: int, ranks: int, last: int, at: int) -> None:
     """In a process of its own, which ends here."""
     code = 1
     try:
@@ -126,8 +125,6 @@ def _live(said: Path, folder: Path, store: Path, rank: int, ranks: int, last: in
         out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        if not exchanges:
-            without_exchange()
         live(folder, store, rank, ranks, last, at)
         code = 0
     except BaseException as error:
@@ -142,8 +139,8 @@ def told(said: str, word: str) -> dict[int, str]:
     return {int(done): digest for _, done, digest in lines}
 
 
-def kill_replacing(folder: Path, ranks: int, deaths: Sequence[tuple[int, bool]]) -> tuple[int, int]:
-    """Two updates an attempt, with a save after each; the second dies at that call, with or without exchange.
+def kill_replacing(folder: Path, ranks: int, deaths: Sequence[int]) -> tuple[int, int]:
+    """Two updates an attempt, with a save after each; the second dies at that call.
 
     Returns how many died, and how many of them had the new checkpoint in its place. Raises AssertionError.
     """
@@ -151,9 +148,9 @@ def kill_replacing(folder: Path, ranks: int, deaths: Sequence[tuple[int, bool]])
     assert code == 0, said
     right = told(said, "resumed") | told(said, "saved")
     done, died, new = 0, 0, 0
-    for at, exchanges in [*deaths, (-1, True)]:
+    for at in [*deaths, -1]:
         before = done
-        code, said = job(folder, ranks, before + 2, at, exchanges=exchanges)
+        code, said = job(folder, ranks, before + 2, at)
         assert code == (0 if "saved" in said and before + 2 in told(said, "saved") else -9), said
         ((resumed, digest),) = told(said, "resumed").items()
         assert resumed >= before, f"{before} updates were saved, and {resumed} were found: {said}"
@@ -166,8 +163,7 @@ def kill_replacing(folder: Path, ranks: int, deaths: Sequence[tuple[int, bool]])
 
 def replace(kills: int, ranks: int, seed: int) -> None:
     generator = random.Random(seed)
-    ways = [number % 2 == 0 for number in range(kills)]
-    deaths = [(generator.randrange(calls_of_a_replacement(ranks, exchanges=way)), way) for way in ways]
+    deaths = [generator.randrange(calls_of_a_replacement(ranks)) for _ in range(kills)]
     with tempfile.TemporaryDirectory(prefix="kills-") as work:
         start = time.perf_counter()
         died, new = kill_replacing(Path(work) / "checkpoints", ranks, deaths)

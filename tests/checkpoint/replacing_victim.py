@@ -13,14 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from zero_optim import ShardedAdamW, checkpoint, full_state_dict
-from zero_optim.checkpoint import disk, folder
+from zero_optim.checkpoint import folder
 
-CALLS: list[tuple[Any, str]] = [(disk, "exchange"), (Path, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir")]
+CALLS: list[tuple[Any, str]] = [(Path, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir")]
 """All that changes what is on the disk, once the files of a checkpoint are written."""
-
-
-def without_exchange() -> None:
-    disk.exchange = lambda one, other: False
 
 
 def die_in_publishing(at: int) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
-from replacing_victim import die_in_publishing, without_exchange
+from replacing_victim import die_in_publishing
 from torch import nn
 from zero_optim import checkpoint
-from zero_optim.checkpoint import disk, folder
+from zero_optim.checkpoint import folder
 from zero_optim.checkpoint.folder import newest
 
 
@@ -38,12 +36,10 @@ def in_a_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def dying(publish: Callable[[], object], at: int, exchanges: bool) -> Callable[[], object]:
+def dying(publish: Callable[[], object], at: int) -> Callable[[], object]:
     """``publish``, whose process is killed as it comes to the ``at``-th call that changes the disk."""
 
     def work() -> None:
-        if not exchanges:
-            without_exchange()
         die_in_publishing(at)
         publish()
 
@@ -60,14 +56,11 @@ def prepared(path: Path) -> Callable[[], object]:
     return lambda: folder.publish_folder(writing, folder.step_folder(path, 0))
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_it_may_die_anywhere(tmp_path: Path, exchanges: bool) -> None:
-    if exchanges and not _can_exchange(tmp_path):
-        pytest.skip("this file system cannot exchange two folders")
+def test_it_may_die_anywhere(tmp_path: Path) -> None:
     seen = set()
     for at in range(20):
         path = tmp_path / f"{at}" / "checkpoints"
-        died = in_a_child(dying(prepared(path), at, exchanges)) == -signal.SIGKILL
+        died = in_a_child(dying(prepared(path), at)) == -signal.SIGKILL
         assert checkpoint.latest(path) is not None, at
         model = model_of(0)
         extra = checkpoint.load(path, model).extra
@@ -84,27 +77,6 @@ def test_it_may_die_anywhere(tmp_path: Path, exchanges: bool) -> None:
         if not died:
             break
     assert seen == {(True, 1), (True, 2), (False, 2)}
-
-
-def _can_exchange(path: Path) -> bool:
-    for name in ("one", "two"):
-        (path / name).mkdir()
-    done = disk.exchange(path / "one", path / "two")
-    for name in ("one", "two"):
-        shutil.rmtree(path / name)
-    return done
-
-
-def test_an_exchange_is_one(tmp_path: Path) -> None:
-    if not _can_exchange(tmp_path):
-        pytest.skip("this file system cannot exchange two folders")
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).touch()
-    assert disk.exchange(tmp_path / "one", tmp_path / "two")
-    assert os.listdir(tmp_path / "one") == ["two"] and os.listdir(tmp_path / "two") == ["one"]
-    with pytest.raises(FileNotFoundError):
-        disk.exchange(tmp_path / "one", tmp_path / "three")
 
 
 def test_one_that_was_put_aside_is_removed_with_the_others(tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ def test_a_job_that_goes_on_clips_by_the_same_bits(tmp_path: Path) -> None:
         last = run_ranks(2, _part, tmp_path / "parts", steps, _mixed, 0.5)[0]
     _same(last, through)
     index = (tmp_path / "parts/step-4/index.json").read_text()
-    assert '"version":5' in index and '"ShardedMuon"' in index and '"ShardedAdamW"' in index
+    assert '"ShardedMuon"' in index and '"ShardedAdamW"' in index
 
 
 def _moved(rank: int, world_size: int, folder: Path) -> None:

@@ -6,7 +6,7 @@ Saving reads them and loading writes them, both by way of ``values``. Stages dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.together import Ranks
-from ..errors import CheckpointError, ParameterError, StateMismatchError
+from ..errors import CheckpointError, ParameterError
 from ..params.marks import is_slice
 from ..params.param_shard import ParamShard, plain_parameter
 from ..params.parameter_set import plain_name
@@ -138,31 +138,19 @@ class TensorContents:
     def specs(self) -> list[TensorSpec]:
         return [holding.spec for holding in self.holdings]
 
-    def check_writable(self, read: Callable[[Holding, Tensor], bool]) -> None:
-        """Check, before the first tensor is written, that all can be.
-
-        ``read``: fills a flat tensor with what a holding is going to get; returns False where it gets nothing.
-
-        Raises ParameterError for a tensor that torch would not write; StateMismatchError where elements that share
-        their memory, as in an expanded tensor, would get different values.
-        """
+    def check_writable(self) -> None:
+        """Raise ParameterError, before the first tensor is written, for one that torch would not write."""
         for holding, tensor in zip(self.holdings, self._tensors, strict=True):
             if tensor.is_inference() and not torch.is_inference_mode_enabled():
                 raise ParameterError(
                     f"the {holding.spec.label} was made in torch.inference_mode(), and torch writes it nowhere else: "
                     "make the model outside, or give it a .clone() that is made outside"
                 )
-            if isinstance(tensor, ParamShard) or not _shares_elements(tensor):
-                continue
-            values = torch.zeros(tensor.numel(), dtype=tensor.dtype, device="cpu")
-            written = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            if read(holding, values):
-                _write(written, values.view(tensor.shape))
-                if not torch.equal(written.contiguous().view(-1).view(torch.uint8), values.view(torch.uint8)):
-                    raise StateMismatchError(
-                        f"the {holding.spec.label} is a view here, such as expand gives, of which several elements are "
-                        "one in memory, and they are to get different values: give the model a .clone() of it"
-                    )
+            if not isinstance(tensor, ParamShard) and _shares_elements(tensor):
+                raise ParameterError(
+                    f"the {holding.spec.label} is a view, such as expand gives, of which several elements are one in "
+                    "memory, and torch does not write it: give the model a .clone() of it"
+                )
 
     def values(self) -> Generator[Tensor]:
         for tensor in self._tensors:
@@ -245,13 +233,7 @@ def _flat_values(tensor: Tensor) -> Iterator[Tensor]:
     before = flat._version
     yield flat
     if flat._version != before:
-        _write(tensor, flat.view(tensor.shape))
-
-
-def _write(tensor: Tensor, values: Tensor) -> None:
-    """Write ``values``. Elements of an expanded tensor that share memory are written once; see ``check_writable``."""
-    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-    tensor[once].copy_(values[once])
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def _shares_elements(tensor: Tensor) -> bool:

@@ -7,9 +7,9 @@
     CHECKPOINTS/.replaced-step-100/  one that a new one of the same step takes the place of
     CHECKPOINTS/.removing-step-50/   one that is being removed
 
-Where a step is saved again, the two folders exchange their names in one call. Where the file system cannot do that, the
-old one is put aside by one rename, and the new one takes its place by a second. A job may die between the two. So
-a reader takes ``.replaced-step-N`` for a ``step-N`` that is missing, and the next save puts it back.
+Where a step is saved again, the old one is put aside by one rename, and the new one takes its place by a second. A job
+may die between the two. So a reader takes ``.replaced-step-N`` for a ``step-N`` that is missing, and the next save puts
+it back.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from . import disk, index
-from .index import Index
-from .index_reading import HEAD_BYTES, check_beside_tensors, from_json, lineage_from_json
-from .lineage import Lineage, Standing, standings
+from . import index
+from .index import HEAD_BYTES, Index, from_json, number_from_json, to_json
 from .plain import decode
 from .rank_file import crc32c
 
@@ -51,15 +49,21 @@ def step_of(folder: Path) -> int | None:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """List the checkpoints in ``path``, whole or not: the newest, those it came from, then those of branches left.
+    """List the checkpoints in ``path``, whole or not, the one that was saved last first.
 
-    See ``lineage``.
+    One whose number cannot be read comes before all others, so that it is named. A ``.replaced-step-N`` counts where
+    ``step-N`` is missing.
     """
-    return [standing.folder for standing in standings_in(path)]
+    return [folder for _, _, folder in _numbered(path)]
 
 
-def standings_in(path: Path) -> list[Standing]:
-    """Order checkpoints as ``checkpoints`` does. A ``.replaced-step-N`` counts where ``step-N`` is missing."""
+def next_number(path: Path) -> int:
+    """Give the number of the next save into ``path``."""
+    return max((number for number, _, _ in _numbered(path)), default=0) + 1
+
+
+def _numbered(path: Path) -> list[tuple[int, int, Path]]:
+    """List save number, step and folder of each checkpoint, in the order of ``checkpoints``. Number 0: unreadable."""
     try:
         found = {at: step for at in path.iterdir() if (step := step_of(at)) is not None and at.is_dir()}
     except FileNotFoundError:
@@ -68,8 +72,10 @@ def standings_in(path: Path) -> list[Standing]:
         raise CheckpointError(f"{path} is no folder: give that of a checkpoint, or one that holds some") from error
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    steps = {at: step for at, step in found.items() if _in_place(at) == at or _in_place(at) not in found}
-    return standings(steps, {at: _lineage_of(at) for at in steps})
+    there = [
+        (_number_of(at), step, at) for at, step in found.items() if _in_place(at) == at or _in_place(at) not in found
+    ]
+    return sorted(there, key=lambda one: (one[0] == 0, *one), reverse=True)
 
 
 def _in_place(folder: Path) -> Path:
@@ -77,15 +83,13 @@ def _in_place(folder: Path) -> Path:
     return folder.with_name(folder.name.removeprefix(_REPLACED))
 
 
-def _lineage_of(folder: Path) -> Lineage | None:
-    """Read the lineage from the first bytes of the index, or from all of it; None where it cannot be read."""
-    path = folder / index.NAME
+def _number_of(folder: Path) -> int:
+    """Read the save number from the first bytes of the index; 0 where it cannot be read."""
     try:
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-        return lineage_from_json(head, crc32c) or lineage_from_json(path.read_bytes(), crc32c)
+        with (folder / index.NAME).open("rb") as file:
+            return number_from_json(file.read(HEAD_BYTES), crc32c)
     except OSError:
-        return None
+        return 0
 
 
 def candidates(path: Path) -> list[Path]:
@@ -126,11 +130,8 @@ def begin(path: Path, step: int) -> None:
 def _clear(unfinished: Path) -> None:
     """Remove a folder that a job has died in; or rename it back, where it is the only checkpoint of its step."""
     folder = unfinished.with_name("step-" + unfinished.name.rpartition("-")[2])
-    # A ``.replaced-`` folder is put back whether or not it can be read just now. Earlier versions called these
-    # ``.removing-``, too: such a folder is put back if it is whole.
-    aside = unfinished.name.startswith(_REPLACED)
-    aside = aside or (unfinished.name.startswith(_REMOVING) and problem_of(unfinished) is None)
-    if aside and not os.path.lexists(folder):
+    # A ``.replaced-`` folder is put back whether or not it can be read just now.
+    if unfinished.name.startswith(_REPLACED) and not os.path.lexists(folder):
         unfinished.rename(folder)
     else:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -145,12 +146,7 @@ def publish(writing: Path, written: Index) -> Path:
     """Write the index, and give the folder its name: from then on the checkpoint is there, and whole."""
     folder = step_folder(writing.parent, written.step)
     try:
-        check_beside_tensors(written)  # a rate may have become NaN; what is said of tensors comes of what was written
-        text = written.to_json(crc32c)
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be written, as no load could read it: {error}") from error
-    try:
-        write_synced(writing / index.NAME, text)
+        write_synced(writing / index.NAME, to_json(written, crc32c))
         publish_folder(writing, folder)
     except OSError as error:
         raise gone(writing) or CheckpointError(f"{folder} could not be published: {error.strerror}") from error
@@ -191,19 +187,14 @@ def publish_folder(writing: Path, folder: Path) -> None:
     At every instant one of the two is there and whole; see above.
     """
     _sync_folder(writing)
-    replaced: Path | None = None
-    if not folder.exists():
+    replaced = _rename_away(folder, _REPLACED) if folder.exists() else None
+    try:
+        # Between the two renames nothing has the name: ``candidates`` and ``checkpoints`` find the old one.
         writing.rename(folder)
-    elif disk.exchange(writing, folder):
-        replaced = writing
-    # Two renames, between which nothing has the name: ``candidates`` and ``standings_in`` know where the old one is.
-    else:
-        replaced = _rename_away(folder, _REPLACED)
-        try:
-            writing.rename(folder)
-        except OSError:
+    except OSError:
+        if replaced is not None:
             replaced.rename(folder)
-            raise
+        raise
     _sync_folder(folder.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
@@ -214,21 +205,15 @@ def give_up(writing: Path) -> None:
     shutil.rmtree(writing, ignore_errors=True)
 
 
-def next_number(path: Path) -> int:
-    """Give the lineage number of the next checkpoint that is saved in ``path``."""
-    return max((standing.stamp.number for standing in standings_in(path)), default=0) + 1
-
-
-def keep_newest(path: Path, folder: Path, count: int) -> None:
-    """Keep ``count`` whole checkpoints: ``folder``, and those that it came from. Remove those that were saved before
-    these and have a lower step than ``folder``, on this branch or on one that was left."""
-    there = standings_in(path)
-    whole = (at for at in there if at.lives and (at.folder == folder or problem_of(at.folder) is None))
+def keep_newest(path: Path, step: int, count: int) -> None:
+    """Keep the ``count`` whole checkpoints that were saved last. Remove those saved before them, of lower steps than
+    ``step``: higher ones are of a branch that somebody has left, and may want."""
+    there = sorted(_numbered(path), reverse=True)
+    whole = (number for number, _, folder in there if problem_of(folder) is None)
     kept = list(itertools.islice(whole, count))
-    for standing in there if len(kept) == count else ():
-        older = standing.stamp < kept[-1].stamp and standing.stamp.step < (step_of(folder) or 0)
-        if older and _is_checkpoint(standing.folder):
-            remove(standing.folder)
+    for number, of, folder in there if len(kept) == count else ():
+        if number < kept[-1] and of < step and _is_checkpoint(folder):
+            remove(folder)
 
 
 def remove(folder: Path) -> None:
@@ -287,7 +272,7 @@ def read_index(folder: Path) -> Index:
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """Find the newest whole checkpoint in ``path``, the one that was saved last; None: there is none.
 
-    Whole as far as the index and the lengths of files tell. Where the last is not, the one that it came from counts.
+    Whole as far as the index and the lengths of files show. Where the last is not, the one saved before it counts.
     """
     return next((folder for folder in checkpoints(Path(path)) if problem_of(folder) is None), None)
 

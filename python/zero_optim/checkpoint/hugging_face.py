@@ -24,10 +24,9 @@ from ..rules.options import is_average
 from . import folder as folders
 from .contents import ColumnRanks, Holding, Names, contents_of_model
 from .disk import OpenFiles
-from .encoded import decoded
 from .index import BUFFER, PARAMETER, Index, SavedTensor
 from .matching import listed, shape_differs
-from .rank_file import Files, fill
+from .rank_file import Files, decoded, fill
 from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
 from .subject import make_subject
 
@@ -79,7 +78,7 @@ def export(
     Raises CheckpointError: there is no checkpoint; it is damaged; ``out`` cannot be written.
     """
     folder, index, _ = folders.newest(Path(path))
-    index = decoded(index, weights_alone=True)
+    index = decoded(index)
     weights = list(_weights(index, dtype, _check_average(index, average)))
     shards = _split(weights, max_shard_bytes)
     target = Path(out).absolute()
@@ -138,7 +137,6 @@ def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> It
 
 
 def _values(files: Files, weights: Sequence[_Weight]) -> Iterator[Tensor]:
-    files.expect((weight.source, 0, weight.source.spec.numel) for weight in weights)
     for weight in weights:
         whole = torch.empty(weight.source.spec.numel, dtype=weight.entry.dtype, device="cpu")
         files.read_into(whole, weight.source, 0)
@@ -197,14 +195,9 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     stored, told = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
     )
-    together(subject.comm, lambda: contents.check_writable(partial(_read_one, stored)), "load_safetensors")
+    together(subject.comm, contents.check_writable, "load_safetensors")
     together(subject.comm, lambda: _read(stored, contents.holdings, contents.values()), "load_safetensors")
     return told
-
-
-def _read_one(stored: Mapping[str, Stored], holding: Holding, values: Tensor) -> bool:
-    _read(stored, [holding], iter([values]))
-    return holding.spec.name in stored
 
 
 def _match(
@@ -238,7 +231,7 @@ def _match(
 def _find(path: Path) -> dict[str, Stored]:
     """Find every tensor in ``path``, by name. Raises CheckpointError."""
     if path.is_file() and path.name != _INDEX:
-        return read_header(path)[0]
+        return read_header(path)
     folder = path.parent if path.name == _INDEX else path
     if (folder / _INDEX).exists():
         try:
@@ -248,14 +241,14 @@ def _find(path: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{folder / _INDEX} cannot be read: {type(error).__name__}: {error}") from error
         stored: dict[str, Stored] = {}
         for name in sorted(files):
-            stored |= read_header(folder / name)[0]
+            stored |= read_header(folder / name)
         lost = [name for name in place if name not in stored]
         if lost:
             raise CheckpointError(f"{folder / _INDEX} names tensors that no file has: {listed(lost)}")
         return stored
     if not (folder / _ONE_FILE).exists():
         raise CheckpointError(f"{folder} has no {_ONE_FILE}, and no {_INDEX}")
-    return read_header(folder / _ONE_FILE)[0]
+    return read_header(folder / _ONE_FILE)
 
 
 def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Iterator[Tensor]) -> None:

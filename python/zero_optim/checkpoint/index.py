@@ -1,5 +1,8 @@
 """``index.json``: what a checkpoint holds, and where. Integers and plain values; no tensor is touched here.
 
+``to_json`` writes it with a checksum of its contents, and ``from_json`` compares that. What has the right checksum is
+what ``save`` has written, so values are not checked again.
+
 A checkpoint holds ordinary tensors under ordinary names. A tensor is cut into pieces: flat ranges, each an entry of one
 rank's file. The number of ranks, their stage and their buckets decide where the cuts are, and nothing else::
 
@@ -14,24 +17,21 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import ParameterError
+from ..errors import CheckpointError, ParameterError
 from ..params.arrangement import Arrangement, Cut
 from ..params.storage_order import StorageOrder
-from . import lineage
-from .lineage import Lineage
-from .plain import dtype_name
+from .plain import dtype_name, dtype_named
 
-FORMAT = "zero-optim checkpoint"
-VERSIONS = (1, 2, 3, 4, 5)
-"""Versions that are read. The lowest that suffices is written: 5 for an optimizer with several rules; 4 for state with
-a codec, or with values for rows of slices; 3 for a tensor with a ``cut``; 2 for one with an ``order``; else 1."""
-
+FORMAT, VERSION = "zero-optim checkpoint", 1
 NAME = "index.json"
+HEAD_BYTES = 1024
+"""So many bytes at the beginning of an index hold its save number."""
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensor, beside those that an update rule names."""
@@ -40,8 +40,7 @@ Key = tuple[str, str]
 """Kind and name of a tensor."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A flat range of a tensor in a file.
 
     Attributes:
@@ -54,7 +53,7 @@ class Piece:
     start: int
     length: int
     offset: int
-    crc32c: tuple[str, ...]
+    crc32c: Sequence[str]
 
     @property
     def end(self) -> int:
@@ -85,7 +84,7 @@ class TensorSpec:
     cut: Cut | None = None
     rows_of: tuple[int, ...] | None = None
 
-    @property
+    @functools.cached_property
     def key(self) -> Key:
         return self.kind, self.name
 
@@ -93,7 +92,7 @@ class TensorSpec:
     def label(self) -> str:
         return f"{self.kind} of {self.name!r}" if self.kind not in (PARAMETER, BUFFER) else f"{self.kind} {self.name!r}"
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -143,7 +142,7 @@ class SavedTensor:
     """A tensor of a checkpoint. ``pieces`` in ascending order; together they are all of it, each element once."""
 
     spec: TensorSpec
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
     def ranges(self, start: int, length: int) -> Iterator[tuple[SavedTensor, int, int]]:
         """Give what to read for ``length`` elements from ``start`` on: saved tensors, each with start and length."""
@@ -187,20 +186,21 @@ class Index:
     Attributes:
         step: of the training, as ``save`` was told.
         tensors: by kind and name.
-        files: bytes of each.
+        files: bytes of each. ``headers``: the checksum of the header of each.
         aliases: other names of tied parameters, and the name that each is saved under.
         module_states: what modules' ``get_extra_state`` gave, as plain values.
         schedulers, scalers: their state dicts, as plain values.
         ranks: of each rank that saved, its random states, and the position in the data that it was given.
         extra: what the user added.
         configuration, versions: how it came about, for people.
-        lineage: the place in the order of saving. It stands before the contents, not among them: to order many
-            checkpoints no more of each is read, and earlier versions of zero_optim pass over it.
+        number: of the save: one more than the highest in the folder before it. It stands before the contents, not among
+            them: to order many checkpoints no more of each is read.
     """
 
     step: int
     tensors: Mapping[Key, SavedTensor]
     files: Mapping[str, int]
+    headers: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     optimizers: Sequence[SavedOptimizer] = field(default_factory=list)
     module_states: Mapping[str, Any] = field(default_factory=dict)
@@ -210,7 +210,7 @@ class Index:
     extra: Any = None
     configuration: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    lineage: Lineage = Lineage()
+    number: int = 0
 
     @functools.cached_property
     def masters(self) -> list[str]:
@@ -239,41 +239,6 @@ class Index:
         counted = {name for name, count in steps.items() if count > 0}
         return counted | {name for kind, name in self.tensors if self.is_state(kind) and name not in steps}
 
-    def to_json(self, crc32c: Any) -> bytes:
-        """Write the index as JSON. ``crc32c``: gives the checksum of bytes, in hexadecimal."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "lineage"}
-        contents = {
-            **fields,
-            "tensors": [_tensor_to_json(tensor) for tensor in self.tensors.values()],
-            "optimizers": [_optimizer_to_json(optimizer) for optimizer in self.optimizers],
-        }
-        version = version_for([tensor.spec for tensor in self.tensors.values()], self.optimizers)
-        of_lineage = lineage.to_json(self.lineage)
-        of_lineage["crc32c"] = crc32c(canonical(of_lineage))
-        text = canonical(contents)
-        head = {"format": FORMAT, "version": version, "lineage": of_lineage, "crc32c": crc32c(text)}
-        return json.dumps(head, separators=(",", ":")).encode()[:-1] + b',"contents":' + text + b"}"
-
-
-def version_for(specs: Sequence[TensorSpec], optimizers: Sequence[SavedOptimizer]) -> int:
-    """Choose the lowest version of the format that can hold these."""
-    if _share_an_order(optimizers):
-        return 5
-    if any(optimizer.codecs for optimizer in optimizers) or any(spec.rows_of is not None for spec in specs):
-        return 4
-    if any(spec.cut is not None for spec in specs):
-        return 3
-    return 2 if any(spec.order is not None for spec in specs) else 1
-
-
-def _share_an_order(optimizers: Sequence[SavedOptimizer]) -> bool:
-    """Whether some are of one optimizer with several rules: each has the order of all their parameters."""
-    for optimizer in optimizers if len(optimizers) > 1 else ():
-        own = {name for group in optimizer.groups for name in group["params"]}
-        if not own.issuperset(optimizer.order):
-            return True
-    return False
-
 
 def check_whole(tensor: SavedTensor) -> None:
     """Raise ValueError unless the pieces are all of the tensor, each element once."""
@@ -300,38 +265,43 @@ def merge(specs: Iterable[TensorSpec], tensors: Iterable[SavedTensor]) -> dict[K
         if spec is None:
             raise ValueError(f"rank 0 has no {tensor.spec.label}")
         if spec != tensor.spec:
-            raise ValueError(f"the ranks disagree on the {spec.label}: {_kind(spec)}, and {_kind(tensor.spec)}")
+            raise ValueError(f"the ranks disagree on the {spec.label}: {spec}, and {tensor.spec}")
         pieces[spec.key].extend(tensor.pieces)
-    merged = {key: SavedTensor(known[key], tuple(sorted(of, key=_start_of))) for key, of in pieces.items()}
+    merged = {
+        key: SavedTensor(known[key], tuple(sorted(of, key=operator.attrgetter("start")))) for key, of in pieces.items()
+    }
     for tensor in merged.values():
         check_whole(tensor)
     return merged
 
 
-_start_of = operator.attrgetter("start")
+# -- as JSON -----------------------------------------------------------------------------------------------------------
 
 
-def _kind(spec: TensorSpec) -> str:
-    arranged = f" in order {spec.order}" if spec.order else ""
-    return f"shape {spec.shape} and {spec.dtype}{arranged}{f', cut as {spec.cut}' if spec.cut else ''}"
+def to_json(index: Index, crc32c: Callable[[bytes], str]) -> bytes:
+    """Write the index as JSON. ``crc32c``: gives the checksum of bytes, in hexadecimal."""
+    contents = {name: getattr(index, name) for name in index.__dataclass_fields__ if name != "number"}
+    contents["tensors"] = [_tensor_to_json(tensor) for tensor in index.tensors.values()]
+    contents["optimizers"] = [vars(optimizer) for optimizer in index.optimizers]
+    text = _dumps(contents)
+    save = {"number": index.number, "crc32c": crc32c(_dumps(index.number))}
+    head = {"format": FORMAT, "version": VERSION, "save": save, "crc32c": crc32c(text)}
+    return _dumps(head)[:-1] + b',"contents":' + text + b"}"
 
 
-def canonical(contents: Any) -> bytes:
-    """Give the bytes that a checksum is of: independent of the order in which an object's names were written."""
-    return json.dumps(contents, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _optimizer_to_json(optimizer: SavedOptimizer) -> dict[str, Any]:
-    described = {**vars(optimizer)}
-    if not optimizer.codecs:
-        del described["codecs"]
-    return described
+def _dumps(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
     spec = tensor.spec
-    described: dict[str, Any] = {"name": spec.name, "kind": spec.kind, "shape": spec.shape}
-    described |= {"dtype": dtype_name(spec.dtype), "pieces": [vars(piece) for piece in tensor.pieces]}
+    described: dict[str, Any] = {
+        "name": spec.name,
+        "kind": spec.kind,
+        "shape": spec.shape,
+        "dtype": dtype_name(spec.dtype),
+    }
+    described["pieces"] = [dict(zip(Piece._fields, piece, strict=True)) for piece in tensor.pieces]
     if spec.order is not None:
         described["order"] = spec.order
     if spec.rows_of is not None:
@@ -339,3 +309,59 @@ def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
     if spec.cut is not None:
         described["cut"] = [spec.cut.dim, spec.cut.sizes]
     return described
+
+
+def from_json(text: bytes, crc32c: Callable[[bytes], str], path: Path) -> Index:
+    """Read the index in ``text``, from ``path``. Raises CheckpointError for one that is damaged or foreign."""
+    try:
+        head, _, contents = text.partition(b',"contents":')
+        read = json.loads(head + b"}")
+        if read["format"] != FORMAT:
+            raise CheckpointError(f"{path} is not the index of a checkpoint of zero_optim")
+        if read["version"] != VERSION:
+            raise CheckpointError(
+                f"{path} has version {str(read['version'])[:20]} of the format, and this zero_optim reads version "
+                f"{VERSION}: use the zero_optim that wrote it"
+            )
+        if crc32c(contents[:-1]) != read["crc32c"] or contents[-1:] != b"}" or head + b"}" != _dumps(read):
+            raise CheckpointError(f"{path} is damaged: its checksum is not that of its contents")
+        return _from_contents(json.loads(contents[:-1]), _number(read, crc32c))
+    # The one place that answers for an index whose checksum is right and whose fields are not.
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged, or no index: {type(error).__name__}: {str(error)[:1000]}") from error
+
+
+def number_from_json(text: bytes, crc32c: Callable[[bytes], str]) -> int:
+    """Read the number of the save alone, from the first ``HEAD_BYTES`` of an index. 0: it cannot be read."""
+    try:
+        return _number(json.loads(text.partition(b',"contents":')[0] + b"}"), crc32c)
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return 0
+
+
+def _number(head: Mapping[str, Any], crc32c: Callable[[bytes], str]) -> int:
+    number = head["save"]["number"]
+    if crc32c(_dumps(number)) != head["save"]["crc32c"]:
+        raise ValueError("the checksum of its save number is another")
+    return int(number)
+
+
+def _from_contents(contents: dict[str, Any], number: int) -> Index:
+    tensors = map(_tensor_from_json, contents["tensors"])
+    optimizers = [SavedOptimizer(**optimizer) for optimizer in contents["optimizers"]]
+    by_key = {tensor.spec.key: tensor for tensor in tensors}
+    return Index(**{**contents, "tensors": by_key, "optimizers": optimizers, "number": number})
+
+
+def _tensor_from_json(read: Mapping[str, Any]) -> SavedTensor:
+    order, cut, rows_of = read.get("order"), read.get("cut"), read.get("rows_of")
+    spec = TensorSpec(
+        read["name"],
+        read["kind"],
+        tuple(read["shape"]),
+        dtype_named(read["dtype"]),
+        None if order is None else tuple(order),
+        None if cut is None else Cut(cut[0], tuple(cut[1])),
+        None if rows_of is None else tuple(rows_of),
+    )
+    return SavedTensor(spec, [Piece(**piece) for piece in read["pieces"]])

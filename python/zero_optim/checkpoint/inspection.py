@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError
 from ..figures import size
 from . import folder as folders
-from .index import BUFFER, PARAMETER, Index, Piece, SavedTensor
+from .index import BUFFER, PARAMETER, Index, SavedTensor
 from .plain import decode, dtype_name
-from .rank_file import Files, blocks_in, check_headers
-
-_THREADS = 8
+from .rank_file import Files, blocks_of_rank, check_headers
 
 
 @dataclass(frozen=True)
@@ -37,9 +31,7 @@ def describe(folder: Path, index: Index) -> str:
     widths = [max(len(getattr(row, field)) for row in (head, *rows)) for field in ("name", "shape", "dtype", "state")]
     lines = [f"{folder}: step {index.step}, {size(sum(index.files.values()))} in {len(index.files)} file(s)"]
     lines += [f"  {name}: {value}" for name, value in (*index.configuration.items(), *index.versions.items())]
-    if index.lineage.number:
-        after = f", after step {index.lineage.after[1]}" if index.lineage.after else ""
-        lines.append(f"  saved: as number {index.lineage.number} in its folder{after}")
+    lines.append(f"  saved: as number {index.number} in its folder")
     lines += [""]
     for row in (head, *rows):
         fields = zip((row.name, row.shape, row.dtype, row.state), widths, strict=True)
@@ -84,48 +76,19 @@ def _others(index: Index) -> Iterator[str]:
 
 
 def verify(folder: Path, index: Index) -> list[str]:
-    """Read every byte, several files at a time, and compare checksums. Returns what is wrong, a line each."""
-    pieces: dict[str, list[tuple[SavedTensor, Piece]]] = {}
-    for tensor in index.tensors.values():
-        for piece in tensor.pieces:
-            pieces.setdefault(piece.file, []).append((tensor, piece))
+    """Read every byte, file by file, and compare checksums. Returns what is wrong, a line each."""
     try:
         check_headers(folder, index, 0, 1)
     except CheckpointError as error:
         return [str(error)]
-    total = sum(piece.length * tensor.spec.dtype.itemsize for of in pieces.values() for tensor, piece in of)
     problems: list[str] = []
-    with _progress(total) as see, ThreadPoolExecutor(_THREADS) as pool:
-        running = [pool.submit(_verify_file, folder, of, see) for of in pieces.values()]
-        for done in as_completed(running):
-            problems += done.result()
-    return sorted(problems)
-
-
-def _verify_file(folder: Path, pieces: list[tuple[SavedTensor, Piece]], see: Any) -> list[str]:
-    problems = []
     with Files(folder) as files:
-        pieces = sorted(pieces, key=lambda of: of[1].offset)
-        files.expect((tensor, piece.start, piece.length) for tensor, piece in pieces)
-        for block in (block for tensor, piece in pieces for block in blocks_in(tensor, piece)):
+        for block in blocks_of_rank([*index.tensors.values()], 0, 1):
             try:
-                see(len(files.read_block(block)))
+                files.read_block(block)
             except CheckpointError as error:
                 problems.append(str(error))
     return problems
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """Show a bar, in a terminal and with tqdm."""
-    if sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-
-            with tqdm(total=total, unit="B", unit_scale=True, desc="checking", dynamic_ncols=True) as bar:
-                yield bar.update
-                return
-    yield lambda count: None
 
 
 def inspect(path: Path, *, quick: bool) -> tuple[str, list[str]]:

@@ -19,21 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm.collectives import Comm
 from ..comm.together import on_rank_0, together
 from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .background import wait
-from .contents import Contents, Holding, Names
-from .index import NAME, Index
-from .lineage import note_loaded
+from .contents import Contents, Names
+from .index import Index
 from .matching import Match
 from .plain import decode
-from .random_states import check_random_states, set_random_states
 from .rank_file import Files, check_headers, crc32c
-from .subject import LoadPlan, Subject, each, give_back, make_subject
+from .subject import LoadPlan, Subject, each, give_back, make_subject, set_random_states
 
 _WHERE = "checkpoint.load"
 
@@ -72,7 +70,7 @@ def load(
 
     Args:
         path: a checkpoint, or the folder of several: then the newest whole one, which is the one that was saved last.
-            Where that is damaged, a warning says so, and the one that it came from is loaded in its place.
+            Where that is damaged, a warning says so, and the one that was saved before it is loaded.
         model: sharded or not.
         opt: as it was given to ``save``: a ``ShardedOptimizer``, one of torch's, or several; None: the model alone.
         scaler, scheduler, data: objects with a ``load_state_dict``, which gets what ``save`` was given of them.
@@ -173,7 +171,7 @@ def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> L
     comm = subject.comm
     index = together(comm, lambda: _read_index(folder, comm), _WHERE)
     plan = together(comm, lambda: _plan(folder, index, subject, others, strict=strict), _WHERE)
-    own = together(comm, lambda: _own_of(folder, index, subject), _WHERE)
+    own = together(comm, lambda: _own_of(index, subject), _WHERE)
     together(comm, lambda: _verify(folder, comm, plan), _WHERE)
     with Undo() as undo:
         together(comm, lambda: subject.set_options(plan, undo), _WHERE)
@@ -183,7 +181,6 @@ def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> L
         undo.pop_all()  # from here on tensors are overwritten: there is no way back
     together(comm, lambda: _read(folder, subject.to_overwrite(plan), plan.matched), _WHERE)
     together(comm, lambda: subject.take_over(plan), _WHERE)
-    note_loaded(subject.model, folder.resolve(), index.lineage.number, folders.step_of(folder.resolve()))
     notes = [*plan.matched.misfits, *plan.matched.notes]
     # Last: what was done before may have drawn random numbers.
     if own is not None:
@@ -200,36 +197,21 @@ def _read_index(folder: Path, comm: Comm) -> Index:
     return index
 
 
-def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] | None:
+def _own_of(index: Index, subject: Subject) -> Mapping[str, Any] | None:
     """Decode random states and position in the data of this rank; None where more or fewer ranks saved than load."""
     if len(index.ranks) != subject.comm.world_size:
         return None
-    try:
-        own = decode(index.ranks[subject.comm.rank])
-        check_random_states(own["random"], subject.device)
-    except Exception as error:
-        raise CheckpointError(
-            f"{folder / NAME} cannot be read: what rank {subject.comm.rank} had of its own: "
-            f"{type(error).__name__}: {str(error)[:1000]}"
-        ) from error
-    return cast(Mapping[str, Any], own)
+    return cast(Mapping[str, Any], decode(index.ranks[subject.comm.rank]))
 
 
 def _verify(folder: Path, comm: Comm, plan: LoadPlan) -> None:
-    """Read and check all that is going to overwrite something. The ranks share this work."""
+    """Check that tensors can be overwritten, and read what is going to overwrite them. The ranks split this work."""
+    plan.model.check_writable()
     source = plan.matched.source
     with Files(folder) as files:
         specs = [spec for part in plan.overwritten for spec in part.specs]
         saved = [source[spec.key] for spec in specs if spec.key in source]
         files.verify(saved, comm.rank, comm.world_size)
-
-        def read(holding: Holding, values: Tensor) -> bool:
-            saved = source.get(holding.spec.key)
-            if saved is not None:
-                files.read_into(values, saved, holding.start, holding.spec.arrangement)
-            return saved is not None
-
-        plan.model.check_writable(read)
 
 
 def _plan(folder: Path, index: Index, subject: Subject, others: _Others, *, strict: bool) -> LoadPlan:
@@ -237,8 +219,6 @@ def _plan(folder: Path, index: Index, subject: Subject, others: _Others, *, stri
         plan = subject.plan(index)
     except StateMismatchError as error:
         raise StateMismatchError(f"{folder} does not fit: {error}") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder / NAME} cannot be read: {error}") from None
     misfits = plan.matched.misfits
     if subject.optimizers:
         misfits.extend(others.misfits(index))
@@ -254,12 +234,11 @@ def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
     """Fill this rank's holdings of ``parts``."""
     source = matched.source
     with Files(folder) as files:
-        holdings = [[(of, source.get(of.spec.key)) for of in part.holdings] for part in parts]
-        files.expect((saved, of.start, of.length) for part in holdings for of, saved in part if saved is not None)
-        for part, of_part in zip(parts, holdings, strict=True):
+        for part in parts:
             # Closed at once where reading fails: until then a page of offloaded state is on the device.
             with contextlib.closing(part.values()) as values:
                 # ``strict`` asks once more after the last tensor: only then is that one copied to where it belongs.
-                for (of, saved), flat in zip(of_part, values, strict=True):
+                for of, flat in zip(part.holdings, values, strict=True):
+                    saved = source.get(of.spec.key)
                     if saved is not None and of.length:
                         files.read_into(flat, saved, of.start, of.spec.arrangement)

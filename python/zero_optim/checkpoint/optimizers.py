@@ -16,63 +16,28 @@ from ..comm.together import Ranks
 from ..engine import Engine
 from ..errors import CheckpointError
 from ..params.arrangement import slice_counts
+from ..rules import RULES
 from ..rules.options import EMA_DECAY, listed_decays
 from ..rules.state_tensor import Per, StateTensor
 from ..rules.update_rule import UpdateRule, master_of, stored_for, tensors_for
 from ..step.saved_state import SavedState, is_rounded
 from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
-from .encoded import codec_of
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
-from .index_reading import SHARDED, same_state
 from .matching import Match, Wanted
 from .plain import decode, encode
+from .rank_file import codec_of
 from .state_dict import check_groups_fit, load_groups
 
-_ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay")
-ADAMS = same_state("AdamW")
+_SHARDED = "Sharded"
+"""The prefix of the names of our optimizers in an index. The rule's name follows."""
 
 
-class OptimizerPart(Contents, Protocol):
-    """An optimizer that is saved and loaded. As ``Contents`` it is the state to be saved."""
-
-    @property
-    def is_new(self) -> bool:
-        """Whether its state may be filled by a load that can fail: ``begin_anew`` undoes that."""
-
-    def begin_anew(self) -> None:
-        """Make the state what it is at construction."""
-
-    def steps(self) -> Mapping[str, float]:
-        """Updates that each parameter with state has had, by name. The host waits for the device."""
-
-    def describe(self) -> list[SavedOptimizer]:
-        """Give what the index holds beside tensors: an optimizer for each of its rules."""
-
-    def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
-        """Say what each rule takes from a checkpoint. ``saved_name``: of each parameter, its name there."""
-
-    def groups_of(
-        self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
-    ) -> list[dict[str, Any]]:
-        """Choose the options of each group: those of the saved group of that number; for None, its own.
-
-        Args:
-            saved, numbers: by rule; ``numbers`` are of the rule's groups.
-
-        Raises StateMismatchError for options that this optimizer cannot have, CheckpointError for ones that none can.
-        """
-
-    def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
-        """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
-
-    def to_fill(self, matched: Match) -> Contents:
-        """Give what is to be filled. State that begins anew has its first values already."""
-
-    def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Give the parameter groups their options."""
-
-    def take_over(self, matched: Match) -> None:
-        """Take over the steps, once the tensors have been filled."""
+def _same_state(name: str) -> frozenset[str]:
+    """List the optimizers with the same state as the one called ``name``, itself included."""
+    for own, rule in RULES.items():
+        if name in (f"{_SHARDED}{own}", *rule.counterparts):
+            return rule.counterparts | {f"{_SHARDED}{own}"}
+    return frozenset((name,))
 
 
 class ShardedPart:
@@ -134,11 +99,11 @@ class ShardedPart:
     @property
     def holdings(self) -> list[Holding]:
         found = []
+        held_by = {id(shard): Holders(*shard.bucket.flat.holders) for shard in self._engine.states.shards}
         for own in self._engine.states.state_pieces(stored=self._stored):
             start, length = own.tensor.span(own.piece.in_param, own.piece.numel)
-            held_by = Holders(*own.shard.bucket.flat.holders)
             spec, before = self._spec(own.piece.slot.param, own.tensor)
-            found.append(Holding(spec, before + start, length, held_by))
+            found.append(Holding(spec, before + start, length, held_by[id(own.shard)]))
         return found
 
     def values(self) -> Generator[Tensor]:
@@ -146,16 +111,20 @@ class ShardedPart:
 
     @property
     def is_new(self) -> bool:
+        """Whether its state may be filled by a load that can fail: ``begin_anew`` undoes that."""
         return not self._engine.states.started
 
     def begin_anew(self) -> None:
+        """Make the state what it is at construction."""
         self._engine.states.restart({*self._engine.parameters.trained})
 
     def steps(self) -> dict[str, float]:
+        """Updates that each parameter with state has had, by name. The host waits for the device."""
         counts = self._engine.hyper.steps.tolist()
         return {self._names[index]: counts[index] for index in self._engine.parameters.trained}
 
     def describe(self) -> list[SavedOptimizer]:
+        """Give what the index holds beside tensors: an optimizer for each rule."""
         steps, order = self.steps(), [self._names[index] for index in self._engine.reducer.layout.order]
         return [self._described_by(rule, steps, order) for rule in self._engine.rules.all]
 
@@ -166,7 +135,7 @@ class ShardedPart:
         counts = {name: count for name, count in steps.items() if name in own}
         codecs = {name: codec.name for name, codec in rule.codecs.items()}
         described = _described(groups, self._names_of_groups(rule))
-        return SavedOptimizer(f"{SHARDED}{rule.name}", described, counts, master_of(rule), order, codecs)
+        return SavedOptimizer(f"{_SHARDED}{rule.name}", described, counts, master_of(rule), order, codecs)
 
     def _groups_of(self, rule: UpdateRule) -> list[int]:
         """List the numbers of the rule's groups."""
@@ -180,6 +149,7 @@ class ShardedPart:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
+        """Say what each rule takes from a checkpoint. ``saved_name``: of each parameter, its name there."""
         trained = self._engine.parameters.trained
         frozen = frozenset(self._names[number] for number, p in trained.items() if not p.requires_grad)
         return [
@@ -190,10 +160,17 @@ class ShardedPart:
     def groups_of(
         self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
     ) -> list[dict[str, Any]]:
+        """Choose the options of each group: those of the saved group of that number; for None, its own.
+
+        Args:
+            saved, numbers: by rule; ``numbers`` are of the rule's groups.
+
+        Raises StateMismatchError for options that this optimizer cannot have.
+        """
         groups = list(self._groups)
         for rule, of, chosen in zip(self._engine.rules.all, saved, numbers, strict=True):
-            own, defaults = self._groups_of(rule), {**rule.defaults, **self._engine.settings.group_defaults}
-            for number, group in zip(own, _chosen([groups[n] for n in own], of, chosen, defaults), strict=True):
+            own = self._groups_of(rule)
+            for number, group in zip(own, _chosen([groups[n] for n in own], of, chosen), strict=True):
                 groups[number] = group
         for group, before in zip(groups, self._groups, strict=True):
             self._choose_decays(group, before)
@@ -208,13 +185,16 @@ class ShardedPart:
             group.setdefault(EMA_DECAY, own[EMA_DECAY])
 
     def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
+        """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
         index_of = {matched.saved_name[name]: index for index, name in enumerate(self._names)}
         names = dict.fromkeys(name for of in saved for name in of.order)
         order = [index_of[name] for name in names if index_of.get(name) in self._engine.parameters.trained]
         self._engine.reducer.restore_order(order)
 
     def to_fill(self, matched: Match) -> Contents:
-        self._engine.begin_load(self._saved_state(matched))
+        """Give what is to be filled. State that begins anew has its first values already."""
+        self._saved = self._saved_state(matched)
+        self._engine.begin_load(self._saved)
         return self
 
     def _saved_state(self, matched: Match) -> SavedState:
@@ -239,11 +219,12 @@ class ShardedPart:
         load_groups(self._groups, groups, self._engine.rules.by_group)
 
     def take_over(self, matched: Match) -> None:
-        self._engine.end_load(self._saved_state(matched))
+        """Take over the steps, once the tensors have been filled."""
+        self._engine.end_load(self._saved)
 
 
 class TorchPart(TensorContents):
-    """An optimizer of torch's: whatever tensors its state has, whole on every rank."""
+    """An optimizer of torch's: whatever tensors its state has, whole on every rank. See ``ShardedPart``."""
 
     def __init__(self, opt: torch.optim.Optimizer, names: Names, ranks: Ranks) -> None:
         self._opt, self._ranks = opt, ranks
@@ -290,15 +271,12 @@ class TorchPart(TensorContents):
         for name in self._names.values():
             there = [index.tensors.get((kind, saved_name[name])) for kind in kinds]
             specs += [TensorSpec(name, saved.spec.kind, saved.spec.shape, saved.spec.dtype) for saved in there if saved]
-        takes = same_state(type(self._opt).__name__)
-        if takes == ADAMS and all(saved.name in takes for saved in index.optimizers):
-            _check_counted(index.steps(), specs, saved_name)
-        return [Wanted(specs, self._names_of_groups(), takes=takes)]
+        return [Wanted(specs, self._names_of_groups(), takes=_same_state(type(self._opt).__name__))]
 
     def groups_of(
         self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
     ) -> list[dict[str, Any]]:
-        return _chosen(self._opt.param_groups, saved[0], numbers[0], self._opt.defaults)
+        return _chosen(self._opt.param_groups, saved[0], numbers[0])
 
     def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
         pass
@@ -327,11 +305,8 @@ class TorchPart(TensorContents):
         self._opt.load_state_dict({"state": state, "param_groups": self._opt.state_dict()["param_groups"]})
 
 
-def _check_counted(steps: Mapping[str, float], specs: Sequence[TensorSpec], saved_name: Mapping[str, str]) -> None:
-    """Raise CheckpointError where updates were not counted: an Adam of torch's would fail in its next step."""
-    counts = {name: steps.get(name) for name in (saved_name[spec.name] for spec in specs)}
-    if len({type(count) for count in counts.values()}) > 1 or None in counts.values():
-        raise CheckpointError(f"updates are not counted alike of all its parameters: {dict(list(counts.items())[:5])}")
+OptimizerPart = ShardedPart | TorchPart
+"""An optimizer that is saved and loaded. As ``Contents`` it is the state to be saved."""
 
 
 def make_part(opt: Any, names: Names, ranks: Ranks, *, stored: bool) -> OptimizerPart:
@@ -366,22 +341,9 @@ def _described(groups: Mapping[int, Mapping[str, Any]], names: Sequence[Sequence
 
 
 def _chosen(
-    groups: Sequence[dict[str, Any]],
-    saved: SavedOptimizer,
-    numbers: Sequence[int | None],
-    defaults: Mapping[str, Any],
+    groups: Sequence[dict[str, Any]], saved: SavedOptimizer, numbers: Sequence[int | None]
 ) -> list[dict[str, Any]]:
     there = [{**decode({**group, "params": None}), "params": group["params"]} for group in saved.groups]
-    for number, group in enumerate(there):
-        missing = [option for option in _ADAM_OPTIONS if option in defaults and option not in group]
-        if missing and saved.name in ADAMS:
-            raise CheckpointError(f"parameter group {number} has no {missing[0]}")
-        for option, default in defaults.items():
-            if option in group and option != EMA_DECAY and not _alike(group[option], default):
-                raise CheckpointError(
-                    f"parameter group {number} has {option} {str(group[option])[:100]}, where the optimizer's own is "
-                    f"{default!r}"
-                )
     chosen = [
         copy.copy(group) if number is None else {**there[number], "params": group["params"]}
         for group, number in zip(groups, numbers, strict=True)
@@ -399,17 +361,3 @@ def _join_aliases(groups: Sequence[Mapping[str, Any]], chosen: Sequence[dict[str
                 known = first.setdefault(id(own), value)
                 if known.dtype == value.dtype and torch.equal(known, value):
                     options[option] = known
-
-
-def _alike(value: Any, other: Any) -> bool:
-    """Tell whether both may be values of one option: numbers, flags, texts, or several of them. NaN is no number."""
-    if value is None or other is None:
-        return other is None or isinstance(other, bool)
-    if isinstance(other, list | tuple):
-        return isinstance(value, list | tuple) and len(value) == len(other) and all(map(_alike, value, other))
-    if isinstance(other, bool | str):
-        return type(value) is type(other)
-    if isinstance(other, int | float | Tensor):
-        plain = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-        return plain or (isinstance(value, Tensor) and value.numel() == 1)
-    return True

@@ -1,31 +1,31 @@
 """A rank's file of a checkpoint: flat pieces of tensors, with a checksum for each block.
 
-Pieces are found by the index. Each file's header repeats what the index says of it: before anything is loaded, the
-ranks compare the two, each rank for a part of the files.
+Pieces are found by the index, which also has the checksum of each file's header. Before anything is loaded, the ranks
+check the headers, each rank those of a part of the files.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..params.arrangement import WHOLE, Arrangement, read_arranged
-from . import disk
-from .index import FlatRange, Index, Piece, SavedTensor, TensorSpec
-from .safetensors_file import BLOCK_BYTES, NAMES, Entry, read_header, write_entries
+from zero_kernels import ROW
 
-_TENSORS = "tensors"
-"""In the metadata of a file: shape and order of the tensors that its entries are pieces of, as JSON."""
+from ..errors import CheckpointError
+from ..params.arrangement import WHOLE, Arrangement, read_arranged, slice_counts
+from ..rules.codec import CODECS, Codec
+from ..rules.state_tensor import Per, StateTensor
+from . import disk
+from .index import PARAMETER, FlatRange, Index, Key, Piece, ReadRange, SavedTensor, TensorSpec
+from .safetensors_file import BLOCK_BYTES, NAMES, Entry, write_entries
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
         target.copy_(where)
 
 
-def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]) -> list[SavedTensor]:
-    """Write a file of ``portions``, synced to the disk. Returns what the index is to hold of it.
+def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]) -> tuple[str, list[SavedTensor]]:
+    """Write a file of ``portions``, synced to the disk. Returns the checksum of its header, and what it holds.
 
     Args:
         values: of each portion [length], in the same order; each is written before the next is asked for.
@@ -79,52 +79,29 @@ def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]
     """
     entries = [Entry(portion.key, portion.spec.dtype, (portion.length,)) for portion in portions]
     checksums: list[str] = []
-    described = json.dumps({portion.key: _described(portion.spec) for portion in portions}, separators=(",", ":"))
-    see = lambda block: checksums.append(crc32c(block))  # noqa: E731
-    offsets = write_entries(path, entries, values, see, {_TENSORS: described})
-    each = iter(checksums)
-    written = []
+    header, offsets = write_entries(path, entries, values, lambda block: checksums.append(crc32c(block)))
+    written, first = [], 0
     for portion, offset in zip(portions, offsets, strict=True):
-        own = tuple(next(each) for _ in range(-(-portion.nbytes // BLOCK_BYTES)))
-        written.append(SavedTensor(portion.spec, (Piece(path.name, portion.start, portion.length, offset, own),)))
-    return written
+        own = checksums[first : (first := first - (-portion.nbytes // BLOCK_BYTES))]
+        written.append(SavedTensor(portion.spec, [Piece(path.name, portion.start, portion.length, offset, own)]))
+    return crc32c(header), written
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def check_headers(folder: Path, index: Index, rank: int, ranks: int) -> None:
-    """Raise CheckpointError where a file does not hold what the index says. This rank checks every ``ranks``-th."""
-    mine = sorted(index.files)[rank::ranks]
-    expected: dict[str, dict[str, tuple[TensorSpec, Piece]]] = {name: {} for name in mine}
-    for tensor in index.tensors.values():
-        for piece in tensor.pieces:
-            if piece.file in expected:
-                expected[piece.file][Portion(tensor.spec, piece.start, piece.length).key] = (tensor.spec, piece)
-    for name in mine:
-        _check_header(folder / name, expected[name])
-
-
-def _check_header(path: Path, expected: Mapping[str, tuple[TensorSpec, Piece]]) -> None:
-    stored, metadata = read_header(path)
-    if stored.keys() != expected.keys():
-        odd = min(stored.keys() ^ expected.keys())
-        raise CheckpointError(f"{path} and the index differ: {odd!r} is in {'it' if odd in stored else 'that'} alone")
-    try:
-        described = dict(json.loads(metadata[_TENSORS])) if _TENSORS in metadata else {}  # of earlier versions
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: its header cannot be read: {error}") from error
-    for key, (spec, piece) in expected.items():
-        there = stored[key]
-        same = (there.entry.dtype, there.entry.shape, there.offset) == (spec.dtype, (piece.length,), piece.offset)
-        if not same or (described and described.get(key) != _described(spec)):
-            raise CheckpointError(f"{path} and the index differ on the {spec.label}: on its dtype, shape or place")
-
-
-def _described(spec: TensorSpec) -> list[Any]:
-    """Describe the whole tensor of a piece, beside its entry: shape and arrangement."""
-    cut = [] if spec.cut is None else [[spec.cut.dim, list(spec.cut.sizes)]]
-    return [list(spec.shape), None if spec.order is None else list(spec.order), *cut]
+    """Raise CheckpointError where the header of a file is damaged. This rank checks every ``ranks``-th."""
+    for name in sorted(index.files)[rank::ranks]:
+        path = folder / name
+        try:
+            with path.open("rb") as file:
+                length = file.read(8)
+                header = length + file.read(min(int.from_bytes(length, "little"), index.files[name]))
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+        if crc32c(header) != index.headers.get(name):
+            raise CheckpointError(f"{path} is damaged: its header has another checksum")
 
 
 class Files(disk.OpenFiles):
@@ -133,9 +110,8 @@ class Files(disk.OpenFiles):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self._paths: dict[str, Path] = {}  # of files by name: to join them for each block takes longer than to read it
-        self._coming: Iterator[ChecksumBlock] = iter(())
-        self._ahead = 0  # bytes announced to the disk, and not read yet
+        self._prefix = f"{folder}/"  # to join paths for each block takes longer than to read it
+        self._ahead: dict[int, int] = {}  # of open files, where the range ends that the disk is reading ahead
 
     def verify(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> None:
         """Read and check a ``ranks``-th of these, by the order in the files: much of it this rank soon reads again.
@@ -143,23 +119,8 @@ class Files(disk.OpenFiles):
         Raises CheckpointError, naming file and tensor.
         """
         parts = [part for tensor in tensors for part, _, _ in tensor.ranges(0, tensor.spec.numel)]
-        mine = partial(_blocks_of_rank, list({part.spec.key: part for part in parts}.values()), rank, ranks)
-        self._coming, self._ahead = mine(), 0
-        for block in mine():
+        for block in blocks_of_rank([*{part.spec.key: part for part in parts}.values()], rank, ranks):
             self.read_block(block)
-
-    def expect(self, ranges: Iterable[tuple[SavedTensor, int, int]]) -> None:
-        """Announce what will be read, in this order: ranges as tensor, first element, length.
-
-        While a block is read, the disk is told of the next ones, ``RUN_BYTES`` ahead.
-        """
-        self._coming = (
-            block
-            for tensor, start, length in ranges
-            for part, first, count in tensor.ranges(start, length)
-            for block in _blocks_of(part, first, first + count)
-        )
-        self._ahead = 0
 
     def read_into(self, target: Tensor, tensor: SavedTensor, start: int, arranged: Arrangement = WHOLE) -> None:
         """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on.
@@ -181,37 +142,28 @@ class Files(disk.OpenFiles):
 
     def read_block(self, block: ChecksumBlock) -> bytes:
         """Read a block's bytes, and check them."""
-        path = self._path_of(block)
-        self._read_ahead(block.nbytes)
+        name, nbytes, offset = block.piece.file, block.nbytes, block.offset
         try:
-            data = os.pread(self.descriptor(path), block.nbytes, block.offset)
+            file = self.descriptor(self._prefix + name)
+            self._read_ahead(file, offset)
+            data = os.pread(file, nbytes, offset)
         except OSError as error:
-            raise self._refusal(block, error) from error
-        if len(data) < block.nbytes:
-            raise CheckpointError(f"{path} ends in the midst of the {block.spec.label}: it was cut off")
+            path = self.folder / name
+            raise CheckpointError(f"{path}, which holds the {block.spec.label}: {error.strerror}") from error
+        if len(data) < nbytes:
+            raise CheckpointError(f"{self.folder / name} ends in the midst of the {block.spec.label}: it was cut off")
         if crc32c(data) != block.crc32c:
-            bytes_of = f"bytes {block.offset:,} to {block.offset + block.nbytes:,}, of the {block.spec.label}"
-            raise CheckpointError(f"{path} is damaged: {bytes_of}, have another checksum")
+            bytes_of = f"bytes {offset:,} to {offset + nbytes:,}, of the {block.spec.label}"
+            raise CheckpointError(f"{self.folder / name} is damaged: {bytes_of}, have another checksum")
         return data
 
-    def _path_of(self, block: ChecksumBlock) -> Path:
-        name = block.piece.file
-        if name not in self._paths:
-            self._paths[name] = self.folder / name
-        return self._paths[name]
-
-    def _refusal(self, block: ChecksumBlock, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self._path_of(block)}, which holds the {block.spec.label}: {error.strerror}")
-
-    def _read_ahead(self, nbytes: int) -> None:
-        """Announce further blocks to the disk, in place of ``nbytes`` that are going to be read now."""
-        self._ahead = max(self._ahead - nbytes, 0)
-        while self._ahead < disk.RUN_BYTES and (block := next(self._coming, None)) is not None:
-            try:
-                disk.will_read(self.descriptor(self._path_of(block)), block.offset, block.nbytes)
-            except OSError as error:
-                raise self._refusal(block, error) from error
-            self._ahead += block.nbytes
+    def _read_ahead(self, file: int, offset: int) -> None:
+        """Keep the disk reading between a half and all of ``RUN_BYTES`` ahead of ``offset``."""
+        ahead = self._ahead.get(file, 0)
+        begin = ahead if offset <= ahead <= offset + disk.RUN_BYTES else offset
+        if begin - offset <= disk.RUN_BYTES // 2:
+            self._ahead[file] = offset + disk.RUN_BYTES
+            disk.will_read(file, begin, self._ahead[file] - begin)
 
 
 class ChecksumBlock(NamedTuple):
@@ -237,7 +189,7 @@ class ChecksumBlock(NamedTuple):
         return self.piece.crc32c[self.number]
 
 
-def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[ChecksumBlock]:
+def blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[ChecksumBlock]:
     """Choose the blocks of ``tensors`` that begin in the ``rank``-th part of their bytes, in the order of files."""
     pieces = [(piece, tensor) for tensor in tensors for piece in tensor.pieces]
     pieces.sort(key=lambda pair: (len(pair[0].file), pair[0].file, pair[0].offset))
@@ -246,7 +198,7 @@ def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> It
     begin = 0
     for piece, tensor in pieces:
         nbytes = piece.length * tensor.spec.dtype.itemsize
-        for block in blocks_in(tensor, piece) if begin < high and begin + nbytes > low else ():
+        for block in _blocks_of(tensor, piece.start, piece.end) if begin < high and begin + nbytes > low else ():
             if low <= begin + block.number * BLOCK_BYTES < high:
                 yield block
         begin += nbytes
@@ -266,6 +218,88 @@ def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[ChecksumBl
             yield ChecksumBlock(tensor.spec, begin + number * most, min(most, length - number * most), piece, number)
 
 
-def blocks_in(tensor: SavedTensor, piece: Piece) -> Iterator[ChecksumBlock]:
-    """Give all blocks of a piece."""
-    return _blocks_of(tensor, piece.start, piece.end)
+# -- state that was stored by a codec ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EncodedTensor(SavedTensor):
+    """A tensor that was stored by a codec, read as the logical fp32 tensor, whose ``spec`` it has.
+
+    Rows are counted in each slice of a parameter from its first element on, as the elements lie in memory::
+
+        exp_avg of a [3, 100], cut in two along dimension 1     slice 0: 150 elements, 2 rows     slice 1: 150, 2 rows
+        exp_avg_int8     |<------ 150 ------>|<------ 150 ------>|
+        exp_avg_scale    |  0  |  1          |  2  |  3          |
+
+    Attributes:
+        codec: the codec.
+        stored: the tensors that were saved, as the codec lists them.
+    """
+
+    codec: Codec
+    stored: Sequence[SavedTensor]
+
+    def ranges(self, start: int, length: int) -> Iterator[tuple[SavedTensor, int, int]]:
+        for low, high, row in self._runs(start, start + length):
+            yield from self._of_run(low, high, row)
+
+    def read(self, target: Tensor, start: int, read: ReadRange) -> None:
+        for low, high, row in self._runs(start, start + target.numel()):
+            flats = []
+            for part, first, length in self._of_run(low, high, row):
+                flats.append(torch.empty(length, dtype=part.spec.dtype, device="cpu"))
+                # The parameter may have been written with its elements in another order than its state.
+                there = part.spec.arrangement
+                here = self.spec.arrangement if part.spec.kind == PARAMETER else there
+                read_arranged(flats[-1], first, part.spec.shape, (here, there), partial(read, part))
+            values = self.codec.decode_flat(self._tensor, flats)
+            first = max(start, low)
+            target[first - start : high - start].copy_(values[first - low :])
+
+    def _of_run(self, low: int, high: int, row: int) -> Iterator[tuple[SavedTensor, int, int]]:
+        """Give what to read of each stored tensor for a run, whose first row is number ``row``."""
+        for part, of in zip(self.stored, self.codec.read_of(self._tensor), strict=True):
+            yield part, *((row, -(-(high - low) // ROW)) if of.per is Per.ROW else (low, high - low))
+
+    @property
+    def _tensor(self) -> StateTensor:
+        return StateTensor(self.spec.kind)
+
+    def _runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Give the runs that hold the elements ``start`` to ``end``, one a slice, each from the beginning of a row on:
+        first element, end, and number of the first row."""
+        begin, rows = 0, 0
+        for count in self._slices():
+            low, high = max(start, begin), min(end, begin + count)
+            if low < high:
+                first = (low - begin) // ROW
+                yield begin + first * ROW, high, rows + first
+            begin, rows = begin + count, rows + -(-count // ROW)
+
+    def _slices(self) -> Sequence[int]:
+        """Elements of each slice."""
+        of_rows = next((part.spec.rows_of for part in self.stored if part.spec.rows_of is not None), None)
+        return of_rows or slice_counts(self.spec.shape, self.spec.cut)
+
+
+def codec_of(saved: SavedTensor) -> Codec | None:
+    """Give the codec that ``saved`` was stored by; None: it holds the values themselves."""
+    return saved.codec if isinstance(saved, EncodedTensor) else None
+
+
+def decoded(index: Index) -> Index:
+    """Put logical tensors in ``index`` in place of those that codecs have stored."""
+    tensors: dict[Key, SavedTensor] = dict(index.tensors)
+    for optimizer in index.optimizers:
+        names = [name for group in optimizer.groups for name in group["params"]]
+        for kind, codec_name in optimizer.codecs.items():
+            codec = CODECS[codec_name]
+            for name in names:
+                keys = [(part.name, name) for part in codec.read_of(StateTensor(kind))]
+                if keys[0] in index.tensors:
+                    parts = [index.tensors[key] for key in keys if key in index.tensors]
+                    spec = replace(parts[0].spec, kind=kind, dtype=torch.float32)
+                    tensors[kind, name] = EncodedTensor(spec, (), codec, parts)
+                    for part in codec.parts(StateTensor(kind)):
+                        tensors.pop((part.name, name), None)
+    return replace(index, tensors=tensors)

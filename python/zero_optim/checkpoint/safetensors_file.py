@@ -76,8 +76,8 @@ def write_entries(
     values: Iterable[Tensor],
     see: Callable[[bytes], None] = lambda block: None,
     metadata: Mapping[str, str] | None = None,
-) -> list[int]:
-    """Write a new file, synced to the disk. Returns where each entry's values begin in it, in bytes.
+) -> tuple[bytes, list[int]]:
+    """Write a new file, synced to the disk. Returns its header, and where each entry's values begin, in bytes.
 
     Args:
         values: of each entry, flat, in the same order; each is written before the next is asked for.
@@ -106,7 +106,7 @@ def write_entries(
             os.close(file)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror} after {done:,} of {total:,} bytes") from error
-    return offsets
+    return header, offsets
 
 
 def _layout(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
@@ -183,8 +183,8 @@ class Stored:
     offset: int
 
 
-def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
-    """Read a file's entries, by name, and its metadata.
+def read_header(path: Path) -> dict[str, Stored]:
+    """Read a file's entries, by name.
 
     Raises CheckpointError for one that is damaged, cut off, or of another format.
     """
@@ -195,17 +195,15 @@ def read_header(path: Path) -> tuple[dict[str, Stored], Mapping[str, Any]]:
             if size < 8 or length > min(size - 8, _MOST_HEADER):
                 raise CheckpointError(f"{path} is no safetensors file, or was cut off")
             described: dict[str, Any] = json.loads(file.read(length))
-            stored = {
+            return {
                 name: _stored(path, name, of, 8 + length, size)
                 for name, of in described.items()
                 if name != "__metadata__"
             }
-            metadata = dict(described.get("__metadata__", {}))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is no safetensors file, or is damaged: {error}") from error
-    return stored, metadata
 
 
 def _stored(path: Path, name: str, described: Mapping[str, Any], values: int, size: int) -> Stored:

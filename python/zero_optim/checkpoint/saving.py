@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import socket
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,11 +27,9 @@ from . import folder as folders
 from .background import SAVE_BUFFER, SaveBuffer, start, wait
 from .contents import Contents, Holders, Holding, Names
 from .index import Index, SavedTensor, TensorSpec, merge
-from .lineage import Lineage, Stamp, came_from, note_saved
 from .plain import encode
-from .random_states import read_random_states
 from .rank_file import Portion, check_dtype, crc32c, write_file
-from .subject import Subject, each, make_subject
+from .subject import Subject, each, make_subject, read_random_states
 
 _WHERE = "checkpoint.save"
 
@@ -65,8 +62,8 @@ def save(
         scaler, scheduler: one or several. Rank 0's ``state_dict()`` is saved.
         data: an object such as a loader that knows its position. Each rank's own ``state_dict()`` is saved.
         extra: plain values of your own, rank 0's: numbers, strings, bytes, small tensors, lists, tuples, dicts.
-        keep_last: keep so many whole checkpoints, of this one and those that it came from. Remove those saved before
-            them, if their step is lower than this one's.
+        keep_last: keep so many whole checkpoints, this one and those saved last before it. Remove the others, if their
+            step is lower than this one's.
         background: return when this rank's values are copied to host memory, and write them while training goes on. The
             memory is kept for the next save. The folder is there after ``wait()``, or the next ``save`` or ``load``:
             these wait, and raise what went wrong.
@@ -85,7 +82,6 @@ def save(
     absolute = together(comm, lambda: Path(path).absolute(), _WHERE)  # a thread may write there, later
     subject.come_to_rest()
     share = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
-    share = replace(share, after=came_from(model, absolute), model=weakref.ref(model))
     writing = _begin(comm, absolute, share.step)
     if not background:
         return _save(comm, writing, share)
@@ -105,7 +101,6 @@ class _Share:
         specs: of all tensors, whichever ranks write them.
         portions: what this rank writes of the tensors. ``values``: gives the elements of each.
         described: what the index says beside tensors. ``own``: what it says of this rank.
-        after: the checkpoint that ``model`` came from.
     """
 
     step: int
@@ -115,8 +110,6 @@ class _Share:
     described: Mapping[str, Any]
     own: Mapping[str, Any]
     keep_last: int | None
-    after: Stamp | None = None
-    model: Callable[[], nn.Module | None] = lambda: None
 
     def with_values_copied(self, buffer: SaveBuffer) -> _Share:
         """Copy the values, and make a share of the copies: training may go on."""
@@ -126,9 +119,10 @@ class _Share:
 
 @dataclass(frozen=True)
 class _Written:
-    """The report of a rank that has written ``nbytes`` to its file."""
+    """The report of a rank that has written ``nbytes`` to its file. ``header``: the checksum of the file's header."""
 
     nbytes: int
+    header: str
     tensors: Sequence[SavedTensor]
     own: Mapping[str, Any]
 
@@ -241,8 +235,8 @@ def _write(writing: Path, rank: int, share: _Share) -> _Written:
     """Write this rank's file, synced to the disk."""
     file = writing / folders.rank_file_name(rank)
     try:
-        tensors = write_file(file, share.portions, share.values())
-        return _Written(file.stat().st_size, tensors, share.own)
+        header, tensors = write_file(file, share.portions, share.values())
+        return _Written(file.stat().st_size, header, tensors, share.own)
     except (CheckpointError, FileNotFoundError) as error:
         if (removed := folders.gone(writing)) is None:
             raise
@@ -265,15 +259,14 @@ def _publish(writing: Path, written: Sequence[_Written], share: _Share) -> Path:
         tensors = merge(share.specs, (tensor for of_rank in written for tensor in of_rank.tensors))
     except ValueError as error:
         raise CheckpointError(f"{writing} was not written whole: {error}") from error
-    files = {folders.rank_file_name(rank): of_rank.nbytes for rank, of_rank in enumerate(written)}
+    by_file = {folders.rank_file_name(rank): of_rank for rank, of_rank in enumerate(written)}
+    files = {name: of_rank.nbytes for name, of_rank in by_file.items()}
+    headers = {name: of_rank.header for name, of_rank in by_file.items()}
     ranks = [of_rank.own for of_rank in written]
-    lineage = Lineage(folders.next_number(writing.parent), share.after)
+    number = folders.next_number(writing.parent)
     folder = folders.publish(
-        writing, Index(share.step, tensors, files, ranks=ranks, lineage=lineage, **share.described)
+        writing, Index(share.step, tensors, files, headers, ranks=ranks, number=number, **share.described)
     )
-    # The model may be gone when a thread publishes: nobody goes on from the checkpoint with it then.
-    if (model := share.model()) is not None:
-        note_saved(model, folder.parent, Stamp(lineage.number, share.step))
     if share.keep_last is not None:
-        folders.keep_newest(folder.parent, folder, share.keep_last)
+        folders.keep_newest(folder.parent, share.step, share.keep_last)
     return folder

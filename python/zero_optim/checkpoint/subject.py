@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack as Undo
 from contextlib import suppress
@@ -19,14 +21,13 @@ from ..engine import check_whole
 from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.marks import is_slice
 from ..params.tensor_slice import is_distributed
-from ..rules.codec import CODECS, Codec
 from ..units.sharded_model import sharded_model_of
 from .contents import ColumnRanks, Columns, Contents, Names, TensorContents, contents_of_model, modules_with_state
-from .encoded import decoded
 from .index import Index, SavedOptimizer
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
 from .plain import decode, encode
+from .rank_file import decoded
 
 
 def make_subject(model: nn.Module, opt: Any, where: str) -> Subject:
@@ -180,7 +181,7 @@ class Subject:
         """Match ``index`` with model and optimizers. Raises StateMismatchError where it cannot be loaded."""
         names = Names(self.model)
         model, optimizers = self.contents(names, stored=False)
-        index = decoded(index, self._codecs(), weights_alone=not optimizers)
+        index = decoded(index)
         saved_name = saved_names(index, names)
         wanted = [optimizer.wanted(index, saved_name) for optimizer in optimizers]
         matched = match(index, names, saved_name, model.specs, [one for of in wanted for one in of])
@@ -194,12 +195,6 @@ class Subject:
             for optimizer, of in zip(optimizers, saved, strict=True)
         ]
         return LoadPlan(index, matched, model, optimizers, saved, groups)
-
-    def _codecs(self) -> dict[str, Codec]:
-        """List the codecs that state may have been saved by: those of the package, and of these optimizers, by name."""
-        rules = [rule for sharded in self._sharded for rule in sharded.engine.rules.all]
-        own = [codec for rule in rules for codec in rule.codecs.values()]
-        return {**CODECS, **{codec.name: codec for codec in own}}
 
     def use_order(self, plan: LoadPlan) -> None:
         """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
@@ -288,3 +283,28 @@ def _version() -> str:
         return importlib.metadata.version("zero-kernels")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
+
+
+# -- generators of random numbers: torch's, Python's, and NumPy's where it is used -------------------------------------
+
+
+def read_random_states(device: torch.device) -> dict[str, Any]:
+    """Read the states, as plain values and tensors, by generator. ``device``: where the training is."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        kind, words, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (kind, torch.from_numpy(words).clone(), *rest)
+    return states
+
+
+def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Set the states that ``read_random_states`` gave, but for generators that are not used here."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+    if "numpy" in states and "numpy" in sys.modules:
+        kind, words, *rest = states["numpy"]
+        sys.modules["numpy"].random.set_state((kind, words.numpy(), *rest))

@@ -36,7 +36,7 @@ from .state_tensor import Begins, Per, StateTensor
 
 
 class Codec:
-    """A form in which state is stored. A codec is a subclass, one of those below or a user's own.
+    """A form in which state is stored. A codec is one of the subclasses below.
 
     Three things hold for each. Zeros are stored as zeros. Decoded values do not change when they are encoded and
     decoded again: so state may be loaded as often as one likes. NaN stays NaN.
@@ -292,23 +292,21 @@ def codecs_for(
 
 def saved_codec(tensor: StateTensor, entry: Mapping[str, object], own: Mapping[str, Codec]) -> Codec | None:
     """Find the codec by which a parameter's state ``entry`` has stored ``tensor``, by the names in it; None: it has the
-    logical values, or nothing. ``own``: the codecs of the rule, by the names of tensors."""
-    if tensor.name in entry:
+    logical values, or nothing. ``own``: the codecs of the rule, by the names of tensors: tried first."""
+    if tensor.name in entry or not any(name.startswith(tensor.name) for name in entry):
         return None
-    known = [own[tensor.name]] if tensor.name in own else []
-    if any(name.startswith(tensor.name) for name in entry):  # as parts by every codec of ours are called
-        known += CODECS.values()
+    known = ([own[tensor.name]] if tensor.name in own else []) + [*CODECS.values()]
     return next((codec for codec in known if all(part.name in entry for part in codec.parts(tensor))), None)
 
 
 def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) -> None:
     """Raise ValueError where one of ``codecs``, by the name of a state tensor, is for none of ``tensors``, or for one
-    that it cannot store; TypeError for what is no codec."""
+    that it cannot store; TypeError for what is no codec of the package."""
     known = {tensor.name: tensor for tensor in tensors}
-    taken = set(known)
     for name, codec in codecs.items():
-        if not isinstance(codec, Codec):
-            raise TypeError(f"the codec of {name!r} is a {type(codec).__name__}: give a Codec, such as Int8()")
+        if type(codec) not in map(type, _ALL):
+            ours = ", ".join(f"{type(one).__name__}()" for one in _ALL)
+            raise TypeError(f"the codec of {name!r} is a {type(codec).__name__}: give one of {ours}")
         tensor = known.get(name)
         if tensor is None:
             raise ValueError(f"there is a codec for {name!r}, and the state is {', '.join(known)}")
@@ -319,8 +317,3 @@ def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) ->
         if tensor.begins is not begins or tensor.per is not Per.ELEMENT or tensor.dtype != torch.float32:
             kind = "the master" if codec.reads_parameter else "fp32, a value an element, and zero at first"
             raise ValueError(f"{name!r} cannot be stored by the codec {codec.name!r}: that is for state that is {kind}")
-        names = {part.name for part in codec.parts(tensor)}
-        if names & taken:
-            twice = min(names & taken)
-            raise ValueError(f"the codec {codec.name!r} stores {name!r} under the name {twice!r}, which is taken")
-        taken |= names
