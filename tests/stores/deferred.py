@@ -8,77 +8,37 @@ reads what is there. The CPU computes at once, so a mark that it sets has passed
     computing                        wait for a    the copy is made now
     lane out                                       wait for b; copy page 1 out: made when somebody waits for this one
 
-A disk is as late: a page is read or written when somebody waits for that. So is the thread that updates before the norm
-is known: it does nothing until somebody waits for it.
+A disk is as late: a page is read or written when somebody waits for that.
 
 What comes too early is not found: a lane that does not wait for an update finds it made. The simulated GPU finds both.
 """
 
 from __future__ import annotations
 
-import ast
-import linecache
-import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-VERBS = ("after", "set", "order_current", "wait", "keep", "result", "write")
 NO_NUMBER = 0xFF  # NaN in every floating dtype
-PACKAGE = Path(__file__).resolve().parents[2] / "python" / "zero_optim"
-FILES = (
-    "stores/paged_store.py",
-    "stores/disk_homes.py",
-    "stores/patience.py",
-    "step/workplace.py",
-    "step/speculation.py",
-)
-NOT_WAITS = ("pending", "self._homes", "self._pool.submit(torch.get_num_threads)")  # by these objects
-
-
-class Waits:
-    """Which calls say what comes after what, as "file.function: line". ``left_out``: one that does nothing."""
-
-    def __init__(self, left_out: str = "") -> None:
-        self.left_out = left_out
-        self.called: set[str] = set()
-
-    def counts(self) -> bool:
-        """Whether the call of the verb that asks is to be carried out."""
-        caller = sys._getframe(2)
-        file, function = caller.f_code.co_filename, caller.f_code.co_name
-        wait = f"{Path(file).stem}.{function}: {linecache.getline(file, caller.f_lineno).partition('#')[0].strip()}"
-        self.called.add(wait)
-        return wait != self.left_out
 
 
 class DeferredMark:
-    def __init__(self, waits: Waits) -> None:
-        self._waits = waits
+    def __init__(self) -> None:
         self.lane: DeferredLane | None = None
         self.place = 0  # on the lane
 
     def set(self) -> None:
-        if self._waits.counts():
-            self.lane = None
-
-    def order_current(self) -> None:
-        if self._waits.counts():
-            self.reach()
+        self.lane = None
 
     def wait(self) -> None:
-        if self._waits.counts():
-            self.reach()
-
-    def reach(self) -> None:
         if self.lane is not None:
             self.lane.reach(self.place)
+
+    order_current = wait
 
 
 class DeferredCopy:
@@ -113,13 +73,12 @@ class DeferredLane:
         self._asked.append(self._make_next)
 
     def after(self, mark: DeferredMark) -> None:
-        if self._lanes.waits.counts() and mark.lane is not None:
+        if mark.lane is not None:
             lane, place = mark.lane, mark.place
             self._asked.append(lambda: lane.reach(place))
 
     def set(self, mark: DeferredMark) -> None:
-        if self._lanes.waits.counts():
-            mark.lane, mark.place = self, len(self._asked)
+        mark.lane, mark.place = self, len(self._asked)
 
     def as_current(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -136,8 +95,7 @@ class DeferredLane:
 class DeferredLanes:
     """See ``zero_optim.stores.lanes.Lanes``."""
 
-    def __init__(self, waits: Waits) -> None:
-        self.waits = waits
+    def __init__(self) -> None:
         self.to_device, self.to_host = DeferredLane(self), DeferredLane(self)
 
     def copies(self) -> list[DeferredCopy]:
@@ -145,34 +103,29 @@ class DeferredLanes:
         return self.to_device.copies + self.to_host.copies
 
     def mark(self) -> DeferredMark:
-        return DeferredMark(self.waits)
+        return DeferredMark()
 
     def keep(self, memory: Tensor) -> None:
-        self.waits.counts()  # copies that are not made keep their tensors
+        """Copies that are not made keep their tensors."""
 
 
 class DeferredTransfer:
     """Of a page to or from a file. It is never made where nobody waits."""
 
-    def __init__(self, waits: Waits, make: Callable[[], None]) -> None:
-        self._waits, self._make, self.done = waits, make, False
+    def __init__(self, make: Callable[[], None]) -> None:
+        self._make, self.done = make, False
 
     def wait(self, seconds: float) -> None:
-        if self._waits.counts():
-            self.reach()
-
-    def reach(self) -> None:
         if not self.done:
             self.done = True
             self._make()
 
 
-def _deferred_file(waits: Waits) -> type:
+def _deferred_file() -> type:
     from zero_optim.stores.page_file import PageFile
 
     class DeferredFile(PageFile):
         def write(self, extent: Any, buffer: Tensor, after: Callable[[], None] | None = None) -> Any:
-            after = after if waits.counts() else None
             real = super().write
 
             def make() -> None:
@@ -180,55 +133,20 @@ def _deferred_file(waits: Waits) -> type:
                     after()
                 real(extent, buffer).wait(60.0)
 
-            return DeferredTransfer(waits, make)
+            return DeferredTransfer(make)
 
         def read(self, extent: Any, buffer: Tensor) -> Any:
             buffer.fill_(NO_NUMBER)
             real = super().read
-            return DeferredTransfer(waits, lambda: real(extent, buffer).wait(60.0))
+            return DeferredTransfer(lambda: real(extent, buffer).wait(60.0))
 
     return DeferredFile
 
 
-class _LateUpdate(Future[None]):
-    """It is made when somebody asks for its result, after those that were begun before it."""
-
-    def __init__(self, pool: LatePool, update: Callable[[], None]) -> None:
-        super().__init__()
-        self._pool, self.update = pool, update
-
-    def result(self, timeout: float | None = None) -> None:
-        if self._pool.waits.counts():
-            self._pool.reach(self)
-
-    def cancel(self) -> bool:
-        return False  # the thread has begun
-
-
-class LatePool:
-    """In place of a ThreadPoolExecutor of one thread."""
-
-    def __init__(self, waits: Waits) -> None:
-        self.waits = waits
-        self._begun: list[_LateUpdate] = []
-
-    def submit(self, update: Callable[[], None]) -> _LateUpdate:
-        self._begun.append(_LateUpdate(self, update))
-        return self._begun[-1]
-
-    def reach(self, last: _LateUpdate) -> None:
-        while last in self._begun:
-            self._begun.pop(0).update()
-
-    def shutdown(self, *, wait: bool, cancel_futures: bool) -> None:
-        self._begun.clear()
-
-
 @contextmanager
-def deferring(waits: Waits) -> Iterator[None]:
-    """Stores that are made within it have such lanes, disks and threads. Host memory that a lane still uses may not be
+def deferring() -> Iterator[None]:
+    """Stores that are made within it have such lanes and disks. Host memory that a lane still uses may not be
     given back."""
-    from zero_optim.step import speculation
     from zero_optim.stores import disk_homes, make_store
     from zero_optim.stores.host_memory import HostMemory
 
@@ -236,7 +154,7 @@ def deferring(waits: Waits) -> Iterator[None]:
     give_back = HostMemory.give_back
 
     def make(device: torch.device) -> Any:
-        made.append(DeferredLanes(waits))
+        made.append(DeferredLanes())
         return made[-1]
 
     def watched(memory: HostMemory, run: Tensor) -> None:
@@ -247,24 +165,8 @@ def deferring(waits: Waits) -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(make_store, "make_lanes", make))
         patches.enter_context(mock.patch.object(HostMemory, "give_back", watched))
-        patches.enter_context(mock.patch.object(disk_homes, "PageFile", _deferred_file(waits)))
-        patches.enter_context(mock.patch.object(speculation, "ThreadPoolExecutor", lambda *_: LatePool(waits)))
+        patches.enter_context(mock.patch.object(disk_homes, "PageFile", _deferred_file()))
         yield
-
-
-def waits_of_the_stores() -> list[str]:
-    """Every call of FILES that says what comes after what."""
-    found = []
-    for file in FILES:
-        text = (PACKAGE / file).read_text()
-        lines = text.splitlines()
-        for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
-            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-                verb, owner = getattr(call.func, "attr", ""), getattr(call.func, "value", None)
-                if verb in VERBS and ast.unparse(owner) not in NOT_WAITS:
-                    line = lines[call.lineno - 1].partition("#")[0].strip()
-                    found.append(f"{Path(file).stem}.{function.name}: {line}")
-    return found
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
