@@ -247,8 +247,8 @@ def test_a_parameter_that_is_not_the_optimizers_is_refused_by_shape():
         assert same
 
 
-def _backward_after_clip(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], list[Tensor], int]:
-    """A backward after a clip of some parameters: it is as if they had not been clipped, and a warning says so."""
+def _backward_after_clip(rank: int, world_size: int, stage: int, some: bool) -> tuple[list[Tensor], list[Tensor], int]:
+    """A backward after a clip of some, or all: it is as if they had not been clipped, and a warning says so."""
     import zero_optim
 
     results, messages = [], 0
@@ -259,7 +259,7 @@ def _backward_after_clip(rank: int, world_size: int, stage: int) -> tuple[list[T
             warnings.simplefilter("always")
             linear_backward(params, make_gradients(params, rank, 0, 0))
             if clip:
-                opt.clip_grad_norm_(0.1, parameters=params[:2])
+                opt.clip_grad_norm_(0.1, parameters=params[:2] if some else None)
             linear_backward(params, make_gradients(params, rank, 0, 1))
             opt.step()
             opt.zero_grad()
@@ -271,9 +271,10 @@ def _backward_after_clip(rank: int, world_size: int, stage: int) -> tuple[list[T
     return results[0], results[1], messages
 
 
+@pytest.mark.parametrize("some", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_backward_after_clipping_some_discards_the_coefficient(stage):
-    for clipped, plain, messages in run_ranks(2, _backward_after_clip, stage):
+def test_a_backward_after_clipping_discards_the_coefficient(stage, some):
+    for clipped, plain, messages in run_ranks(2, _backward_after_clip, stage, some):
         assert_bitwise(clipped, plain)
         assert messages == 1
 

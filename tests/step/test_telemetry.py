@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,103 +134,6 @@ def test_numbers_are_torchs_at_every_stage_and_store(world_size: int, tmp_path: 
     assert world_size == 1 or any(len(part) < len(want[0]) for part in parts)
 
 
-# ---- other rules, and masters ---------------------------------------------------------------------------------------
-
-
-def _own_rule() -> Any:
-    from zero_optim.rules import Begins, Number, StateTensor, UpdateRule
-
-    class Halving(UpdateRule):
-        options = (Number("lr", 0.5, rate=True),)
-        tensors = (StateTensor("master", Begins.PARAMETER),)
-        own_columns = ("lr",)
-
-        def update_rows(self, g: Tensor, p: Tensor, state: Any, c: Any) -> Any:
-            return p - c["lr"] * g, {}
-
-    return Halving()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("which", ["amsgrad", "lion", "sgd", "own", "averages"])
-def test_every_rule_is_measured_against_its_masters(which: str, dtype: torch.dtype) -> None:
-    import zero_optim
-
-    model = make_model(dtype)
-    make: Callable[[Any], Any] = {
-        "amsgrad": lambda named: zero_optim.ShardedAdamW(named, amsgrad=True, telemetry=True),
-        "lion": lambda named: zero_optim.ShardedLion(named, lr=1e-3, telemetry=True),
-        "sgd": lambda named: zero_optim.ShardedSGD(named, lr=0.1, momentum=0.9, telemetry=True),
-        "own": lambda named: zero_optim.ShardedOptimizer(named, _own_rule(), telemetry=True),
-        "averages": lambda named: zero_optim.ShardedAdamW(named, ema_decay=(0.9, 0.99), telemetry=True),
-    }[which]
-    opt = make(model.named_parameters())
-    for step in range(2):
-        loss_of(model, 0, step).backward()
-        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        before = _masters(opt, model)
-        opt.step()
-        opt.zero_grad()
-        after, found = _masters(opt, model), read(opt.telemetry())
-        assert found.keys() == grads.keys()
-        for name, of in found.items():
-            assert of == pytest.approx(numbers(grads[name], before[name], after[name]), rel=1e-5, abs=1e-9), name
-
-
-def _masters(opt: Any, model: nn.Module) -> dict[str, Tensor]:
-    state = opt.state_dict()["state"]
-    return {n: state.get(n, {}).get("master", p).detach().clone() for n, p in model.named_parameters()}
-
-
-# ---- steps that did not happen --------------------------------------------------------------------------------------
-
-
-def _skipped(rank: int, world_size: int) -> list[list[Any]]:
-    """On the device, and on the host, where updates are made ahead."""
-    return [_skipped_in(rank, world_size, store) for store in (None, "cpu")]
-
-
-def _skipped_in(rank: int, world_size: int, store: str | None) -> list[Any]:
-    """Three good steps, one that overflows on the last rank, and one in which one parameter alone has a gradient."""
-    import zero_optim
-
-    model = make_model(torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(model.named_parameters(), stage=2, state_offload=store, telemetry=True)
-    seen = [opt.telemetry(over_ranks=True).floats()]
-    for step in range(5):
-        if step < 4:
-            loss_of(model, rank, step).backward()
-        else:
-            model[3].bias.float().sum().backward()
-        if step == 3 and rank == world_size - 1 and world_size == 1:
-            model[0].weight.grad[0, 0] = math.inf
-        elif step == 3:
-            (model[0].weight.float().sum() * (math.inf if rank else 1.0)).backward()
-        opt.step()
-        opt.zero_grad()
-        found = opt.telemetry(over_ranks=True)
-        values = [float(getattr(of, kind)) for of in found.values() for kind in KINDS]
-        seen.append((found.floats(), sum(map(abs, values)), [bool(of.updated) for of in found.values()]))
-    speculated = opt.stats()["state_offload"].get("speculated")
-    opt.close()
-    return [seen, speculated]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_that_did_not_happen_has_no_numbers(world_size: int) -> None:
-    for (seen, _), (on_host, speculated) in run_ranks(world_size, _skipped):
-        assert on_host == seen
-        assert world_size == 1 or speculated["right"] > 0, "no number came from an update that was made ahead"
-        first, *steps = seen
-        assert first == {}, "there was no step"
-        for floats, _, updated in steps[:3]:
-            assert len(floats) == 5 * 5 and all(updated)
-        assert steps[3] == ({}, 0.0, [False] * 5)
-        floats, _, updated = steps[4]
-        assert sorted(floats) == sorted(f"{kind}/3.bias" for kind in KINDS) and sum(updated) == 1
-        assert floats["grad_norm/3.bias"] == 1.0 and floats["grad_zeros/3.bias"] == 0.0
-
-
 # ---- who counts what ------------------------------------------------------------------------------------------------
 
 
@@ -277,34 +179,6 @@ def test_slices_add_up_and_what_several_ranks_have_counts_once() -> None:
         assert {name: of["param_norm"] for name, of in found.items()} == pytest.approx(wholes, rel=1e-5)
 
 
-def _experts(rank: int, world_size: int) -> tuple[Any, ...]:
-    import zero_optim
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("edp", "ep"))
-    torch.manual_seed(0)
-    shared = nn.Parameter(torch.randn(200))
-    expert = nn.Parameter(torch.full((300,), 1.0 + rank))
-    groups = [
-        {"params": [("shared", shared)]},
-        {"params": [("expert", expert)], "mesh": mesh["edp"], "grad_divisor": 2},
-    ]
-    opt = zero_optim.ShardedAdamW(groups, telemetry=True)
-    ((1 + rank) * (shared.sum() + expert.sum())).backward()
-    opt.step()
-    found = read(opt.telemetry(over_ranks=True))
-    norms = {"shared": float(shared.detach().norm()), "expert": float(expert.detach().norm())}
-    opt.close()
-    return found, norms
-
-
-def test_experts_have_the_numbers_of_their_rank() -> None:
-    for rank, (found, norms) in enumerate(run_ranks(2, _experts)):
-        assert {name: of["param_norm"] for name, of in found.items()} == pytest.approx(norms, rel=1e-6)
-        assert found["shared"]["grad_norm"] == pytest.approx(1.5 * math.sqrt(200), rel=1e-6)
-        assert found["expert"]["grad_norm"] == pytest.approx((1 + rank) / 2 * math.sqrt(300), rel=1e-6)
-
-
 # ---- off, memory, sleep ---------------------------------------------------------------------------------------------
 
 
@@ -320,88 +194,3 @@ def test_off_it_makes_no_tensor_and_raises() -> None:
     opt.close()
     with pytest.raises(ValueError, match="telemetry must be True or False, got 'yes'"):
         zero_optim.ShardedAdamW(model.named_parameters(), telemetry="yes")
-
-
-@pytest.mark.parametrize("store", [None, "paged", "cpu"])
-def test_memory_is_counted(store: str | None) -> None:
-    import zero_optim
-
-    opts = []
-    for telemetry in (False, True):
-        model = make_model(torch.bfloat16)
-        opt = zero_optim.ShardedAdamW(model.named_parameters(), state_offload=store, telemetry=telemetry)
-        loss_of(model, 0, 0).backward()
-        opt.step()
-        opts.append(opt)
-    rows = sum(shard.numel // 128 for shard in opts[1].engine.states.shards)
-    taken, off = (opt.stats() for opt in reversed(opts))
-    assert taken["memory"]["telemetry"] == (0 if store == "cpu" else 20 * rows)
-    assert taken["state_offload"]["host"] - off["state_offload"]["host"] == (20 * rows if store == "cpu" else 0)
-    for opt in opts:
-        opt.close()
-
-
-def test_asleep_it_raises_and_awake_it_has_forgotten() -> None:
-    import zero_optim
-
-    model = make_model()
-    opt = zero_optim.ShardedAdamW(model.named_parameters(), telemetry=True)
-    for step in range(2):
-        loss_of(model, 0, step).backward()
-        opt.step()
-        opt.zero_grad()
-        kept = copy.deepcopy(opt.telemetry().floats())
-        assert len(kept) == 5 * 5
-        opt.sleep()
-        assert not any(opt.stats()["memory"][kind] for kind in ("telemetry", "exp_avg"))
-        with pytest.raises(zero_optim.ZeroOptimError, match=r"opt\.wake\(\)"):
-            opt.telemetry()
-        opt.wake()
-        assert opt.telemetry().floats() == {}
-        assert sum(float(of.param_norm) for of in opt.telemetry().values()) == 0.0
-    opt.close()
-
-
-def test_parameters_that_come_later_are_told_from_their_first_step() -> None:
-    import zero_optim
-
-    model = make_model()
-    later = nn.Parameter(torch.ones(130))
-    opt = zero_optim.ShardedAdamW(model.named_parameters(), telemetry=True)
-    loss_of(model, 0, 0).backward()
-    opt.step()
-    opt.zero_grad()
-    opt.add_param_group({"params": [("later", later)]})
-    found = opt.telemetry()
-    assert bool(found["0.weight"].updated) and not bool(found["later"].updated)
-    (loss_of(model, 0, 1) + 2 * later.sum()).backward()
-    opt.step()
-    found = opt.telemetry().floats()
-    assert found["grad_norm/later"] == pytest.approx(2 * math.sqrt(130), rel=1e-6) and len(found) == 6 * 5
-    opt.close()
-
-
-# ---- order ----------------------------------------------------------------------------------------------------------
-
-
-def _on_a_stream(rank: int, world_size: int, store: str | None) -> list[dict[str, float]]:
-    import zero_optim
-
-    model = make_model().to("cuda")
-    opt = zero_optim.ShardedAdamW(model.named_parameters(), telemetry=True, state_offload=store)
-    seen, stream = [], torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for step in range(2):
-            (model(torch.full((7, 13), 1.0 + rank + step, device="cuda")) ** 2).mean().backward()
-            opt.step()
-            opt.zero_grad()
-            seen.append(opt.telemetry(over_ranks=True).floats())
-    opt.close()
-    return seen
-
-
-def test_the_sums_of_other_ranks_are_waited_for() -> None:
-    """On a simulated GPU, where what is read too early is seen."""
-    on_device, on_host = (run_ranks(2, _on_a_stream, store, simulated="late") for store in (None, "cpu"))
-    assert on_device[0] == on_device[1] == on_host[0] and len(on_device[0][-1]) == 5 * 5
