@@ -17,7 +17,6 @@ from training_cases import (
     assert_bitwise,
     copies,
     linear_backward,
-    linear_loss,
     make_gradients,
     make_parameters,
     maybe_no_sync,
@@ -190,74 +189,3 @@ def test_a_backward_under_no_sync_that_reaches_nothing_on_one_rank(stage):
         oracle.step(accumulate(first, second))
     for params in run_ranks(2, _local_after_reduced, stage, timeout=40):
         assert_bitwise(params, oracle.params)
-
-
-def _assigned_after_reduced(rank: int, world_size: int, stage: int) -> tuple[str, str, list[Tensor]]:
-    """After a synchronised backward rank 1 alone assigns a gradient. Then all drop theirs and go on."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    opt = zero_optim.ShardedAdamW(named(params), lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    kind = text = ""
-    for step in range(3):
-        linear_backward(params, make_gradients(params, rank, step))
-        if step == 1 and rank == 1:
-            params[1].grad = torch.ones_like(params[1])
-        try:
-            opt.step()
-        except zero_optim.GradientError as error:
-            kind, text = type(error).__name__, str(error)
-        opt.zero_grad()
-    opt.close()
-    return kind, text, copies(params)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_gradient_assigned_on_one_rank_after_the_reduction(stage):
-    """That rank cannot reduce it alone: all ranks learn of it and refuse the step, or all take part."""
-    (kind, text, params), *others = run_ranks(2, _assigned_after_reduced, stage, timeout=40)
-    assert kind in ("", "GradientError")
-    assert not kind or "layer1.weight" in text
-    for other_kind, other_text, other_params in others:
-        assert (other_kind, other_text) == (kind, text)
-        assert_bitwise(other_params, params)
-
-
-def _scaled_and_clipped(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], list[float], list[float]]:
-    """fp16 with a scaler and a clip that bites nothing; nobody has a backward in step 0, nor has rank 1 in step 3."""
-    import zero_optim
-
-    params = make_parameters(SHAPES, torch.float16)
-    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    scaler = zero_optim.GradScaler(init_scale=64.0)
-    norms, scales = [], []
-    for step in range(4):
-        if 0 < step < 3 or (step == 3 and rank == 0):
-            scaler.scale(linear_loss(params, make_gradients(params, rank, step, grid=2))).backward()
-        elif step == 0:
-            scaler.scale(torch.zeros(()))
-        scaler.unscale_(opt)
-        norms.append(float(opt.clip_grad_norm_(1e6)))
-        scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
-        scales.append(scaler.get_scale())
-    opt.close()
-    return copies(params), norms, scales
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_scaler_and_a_clip_over_nothing(stage):
-    oracle = MasterAdamW(make_parameters(SHAPES, torch.float16), Hyper(lr=1e-2))
-    norms = [0.0]
-    for step in range(1, 4):
-        local: list[Any] = [make_gradients(oracle.params, rank, step, grid=2) for rank in range(2)]
-        if step == 3:
-            local[1] = [None] * len(SHAPES)
-        average = averages(local)
-        oracle.step(average)
-        norms.append(float(torch.cat([g.flatten().double() for g in average]).norm()))
-    for params, own_norms, scales in run_ranks(2, _scaled_and_clipped, stage):
-        assert_bitwise(params, oracle.params)
-        assert own_norms == pytest.approx(norms, rel=1e-6)
-        assert scales == [64.0] * 4

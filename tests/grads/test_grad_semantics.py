@@ -213,17 +213,6 @@ def test_zero_and_detach_pass_and_zero_means_zero():
 # -- dropped, zeroed, applied again -----------------------------------------------------------------------------------
 
 
-def _drop_by_model(opt, params, rank, world_size):
-    linear_backward(params, make_gradients(params, rank, 7))
-    for p in params:  # what model.zero_grad() does
-        p.grad = None
-    opt.step()
-
-
-def test_dropped_gradients_are_not_applied():
-    check(_drop_by_model, lambda oracle, world_size: None)
-
-
 def _drop_then_backward(opt, params, rank, world_size):
     for step in (7, 8, 9):
         linear_backward(params, make_gradients(params, rank, step))
@@ -426,32 +415,9 @@ def test_a_gradient_assigned_on_one_rank_alone():
     check(_assigned_on_one_rank, _apply_one_rank, stages=(1, 2), worlds=(3,))
 
 
-def _raising(opt, params, rank, world_size):
-    """The gradients of half of the parameters are there when backward raises: what was computed last goes first."""
-    grads = make_gradients(params, rank, 7)
-    first = raise_in_backward(linear_loss(params[:4], grads[:4]))
-    try:
-        (first + linear_loss(params[4:], grads[4:])).backward()
-    except Planned:
-        pass
-    else:
-        raise AssertionError("backward did not raise")
-    assert all(p.grad is not None for p in params[4:])
-    opt.zero_grad()
-    linear_backward(params, make_gradients(params, rank, 8))
-    opt.step()
-    opt.zero_grad()
-    linear_backward(params, make_gradients(params, rank, 9))
-    opt.step()
-
-
 def _apply_after_raise(oracle, world_size):
     oracle.step(_average(world_size, 8))
     oracle.step(_average(world_size, 9))
-
-
-def test_zero_grad_after_a_backward_that_raised_drops_everything():
-    check(_raising, _apply_after_raise, worlds=(1, 2))
 
 
 def _raising_on_one_rank(opt, params, rank, world_size):
