@@ -514,30 +514,6 @@ def test_whole_tensors_are_copied_into_shards_taken_before():
     run_ranks(2, _copied_into_kept_shards)
 
 
-def _refreshed(rank: int, stage: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = Net().bfloat16()
-    if stage == 3:
-        zero_optim.shard_module(model, (Block,), **KEEP)
-    opt = zero_optim.ShardedAdamW(model.parameters(), lr=1e-3, stage=None if stage == 3 else stage)
-    for number in range(2):
-        step(model, opt, rank, number)
-        with torch.no_grad():
-            loss_of(model, tokens(rank, 9))  # leaves all whole
-            for parameter in model.parameters():
-                parameter.data.mul_(0.5)
-        opt.refresh_master()
-    return list(gathered(model).values())
-
-
-def _refresh_parity(rank: int, world_size: int) -> str:
-    return difference(*(_refreshed(rank, stage) for stage in (3, 2)))
-
-
-def test_refresh_master_takes_over_what_is_whole():
-    assert run_ranks(2, _refresh_parity) == [""] * 2
-
-
 def _failed_gather(rank: int, world_size: int) -> None:
     from zero_optim.params.flat_params import FlatParams
 
@@ -568,29 +544,6 @@ def _failed_gather(rank: int, world_size: int) -> None:
 
 def test_gathering_that_fails_half_way_leaves_shards():
     run_ranks(2, _failed_gather)
-
-
-def _trained_after_load(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    """In bf16, half a step after loading: masters must follow."""
-    torch.manual_seed(0)
-    model = Net().bfloat16()
-    state = {name: value * 0.5 for name, value in model.state_dict().items()}
-    if stage == 3:
-        zero_optim.shard_module(model, (Block,))
-    opt = zero_optim.ShardedAdamW(model.parameters(), lr=1e-3, stage=None if stage == 3 else stage)
-    step(model, opt, rank, 0)
-    model.load_state_dict(state)
-    step(model, opt, rank, 1)
-    step(model, opt, rank, 2)
-    return list(gathered(model).values())
-
-
-def _load_parity(rank: int, world_size: int) -> str:
-    return difference(*(_trained_after_load(rank, world_size, stage) for stage in (3, 2)))
-
-
-def test_masters_follow_what_was_loaded():
-    assert run_ranks(2, _load_parity) == [""] * 2
 
 
 # -- gather_parameters -----------------------------------------------------------------------------------------------
@@ -681,36 +634,41 @@ def test_writes_need_writeback_and_are_rank_0s():
     run_ranks(2, _writing)
 
 
-def _edited(rank: int, stage: int, everywhere: bool, dtype: torch.dtype) -> list[Tensor]:
+def _changed(rank: int, stage: int, how: str, dtype: torch.dtype) -> list[Tensor]:
+    """Weights of a training after each of whose steps they are loaded, written, or edited through ``data``."""
     torch.manual_seed(0)
     model = Net().to(dtype)
+    state = {name: value * 0.5 for name, value in model.state_dict().items()}
     if stage == 3:
-        zero_optim.shard_module(model, (Block,))
+        zero_optim.shard_module(model, (Block,), **(KEEP if how == "through data" else {}))
     opt = zero_optim.ShardedAdamW(model.parameters(), lr=1e-3, stage=None if stage == 3 else stage)
     for number in range(3):
         step(model, opt, rank, number)
-        with zero_optim.gather_parameters(model, writeback=True), torch.no_grad():
-            if everywhere or rank == 0 or stage < 3:
-                for parameter in model.parameters():
+        if how == "loaded":
+            model.load_state_dict(state)
+        elif how == "through data":
+            with torch.no_grad():
+                loss_of(model, tokens(rank, 9))  # leaves all whole
+            for parameter in model.parameters():
+                parameter.data.mul_(0.75)
+            opt.refresh_master()
+        else:
+            with zero_optim.gather_parameters(model, writeback=True), torch.no_grad():
+                for parameter in model.parameters() if how == "written" or rank == 0 or stage < 3 else ():
                     parameter.mul_(0.75)
+    step(model, opt, rank, 3)
     return list(gathered(model).values())
 
 
-def _edit_parity(rank: int, world_size: int, everywhere: bool) -> str:
-    found = [
-        difference(*(_edited(rank, stage, everywhere, dtype) for stage in (3, 2)))
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
+def _change_parity(rank: int, world_size: int, how: str) -> str:
+    dtypes = (torch.float32, torch.bfloat16)
+    found = [difference(*(_changed(rank, stage, how, dtype) for stage in (3, 2))) for dtype in dtypes]
     return "; ".join(filter(None, found))
 
 
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_masters_follow_what_was_written(everywhere: bool):
-    assert run_ranks(2, _edit_parity, everywhere) == [""] * 2
-
-
-class Stop(Exception):
-    pass
+@pytest.mark.parametrize("how", ["loaded", "through data", "written", "written on rank 0"])
+def test_masters_follow_what_is_changed(how: str):
+    assert run_ranks(2, _change_parity, how) == [""] * 2
 
 
 def _refused_within(rank: int, world_size: int) -> None:
@@ -739,16 +697,6 @@ def _refused_within(rank: int, world_size: int) -> None:
 
 def test_gathering_in_a_forward_or_backward_is_refused():
     run_ranks(2, _refused_within)
-
-
-def _several_models(rank: int, world_size: int) -> None:
-    pair = nn.ModuleList([sharded(), sharded()])
-    with zero_optim.gather_parameters(pair):
-        assert all(type(parameter) is nn.Parameter for parameter in pair.parameters())
-
-
-def test_gathering_several_models():
-    run_ranks(2, _several_models)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------

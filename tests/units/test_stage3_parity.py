@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -99,26 +98,6 @@ def test_every_cell_equals_stage_2_bit_for_bit(world_size, dtype):
     assert_as_stage_2(run_ranks(world_size, losses_and_states, runs, timeout=120), runs)
 
 
-def _own_unit(rank: int, world_size: int) -> str:
-    """The whole model as the one unit that there is."""
-    found = []
-    for reshard in (True, False):
-        outcomes = []
-        for stage in (2, 3):
-            run = Run(stage=stage, steps=2, micro=2, shard={"reshard_after_forward": reshard})
-            torch.manual_seed(rank)
-            net, opt = make(run, Net(), units=(Net,))
-            losses = [train_step(run, rank, net, opt, step)[0] for step in range(run.steps)]
-            outcomes.append([torch.tensor(losses), *gathered(net).values()])
-            opt.close()
-        found.append(difference(*outcomes))
-    return "".join(found)
-
-
-def test_a_model_that_is_its_own_unit_equals_stage_2():
-    assert run_ranks(2, _own_unit) == [""] * 2
-
-
 def test_accumulation_in_the_reduce_dtype_equals_stage_2():
     options = {"grad_reduce_dtype": torch.float32}
     runs = []
@@ -126,22 +105,6 @@ def test_accumulation_in_the_reduce_dtype_equals_stage_2():
         run = Run(dtype=torch.bfloat16, steps=2, micro=micro, no_sync=no_sync, options=options)
         runs += [run.at(2), run]
     assert_as_stage_2(run_ranks(3, losses_and_states, runs), runs)
-
-
-def test_overlap_and_prefetch_change_nothing():
-    """The whole cross, in one dtype: each equals the first."""
-    cross = itertools.product((True, False), PREFETCH, (True, False))
-    runs = [
-        Run(
-            dtype=torch.bfloat16,
-            steps=2,
-            shard={"reshard_after_forward": reshard, "prefetch": prefetch},
-            options={"overlap_grad_reduce": overlap},
-        )
-        for reshard, prefetch, overlap in cross
-    ]
-    runs = [runs[0].at(2), *runs]
-    assert_as_stage_2(run_ranks(2, losses_and_states, runs), runs)
 
 
 # -- gradients that are given ------------------------------------------------------------------------------------
@@ -254,59 +217,6 @@ def test_a_model_trains_as_with_adamw_alone():
         close = (of_rank_1.parameters[name] - value).abs() <= 1e-4 * run.lr * run.steps + 1e-5 * value.abs()
         assert close.float().mean() > 0.98, name
         assert float((of_rank_1.parameters[name] - value).abs().max()) <= 2 * run.lr * run.steps
-
-
-# -- clipping ----------------------------------------------------------------------------------------------------
-
-CLIPS = {2.0: 3.0, math.inf: 0.5, 3.0: 2.0}
-FILLED = tuple(index for index, shape in enumerate(SHAPES) if 0 not in shape)
-ADAM = {"eps": 1e-1, "weight_decay": 0.1}  # a large eps lets the update feel the coefficient
-
-
-def _clipped(rank: int, world_size: int, stages: Sequence[int], norm_type: float | None, subset: bool) -> list[Any]:
-    """Norms and parameters at each stage. Without ``norm_type``, by ``max_grad_norm``."""
-    results = []
-    for stage in stages:
-        options = ADAM if norm_type else {**ADAM, "max_grad_norm": CLIPS[2.0]}
-        model, opt = make(Run(stage=stage, options=options), GivenNet(RUNS, torch.float32), (Given,))
-        norms = []
-        for step in range(3):
-            model(make_gradients(make_parameters(SHAPES), rank, step)).backward()
-            if norm_type:
-                chosen = list(model.units[0].parameters()) + list(model.weights) if subset else None
-                norms.append(opt.clip_grad_norm_(CLIPS[norm_type], norm_type, chosen).reshape(1))
-            opt.step()
-            opt.zero_grad()
-        opt.close()
-        results.append((norms, [gathered(model)[name] for name in _names(RUNS)]))
-    return results
-
-
-def ulps(actual: Tensor, expected: Tensor, least: float) -> float:
-    """The largest difference, in fp32 units in the last place of the expected value, or of ``least`` where larger."""
-    if not actual.numel():
-        return 0.0
-    exponent = torch.frexp(expected.double().abs().clamp(min=least)).exponent
-    off = (actual.double() - expected.double()).abs()
-    return float((off / torch.ldexp(torch.ones_like(off), exponent - 24)).max())
-
-
-@pytest.mark.parametrize(
-    ("world_size", "norm_type", "subset"),
-    [
-        *itertools.product((1, 3), (2.0,), (False, True)),
-        *itertools.product((2,), (2.0, math.inf, 3.0), (False,)),
-        (2, None, False),  # by max_grad_norm
-        (3, math.inf, False),
-    ],
-)
-def test_clipped_runs_are_within_two_ulps_of_stage_2(world_size, norm_type, subset):
-    """Units make other buckets than stage 2's, and so a sum of squares in another order. Two of lr's ulps, where a
-    parameter is smaller: an update is of its size."""
-    for rank, (of_2, of_3) in enumerate(run_ranks(world_size, _clipped, (2, 3), norm_type, subset)):
-        for kind, expected, actual, least in (("norm", of_2[0], of_3[0], 0.0), ("parameter", of_2[1], of_3[1], 1e-2)):
-            for index, (e, a) in enumerate(zip(expected, actual, strict=True)):
-                assert ulps(a, e, least) <= 2, f"{kind} {index} on rank {rank}"
 
 
 # -- the loss scale, schedulers, groups --------------------------------------------------------------------------
@@ -466,31 +376,6 @@ def _there_and_back(rank: int, world_size: int, dtype: torch.dtype) -> list[list
 def test_full_states_carry_a_run_from_stage_2_to_3_and_back(dtype):
     for rank, (whole, parted) in enumerate(run_ranks(3, _there_and_back, dtype)):
         assert_bitwise(parted, whole, f"rank {rank}")
-
-
-def _resumed(rank: int, world_size: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Steps 2 and 3 of a run, and of another that took over its state dicts after step 1."""
-    run = Run(dtype=dtype)
-    torch.manual_seed(rank)
-    model, opt = make(run, Net())
-    _continued(rank, run, model, opt, (0, 1))
-    weights = {name: value.local.clone() for name, value in model.state_dict().items()}
-    state = opt.state_dict()
-    other, resumed = make(run, Net())
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(state)
-    assert_bitwise([value.local for value in other.state_dict().values()], list(weights.values()), "loaded shards")
-    expected = _continued(rank, run, model, opt, (2, 3))
-    actual = _continued(rank, run, other, resumed, (2, 3))
-    opt.close()
-    resumed.close()
-    return [expected, actual]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_state_dicts_of_shards_resume_exactly(dtype):
-    for rank, (expected, actual) in enumerate(run_ranks(2, _resumed, dtype)):
-        assert_bitwise(actual, expected, f"rank {rank}")
 
 
 # -- debugging ---------------------------------------------------------------------------------------------------
