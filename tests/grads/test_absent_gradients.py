@@ -161,31 +161,3 @@ def _skipped_state(rank: int, world_size: int, stage: int) -> list[str]:
 def test_a_skipped_parameter_keeps_state_value_and_step_count(stage):
     """No decay, no moving average of zeros, though others in its bucket were updated."""
     assert run_ranks(2, _skipped_state, stage) == [[], []]
-
-
-def _local_after_reduced(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    """A synchronised backward, then one under ``no_sync`` that reaches nothing on rank 1."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(3):
-        linear_backward(params, make_gradients(params, rank, step, 0, grid=2))
-        with opt.no_sync():
-            if rank == 0:
-                linear_backward(params, make_gradients(params, rank, step, 1, grid=2))
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return copies(params)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_backward_under_no_sync_that_reaches_nothing_on_one_rank(stage):
-    oracle = MasterAdamW(make_parameters(SHAPES), Hyper(lr=1e-2))
-    for step in range(3):
-        first = averages([make_gradients(oracle.params, rank, step, 0, grid=2) for rank in range(2)])
-        second = averages([make_gradients(oracle.params, 0, step, 1, grid=2), [None] * len(SHAPES)])
-        oracle.step(accumulate(first, second))
-    for params in run_ranks(2, _local_after_reduced, stage, timeout=40):
-        assert_bitwise(params, oracle.params)

@@ -127,37 +127,6 @@ def test_thawed_and_frozen_parameters_train_as_if_they_had_no_gradient_meanwhile
             assert counts == [c or -1 for c in oracle.steps], f"{name}, stage {stage}: updates"
 
 
-def _edited_while_frozen(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    """The ranks write other values into a frozen parameter: when it is thawed, rank 0's are everyone's."""
-    import zero_optim
-
-    params = make_parameters(SHAPES, torch.bfloat16)
-    _thaw(params, {1, 4}, flag=False)
-    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(3):
-        if step == 1:
-            with torch.no_grad():
-                params[4].fill_(3.0 + rank)
-            _thaw(params, {4})
-        _backward(params, rank, step, {1} if step else {1, 4})
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return copies(params)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_rank_0s_value_of_a_thawed_parameter_is_everyones(stage):
-    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR))
-    for step in range(3):
-        if step == 1:
-            oracle.params[4] = torch.full_like(oracle.params[4], 3.0)
-            oracle.master[4] = oracle.params[4].float()
-        oracle.step(_gradients(oracle.params, 2, step, {1} if step else {1, 4}))
-    for params in run_ranks(2, _edited_while_frozen, stage):
-        assert_bitwise(params, oracle.params)
-
-
 MOMENTS = ("before backward", "between backwards", "before clip", "before step", "after step", "unused at first")
 
 

@@ -112,25 +112,6 @@ def test_the_average_is_read_and_edited_at_stage_0():
     check(_read_and_halve, _apply_halved, stages=(0,), worlds=(2,))
 
 
-def _clip_by_torch(opt, params, rank, world_size):
-    linear_backward(params, make_gradients(params, rank, 7))
-    torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], 0.5)
-    opt.step()
-
-
-def _apply_clipped(oracle, world_size):
-    params = make_parameters(SHAPES, torch.bfloat16)
-    for p, g in zip(params, _average(world_size, 7), strict=True):
-        p.grad = g
-    torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], 0.5)
-    oracle.step([p.grad for p in params])
-
-
-def test_torchs_own_clip_works_where_gradients_are_whole():
-    check(_clip_by_torch, _apply_clipped, worlds=(1,))
-    check(_clip_by_torch, _apply_clipped, stages=(0,), worlds=(2,))
-
-
 def _edit_local(opt, params, rank, world_size):
     linear_backward(params, make_gradients(params, rank, 7))
     assert_bitwise([p.grad for p in params], make_gradients(params, rank, 7), "local gradients")
@@ -292,41 +273,6 @@ def test_a_second_step_applies_the_gradients_again():
     check(_step_twice, _apply_twice)
 
 
-def _step_without_zero_grad(opt, params, rank, world_size):
-    for step in (7, 8):
-        linear_backward(params, make_gradients(params, rank, step))
-        opt.step()
-
-
-def _apply_accumulating(oracle, world_size):
-    oracle.step(_average(world_size, 7))
-    oracle.step(accumulate(_average(world_size, 7), _average(world_size, 8)))
-
-
-def test_without_zero_grad_the_next_backward_adds():
-    check(_step_without_zero_grad, _apply_accumulating)
-
-
-def _drop_after_clip(opt, params, rank, world_size):
-    """Some training loops cancel the gradients of a layer between clipping and the step."""
-    linear_backward(params, make_gradients(params, rank, 7))
-    opt.clip_grad_norm_(1e9)
-    params[1].grad = params[6].grad = None
-    opt.step()
-    opt.zero_grad()
-    linear_backward(params, make_gradients(params, rank, 8))
-    opt.step()
-
-
-def _apply_but_two(oracle, world_size):
-    oracle.step([None if i in (1, 6) else g for i, g in enumerate(_average(world_size, 7))])
-    oracle.step(_average(world_size, 8))
-
-
-def test_gradients_dropped_after_clipping_are_not_applied():
-    check(_drop_after_clip, _apply_but_two)
-
-
 def _assign_after_clip(opt, params, rank, world_size):
     linear_backward(params, make_gradients(params, rank, 7))
     opt.clip_grad_norm_(1e9)
@@ -365,25 +311,6 @@ def test_local_gradients_add_to_a_reduced_one():
 
 
 # -- only no_sync, assigned by hand, a backward that raised ---------------------------------------------------------
-
-
-def _only_no_sync(opt, params, rank, world_size):
-    with opt.no_sync():
-        for micro in range(2):
-            linear_backward(params, make_gradients(params, rank, 7, micro))
-    opt.step()
-
-
-def _apply_local_sums(oracle, world_size):
-    local = [
-        accumulate(make_gradients(oracle.params, rank, 7, 0), make_gradients(oracle.params, rank, 7, 1))
-        for rank in range(world_size)
-    ]
-    oracle.step(averages(local))
-
-
-def test_step_reduces_when_every_backward_was_under_no_sync():
-    check(_only_no_sync, _apply_local_sums)
 
 
 def _assigned(opt, params, rank, world_size):

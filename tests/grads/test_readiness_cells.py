@@ -56,15 +56,6 @@ def _ready(readiness: ByCounts, *gradients: tuple[int, int]) -> list[bool]:
     return [readiness.gradient_ready(index, number) for index, number in gradients]
 
 
-def _learned(counts: dict[int, int] | None = None, changing: Changing | None = None) -> ByCounts:
-    readiness = _new(changing=changing)
-    readiness.use(_buckets((0, 1), (2,)))
-    readiness.agree([Observation((0, 1, 2), counts or {}, False)], [0, 1, 2])
-    readiness.use(_buckets((0, 1), (2,)))
-    assert readiness.learned is Learned.ALL
-    return readiness
-
-
 # -- the tables: bucket 0 has parameters 0, 1 and 2, bucket 1 has parameter 3 ------------------------------------------
 
 ORDER = [0, 1, 2, 3]
@@ -265,17 +256,6 @@ def test_ranks_agree_on_rank_0s_order_and_the_largest_counts(cut_short: bool):
     _ready(readiness, (0, 0), (1, 1), (1, 1), (1, 1))
     assert readiness.may_launch(0) is not cut_short
     assert not readiness.may_launch(1), "it comes several times"
-
-
-@pytest.mark.parametrize(("order", "after"), [(True, Learned.NOTHING), (False, Learned.ORDER)])
-def test_forgetting(order: bool, after: Learned):
-    readiness = _learned()
-    readiness.forget(order=order)
-    assert readiness.learned is after
-    assert readiness.agree([Observation((2, 1, 0), {}, False)], [0, 1, 2]) == ([2, 1, 0] if order else None)
-    alone = _new(observes=False)
-    alone.forget(order=order)
-    assert alone.learned is Learned.ALL
 
 
 def test_an_observation_says_what_came_and_whether_it_was_cut_short():

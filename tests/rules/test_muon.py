@@ -510,69 +510,41 @@ def test_original_is_the_usual_scale() -> None:
     again.close()
 
 
+THREE = "must be three numbers, or three for each"
+
+
 @pytest.mark.parametrize(
-    ("make", "error", "says"),
+    ("options", "error", "says"),
     [
-        (lambda: ShardedMuon([nn.Parameter(torch.zeros(3))]), ParameterError, "has 1 dimensions, and Muon makes"),
+        ({"ns_steps": 0}, ValueError, "ns_steps must be a number from 1"),
+        ({"adjust_lr_fn": "x"}, ValueError, "adjust_lr_fn must be one of"),
+        ({"ns_coefficients": (1, 2)}, ValueError, THREE),
+        ({"ns_coefficients": POLAR_EXPRESS}, ValueError, f"{THREE} of ns_steps=5"),
+        ({"ns_coefficients": "abc"}, ValueError, THREE),
+        ({"ns_coefficients": 3.4}, ValueError, THREE),
+        ({"ns_gram": "no"}, ValueError, "ns_gram must be True or False"),
+        ({"ns_product": "x"}, ValueError, "ns_product must be one of 'torch', "),
         (
-            lambda: ShardedMuon(_weights(torch.float32), ns_steps=0),
-            ValueError,
-            "ns_steps must be a number from 1",
-        ),
-        (
-            lambda: ShardedMuon(_weights(torch.float32), adjust_lr_fn="x"),
-            ValueError,
-            "adjust_lr_fn must be one of",
-        ),
-        (
-            lambda: ShardedMuon(_weights(torch.float32), ns_coefficients=(1, 2)),
-            ValueError,
-            "must be three numbers, or three for each",
-        ),
-        (
-            lambda: ShardedMuon(_weights(torch.float32), ns_coefficients=POLAR_EXPRESS),
-            ValueError,
-            "must be three numbers, or three for each of ns_steps=5",
-        ),
-        (
-            lambda: ShardedMuon(_weights(torch.float32), ns_coefficients="abc"),
-            ValueError,
-            "must be three numbers, or three for each",
-        ),
-        (
-            lambda: ShardedMuon(_weights(torch.float32), ns_coefficients=3.4),
-            ValueError,
-            "must be three numbers, or three for each",
-        ),
-        (lambda: ShardedMuon(_weights(torch.float32), ns_gram="no"), ValueError, "ns_gram must be True or False"),
-        (
-            lambda: ShardedMuon(_weights(torch.float32), ns_product="x"),
-            ValueError,
-            "ns_product must be one of 'torch', ",
-        ),
-        (
-            lambda: ShardedMuon(_weights(torch.float32), ns_product="triton"),
+            {"ns_product": "triton"},
             ParameterError,
             "parameter 0 .*Muon: ns_product='triton' needs Triton on a GPU, and runs on cuda .*: leave ns_product out",
         ),
-        (lambda: ShardedMuon(_weights(torch.float32), eps=0.0), ValueError, "eps must be a number above 0"),
-        (lambda: ShardedMuon(_weights(torch.float32), eps="a"), ValueError, "eps must be a number above 0"),
-        (lambda: ShardedMuon(_weights(torch.float32), momentum=None), ValueError, "momentum of .* must be a number"),
-        (
-            lambda: ShardedMuon(_weights(torch.float32), nesterov="yes"),
-            ValueError,
-            "nesterov of .* must be True",
-        ),
-        (
-            lambda: ShardedMuon([{"params": _weights(torch.float32)[:1], "ns_steps": 7}]),
-            ValueError,
-            "ns_steps of parameter group 0 is 7, .* make it with ns_steps=7",
-        ),
+        ({"eps": 0.0}, ValueError, "eps must be a number above 0"),
+        ({"eps": "a"}, ValueError, "eps must be a number above 0"),
+        ({"momentum": None}, ValueError, "momentum of .* must be a number"),
+        ({"nesterov": "yes"}, ValueError, "nesterov of .* must be True"),
     ],
 )
-def test_errors(make: Callable[[], object], error: type[Exception], says: str) -> None:
+def test_options_out_of_range(options: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
-        make()
+        ShardedMuon(_weights(torch.float32), **options)
+
+
+def test_a_vector_and_an_option_of_a_group_alone_are_refused() -> None:
+    with pytest.raises(ParameterError, match="has 1 dimensions, and Muon makes"):
+        ShardedMuon([nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match="ns_steps of parameter group 0 is 7, .* make it with ns_steps=7"):
+        ShardedMuon([{"params": _weights(torch.float32)[:1], "ns_steps": 7}])
 
 
 def _refused(rank: int, world_size: int, options: dict[str, Any]) -> str:

@@ -107,31 +107,6 @@ def test_a_call_stands_in_for_max_grad_norm():
         assert_bitwise(with_argument, without)
 
 
-def _with_missing_gradients(rank: int, world_size: int, stage: int) -> float:
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    opt = zero_optim.ShardedAdamW(params, stage=stage)
-    for step in range(2):
-        grads = make_gradients(params, rank, step)
-        opt.zero_grad()
-        linear_backward(params, [g if i % 2 == 0 or (step == 0) else None for i, g in enumerate(grads)])
-        norm = opt.clip_grad_norm_(math.inf)
-        opt.step()
-    opt.close()
-    return float(norm)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_absent_gradient_adds_nothing_to_the_norm(stage):
-    """Buckets are reused: what they held a step ago must not be counted."""
-    like = make_parameters(SHAPES)
-    grads = averages([make_gradients(like, rank, 1) for rank in range(2)])
-    present = torch.cat([g.flatten() for g in grads[::2]]).double()
-    for norm in run_ranks(2, _with_missing_gradients, stage):
-        assert norm == pytest.approx(float(present.norm()), rel=16 * FP32_EPS)
-
-
 def _edited_after_a_clip(rank: int, world_size: int, stage: int, edit: str, editing: int) -> list[str]:
     """What each of three steps raises. Between clip and step of the second, the first ``editing`` ranks edit."""
     import zero_optim

@@ -279,36 +279,6 @@ def test_a_backward_after_clipping_discards_the_coefficient(stage, some):
         assert messages == 1
 
 
-def _dropped_after_clip(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], bool]:
-    """One of two clipped parameters loses its gradient between clip and step; the other stays clipped."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    before = params[1].detach().clone()
-    opt = zero_optim.ShardedAdamW(params, **ADAM, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    linear_backward(params, make_gradients(params, rank, 0))
-    opt.clip_grad_norm_(0.5, parameters=[params[0], params[1]])
-    params[1].grad = None
-    opt.step()
-    opt.close()
-    return copies(params), torch.equal(params[1], before)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_gradient_dropped_after_clipping_leaves_the_others_clipped(stage):
-    theirs = make_parameters(SHAPES)
-    adamw = torch.optim.AdamW(theirs, **ADAM)
-    for p, g in zip(theirs, averages([make_gradients(theirs, rank, 0) for rank in range(2)]), strict=True):
-        p.grad = g
-    torch.nn.utils.clip_grad_norm_(theirs[:2], 0.5)
-    theirs[1].grad = None
-    adamw.step()
-    bounds = [FP32_EPS * (4 * p.detach().abs() + 64 * ADAM["lr"]) for p in theirs]
-    for params, kept in run_ranks(2, _dropped_after_clip, stage):
-        assert kept
-        assert_within(params, theirs, bounds, f"stage {stage}")
-
-
 # -- unscaled, and then no step ----------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ import guards
 import pytest
 import torch
 from harness import run_ranks
-from tensor_cases import Gpt, cut
 from torch import Tensor, nn
 
 KINDS = ("grad_norm", "update_norm", "param_norm", "largest_update", "grad_zeros")
@@ -134,52 +133,7 @@ def test_numbers_are_torchs_at_every_stage_and_store(world_size: int, tmp_path: 
     assert world_size == 1 or any(len(part) < len(want[0]) for part in parts)
 
 
-# ---- who counts what ------------------------------------------------------------------------------------------------
-
-
-def _topologies(rank: int, world_size: int) -> list[tuple[Any, ...]]:
-    import zero_optim
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
-
-    seen = []
-    for stage in (0, 2):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        torch.manual_seed(0)
-        model = cut(Gpt(layers=1), mesh["tp"], sequence=False)
-        opt = zero_optim.ShardedAdamW(model.named_parameters(), stage=stage, mesh=mesh["dp"], telemetry=True)
-        tokens = torch.randint(11, (2, 8), generator=torch.Generator().manual_seed(rank // 2))
-        model(tokens, use=(0,)).float().square().mean().backward()
-        norm = opt.clip_grad_norm_(math.inf)
-        opt.step()
-        found = read(opt.telemetry(over_ranks=True))
-        wholes = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-        seen.append((found, float(norm), {name: float(whole.detach().norm()) for name, whole in wholes.items()}))
-        opt.close()
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = make_model()
-    opt = zero_optim.ShardedAdamW(model.named_parameters(), mesh=grid, telemetry=True)
-    loss_of(model, rank, 0).backward()
-    norm = opt.clip_grad_norm_(math.inf)
-    opt.step()
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    seen.append((read(opt.telemetry(over_ranks=True)), float(norm), {n: float(p.norm()) for n, p in trained.items()}))
-    opt.close()
-    return seen
-
-
-def test_slices_add_up_and_what_several_ranks_have_counts_once() -> None:
-    """Parameters cut over two tensor-parallel ranks, beside plain ones; and a mesh that repeats."""
-    results = run_ranks(4, _topologies)
-    for seen in results:
-        assert seen == results[0]
-    for found, norm, wholes in results[0]:
-        assert found.keys() == wholes.keys()
-        assert math.sqrt(sum(of["grad_norm"] ** 2 for of in found.values())) == pytest.approx(norm, rel=1e-5)
-        assert {name: of["param_norm"] for name, of in found.items()} == pytest.approx(wholes, rel=1e-5)
-
-
-# ---- off, memory, sleep ---------------------------------------------------------------------------------------------
+# ---- off -------------------------------------------------------------------------------------------------------------
 
 
 def test_off_it_makes_no_tensor_and_raises() -> None:

@@ -305,15 +305,6 @@ class Tied(Chain):
         return self.again(super().run(x, rank, step))
 
 
-class Containers(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.Sequential(nn.Sequential(Block(WIDTH)), nn.ModuleDict({"a": Block(WIDTH)}))
-
-    def run(self, x: Tensor, rank: int, step: int) -> Tensor:
-        return self.more[1]["a"](self.more[0](super().run(x, rank, step)))
-
-
 @dataclass
 class Answer:
     nothing: None
@@ -444,7 +435,6 @@ PROGRAMS |= {
     "a module in several units": Program(SharedInner, units=(Sharing,)),
     "a unit in several units": Program(SharedInner, units=(Sharing, Inner)),
     "tied": Program(Tied),
-    "in containers": Program(Containers),
     "keywords and dataclasses": Program(partial(Asking, partial(Answering, WIDTH))),
     "no element, one, and no dimensions": Program(partial(Chain, partial(Odd, WIDTH))),
     "units without parameters": Program(Hollow, units=(Block, Nothing)),
@@ -647,6 +637,14 @@ def backward_raises(model: nn.Module, rank: int, step: int) -> Tensor:
     return chain_loss(model, rank, step)
 
 
+def given_up(model: nn.Module, rank: int, step: int) -> Tensor:
+    """A backward that is dropped on all ranks in the second step; in the third, a loss that reaches nothing on one."""
+    if step == 1:
+        chain_loss(model, rank, 60).backward()
+        model.zero_grad()
+    return unreached_loss(model, rank, step, at=2)
+
+
 PROGRAMS |= {
     "evaluation, no_grad": Program(between=partial(evaluate, mode=torch.no_grad)),
     "evaluation, inference_mode": Program(between=partial(evaluate, mode=torch.inference_mode)),
@@ -666,6 +664,7 @@ PROGRAMS |= {
     "a unit raises on one rank and is caught": Program(Catching, steps=4),
     "ranks leave a forward at different units": Program(Leaving, until_it_works, steps=4),
     "a backward raises": Program(loss=backward_raises),
+    "a backward is given up, a loss reaches nothing on one rank": Program(loss=given_up, steps=4),
     "parameters taken before, in groups": Program(
         params=lambda model: [
             {"params": [p for p in model.parameters() if p.ndim > 1]},

@@ -68,7 +68,7 @@ def parity(rank: int, world_size: int, name: str) -> str:
     program = PROGRAMS[name]
     expected = train(rank, program, 2, {})
     found = []
-    for shard, poisoned in (({"prefetch": 1}, False), (KEEP, True)):
+    for shard, poisoned in (({"prefetch": 1}, True), (KEEP, False)):
         with poison(poisoned):
             found.append(difference(train(rank, program, 3, shard), expected))
     return "; ".join(filter(None, found))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -261,45 +259,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size):
         assert of_3["culprit"] is None or of_3["culprit"]["rank"] == world_size - 1
 
 
-def _by_ndim(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups, of the parameters as the model shows them: matrices decay, vectors do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": 0.2, "lr": 2e-2}, {"params": vectors, "weight_decay": 0.0}]
-
-
-def _scheduled(rank: int, world_size: int, stage: int) -> tuple[list[list[float]], list[Tensor], list[int]]:
-    torch.manual_seed(rank)
-    run = Run(stage=stage)
-    model, opt = make(run, Net(), params=_by_ndim)
-    schedulers = [
-        torch.optim.lr_scheduler.LambdaLR(opt, lambda step: (step + 1) / 4),
-        torch.optim.lr_scheduler.StepLR(opt, 2, 0.5),
-    ]
-    rates = []
-    for step in range(5):
-        train_step(run, rank, model, opt, step)
-        rates.append([group["lr"] for group in opt.param_groups])
-        for scheduler in schedulers:
-            scheduler.step()
-    state = full_state(opt)
-    moments = [state[index][name] for index in sorted(state) for name in ("exp_avg", "exp_avg_sq")]
-    sizes = [len(group["params"]) for group in opt.param_groups]
-    opt.close()
-    return rates, [*gathered(model).values(), *moments], sizes
-
-
-def _scheduled_at(rank: int, world_size: int, stages: Sequence[int]) -> list[Any]:
-    return [_scheduled(rank, world_size, stage) for stage in stages]
-
-
-def test_groups_by_ndim_under_schedulers_equal_stage_2():
-    for rank, (of_2, of_3) in enumerate(run_ranks(3, _scheduled_at, (2, 3))):
-        assert of_3[0] == of_2[0] and len({tuple(rates) for rates in of_3[0]}) == 5
-        assert of_3[2] == of_2[2] == [1 + 3 * 2, 3 * 4 + 2]
-        assert_bitwise(of_3[1], of_2[1], f"rank {rank}")
-
-
 # -- state that moves --------------------------------------------------------------------------------------------
 
 
@@ -345,69 +304,3 @@ def test_state_of_torchs_adamw_loads_into_stage_3():
             assert of_3[0][index].keys() == entry.keys()
             assert_bitwise(list(of_3[0][index].values()), list(entry.values()), f"loaded state of {index}")
         assert_bitwise(of_3[1], of_2[1], "two steps on")
-
-
-def _there_and_back(rank: int, world_size: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Six steps: at stage 2; two each at 2, 3 and 2, handed over as full states."""
-    import zero_optim
-
-    torch.manual_seed(rank)
-    run = Run(stage=2, dtype=dtype)
-    model, opt = make(run, Net())
-    whole = _continued(rank, run, model, opt, range(6))[1:]
-    opt.close()
-    torch.manual_seed(rank)
-    model, opt = make(run, Net())
-    for stage, steps in ((2, (0, 1)), (3, (2, 3)), (2, (4, 5))):
-        if steps[0]:
-            weights, saved = gathered(model), zero_optim.full_state_dict(opt, rank=0)
-            opt.close()
-            model = Net()
-            model, opt = make(run.at(stage), model)
-            with zero_optim.gather_parameters(model, writeback=True):
-                model.load_state_dict(weights)
-            zero_optim.load_full_state_dict(opt, saved if rank == 0 else None)
-        parted = _continued(rank, run, model, opt, steps)[1:]
-    opt.close()
-    return [whole, parted]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_full_states_carry_a_run_from_stage_2_to_3_and_back(dtype):
-    for rank, (whole, parted) in enumerate(run_ranks(3, _there_and_back, dtype)):
-        assert_bitwise(parted, whole, f"rank {rank}")
-
-
-# -- debugging ---------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def poison() -> Iterator[None]:
-    before = os.environ.get("ZERO_OPTIM_DEBUG")
-    os.environ["ZERO_OPTIM_DEBUG"] = "poison"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["ZERO_OPTIM_DEBUG"]
-        else:
-            os.environ["ZERO_OPTIM_DEBUG"] = before
-
-
-def _poisoned(rank: int, world_size: int, runs: Sequence[Run]) -> tuple[list[Outcome], int]:
-    """The runs, all but the first with what is freed poisoned; bytes unsharded after the last."""
-    first = losses_and_states(rank, world_size, runs[:1])
-    with poison():
-        others = losses_and_states(rank, world_size, runs[1:])
-    return first + others, others[-1].stats["memory"]["unsharded"]
-
-
-def test_nothing_that_is_freed_is_read():
-    runs = [
-        Run(dtype=torch.bfloat16, steps=2, micro=2, shard={"reshard_after_forward": reshard})
-        for reshard in (True, False, 2)
-    ]
-    runs = [runs[0].at(2), *runs]
-    results = run_ranks(4, _poisoned, runs)
-    assert_as_stage_2([outcomes for outcomes, _ in results], runs)
-    assert all(kept > 0 for _, kept in results)  # poisoned, memory stays
