@@ -1,4 +1,4 @@
-"""Which ranks share the optimizer: the default group, a part of it, a 1-D mesh; several optimizers side by side."""
+"""Which ranks shard the optimizer: a part of the default group, a 1-D mesh; which backend a GPU needs."""
 
 from __future__ import annotations
 

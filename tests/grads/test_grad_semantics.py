@@ -310,7 +310,7 @@ def test_local_gradients_add_to_a_reduced_one():
     check(_reduced_then_two_local, _apply_reduced_and_local, worlds=(2,), stages=(0,))
 
 
-# -- only no_sync, assigned by hand, a backward that raised ---------------------------------------------------------
+# -- assigned by hand, a backward that raised on one rank --------------------------------------------------------------
 
 
 def _assigned(opt, params, rank, world_size):

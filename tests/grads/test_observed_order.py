@@ -1,4 +1,4 @@
-"""Buckets follow the order in which gradients became ready in the first backward; what does not fit it is told."""
+"""Buckets follow the order in which gradients became ready in the first backward."""
 
 from __future__ import annotations
 

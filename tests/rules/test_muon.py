@@ -221,7 +221,7 @@ def test_a_skipped_update_marks_who_is_not_finite() -> None:
     assert not state["momentum_buffer"].any() and torch.equal(parameter, torch.ones(256))
 
 
-# -- a skipped step, and what begins in one ---------------------------------------------------------------------------
+# -- a skipped step, and micro-batches ---------------------------------------------------------------------------------
 
 
 def _overflow(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,5 +1,4 @@
-"""Each update of ``ShardedMuon`` against the same in float64: it differs by what bf16 makes of it, and a wrong one by
-more."""
+"""Each update of ``ShardedMuon`` against the same in float64: it differs by what bf16 makes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that fails under an optimizer: what is lost is said to be, on every rank, and what is not is not."""
+"""A disk that fails under an optimizer: every rank raises, and names the loss."""
 
 from __future__ import annotations
 

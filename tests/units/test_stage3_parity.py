@@ -217,7 +217,7 @@ def test_a_model_trains_as_with_adamw_alone():
         assert float((of_rank_1.parameters[name] - value).abs().max()) <= 2 * run.lr * run.steps
 
 
-# -- the loss scale, schedulers, groups --------------------------------------------------------------------------
+# -- the loss scale ----------------------------------------------------------------------------------------------------
 
 
 def _scaled(rank: int, world_size: int, stage: int) -> dict[str, Any]:
