@@ -304,3 +304,34 @@ def test_state_of_torchs_adamw_loads_into_stage_3():
             assert of_3[0][index].keys() == entry.keys()
             assert_bitwise(list(of_3[0][index].values()), list(entry.values()), f"loaded state of {index}")
         assert_bitwise(of_3[1], of_2[1], "two steps on")
+
+
+def _there_and_back(rank: int, world_size: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    """Six steps: at stage 2; two each at 2, 3 and 2, handed over as full states."""
+    import zero_optim
+
+    torch.manual_seed(rank)
+    run = Run(stage=2, dtype=dtype)
+    model, opt = make(run, Net())
+    whole = _continued(rank, run, model, opt, range(6))[1:]
+    opt.close()
+    torch.manual_seed(rank)
+    model, opt = make(run, Net())
+    for stage, steps in ((2, (0, 1)), (3, (2, 3)), (2, (4, 5))):
+        if steps[0]:
+            weights, saved = gathered(model), zero_optim.full_state_dict(opt, rank=0)
+            opt.close()
+            model = Net()
+            model, opt = make(run.at(stage), model)
+            with zero_optim.gather_parameters(model, writeback=True):
+                model.load_state_dict(weights)
+            zero_optim.load_full_state_dict(opt, saved if rank == 0 else None)
+        parted = _continued(rank, run, model, opt, steps)[1:]
+    opt.close()
+    return [whole, parted]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_full_states_carry_a_run_from_stage_2_to_3_and_back(dtype):
+    for rank, (whole, parted) in enumerate(run_ranks(3, _there_and_back, dtype)):
+        assert_bitwise(parted, whole, f"rank {rank}")
