@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -229,18 +228,6 @@ def _overlapped(rank: int, world_size: int, stage: int) -> tuple[int, int]:
 def test_reductions_leave_during_backward(stage):
     for in_backward, total in run_ranks(2, _overlapped, stage):
         assert (in_backward, total) == (len(ALIGNED), len(ALIGNED))
-
-
-def _warned(rank: int, world_size: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for stage in (0, 1, 2):
-            observe(rank, Run(stage))
-    return [str(w.message) for w in caught]
-
-
-def test_users_see_no_warning():
-    assert run_ranks(2, _warned) == [[], []]
 
 
 @dataclass(frozen=True)

@@ -146,29 +146,6 @@ def test_what_has_no_tensor_uses_the_ranks_gpu(body: Callable[[], Any], expected
     assert on_one_gpu(body, simulated=ON_GPU_1) == expected
 
 
-def not_told() -> list[str]:
-    """What this device raises for."""
-    told = []
-    event = torch.cuda.Event()
-    for use in (
-        lambda: torch.empty(1, device="cuda"),
-        lambda: torch.cuda.Stream(),
-        lambda: torch.cuda.current_stream(),
-        lambda: torch.cuda.synchronize(),
-        lambda: event.query(),
-        lambda: torch.cuda.cudart().cudaHostRegister(0, 1, 0),
-    ):
-        try:
-            use()
-        except RuntimeError as error:
-            told.append(str(error).partition(",")[0])
-    return told
-
-
-def test_the_device_tells_of_another_gpu() -> None:
-    assert on_one_gpu(not_told, simulated=ON_GPU_1) == ["GPU 0 is used"] * 6
-
-
 def measured() -> tuple[int, str]:
     """Of a job on a GPU of which 300 MB are in use that torch has not allocated."""
     import zero_optim

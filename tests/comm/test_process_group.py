@@ -1,4 +1,4 @@
-"""Which ranks share the optimizer: the default group, a part of it, a 1-D mesh; several optimizers side by side."""
+"""Which ranks shard the optimizer: a part of the default group, a 1-D mesh; which backend a GPU needs."""
 
 from __future__ import annotations
 
@@ -95,67 +95,6 @@ def _both(rank: int, world_size: int) -> str:
 
 def test_a_group_and_a_mesh_together_are_an_error():
     assert all("mesh" in text and "process_group" in text for text in run_ranks(2, _both))
-
-
-def _side_by_side(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    """Two optimizers, each with half of the parameters, fed by one backward; one steps every other time."""
-    import zero_optim
-
-    params = make_parameters(SHAPES, torch.bfloat16)
-    first = zero_optim.ShardedAdamW(params[:4], lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    second = zero_optim.ShardedAdamW(params[4:], lr=2 * LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(4):
-        linear_backward(params, make_gradients(params, rank, step))
-        first.step()
-        if step % 2:
-            second.step()
-        first.zero_grad()
-        second.zero_grad()
-    first.close()
-    second.close()
-    return copies(params)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_two_optimizers_side_by_side(stage):
-    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), [Hyper(lr=LR)] * 4 + [Hyper(lr=2 * LR)] * 4)
-    for step in range(4):
-        grads = averages([make_gradients(oracle.params, rank, step) for rank in range(2)])
-        oracle.step(grads if step % 2 else [*grads[:4], *[None] * 4])
-    for params in run_ranks(2, _side_by_side, stage):
-        assert_bitwise(params, oracle.params)
-
-
-def _dropped_unclosed(rank: int, world_size: int) -> list[Tensor]:
-    """An optimizer that is dropped with gradients in flight does not disturb the next one on the same parameters."""
-    import gc
-
-    import zero_optim
-
-    params = make_parameters(SHAPES, torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(params, lr=LR, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(2):
-        linear_backward(params, make_gradients(params, rank, step))
-    del opt
-    gc.collect()
-    for p in params:
-        p.grad = None
-    fresh = make_parameters(SHAPES, torch.bfloat16)
-    with torch.no_grad():
-        for p, q in zip(params, fresh, strict=True):
-            p.copy_(q)
-    again = zero_optim.ShardedAdamW(params, lr=LR, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(3):
-        linear_backward(params, make_gradients(params, rank, step))
-        again.step()
-        again.zero_grad()
-    again.close()
-    return copies(params)
-
-
-def test_an_optimizer_dropped_without_close():
-    for params in run_ranks(2, _dropped_unclosed):
-        assert_bitwise(params, _expected((0, 1), seed=0))
 
 
 def _gloo_for_a_gpu(rank: int, world_size: int) -> list[str]:

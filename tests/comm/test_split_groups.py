@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankFailure, run_ranks
+from harness import run_ranks
 from sharded_cases import Block, Net, loss_of, tokens
 from torch import Tensor
 from training_cases import assert_bitwise, copies, linear_backward, make_gradients, make_parameters
@@ -107,14 +107,3 @@ def _nodes_of_some_ranks(rank: int, world_size: int) -> list[float]:
 
 def test_some_ranks_make_groups_of_nodes() -> None:
     assert run_ranks(5, _bound, _nodes_of_some_ranks) == run_ranks(5, _nodes_of_some_ranks)
-
-
-def _groups_as_torch_makes_them(rank: int, world_size: int) -> None:
-    if rank < 2:
-        dist.new_group([0, 1], use_local_synchronization=True)
-
-
-def test_a_group_that_only_its_ranks_make_would_hang() -> None:
-    """With a device bound, torch splits the communicator of all ranks in ``new_group``."""
-    with pytest.raises(RankFailure, match="splits the communicator of all ranks"):
-        run_ranks(3, _bound, _groups_as_torch_makes_them)

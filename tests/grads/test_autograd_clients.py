@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -163,29 +162,6 @@ def test_assigned_gradients_of_any_stride():
         return [full[0], full[1], full[2][:1, :1].expand(12, 8).clone(), None]
 
     check(_odd_strides, expected)
-
-
-def _anomaly(opt, params, rank):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.autograd.detect_anomaly():
-            linear_backward(params, make_gradients(params, rank, 7))
-
-
-def test_anomaly_detection():
-    check(_anomaly, _plain)
-
-
-def _evaluated(opt, params, rank):
-    """A forward without gradients, and one whose loss is dropped, between backward and step."""
-    linear_backward(params, make_gradients(params, rank, 7))
-    with torch.no_grad():
-        linear_loss(params, make_gradients(params, rank, 8))
-    linear_loss(params, make_gradients(params, rank, 9))
-
-
-def test_evaluation_between_backward_and_step():
-    check(_evaluated, _plain)
 
 
 def _narrow(rank: int, world_size: int, stage: int) -> list[Tensor]:

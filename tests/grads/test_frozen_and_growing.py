@@ -127,37 +127,6 @@ def test_thawed_and_frozen_parameters_train_as_if_they_had_no_gradient_meanwhile
             assert counts == [c or -1 for c in oracle.steps], f"{name}, stage {stage}: updates"
 
 
-def _edited_while_frozen(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    """The ranks write other values into a frozen parameter: when it is thawed, rank 0's are everyone's."""
-    import zero_optim
-
-    params = make_parameters(SHAPES, torch.bfloat16)
-    _thaw(params, {1, 4}, flag=False)
-    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(3):
-        if step == 1:
-            with torch.no_grad():
-                params[4].fill_(3.0 + rank)
-            _thaw(params, {4})
-        _backward(params, rank, step, {1} if step else {1, 4})
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return copies(params)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_rank_0s_value_of_a_thawed_parameter_is_everyones(stage):
-    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR))
-    for step in range(3):
-        if step == 1:
-            oracle.params[4] = torch.full_like(oracle.params[4], 3.0)
-            oracle.master[4] = oracle.params[4].float()
-        oracle.step(_gradients(oracle.params, 2, step, {1} if step else {1, 4}))
-    for params in run_ranks(2, _edited_while_frozen, stage):
-        assert_bitwise(params, oracle.params)
-
-
 MOMENTS = ("before backward", "between backwards", "before clip", "before step", "after step", "unused at first")
 
 
@@ -229,76 +198,6 @@ def test_thawing_at_any_moment_of_a_step(world_size):
             for rank, result in enumerate(results):
                 what = f"thawed {moment}, stage {stage}, synced {synced}, rank {rank}"
                 assert_bitwise(result[stage, moment, synced], oracle.params, what)
-
-
-def _thawed_on_one_rank(rank: int, world_size: int, stage: int, culprit: int) -> tuple[str, str, bool, list[Tensor]]:
-    """The error that the ranks get; then it is put right and training goes on."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    _thaw(params, {1}, flag=False)
-    opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    kind = text = ""
-    unchanged = True
-    for step in range(4):
-        if step == 2:
-            before = copies(params)
-            _thaw(params, {1}, flag=rank == culprit)
-            _backward(params, rank, step, set() if rank == culprit else {1})
-            try:
-                opt.step()
-            except zero_optim.ZeroOptimError as error:
-                kind, text = type(error).__name__, str(error)
-            unchanged = all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
-            opt.zero_grad()
-            for p in params:
-                p.grad = None
-            _thaw(params, {1})
-        _backward(params, rank, step, set() if step >= 2 else {1})
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return kind, text, unchanged, copies(params)
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_thawing_on_one_rank_alone_fails_the_step_on_all(stage, culprit):
-    oracle = MasterAdamW(make_parameters(SHAPES), Hyper(lr=LR))
-    for step in range(4):
-        oracle.step(_gradients(oracle.params, 2, step, set() if step >= 2 else {1}))
-    for kind, text, unchanged, params in run_ranks(2, _thawed_on_one_rank, stage, culprit, timeout=40):
-        assert kind in ("RankMismatchError", "GradientError"), f"{kind or 'nothing raised'} {text}"
-        assert "layer1.weight" in text and "requires_grad_" in text, "the parameter and the remedy are named"
-        assert unchanged, "the failed step left the parameters alone"
-        assert_bitwise(params, oracle.params, "after it was put right")
-
-
-def _frozen_on_one_rank(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    """A trained parameter that one rank freezes is absent there: averaged with zeros."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(4):
-        _thaw(params, {1, 4}, flag=rank == 0 or step in (0, 3))
-        _backward(params, rank, step, {i for i, p in enumerate(params) if not p.requires_grad})
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return copies(params)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_trained_parameter_frozen_on_one_rank_is_absent_there(stage):
-    oracle = MasterAdamW(make_parameters(SHAPES), Hyper(lr=LR))
-    for step in range(4):
-        local: list[list[Tensor | None]] = [list(make_gradients(oracle.params, rank, step)) for rank in range(2)]
-        if step in (1, 2):
-            local[1][1] = local[1][4] = None
-        oracle.step(averages(local))
-    for params in run_ranks(2, _frozen_on_one_rank, stage):
-        assert_bitwise(params, oracle.params)
 
 
 def _stale_gradient(rank: int, world_size: int, set_to_none: bool) -> tuple[bool, list[Tensor]]:
@@ -423,78 +322,6 @@ def test_a_group_added_in_mid_training(world_size, moment):
                 assert counts == oracle.steps
 
 
-def _one_at_a_time(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], int]:
-    """Every parameter in a group of its own, all but the first added later, with empty groups between them."""
-    import zero_optim
-
-    params = make_parameters(SHAPES, seed=rank)
-    opt = zero_optim.ShardedAdamW([{"params": params[:1]}, {"params": []}], lr=LR, stage=stage)
-    for step in range(COUNT):
-        _backward(params, rank, step, set(range(step + 1, COUNT)))
-        opt.step()
-        opt.zero_grad()
-        if step + 1 < COUNT:
-            opt.add_param_group({"params": params[step + 1]})
-            opt.add_param_group({"params": []})
-    groups = len(opt.param_groups)
-    opt.close()
-    return copies(params), groups
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_one_group_after_another_and_empty_ones(world_size):
-    oracle = MasterAdamW(make_parameters(SHAPES), Hyper(lr=LR))
-    for step in range(COUNT):
-        oracle.step(_gradients(oracle.params, world_size, step, set(range(step + 1, COUNT))))
-    for stage in (0, 1, 2) if world_size < 3 else (1, 2):
-        for params, groups in run_ranks(world_size, _one_at_a_time, stage):
-            assert groups == 2 * COUNT
-            assert_bitwise(params, oracle.params, f"stage {stage}")
-
-
-def _saved(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], list[Tensor]]:
-    """A run with a thaw and an added group goes on from its state dict, in an optimizer that had all from the start."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    params[1].requires_grad_(False)
-    opt = zero_optim.ShardedAdamW(named(params[:4]), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(4):
-        if step == 1:
-            opt.add_param_group({"params": [("head.weight", params[4]), ("head.bias", params[5])], "lr": 2 * LR})
-        if step == 2:
-            params[1].requires_grad_(True)
-        _backward(params, rank, step, {1} if step < 1 else {1} if step < 2 else set())
-        opt.step()
-        opt.zero_grad()
-    state = opt.state_dict()
-    resumed = [nn.Parameter(p.detach().clone()) for p in params]
-    again = zero_optim.ShardedAdamW(
-        [
-            {"params": named(resumed[:4])},
-            {"params": [("head.weight", resumed[4]), ("head.bias", resumed[5])], "lr": 2 * LR},
-        ],
-        lr=LR,
-        stage=stage,
-        bucket_cap_mb=TINY_CAP_MB,
-    )
-    _backward(resumed, rank, 0, set())  # it has its own order by now
-    again.zero_grad()
-    again.load_state_dict(state)
-    for own, optimizer in ((params, opt), (resumed, again)):
-        _backward(own, rank, 5, set())
-        optimizer.step()
-        optimizer.close()
-    return copies(params), copies(resumed)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_state_of_a_model_that_grew_loads_into_one_that_was_whole(stage, world_size):
-    for params, resumed in run_ranks(world_size, _saved, stage):
-        assert_bitwise(resumed, params)
-
-
 # -- groups that are refused -----------------------------------------------------------------------------------------
 
 
@@ -581,19 +408,3 @@ def test_a_group_that_is_refused_leaves_everything_as_it_was(stage):
             else:
                 assert kind == "RankMismatchError" and "rank 1" in text and ON_ONE[case][1] in text, what
         assert_bitwise(after, undisturbed)
-
-
-def _closed(rank: int, world_size: int) -> str:
-    import zero_optim
-
-    opt = zero_optim.ShardedAdamW(make_parameters(SHAPES))
-    opt.close()
-    try:
-        opt.add_param_group({"params": make_parameters(((3,),))})
-    except zero_optim.ClosedError as error:
-        return str(error)
-    return ""
-
-
-def test_a_closed_optimizer_takes_no_group():
-    assert all("closed" in text for text in run_ranks(2, _closed))

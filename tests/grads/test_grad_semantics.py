@@ -112,25 +112,6 @@ def test_the_average_is_read_and_edited_at_stage_0():
     check(_read_and_halve, _apply_halved, stages=(0,), worlds=(2,))
 
 
-def _clip_by_torch(opt, params, rank, world_size):
-    linear_backward(params, make_gradients(params, rank, 7))
-    torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], 0.5)
-    opt.step()
-
-
-def _apply_clipped(oracle, world_size):
-    params = make_parameters(SHAPES, torch.bfloat16)
-    for p, g in zip(params, _average(world_size, 7), strict=True):
-        p.grad = g
-    torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], 0.5)
-    oracle.step([p.grad for p in params])
-
-
-def test_torchs_own_clip_works_where_gradients_are_whole():
-    check(_clip_by_torch, _apply_clipped, worlds=(1,))
-    check(_clip_by_torch, _apply_clipped, stages=(0,), worlds=(2,))
-
-
 def _edit_local(opt, params, rank, world_size):
     linear_backward(params, make_gradients(params, rank, 7))
     assert_bitwise([p.grad for p in params], make_gradients(params, rank, 7), "local gradients")
@@ -213,17 +194,6 @@ def test_zero_and_detach_pass_and_zero_means_zero():
 # -- dropped, zeroed, applied again -----------------------------------------------------------------------------------
 
 
-def _drop_by_model(opt, params, rank, world_size):
-    linear_backward(params, make_gradients(params, rank, 7))
-    for p in params:  # what model.zero_grad() does
-        p.grad = None
-    opt.step()
-
-
-def test_dropped_gradients_are_not_applied():
-    check(_drop_by_model, lambda oracle, world_size: None)
-
-
 def _drop_then_backward(opt, params, rank, world_size):
     for step in (7, 8, 9):
         linear_backward(params, make_gradients(params, rank, step))
@@ -303,41 +273,6 @@ def test_a_second_step_applies_the_gradients_again():
     check(_step_twice, _apply_twice)
 
 
-def _step_without_zero_grad(opt, params, rank, world_size):
-    for step in (7, 8):
-        linear_backward(params, make_gradients(params, rank, step))
-        opt.step()
-
-
-def _apply_accumulating(oracle, world_size):
-    oracle.step(_average(world_size, 7))
-    oracle.step(accumulate(_average(world_size, 7), _average(world_size, 8)))
-
-
-def test_without_zero_grad_the_next_backward_adds():
-    check(_step_without_zero_grad, _apply_accumulating)
-
-
-def _drop_after_clip(opt, params, rank, world_size):
-    """Some training loops cancel the gradients of a layer between clipping and the step."""
-    linear_backward(params, make_gradients(params, rank, 7))
-    opt.clip_grad_norm_(1e9)
-    params[1].grad = params[6].grad = None
-    opt.step()
-    opt.zero_grad()
-    linear_backward(params, make_gradients(params, rank, 8))
-    opt.step()
-
-
-def _apply_but_two(oracle, world_size):
-    oracle.step([None if i in (1, 6) else g for i, g in enumerate(_average(world_size, 7))])
-    oracle.step(_average(world_size, 8))
-
-
-def test_gradients_dropped_after_clipping_are_not_applied():
-    check(_drop_after_clip, _apply_but_two)
-
-
 def _assign_after_clip(opt, params, rank, world_size):
     linear_backward(params, make_gradients(params, rank, 7))
     opt.clip_grad_norm_(1e9)
@@ -375,26 +310,7 @@ def test_local_gradients_add_to_a_reduced_one():
     check(_reduced_then_two_local, _apply_reduced_and_local, worlds=(2,), stages=(0,))
 
 
-# -- only no_sync, assigned by hand, a backward that raised ---------------------------------------------------------
-
-
-def _only_no_sync(opt, params, rank, world_size):
-    with opt.no_sync():
-        for micro in range(2):
-            linear_backward(params, make_gradients(params, rank, 7, micro))
-    opt.step()
-
-
-def _apply_local_sums(oracle, world_size):
-    local = [
-        accumulate(make_gradients(oracle.params, rank, 7, 0), make_gradients(oracle.params, rank, 7, 1))
-        for rank in range(world_size)
-    ]
-    oracle.step(averages(local))
-
-
-def test_step_reduces_when_every_backward_was_under_no_sync():
-    check(_only_no_sync, _apply_local_sums)
+# -- assigned by hand, a backward that raised on one rank --------------------------------------------------------------
 
 
 def _assigned(opt, params, rank, world_size):
@@ -426,32 +342,9 @@ def test_a_gradient_assigned_on_one_rank_alone():
     check(_assigned_on_one_rank, _apply_one_rank, stages=(1, 2), worlds=(3,))
 
 
-def _raising(opt, params, rank, world_size):
-    """The gradients of half of the parameters are there when backward raises: what was computed last goes first."""
-    grads = make_gradients(params, rank, 7)
-    first = raise_in_backward(linear_loss(params[:4], grads[:4]))
-    try:
-        (first + linear_loss(params[4:], grads[4:])).backward()
-    except Planned:
-        pass
-    else:
-        raise AssertionError("backward did not raise")
-    assert all(p.grad is not None for p in params[4:])
-    opt.zero_grad()
-    linear_backward(params, make_gradients(params, rank, 8))
-    opt.step()
-    opt.zero_grad()
-    linear_backward(params, make_gradients(params, rank, 9))
-    opt.step()
-
-
 def _apply_after_raise(oracle, world_size):
     oracle.step(_average(world_size, 8))
     oracle.step(_average(world_size, 9))
-
-
-def test_zero_grad_after_a_backward_that_raised_drops_everything():
-    check(_raising, _apply_after_raise, worlds=(1, 2))
 
 
 def _raising_on_one_rank(opt, params, rank, world_size):

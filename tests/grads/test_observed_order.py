@@ -1,16 +1,15 @@
-"""Buckets follow the order in which gradients became ready in the first backward; what does not fit it is told."""
+"""Buckets follow the order in which gradients became ready in the first backward."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from guards import CollectiveLog
 from harness import run_ranks
-from oracle import Hyper, MasterAdamW, accumulate, averages
+from oracle import Hyper, MasterAdamW, averages
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from training_cases import (
@@ -112,132 +111,6 @@ def test_buckets_leave_in_the_order_of_the_first_backward(stage):
     assert run_ranks(2, _first_reduced, stage, order) == [list(reversed(order))] * 2
 
 
-def _conditional(rank: int, world_size: int, stage: int) -> list[list[Tensor]]:
-    """Rank 1 does not use parameters 1 and 6 in the first backward, nobody uses 4; later all, some or none are used."""
-    import zero_optim
-
-    params = make_parameters(SHAPES, torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    history = []
-    for step in range(6):
-        linear_backward(params, _used(make_gradients(params, rank, step), rank, step))
-        opt.step()
-        opt.zero_grad()
-        history.append(copies(params))
-    opt.close()
-    return history
-
-
-def _used(grads: list[Tensor], rank: int, step: int) -> list[Tensor | None]:
-    absent = {
-        0: {4} | ({1, 6} if rank == 1 else set()),
-        1: {4},
-        2: {1, 4, 6},
-        3: {0, 4} if rank == 0 else {4, 7},
-        4: {4},
-    }
-    return [None if i in absent.get(step, set()) else g for i, g in enumerate(grads)]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_parameters_unused_on_one_rank_or_on_all(stage):
-    """The last step uses parameter 4, which the first backward did not know."""
-    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR))
-    expected = []
-    for step in range(6):
-        oracle.step(averages([_used(make_gradients(oracle.params, rank, step), rank, step) for rank in range(2)]))
-        expected.append(copies(oracle.params))
-    for history in run_ranks(2, _conditional, stage):
-        for step in range(6):
-            assert_bitwise(history[step], expected[step], f"step {step}")
-
-
-def _no_backward(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    """Steps in which one rank, then no rank, ran a backward at all."""
-    import zero_optim
-
-    params = make_parameters(SHAPES, torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(5):
-        if step not in (2, 3) or (step == 2 and rank == 0):
-            with opt.no_sync():
-                linear_backward(params, make_gradients(params, rank, step))
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return copies(params)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_rank_without_a_backward_takes_part_in_step(stage):
-    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR))
-    for step in range(5):
-        if step != 3:
-            local: list[Any] = [make_gradients(oracle.params, rank, step) for rank in range(2)]
-            if step == 2:
-                local[1] = [None] * len(SHAPES)
-            oracle.step(averages(local))
-    for params in run_ranks(2, _no_backward, stage):
-        assert_bitwise(params, oracle.params)
-
-
-def _used_twice(weight: Tensor, x: Tensor) -> Tensor:
-    """A loss in which ``weight`` becomes ready twice: each reentrant checkpoint runs a backward of its own."""
-    first = checkpoint(lambda t: (t * weight).sum(0), x, use_reentrant=True)
-    second = checkpoint(lambda t: (t * weight).sum(0), x * 2, use_reentrant=True)
-    return first.sum() + second.sum()
-
-
-def _late(rank: int, world_size: int, stage: int, culprit: int) -> tuple[str, str, bool, list[Tensor]]:
-    """After steps in which every gradient becomes ready once, the last layer's does so twice on one rank."""
-    import zero_optim
-
-    params = make_parameters(((4, 8),) * 4)
-    opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB / 100)
-    x = torch.ones(4, 8, requires_grad=True)
-    for step in range(2):
-        linear_backward(params, make_gradients(params, rank, step))
-        opt.step()
-        opt.zero_grad()
-
-    def loss(twice: bool) -> Tensor:
-        rest = sum((p * 0.5).sum() for p in params[:3])
-        return rest + (_used_twice(params[3], x) if twice else (3 * x.detach() * params[3]).sum())
-
-    before = copies(params)
-    loss(rank == culprit).backward()
-    kind = text = ""
-    try:
-        opt.step()
-    except RuntimeError as error:
-        kind, text = type(error).__name__, str(error)
-    same = all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
-    opt.observe()
-    opt.zero_grad()
-    for _ in range(2):
-        loss(rank == culprit).backward()
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return kind, text, same, copies(params)
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_gradient_that_comes_too_late_fails_the_step_on_every_rank(stage, culprit):
-    oracle = MasterAdamW(make_parameters(((4, 8),) * 4), Hyper(lr=LR))
-    for step in range(2):
-        oracle.step(averages([make_gradients(oracle.params, rank, step) for rank in range(2)]))
-    for _ in range(2):
-        oracle.step([torch.full((4, 8), 0.5)] * 3 + [torch.full((4, 8), 3.0)])
-    for kind, text, same, params in run_ranks(2, _late, stage, culprit, timeout=40):
-        assert kind == "GradientError", f"{kind or 'nothing raised'} {text}"
-        assert "layer3.weight" in text
-        assert "observe()" in text
-        assert same, "the failed step left the parameters alone"
-        assert_bitwise(params, oracle.params, "after observe()")
-
-
 def _nested(rank: int, world_size: int, stage: int, segments: tuple[int, int]) -> tuple[list[int], list[Tensor]]:
     """Reductions of each step when rank ``r`` runs ``segments[r]`` reentrant checkpoints, each over its own layer."""
     import zero_optim
@@ -271,39 +144,4 @@ def test_backwards_within_a_backward_are_one_round(stage, segments):
     for counts, params in run_ranks(2, _nested, stage, segments, timeout=40):
         # Then they lay out buckets, buffers and state, and after each ask whether it has failed on any rank.
         assert counts == [5 + 3, 4, 4], "in the first step the ranks merge what they have seen"
-        assert_bitwise(params, oracle.params)
-
-
-def _accumulated_first(rank: int, world_size: int, stage: int, no_sync: bool) -> list[Tensor]:
-    """The first step has several backwards: observation must neither lose nor repeat a gradient."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    order = SHUFFLED
-    for step in range(3):
-        for micro in range(3):
-            grads = make_gradients(params, rank, step, micro, grid=2)
-            if no_sync and micro < 2:
-                with opt.no_sync():
-                    linear_backward([params[i] for i in order], [grads[i] for i in order])
-            else:
-                linear_backward([params[i] for i in order], [grads[i] for i in order])
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return copies(params)
-
-
-@pytest.mark.parametrize("no_sync", [True, False])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_observation_while_accumulating(stage, no_sync):
-    oracle = MasterAdamW(make_parameters(SHAPES), Hyper(lr=LR))
-    for step in range(3):
-        total = None
-        for micro in range(3):
-            local = [make_gradients(oracle.params, rank, step, micro, grid=2) for rank in range(2)]
-            total = accumulate(total, averages(local))
-        oracle.step(total or [])
-    for params in run_ranks(2, _accumulated_first, stage, no_sync):
         assert_bitwise(params, oracle.params)

@@ -56,15 +56,6 @@ def _ready(readiness: ByCounts, *gradients: tuple[int, int]) -> list[bool]:
     return [readiness.gradient_ready(index, number) for index, number in gradients]
 
 
-def _learned(counts: dict[int, int] | None = None, changing: Changing | None = None) -> ByCounts:
-    readiness = _new(changing=changing)
-    readiness.use(_buckets((0, 1), (2,)))
-    readiness.agree([Observation((0, 1, 2), counts or {}, False)], [0, 1, 2])
-    readiness.use(_buckets((0, 1), (2,)))
-    assert readiness.learned is Learned.ALL
-    return readiness
-
-
 # -- the tables: bucket 0 has parameters 0, 1 and 2, bucket 1 has parameter 3 ------------------------------------------
 
 ORDER = [0, 1, 2, 3]
@@ -253,36 +244,6 @@ def test_where_all_is_known_no_gradient_is_noted(event: str):
 # -- several events together -------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_may_leave_when_its_gradients_have_come():
-    readiness = _learned()
-    assert _ready(readiness, (0, 0), (2, 1)) == [False, True]
-    assert [readiness.may_launch(number) for number in (0, 1)] == [False, True]
-    assert _ready(readiness, (1, 0)) == [True]
-    assert readiness.may_launch(0)
-    readiness.begin()
-    assert not readiness.may_launch(0) and not readiness.may_launch(1)
-
-
-def test_while_observing_nothing_leaves():
-    readiness = _new()
-    readiness.use(_buckets((0,)))
-    assert _ready(readiness, (0, 0)) == [True]
-    assert not readiness.may_launch(0)
-
-
-def test_what_comes_more_than_once_or_may_change_waits_for_the_end():
-    twice = _learned({0: 2})
-    _ready(twice, (0, 0), (1, 0), (0, 0), (2, 1))
-    assert not twice.may_launch(0) and twice.may_launch(1)
-    changing = Changing()
-    late = _learned(changing=changing)
-    changing.params = {1}
-    _ready(late, (0, 0), (1, 0), (2, 1))
-    assert not late.may_launch(0) and late.may_launch(1)
-    changing.params = set()
-    assert late.may_launch(0), "the hook is gone"
-
-
 @pytest.mark.parametrize("cut_short", [False, True])
 def test_ranks_agree_on_rank_0s_order_and_the_largest_counts(cut_short: bool):
     readiness = _new()
@@ -297,24 +258,6 @@ def test_ranks_agree_on_rank_0s_order_and_the_largest_counts(cut_short: bool):
     assert not readiness.may_launch(1), "it comes several times"
 
 
-def test_a_step_before_any_backward_teaches_nothing():
-    readiness = _new()
-    readiness.use(_buckets((0,)))
-    assert readiness.agree([Observation((), {}, False)] * 2, [0]) is None
-    assert readiness.learned is Learned.NOTHING
-
-
-@pytest.mark.parametrize(("order", "after"), [(True, Learned.NOTHING), (False, Learned.ORDER)])
-def test_forgetting(order: bool, after: Learned):
-    readiness = _learned()
-    readiness.forget(order=order)
-    assert readiness.learned is after
-    assert readiness.agree([Observation((2, 1, 0), {}, False)], [0, 1, 2]) == ([2, 1, 0] if order else None)
-    alone = _new(observes=False)
-    alone.forget(order=order)
-    assert alone.learned is Learned.ALL
-
-
 def test_an_observation_says_what_came_and_whether_it_was_cut_short():
     readiness = _new()
     readiness.use(_buckets((0, 1), (2,)))
@@ -327,19 +270,3 @@ def test_an_observation_says_what_came_and_whether_it_was_cut_short():
     assert readiness.observation().cut_short
     readiness.drop_observation()
     assert readiness.observation() == Observation((), {}, False)
-
-
-def test_by_units_a_bucket_leaves_with_its_unit():
-    class Schedule:
-        over: set[str] = set()
-
-        def is_over(self, flat: Any) -> bool:
-            return flat in self.over
-
-    schedule: Any = Schedule()
-    readiness = ByUnits(schedule)
-    readiness.use(_buckets((0,), (1,)))
-    assert not readiness.gradient_ready(0, 0)
-    assert not readiness.may_launch(0)
-    Schedule.over = {"flat 1"}
-    assert [readiness.may_launch(number) for number in (0, 1)] == [False, True]

@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-import zero_optim
 from harness import run_ranks
 from zero_optim import GradScaler, ShardedAdamW
 
@@ -116,12 +115,6 @@ def test_a_tensor_lr_gives_way_to_a_float_zero():
     opt.step()
     assert not torch.equal(before, torch.ones(10))
     assert torch.equal(parameter, before)
-
-
-def test_a_parameter_given_twice_is_refused():
-    parameter = torch.nn.Parameter(torch.ones(10))
-    with pytest.warns(UserWarning), pytest.raises(zero_optim.ParameterError, match="given again"):
-        ShardedAdamW([parameter, parameter])
 
 
 def _old_buckets_after_a_new_layout(rank, world_size):

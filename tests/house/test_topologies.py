@@ -160,7 +160,7 @@ TESTED = {
     },
     "Muon, against float64": {
         "flat": ("rules/test_muon_in_float64.py::test_each_update_is_that_in_float64",),
-        "hybrid": (MUON_ANYWHERE, "rules/test_muon_stage3.py::test_replicas_have_the_same"),
+        "hybrid": (MUON_ANYWHERE, "rules/test_muon_replicas.py::test_it_has_the_bits_of_ranks_that_repeat_the_work"),
         "tensor parallel": (MUON_IN_SLICES,),
         "hybrid × tensor parallel": (f"{MUON_SLICES}::test_replicas_have_the_same",),
         "plain slices": (MUON_IN_SLICES, MUON_ANYWHERE),

@@ -331,50 +331,6 @@ def test_an_average_that_was_not_loaded_begins_with_the_next_update(load: str) -
     opt.close()
 
 
-def test_what_was_never_updated_is_exported_as_it_is(tmp_path: Any) -> None:
-    model = Model()
-    opt = _optimizer(model, ema_decay=0.5)
-    model.one.weight.grad = torch.ones_like(model.one.weight)
-    opt.step()
-    with torch.no_grad():
-        model.one.bias.fill_(7.0)
-    zero_optim.checkpoint.save(str(tmp_path / "saved"), model, opt)
-    assert cli.main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--average", "ema"]) == 0
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(written["one.bias"], model.one.bias.detach())
-    assert torch.equal(written["one.weight"], opt.ema_state_dict()["one.weight"].bfloat16())
-
-
-def test_decays_of_a_checkpoint_hold_for_as_many_averages(tmp_path: Any) -> None:
-    model = Model()
-    opt = _optimizer(model, ema_decay=0.5)
-    zero_optim.checkpoint.save(str(tmp_path), model, opt)
-    opt.close()
-    for own, wanted in (([0.9], 0.5), ((0.9, 0.8), (0.9, 0.8)), (None, None)):
-        opt = _optimizer(model, ema_decay=own)
-        zero_optim.checkpoint.load(str(tmp_path), model, opt, strict=False)
-        assert opt.param_groups[0].get("ema_decay") == wanted, own
-        opt.close()
-
-
 def test_a_decay_in_a_group_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="ema_decay of parameter group 0: the optimizer keeps no averages"):
         zero_optim.ShardedAdamW([{"params": [nn.Parameter(torch.ones(3))], "ema_decay": 0.9}])
-
-
-@pytest.mark.parametrize("store", [None, "cpu"])
-def test_averages_that_had_no_update_when_they_were_saved_begin_with_the_next(store: str | None) -> None:
-    """Until then they are what the parameters are, which may have changed since."""
-    parameter = nn.Parameter(torch.full((300,), -1.0))
-    opt = zero_optim.ShardedAdamW([("p", parameter)], lr=0.5, ema_decay=0.9, state_offload=store)
-    saved = copy.deepcopy(opt.state_dict())
-    for _ in range(2):
-        parameter.grad = torch.ones_like(parameter)
-        opt.step()
-    opt.load_state_dict(saved)
-    now = parameter.detach().clone()
-    with opt.swap_to_ema():
-        assert torch.equal(parameter, now)
-    opt.step()
-    assert torch.equal(opt.ema_state_dict()["p"], parameter) and not torch.equal(parameter, now)
-    opt.close()

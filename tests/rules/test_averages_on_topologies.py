@@ -18,7 +18,6 @@ import zero_optim
 from cells import slow_where
 from eventful_cases import ABSENT, OVERFLOW
 from harness import run_ranks
-from oracle import rounded_by_noise
 from torch import Tensor, nn
 
 DECAY, LOOKED_AT, STEPS = 0.9, 3, 4
@@ -29,7 +28,7 @@ DECAY, LOOKED_AT, STEPS = 0.9, 3, 4
 class Job:
     """What a rank trains. ``absent``: how names begin of those that have no part in the step ``ABSENT``; ``plain``:
     whether parameters are fp32 and whole here, and no rank may gather them; ``readers``: ranks that get the averages
-    where rank 0 is asked for; ``rounded``: whether averages are in bf16."""
+    where rank 0 is asked for."""
 
     model: nn.Module
     opt: Any
@@ -37,7 +36,6 @@ class Job:
     absent: str
     plain: bool = False
     readers: Sequence[int] = (0,)
-    rounded: bool = False
 
     def step(self, number: int) -> None:
         loss = self.loss(number)
@@ -56,7 +54,6 @@ class Job:
 def follow(rank: int, make: Callable[[], Job]) -> None:
     """The averages by hand beside the optimizer's, and a second training that nobody has looked at."""
     job = make()
-    index = {name: number for number, (name, _) in enumerate(job.model.named_parameters())}
     trained = [name for name, parameter in job.model.named_parameters() if parameter.requires_grad]
     averages, rate = job.wholes(torch.float32), torch.tensor(1 - DECAY, dtype=torch.float64).float()
     updates = dict.fromkeys(trained, 0)
@@ -70,8 +67,6 @@ def follow(rank: int, make: Callable[[], Job]) -> None:
                 own = rate if updates[name] else 1.0
                 updates[name] += 1
                 averages[name] = averages[name] + own * (masters[name] - averages[name])
-                if job.rounded:
-                    averages[name] = rounded_by_noise(averages[name], index[name], updates[name], -1)
     if job.plain:
         with pytest.raises(zero_optim.ParameterError, match="experts"):
             job.opt.ema_state_dict()
@@ -115,7 +110,6 @@ def make_optimizer(params: Any, **options: Any) -> Any:
 
 
 def hybrid(rank: int, stage: int) -> Callable[[], Job]:
-    """At stage 3 averages are in bf16."""
     mesh = grid_cases.make_mesh(2, 2)
 
     def data(step: int, micro: int) -> Tensor:
@@ -127,10 +121,9 @@ def hybrid(rank: int, stage: int) -> Callable[[], Job]:
         model = eventful_cases.Net().bfloat16()
         if stage == 3:
             zero_optim.shard_module(model, (nn.Linear,), mesh=mesh)
-        form = "bf16_stochastic" if stage == 3 else "fp32"
-        opt = make_optimizer(model.named_parameters(), mesh=mesh, stage=stage, ema_dtype=form)
+        opt = make_optimizer(model.named_parameters(), mesh=mesh, stage=stage)
         loss = lambda step: eventful_cases.loss_of(model, data, step, 0).float()  # noqa: E731
-        return Job(model, opt, loss, "middle", rounded=stage == 3)
+        return Job(model, opt, loss, "middle")
 
     return make
 

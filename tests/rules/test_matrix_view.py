@@ -14,7 +14,7 @@ import torch
 import zero_optim
 from guards import no_host_reads
 from harness import run_ranks
-from muon_cases import AS_TORCH, OPTIONS, Gradient, masters_alone, masters_of, mean, step_on_rank
+from muon_cases import AS_TORCH, OPTIONS, Gradient, masters_alone, masters_of, step_on_rank
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon
 from zero_optim.rules import muon
@@ -128,24 +128,6 @@ def test_each_matrix_is_torchs(scale: str | None) -> None:
         torch.testing.assert_close(master, _by_torch(name, adjust_lr_fn=scale), rtol=0, atol=2e-7, msg=name)
 
 
-def test_a_view_is_another_update() -> None:
-    """So that the other tests could fail: without views all but the first few are something else."""
-    params = _parameters([*PARAMETERS], torch.float32)
-    opt = ShardedMuon(params.items(), **OPTIONS)
-    for name, parameter in params.items():
-        parameter.grad = _values(1, name, torch.float32)
-    opt.step()
-    opt.close()
-    viewed = _parameters([*PARAMETERS], torch.float32)
-    opt = ShardedMuon(_groups(viewed), **OPTIONS)
-    for name, parameter in viewed.items():
-        parameter.grad = _values(1, name, torch.float32)
-    opt.step()
-    opt.close()
-    same = {name for name in PARAMETERS if torch.equal(params[name], viewed[name])}
-    assert same == {name for name, (_, view) in PARAMETERS.items() if view is None}
-
-
 def test_a_memory_format_makes_no_difference() -> None:
     """To the bit: a convolution that lies as channels_last is the same matrix."""
     results = []
@@ -235,45 +217,6 @@ def test_the_host_reads_nothing() -> None:
         with no_host_reads() if step else nullcontext():
             opt.step()
     opt.close()
-
-
-# -- numbers of updates -----------------------------------------------------------------------------------------------
-
-
-def _telemetry(rank: int, world_size: int) -> list[bool]:
-    params = _parameters(names := ["heads", "experts", "last"], torch.float32)
-    opt = ShardedMuon(_groups(params), **OPTIONS, telemetry=True)
-    for step in range(2):
-        before = {name: parameter.detach().clone() for name, parameter in params.items()}
-        losses = [(p * _values(1 + 10 * rank + step, n, torch.float32))[1:].sum() for n, p in params.items()]
-        sum(losses).backward()  # type: ignore[union-attr]
-        opt.step()
-        opt.zero_grad()
-    numbers = opt.telemetry(over_ranks=True)
-    right = []
-    for number, (name, parameter) in enumerate(params.items()):
-        update = parameter.detach() - before[name]
-        gradient = mean(_gradients(names, torch.float32), world_size, 1, number)
-        gradient[0] = 0
-        found = numbers[name]
-        pairs = (
-            (found.grad_norm, gradient.double().norm()),
-            (found.update_norm, update.double().norm()),
-            (found.param_norm, parameter.detach().double().norm()),
-            (found.largest_update, update.abs().max()),
-            (found.grad_zeros, (gradient == 0).double().mean()),
-        )
-        right.append(bool(found.updated) and all(torch.isclose(a.double(), b.double(), rtol=1e-5) for a, b in pairs))
-    sum((p * float("inf")).sum() for p in params.values()).backward()  # type: ignore[union-attr]
-    opt.step()
-    right.append(opt.telemetry(over_ranks=True).floats() == {})
-    opt.close()
-    return right
-
-
-def test_telemetry() -> None:
-    for right in run_ranks(2, _telemetry):
-        assert all(right), right
 
 
 # -- saved and loaded -------------------------------------------------------------------------------------------------

@@ -141,16 +141,6 @@ def test_what_comes_in_pages_below_stage_3_is_made_by_all(stage: int) -> None:
         assert made and KIND not in sent
 
 
-def _without_messages(rank: int, world_size: int) -> bool:
-    with mock.patch.object(homes.Shares, "exchange"):
-        alike, *_ = _alike(rank, world_size, 0, 1, torch.bfloat16, {})
-    return alike
-
-
-def test_a_message_that_is_left_out_would_be_seen() -> None:
-    assert run_ranks(2, _without_messages) == [False, False]
-
-
 @every_cell
 def test_each_makes_some_and_tells_the_others(ranks: int, stage: int, shards: int) -> None:
     found = run_ranks(ranks, _run, stage, shards, torch.bfloat16, {})

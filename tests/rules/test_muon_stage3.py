@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ import zero_optim
 from cells import slow
 from harness import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from training_cases import error_of
 from zero_optim import ParameterError, rules
 from zero_optim.params.layout import WholeParameters
 from zero_optim.rules import homes
@@ -118,16 +114,13 @@ def _as_at_stage_2(rank: int, world_size: int, dtype: torch.dtype, options: dict
         assert numbers[0] and numbers[1] == pytest.approx(numbers[0], rel=1e-5)
 
 
-EMA = {"ema_decay": 0.5, "ema_dtype": "bf16_stochastic"}
-
-
 @pytest.mark.parametrize(
     ("world_size", "dtype", "options"),
     [
         (1, torch.bfloat16, {"max_grad_norm": 0.1}),
         pytest.param(2, torch.float32, {"ema_decay": 0.9}, marks=slow),
         (3, torch.bfloat16, {"master": "split", "state_dtype": "int8", "telemetry": True}),
-        (5, torch.bfloat16, {"state_dtype": "bf16_stochastic", **EMA}),
+        (5, torch.bfloat16, {"state_dtype": "bf16_stochastic", "ema_decay": 0.5}),
     ],
 )
 def test_it_has_the_bits_of_stage_2(world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -146,33 +139,6 @@ def test_parameters_in_host_memory_without_a_process_group(options: dict[str, An
         found.append(everything(model, opt))
         opt.close()
     assert_same(*found)
-
-
-def _on_a_grid(rank: int, world_size: int) -> None:
-    found = []
-    for stage in (2, 3):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model, opt = make(stage, torch.bfloat16, mesh)
-        train(model, opt, STEPS)
-        found.append(everything(model, opt))
-        opt.close()
-    assert_same(*found)
-
-
-def test_replicas_have_the_same() -> None:
-    run_ranks(4, _on_a_grid)
-
-
-def _skips(rank: int, world_size: int) -> None:
-    model, opt = make(3, torch.bfloat16)
-    train(model, opt, 1)
-    before = everything(model, opt)
-    train(model, opt, 1, overflow=True)
-    assert_same(before, everything(model, opt))
-
-
-def test_a_skipped_step_leaves_no_trace() -> None:
-    run_ranks(2, _skips)
 
 
 def _saves(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
@@ -240,7 +206,7 @@ STORES = {
     "nvme": {"state_offload": "nvme"},
     "parameters": {"param_offload": "cpu"},
     "all on the host": {"param_offload": "cpu", "state_offload": "cpu", "master": "split", "state_dtype": "int8"},
-    "nvme, small": {"state_offload": "nvme", "state_dtype": "bf16_stochastic", **EMA},
+    "nvme, small": {"state_offload": "nvme", "state_dtype": "bf16_stochastic", "ema_decay": 0.5},
 }
 
 
@@ -291,27 +257,6 @@ def test_state_and_parameters_off_the_device(names: Sequence[str], tmp_path: Pat
 
 def test_state_and_parameters_off_the_device_of_one_rank(tmp_path: Path) -> None:
     run_ranks(1, _stored, list(STORES), str(tmp_path))
-
-
-def _loses(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
-    model, opt = make(3, torch.bfloat16, state_offload=f"nvme:{folder}")
-    train(model, opt, 1)
-    opt.engine.store.wait()
-    if rank == 1:
-        os.truncate(f"/proc/self/fd/{opt.engine.store._homes.file._file.file}", 4096)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = [error_of(lambda: train(model, opt, 1)) for _ in range(3)]
-    opt.close()
-    return found
-
-
-def test_a_lost_page_is_told_on_every_rank_and_nobody_waits(tmp_path: Path) -> None:
-    others, loser, *_ = run_ranks(3, _loses, str(tmp_path))
-    for kind, says in loser[1:]:
-        assert kind == "OffloadError" and "lost" in says, loser
-    for kind, says in others[1:]:
-        assert kind in ("OffloadError", "RankMismatchError") and "another rank" in says, others
 
 
 def _in_host_memory(rank: int, world_size: int) -> tuple[int, int]:

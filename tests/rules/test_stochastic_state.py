@@ -1,18 +1,15 @@
-"""``state_dtype`` and ``ema_dtype`` as "bf16_stochastic": the same bits on any ranks, at any stage, in any store, from
-a checkpoint on."""
+"""``state_dtype="bf16_stochastic"``: the same bits on any ranks, at any stage, in any store, from a checkpoint on."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from harness import run_ranks
 from oracle import rounded_by_noise
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from zero_optim.rules import SGD, AdamW, Bf16, Int8, StochasticBf16, UpdateRule
+from zero_optim.rules import SGD, AdamW, StochasticBf16, UpdateRule
 
 import zero_kernels
 from zero_kernels import ROW, RULES, codecs
@@ -66,17 +63,14 @@ class InTorch(UpdateRule):
         return p - c["lr"] * m, {"exp_avg": m, "exp_avg_sq": v}
 
 
-EMA: dict[str, Any] = {"ema_decay": 0.75, "ema_dtype": "bf16_stochastic"}
-EMAS: dict[str, Any] = {**EMA, "ema_decay": (0.75, 0.5)}
-BOTH: dict[str, Any] = {**EMA, "state_dtype": "bf16_stochastic"}
+FORM: dict[str, Any] = {"state_dtype": "bf16_stochastic"}
 
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("ShardedAdamW", {"lr": 2.0**-7, "weight_decay": 0.125, **BOTH}),
-    "amsgrad": ("ShardedAdamW", {"lr": 2.0**-7, "weight_decay": 0.125, "amsgrad": True, "master": "split", **BOTH}),
-    "lion": ("ShardedLion", {"lr": 2.0**-7, "master": "split8", **BOTH, **EMAS}),
-    "sgd": ("ShardedSGD", {"lr": 2.0**-7, "momentum": 0.875, **EMAS}),
+    "adamw": ("ShardedAdamW", {"lr": 2.0**-7, "weight_decay": 0.125, **FORM}),
+    "amsgrad": ("ShardedAdamW", {"lr": 2.0**-7, "weight_decay": 0.125, "amsgrad": True, "master": "split", **FORM}),
+    "lion": ("ShardedLion", {"lr": 2.0**-7, "master": "split8", **FORM}),
+    "sgd": ("ShardedSGD", {"lr": 2.0**-7, "momentum": 0.875, **FORM}),
 }
-"""SGD has fp32 momentum."""
 
 WAYS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     1: [(job, {"stage": 2}) for job in JOBS],
@@ -85,7 +79,7 @@ WAYS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("amsgrad", {"stage": 1, "state_offload": "paged", "device_budget": 0}),
         ("lion", {"stage": 2, "bucket_cap_mb": 0.1}),
         ("adamw", {"stage": 2, "state_offload": "cpu"}),
-        ("sgd", {"stage": 3, "telemetry": True}),
+        ("sgd", {"stage": 3}),
     ],
     3: [
         ("adamw", {"stage": 3}),
@@ -127,7 +121,6 @@ def _run(rank: int, world_size: int, folder: str) -> Any:
         _train(model, opt, range(STEPS), factor)
         kinds = [kind for kind in opt.stats()["memory"] if kind.endswith("_bf16")]
         state = zero_optim.full_state_dict(opt, rank=None)["state"]
-        _check_shown(model, opt, state)
         found.append((state, kinds))
         if world_size == 2 and given["stage"] == 0:
             checkpoint.save(f"{folder}/saved", model, opt)
@@ -140,20 +133,6 @@ def _run(rank: int, world_size: int, folder: str) -> Any:
         on = zero_optim.full_state_dict(opt, rank=None)["state"]
         opt.close()
     return found, on
-
-
-def _check_shown(model: nn.Module, opt: Any, state: Any) -> None:
-    """Collective. The last average, in a dict of its own and in place of the parameters."""
-    import zero_optim
-
-    which = len(opt.engine.rules.averages) - 1
-    averages = [state[number][opt.engine.rules.averages[which]] for number in range(len(SHAPES))]
-    names = [name for name, _ in model.named_parameters()]
-    alone = opt.ema_state_dict(which, rank=None)
-    assert all(torch.equal(alone[name], average) for name, average in zip(names, averages, strict=True))
-    with opt.swap_to_ema(which):
-        shown = {name: whole.clone() for name, whole in zero_optim.iter_full_parameters(model)}
-    assert all(torch.equal(shown[name].float(), average) for name, average in zip(names, averages, strict=True))
 
 
 def _expected(job: str, steps: int) -> list[dict[str, Tensor]]:
@@ -172,30 +151,21 @@ def _expected(job: str, steps: int) -> list[dict[str, Tensor]]:
         master, keys, made = parameter.float(), codecs.row_keys(number, 0, len(rows)), 0
         low = {"split": torch.int16, "split8": torch.int8}.get(options.get("master", ""))
         stored = master if low is None else torch.zeros(numel, dtype=low)
-        dtype = torch.bfloat16 if "state_dtype" in options else torch.float32
-        states = [torch.zeros(numel, dtype=dtype) for _ in of.states]
-        decays = torch.tensor(options["ema_decay"]).view(1, -1)
-        averages = [parameter.clone() for _ in range(decays.numel())]
+        states = [torch.zeros(numel, dtype=torch.bfloat16) for _ in of.states]
         for step in range(steps):
             if (number, step) == SKIPPED:
                 continue
             made, table = made + 1, torch.empty(1, len(of.columns))
             of.fill_table(coefficients, None, torch.tensor([float(made)], dtype=torch.float64), None, table)
             lists = ([_gradient(number, step).view(-1)], [stored], states, [parameter], [rows], table)
-            rates = torch.ones_like(decays) if made == 1 else 1 - decays
             with zero_kernels.use_backend("reference"):
-                zero_kernels.foreach_step(rule, *lists, averages=averages, rates=rates, row_keys=[keys])
+                zero_kernels.foreach_step(rule, *lists, row_keys=[keys])
         whole = stored if low is None else codecs.join_master(parameter, stored)
         found.append(
             {"master": whole.view(shape)}
             | {kind: state.float().view(shape) for kind, state in zip(of.states, states, strict=True)}
-            | {kind: e.float().view(shape) for kind, e in zip(_names_of_averages(job), averages, strict=True)}
         )
     return found
-
-
-def _names_of_averages(job: str) -> list[str]:
-    return ["ema_0", "ema_1"] if JOBS[job][1]["ema_decay"] == EMAS["ema_decay"] else ["ema"]
 
 
 def _check(state: Any, expected: list[dict[str, Tensor]], *case: Any) -> None:
@@ -211,8 +181,7 @@ def test_the_bits_are_those_of_each_parameter_alone_on_any_ranks(tmp_path: Path)
         for found, on in run_ranks(world_size, _run, str(tmp_path)):
             for (job, given), (state, kinds) in zip(ways, found, strict=True):
                 _check(state, expected[job], job, given, world_size)
-                names = [*(RULES[job].states if "state_dtype" in JOBS[job][1] else ()), *_names_of_averages(job)]
-                assert kinds == [f"{name}_bf16" for name in names], "as much is stored as with bf16"
+                assert kinds == [f"{name}_bf16" for name in RULES[job].states], "as much is stored as with bf16"
             if on is not None:
                 _check(on, _expected("adamw", STEPS + MORE), "from a checkpoint on")
 
@@ -231,35 +200,12 @@ def _state(rule: UpdateRule, steps: int = 3, **options: Any) -> list[dict[str, T
     return [state[number] for number in range(len(SHAPES))]
 
 
-@pytest.mark.parametrize(
-    "mixed", [{"exp_avg": Bf16(), "exp_avg_sq": StochasticBf16()}, {"exp_avg": StochasticBf16(), "exp_avg_sq": Int8()}]
-)
-def test_each_state_may_have_a_form_of_its_own(mixed: Any) -> None:
-    """Where bf16 of both kinds is in one rule it runs in torch, and has the bits that each has alone."""
-    both = _state(AdamW(lr=0.25).with_codecs(mixed))
-    for kind, codec in mixed.items():
-        alone = _state(AdamW(lr=0.25).with_codecs({kind: codec}))
-        assert all(torch.equal(a[kind], b[kind]) for a, b in zip(both, alone, strict=True)), kind
-
-
-def test_an_average_may_be_beside_moments_that_are_rounded_to_nearest() -> None:
-    """The moments have the bits that they have without, and the average those that it has by itself in each step."""
-    every = [_state(AdamW(lr=0.25), steps, state_dtype="bf16", **EMA) for steps in (1, 2)]
-    alone = _state(AdamW(lr=0.25), 2, state_dtype="bf16")
-    for number, (first, second, without) in enumerate(zip(*every, alone, strict=True)):
-        assert all(torch.equal(second[kind], without[kind]) for kind in ("master", "exp_avg", "exp_avg_sq")), number
-        if number != SKIPPED[0]:
-            moved = first["ema"] + 0.25 * (second["master"] - first["ema"])
-            assert torch.equal(second["ema"], rounded_by_noise(moved, number, 2, -1)), number
-
-
 def test_a_rule_in_torch_rounds_by_the_same_noise() -> None:
-    """One step: both moments are a quarter of what was given, and the average is the master, rounded."""
+    """One step: both moments are a quarter of what was given."""
     form = {"exp_avg": StochasticBf16(), "exp_avg_sq": StochasticBf16()}
-    for number, entry in enumerate(_state(InTorch(lr=0.25).with_codecs(form), steps=1, **EMAS)):
-        g, before = _gradient(number, 0).float(), Model().units[number // 2].parts[number % 2].detach().float()
-        first = before + (entry["master"] - before)
-        exact = {"exp_avg": (g * 0.25, 0), "exp_avg_sq": (g * g * 0.25, 1), "ema_0": (first, -1), "ema_1": (first, -2)}
+    for number, entry in enumerate(_state(InTorch(lr=0.25).with_codecs(form), steps=1)):
+        g = _gradient(number, 0).float()
+        exact = {"exp_avg": (g * 0.25, 0), "exp_avg_sq": (g * g * 0.25, 1)}
         for kind, (values, state) in exact.items():
             assert torch.equal(entry[kind], rounded_by_noise(values, number, 1, state)), (kind, number)
 
@@ -268,18 +214,17 @@ def test_a_rule_in_torch_rounds_by_the_same_noise() -> None:
 
 
 def test_it_loads_from_and_into_other_forms(tmp_path: Path) -> None:
-    """Narrowed to nearest even; what was rounded is not rounded again, and a state dict of bf16 is one of this form.
-    Averages are in fp32 beside all other forms."""
+    """Narrowed to nearest even; what was rounded is not rounded again, and a state dict of bf16 is one of this form."""
     import zero_optim
-    from zero_optim import checkpoint, cli
+    from zero_optim import checkpoint
 
     def made(form: str) -> tuple[nn.Module, Any]:
-        model, own = Model(), EMA if form == "bf16_stochastic" else {"ema_decay": EMA["ema_decay"]}
-        return model, zero_optim.ShardedAdamW(model.named_parameters(), lr=2.0**-7, state_dtype=form, **own)
+        model = Model()
+        return model, zero_optim.ShardedAdamW(model.named_parameters(), lr=2.0**-7, state_dtype=form)
 
     def moments(opt: Any) -> list[Tensor]:
         state = zero_optim.full_state_dict(opt)["state"]
-        return [state[number][kind] for number in range(len(SHAPES)) for kind in ("exp_avg", "exp_avg_sq", "ema")]
+        return [state[number][kind] for number in range(len(SHAPES)) for kind in ("exp_avg", "exp_avg_sq")]
 
     found, saved, full = {}, {}, {}
     for form in ("fp32", "bf16", "bf16_stochastic"):
@@ -307,11 +252,6 @@ def test_it_loads_from_and_into_other_forms(tmp_path: Path) -> None:
                 opt.load_state_dict(saved[source])
             assert all(map(torch.equal, moments(opt), wanted)), (source, target, how)
             opt.close()
-    out = tmp_path / "out"
-    assert cli.main(["export", str(tmp_path / "bf16_stochastic"), str(out), "--ema", "--dtype", "fp32"]) == 0
-    written = load_file(out / "model.safetensors")
-    names = [name for name, _ in Model().named_parameters()]
-    assert all(map(torch.equal, [written[name] for name in names], found["bf16_stochastic"][2::3]))
 
 
 def test_sgd_without_momentum_has_nothing_to_round() -> None:
@@ -324,39 +264,14 @@ def test_sgd_without_momentum_has_nothing_to_round() -> None:
     opt.close()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"ema_decay": 0.9, "ema_dtype": "bf16"},
-            r"stands still.*: give ema_dtype='bf16_stochastic', of the same size",
-        ),
-        ({"ema_decay": 0.9, "ema_dtype": "split"}, "ema_dtype must be one of 'fp32', 'bf16_stochastic', got 'split'"),
-        ({"ema_dtype": "bf16_stochastic"}, "ema_dtype='bf16_stochastic': no average is kept: give ema_decay"),
-    ],
-)
-def test_other_forms_of_averages_are_refused(given: dict[str, Any], message: str) -> None:
-    import zero_optim
-
-    with pytest.raises(ValueError, match=message):
-        zero_optim.ShardedAdamW(Model().named_parameters(), **given)
-
-
-def test_averages_begin_as_the_parameters() -> None:
-    """And not as zeros. They are what an average of two bytes takes."""
+def test_averages_in_bf16_begin_as_the_parameters() -> None:
+    """And not as zeros."""
     import zero_optim
 
     model = Model()
-    opt = zero_optim.ShardedAdamW(model.named_parameters(), **EMA)
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), ema_decay=0.75, ema_dtype="bf16_stochastic")
     state = opt.state_dict()["state"]
     for name, p in model.named_parameters():
         assert torch.equal(state[name]["ema_bf16"], p), name
     assert opt.stats()["memory"]["ema_bf16"] == 2 * sum(p.numel() for p in model.parameters())
     opt.close()
-
-
-def test_another_codec_for_an_average_is_refused() -> None:
-    import zero_optim
-
-    with pytest.raises(ValueError, match="'ema', an average, cannot be stored by the codec 'bf16': see ema_dtype"):
-        zero_optim.ShardedOptimizer(Model().named_parameters(), SGD().with_codecs({"ema": Bf16()}), ema_decay=0.9)

@@ -60,6 +60,10 @@ class Oracle:
         g.view(-1)[: gradient.numel()] = gradient.reshape(-1)
         self.p, self.m, self.peak = momentums(self.p, self.m, self.peak, g, LR)
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By element, and by row."""
+        return {"momentum": self.m}, {"peak": self.peak}
+
 
 def _gradient(index: int, shape: tuple[int, ...], step: int) -> Tensor:
     n = torch.Size(shape).numel()
@@ -79,66 +83,137 @@ def _train(params: list[nn.Parameter], opt: Any, steps: range, factor: int) -> N
         opt.zero_grad()
 
 
-def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Train, save in both formats, train on; and from each of them train on again, in a new optimizer."""
+class Counting(UpdateRule):
+    """No master, so that bf16 parameters are rounded at each step; and how often a row has had a gradient of some size,
+    an integer a row. It steps by the sign, less often where it has counted much."""
+
+    options = (Number("lr", LR, rate=True),)
+    tensors = (StateTensor("seen", dtype=torch.int64, per=Per.ROW), StateTensor("sum", dtype=torch.bfloat16))
+    own_columns = ("lr",)
+
+    def update_rows(
+        self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return counted(g, p, state["seen"], state["sum"], c["lr"])
+
+
+def counted(g: Tensor, p: Tensor, seen: Tensor, total: Tensor, lr: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    seen = seen + (g.abs().amax(1, keepdim=True) > 0.2) * 2**40  # more than fp32, or a double of fp32, would keep
+    return p - lr * torch.sign(g) / (seen >> 40).clamp(min=1), {"seen": seen, "sum": total.float() + g}
+
+
+class CountingOracle:
+    """As ``Oracle``. The parameter is its own master."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        rows = -(-parameter.numel() // ROW)
+        self.p, self.total = torch.zeros(2, rows, ROW, dtype=parameter.dtype)
+        self.p.view(-1)[: parameter.numel()] = parameter.detach().reshape(-1)
+        self.seen = torch.zeros(rows, 1, dtype=torch.int64)
+
+    def step(self, gradient: Tensor) -> None:
+        g = torch.zeros(self.p.shape)
+        g.view(-1)[: gradient.numel()] = gradient.reshape(-1)
+        p, changed = counted(g, self.p.float(), self.seen, self.total, LR)
+        self.p, self.seen, self.total = p.bfloat16(), changed["seen"], changed["sum"].bfloat16()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return {"sum": self.total}, {"seen": self.seen}
+
+
+def _life(rank: int, world_size: int, rule: UpdateRule, dtype: torch.dtype, place: dict[str, Any], folder: str) -> Any:
+    """Train, save in three ways, train on; and from each of them train on again, in a new optimizer. A full state is
+    loaded at another stage."""
     import zero_optim
+    from zero_optim import checkpoint
 
     factor = world_size if rank == 0 else 0
-    params = _make(dtype)
-    opt = zero_optim.ShardedOptimizer(params, Scaled(), stage=stage, bucket_cap_mb=0.001)
-    _train(params, opt, range(3), factor)
-    memory = opt.stats()["memory"]
-    full = zero_optim.full_state_dict(opt, rank=None)
-    own = {
-        name: {key: value if key == "step" else copy.deepcopy(value) for key, value in entry.items()}
-        for name, entry in opt.state_dict()["state"].items()
-    }
-    groups = opt.state_dict()["param_groups"]
-    middle = [p.detach().clone() for p in params]
-    _train(params, opt, range(3, 5), factor)
+    if place.get("state_offload") == "nvme":
+        place = {**place, "state_offload": f"nvme:{folder}"}
+
+    def make(values: list[Tensor], **given: Any) -> tuple[nn.ParameterList, Any]:
+        model = nn.ParameterList([nn.Parameter(value.detach().clone()) for value in values])
+        return model, zero_optim.ShardedOptimizer(model, rule, bucket_cap_mb=0.001, **{**place, **given})
+
+    model, opt = make([*_make(dtype)])
+    _train([*model], opt, range(3), factor)
+    memory, full, own = (
+        opt.stats()["memory"],
+        zero_optim.full_state_dict(opt, rank=None),
+        copy.deepcopy(opt.state_dict()),
+    )
+    checkpoint.save(f"{folder}/saved", model, opt)
+    middle = [p.detach().clone() for p in model]
+    _train([*model], opt, range(3, 5), factor)
     opt.close()
     again = []
-    for other_stage, load in ((stage, True), (2 if stage == 0 else 0, False)):
-        copies = [nn.Parameter(p.clone()) for p in middle]
-        new = zero_optim.ShardedOptimizer(copies, Scaled(), stage=other_stage, bucket_cap_mb=0.001)
-        if load:
-            new.load_state_dict({"state": own, "param_groups": groups})
-        else:
-            zero_optim.load_full_state_dict(new, full if rank == 0 else None)
-        _train(copies, new, range(3, 5), factor)
-        again.append([p.detach().clone() for p in copies])
+    for load, given in (
+        (lambda model, opt: checkpoint.load(f"{folder}/saved", model, opt), {}),
+        (lambda model, opt: opt.load_state_dict(own), {}),
+        (
+            lambda model, opt: zero_optim.load_full_state_dict(opt, full if rank == 0 else None),
+            {"stage": 2 if place["stage"] == 0 else 0},
+        ),
+    ):
+        other, new = make(middle, **given)
+        load(other, new)
+        _train([*other], new, range(3, 5), factor)
+        again.append([p.detach().clone() for p in other])
         new.close()
-    return {"params": [p.detach().clone() for p in params], "again": again, "full": full["state"], "memory": memory}
+    if isinstance(rule, Counting):
+        halves = copy.deepcopy(full)
+        halves["state"][0]["seen"] = halves["state"][0]["seen"].float() + 0.5
+        _, new = make(middle)
+        with pytest.raises(zero_optim.StateMismatchError, match="seen of .*int64"):
+            zero_optim.load_full_state_dict(new, halves if rank == 0 else None)
+        new.close()
+    return [[p.detach().clone() for p in model], *again], full["state"], memory
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 0), (2, 1), (3, 2)])
-def test_state_of_any_rule_is_kept_saved_moved_and_counted(world_size: int, stage: int, dtype: torch.dtype):
-    oracles = [Oracle(parameter) for parameter in _make(dtype)]
+@pytest.mark.parametrize(
+    ("rule", "dtype", "world_size", "place"),
+    [
+        (Scaled(), torch.float32, 1, {"stage": 2}),
+        (Scaled(), torch.bfloat16, 2, {"stage": 0}),
+        (Scaled(), torch.float32, 2, {"stage": 1}),
+        (Scaled(), torch.bfloat16, 3, {"stage": 2}),
+        (Counting(), torch.bfloat16, 1, {"stage": 2}),
+        (Counting(), torch.bfloat16, 2, {"stage": 0, "state_offload": "paged"}),
+        (Counting(), torch.bfloat16, 2, {"stage": 2, "state_offload": "cpu"}),
+        (Counting(), torch.bfloat16, 3, {"stage": 1, "state_offload": "nvme"}),
+    ],
+    ids=lambda of: type(of).__name__ if isinstance(of, UpdateRule) else str(of),
+)
+def test_state_of_any_rule_is_kept_saved_moved_and_counted(
+    rule: UpdateRule, dtype: torch.dtype, world_size: int, place: dict[str, Any], tmp_path: Path
+) -> None:
+    oracles = [(Oracle if isinstance(rule, Scaled) else CountingOracle)(parameter) for parameter in _make(dtype)]
     for step in range(3):
         for index, oracle in enumerate(oracles):
             oracle.step(_gradient(index, SHAPES[index], step).to(dtype).float())
-    peaks, momenta = [o.peak.clone() for o in oracles], [o.m.clone() for o in oracles]
+    states = [oracle.state() for oracle in oracles]
     for step in range(3, 5):
         for index, oracle in enumerate(oracles):
             oracle.step(_gradient(index, SHAPES[index], step).to(dtype).float())
-    sizes = [torch.Size(shape).numel() for shape in SHAPES]
-    by_rank = run_ranks(world_size, _life, stage, dtype)
-    for of_rank in by_rank:
-        for seen in (of_rank["params"], *of_rank["again"]):
-            for parameter, oracle, numel in zip(seen, oracles, sizes, strict=True):
-                assert torch.equal(parameter.reshape(-1), oracle.p.reshape(-1)[:numel].to(dtype))
-        for index, numel in enumerate(sizes):
-            entry = of_rank["full"][index]
-            assert torch.equal(entry["peak"], peaks[index].reshape(-1))
-            assert torch.equal(entry["momentum"].reshape(-1), momenta[index].reshape(-1)[:numel])
-            assert entry["momentum"].shape == SHAPES[index]
-            assert ("precise" in entry) is (dtype is torch.bfloat16)
-    rows = sum(-(-numel // ROW) for numel in sizes)
-    holders = world_size if stage == 0 else 1
-    assert sum(of_rank["memory"]["momentum"] for of_rank in by_rank) == holders * 4 * sum(sizes)
-    assert sum(of_rank["memory"]["peak"] for of_rank in by_rank) == holders * 2 * rows
-    assert "exp_avg" not in by_rank[0]["memory"]
+    by_rank = run_ranks(world_size, _life, rule, dtype, place, str(tmp_path))
+    for trained, full, _ in by_rank:
+        for params in trained:
+            for p, oracle in zip(params, oracles, strict=True):
+                assert torch.equal(p.reshape(-1), oracle.p.reshape(-1)[: p.numel()].to(dtype))
+        for index, (by_element, by_row) in enumerate(states):
+            numel = torch.Size(SHAPES[index]).numel()
+            for name, value in by_element.items():
+                assert full[index][name].shape == SHAPES[index]
+                assert torch.equal(full[index][name].reshape(-1), value.reshape(-1)[:numel])
+            for name, value in by_row.items():
+                assert full[index][name].dtype == value.dtype and torch.equal(full[index][name], value.reshape(-1))
+            assert ("precise" in full[index]) is (isinstance(rule, Scaled) and dtype is torch.bfloat16)
+    if isinstance(rule, Scaled):
+        sizes = [torch.Size(shape).numel() for shape in SHAPES]
+        holders = world_size if place["stage"] == 0 else 1
+        assert sum(memory["momentum"] for *_, memory in by_rank) == holders * 4 * sum(sizes)
+        assert sum(memory["peak"] for *_, memory in by_rank) == holders * 2 * sum(-(-size // ROW) for size in sizes)
+        assert "exp_avg" not in by_rank[0][2]
 
 
 def _convolution(order: torch.memory_format) -> tuple[nn.Module, Any]:
@@ -190,95 +265,6 @@ def test_rows_of_another_order_are_refused(tmp_path: Any, world_size: int) -> No
         assert len(raised) == 3
         assert all("rows" in told and "the memory format that it was saved in" in told for told in raised)
         assert all("weight" in told for told in raised)
-
-
-# ---- strange state -------------------------------------------------------------------------------------------------
-
-
-class Counting(UpdateRule):
-    """No master, so that bf16 parameters are rounded at each step; and how often a row has had a gradient of some size,
-    an integer a row. It steps by the sign, less often where it has counted much."""
-
-    options = (Number("lr", LR, rate=True),)
-    tensors = (StateTensor("seen", dtype=torch.int64, per=Per.ROW), StateTensor("sum", dtype=torch.bfloat16))
-    own_columns = ("lr",)
-
-    def update_rows(
-        self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return counted(g, p, state["seen"], state["sum"], c["lr"])
-
-
-def counted(g: Tensor, p: Tensor, seen: Tensor, total: Tensor, lr: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    seen = seen + (g.abs().amax(1, keepdim=True) > 0.2) * 2**40  # more than fp32, or a double of fp32, would keep
-    return p - lr * torch.sign(g) / (seen >> 40).clamp(min=1), {"seen": seen, "sum": total.float() + g}
-
-
-def _strange(rank: int, world_size: int, stage: int, store: str | None, folder: str) -> Any:
-    import zero_optim
-    from zero_optim import checkpoint
-
-    params = _make(torch.bfloat16)
-    offload = f"nvme:{folder}" if store == "nvme" else store
-    opt = zero_optim.ShardedOptimizer(params, Counting(), stage=stage, bucket_cap_mb=0.001, state_offload=offload)
-    factor = world_size if rank == 0 else 0
-    _train(params, opt, range(3), factor)
-    full = zero_optim.full_state_dict(opt, rank=None)
-    model = nn.ParameterList(params)
-    path = f"{folder}/{stage}-{store}-{world_size}"
-    checkpoint.save(path, model, opt)
-    own = copy.deepcopy(opt.state_dict())
-    values = [p.detach().clone() for p in params]
-    _train(params, opt, range(3, 5), factor)
-    opt.close()
-    again = []
-    for load in (
-        lambda model, new: checkpoint.load(path, model, new),
-        lambda model, new: new.load_state_dict(own),
-        lambda model, new: zero_optim.load_full_state_dict(new, full if rank == 0 else None),
-    ):
-        copies = [nn.Parameter(p.clone()) for p in values]
-        new = zero_optim.ShardedOptimizer(copies, Counting(), stage=stage, bucket_cap_mb=0.001, state_offload=offload)
-        load(nn.ParameterList(copies), new)
-        _train(copies, new, range(3, 5), factor)
-        again.append([p.detach().clone() for p in copies])
-        new.close()
-    halves = copy.deepcopy(full)
-    halves["state"][0]["seen"] = halves["state"][0]["seen"].float() + 0.5
-    new = zero_optim.ShardedOptimizer([nn.Parameter(p.clone()) for p in values], Counting(), stage=stage)
-    with pytest.raises(zero_optim.StateMismatchError, match="seen of .*int64"):
-        zero_optim.load_full_state_dict(new, halves if rank == 0 else None)
-    new.close()
-    return [p.detach().clone() for p in params], again, full["state"]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "stage", "store"), [(1, 2, None), (2, 0, "paged"), (2, 2, "cpu"), (3, 1, "nvme")]
-)
-def test_integers_by_row_and_no_master_are_kept_too(world_size: int, stage: int, store: str, tmp_path: Any) -> None:
-    expected, states = [], []
-    for index, parameter in enumerate(_make(torch.bfloat16)):
-        rows = -(-parameter.numel() // ROW)
-        p, total = torch.zeros(2, rows, ROW, dtype=torch.bfloat16)
-        p.view(-1)[: parameter.numel()] = parameter.detach().reshape(-1)
-        seen = torch.zeros(rows, 1, dtype=torch.int64)
-        for step in range(5):
-            if step == 3:
-                states.append((seen, total))
-            g = torch.zeros(rows, ROW)
-            g.view(-1)[: parameter.numel()] = _gradient(index, SHAPES[index], step).to(torch.bfloat16).reshape(-1)
-            new, changed = counted(g, p.float(), seen, total, LR)
-            p, seen, total = new.bfloat16(), changed["seen"], changed["sum"].bfloat16()
-        expected.append(p.reshape(-1)[: parameter.numel()])
-    for params, again, full in run_ranks(world_size, _strange, stage, store, str(tmp_path)):
-        for found in (params, *again):
-            for p, wanted in zip(found, expected, strict=True):
-                assert torch.equal(p.reshape(-1), wanted)
-        for index, (seen, total) in enumerate(states):
-            assert full[index]["seen"].dtype == torch.int64
-            assert torch.equal(full[index]["seen"], seen.reshape(-1))
-            numel = expected[index].numel()
-            assert torch.equal(full[index]["sum"].reshape(-1), total.reshape(-1)[:numel])
 
 
 # ---- the rule of docs/rules.md ---------------------------------------------------------------------------------------

@@ -50,8 +50,6 @@ DESELECTED = (
     "step/test_param_gather.py::test_what_reads_no_value_leaves_gathers_under_way",
     # Threads read while another one launches gathers, and the simulation has no order between threads.
     "step/test_param_gather.py::test_other_threads_may_read",
-    # It counts units in the last place, and the device has the reference kernels.
-    "units/test_stage3_parity.py::test_clipped_runs_are_within_two_ulps_of_stage_2",
 )
 
 

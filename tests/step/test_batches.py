@@ -19,7 +19,7 @@ from zero_optim.rules import homes
 from zero_optim.rules.adamw import AdamW
 from zero_optim.step import batches
 from zero_optim.step.batches import JoinedBatch, ShardBatch, batches_of
-from zero_optim.step.trouble import Condition, Trouble
+from zero_optim.step.trouble import Trouble
 from zero_optim.step.workplace import Coefficients
 
 import zero_kernels
@@ -188,17 +188,6 @@ def test_pages_come_before_parameters_are_whole_and_after():
     batch.update(BY)
     assert shards[0].rule.updated == [[[1], [2, 2]], [-1], [-2, -2]]
     assert [shard.done for shard in shards] == [["prefetch", "begin", "end of a pass", "prefetch", "begin", "end"]] * 2
-
-
-@pytest.mark.parametrize("fails", ["lost", "lost early"])
-def test_a_rank_that_lost_a_page_goes_on_with_zeros(fails):
-    shards = [Shard(1, lookahead=1), Shard(2, fails=fails), Shard(3)]
-    batch, trouble = joined_batch(shards)
-    with pytest.warns(UserWarning, match="gone"):
-        batch.update(BY)
-    assert shards[0].rule.updated == [[[1], [0, 0], [3, 3, 3]], [-1], [-3, -3, -3]]
-    assert shards[1].done == ["prefetch", "begin", "prefetch"]
-    assert trouble.parameters == {2} and trouble.condition is Condition.LOST
 
 
 def test_a_pass_that_fails_leaves_no_page_fetched():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -24,8 +23,6 @@ from training_cases import (
 
 NORMS = (2.0, 1.0, math.inf)
 ADAM = {"lr": 1e-2, "eps": 1e-1}  # a large eps lets the update feel the coefficient
-STEPS = 3
-LOOSE = 1e4  # in the second step the limit is far above the norm: nothing is clipped, and nothing scaled up
 FILLED = tuple(shape for shape in SHAPES if 0 not in shape)  # torch's norm of nothing is an error for inf
 
 
@@ -62,46 +59,6 @@ def test_norms_of_the_averaged_gradients(stage, world_size, dtype):
         assert_bitwise(norms, results[0], "norms, on this rank and on rank 0")
         assert all(norm.shape == () for norm in norms)
         assert [float(norm) for norm in norms] == pytest.approx(expected, rel=relative)
-
-
-def _clipped(rank: int, world_size: int, stage: int, norm_type: float) -> tuple[list[Tensor], list[float]]:
-    import zero_optim
-
-    params = make_parameters(FILLED)
-    max_norm = {2.0: 3.0, 1.0: 100.0, math.inf: 0.5}[norm_type]
-    opt = zero_optim.ShardedAdamW(params, **ADAM, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    norms = []
-    for step in range(STEPS):
-        linear_backward(params, make_gradients(params, rank, step))
-        norms.append(opt.clip_grad_norm_(max_norm * LOOSE ** (step == 1), norm_type))
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return copies(params), [float(norm) for norm in norms]
-
-
-def _torch_clipped(world_size: int, norm_type: float) -> tuple[list[Tensor], list[float]]:
-    params = make_parameters(FILLED)
-    adamw = torch.optim.AdamW(params, **ADAM)
-    norms = []
-    for step in range(STEPS):
-        grads = averages([make_gradients(params, rank, step) for rank in range(world_size)])
-        for p, g in zip(params, grads, strict=True):
-            p.grad = g
-        max_norm = {2.0: 3.0, 1.0: 100.0, math.inf: 0.5}[norm_type]
-        norms.append(float(torch.nn.utils.clip_grad_norm_(params, max_norm * LOOSE ** (step == 1), norm_type)))
-        adamw.step()
-    return copies(params), norms
-
-
-@pytest.mark.parametrize(("norm_type", "world_size"), [*((norm, 2) for norm in NORMS), (2.0, 1), (math.inf, 3)])
-def test_a_clipped_run_equals_torchs(norm_type, world_size):
-    params, norms = _torch_clipped(world_size, norm_type)
-    bounds = [FP32_EPS * STEPS * (4 * p.abs() + 64 * ADAM["lr"]) for p in params]
-    for stage in (0, 1, 2):
-        for own, own_norms in run_ranks(world_size, _clipped, stage, norm_type):
-            assert own_norms == pytest.approx(norms, rel=16 * FP32_EPS)
-            assert_within(own, params, bounds, f"stage {stage}")
 
 
 def _called_and_given(rank: int, world_size: int, stage: int) -> list[list[Tensor]]:
@@ -148,60 +105,6 @@ def _explicit_beside_argument(rank: int, world_size: int) -> tuple[list[Tensor],
 def test_a_call_stands_in_for_max_grad_norm():
     for with_argument, without in run_ranks(2, _explicit_beside_argument):
         assert_bitwise(with_argument, without)
-
-
-def _backward_after_clip(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], list[Tensor], list[str]]:
-    """Two micro-batches with a clip between them, and the same two without: the coefficient must be dropped."""
-    import zero_optim
-
-    results, messages = [], []
-    for clip in (True, False):
-        params = make_parameters(SHAPES)
-        opt = zero_optim.ShardedAdamW(params, **ADAM, stage=stage)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            linear_backward(params, make_gradients(params, rank, 0, 0))
-            if clip:
-                opt.clip_grad_norm_(0.1)
-            linear_backward(params, make_gradients(params, rank, 0, 1))
-            opt.step()
-        messages += [str(w.message) for w in caught]
-        opt.close()
-        results.append(copies(params))
-    return results[0], results[1], messages
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_backward_after_clipping_discards_the_coefficient_with_a_warning(stage):
-    for clipped, plain, messages in run_ranks(2, _backward_after_clip, stage):
-        assert_bitwise(clipped, plain)
-        assert len(messages) == 1
-        assert "clip_grad_norm_" in messages[0]
-
-
-def _with_missing_gradients(rank: int, world_size: int, stage: int) -> float:
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    opt = zero_optim.ShardedAdamW(params, stage=stage)
-    for step in range(2):
-        grads = make_gradients(params, rank, step)
-        opt.zero_grad()
-        linear_backward(params, [g if i % 2 == 0 or (step == 0) else None for i, g in enumerate(grads)])
-        norm = opt.clip_grad_norm_(math.inf)
-        opt.step()
-    opt.close()
-    return float(norm)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_absent_gradient_adds_nothing_to_the_norm(stage):
-    """Buckets are reused: what they held a step ago must not be counted."""
-    like = make_parameters(SHAPES)
-    grads = averages([make_gradients(like, rank, 1) for rank in range(2)])
-    present = torch.cat([g.flatten() for g in grads[::2]]).double()
-    for norm in run_ranks(2, _with_missing_gradients, stage):
-        assert norm == pytest.approx(float(present.norm()), rel=16 * FP32_EPS)
 
 
 def _edited_after_a_clip(rank: int, world_size: int, stage: int, edit: str, editing: int) -> list[str]:

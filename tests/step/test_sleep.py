@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,9 +24,7 @@ from torch.nn.modules import module as modules
 from training_cases import TINY_CAP_MB, assert_bitwise, linear_backward, make_gradients, make_parameters
 from zero_optim import asleep, checkpoint, mode
 from zero_optim.mode import Mode
-from zero_optim.stores import rests
 from zero_optim.stores.host_memory import HostMemory
-from zero_optim.stores.page_file import PageFile
 
 SHAPES = ((17, 9), (300,), (5, 3, 2), (40, 25))
 STEPS = 5
@@ -98,7 +94,7 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
 
-def _sleep_and_look(job: Job, parameters: bool, to: str | None) -> None:
+def _sleep_and_look(job: Job, parameters: bool) -> None:
     """Sleep and wake, after a step. Everything has left the device in between, and is where it was afterwards."""
     opt, buffers = job.opt, job.flat_buffers()
     before = job.held()
@@ -107,7 +103,7 @@ def _sleep_and_look(job: Job, parameters: bool, to: str | None) -> None:
     saved = opt.state_dict()["state"] if opt.engine.store.keeps_views else {}
     addresses = [flat.data_ptr() for flat in buffers["parameters"]]
 
-    opt.sleep(parameters=parameters, to=to)
+    opt.sleep(parameters=parameters)
     asleep_now = opt.stats()
     assert asleep_now["sleep"]["mode"] == "ASLEEP"
     kinds = {kind for kind, nbytes in asleep_now["memory"].items() if nbytes}
@@ -159,7 +155,7 @@ def _life(rank: int, world_size: int, stage: int, dtype: torch.dtype, stores: Se
             if step == 2:
                 job.opt.zero_grad()
             if step:
-                _sleep_and_look(job, parameters=step != 1, to=None if step < 3 else f"nvme:{folder}")
+                _sleep_and_look(job, parameters=step != 1)
             job.opt.zero_grad()
             assert_bitwise(job.held(), trained[step], f"{stage}, {dtype}, {store}, step {step}")
         job.opt.close()
@@ -181,58 +177,45 @@ def test_it_wakes_as_it_was_and_trains_as_if_it_had_not_slept(world_size: int, i
         run_ranks(world_size, _life, stage, dtype, some, str(tmp_path))
 
 
-def _kept(rank: int, world_size: int, folder: str) -> None:
-    """Memory and file are taken once; more where more is asked for."""
+def _kept(rank: int, world_size: int) -> None:
+    """Memory is taken once."""
     job = Job(2, torch.bfloat16)
     job.step(rank, 0)
     taken: list[int] = []
-    memory, allocate = HostMemory._memory, PageFile.allocate
+    memory = HostMemory._memory
 
     def count_memory(self: HostMemory, nbytes: int) -> Tensor:
         taken.append(nbytes)
         return memory(self, nbytes)
 
-    def count_space(self: PageFile, nbytes: int) -> Any:
-        taken.append(nbytes)
-        return allocate(self, nbytes)
-
-    with mock.patch.object(HostMemory, "_memory", count_memory), mock.patch.object(PageFile, "allocate", count_space):
-        counts = []
-        for parameters, to in ((True, None), (True, None), (False, None), (True, None)):
-            job.opt.sleep(parameters=parameters, to=to)
+    with mock.patch.object(HostMemory, "_memory", count_memory):
+        for parameters in (True, True, False, True):
+            job.opt.sleep(parameters=parameters)
             kept = job.opt.stats()["sleep"]
             job.opt.wake()
-            counts.append(len(taken))
+            assert len(taken) == 1
             assert job.opt.stats()["sleep"]["host"] == kept["host"] > 0
-        assert counts == [1] * 4
-        chunks = len(job.flat_buffers()["parameters"] + job.opt.engine.store.residents())
-        for _ in range(3):
-            job.opt.sleep(parameters=True, to=f"nvme:{folder}")
-            assert job.opt.stats()["sleep"]["disk"] > 0
-            job.opt.wake()
-            # A place in the file for each, and two buffers, which one slab of host memory may hold.
-            assert chunks < len(taken) - counts[-1] <= chunks + 4
     job.opt.close()
 
 
-def test_host_memory_and_file_are_taken_once(tmp_path: Path) -> None:
-    run_ranks(1, _kept, str(tmp_path))
+def test_host_memory_is_taken_once() -> None:
+    run_ranks(1, _kept)
 
 
-def _in_chunks(rank: int, world_size: int, folder: str) -> None:
-    """Flat tensors that are larger than a buffer go in several."""
+def _on_disk(rank: int, world_size: int, folder: str) -> None:
     job = Job(2, torch.float32)
     job.step(rank, 0)
     before = job.held()
-    with mock.patch.object(rests, "CHUNK_BYTES", 1024):
-        job.opt.sleep(parameters=True, to=f"nvme:{folder}")
-        job.opt.wake()
+    job.opt.sleep(parameters=True, to=f"nvme:{folder}")
+    assert job.opt.stats()["sleep"]["disk"] > 0
+    job.opt.wake()
     assert_bitwise(job.held(), before)
     job.opt.close()
+    assert not open_files_in(folder)
 
 
-def test_a_file_takes_large_tensors_in_chunks(tmp_path: Path) -> None:
-    run_ranks(1, _in_chunks, str(tmp_path))
+def test_a_file_may_be_slept_in(tmp_path: Path) -> None:
+    run_ranks(1, _on_disk, str(tmp_path))
 
 
 # ---- meanwhile -------------------------------------------------------------------------------------------------------
@@ -377,15 +360,10 @@ def test_gradients_that_are_not_applied_are_not_lost(world_size: int) -> None:
     run_ranks(world_size, _unapplied)
 
 
-def _misused(rank: int, world_size: int, folder: str) -> None:
+def _misused(rank: int, world_size: int) -> None:
     job = Job(2, torch.float32)
     job.step(rank, 0)
     job.opt.zero_grad()
-    for to in ("cpu", "nvme:", 3):
-        with pytest.raises(ValueError, match=r"to must be None or 'nvme:DIR', got"):
-            job.opt.sleep(to=to)
-    with pytest.raises(zero_optim.OffloadError, match=rf"^to='nvme:{folder}/nowhere': there is no such directory"):
-        job.opt.sleep(to=f"nvme:{folder}/nowhere")
     with pytest.raises(zero_optim.RankMismatchError, match=r"sleep\(parameters=True, to=None\)"):
         job.opt.sleep(parameters=rank == 1)
     with job.opt.swap_to_ema(), pytest.raises(zero_optim.ZeroOptimError, match=r"within swap_to_ema\(\)"):
@@ -404,8 +382,8 @@ def _misused(rank: int, world_size: int, folder: str) -> None:
         job.opt.wake()
 
 
-def test_misuse_is_told_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(2, _misused, str(tmp_path))
+def test_misuse_is_told_on_every_rank() -> None:
+    run_ranks(2, _misused)
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
@@ -413,10 +391,6 @@ def test_misuse_is_told_on_every_rank(tmp_path: Path) -> None:
 
 def _no_memory(self: HostMemory, nbytes: int) -> Tensor:
     raise zero_optim.OffloadError(f"no {nbytes:,} bytes of host memory")
-
-
-def _no_space(*_: Any) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _no_device_memory(tensor: Tensor) -> None:
@@ -430,86 +404,51 @@ def _fails(call: Callable[[], object], rank: int, error: type[Exception], patch:
         call()
 
 
-def _failing(rank: int, world_size: int, folder: str) -> None:
-    offload, no_room = zero_optim.OffloadError, zero_optim.OutOfMemoryError
+def _failing(rank: int, world_size: int) -> None:
     for stage in (1, 3):
         job = Job(stage, torch.bfloat16)
         job.step(rank, 0)
         job.opt.zero_grad()
         before, buffers = job.held(), job.flat_buffers()
         bytes_before = {kind: _nbytes(tensors) for kind, tensors in buffers.items()}
-        host = partial(job.opt.sleep, parameters=True)
-        disk = partial(job.opt.sleep, parameters=True, to=f"nvme:{folder}")
-        _fails(host, rank, offload, mock.patch.object(HostMemory, "_memory", _no_memory))
-        _fails(disk, rank, offload, mock.patch.object(os, "pwritev", _no_space))
-        _fails(disk, rank, offload, mock.patch.object(PageFile, "_write_block", _no_space_in_a_thread))
-        assert rank == 0 or not open_files_in(folder)  # nobody knows whether that file still works
+        sleep = partial(job.opt.sleep, parameters=True)
+        _fails(sleep, rank, zero_optim.OffloadError, mock.patch.object(HostMemory, "_memory", _no_memory))
         assert {kind: _nbytes(tensors) for kind, tensors in buffers.items()} == bytes_before
         assert job.opt.stats()["sleep"]["mode"] == "OWN"
         assert_bitwise(job.held(), before)
-        disk()
-        _fails(job.opt.wake, rank, no_room, mock.patch.object(asleep, "allocate", _no_device_memory))
+        sleep()
+        no_room = mock.patch.object(asleep, "allocate", _no_device_memory)
+        _fails(job.opt.wake, rank, zero_optim.OutOfMemoryError, no_room)
         assert _nbytes([*buffers["parameters"], *buffers["rest"]]) == 0
         assert job.opt.stats()["sleep"]["mode"] == "ASLEEP"
-        _fails(job.opt.wake, rank, offload, mock.patch.object(PageFile, "_read_block", _damaged))
-        assert _nbytes([*buffers["parameters"], *buffers["rest"]]) == 0
         job.opt.wake()
         assert_bitwise(job.held(), before)
         job.step(rank, 1)
         job.opt.close()
-        assert not open_files_in(folder)
 
 
-def _no_space_in_a_thread(*_: Any) -> int:
-    raise zero_optim.OffloadError("could not be written")
-
-
-def _damaged(*_: Any) -> int:
-    raise zero_optim.OffloadError("is damaged")
-
-
-def test_a_failure_of_one_rank_is_raised_on_all_and_loses_nothing(tmp_path: Path) -> None:
-    run_ranks(2, _failing, str(tmp_path))
-
-
-def _torn(rank: int, world_size: int, folder: str) -> None:
-    """The file itself is damaged while the optimizer sleeps, and cannot be trusted."""
-    job = Job(2, torch.float32)
-    job.step(rank, 0)
-    job.opt.sleep(to=f"nvme:{folder}")
-    disk = job.opt.engine.asleep._rest
-    with open(f"/proc/self/fd/{disk._file._file.file}", "r+b") as file:
-        file.write(b"torn")
-    with pytest.raises(zero_optim.OffloadError, match="is damaged"):
-        job.opt.wake()
-    assert job.opt.stats()["sleep"]["mode"] == "ASLEEP"
-    job.opt.close()
-
-
-def test_a_damaged_file_is_found(tmp_path: Path) -> None:
-    run_ranks(1, _torn, str(tmp_path))
+def test_a_failure_of_one_rank_is_raised_on_all_and_loses_nothing() -> None:
+    run_ranks(2, _failing)
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
-def _closing(rank: int, world_size: int, folder: str) -> None:
+def _closing(rank: int, world_size: int) -> None:
     for stage in (1, 3):
         for closes in (True, False):
             hooks = len(modules._global_forward_pre_hooks)
             job = Job(stage, torch.bfloat16)
             job.step(rank, 0)
             before = [whole.clone() for _, whole in zero_optim.iter_full_parameters(job.model)]
-            job.opt.sleep(parameters=True, to=f"nvme:{folder}")
+            job.opt.sleep(parameters=True)
             if closes:
                 job.opt.close()
-                assert not open_files_in(folder)
                 with pytest.raises(zero_optim.ClosedError):
                     job.opt.wake()
             job.opt = None
             gc.collect()
             assert len(modules._global_forward_pre_hooks) == hooks
-            assert not open_files_in(folder)
             found = [whole.clone() for _, whole in zero_optim.iter_full_parameters(job.model)]
             assert_bitwise(found, before, f"stage {stage}, closes: {closes}")
             again = zero_optim.ShardedAdamW(job.model.parameters(), lr=1e-2)
@@ -519,8 +458,8 @@ def _closing(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_closed_asleep_the_parameters_come_back(world_size: int, tmp_path: Path) -> None:
-    run_ranks(world_size, _closing, str(tmp_path))
+def test_closed_asleep_the_parameters_come_back(world_size: int) -> None:
+    run_ranks(world_size, _closing)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -39,31 +39,3 @@ def test_what_an_event_makes_of_it(event: str, before: str, after: str):
     of = _in(before)
     _happen(of, event, {2}, "now")
     assert of.condition is Condition[after]
-
-
-@pytest.mark.parametrize(
-    ("before", "event", "parameters", "said"),
-    [
-        ("WHOLE", "unwritten", {2}, ["now"]),
-        ("UNWRITTEN", "unwritten", {1, 2}, ["before", "now"]),
-        ("LOST", "unwritten", {1}, ["before"]),  # what is lost is all that matters
-        ("WHOLE", "lose", {2}, ["now"]),
-        ("UNWRITTEN", "lose", {2}, ["now"]),
-        ("LOST", "lose", {1, 2}, ["before", "now"]),
-        ("UNWRITTEN", "told", set(), []),
-        ("LOST", "told", {1}, ["before"]),
-    ],
-)
-def test_what_is_told(before: str, event: str, parameters: set[int], said: list[str]):
-    of = _in(before)
-    _happen(of, event, {2}, "now")
-    assert of.parameters == parameters
-    assert len(of.reasons) == len(said)
-    for reason, word in zip(of.reasons, said, strict=True):
-        assert reason.startswith(word)
-        assert reason in str(of.error())
-
-
-def test_only_what_was_not_written_is_said_to_be_whole():
-    assert "state is whole" in str(_in("UNWRITTEN").error())
-    assert "state is whole" not in str(_in("LOST").error())

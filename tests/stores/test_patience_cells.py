@@ -1,4 +1,4 @@
-"""Every cell of the table in ``stores.patience``, and how long each state waits."""
+"""Every cell of the table in ``stores.patience``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from tables import table
 from zero_optim.errors import OffloadError
 from zero_optim.stores import patience
-from zero_optim.stores.patience import PATIENCE_SECONDS, DiskState, Patience
+from zero_optim.stores.patience import DiskState, Patience
 
 CELLS = table(patience.__doc__, "event")
 
@@ -47,35 +47,3 @@ def test_what_an_outcome_makes_of_a_disk(event: str, before: str, after: str):
             with pytest.raises(OffloadError, match="not over"):
                 _wait(of, verb, _Transfer(ends=False))
         assert of.disk is DiskState[after], verb
-
-
-@pytest.mark.parametrize(
-    ("disk", "verb", "seconds"),
-    [
-        ("ANSWERS", "read", PATIENCE_SECONDS),
-        ("ANSWERS", "write", PATIENCE_SECONDS),
-        ("BEHIND", "read", PATIENCE_SECONDS),
-        ("BEHIND", "write", 0.0),
-        ("SILENT", "read", 0.0),
-        ("SILENT", "write", 0.0),
-    ],
-)
-def test_how_long_it_is_waited_for(disk: str, verb: str, seconds: float):
-    transfer = _Transfer(ends=True)
-    _wait(_with(disk), verb, transfer)
-    assert transfer.waited == seconds
-
-
-@pytest.mark.parametrize(("disk", "verb"), [("BEHIND", "write"), ("SILENT", "write"), ("SILENT", "read")])
-def test_who_was_not_waited_for_says_why(disk: str, verb: str):
-    with pytest.raises(OffloadError, match=f"not over. A page before it was waited for {PATIENCE_SECONDS:g} s"):
-        _wait(_with(disk), verb, _Transfer(ends=False))
-
-
-@pytest.mark.parametrize("disk", [disk.name for disk in DiskState])
-@pytest.mark.parametrize("verb", ("read", "write"))
-def test_a_disk_that_says_that_it_has_failed_answers(verb: str, disk: str):
-    of = _with(disk)
-    with pytest.raises(OffloadError, match="has failed"):
-        _wait(of, verb, _Transfer(ends=True, fails=True))
-    assert of.disk is DiskState.ANSWERS

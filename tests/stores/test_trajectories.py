@@ -10,7 +10,6 @@ import torch
 from cells import slow
 from harness import run_ranks
 from sharded_cases import Given, GivenNet
-from training_cases import bits, make_gradients, make_parameters
 
 from stores.trajectories import RUNS, SHAPES, Store, Training, difference, train
 
@@ -88,31 +87,6 @@ def test_updates_made_in_backward_are_kept_or_made_again() -> None:
         assert guesses["right"] > 0
         assert guesses["redone"] > 0
         assert "speculated" not in waited.stats["state_offload"]
-
-
-def _an_empty_group_comes(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
-    import zero_optim
-
-    params = make_parameters(SHAPES, torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(params, bucket_cap_mb=0.002, **options)
-    for step in range(6):
-        if step == 3:
-            opt.add_param_group({"params": [], "lr": 0.5})
-        grads = make_gradients(params, rank, step)
-        sum((p.float() * g.float()).sum() for p, g in zip(params, grads, strict=True)).backward()
-        opt.step()
-        opt.zero_grad()
-    guesses = opt.stats()["state_offload"].get("speculated", {}) if options else {}
-    opt.close()
-    return [p.detach() for p in params], guesses.get("right", 0)
-
-
-def test_a_group_without_parameters_may_come() -> None:
-    """What is assumed of the next step has a column for each group."""
-    plain, guessed = (run_ranks(2, _an_empty_group_comes, options) for options in ({}, {"state_offload": "cpu"}))
-    for (want, _), (found, right) in zip(plain, guessed, strict=True):
-        assert right > 0
-        assert all(torch.equal(bits(p), bits(q)) for p, q in zip(want, found, strict=True))
 
 
 def _overflow_beside_an_unused_unit(rank: int, world_size: int, store: Store) -> int:

@@ -13,7 +13,7 @@ import zero_optim
 from harness import run_ranks
 from sharded_cases import Block, Net, gathered, loss_of, tokens
 from torch import nn
-from training_cases import difference, error_of
+from training_cases import error_of
 
 SHORT = timedelta(seconds=3)  # the patience of ranks that are expected to part
 
@@ -360,36 +360,3 @@ def test_ranks_that_part_end_in_a_typed_error(how: str):
             assert kind == "StopIteration"
         else:
             assert kind in ("CollectiveError", "RankMismatchError"), f"rank {rank}: {kind} {text}"
-
-
-# -- a step that is left out -----------------------------------------------------------------------------------------
-
-
-def _left_out(rank: int, stage: int) -> list[torch.Tensor]:
-    """A backward whose step is skipped on all ranks, then a loss that reaches nothing on one."""
-    group = dist.new_group(timeout=SHORT)
-    torch.manual_seed(0)
-    model = Net()
-    if stage == 3:
-        zero_optim.shard_module(model, (Block,), process_group=group)
-    opt = zero_optim.ShardedAdamW(
-        model.parameters(), stage=None if stage == 3 else stage, process_group=None if stage == 3 else group
-    )
-    for number in range(4):
-        loss = loss_of(model, tokens(rank, number))
-        if not (number == 2 and rank == 1):
-            loss.backward()
-        if number != 1:
-            opt.step()
-        opt.zero_grad()
-    state = list(gathered(model).values())
-    opt.close()
-    return state
-
-
-def _left_out_parity(rank: int, world_size: int) -> str:
-    return difference(_left_out(rank, 3), _left_out(rank, 2))
-
-
-def test_a_step_left_out_does_not_part_the_ranks():
-    assert run_ranks(2, _left_out_parity, timeout=40) == [""] * 2

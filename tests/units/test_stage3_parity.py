@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -99,26 +96,6 @@ def test_every_cell_equals_stage_2_bit_for_bit(world_size, dtype):
     assert_as_stage_2(run_ranks(world_size, losses_and_states, runs, timeout=120), runs)
 
 
-def _own_unit(rank: int, world_size: int) -> str:
-    """The whole model as the one unit that there is."""
-    found = []
-    for reshard in (True, False):
-        outcomes = []
-        for stage in (2, 3):
-            run = Run(stage=stage, steps=2, micro=2, shard={"reshard_after_forward": reshard})
-            torch.manual_seed(rank)
-            net, opt = make(run, Net(), units=(Net,))
-            losses = [train_step(run, rank, net, opt, step)[0] for step in range(run.steps)]
-            outcomes.append([torch.tensor(losses), *gathered(net).values()])
-            opt.close()
-        found.append(difference(*outcomes))
-    return "".join(found)
-
-
-def test_a_model_that_is_its_own_unit_equals_stage_2():
-    assert run_ranks(2, _own_unit) == [""] * 2
-
-
 def test_accumulation_in_the_reduce_dtype_equals_stage_2():
     options = {"grad_reduce_dtype": torch.float32}
     runs = []
@@ -126,22 +103,6 @@ def test_accumulation_in_the_reduce_dtype_equals_stage_2():
         run = Run(dtype=torch.bfloat16, steps=2, micro=micro, no_sync=no_sync, options=options)
         runs += [run.at(2), run]
     assert_as_stage_2(run_ranks(3, losses_and_states, runs), runs)
-
-
-def test_overlap_and_prefetch_change_nothing():
-    """The whole cross, in one dtype: each equals the first."""
-    cross = itertools.product((True, False), PREFETCH, (True, False))
-    runs = [
-        Run(
-            dtype=torch.bfloat16,
-            steps=2,
-            shard={"reshard_after_forward": reshard, "prefetch": prefetch},
-            options={"overlap_grad_reduce": overlap},
-        )
-        for reshard, prefetch, overlap in cross
-    ]
-    runs = [runs[0].at(2), *runs]
-    assert_as_stage_2(run_ranks(2, losses_and_states, runs), runs)
 
 
 # -- gradients that are given ------------------------------------------------------------------------------------
@@ -256,60 +217,7 @@ def test_a_model_trains_as_with_adamw_alone():
         assert float((of_rank_1.parameters[name] - value).abs().max()) <= 2 * run.lr * run.steps
 
 
-# -- clipping ----------------------------------------------------------------------------------------------------
-
-CLIPS = {2.0: 3.0, math.inf: 0.5, 3.0: 2.0}
-FILLED = tuple(index for index, shape in enumerate(SHAPES) if 0 not in shape)
-ADAM = {"eps": 1e-1, "weight_decay": 0.1}  # a large eps lets the update feel the coefficient
-
-
-def _clipped(rank: int, world_size: int, stages: Sequence[int], norm_type: float | None, subset: bool) -> list[Any]:
-    """Norms and parameters at each stage. Without ``norm_type``, by ``max_grad_norm``."""
-    results = []
-    for stage in stages:
-        options = ADAM if norm_type else {**ADAM, "max_grad_norm": CLIPS[2.0]}
-        model, opt = make(Run(stage=stage, options=options), GivenNet(RUNS, torch.float32), (Given,))
-        norms = []
-        for step in range(3):
-            model(make_gradients(make_parameters(SHAPES), rank, step)).backward()
-            if norm_type:
-                chosen = list(model.units[0].parameters()) + list(model.weights) if subset else None
-                norms.append(opt.clip_grad_norm_(CLIPS[norm_type], norm_type, chosen).reshape(1))
-            opt.step()
-            opt.zero_grad()
-        opt.close()
-        results.append((norms, [gathered(model)[name] for name in _names(RUNS)]))
-    return results
-
-
-def ulps(actual: Tensor, expected: Tensor, least: float) -> float:
-    """The largest difference, in fp32 units in the last place of the expected value, or of ``least`` where larger."""
-    if not actual.numel():
-        return 0.0
-    exponent = torch.frexp(expected.double().abs().clamp(min=least)).exponent
-    off = (actual.double() - expected.double()).abs()
-    return float((off / torch.ldexp(torch.ones_like(off), exponent - 24)).max())
-
-
-@pytest.mark.parametrize(
-    ("world_size", "norm_type", "subset"),
-    [
-        *itertools.product((1, 3), (2.0,), (False, True)),
-        *itertools.product((2,), (2.0, math.inf, 3.0), (False,)),
-        (2, None, False),  # by max_grad_norm
-        (3, math.inf, False),
-    ],
-)
-def test_clipped_runs_are_within_two_ulps_of_stage_2(world_size, norm_type, subset):
-    """Units make other buckets than stage 2's, and so a sum of squares in another order. Two of lr's ulps, where a
-    parameter is smaller: an update is of its size."""
-    for rank, (of_2, of_3) in enumerate(run_ranks(world_size, _clipped, (2, 3), norm_type, subset)):
-        for kind, expected, actual, least in (("norm", of_2[0], of_3[0], 0.0), ("parameter", of_2[1], of_3[1], 1e-2)):
-            for index, (e, a) in enumerate(zip(expected, actual, strict=True)):
-                assert ulps(a, e, least) <= 2, f"{kind} {index} on rank {rank}"
-
-
-# -- the loss scale, schedulers, groups --------------------------------------------------------------------------
+# -- the loss scale ----------------------------------------------------------------------------------------------------
 
 
 def _scaled(rank: int, world_size: int, stage: int) -> dict[str, Any]:
@@ -349,45 +257,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size):
         for step in range(5):
             assert_bitwise(of_3["parameters"][step], of_2["parameters"][step], f"after step {step}")
         assert of_3["culprit"] is None or of_3["culprit"]["rank"] == world_size - 1
-
-
-def _by_ndim(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups, of the parameters as the model shows them: matrices decay, vectors do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": 0.2, "lr": 2e-2}, {"params": vectors, "weight_decay": 0.0}]
-
-
-def _scheduled(rank: int, world_size: int, stage: int) -> tuple[list[list[float]], list[Tensor], list[int]]:
-    torch.manual_seed(rank)
-    run = Run(stage=stage)
-    model, opt = make(run, Net(), params=_by_ndim)
-    schedulers = [
-        torch.optim.lr_scheduler.LambdaLR(opt, lambda step: (step + 1) / 4),
-        torch.optim.lr_scheduler.StepLR(opt, 2, 0.5),
-    ]
-    rates = []
-    for step in range(5):
-        train_step(run, rank, model, opt, step)
-        rates.append([group["lr"] for group in opt.param_groups])
-        for scheduler in schedulers:
-            scheduler.step()
-    state = full_state(opt)
-    moments = [state[index][name] for index in sorted(state) for name in ("exp_avg", "exp_avg_sq")]
-    sizes = [len(group["params"]) for group in opt.param_groups]
-    opt.close()
-    return rates, [*gathered(model).values(), *moments], sizes
-
-
-def _scheduled_at(rank: int, world_size: int, stages: Sequence[int]) -> list[Any]:
-    return [_scheduled(rank, world_size, stage) for stage in stages]
-
-
-def test_groups_by_ndim_under_schedulers_equal_stage_2():
-    for rank, (of_2, of_3) in enumerate(run_ranks(3, _scheduled_at, (2, 3))):
-        assert of_3[0] == of_2[0] and len({tuple(rates) for rates in of_3[0]}) == 5
-        assert of_3[2] == of_2[2] == [1 + 3 * 2, 3 * 4 + 2]
-        assert_bitwise(of_3[1], of_2[1], f"rank {rank}")
 
 
 # -- state that moves --------------------------------------------------------------------------------------------
@@ -466,63 +335,3 @@ def _there_and_back(rank: int, world_size: int, dtype: torch.dtype) -> list[list
 def test_full_states_carry_a_run_from_stage_2_to_3_and_back(dtype):
     for rank, (whole, parted) in enumerate(run_ranks(3, _there_and_back, dtype)):
         assert_bitwise(parted, whole, f"rank {rank}")
-
-
-def _resumed(rank: int, world_size: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Steps 2 and 3 of a run, and of another that took over its state dicts after step 1."""
-    run = Run(dtype=dtype)
-    torch.manual_seed(rank)
-    model, opt = make(run, Net())
-    _continued(rank, run, model, opt, (0, 1))
-    weights = {name: value.local.clone() for name, value in model.state_dict().items()}
-    state = opt.state_dict()
-    other, resumed = make(run, Net())
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(state)
-    assert_bitwise([value.local for value in other.state_dict().values()], list(weights.values()), "loaded shards")
-    expected = _continued(rank, run, model, opt, (2, 3))
-    actual = _continued(rank, run, other, resumed, (2, 3))
-    opt.close()
-    resumed.close()
-    return [expected, actual]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_state_dicts_of_shards_resume_exactly(dtype):
-    for rank, (expected, actual) in enumerate(run_ranks(2, _resumed, dtype)):
-        assert_bitwise(actual, expected, f"rank {rank}")
-
-
-# -- debugging ---------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def poison() -> Iterator[None]:
-    before = os.environ.get("ZERO_OPTIM_DEBUG")
-    os.environ["ZERO_OPTIM_DEBUG"] = "poison"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["ZERO_OPTIM_DEBUG"]
-        else:
-            os.environ["ZERO_OPTIM_DEBUG"] = before
-
-
-def _poisoned(rank: int, world_size: int, runs: Sequence[Run]) -> tuple[list[Outcome], int]:
-    """The runs, all but the first with what is freed poisoned; bytes unsharded after the last."""
-    first = losses_and_states(rank, world_size, runs[:1])
-    with poison():
-        others = losses_and_states(rank, world_size, runs[1:])
-    return first + others, others[-1].stats["memory"]["unsharded"]
-
-
-def test_nothing_that_is_freed_is_read():
-    runs = [
-        Run(dtype=torch.bfloat16, steps=2, micro=2, shard={"reshard_after_forward": reshard})
-        for reshard in (True, False, 2)
-    ]
-    runs = [runs[0].at(2), *runs]
-    results = run_ranks(4, _poisoned, runs)
-    assert_as_stage_2([outcomes for outcomes, _ in results], runs)
-    assert all(kept > 0 for _, kept in results)  # poisoned, memory stays

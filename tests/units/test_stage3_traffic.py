@@ -110,20 +110,6 @@ def test_a_step_communicates_what_the_formula_says(world_size):
             assert steps == [expected_step(run, world_size) | exchange] * run.steps, f"{run}, rank {rank}"
 
 
-@pytest.mark.parametrize(("reshard", "times"), [(True, 3), (False, 2)])
-def test_a_step_moves_three_times_the_parameters_or_two(reshard, times):
-    """As the table of the stages has it, with a root that is counted twice. Padding is a row a parameter at most."""
-    run = Run(dtype=torch.bfloat16, steps=2, shard={"reshard_after_forward": reshard})
-    root, units = sizes(2)
-    for (accounts,) in run_ranks(2, _steps, [run]):
-        step = accounts[2]
-        moved = sum(step[kind][1] for kind in ("all_gather", "reduce_scatter"))
-        assert moved == (times * units + 2 * root) * run.dtype.itemsize
-        model = Net(depth=DEPTH)
-        parameters, count = sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
-        assert moved <= times * run.dtype.itemsize * (parameters + ROW * (count + 2 * (1 + DEPTH)))
-
-
 def _logged(rank: int, world_size: int, run: Run) -> tuple[Account, list[tuple[str, int]]]:
     """The second step as ``stats`` has it, and as the process groups have seen it."""
     model, opt = make(run, Net(depth=DEPTH))
