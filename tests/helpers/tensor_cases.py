@@ -91,6 +91,31 @@ def cut(model: Gpt, mesh: dist.DeviceMesh, *, sequence: bool = True) -> Gpt:
     return parallelize_module(model, mesh, plan)
 
 
+def cut_stage(stage: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:
+    """Collective. As ``cut`` with sequence parallelism, of a part of the model: what a stage of a pipeline sends to the
+    next is a part of the sequence."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    plan: dict[str, Any] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for name, module in stage.named_modules():
+        if isinstance(module, Block):
+            plan |= {f"{name}.{of}": ColwiseParallel(input_layouts=Shard(1)) for of in ("q", "k", "v", "up")}
+            plan |= {f"{name}.{of}": RowwiseParallel(output_layouts=Shard(1)) for of in ("out", "down")}
+            plan |= {f"{name}.{of}": SequenceParallel() for of in ("norm1", "norm2")}
+    there = {name for name, _ in stage.named_modules()}
+    return parallelize_module(stage, mesh, {name: style for name, style in plan.items() if name in there})
+
+
 def batch(data_rank: int, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed((data_rank * 100 + step) * 10 + micro)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
