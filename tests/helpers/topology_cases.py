@@ -246,9 +246,9 @@ def pipeline(schedule: str, data: int = 2) -> Topology:
         mesh = mesh_of(pp=2, dp=data)
         cut = pipeline_cases.Pipeline(schedule, mesh.get_group("pp"), dtype)
         own = nn.ModuleDict({str(number): module for number, module in cut.modules.items()})
-        if "0" in own:
-            prepared([own["0"]])
-        last = own[str(count - 1)] if str(count - 1) in own else None
+        if 0 in cut.modules:
+            prepared([cut.modules[0]])
+        last = cut.modules.get(count - 1)
 
         def backwards(opt: Any, step: int, scaled: Scaled) -> None:
             if last is not None:
