@@ -115,6 +115,12 @@ class Topology:
     second: Callable[[Any], dict[str, Any]] = lambda world: {}
     at_once: bool = False
 
+    @property
+    def averaging(self) -> int:
+        """How many ranks have a gradient of their own in an average."""
+        rows = [kind.rows(0) for kind in self.kinds if not kind.terms and not kind.marks]
+        return max(len(of) * len(of[0]) for of in rows)
+
     def parameters(self) -> list[tuple[Kind, tuple[int, ...]]]:
         return [(kind, shape) for kind in self.kinds for shape in kind.shapes]
 
@@ -122,6 +128,12 @@ class Topology:
 def rows_of(ranks: Sequence[int]) -> Rows:
     """One dimension: ranks are added up one by one."""
     return tuple((rank,) for rank in ranks)
+
+
+def flat(ranks: int) -> Topology:
+    rows = rows_of(range(ranks))
+    kinds = tuple(Kind(part, lambda rank: rows, ranks, late=late) for late, part in enumerate((SHAPES[:4], SHAPES[4:])))
+    return Topology(ranks, kinds, lambda: None, lambda world: {}, at_once=ranks == 1)
 
 
 def hybrid(shards: int) -> Topology:
@@ -183,6 +195,10 @@ def experts(columns: Rows, *, on_grid: bool = False) -> Topology:
 
 
 TOPOLOGIES = {
+    "one rank": flat(1),
+    "two ranks": flat(2),
+    "three ranks": flat(3),
+    "four ranks": flat(4),
     "replicas of two shards": hybrid(2),
     "replicas of three shards": hybrid(3),
     "tensor parallel": tensor_parallel(2),
@@ -200,9 +216,12 @@ TOPOLOGIES = {
 
 
 @functools.cache
-def random(shape: tuple[int, ...], index: int, *keys: int) -> Tensor:
-    seed = functools.reduce(lambda total, key: 100 * total + key, (*keys, index), 7)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def random(shape: tuple[int, ...], index: int, *keys: int, exact: int | None = None) -> Tensor:
+    """Normal, or ``exact`` times few bits: sums and averages over up to so many ranks are exact then, up to 4."""
+    generator = torch.Generator().manual_seed(functools.reduce(lambda total, key: 100 * total + key, (*keys, index), 7))
+    if exact is None:
+        return torch.randn(shape, generator=generator)
+    return torch.randint(-16, 17, shape, generator=generator) * (exact / 64)
 
 
 def part_of(kind: Kind, whole: Tensor, rank: int) -> Tensor:
@@ -222,12 +241,15 @@ def gradients(topology: Topology, cell: Cell, dtype: torch.dtype, rank: int, ste
     """Of one backward, [n] tensors or None. The last parameter has none in two steps, on ranks with the values of
     rank 0: on all of them, but where other ranks have another parameter of its name."""
     parameters, found = topology.parameters(), []
+    # An all-reduce over more than two ranks, as at stage 0, has no one order.
+    few_bits = cell.stage == 0 and (topology.averaging > 2 or cell.reduce_dtype is not None)
     for index, (kind, shape) in enumerate(parameters):
         last = index == len(parameters) - 1
         missing = (index * 3 + kind.absent(rank) + micro) % 5 == step
         missing |= last and step < 2 and kind.values(rank) == kind.values(0)
         frozen = cell.frozen and (last or index == 0) and step < STEPS - 1
-        whole = random(shape, index, 1 + kind.gradient(rank), step, micro)
+        exact = kind.divisor if few_bits else None
+        whole = random(shape, index, 1 + kind.gradient(rank), step, micro, exact=exact)
         found.append(None if frozen or cell.absent and missing else part_of(kind, whole, rank).to(dtype))
     return found
 
@@ -344,13 +366,12 @@ def like(topology: Topology, rank: int) -> int:
 
 
 def cells_of(name: str, turn: int) -> list[tuple[Cell, torch.dtype]]:
-    """A third of the cells, another one in each turn. An all-reduce over more than two ranks, as at stage 0, has no one
-    order; one data-parallel rank reduces nothing."""
+    """A third of the cells, another one in each turn. Sums over six ranks are exact in no order; one rank reduces
+    nothing."""
     topology, place = TOPOLOGIES[name], [*TOPOLOGIES].index(name)
-    data = max(len(kind.rows(0)) * len(kind.rows(0)[0]) for kind in topology.kinds if not kind.terms and not kind.marks)
     found = []
     for number, cell in enumerate(CELLS):
-        fits = not (cell.stage == 0 and data > 2 or cell.reduce_dtype is not None and topology.at_once)
+        fits = not (cell.stage == 0 and topology.averaging > 4 or cell.reduce_dtype is not None and topology.at_once)
         if fits and (number + number // 3 + place + turn) % 3 == 0:
             found.append((cell, DTYPES[(number + place // 2) % 3]))
     return found

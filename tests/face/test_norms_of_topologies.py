@@ -216,7 +216,7 @@ def backward(model: nn.ParameterDict) -> None:
 
 
 def norms(rank: int, world_size: int, name: str) -> list[float]:
-    """Each by itself; that of a subset, with a second copy or experts among them; the norm that a step has clipped to, once more."""
+    """Each by itself; that of a subset, with a second copy or experts; the norm that a step has clipped to."""
     model, opt = TOPOLOGIES[name][1]()
     found = []
     for norm_type in NORMS:

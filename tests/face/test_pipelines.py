@@ -281,7 +281,7 @@ def frozen_on_one_stage(rank: int, world_size: int) -> tuple[Values, dict, list]
 
 def test_a_parameter_that_thaws_on_one_stage() -> None:
     model = nn.Sequential(*make_blocks(2))
-    opt = torch.optim.AdamW(model.parameters(), **eventful_cases.HYPER)
+    opt = eventful_cases.torch_adamw(model)
     for step in range(STEPS):
         opt.zero_grad()
         model[1].up.bias.requires_grad_(step > 0)

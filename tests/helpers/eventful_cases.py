@@ -22,6 +22,7 @@ STEPS, OVERFLOW, ABSENT, SAVED = 6, 1, 2, 3
 NORMS = ((2.0, 0.1), (2.0, 0.1), (3.0, 0.05), (math.inf, 0.01), (1.0, 0.5), (2.0, 0.02))
 """Of each step the norm's type, and what it is clipped to."""
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
+OF_VECTORS = {"lr": 5e-3, "weight_decay": 0.0}  # as a rule biases and norms do not decay
 SCALE = 2.0**10
 Scaled = Callable[[Tensor], Tensor]
 
@@ -84,9 +85,14 @@ class Outcome:
 
 
 def adamw(groups: Sequence[dict[str, Any]], **options: Any) -> Any:
+    """Vectors are in groups of their own."""
     import zero_optim
 
-    return zero_optim.ShardedAdamW(groups, **HYPER, **options)
+    made = []
+    for group in groups:
+        made.append({**group, "params": [entry for entry in group["params"] if entry[1].dim() > 1]})
+        made.append({**group, "params": [entry for entry in group["params"] if entry[1].dim() < 2], **OF_VECTORS})
+    return zero_optim.ShardedAdamW([group for group in made if group["params"]], **HYPER, **options)
 
 
 def mixed(groups: Sequence[dict[str, Any]], **options: Any) -> Any:
@@ -99,7 +105,7 @@ def mixed(groups: Sequence[dict[str, Any]], **options: Any) -> Any:
         matrices = [entry for entry in group["params"] if entry[1].dim() > 1]
         others = [entry for entry in group["params"] if entry[1].dim() < 2]
         made.append({**group, "params": matrices})
-        made.append({**group, "params": others[0::2], "rule": rules.AdamW(lr=1e-2)})
+        made.append({**group, "params": others[0::2], "rule": rules.AdamW(lr=1e-2), "weight_decay": 0.3})
         made.append({**group, "params": others[1::2], "rule": rules.Lion(lr=1e-3)})
     made = [group for group in made if group["params"]]
     return zero_optim.ShardedMuon(made, lr=0.02, bucket_cap_mb=0.002, **options)
@@ -197,6 +203,11 @@ def _load(job: Job, opt: Any, folder: str, saved: Any) -> None:
 # -- in one process ----------------------------------------------------------------------------------------------------
 
 
+def torch_adamw(model: nn.Module) -> torch.optim.AdamW:
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is of] for of in (True, False))
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, **OF_VECTORS}], **HYPER)
+
+
 def assert_as_in_one_process(
     outcomes: Sequence[Outcome],
     model: nn.Module,
@@ -209,7 +220,7 @@ def assert_as_in_one_process(
     ``part``: of a rank's parameter, the name in one process, and what the rank has of it, or of its state.
     """
     norms = []
-    opt = torch.optim.AdamW(model.parameters(), **HYPER)
+    opt = torch_adamw(model)
     for step, (norm_type, limit) in enumerate(NORMS):
         if step == OVERFLOW:
             continue

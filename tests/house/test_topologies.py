@@ -18,7 +18,6 @@ FUZZ = "fuzz/test_random_programs_of_the_face.py::test_programs_do_what_the_mode
 # What trains as one process does, by AdamW and by several rules, in one training that has all of the features.
 ALL = "face/test_topologies.py::test_trains_as_one_process_does"
 BITS = "face/test_bits_of_topologies.py::test_every_cell_equals_the_oracle_bit_for_bit"
-PARITY = "face/test_parity.py::test_every_cell_equals_the_oracle_bit_for_bit"
 EVERYWHERE = (
     "hybrid",
     "tensor parallel",
@@ -42,7 +41,7 @@ def _all(flat: tuple[str, ...], **more: tuple[str, ...]) -> dict[str, tuple[str,
 
 TESTED = {
     "training": _all(
-        (PARITY, ALL, f"{UNITS}::test_given_gradients_make_what_the_oracle_makes"),
+        (BITS, ALL, f"{UNITS}::test_given_gradients_make_what_the_oracle_makes"),
         hybrid=(BITS, "face/test_grids.py::test_stage_3_equals_stage_2_bit_for_bit"),
         tensor_parallel=(BITS,),
         experts=(BITS, "face/test_topologies.py::test_experts_at_stage_3_are_refused"),
@@ -59,7 +58,7 @@ TESTED = {
         ),
         pipeline=(f"{PIPELINES}::test_what_is_not_finite_on_one_stage_skips_the_step_of_all",),
     ),
-    "`no_sync`": _all((PARITY, f"{UNITS}::test_every_cell_equals_stage_2_bit_for_bit"), hybrid=(BITS,)),
+    "`no_sync`": _all((BITS, f"{UNITS}::test_every_cell_equals_stage_2_bit_for_bit"), hybrid=(BITS,)),
     "absent gradients": _all(
         (FUZZ, "grads/test_absent_gradients.py::test_a_skipped_parameter_keeps_state_value_and_step_count"),
         hybrid=(BITS,),
