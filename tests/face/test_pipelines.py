@@ -71,18 +71,21 @@ CELLS = [
 ]
 
 
-def reductions(rank: int, world_size: int, schedule: str, stage: int) -> int:
+def reductions(rank: int, world_size: int, schedule: str, stage: int) -> tuple[int, int]:
+    """Of two steps, and how many buckets there are. The first step lays them out."""
     pipeline, opt, mesh, _ = make(schedule, stage)
+    calls = []
     for step in range(STEPS):
         forward_backward(pipeline, opt, mesh, step)
         opt.step()
-    return opt.stats()["collectives"]["all_reduce" if stage == 0 else "reduce_scatter"]["calls"]
+        calls.append(opt.stats()["collectives"]["all_reduce" if stage == 0 else "reduce_scatter"]["calls"])
+    return calls[2] - calls[0], opt.stats()["buckets"]
 
 
 @pytest.mark.parametrize(("schedule", "stage"), CELLS)
 def test_a_step_reduces_each_bucket_once_whatever_the_number_of_backwards(schedule: str, stage: int) -> None:
-    each = 2 * SCHEDULES[schedule] if stage == 3 else 4
-    assert run_ranks(4, reductions, schedule, stage) == [STEPS * each] * 4
+    for calls, buckets in run_ranks(4, reductions, schedule, stage):
+        assert calls == 2 * buckets > 0
 
 
 def test_backwards_of_weights_apart_are_refused_at_stage_3() -> None:
@@ -147,7 +150,8 @@ def test_what_is_not_finite_on_one_stage_skips_the_step_of_all(
 
 
 def alarm(rank: int, world_size: int) -> tuple[str, bool]:
-    """Rank 0, of the first stage, has a gradient that cannot be used: its stage raises, and the other does not step."""
+    """Rank 0, of the first stage, has a gradient that cannot be used: its stage raises, and the other does not step.
+    The order of buckets is learned in between: what was refused moves along (it was lost)."""
     pipeline, opt, mesh, own = make("Schedule1F1B", 2)
     forward_backward(pipeline, opt, mesh, 0)
     if rank == 0:
