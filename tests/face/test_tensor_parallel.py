@@ -22,7 +22,7 @@ def _optimizer(way: Way, model: Gpt, data: object):
     given = {} if way.stage == 3 else {"mesh": data}
     if way.stage == 3:
         zero_optim.shard_module(model, (Block,), mesh=data)
-    return zero_optim.ShardedAdamW(model.named_parameters(), **HYPER, **given, stage=way.stage, **way.options)
+    return zero_optim.ShardedAdamW(model.named_parameters(), **HYPER, **given, stage=way.stage)
 
 
 AtStage = Callable[[int, int], object]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -139,28 +139,13 @@ def losses(*, sequence: bool) -> Iterator[None]:
 
 @dataclass
 class Way:
-    """A way to train: how the model is made, and what the optimizer is given."""
+    """How the model is made, and at which stage it is trained. ``frozen``: parameters that need no gradient."""
 
     stage: int = 2
     dtype: torch.dtype = torch.float32
     sequence: bool = True
     hidden: int = HIDDEN
-    steps: int = 2
-    micro: int = 1
-    no_sync: bool = False
-    clip: tuple[float, float] | None = None
-    scaler: bool = False
-    overflow_on: int | None = None
-    """The rank whose loss is infinite in the first step."""
     frozen: tuple[str, ...] = ()
-    """Parameters that need no gradient."""
-    absent: bool = False
-    """Whether the last block has no part in the second step, and the first none in the third."""
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def use(self, step: int) -> tuple[int, ...]:
-        """The blocks that are used in a step."""
-        return ((0, 1), (0,), (1,))[step % 3] if self.absent else (0, 1)
 
 
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
