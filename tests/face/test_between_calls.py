@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -74,80 +75,80 @@ def _factors(rank: int) -> tuple[float, float | None, float]:
     return 1.0 + rank, 3.0 if rank == 0 else None, 2.0
 
 
+@dataclass(frozen=True)
+class Side:
+    """What a program is run on: a rank, or one process that has the averages (``alone``)."""
+
+    params: list[nn.Parameter]
+    opt: Any
+    ranks: Sequence[int]
+    alone: bool
+
+    def backward(self) -> None:
+        _averaged(self.params[:3], [_factors(rank) for rank in self.ranks])
+
+    def clip(self, limit: float, of: list[nn.Parameter] | None = None) -> Tensor:
+        if self.alone:
+            return nn.utils.clip_grad_norm_(of or self.params, limit)
+        return self.opt.clip_grad_norm_(limit, parameters=of)
+
+
+def _on_a_rank(rank: int, world_size: int, stage: int, program: Callable[[Side], list[Any]]) -> tuple:
+    params = _params()
+    numbers = program(Side(params, _ours(params, stage), [rank], False))
+    return _copies(params), [float(number) for number in numbers]
+
+
+def _compare_sides(world_size: int, stage: int, program: Callable[[Side], list[Any]]) -> None:
+    params = _params()
+    expected = program(Side(params, _torch(params), range(world_size), True))
+    for found, numbers in run_ranks(world_size, _on_a_rank, stage, program):
+        _close(found, _copies(params), 4)
+        assert numbers == pytest.approx([float(number) for number in expected], rel=1e-5)
+
+
 # -- gradients dropped between clip and step ---------------------------------------------------------------------------
 
 
-def _drop_ours(rank: int, world_size: int, stage: int) -> tuple:
-    params = _params()
-    opt = _ours(params, stage)
+def _drop(side: Side) -> list[Any]:
     norms = []
     for _ in range(2):
-        _loss(params, *_factors(rank)).backward()
-        norms.append(opt.clip_grad_norm_(5.0))
-        params[1].grad = None
-        norms.append(opt.clip_grad_norm_(1e9))
-        params[2].grad = None
-        opt.step()
-        opt.zero_grad()
-    return _copies(params), [float(n) for n in norms]
-
-
-def _drop_torch(world_size: int) -> tuple:
-    params = _params()
-    opt = _torch(params)
-    norms = []
-    for _ in range(2):
-        _averaged(params, [_factors(rank) for rank in range(world_size)])
-        norms.append(nn.utils.clip_grad_norm_(params, 5.0))
-        params[1].grad = None
-        norms.append(nn.utils.clip_grad_norm_(params, 1e9))
-        params[2].grad = None
-        opt.step()
-        opt.zero_grad()
-    return _copies(params), [float(n) for n in norms]
+        side.backward()
+        norms.append(side.clip(5.0))
+        side.params[1].grad = None
+        norms.append(side.clip(1e9))
+        side.params[2].grad = None
+        side.opt.step()
+        side.opt.zero_grad()
+    return norms
 
 
 @WORLDS
 @STAGES
 def test_a_gradient_dropped_after_clipping_is_dropped_on_every_rank(stage: int, world_size: int) -> None:
-    _compare(world_size, stage, _drop_ours, _drop_torch)
+    _compare_sides(world_size, stage, _drop)
 
 
 # -- parameters that come between clip and step ------------------------------------------------------------------------
 
 
-def _add_ours(rank: int, world_size: int, stage: int) -> tuple:
-    params = _params()
-    opt = _ours(params, stage)
+def _add(side: Side) -> list[Any]:
     for step in range(3):
-        _loss(params[:3], *_factors(rank)).backward()
-        opt.clip_grad_norm_(1e-3, parameters=params[:2])
+        side.backward()
+        side.clip(1e-3, side.params[:2])
         if step < 2:
-            params.append(nn.Parameter(torch.ones(40), requires_grad=step == 0))
-            opt.add_param_group({"params": [(f"p{3 + step}", params[-1])]})
-        opt.step()
-        opt.zero_grad()
-    return _copies(params), []
-
-
-def _add_torch(world_size: int) -> tuple:
-    params = _params()
-    opt = _torch(params)
-    for step in range(3):
-        _averaged(params[:3], [_factors(rank) for rank in range(world_size)])
-        nn.utils.clip_grad_norm_(params[:2], 1e-3)
-        if step < 2:
-            params.append(nn.Parameter(torch.ones(40)))
-            opt.add_param_group({"params": [params[-1]]})
-        opt.step()
-        opt.zero_grad()
-    return _copies(params), []
+            side.params.append(nn.Parameter(torch.ones(40), requires_grad=step == 0))
+            added = side.params[-1]
+            side.opt.add_param_group({"params": [added if side.alone else (f"p{3 + step}", added)]})
+        side.opt.step()
+        side.opt.zero_grad()
+    return []
 
 
 @WORLDS
 @STAGES
 def test_a_group_added_after_clipping_leaves_the_clip(stage: int, world_size: int) -> None:
-    _compare(world_size, stage, _add_ours, _add_torch)
+    _compare_sides(world_size, stage, _add)
 
 
 # -- loss scaling ------------------------------------------------------------------------------------------------------

@@ -222,64 +222,6 @@ def test_nothing_is_left_of_an_older_state(direct):
         assert_bitwise(used, fresh, "loaded into an optimizer in use")
 
 
-class _Tied(nn.Module):
-    """An embedding that is the output layer too, and a layer between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.between = nn.Linear(8, 8)
-        self.out = nn.Linear(8, 11, bias=False)
-        self.out.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.between(self.embedding(tokens))))
-
-
-def _losses(legs: Sequence[Callable[[nn.Module], Any]], move: Callable[[Any, Any], None]) -> list[float]:
-    """Losses of a tied model that is trained by the optimizers of ``legs`` in turn, every rank on the same batch."""
-    torch.manual_seed(0)
-    model, losses, opt = _Tied(), [], None
-    for make in legs:
-        previous, opt = opt, make(model)
-        if previous is not None:
-            move(previous, opt)
-        for _ in range(LEG):
-            tokens = torch.randint(11, (16,))
-            loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.item())
-    return losses
-
-
-def _tied(rank: int, world_size: int) -> list[float]:
-    import zero_optim
-
-    def plain(model: nn.Module) -> Any:
-        return torch.optim.AdamW(model.named_parameters(), lr=1e-2)
-
-    def sharded(model: nn.Module) -> Any:
-        return zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-2, bucket_cap_mb=TINY_CAP_MB)
-
-    def move(previous: Any, opt: Any) -> None:
-        if isinstance(previous, zero_optim.ShardedAdamW):
-            opt.load_state_dict(zero_optim.full_state_dict(previous, rank=None))
-            previous.close()
-        else:
-            zero_optim.load_full_state_dict(opt, previous.state_dict())
-
-    losses = _losses([plain, sharded, plain], move)
-    torch.testing.assert_close(losses, _losses([plain] * 3, lambda old, new: new.load_state_dict(old.state_dict())))
-    return losses
-
-
-def test_a_tied_model_has_the_same_losses():
-    losses, others = run_ranks(2, _tied)
-    assert losses == others and len(set(losses)) == 3 * LEG
-
-
 # -- over worlds and stages ----------------------------------------------------------------------------------------
 
 

@@ -1,128 +1,16 @@
-"""A mesh of two dimensions, ranks that share and ranks that repeat, against the oracle and against one dimension."""
+"""Hybrid sharding: bits across stages, traffic over either link, which meshes fit, and which groups are made."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
-
-import eventful_cases
 import pytest
 import torch
-from cells import slow, slow_after
-from grid_cases import grid_averages, make_mesh, on_mesh
+from cells import slow_after
+from grid_cases import make_mesh, on_mesh
 from harness import run_ranks
-from oracle import Hyper, MasterAdamW, accumulate
 from sharded_cases import Block, Net, Outcome, Run, loss_of, losses_and_state, make, tokens
-from torch import Tensor
-from training_cases import (
-    DTYPES,
-    SHAPES,
-    TINY_CAP_MB,
-    assert_bitwise,
-    difference,
-    linear_backward,
-    make_gradients,
-    make_parameters,
-    of_dtype,
-    train_given,
-)
+from training_cases import DTYPES, assert_bitwise, linear_backward, make_gradients, make_parameters
 
-STEPS = 3
-HYPER = Hyper(lr=1e-2, weight_decay=0.1)
 ACCUMULATIONS = ((1, False), (3, True), (2, False))  # micro-batches; whether all but the last are under no_sync
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One training. ``absent``: each rank leaves out some gradients, others than the other ranks."""
-
-    stage: int
-    micro: int = 1
-    no_sync: bool = False
-    cap_mb: float = TINY_CAP_MB
-    reduce_dtype: torch.dtype | None = None
-    overlap: bool = True
-    gather_overlap: bool = False
-    absent: bool = False
-    offload: str | None = None
-
-
-CELLS = [
-    *(
-        Cell(stage, *way, (TINY_CAP_MB, 25.0)[(stage + turn) % 2])
-        for stage, (turn, way) in itertools.product((1, 2), enumerate(ACCUMULATIONS))
-    ),
-    *(Cell(stage, 3, no_sync=True, absent=True) for stage in (1, 2)),
-    *(Cell(stage, 2, no_sync=True, reduce_dtype=torch.float32, overlap=False) for stage in (1, 2)),
-    Cell(2, 2, gather_overlap=True),
-    *(Cell(2, 2, offload=tier) for tier in ("cpu", "paged", "nvme:{folder}")),
-]
-
-
-def _local(cell: Cell, like: list[Tensor], rank: int, step: int, micro: int) -> list[Tensor | None]:
-    grads: list[Tensor | None] = [*make_gradients(like, rank, step, micro)]
-    if cell.absent:  # the last has none on any rank in the first step
-        for index in range(len(grads)):
-            if (index + rank + micro) % 3 == 0 or (step == 0 and index == len(grads) - 1):
-                grads[index] = None
-    return grads
-
-
-def _train(rank: int, cell: Cell, dtype: torch.dtype, mesh: object, folder: str = "") -> list[Tensor]:
-    import zero_optim
-
-    params = make_parameters(SHAPES, dtype, seed=rank)
-    opt = zero_optim.ShardedAdamW(
-        params,
-        lr=HYPER.lr,
-        weight_decay=HYPER.weight_decay,
-        stage=cell.stage,
-        mesh=mesh,
-        bucket_cap_mb=cell.cap_mb,
-        grad_reduce_dtype=cell.reduce_dtype,
-        overlap_grad_reduce=cell.overlap,
-        overlap_param_gather=cell.gather_overlap,
-        state_offload=None if cell.offload is None else cell.offload.format(folder=folder),
-    )
-    given = lambda step, micro: _local(cell, params, rank, step, micro)  # noqa: E731
-    return train_given(params, opt, STEPS, cell.micro, cell.no_sync, given)
-
-
-def _expected(cell: Cell, ranks: int, dtype: torch.dtype) -> list[Tensor]:
-    like = make_parameters(SHAPES, dtype)
-    oracle = MasterAdamW(like, HYPER)
-    for step in range(STEPS):
-        local: list = [None] * ranks
-        total = None
-        for micro in range(cell.micro):
-            for rank in range(ranks):
-                local[rank] = accumulate(local[rank], _local(cell, like, rank, step, micro))
-            if not cell.no_sync or micro == cell.micro - 1:
-                total = accumulate(total, grid_averages(local, 2, cell.reduce_dtype))
-                local = [None] * ranks
-        oracle.step(total or [])
-    return oracle.params
-
-
-def _train_cells(rank: int, world_size: int, dtype: torch.dtype, turn: int, folder: str) -> list[list[Tensor]]:
-    mesh = make_mesh(2, world_size // 2)
-    return [_train(rank, cell, dtype, mesh, folder) for cell in of_dtype(CELLS, dtype, turn)]
-
-
-@pytest.mark.parametrize("turn", slow_after(1, (0, 1)))
-@pytest.mark.parametrize(
-    ("ranks", "dtype"), [(4, torch.float32), (4, torch.bfloat16), (6, torch.float16)], ids=["fp32", "bf16", "fp16"]
-)
-def test_every_cell_equals_the_oracle_bit_for_bit(ranks, dtype, turn, tmp_path):
-    results = run_ranks(ranks, _train_cells, dtype, turn, str(tmp_path), timeout=120)
-    failures = []
-    for number, cell in enumerate(of_dtype(CELLS, dtype, turn)):
-        expected = _expected(cell, ranks, dtype)
-        for rank in range(ranks):
-            if found := difference(results[rank][number], expected):
-                failures.append(f"{cell}, rank {rank}: {found}")
-    assert not failures, "\n".join(failures)
 
 
 # -- stage 3 -----------------------------------------------------------------------------------------------------
@@ -157,63 +45,7 @@ def test_stage_3_equals_stage_2_bit_for_bit(ranks):
                 assert_bitwise([*stage_3.state[index].values()], [*state.values()], f"state of {index}")
 
 
-# -- norms, overflow, traffic, memory ----------------------------------------------------------------------------
-
-
-def _norms(rank: int, world_size: int, stage: int) -> list[tuple[float, float, float]]:
-    """Of the same gradients: on a mesh, on one dimension, and by torch of the whole averages."""
-    mesh = make_mesh(2, world_size // 2)
-    found = []
-    for norm_type in (2.0, 1.0, math.inf, 3.0):
-        norms = []
-        for given in (mesh, None):
-            torch.manual_seed(0)
-            run = Run(stage=stage)
-            model, opt = make(on_mesh(run, given) if given is not None else run, Net())
-            loss_of(model, tokens(rank, 0)).backward()
-            norms.append(float(opt.clip_grad_norm_(1e9, norm_type)))
-            opt.close()
-        torch.manual_seed(0)
-        whole = Net()
-        (sum(loss_of(whole, tokens(other, 0)) for other in range(world_size)) / world_size).backward()
-        total = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9, norm_type)
-        found.append((*norms, float(total)))
-    return found
-
-
-@pytest.mark.parametrize("stage", slow_after(1, (3, 1, 2)))  # norms on topologies have stages 1 and 2
-def test_norms_count_each_gradient_once(stage):
-    for found in run_ranks(4, _norms, stage):
-        for on_grid, flat, whole in found:
-            assert on_grid == pytest.approx(whole, rel=1e-5)
-            assert on_grid == pytest.approx(flat, rel=1e-5)
-
-
-def _overflow(rank: int, world_size: int, stage: int) -> tuple[int, float]:
-    """Steps skipped, and the scale: one rank overflows in the first of two steps."""
-    import zero_optim
-
-    torch.manual_seed(0)
-    run = Run(stage=stage, dtype=torch.float16)
-    model, opt = make(on_mesh(run, make_mesh(2, 2)), Net())
-    scaler = zero_optim.GradScaler(init_scale=2.0**10)
-    before = [p.detach().clone() for p in model.parameters()] if stage < 3 else []
-    for step in range(2):
-        loss = loss_of(model, tokens(rank, step)) * (math.inf if rank == 3 and step == 0 else 1)
-        scaler.scale(loss).backward()
-        scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
-        if step == 0 and before:
-            assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    skipped, scale = opt.stats()["skipped_steps"], scaler.get_scale()
-    opt.close()
-    return skipped, scale
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(stage):
-    assert run_ranks(4, _overflow, stage) == [(1, 2.0**9)] * 4
+# -- traffic, memory ---------------------------------------------------------------------------------------------
 
 
 def _sent(rank: int, world_size: int, stage: int) -> tuple[dict[str, int], dict[str, int], dict[str, int], dict]:
@@ -247,27 +79,6 @@ def test_traffic_over_either_link_and_memory_are_as_planned(stage):
         if stage < 3:  # gradients of stage 3 are freed after the step
             assert held == memory
         assert held["exp_avg"] == memory["exp_avg"]
-
-
-# -- all that may happen -----------------------------------------------------------------------------------------
-
-
-def _batch(rank: int, step: int, micro: int) -> Tensor:
-    generator = torch.Generator().manual_seed((rank * 100 + step) * 10 + micro)
-    return torch.randn(6, eventful_cases.WIDTH, generator=generator)
-
-
-def _eventful(rank: int, world_size: int, stage: int, folder: str) -> eventful_cases.Outcome:
-    data = lambda step, micro: _batch(rank, step, micro)  # noqa: E731
-    return eventful_cases.train_net(rank, stage, make_mesh(2, 2), data, folder)
-
-
-@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=slow), 3])
-def test_all_that_may_happen(stage, tmp_path):
-    """Overflows, absent and frozen gradients, ``no_sync``; checkpoints, whole states, state off the device."""
-    outcomes = run_ranks(4, _eventful, stage, str(tmp_path))
-    everything = lambda step, micro: torch.cat([_batch(rank, step, micro) for rank in range(4)])  # noqa: E731
-    eventful_cases.assert_net_as_in_one_process(outcomes, everything)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------
@@ -345,17 +156,3 @@ def _groups_made(rank: int, world_size: int) -> list[int]:
 def test_the_next_optimizer_takes_over_the_groups_of_the_last():
     for counts in run_ranks(4, _groups_made):
         assert counts[1:] == counts[:-1]
-
-
-def _a_part(rank: int, world_size: int) -> list[Tensor]:
-    """Two jobs side by side, each on a mesh of its own half of the ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    halves = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("job", "replicate", "shard"))
-    return _train(rank % 4, Cell(2, 2), torch.float32, halves["replicate", "shard"])
-
-
-def test_a_mesh_of_some_ranks():
-    expected = _expected(Cell(2, 2), 4, torch.float32)
-    for params in run_ranks(8, _a_part):
-        assert_bitwise(params, expected)

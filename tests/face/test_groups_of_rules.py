@@ -13,8 +13,6 @@ import torch
 import zero_optim
 from cells import slow
 from harness import run_ranks
-from oracle import PaperLion
-from sharded_cases import GivenNet
 from torch import Tensor, nn
 from training_cases import assert_bitwise, copies, linear_backward, make_gradients, make_parameters
 from zero_optim import ParameterError, RankMismatchError, StateMismatchError, rules
@@ -164,97 +162,6 @@ def test_the_norm_is_of_all() -> None:
         for parameter, exact in zip(found, params, strict=True):
             by_muon = any(exact is matrix for matrix in matrices)  # which rounds them to bf16
             torch.testing.assert_close(parameter, exact.detach(), rtol=0, atol=2e-4 if by_muon else 1e-6)
-
-
-def _overflows(rank: int, world_size: int, offload: str | None) -> None:
-    """In a matrix, and in what is none: neither rule updates anything, and the next step is the first of both."""
-    for of_matrices in (True, False):
-        params, fresh = _parameters(), _parameters()
-        opt = _mixed(params, state_offload=offload)
-        second = _split(params)[0 if of_matrices else 1][1]
-        (bad,) = (place for place, parameter in enumerate(params) if parameter is second)
-        grads = make_gradients(params, rank, 0)
-        if rank == 1:
-            grads[bad].view(-1)[-1] = torch.inf
-        linear_backward(params, grads)
-        opt.step()
-        opt.zero_grad()
-        assert_bitwise(copies(params), copies(fresh))
-        assert opt.stats()["skipped_steps"] == 1 and not zero_optim.full_state_dict(opt, rank=None)["state"]
-        assert f"parameter 1 of group {0 if of_matrices else 1}" in str(opt.first_non_finite())
-        _step([opt], params, rank, 0)
-        other = _mixed(fresh)
-        _step([other], fresh, rank, 0)
-        _same((copies(params), _state([opt])), (copies(fresh), _state([other])))
-        opt.close(), other.close()
-
-
-@pytest.mark.parametrize("offload", [None, "cpu"])
-def test_an_overflow_skips_all(offload: str | None) -> None:
-    run_ranks(2, _overflows, offload)
-
-
-# -- any rules, at every stage ----------------------------------------------------------------------------------------
-
-RUNS = [((17, 9), (300,)), ((1,), (5, 3, 2), (128,)), ((40, 25), (7,))]
-SHAPES = [shape for run in RUNS for shape in run]
-
-
-def _by_two_rules(params: Sequence[Any], **options: Any) -> zero_optim.ShardedOptimizer:
-    groups = [
-        {"params": params[0::3], "weight_decay": 0.0},
-        {"params": params[1::3], "rule": rules.Lion(**LION)},
-        {"params": params[2::3], "rule": rules.Lion(**{**LION, "lr": 2e-3})},
-    ]
-    return zero_optim.ShardedOptimizer(groups, rules.AdamW(**ADAM), bucket_cap_mb=CAP_MB, **options)
-
-
-def _of_few_bits(step: int) -> list[Tensor]:
-    return make_gradients(make_parameters(SHAPES, torch.float32), 0, step, grid=1)
-
-
-def _at_stage(rank: int, world_size: int, stage: int, offload: str | None) -> tuple[list[Tensor], Any]:
-    model = GivenNet(RUNS, torch.float32)
-    if stage == 3:
-        zero_optim.shard_module(model, units=(type(model.units[0]),))
-    opt = _by_two_rules(list(model.parameters()), stage=stage, state_offload=offload)
-    assert [rule.name for rule in opt.engine.rules.all] == ["AdamW", "Lion"]  # the second Lion is the first
-    for bucket in opt.engine.reducer.buckets:
-        assert len({opt.engine.rules.of(slot.param) for slot in bucket.layout.slots}) == 1
-    for step in range(STEPS):
-        model([gradient * (world_size if rank == 0 else 0) for gradient in _of_few_bits(step)]).backward()
-        opt.step()
-        opt.zero_grad()
-    planned, memory = zero_optim.memory.plan_of(opt).memory, opt.stats()["memory"]
-    kinds = ["parameters", "master", "exp_avg", "exp_avg_sq", *(["gradients", "padding"] if stage == 2 else [])]
-    assert {kind: planned[kind] for kind in kinds} == {kind: memory[kind] for kind in kinds}
-    assert (planned["exp_avg_sq"] > 0) is (offload is None)
-    whole = zero_optim.full_model_state_dict(model, rank=None)
-    names = [name for name, _ in model.named_parameters()]
-    found = [whole[name] for name in names], _state([opt])
-    units = 0 if opt.engine.sharded_model is None else len(opt.engine.sharded_model.trained_flats())
-    opt.close()
-    return *found, units
-
-
-def test_adamw_and_lion_at_every_stage() -> None:
-    """Of torch and of the paper in one process. At stage 3 each unit has a flat tensor, and a bucket, for each rule."""
-    params = [nn.Parameter(p.detach().clone()) for p in make_parameters(SHAPES, torch.float32)]
-    opts = [
-        torch.optim.AdamW(params[0::3], **{**ADAM, "weight_decay": 0.0}),
-        PaperLion([{"params": params[1::3]}, {"params": params[2::3], "lr": 2e-3}], **LION),
-    ]
-    for step in range(STEPS):
-        for parameter, gradient in zip(params, _of_few_bits(step), strict=True):
-            parameter.grad = gradient
-        for opt in opts:
-            opt.step()
-    every = [run_ranks(2, _at_stage, stage, offload)[0] for stage, offload in ((2, None), (3, None), (3, "cpu"))]
-    for parameters, state, units in every:
-        assert units in (0, 6)
-        for parameter, exact in zip(parameters, params, strict=True):
-            torch.testing.assert_close(parameter, exact.detach(), rtol=1e-6, atol=2e-7)
-        _same((parameters, state), every[0][:2])
 
 
 # -- saved and loaded -------------------------------------------------------------------------------------------------

@@ -216,14 +216,14 @@ def backward(model: nn.ParameterDict) -> None:
 
 
 def norms(rank: int, world_size: int, name: str) -> list[float]:
-    """Each by itself; that of a subset, a second copy among them; the norm that a step has clipped to, once more."""
+    """Each by itself; that of a subset, with a second copy or experts; the norm that a step has clipped to."""
     model, opt = TOPOLOGIES[name][1]()
     found = []
     for norm_type in NORMS:
         opt.zero_grad()
         backward(model)
         found.append(opt.clip_grad_norm_(1e9, norm_type).item())
-    subset = [parameter for name, parameter in model.items() if name in ("up", "norm", "output")]
+    subset = [parameter for name, parameter in model.items() if name in ("up", "norm", "output", "experts")]
     found.append(opt.clip_grad_norm_(1e9, 2.0, subset).item())
     opt.clip_grad_norm_(1.0)
     found.append(opt.clip_grad_norm_(1.0).item())
@@ -240,7 +240,7 @@ def norm(names: Any, norm_type: float) -> float:
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_each_gradient_counts_once(name: str) -> None:
     names = [*SHAPES, "experts"] if "experts" in name else [*SHAPES]
-    expected = [*(norm(names, norm_type) for norm_type in NORMS), norm(["up", "norm"], 2.0), 1.0]
+    expected = [*(norm(names, norm_type) for norm_type in NORMS), norm(["up", "norm", *names[len(SHAPES) :]], 2.0), 1.0]
     for found in run_ranks(TOPOLOGIES[name][0], norms, name, timeout=120):
         assert found == pytest.approx(expected, rel=1e-5)
 
@@ -259,12 +259,13 @@ def test_dense_parameters_join_experts() -> None:
     assert run_ranks(4, norm_with_a_later_group) == pytest.approx([expected] * 4, rel=1e-5)
 
 
-def norms_of_units(rank: int, world_size: int, *, as_marked: bool, replicas: int) -> list[float]:
-    """Stage 3 on tensor-parallel ranks: two units, and a root that has parameters of its own."""
-    mesh = mesh_of(replicate=replicas, shard=2, tp=2)
+def norms_of_units(rank: int, world_size: int, *, kind: str, replicas: int) -> list[float]:
+    """Stage 3: two units, and a root that has parameters of its own. Slices are on two tensor-parallel ranks."""
+    mesh = mesh_of(replicate=replicas, shard=2, tp=1 if kind == "plain" else 2)
     data = mesh["shard"] if replicas == 1 else mesh["replicate", "shard"]
     parts = (("embedding", "norm"), ("up",), ("down", "gain"))
-    made = [marked(*names) if as_marked else cut(mesh["tp"], *names) for names in parts]
+    make = {"plain": plain, "marked": marked, "cut": partial(cut, mesh["tp"])}[kind]
+    made, as_marked = [make(*names) for names in parts], kind == "marked"
     model = nn.ModuleDict({"first": Unit(made[0]), "second": Unit(made[1])})
     model["third"] = Unit(made[2])
     given = {"tensor_parallel": mesh["tp"]} if as_marked else {}
@@ -274,14 +275,17 @@ def norms_of_units(rank: int, world_size: int, *, as_marked: bool, replicas: int
     for norm_type in NORMS:
         opt.zero_grad()
         shown = [pair for unit in model.values() for pair in unit().items()]
-        local = [p.to_local() if isinstance(p, DTensor) else p / (2 if name == "norm" else 1) for name, p in shown]
+        local = [
+            p.to_local() if isinstance(p, DTensor) else p / (2 if as_marked and name == "norm" else 1)
+            for name, p in shown
+        ]
         sum(CONSTANTS[name] * p.sum() for (name, _), p in zip(shown, local, strict=True)).backward()
         found.append(opt.clip_grad_norm_(1e9, norm_type).item())
     return found
 
 
-@pytest.mark.parametrize(("as_marked", "replicas"), [(False, 1), (True, 1), (False, 2)])
-def test_each_gradient_counts_once_at_stage_3(as_marked: bool, replicas: int) -> None:
-    of_rank = partial(norms_of_units, as_marked=as_marked, replicas=replicas)
-    for found in run_ranks(4 * replicas, of_rank, timeout=120):
+@pytest.mark.parametrize(("kind", "replicas"), [("plain", 1), ("plain", 2), ("cut", 1), ("marked", 1), ("cut", 2)])
+def test_each_gradient_counts_once_at_stage_3(kind: str, replicas: int) -> None:
+    of_rank, ranks = partial(norms_of_units, kind=kind, replicas=replicas), replicas * (2 if kind == "plain" else 4)
+    for found in run_ranks(ranks, of_rank, timeout=120):
         assert found == pytest.approx([norm([*SHAPES], norm_type) for norm_type in NORMS], rel=1e-5)

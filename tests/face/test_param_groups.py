@@ -1,4 +1,4 @@
-"""On several ranks: groups with hyper-parameters of their own, schedulers, absent, tied, tiny and mixed parameters."""
+"""On several ranks: groups with hyper-parameters of their own that change; tiny, tied and mixed parameters."""
 
 from __future__ import annotations
 
@@ -81,79 +81,6 @@ def test_groups_over_dtypes_with_changing_hyper_parameters(world_size, cap):
             assert_bitwise(params, oracle.params, f"stage {stage}")
 
 
-def _train_absent(rank: int, world_size: int, stage: int) -> list[list[Tensor]]:
-    """Parameter 0 is frozen, 1 has a gradient on rank 0 alone, 2 on no rank in odd steps, 4 never."""
-    import zero_optim
-
-    params = make_parameters(SHAPES, torch.bfloat16)
-    params[0].requires_grad_(False)
-    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    history = []
-    for step in range(5):
-        linear_backward(params, _absent(make_gradients(params, rank, step), rank, step))
-        opt.step()
-        opt.zero_grad()
-        history.append(copies(params))
-    opt.close()
-    return history
-
-
-def _absent(grads: list[Tensor], rank: int, step: int) -> list[Tensor | None]:
-    keep = {0: False, 1: rank == 0, 2: step % 2 == 0, 4: False}
-    return [g if keep.get(i, True) else None for i, g in enumerate(grads)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_absent_gradients_are_skipped_as_torch_skips_them(world_size):
-    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=1e-2))
-    expected = []
-    for step in range(5):
-        local = [_absent(make_gradients(oracle.params, rank, step), rank, step) for rank in range(world_size)]
-        oracle.step(averages(local))
-        expected.append(copies(oracle.params))
-    assert oracle.steps[2] == 3
-    assert oracle.steps[0] == oracle.steps[4] == 0
-    for stage in (0, 1, 2) if world_size < 3 else (1, 2):
-        for history in run_ranks(world_size, _train_absent, stage):
-            for step in range(5):
-                assert_bitwise(history[step], expected[step], f"stage {stage}, step {step}")
-
-
-def _train_alternating(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    """Each step another rank uses the conditional parameter; in the last nobody does."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(5):
-        grads: list[Tensor | None] = list(make_gradients(params, rank, step))
-        if step and rank != step % 3:
-            grads[6] = grads[1] = None
-        if step == 4:
-            grads = [None] * len(grads)
-            grads[0] = make_gradients(params, rank, step)[0]
-        linear_backward(params, grads)
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return copies(params)
-
-
-def test_parameters_used_on_another_rank_each_step():
-    oracle = MasterAdamW(make_parameters(SHAPES), Hyper(lr=1e-2))
-    for step in range(5):
-        local = []
-        for rank in range(2):
-            grads: list[Tensor | None] = list(make_gradients(oracle.params, rank, step))
-            if step and rank != step % 3:
-                grads[6] = grads[1] = None
-            local.append(grads if step < 4 else [grads[0]] + [None] * (len(grads) - 1))
-        oracle.step(averages(local))
-    for stage in (0, 1, 2):
-        for params in run_ranks(2, _train_alternating, stage):
-            assert_bitwise(params, oracle.params, f"stage {stage}")
-
-
 def _train_tiny(rank: int, world_size: int, stage: int, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
     import zero_optim
 
@@ -233,40 +160,4 @@ def test_tied_weights_and_parameters_that_become_ready_more_than_once(reentrant)
                 p.copy_(value)
     for stage in (0, 1, 2):
         for params in run_ranks(2, _train_tied, stage, reentrant):
-            assert_bitwise(params, oracle.params, f"stage {stage}")
-
-
-def _train_scheduled(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], list[float]]:
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=2e-2, total_steps=6)  # moves lr and betas
-    rates = []
-    for step in range(5):
-        linear_backward(params, make_gradients(params, rank, step))
-        opt.step()
-        opt.zero_grad()
-        rates.append(opt.param_groups[0]["lr"])
-        scheduler.step()
-    opt.close()
-    return copies(params), rates
-
-
-def test_a_scheduler_that_moves_lr_and_betas():
-    plain = make_parameters(SHAPES)
-    adamw = torch.optim.AdamW(plain, lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(adamw, max_lr=2e-2, total_steps=6)
-    oracle = MasterAdamW(plain, Hyper(lr=1e-2))
-    rates = []
-    for step in range(5):
-        group = adamw.param_groups[0]
-        rates.append(group["lr"])
-        oracle.hypers = [Hyper(lr=group["lr"], betas=group["betas"])] * len(SHAPES)
-        oracle.step(averages([make_gradients(plain, rank, step) for rank in range(2)]))
-        adamw.step()
-        scheduler.step()
-    for stage in (0, 1, 2):
-        for params, own_rates in run_ranks(2, _train_scheduled, stage):
-            assert own_rates == rates
             assert_bitwise(params, oracle.params, f"stage {stage}")

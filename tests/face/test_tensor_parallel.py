@@ -1,24 +1,18 @@
-"""A GPT cut by torch's own styles of tensor parallelism, times each stage, against the same GPT in one process."""
+"""DTensors of tensor parallelism by torch's own styles: what users see of them, traffic, memory, and terms."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import oracle_float64
 import pytest
 import torch
-from cells import slow, slow_after
+from cells import slow_after
 from harness import run_ranks
 from tensor_cases import HYPER, Block, Gpt, Way, cut, loss_of, losses, make_mesh, make_model
 from torch import Tensor
-from training_cases import maybe_no_sync
-
-TENSOR = 2
-Outcome = dict[str, object]
 
 
 def _optimizer(way: Way, model: Gpt, data: object):
@@ -28,152 +22,7 @@ def _optimizer(way: Way, model: Gpt, data: object):
     given = {} if way.stage == 3 else {"mesh": data}
     if way.stage == 3:
         zero_optim.shard_module(model, (Block,), mesh=data)
-    return zero_optim.ShardedAdamW(model.named_parameters(), **HYPER, **given, stage=way.stage, **way.options)
-
-
-def _train(rank: int, way: Way, mesh: object, data: object = None) -> Outcome:
-    import zero_optim
-
-    model = make_model(way, mesh["tp"])
-    opt = _optimizer(way, model, mesh["dp"] if data is None else data)
-    scaler = zero_optim.GradScaler(init_scale=2.0**10) if way.scaler else None
-    norms = []
-    for step in range(way.steps):
-        for micro in range(way.micro):
-            with maybe_no_sync(opt, way.no_sync and micro < way.micro - 1), losses(sequence=way.sequence):
-                loss = loss_of(model, rank // TENSOR, step, micro, use=way.use(step))
-                if way.overflow_on == rank and step == 0:
-                    loss = loss * math.inf
-                (loss if scaler is None else scaler.scale(loss)).backward()
-        if way.clip is not None:
-            if scaler is not None:
-                scaler.unscale_(opt)
-            norms.append(float(opt.clip_grad_norm_(*way.clip)))
-        opt.step() if scaler is None else scaler.step(opt)
-        if scaler is not None:
-            scaler.update()
-        opt.zero_grad()
-    found = {
-        "parameters": {name: whole.clone() for name, whole in zero_optim.iter_full_parameters(model)},
-        "norms": norms,
-        "state": zero_optim.full_state_dict(opt, rank=None)["state"],
-        "skipped": opt.stats()["skipped_steps"],
-        "scale": None if scaler is None else scaler.get_scale(),
-    }
-    opt.close()
-    return found
-
-
-def _alone(way: Way, data: int) -> Outcome:
-    """One process: the mean loss of all data-parallel ranks, by ``torch.optim.AdamW``."""
-    model = make_model(replace(way, dtype=torch.float32))
-    opt = torch.optim.AdamW(model.parameters(), **HYPER)
-    norms = []
-    for step in range(way.steps):
-        if way.overflow_on is not None and step == 0:
-            norms.append(math.nan)
-            continue
-        for micro in range(way.micro):
-            (sum(loss_of(model, rank, step, micro, use=way.use(step)) for rank in range(data)) / data).backward()
-        if way.clip is not None:
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), *way.clip)))
-        opt.step()
-        opt.zero_grad()
-    return {"parameters": dict(model.named_parameters()), "norms": norms, "state": opt.state_dict()["state"]}
-
-
-def _compare(found: Outcome, wanted: Outcome, tolerance: float) -> None:
-    for name, whole in wanted["parameters"].items():
-        torch.testing.assert_close(found["parameters"][name].float(), whole.detach(), rtol=tolerance, atol=tolerance)
-    assert found["norms"] == pytest.approx(wanted["norms"], rel=10 * tolerance, nan_ok=True)
-    assert found["state"].keys() == wanted["state"].keys()
-    for index, entry in wanted["state"].items():
-        for kind, value in entry.items():
-            torch.testing.assert_close(found["state"][index][kind], value, rtol=10 * tolerance, atol=tolerance)
-
-
-def _compare_all(ways: Mapping[str, Way], results: Sequence[Sequence[Outcome]], data: int) -> None:
-    """``results``: of each rank, in the order of ``ways``. ``data``: how many ranks average gradients."""
-    for number, (name, way) in enumerate(ways.items()):
-        wanted = _alone(way, data)
-        for of_rank in results:
-            try:
-                _compare(of_rank[number], wanted, 1e-5)
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from error
-            assert of_rank[number]["skipped"] == (way.overflow_on is not None)
-            assert of_rank[number]["scale"] == (2.0**9 if way.scaler else None)
-
-
-def _outcomes(rank: int, world_size: int, ways: list[Way]) -> list[Outcome]:
-    mesh = make_mesh(world_size // TENSOR, TENSOR)
-    return [_train(rank, way, mesh) for way in ways]
-
-
-FROZEN = ("blocks.0.up.weight", "blocks.1.norm1.weight")
-WAYS = {
-    "clipped by norm 2": Way(clip=(0.5, 2.0)),
-    "clipped by the largest": Way(clip=(0.01, math.inf)),
-    "clipped by norm 3, plain norms": Way(clip=(0.1, 3.0), sequence=False),
-    "no_sync": Way(micro=2, no_sync=True),
-    "two backwards": Way(micro=2, clip=(0.5, 1.0)),
-    "an overflow on one rank": Way(scaler=True, overflow_on=3, clip=(0.5, 2.0), steps=3),
-    "frozen": Way(frozen=FROZEN, clip=(0.5, 2.0)),
-    "absent in one step": Way(absent=True, clip=(0.5, 2.0), steps=3),
-    "state off the device": Way(options={"state_offload": "cpu"}, micro=2),
-    "uneven slices": Way(hidden=5, sequence=False, clip=(0.5, 2.0)),
-}
-
-
-ALL_THAT_HAPPENS = Way(
-    steps=4,
-    micro=2,
-    no_sync=True,
-    clip=(0.5, 2.0),
-    scaler=True,
-    overflow_on=3,
-    frozen=FROZEN,
-    absent=True,
-    options={"state_offload": "cpu"},
-)
-APART = ("clipped by the largest", "clipped by norm 3, plain norms", "two backwards", "uneven slices")
-
-
-def _trains_as_one_process_does(ways: Mapping[str, Way]) -> None:
-    _compare_all(ways, run_ranks(4, _outcomes, [*ways.values()], timeout=180), 2)
-
-
-def test_trains_as_one_process_does():
-    """All at once at stages 2 and 3, and what is in no other test of slices. In one call: what DTensor has found out of
-    an operation is forgotten between calls."""
-    ways = {f"all that happens, {stage}": replace(ALL_THAT_HAPPENS, stage=stage) for stage in (2, 3)}
-    stages = {"uneven slices": 3, "clipped by norm 3, plain norms": 1}
-    apart = {name: replace(WAYS[name], stage=stage) for name, stage in stages.items()}
-    _trains_as_one_process_does(ways | apart)
-
-
-@slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_trains_as_one_process_does_one_by_one(stage):
-    """All at once at every stage. One by one at stages 0 to 2 in turns, and at stage 3 what is not in it."""
-    turns = {n: way for number, (n, way) in enumerate(WAYS.items()) if stage == number % 3 or stage == 3 and n in APART}
-    ways = {**turns, "all that happens": ALL_THAT_HAPPENS}
-    _trains_as_one_process_does({name: replace(way, stage=stage) for name, way in ways.items()})
-
-
-def test_bf16_with_fp32_masters_stays_near_fp32():
-    """The masters; ranks of a column agree on every bit."""
-    options = {"grad_reduce_dtype": torch.float32}
-    ways = [Way(stage=stage, dtype=torch.bfloat16, clip=(0.5, 2.0), options=options) for stage in (1, 3)]
-    wanted = _alone(ways[0], 2)
-    for of_ranks in zip(*run_ranks(4, _outcomes, ways, timeout=120), strict=True):
-        for found in of_ranks:
-            assert found["norms"] == pytest.approx(wanted["norms"], rel=0.05)
-            masters = [entry["master"] for entry in found["state"].values()]
-            for master, whole in zip(masters, wanted["parameters"].values(), strict=True):
-                assert (master - whole).abs().mean() < 3e-3
-            for name, whole in of_ranks[0]["parameters"].items():
-                assert torch.equal(found["parameters"][name], whole)
+    return zero_optim.ShardedAdamW(model.named_parameters(), **HYPER, **given, stage=way.stage)
 
 
 AtStage = Callable[[int, int], object]
@@ -185,7 +34,7 @@ def _at_stages(rank: int, world_size: int, part: int) -> dict[AtStage, list]:
 
 @functools.cache
 def _found_at_stages(part: int) -> Sequence[Mapping[AtStage, list]]:
-    """By rank, what each of AT_STAGES has found at its stages: in one call, as the trainings above."""
+    """By rank, what each of AT_STAGES has found at its stages: in one call."""
     return run_ranks(4, _at_stages, part, timeout=120)
 
 
@@ -266,22 +115,7 @@ def test_a_term_that_is_dropped_on_one_rank_counts_as_zero(part):
             torch.testing.assert_close(average, wanted, rtol=1e-5, atol=1e-6, msg=f"at stage {stage}")
 
 
-# -- replicas, memory, traffic -----------------------------------------------------------------------------------
-
-
-def _replicated(rank: int, world_size: int, way: Way) -> list[Outcome]:
-    """Two replicas of two shards of two slices."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    return [_train(rank, way, mesh, mesh["replicate", "shard"])]
-
-
-@pytest.mark.parametrize("stage", slow_after(1, [2, 3]))
-def test_replicas_of_shards_of_slices(stage):
-    """At stage 0 nothing is sharded: all data-parallel ranks average as those of one dimension do."""
-    way = replace(ALL_THAT_HAPPENS, stage=stage, steps=3)
-    _compare_all({"all that happens": way}, run_ranks(8, _replicated, way, timeout=180), 4)
+# -- memory, traffic ---------------------------------------------------------------------------------------------------
 
 
 def _accounts(rank: int, stage: int) -> tuple[dict[str, int], ...]:

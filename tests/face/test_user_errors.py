@@ -35,6 +35,7 @@ from training_cases import (
 
 SHAPES = ((8, 4), (5,), (3, 3))
 LR = 1e-2
+SAME = nn.Parameter(torch.ones(3))
 
 
 def _trains(rank: int) -> None:
@@ -171,12 +172,16 @@ BAD_OPTIONS: tuple[dict[str, Any], ...] = (
     {"betas": (-0.1, 0.9)},
     {"eps": -1e-8},
     {"weight_decay": -0.1},
+    {"stage": -1},
     {"stage": 4},
     {"stage": "2"},
     {"stage": 2.5},
     {"bucket_cap_mb": 0.0},
+    {"bucket_cap_mb": -1.0},
     {"grad_reduce_dtype": torch.float64},
+    {"grad_reduce_dtype": torch.int32},
     {"max_grad_norm": 0.0},
+    {"max_grad_norm": -1.0},
     {"differentiable": True},
 )
 
@@ -208,6 +213,30 @@ def test_arguments_out_of_range_are_named_on_every_rank():
             assert name in on_one[1] and (rank == 1 or "rank 1" in on_one[1]), f"{options}: {on_one}"
             for error in of_group:
                 assert error[0] == "ValueError" and name in error[1] and "group 1" in error[1], f"{options}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("params", "kind", "text"),
+    [
+        ([], ValueError, "empty|no parameter"),
+        ([torch.ones(3, requires_grad=True) * 2], (ValueError, zero_optim.ParameterError), "leaf"),
+        ([1.0, 2.0], TypeError, None),
+        ([{"params": [SAME]}, {"params": [SAME]}], ValueError, "group"),
+    ],
+    ids=["nothing", "no leaf", "no tensor", "twice"],
+)
+def test_what_is_no_list_of_parameters(params, kind, text):
+    with pytest.raises(kind, match=text):
+        zero_optim.ShardedAdamW(params)
+
+
+def test_errors_have_one_base():
+    names = (
+        "ParameterError RankMismatchError GradientError OffloadError ShardAccessError ClosedError StateMismatchError"
+    )
+    for name in names.split():
+        assert issubclass(getattr(zero_optim, name), zero_optim.ZeroOptimError)
+    assert issubclass(zero_optim.ZeroOptimError, RuntimeError)
 
 
 # -- keywords of torch.optim.AdamW -----------------------------------------------------------------------------------
@@ -358,11 +387,16 @@ def _unexpected(kind: str, parameter: nn.Parameter) -> None:
 def _unexpected_gradients(
     rank: int, world_size: int, stage: int, kind: str, culprits: tuple[int, ...], via: str
 ) -> tuple[str, str, bool]:
+    """``learning``: the step that has to raise is the first one, which lays the buckets out in backward's order."""
     params = make_parameters(SHAPES)
     opt = zero_optim.ShardedAdamW(named(params), stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    linear_backward(params, make_gradients(params, rank, 0))
-    opt.step()
-    opt.zero_grad()
+    if via == "learning":
+        with opt.no_sync():
+            linear_backward(params[::-1], make_gradients(params, rank, 0)[::-1])
+    else:
+        linear_backward(params, make_gradients(params, rank, 0))
+        opt.step()
+        opt.zero_grad()
     before = copies(params)
     if rank in culprits:
         _unexpected(kind, params[1])
@@ -380,14 +414,25 @@ def _unexpected_gradients(
 
 
 @pytest.mark.parametrize("culprits", [(0, 1), (1,)], ids=["on every rank", "on one rank"])
-@pytest.mark.parametrize(("stage", "kind"), [(0, "float64"), (1, "sparse"), (2, "float64")])
-def test_a_gradient_of_another_kind_is_named_on_every_rank(stage, kind, culprits):
-    via = "clip" if stage == 1 else "step"
+@pytest.mark.parametrize(
+    ("stage", "kind", "via"),
+    [(0, "float64", "step"), (1, "sparse", "clip"), (2, "float64", "step"), (2, "sparse", "learning")],
+)
+def test_a_gradient_of_another_kind_is_named_on_every_rank(stage, kind, via, culprits):
     results = run_ranks(2, _unexpected_gradients, stage, kind, culprits, via, timeout=40)
     for rank, (error, text, same) in enumerate(results):
         assert error in ("GradientError", *(() if rank in culprits else ("RankMismatchError",))), f"{error} {text}"
         assert "layer1.weight" in text and "expected a dense torch.float32" in text, text
         assert same, "nothing was updated"
+
+
+def test_a_sparse_gradient_from_backward_is_named():
+    table = nn.Embedding(6, 3, sparse=True)
+    opt = zero_optim.ShardedAdamW(table.named_parameters())
+    with pytest.raises(zero_optim.GradientError, match="weight"):
+        table(torch.tensor([1, 2])).sum().backward()
+        opt.step()
+    opt.close()
 
 
 def _cast(rank: int, world_size: int, stage: int, how: str) -> tuple[str, str]:
@@ -437,6 +482,16 @@ def test_what_is_no_norm_is_told_with_the_right_call(max_norm, got):
         opt.clip_grad_norm_(max_norm, 1.0)
     assert_bitwise(copies(p.grad for p in params), before)
     assert opt.clip_grad_norm_(torch.tensor(1.0)) > 0
+    opt.close()
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
+def test_a_norm_that_does_not_exist(norm_type):
+    params = make_parameters(SHAPES)
+    opt = zero_optim.ShardedAdamW(params)
+    linear_backward(params, make_gradients(params, 0, 0))
+    with pytest.raises(ValueError, match="norm"):
+        opt.clip_grad_norm_(1.0, norm_type)
     opt.close()
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -127,17 +126,10 @@ class Way:
     stacked: bool = False
     dtype: torch.dtype = torch.float32
     steps: int = 3
-    micro: int = 1
-    no_sync: bool = False
-    clip: tuple[float, float] | None = None
-    clip_experts: bool = False
-    """Whether these alone are clipped, before all are."""
-    overflow_on: int | None = None
     starved: bool = False
     """Whether some experts get no tokens."""
     left_out: int | None = None
     """The step in which no expert gets any."""
-    options: dict[str, Any] = field(default_factory=dict)
 
     def route(self, rank: int, step: int) -> list[int]:
         """The expert of each token of a rank, ``rank`` counted replica by replica."""
@@ -160,8 +152,7 @@ class Way:
     def loss(self, model: Moe, rank: int, step: int, micro: int, routes: Sequence[int]) -> Tensor:
         generator = torch.Generator().manual_seed((rank * 100 + step) * 10 + micro)
         x, y = torch.randn(2, TOKENS, WIDTH, generator=generator).to(next(model.parameters()).device)
-        loss = nn.functional.mse_loss(model(x.to(self.dtype), routes).float(), y)
-        return loss * math.inf if self.overflow_on == rank and step == 0 else loss
+        return nn.functional.mse_loss(model(x.to(self.dtype), routes).float(), y)
 
 
 def make_model(way: Way, mesh: dist.DeviceMesh | None = None, device: str | None = None) -> Moe:

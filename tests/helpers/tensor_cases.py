@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,6 +91,31 @@ def cut(model: Gpt, mesh: dist.DeviceMesh, *, sequence: bool = True) -> Gpt:
     return parallelize_module(model, mesh, plan)
 
 
+def cut_stage(stage: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:
+    """Collective. As ``cut`` with sequence parallelism, of a part of the model: what a stage of a pipeline sends to the
+    next is a part of the sequence."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    plan: dict[str, Any] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for name, module in stage.named_modules():
+        if isinstance(module, Block):
+            plan |= {f"{name}.{of}": ColwiseParallel(input_layouts=Shard(1)) for of in ("q", "k", "v", "up")}
+            plan |= {f"{name}.{of}": RowwiseParallel(output_layouts=Shard(1)) for of in ("out", "down")}
+            plan |= {f"{name}.{of}": SequenceParallel() for of in ("norm1", "norm2")}
+    there = {name for name, _ in stage.named_modules()}
+    return parallelize_module(stage, mesh, {name: style for name, style in plan.items() if name in there})
+
+
 def batch(data_rank: int, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed((data_rank * 100 + step) * 10 + micro)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
@@ -114,28 +139,13 @@ def losses(*, sequence: bool) -> Iterator[None]:
 
 @dataclass
 class Way:
-    """A way to train: how the model is made, and what the optimizer is given."""
+    """How the model is made, and at which stage it is trained. ``frozen``: parameters that need no gradient."""
 
     stage: int = 2
     dtype: torch.dtype = torch.float32
     sequence: bool = True
     hidden: int = HIDDEN
-    steps: int = 2
-    micro: int = 1
-    no_sync: bool = False
-    clip: tuple[float, float] | None = None
-    scaler: bool = False
-    overflow_on: int | None = None
-    """The rank whose loss is infinite in the first step."""
     frozen: tuple[str, ...] = ()
-    """Parameters that need no gradient."""
-    absent: bool = False
-    """Whether the last block has no part in the second step, and the first none in the third."""
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def use(self, step: int) -> tuple[int, ...]:
-        """The blocks that are used in a step."""
-        return ((0, 1), (0,), (1,))[step % 3] if self.absent else (0, 1)
 
 
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}

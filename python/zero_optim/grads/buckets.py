@@ -89,6 +89,7 @@ class Buckets:
         marks = torch.zeros(len(self._labels), dtype=torch.int32, device=device)
         marks[self.slot_params] = self.nonfinite
         terms = {bucket.layout.slots[index].param for bucket in self.all for index in bucket.terms}
+        refused = self.refused  # the next step raises for them, whatever the layout is by then
         for bucket in self.all:
             bucket.let_go()
         with self._sharding.everyone.raising_together("laying out the buckets", device):  # memory may be lacking
@@ -104,6 +105,9 @@ class Buckets:
             for slot, whole, shown, used in moving.pop(0).whole():
                 bucket, _, index = self.slot_of[slot.param]
                 bucket.take_over(index, whole, shown=shown, used=used)
+        for param in refused.keys() & self.slot_of.keys():
+            bucket, _, index = self.slot_of[param]
+            bucket.slots.refused[index] = refused[param]
 
     @property
     def refused(self) -> dict[int, str]:

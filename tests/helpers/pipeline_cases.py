@@ -57,7 +57,9 @@ class Pipeline:
             for index, module in self.modules.items()
         ]
         kind: Any = getattr(pipelining, schedule)
-        self._schedule = kind(stages[0] if each == 1 else stages, MICRO, loss_fn=loss_of)
+        self.scaled = lambda loss: loss  # what the last stage makes of the loss
+        scaled_loss = lambda out, target: self.scaled(loss_of(out, target))  # noqa: E731
+        self._schedule = kind(stages[0] if each == 1 else stages, MICRO, loss_fn=scaled_loss)
         self._first, self._last = rank == 0, rank == ranks - 1
 
     def named_parameters(self) -> dict[str, nn.Parameter]:

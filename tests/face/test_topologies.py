@@ -1,0 +1,86 @@
+"""Every topology at every stage, by one rule and by several: it trains as one process does, whatever happens.
+
+In each training a rank overflows, parameters are frozen and absent, gradients add up under ``no_sync``, steps are
+clipped by every norm, and another optimizer goes on from a checkpoint: see ``eventful_cases``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import eventful_cases
+import pytest
+from cells import slow_where
+from harness import run_ranks
+from topology_cases import TOPOLOGIES
+from torch import distributed, nn
+from zero_optim import ShardedAdamW, shard_module
+
+QUICK = {
+    "AdamW": {
+        "flat": (0, 3),
+        "hybrid": (0, 1, 3),
+        "context parallel": (1, 3),
+        "tensor parallel": (2, 3),
+        "tensor parallel, uneven": (1,),
+        "hybrid × tensor parallel": (2,),
+        "plain slices": (0, 2, 3),
+        "plain slices alone": (1, 3),
+        "experts": (1, 2),
+        "experts as slices": (0, 2),
+        "pipeline, GPipe": (1, 3),
+        "pipeline, 1F1B": (0, 2),
+        "pipeline, Interleaved1F1B": (1, 3),
+        "pipeline, InterleavedZeroBubble": (0, 2),
+        "pipeline of two ranks": (1,),
+        "pipeline × tensor parallel": (3,),
+    },
+    "Muon, AdamW and Lion": {
+        "flat": (3,),
+        "hybrid": (1,),
+        "context parallel": (2,),
+        "plain slices": (3,),
+        "experts as slices": (0,),
+        "pipeline, 1F1B": (3,),
+        "pipeline of two ranks": (2,),
+    },
+}
+"""The cells of ``make test``: each topology, and each stage. The others are slow."""
+
+
+def trained(rank: int, world_size: int, name: str, rule: str, stage: int, folder: str) -> eventful_cases.Outcome:
+    return eventful_cases.train(TOPOLOGIES[name].make, rule, stage, folder)
+
+
+CELLS = [(rule, name, stage) for rule in QUICK for name, of in TOPOLOGIES.items() for stage in of.stages]
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "stage"), slow_where(lambda cell: cell[2] not in QUICK[cell[0]].get(cell[1], ()), CELLS)
+)
+def test_trains_as_one_process_does(rule: str, name: str, stage: int, tmp_path: Path) -> None:
+    """AdamW as torch's does; by several rules each update is that in float64."""
+    topology = TOPOLOGIES[name]
+    outcomes = run_ranks(topology.ranks, trained, name, rule, stage, str(tmp_path), timeout=180)
+    eventful_cases.assert_went_well(outcomes)
+    together = topology.together or topology.ranks
+    eventful_cases.assert_each_update_is_exact(outcomes, together, matrices=rule != "AdamW")
+    model, backwards = topology.alone()
+    if rule == "AdamW":
+        eventful_cases.assert_as_in_one_process(outcomes, model, backwards, topology.tolerance, topology.part)
+    else:  # in bf16
+        eventful_cases.assert_first_norm(outcomes, model, backwards, 0.02)
+
+
+def experts_at_stage_3(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shard_module(model, (nn.Linear,))
+    alone = [distributed.new_group([other]) for other in range(world_size)][rank]
+    dense, experts = list(model[0].parameters()), list(model[1].parameters())
+    groups = [{"params": dense}, {"params": experts, "process_group": alone, "grad_divisor": 2}]
+    with pytest.raises(ValueError, match="group 1 is of experts, and stage 3 gathers what all ranks have: train the"):
+        ShardedAdamW(groups, lr=1e-3)
+
+
+def test_experts_at_stage_3_are_refused() -> None:
+    run_ranks(2, experts_at_stage_3)
