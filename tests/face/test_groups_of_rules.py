@@ -105,7 +105,7 @@ def _elsewhere(rank: int, world_size: int, options: dict[str, Any]) -> None:
     _same(one, _trained(_two, rank, 1, **options))
     if "state_offload" in options:
         _same(one, _trained(_mixed, rank, 1))
-        clipped = {"max_grad_norm": 0.5}  # guesses of updates on the host, by either rule, are wrong then
+        clipped = {"max_grad_norm": 0.5}
         _same(_trained(_mixed, rank, 1, **options, **clipped), _trained(_mixed, rank, 1, **clipped))
 
 

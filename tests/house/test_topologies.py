@@ -16,7 +16,7 @@ PIPELINES, UNITS = "face/test_pipelines.py", "units/test_stage3_parity.py"
 NORMS = "face/test_norms_of_topologies.py::test_each_gradient_counts_once"
 FUZZ = "random_programs/test_optimizers.py::test_programs_compute_what_plain_torch_does"
 # What trains as one process does, by AdamW and by several rules, in one training that has all of the features.
-ALL = "face/test_topologies.py::test_trains_as_one_process_does"
+ALL = "face/test_rules_on_topologies.py::test_trains_as_one_process_does"
 BITS = "face/test_bits_of_topologies.py::test_every_cell_equals_the_oracle_bit_for_bit"
 EVERYWHERE = (
     "hybrid",
@@ -44,7 +44,7 @@ TESTED = {
         (BITS, ALL, f"{UNITS}::test_given_gradients_make_what_the_oracle_makes"),
         hybrid=(BITS, "face/test_grids.py::test_stage_3_equals_stage_2_bit_for_bit"),
         tensor_parallel=(BITS,),
-        experts=(BITS, "face/test_topologies.py::test_experts_at_stage_3_are_refused"),
+        experts=(BITS, "face/test_rules_on_topologies.py::test_experts_at_stage_3_are_refused"),
         plain_slices=(BITS,),
     ),
     "clipping": {
@@ -93,7 +93,7 @@ TESTED = {
     ),
     "Muon, against float64": {
         "flat": ("rules/test_muon_in_float64.py::test_each_update_is_that_in_float64",),
-        "hybrid": (ALL, "rules/test_muon_stage3.py::test_replicas_have_the_same"),
+        "hybrid": (ALL, "rules/test_muon_replicas.py::test_it_has_the_bits_of_ranks_that_repeat_the_work"),
         "tensor parallel": (MUON_IN_SLICES,),
         "hybrid × tensor parallel": (f"{MUON_SLICES}::test_replicas_have_the_same",),
         "plain slices": (MUON_IN_SLICES, ALL),

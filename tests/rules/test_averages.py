@@ -132,7 +132,7 @@ def _trained(rank: int, world_size: int, swaps: bool, store: str | None) -> list
 
 
 def test_training_goes_on_as_if_nobody_had_looked() -> None:
-    """Nor is a look an edit; nor do updates that were guessed ahead keep a decay that has changed."""
+    """Nor is a look an edit; nor does an update on the host keep a decay that has changed."""
     plain = run_ranks(2, _trained, False, None)
     for store in (None, "cpu"):
         for one, other in zip(run_ranks(2, _trained, True, store), plain, strict=True):

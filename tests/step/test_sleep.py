@@ -16,7 +16,6 @@ import tables
 import torch
 import zero_optim
 from cells import covering, slow
-from guards import open_files_in
 from harness import run_ranks
 from sharded_cases import GivenNet
 from torch import Tensor, nn
@@ -200,22 +199,6 @@ def _kept(rank: int, world_size: int) -> None:
 
 def test_host_memory_is_taken_once() -> None:
     run_ranks(1, _kept)
-
-
-def _on_disk(rank: int, world_size: int, folder: str) -> None:
-    job = Job(2, torch.float32)
-    job.step(rank, 0)
-    before = job.held()
-    job.opt.sleep(parameters=True, to=f"nvme:{folder}")
-    assert job.opt.stats()["sleep"]["disk"] > 0
-    job.opt.wake()
-    assert_bitwise(job.held(), before)
-    job.opt.close()
-    assert not open_files_in(folder)
-
-
-def test_a_file_may_be_slept_in(tmp_path: Path) -> None:
-    run_ranks(1, _on_disk, str(tmp_path))
 
 
 # ---- meanwhile -------------------------------------------------------------------------------------------------------

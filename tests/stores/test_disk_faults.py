@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from compare import same
 from guards import open_files_in
 from harness import run_ranks
 from sharded_cases import full_state

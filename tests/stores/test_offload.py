@@ -20,8 +20,7 @@ from zero_optim.stores.offload import Footprint, Offload, Tier, footprint, read_
         (("paged", 0), Offload(Tier.PAGED, 0)),
         (("paged", "8GB"), Offload(Tier.PAGED, 8 * 10**9)),
         (("paged", "1.5MiB"), Offload(Tier.PAGED, 3 * 2**19)),
-        (("cpu",), Offload(Tier.CPU, speculate=True)),
-        (("cpu", None, False), Offload(Tier.CPU, speculate=False)),
+        (("cpu",), Offload(Tier.CPU)),
         (("nvme:/mnt/disk",), Offload(Tier.NVME, folder=Path("/mnt/disk"))),
         (("nvme:disk",), Offload(Tier.NVME, folder=Path.cwd() / "disk")),
     ],
@@ -42,8 +41,6 @@ def test_a_choice_is_read(arguments: tuple[Any, ...], expected: Offload) -> None
         (("paged", 1.5), ("device_budget", "1.5")),
         (("cpu", "8GB"), ("device_budget", "'paged'", "'cpu'")),
         ((None, 0), ("device_budget", "'paged'", "None")),
-        (("paged", None, True), ("speculate", "'cpu'", "'paged'")),
-        ((None, None, False), ("speculate", "'cpu'", "None")),
     ],
 )
 def test_a_wrong_choice_names_the_argument(arguments: tuple[Any, ...], words: tuple[str, ...]) -> None:
@@ -100,12 +97,11 @@ PAGES = [600, 1200, 300]
         (Offload(Tier.PAGED, 5000), Footprint(2100, 0, 0)),
         (Offload(Tier.PAGED, None), Footprint(600 + 300 + 2400, 1200, 0)),
         (Offload(Tier.CPU), Footprint(0, 2107, 0)),
-        (Offload(Tier.CPU, speculate=True), Footprint(0, 2107 + 1100, 0)),
         (Offload(Tier.NVME, folder=Path("/")), Footprint(2400, 7200, 2100)),
     ],
 )
 def test_what_a_store_takes(offload: Offload, expected: Footprint) -> None:
-    assert footprint(offload, PAGES, mirrors=7, spares=1100, room=1000) == expected
+    assert footprint(offload, PAGES, mirrors=7, room=1000) == expected
 
 
 @pytest.mark.parametrize(
@@ -120,7 +116,7 @@ def test_what_a_store_takes(offload: Offload, expected: Footprint) -> None:
     ids=str,
 )
 def test_a_store_takes_what_is_foretold(options: dict[str, Any], tmp_path: Path) -> None:
-    """One rank, so nothing is spare. A disk's pages, and buffers, are whole blocks of 4096 bytes."""
+    """A disk's pages, and buffers, are whole blocks of 4096 bytes."""
     import zero_optim
 
     if options["state_offload"] == "nvme":

@@ -19,7 +19,6 @@ STORES = (
     Store({"state_offload": "paged", "device_budget": 6144}),  # one page, of the smaller ones
     Store({"state_offload": "paged", "device_budget": "1GB"}),
     Store({"state_offload": "cpu"}),
-    Store({"state_offload": "cpu", "speculate": False}),
 )
 ON_HOST = {"param_offload": "cpu"}
 TRAININGS = (
@@ -75,18 +74,6 @@ def test_every_store_gives_the_bits_of_none(ranks: int, training: Training, tmp_
         assert not wrong
         assert of_rank[0].stats["skipped_steps"] == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_updates_made_in_backward_are_kept_or_made_again() -> None:
-    """From the third step on something is assumed. Some steps are clipped, and one overflows."""
-    training = Training(2, torch.bfloat16, options={"bucket_cap_mb": 0.002})
-    stores = [DEVICE, Store({"state_offload": "cpu"}), Store({"state_offload": "cpu", "speculate": False})]
-    for plain, guessed, waited in run_ranks(2, train, training, stores):
-        assert difference(plain, guessed) is None
-        guesses = guessed.stats["state_offload"]["speculated"]
-        assert guesses["right"] > 0
-        assert guesses["redone"] > 0
-        assert "speculated" not in waited.stats["state_offload"]
 
 
 def _overflow_beside_an_unused_unit(rank: int, world_size: int, store: Store) -> int:
