@@ -165,7 +165,7 @@ def _accelerate(rank: int, world_size: int, folder: str, cells: list[tuple[str, 
 @needs("accelerate")
 @pytest.mark.parametrize("cells", [FEW, pytest.param(ALL, marks=slow)], ids=["few", "all"])
 def test_accelerate_by_a_parallelism_config(tmp_path: Any, cells: list[tuple[str, int]]) -> None:
-    """Each mesh, and each stage: face/test_topologies.py has every pair of them."""
+    """Each mesh, and each stage: face/test_rules_on_topologies.py has every pair of them."""
     per_rank = run_client_ranks(4, _accelerate, str(tmp_path), cells, timeout=180, collective_timeout=60)
     for found in per_rank:
         refused = found["refused"]
