@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -13,73 +11,33 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from cells import slow_after
 from compare import same
 from harness import run_ranks
 from small_jobs import FIRST, INDEX, SECOND, all_of, network, train, trained
 
 
-class _Bomb:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, ("exploded", "w")  # into the folder in which the test runs
+def _flip(step: Path, file: str, place: float) -> None:
+    content = bytearray((step / file).read_bytes())
+    content[min(int(place * len(content)), len(content) - 1)] ^= 4
+    (step / file).write_bytes(content)
 
 
-def _flip(file: str, place: float) -> Callable[[Path], None]:
-    def damage(step: Path) -> None:
-        content = bytearray((step / file).read_bytes())
-        content[min(int(place * len(content)), len(content) - 1)] ^= 4
-        (step / file).write_bytes(content)
-
-    return damage
-
-
-def _truncate(file: str, place: float) -> Callable[[Path], None]:
-    return lambda step: os.truncate(step / file, int(place * (step / file).stat().st_size))
-
-
-def _write(file: str, content: bytes) -> Callable[[Path], None]:
-    return lambda step: (step / file).write_bytes(content) and None
-
-
-def _append(file: str) -> Callable[[Path], None]:
-    return lambda step: (step / file).write_bytes((step / file).read_bytes() + b"more") and None
-
-
-def _delete(file: str) -> Callable[[Path], None]:
-    return lambda step: (step / file).unlink()
-
-
-def _edit_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def damage(step: Path) -> None:
-        index = json.loads((step / "index.json").read_text())
-        change(index)
-        (step / "index.json").write_text(json.dumps(index))
-
-    return damage
-
-
-DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {  # by name: what the error must name, and the damage
-    "the last byte of rank 0": (FIRST, _flip(FIRST, 1)),
-    "the last byte of rank 1": (SECOND, _flip(SECOND, 1)),
-    "a byte late in rank 1": (SECOND, _flip(SECOND, 0.9)),
-    **{f"a byte at {place} of the index": (INDEX, _flip(INDEX, place)) for place in (0, 0.03, 0.3, 0.5, 0.8, 1)},
-    f"{INDEX} cut at 0.99": (INDEX, _truncate(INDEX, 0.99)),
-    **{f"{SECOND} cut at {place}": (SECOND, _truncate(SECOND, place)) for place in (0, 0.5, 0.99)},
-    **{f"{file} deleted": (file, _delete(file)) for file in (FIRST, SECOND)},
-    **{f"{file} grown": (file, _append(file)) for file in (INDEX, SECOND)},
-    **{f"garbage for {file}": (file, _write(file, bytes(range(256)) * 8)) for file in (INDEX, FIRST)},
-    **{f"a pickle for {file}": (file, _write(file, pickle.dumps(_Bomb()))) for file in (INDEX, FIRST)},
-    "another step": (INDEX, _edit_index(lambda i: i["contents"].update(step=9))),
-    "no checksum": (INDEX, _edit_index(lambda i: i.pop("crc32c"))),
-    "another version": (INDEX, _edit_index(lambda i: i.update(version=3))),
+DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {  # by name: what the error must name, and the damage
+    "the last byte of rank 0": (FIRST, lambda step: _flip(step, FIRST, 1)),
+    "a byte late in rank 1": (SECOND, lambda step: _flip(step, SECOND, 0.9)),
+    "a byte of the index": (INDEX, lambda step: _flip(step, INDEX, 0.5)),
+    "rank 1 cut": (SECOND, lambda step: os.truncate(step / SECOND, (step / SECOND).stat().st_size // 2)),
+    "rank 1 deleted": (SECOND, lambda step: (step / SECOND).unlink()),
+    "rank 1 grown": (SECOND, lambda step: (step / SECOND).write_bytes((step / SECOND).read_bytes() + b"more")),
     "rank 1 of the checkpoint before": (
         SECOND,
-        lambda step: shutil.copy(step.parent / "step-1" / SECOND, step / SECOND) and None,
+        lambda step: shutil.copy(step.parent / "step-1" / SECOND, step / SECOND),
     ),
 }
+"""On two ranks. ``test_safety.py`` has one rank, and every kind of damage."""
 
 
-def _load_damaged(rank: int, world_size: int, folder: str, names: list[str]) -> list[str]:
+def _load_damaged(rank: int, world_size: int, folder: str) -> list[str]:
     """What is wrong, in words: each damaged checkpoint is refused, by name, and its folder loads the one before it."""
     from zero_optim import checkpoint
     from zero_optim.errors import CheckpointError
@@ -90,8 +48,7 @@ def _load_damaged(rank: int, world_size: int, folder: str, names: list[str]) -> 
     train(model, opt, 1)
     checkpoint.save(f"{folder}/whole", model, opt, extra=2)
     wrong = []
-    for name in names:
-        file, damage = DAMAGE[name]
+    for name, (file, damage) in DAMAGE.items():
         copy = Path(folder, "copy")
         if rank == 0:
             shutil.rmtree(copy, ignore_errors=True)
@@ -120,22 +77,9 @@ def _load_damaged(rank: int, world_size: int, folder: str, names: list[str]) -> 
     return wrong
 
 
-LIKE_OTHERS = [
-    "a byte late in rank 1",
-    *(f"a byte at {place} of the index" for place in (0.03, 0.3, 0.8)),
-    *(f"{SECOND} cut at {place}" for place in (0, 0.99)),
-    f"{FIRST} deleted",
-    f"garbage for {FIRST}",
-    f"a pickle for {INDEX}",
-]
-
-
-@pytest.mark.parametrize("names", slow_after(1, [sorted(DAMAGE.keys() - LIKE_OTHERS), LIKE_OTHERS]), ids=len)
-def test_damage_is_named_and_the_checkpoint_before_is_loaded(tmp_path, monkeypatch, names):
-    monkeypatch.chdir(tmp_path)
-    for wrong in run_ranks(2, _load_damaged, str(tmp_path), names):
+def test_damage_is_named_and_the_checkpoint_before_is_loaded(tmp_path):
+    for wrong in run_ranks(2, _load_damaged, str(tmp_path)):
         assert not wrong
-    assert not list(tmp_path.rglob("exploded"))
 
 
 def test_an_index_of_deep_nesting_is_damage(tmp_path):

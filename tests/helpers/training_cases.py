@@ -108,26 +108,6 @@ def impatient(patience: float = 0.02, standstill: float = 0.2) -> Iterator[None]
         reducer.PATIENCE_SECONDS = before[0]
 
 
-def train_given(
-    params: Sequence[nn.Parameter],
-    opt: Any,
-    steps: int,
-    micro: int,
-    no_sync: bool,
-    given: Callable[[int, int], Sequence[Tensor | None]],
-) -> list[Tensor]:
-    """The parameters after ``steps`` of ``micro`` backwards each; ``given``: the gradients of a step and micro-batch.
-    ``no_sync``: all but the last are under ``opt.no_sync()``. Closes the optimizer."""
-    for step in range(steps):
-        for number in range(micro):
-            with maybe_no_sync(opt, no_sync and number < micro - 1):
-                linear_backward(params, given(step, number))
-        opt.step()
-        opt.zero_grad()
-    opt.close()
-    return copies(params)
-
-
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Detached clones."""
     return [t.detach().clone() for t in tensors]

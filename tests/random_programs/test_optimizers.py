@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 from cells import slow
-from harness import run_ranks
 from zero_optim.comm.sharding import Sharding
 
 from random_programs import run
@@ -109,16 +108,3 @@ def test_what_raises_shows_its_line_and_hypothesis_makes_it_short():
     assert len(shortest[-1].splitlines()) <= 3, shortest[-1]
     with pytest.raises(AssertionError, match="step_backwards"):
         check(Program(1, "a = optimizer([(5,)])\nstep_backwards(a)\n"))
-
-
-def _names(rank: int, world: int) -> list[str]:
-    from random_programs.words import Words
-
-    return sorted(Words(None, rank, world, print).names())
-
-
-def test_generators_use_no_word_that_is_not_there():
-    words = set(run_ranks(1, _names)[0])
-    source = Path(__file__).with_name("draw_optimizers.py").read_text()
-    used = set(re.findall(r'f?"(\w+)\((?:\{s\.name\}|\{name)', source))
-    assert used and used <= words
