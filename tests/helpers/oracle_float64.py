@@ -261,7 +261,7 @@ class Watch:
         index = before.piece.slot.param
         group = self._opt.param_groups[self._engine.parameters.group_of[index]]
         updates = bool(by.used[index]) and not bool(by.found_inf)
-        elements, matrices = before.compare(group, float(by.steps[index]) if updates else 0.0)
+        elements, matrices = before.compare(group, float(self._engine.hyper.steps[index]) if updates else 0.0)
         at = Found(0.0, self._engine.parameters.name(index), self._engine.sharding.rank, self._engine.steps + 1)
         found = self._found
         self._found = Report(

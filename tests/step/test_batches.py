@@ -108,7 +108,7 @@ class Shard:
             raise OSError
         return None if self.fails == "made already" else self
 
-    def begin_pass(self, by: Any) -> Any:
+    def begin_update(self, by: Any) -> Any:
         self.done.append("begin")
         if self.fails.startswith("lost"):
             raise OffloadError("gone")
