@@ -106,10 +106,6 @@ class Shard:
         self.done.append("begin")
         if self.fails == "begin":
             raise OSError
-        return None if self.fails == "made already" else self
-
-    def begin_update(self, by: Any) -> Any:
-        self.done.append("begin")
         if self.fails.startswith("lost"):
             raise OffloadError("gone")
         return self
@@ -196,17 +192,6 @@ def test_a_pass_that_fails_leaves_no_page_fetched():
     with pytest.raises(OSError):
         batch.update(BY)
     assert [shard.done for shard in shards] == [["begin", "give up"], []]
-
-
-def test_what_was_updated_already_is_left_out():
-    rule = Rule()
-    shards = [Shard(1, rule=rule), Shard(2, fails="made already", rule=rule), Shard(3, rule=rule)]
-    ShardBatch(shards, Trouble()).update(None)
-    assert rule.updated == [[shards[0], shards[2]]]
-    assert [shard.done for shard in shards] == [["begin", "end"], ["begin"], ["begin", "end"]]
-    rule.updated.clear()
-    ShardBatch(shards[1:2], Trouble()).update(None)
-    assert rule.updated == []
 
 
 def test_an_update_that_fails_leaves_no_page_fetched():
