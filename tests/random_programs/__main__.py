@@ -10,11 +10,9 @@ import torch
 from harness import close_pool
 from hypothesis import HealthCheck, given, seed, settings
 
-from random_programs.draw import programs
+from random_programs.draw import AT_ONCE, programs
 from random_programs.draw_optimizers import FLAVOURS, program
 from random_programs.run import Program, check
-
-AT_ONCE = 100  # programs of a flavour in turn
 
 
 def main() -> int:
