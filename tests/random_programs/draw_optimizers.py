@@ -412,7 +412,7 @@ class _Generator:
 
     def _freeze(self, s: State, p: int) -> None:
         self.lines.append(f"train({s.name}, {p}, False)")
-        s.frozen = s.frozen | {p}
+        s.frozen, s.trained = s.frozen | {p}, s.trained - {p}
         s.saved = s.saved_full = False
 
     def _edit(self, s: State, p: int) -> None:
