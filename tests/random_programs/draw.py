@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 T = TypeVar("T")
+AT_ONCE = 10  # programs of one seed: hypothesis varies what it has made, and of 40 every third is one of the others
 
 
 class Draw:

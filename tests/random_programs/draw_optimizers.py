@@ -130,9 +130,8 @@ class _Generator:
         self.signed = not flavour.by_group  # else a direction may be what rounding has left
 
     def program(self) -> Program:
-        dtype = (
-            "bfloat16" if self.flavour.split else self.draw.weighted(((7, "float32"), (2, "bfloat16"), (1, "float16")))
-        )
+        dtypes = ((7, "float32"), (6 if self.flavour.stores else 2, "bfloat16"), (1, "float16"))
+        dtype = "bfloat16" if self.flavour.split else self.draw.weighted(dtypes)
         count = self.draw.pick(self.flavour.optimizers)
         self.states = [self.made(name, dtype) for name in "abc"[:count]]
         if self.scaled:
@@ -249,7 +248,7 @@ class _Generator:
                 (3 if s.grads else 1, lambda: self.step(s)),
                 (3, lambda: self.stepped_and_zeroed(self.states if draw.chance(50) else [s])),
                 (1, lambda: self.zero(s)),
-                (1, lambda: self.module_zero(s)),
+                (6 if s.raised else 1, lambda: self.module_zero(s)),
                 (1, lambda: self.closure(s)),
                 (1, lambda: self.clip(s)),
                 (3, lambda: self.rare(s)),
@@ -291,6 +290,8 @@ class _Generator:
                 self.clip(s)
             if s.pending == "step or zero" and self.draw.chance(40):
                 self.zero(s)
+            elif self.settles_in_closure(s) and self.draw.chance(40):
+                self.closure(s)
             else:
                 self.step(s)
 
@@ -329,15 +330,20 @@ class _Generator:
         self.lines.append(f"clip({s.name}, {most}, {kind}{some})")
         s.clipped, s.synced, s.raised = True, s.synced + 1, False
 
+    def settles_in_closure(self, s: State) -> bool:
+        """Whether a step with a closure may follow a backward that some ranks were left out of: at stage 3."""
+        alone = not any(other.pending for other in self.states if other is not s)
+        return s.stage == 3 and alone and not (self.scaled or s.dirty or s.thawed or s.clipped)
+
     def closure(self, s: State) -> None:
         """A step with a closure, hooks, or both."""
         draw = self.draw
-        if s.dirty or s.thawed or s.raised:
+        if s.dirty or s.thawed or (s.raised and not s.pending):
             return
         more = ""
         if draw.chance(70):
             outside, self.lines = self.lines, []
-            if draw.chance(50):
+            if not s.pending and draw.chance(50):
                 self.zero(s)
             self.backward([s], whole=True)
             inside, self.lines = self.lines, outside
@@ -355,7 +361,8 @@ class _Generator:
         draw, p = self.draw, self.draw.pick(s.given)
         kinds = [kind for kind in RARE if RARE[kind](self, s, p)]
         if kinds:
-            getattr(self, f"_{draw.pick(kinds)}")(s, p)
+            kind = draw.weighted([(WEIGHTS.get(kind, 1), kind) for kind in kinds])
+            getattr(self, f"_{kind}")(s, p)
 
     # Rare operations, where RARE allows them
 
@@ -405,7 +412,7 @@ class _Generator:
 
     def _freeze(self, s: State, p: int) -> None:
         self.lines.append(f"train({s.name}, {p}, False)")
-        s.frozen = s.frozen | {p}
+        s.frozen, s.trained = s.frozen | {p}, s.trained - {p}
         s.saved = s.saved_full = False
 
     def _edit(self, s: State, p: int) -> None:
@@ -460,6 +467,8 @@ class _Generator:
         held = [] if whole else [s for s in states if draw.chance(25)]
         synced = [s for s in states if s not in held]
         chosen = self.chosen(states, kind)
+        if kind in ("values", "parameters") and held and draw.chance(40):  # under no_sync, whatever came before
+            chosen = self.leave_out(chosen, [s.name for s in held if s.stage != 3])
         calls = {s.name: self.calls(s, alike=kind in ("raises", "left out")) for s in states if s.stage == 3}
         for s, (rank, of_rank) in itertools.product([s for s in states if s.stage == 3], enumerate(chosen)):
             used = [p for p in of_rank[s.name] if s.units[p] in (-1, *calls[s.name][rank])]
@@ -508,13 +517,15 @@ class _Generator:
                 found.append(found[-1] if self.flavour.cut and rank % 2 else {k: list(v) for k, v in first.items()})
                 continue
             found.append({s.name: self.subset(s, first[s.name]) for s in states})
-        if kind == "left out":
-            for rank in self.of_rows(range(self.world)):
-                if rank and draw.chance(60):
-                    found[rank] = {name: [] for name in first}
-        if self.flavour.cut:
-            found = self.of_rows(found)
-        return found
+        return self.leave_out(found, [*first]) if kind == "left out" else self.of_rows(found)
+
+    def leave_out(self, chosen: list[dict[str, list[int]]], names: Sequence[str]) -> list[dict[str, list[int]]]:
+        """The same, but some ranks use nothing of these optimizers."""
+        found = list(chosen)
+        for rank in self.of_rows(range(self.world)):
+            if rank and self.draw.chance(60):
+                found[rank] = {**found[rank], **{name: [] for name in names}}
+        return self.of_rows(found)
 
     def subset(self, s: State, params: list[int]) -> list[int]:
         """With one at least that is trained, and known to be."""
@@ -649,6 +660,8 @@ def _fits(shape: Shape, side: str, blocks: int) -> bool:
     return (rows if side == "rows" else columns) % blocks == 0
 
 
+# How often each is drawn among those that are allowed; else 1. Some are seldom allowed.
+WEIGHTS = {"load": 9, "load_full": 9, "add_group": 5, "thaw": 5, "edit": 3, "drop": 3, "average": 3, "save": 2}
 Allowed = Callable[[_Generator, State, int], bool]
 RARE: dict[str, Allowed] = {
     "set_lr": lambda g, s, p: True,

@@ -246,7 +246,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def ema_state_dict(self, rank: int | None = None) -> dict[int, Tensor]:
         return {
-            number: self.averages[p] if p in self.updates else self.masters[p].detach()
+            number: self.averages[p] if p in self.updates else settled(self.masters[p].detach(), p)
             for number, p in enumerate(self.listed())
             if p in self.met
         }

@@ -207,7 +207,7 @@ class Words:
         def make(stage: int, store: str | None = store, budget: int | None = device_budget) -> Any:
             more = {} if stage == 3 else {"stage": stage, **grid}
             if store and self.stored:
-                more |= {"state_offload": store} | ({} if budget is None else {"device_budget": budget})
+                more |= {"state_offload": store} | ({"device_budget": budget} if store == "paged" else {})
             own_class = getattr(self.library, f"Sharded{name}")
             return own_class([{**group} for group in given], **own, bucket_cap_mb=bucket_cap_mb, **more, **options)
 
