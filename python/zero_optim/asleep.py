@@ -11,7 +11,7 @@ failure leaves every rank as it was. Storages are emptied and filled in place: t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,69 @@ from .errors import GradientError, OutOfMemoryError, ParameterError, ZeroOptimEr
 from .grads.reducer import Reducer
 from .mode import ASLEEP, CurrentMode, Mode
 from .params.flat_params import FlatParams
+from .params.layout import round_up
 from .params.parameter_set import ParameterSet
 from .step.telemetry import Measured
-from .stores.rests import Rest
+from .stores.host_memory import ALIGNMENT, HostMemory
+from .stores.lanes import Lane, make_lanes
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
 MOVES_STORAGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether parameters can sleep at stages 0 to 2, which takes torch 2.13."""
+
+
+class Rest:
+    """One run of host memory, pinned where a GPU copies, in which tensors lie one after another.
+
+    Args:
+        device: of what is saved.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = HostMemory(pinned=device.type == "cuda", device=device)
+        self._lanes = make_lanes(device)
+        self._run = self._memory.take(0)
+
+    def save(self, flats: Sequence[Tensor]) -> None:
+        """Copy all ``flats``, in place of what was saved before. Raises OffloadError; ``flats`` are not changed."""
+        needed = sum(round_up(flat.nbytes, ALIGNMENT) for flat in flats)
+        if self._run.nbytes < needed:
+            self.close()  # before more is taken: host memory need not hold both
+            self._run = self._memory.take(needed)
+        self._copy(self._lanes.to_host, self._places(flats), flats)
+
+    def load(self, flats: Sequence[Tensor]) -> None:
+        """Copy the first ``len(flats)`` saved tensors into ``flats``, of the sizes saved."""
+        self._copy(self._lanes.to_device, flats, self._places(flats))
+
+    def _copy(self, lane: Lane, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+        """Copy, after earlier work of the device, which may use the memory. The host waits until it is over."""
+        now, over = self._lanes.mark(), self._lanes.mark()
+        now.set()
+        lane.after(now)
+        for target, source in zip(targets, sources, strict=True):
+            lane.copy(target, source)
+        lane.set(over)
+        over.wait()
+
+    def _places(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
+        start = 0
+        for flat in flats:
+            yield self._run[start : start + flat.nbytes]
+            start += round_up(flat.nbytes, ALIGNMENT)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory taken."""
+        return self._memory.in_use
+
+    def close(self) -> None:
+        """Give everything back."""
+        run, self._run = self._run, self._memory.take(0)
+        self._memory.give_back(run)
+        del run
+        self._memory.trim()
 
 
 class Asleep:

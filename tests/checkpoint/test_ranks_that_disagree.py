@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -209,3 +212,29 @@ def test_a_rank_that_dies_leaves_the_checkpoint_from_before(tmp_path):
         run_ranks(2, _save_and_die, str(tmp_path), collective_timeout=5)
     assert "did not finish" not in str(failure.value)
     assert run_ranks(2, _load_only, str(tmp_path)) == [(1, True)] * 2
+
+
+def _another_generators_state(rank: int, world_size: int, folder: str) -> tuple[str, bool, bool]:
+    """The error of a load whose random state rank 1 cannot take; whether model, state and generator are as before."""
+    from zero_optim import checkpoint
+    from zero_optim.errors import ZeroOptimError
+
+    model, opt = trained(0)
+    states = {"torch": torch.zeros(3, dtype=torch.uint8), "python": random.getstate()}
+    patched = mock.patch("zero_optim.checkpoint.saving.read_random_states", lambda device: states)
+    with patched if rank == 1 else nullcontext():
+        checkpoint.save(folder, model, opt)
+    other, its_opt = trained(1)
+    before, generator = all_of(other, its_opt), torch.get_rng_state()
+    with pytest.raises(ZeroOptimError) as caught:
+        checkpoint.load(folder, other, its_opt)
+    found = str(caught.value), same(all_of(other, its_opt), before), torch.equal(torch.get_rng_state(), generator)
+    opt.close()
+    its_opt.close()
+    return found
+
+
+def test_a_random_state_that_one_rank_cannot_take_changes_nothing_on_any(tmp_path):
+    for text, kept, drawn in run_ranks(2, _another_generators_state, str(tmp_path)):
+        assert "a random number generator does not take the state that rank 1 has saved" in text
+        assert kept and drawn

@@ -31,7 +31,7 @@ from .index import Index
 from .matching import Match
 from .plain import decode
 from .rank_file import Files, check_headers, crc32c
-from .subject import LoadPlan, Subject, each, give_back, make_subject, set_random_states
+from .subject import LoadPlan, Subject, each, give_back, make_subject, read_random_states, set_random_states
 
 _WHERE = "checkpoint.load"
 
@@ -171,7 +171,7 @@ def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> L
     comm = subject.comm
     index = together(comm, lambda: _read_index(folder, comm), _WHERE)
     plan = together(comm, lambda: _plan(folder, index, subject, others, strict=strict), _WHERE)
-    own = together(comm, lambda: _own_of(index, subject), _WHERE)
+    own = together(comm, lambda: _own_of(folder, index, subject), _WHERE)
     together(comm, lambda: _verify(folder, comm, plan), _WHERE)
     with Undo() as undo:
         together(comm, lambda: subject.set_options(plan, undo), _WHERE)
@@ -197,11 +197,25 @@ def _read_index(folder: Path, comm: Comm) -> Index:
     return index
 
 
-def _own_of(index: Index, subject: Subject) -> Mapping[str, Any] | None:
-    """Decode random states and position in the data of this rank; None where more or fewer ranks saved than load."""
+def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] | None:
+    """Decode random states and position in the data of this rank; None where more or fewer ranks saved than load.
+
+    Raises CheckpointError where a generator does not take its state: before anything is overwritten.
+    """
     if len(index.ranks) != subject.comm.world_size:
         return None
-    return cast(Mapping[str, Any], decode(index.ranks[subject.comm.rank]))
+    own = cast(Mapping[str, Any], decode(index.ranks[subject.comm.rank]))
+    before = read_random_states(subject.device)
+    try:
+        set_random_states(own["random"], subject.device)
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder}: a random number generator does not take the state that rank {subject.comm.rank} has saved: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        set_random_states(before, subject.device)
+    return own
 
 
 def _verify(folder: Path, comm: Comm, plan: LoadPlan) -> None:
