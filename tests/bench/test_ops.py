@@ -25,7 +25,6 @@ from zero_kernels.codecs import FORMS
 CPU = torch.device("cpu")
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 NUMEL = 5000  # no multiple of a row
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SMALL = ["--device", "cpu", "--numel", "4096", "--rounds", "2"]
 
 

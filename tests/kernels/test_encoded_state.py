@@ -19,13 +19,7 @@ from zero_kernels import ROW, RULES, codecs
 NAMES = ["reference", *ISAS]
 every_backend = pytest.mark.parametrize("name", NAMES)
 every_low = pytest.mark.parametrize("low", codecs.LOWS, ids=["int16", "int8"])
-FORMS = tuple(codecs.FORMS)
 SIZES = (2000, 1, 0, 127, 128, 129, 7)
-
-
-def forms_of(rule: str, number: int) -> list[torch.dtype]:
-    """One form for each state; over the numbers, each state has each form, beside each other's."""
-    return [FORMS[(number // len(FORMS) ** i) % len(FORMS)] for i in range(len(RULES[rule].states))]
 
 
 @every_low

@@ -107,24 +107,22 @@ class Optimizer(torch.optim.Optimizer):
         self.clipped = False  # clip_grad_norm_ was called, and nothing came since
         self.touched = False  # this rank has a new gradient since, or was in a no_sync block
         self.scale, self.unscaled, self.skipped = 1.0, False, False
+        self.met: set[Tensor] = set()  # trained, as the optimizer has seen at construction or in a step
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self.met = {p for p in self.listed() if p.requires_grad}
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         super().add_param_group(group)
         group = self.param_groups[-1]
         for p in group["params"]:
             self.masters[p] = nn.Parameter(p.detach().float().clone())
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._touch)
-            else:  # a hook needs a parameter that is trained
-                p.requires_grad_(True).register_post_accumulate_grad_hook(self._touch)
-                p.requires_grad_(False)
+            trained = p.requires_grad
+            p.requires_grad_(True).register_post_accumulate_grad_hook(self._touch)  # it needs one that is trained
+            p.requires_grad_(trained)
         rule = group.get("rule") or self.rule
         own = {"view": group["view"]} if "view" in group else {}
         masters = [self.masters[p] for p in group["params"]]
         self.inner.append(rule(masters, lr=group["lr"], weight_decay=group["weight_decay"], **own))
-        self.met = {*getattr(self, "met", ()), *(p for p in group["params"] if p.requires_grad)}
+        self.met |= {p for p in group["params"] if p.requires_grad}
 
     def _touch(self, _: Tensor) -> None:
         self.touched = True
@@ -264,9 +262,7 @@ class Optimizer(torch.optim.Optimizer):
     # What changes no value
 
     def close(self) -> None: ...
-
     def observe(self) -> None: ...
-
     def stats(self) -> dict[str, Any]:
         return {}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,11 +278,9 @@ class Words:
             return str(error)
         return float(sum(x.detach() for x in ends)) if self.exact else None
 
-    @contextlib.contextmanager
-    def block(self, a: Handle) -> Iterator[None]:
+    def block(self, a: Handle) -> Any:
         """``no_sync``, for what is called within it."""
-        with a.opt.no_sync():
-            yield
+        return a.opt.no_sync()
 
     def evaluate(self, *links: Link) -> None:
         """A forward without gradients."""
