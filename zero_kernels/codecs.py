@@ -160,19 +160,19 @@ def split_master(master: Tensor, dtype: torch.dtype = torch.int16) -> tuple[Tens
     """Split fp32 into bf16, rounded to nearest even, and the difference of their bits as int16; or as int8, in units of
     256, rounded to nearest even, from -127 to 127.
 
-    One difference is not exact in int16: the 32768 of a tie is kept as 32767. That of NaN is 0.
+    One difference is not exact in int16: the 32768 of a tie is kept as 32767. Where the bf16 is inf or NaN, it is 0.
     """
     high = master.to(torch.bfloat16)
     low = master.view(torch.int32) - (high.view(torch.int16).to(torch.int32) << 16)
-    low = torch.where(master.isnan(), 0, low.clamp(-32767, 32767))
+    low = torch.where(high.isfinite(), low.clamp(-32767, 32767), 0)
     if dtype == torch.int8:
         low = ((low + 127 + (low >> 8 & 1)) >> 8).clamp(-127, 127)
     return high, low.to(dtype)
 
 
 def join_master(high: Tensor, low: Tensor) -> Tensor:
-    """Join the halves of a split master to fp32, by the dtype of `low`. Where the high half was set to 0 or inf since,
-    and both together are NaN, `low` is ignored."""
+    """Join the halves of a split master to fp32, by the dtype of `low`, which is ignored where the high half is inf or
+    NaN, or was set to 0 since and both together are NaN."""
     away = low.to(torch.int32) << (8 if low.dtype == torch.int8 else 0)
     master = ((high.view(torch.int16).to(torch.int32) << 16) + away).view(torch.float32)
-    return torch.where(master.isnan(), high.float(), master)
+    return torch.where(high.isfinite() & ~master.isnan(), master, high.float())

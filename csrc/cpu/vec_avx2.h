@@ -29,8 +29,8 @@ struct Vec {
   static Vec load(const BFloat16* high, const Low* low) {
     __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_16(high)), 16);
     __m256 master = _mm256_castsi256_ps(_mm256_add_epi32(bits, load_low(low)));
-    __m256 no_number = _mm256_cmp_ps(master, master, _CMP_UNORD_Q);
-    return Vec(_mm256_blendv_ps(master, _mm256_castsi256_ps(bits), no_number));
+    __m256 is_alone = _mm256_or_ps(_mm256_cmp_ps(master, master, _CMP_UNORD_Q), is_inf_or_nan(bits));
+    return Vec(_mm256_blendv_ps(master, _mm256_castsi256_ps(bits), is_alone));
   }
   void store(float* to) const { _mm256_storeu_ps(to, x); }
   void store(Half* to) const { store_16(to, narrow(to)); }
@@ -45,9 +45,10 @@ struct Vec {
   template <class Low>
   void store(BFloat16* high, Low* low) const {
     __m128i rounded = narrow(high);
-    __m256i away = _mm256_sub_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtepu16_epi32(rounded), 16));
+    __m256i widened = _mm256_slli_epi32(_mm256_cvtepu16_epi32(rounded), 16);
+    __m256i away = _mm256_sub_epi32(_mm256_castps_si256(x), widened);
     __m256i kept = _mm256_max_epi32(_mm256_min_epi32(away, _mm256_set1_epi32(32767)), _mm256_set1_epi32(-32767));
-    kept = _mm256_and_si256(kept, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_ORD_Q)));  // of NaN 0
+    kept = _mm256_andnot_si256(_mm256_castps_si256(is_inf_or_nan(widened)), kept);
     store_16(high, rounded);
     store_low(low, _mm_packs_epi32(_mm256_castsi256_si128(kept), _mm256_extracti128_si256(kept, 1)));
   }
@@ -82,6 +83,10 @@ struct Vec {
   __m128i nearest() const {
     __m256i whole = _mm256_cvtps_epi32(x);
     return _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  }
+  static __m256 is_inf_or_nan(__m256i bits) {
+    __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+    return _mm256_castsi256_ps(_mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f7fffff)));
   }
   static __m256i load_low(const int16_t* low) { return _mm256_cvtepi16_epi32(load_16(low)); }
   static __m256i load_low(const int8_t* low) { return _mm256_slli_epi32(_mm256_cvtepi8_epi32(load_8(low)), 8); }
@@ -220,9 +225,9 @@ inline void store_lows(int8_t* to, __m256i low) {  // `in_8_bits`: the addition 
 template <class Low>
 inline Pair join_pair(const BFloat16* high, const Low* low) {
   __m256i below = load_lows(low);
-  __m256i above = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high));
-  above = _mm256_add_epi16(above, _mm256_srai_epi16(below, 15));
-  if (any(not_finite(above))) [[unlikely]]
+  __m256i given = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high));
+  __m256i above = _mm256_add_epi16(given, _mm256_srai_epi16(below, 15));
+  if (any(_mm256_or_si256(not_finite(above), not_finite(given)))) [[unlikely]]
     return {Vec::load(high, low), Vec::load(high + 8, low + 8)};
   return from_halves(below, above);
 }
@@ -231,12 +236,12 @@ template <class Low>
 inline void split_pair(Vec a, Vec b, BFloat16* high, Low* low) {
   __m256i below = low_halves(a, b), above = high_halves(a, b);
   __m256i tie = _mm256_cmpeq_epi16(below, _mm256_set1_epi16(-32768));
-  if (any(_mm256_or_si256(tie, not_finite(above)))) [[unlikely]] {
+  __m256i rounded = _mm256_add_epi16(above, _mm256_srli_epi16(below, 15));
+  if (any(_mm256_or_si256(tie, _mm256_or_si256(not_finite(above), not_finite(rounded))))) [[unlikely]] {
     a.store(high, low);
     b.store(high + 8, low + 8);
   } else {
-    above = _mm256_add_epi16(above, _mm256_srli_epi16(below, 15));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), above);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), rounded);
     store_lows(low, below);
   }
 }

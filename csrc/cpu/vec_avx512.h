@@ -28,8 +28,9 @@ struct Vec {
     __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(as_16(high))), 16);
     __m512i both = _mm512_add_epi32(bits, load_low(low));
     __m512 master = _mm512_castsi512_ps(both);
-    __mmask16 no_number = _mm512_cmp_ps_mask(master, master, _CMP_UNORD_Q);
-    return Vec(_mm512_mask_mov_ps(master, no_number, _mm512_castsi512_ps(bits)));
+    __m512 alone = _mm512_castsi512_ps(bits);
+    __mmask16 is_alone = _mm512_cmp_ps_mask(master, master, _CMP_UNORD_Q) | is_inf_or_nan(alone);
+    return Vec(_mm512_mask_mov_ps(master, is_alone, alone));
   }
   void store(float* to) const { _mm512_storeu_ps(to, x); }
   void store(Half* to) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(to)); }
@@ -43,7 +44,8 @@ struct Vec {
     __m256i rounded = narrow(high);
     __m512i away = _mm512_sub_epi32(_mm512_castps_si512(x), _mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
     __m512i kept = _mm512_max_epi32(_mm512_min_epi32(away, _mm512_set1_epi32(32767)), _mm512_set1_epi32(-32767));
-    kept = _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), kept);  // of NaN 0
+    __m512 widened = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
+    kept = _mm512_maskz_mov_epi32(_mm512_knot(is_inf_or_nan(widened)), kept);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), rounded);
     store_low(low, kept);
   }
@@ -73,6 +75,7 @@ struct Vec {
   static __mmask16 first(int count) { return static_cast<__mmask16>((1u << count) - 1); }
   static __m128i load_8(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
   static void store_8(void* to, __m128i bits) { _mm_storeu_si128(static_cast<__m128i*>(to), bits); }
+  static __mmask16 is_inf_or_nan(__m512 a) { return _mm512_fpclass_ps_mask(a, 0x99); }  // NaN, inf, -inf, signalling NaN
   static __m512i load_low(const int16_t* low) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256(as_16(low))); }
   static __m512i load_low(const int8_t* low) { return _mm512_slli_epi32(_mm512_cvtepi8_epi32(load_8(low)), 8); }
   static void store_low(int16_t* to, __m512i low) {
@@ -240,7 +243,7 @@ template <class Low>
 inline Pair join_pair(const BFloat16* high, const Low* low) {
   __m512i below = load_lows(low);
   __m512i above = _mm512_add_epi16(_mm512_loadu_si512(high), _mm512_srai_epi16(below, 15));
-  if (not_finite(above)) [[unlikely]]
+  if (not_finite(above) | not_finite(_mm512_loadu_si512(high))) [[unlikely]]
     return {Vec::load(high, low), Vec::load(high + 16, low + 16)};
   return {from_halves(below, above, 0), from_halves(below, above, 16)};
 }
@@ -249,11 +252,12 @@ template <class Low>
 inline void split_pair(Vec a, Vec b, BFloat16* high, Low* low) {
   __m512i below = low_halves(a, b), above = high_halves(a, b);
   __mmask32 tie = _mm512_cmpeq_epi16_mask(below, _mm512_set1_epi16(-32768));
-  if (tie | not_finite(above)) [[unlikely]] {
+  __m512i rounded = _mm512_add_epi16(above, _mm512_srli_epi16(below, 15));
+  if (tie | not_finite(above) | not_finite(rounded)) [[unlikely]] {
     a.store(high, low);
     b.store(high + 16, low + 16);
   } else {
-    _mm512_storeu_si512(high, _mm512_add_epi16(above, _mm512_srli_epi16(below, 15)));
+    _mm512_storeu_si512(high, rounded);
     store_lows(low, below);
   }
 }

@@ -162,20 +162,22 @@ struct Halves {
   int16_t low;
 };
 
-// Where somebody has made the parameter 0 or inf, what lies beside it may lead to NaN: it is forgotten then.
+ZK_HOST_DEVICE static inline bool is_finite(BFloat16 high) { return (high.bits & 0x7fff) < 0x7f80; }
+
+// An edited parameter has the low half of its old master. An inf stays inf, and a 0 beside which that leads to NaN is 0.
 ZK_HOST_DEVICE static inline float join(Halves halves) {
   uint32_t high = uint32_t(halves.high.bits) << 16;
   float master = bits_float(high + uint32_t(int32_t(halves.low)));
-  return master == master ? master : bits_float(high);
+  return is_finite(halves.high) && master == master ? master : bits_float(high);
 }
 
-// Of a tie, 32768 away, 32767 are kept. Of NaN the low half is 0.
+// Of a tie, 32768 away, 32767 are kept. Where the high half is inf or NaN, the low half is 0.
 ZK_HOST_DEVICE static inline Halves split(float master) {
   Halves halves;
   narrow(master, &halves.high);
   int32_t low = int32_t(float_bits(master) - (uint32_t(halves.high.bits) << 16));
   low = low > 32767 ? 32767 : low < -32767 ? -32767 : low;
-  halves.low = master != master ? int16_t(0) : int16_t(low);
+  halves.low = is_finite(halves.high) ? int16_t(low) : int16_t(0);
   return halves;
 }
 

@@ -72,7 +72,7 @@ class Admission:
         validate.check_parameters(parameters, indices)
         if self.everyone.world_size == 1:
             validate.check_private(parameters.all, parameters.labels)
-        validate.check_master(self.rules, parameters, indices, whole=self.pipeline_stages == 1)
+        validate.check_master(self.rules, parameters, indices)
         validate.check_backend(self.everyone, parameters.all[0].device)
         averaging = self.topology.averaging(self.everyone)
         experts = read_expert_ranks(said, averaging, beside_slices=self.topology.columns is not None)

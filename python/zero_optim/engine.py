@@ -165,13 +165,11 @@ class Engine:
     @torch.compiler.disable  # traced together with the optimizer's step, it counted no steps (seen)
     def step(self, groups: Groups) -> None:
         """Update the parameters. The host reads nothing from the device, except where this rank raises an alarm, and
-        while the layout is still learned. On several ranks it also reads whether the step before has found edits
-        through ``.data``: the exchange of that step keeps the host no further ahead anyway."""
+        while the layout is still learned."""
         with self.failing_with_stages():
             self.param_gather.wait()
             self.keep_edits()  # first into the shards: masters are refreshed from them
             self.states.refresh_edited()
-            self.states.look_for_hidden_edits()
             if not self.sharding.agrees:  # else all ranks raise together, in the exchange
                 self.states.raise_trouble()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)

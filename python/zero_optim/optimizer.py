@@ -70,7 +70,7 @@ class ShardingOptions(TypedDict, total=False):
     device_budget: int | str | None
     ema_decay: float | Sequence[float] | None
     ema_dtype: str
-    master: str
+    master: str | None
     state_dtype: str
     telemetry: bool
 
@@ -124,8 +124,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             The average is one more state tensor, and begins with the result of the first update. A sequence: one
             average for each. A group's own values win. See ``ema_state_dict`` and ``swap_to_ema``. None: no average.
         ema_dtype: "fp32" or "bf16_stochastic": how averages are stored. See ``docs/state.md``.
-        master: "fp32": 16-bit parameters have an fp32 master beside them. "split": a bf16 parameter is the high half of
-            its master, and the other 16 bits are stored beside it. "split8": 8 bits, for a master of 24.
+        master: "fp32": 16-bit parameters have an fp32 master beside them. "split": a bf16 parameter is the upper half of
+            its master, and the other 16 bits are stored beside it. "split8": 8 bits, for a master of 24. None: "split",
+            or "fp32" where a parameter is fp16. See ``docs/state.md``.
         state_dtype: "fp32", "bf16", "bf16_stochastic" or "int8": how state other than masters and averages is stored.
             See ``docs/state.md``.
         telemetry: measure in every update what ``telemetry()`` returns. It takes 20 bytes for each row of 128 elements
@@ -161,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         device_budget: int | str | None = None,
         ema_decay: float | Sequence[float] | None = None,
         ema_dtype: str = "fp32",
-        master: str = "fp32",
+        master: str | None = None,
         state_dtype: str = "fp32",
         telemetry: bool = False,
     ) -> None:
@@ -415,7 +416,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Take over parameters edited in a way that version counters cannot show, such as through ``p.data``."""
+        """Set fp32 masters to parameters that were edited in a way that version counters do not show, such as through
+        ``p.data``. Split masters need no such call: the parameter is a part of them."""
         self.check_usable()
         self.engine.refresh_masters()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .rules.codec import AVERAGES, MASTERS, STATE_DTYPES, check_ema_dtype, codecs_for
+from .rules.codec import AVERAGES, MASTERS, STATE_DTYPES, check_ema_dtype, codecs_for, default_master
 from .rules.options import EMA_DECAY, Decays, listed_decays
 from .rules.update_rule import UpdateRule
 from .stores.offload import Offload, read_offload
@@ -36,7 +36,7 @@ class Settings:
     device_budget: int | str | None
     ema_decay: float | Sequence[float] | None
     ema_dtype: str
-    master: str
+    master: str | None
     state_dtype: str
     telemetry: bool
 
@@ -53,7 +53,8 @@ class Settings:
         self._check_accumulation()
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be None or positive, got {self.max_grad_norm!r}")
-        for name, value, known in (("master", self.master, MASTERS), ("state_dtype", self.state_dtype, STATE_DTYPES)):
+        masters = (None, *MASTERS)
+        for name, value, known in (("master", self.master, masters), ("state_dtype", self.state_dtype, STATE_DTYPES)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
         check_ema_dtype(self.ema_dtype)
@@ -94,7 +95,8 @@ class Settings:
         ``plain_slices``: see ``UpdateRule``.
         """
         rule = rule.for_groups(groups).with_plain_slices(plain_slices)
-        codecs = codecs_for(rule.tensors, rule.nonnegative, self.master, self.state_dtype)
+        master = self.master or default_master(tensor.dtype for group in groups for tensor in group["params"])
+        codecs = codecs_for(rule.tensors, rule.nonnegative, master, self.state_dtype)
         rule = rule.with_codecs(codecs | {**rule.codecs})
         if self.ema_decay is not None:
             rule = rule.with_averages(Decays(EMA_DECAY, listed_decays(self.ema_decay)), AVERAGES[self.ema_dtype])

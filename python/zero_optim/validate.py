@@ -99,24 +99,16 @@ def check_rule(rule: object, where: str = "") -> None:
         )
 
 
-def check_master(rules: GroupRules, parameters: ParameterSet, indices: Sequence[int], *, whole: bool) -> None:
-    """Raise ParameterError where the master is to be split, and one of ``indices`` cannot be its high half.
-
-    ``whole``: whether these are all parameters of the model. A stage of a pipeline may have none to split.
-    """
+def check_master(rules: GroupRules, parameters: ParameterSet, indices: Sequence[int]) -> None:
+    """Raise ParameterError where masters are split, and one of ``indices`` cannot be the upper half of its master."""
     codecs = (codec for rule in rules.all for codec in rule.codecs.values())
     split = next((codec.name for codec in codecs if codec.reads_parameter), None)
     for index in indices if split else ():
         if parameters.all[index].dtype == torch.float16:
             raise ParameterError(
                 f"{parameters.labels[index]} is fp16, and a split master is a bf16 parameter and the rest: make the "
-                f'model bf16, or leave out master="{split}"'
+                'model bf16, or make the optimizer with master="fp32"'
             )
-    if split and whole and all(parameter.dtype == torch.float32 for parameter in parameters.all):
-        raise ParameterError(
-            "all parameters are fp32, which are their own masters: there is nothing to split. Make the model bf16, or "
-            f'leave out master="{split}"'
-        )
 
 
 def check_rules_take(

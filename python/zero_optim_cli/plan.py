@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--grad-reduce-dtype", str, "in which gradients are reduced (--dtype)", choices=DTYPES)
     text = "whose state is planned (adamw); momentum is SGD's, muon is for matrices of layers beside AdamW"
     flag("--optimizer", str, text, choices=(*RULES, MUON), default="adamw")
-    flag("--master", str, "of bf16 parameters, as master= has it (fp32)", choices=MASTERS, default="fp32")
+    flag("--master", str, "of bf16 parameters, as master= has it (split)", choices=MASTERS)
     flag("--state-dtype", str, "as state_dtype= has it (fp32)", choices=STATE_DTYPES, default="fp32")
     flag("--averages", int, "averages of the parameters, as ema_decay has them kept (0)", default=0)
     text = "LoRA's adapters of this rank are trained, on every matrix of the layers; the model is frozen"

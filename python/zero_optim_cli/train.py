@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offload = "where state lives: paged, cpu, or nvme:DIR; see docs/memory.md (on the device)"
     flag("--state-offload", str, offload, metavar="STORE")
     flag("--device-budget", str, "of paged: state that stays on the device, as in 8GB (auto)", metavar="SIZE")
-    masters = "of bf16 parameters; split: 16 bits beside them, split8: 8; see docs/state.md (fp32)"
+    masters = "of bf16 parameters; split: 16 bits beside them, split8: 8; see docs/state.md (split)"
     flag("--master", str, masters, choices=MASTERS)
     flag("--state-dtype", str, "of the moments; see docs/state.md (fp32)", choices=STATE_DTYPES)
     flag("--param-offload", str, "at stage 3: where shards of parameters rest (on the device)", choices=("cpu",))

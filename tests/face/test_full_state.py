@@ -171,7 +171,7 @@ def test_16_bit_parameters_get_masters_from_themselves(direct):
             oracle.step(_gradients(params, step))
         state = {
             i: {"step": torch.tensor(float(oracle.steps[i])), "exp_avg": oracle.exp_avg[i]}
-            | {"exp_avg_sq": oracle.exp_avg_sq[i], "master": oracle.master[i]}
+            | {"exp_avg_sq": oracle.exp_avg_sq[i], "master": oracle.master(i)}
             for i in range(len(SHAPES))
             if oracle.steps[i]
         }
@@ -262,7 +262,7 @@ def test_moving_over_worlds_and_stages_changes_no_bit(dtype):
             assert float(entry["step"]) == oracle.steps[index]
             assert_bitwise([entry["exp_avg"], entry["exp_avg_sq"]], [oracle.exp_avg[index], oracle.exp_avg_sq[index]])
             if dtype != torch.float32:
-                assert_bitwise([entry["master"]], [oracle.master[index]], f"master {index} after leg {leg}")
+                assert_bitwise([entry["master"]], [oracle.master(index)], f"master {index} after leg {leg}")
 
 
 # -- what it is ----------------------------------------------------------------------------------------------------

@@ -40,20 +40,32 @@ def sqrt_rounded(x: Tensor) -> Tensor:
 
 
 class MasterAdamW:
-    """AdamW with fp32 masters over parameters of any floating dtype, each with a step count of its own.
+    """AdamW with masters over parameters of any floating dtype, each with a step count of its own.
 
-    ``params`` holds the parameters (their own dtype), ``master``, ``exp_avg`` and ``exp_avg_sq`` the state (fp32),
-    ``steps`` the counts. The constructor copies what it is given.
+    ``params`` holds the parameters (their own dtype), ``exp_avg`` and ``exp_avg_sq`` the state (fp32), ``steps`` the
+    counts. The constructor copies what it is given. ``split``: the master of a bf16 parameter is that parameter and what
+    is ``low`` of it, so an edit of ``params`` holds; else it is fp32, and an edit must set ``wide``, too.
     """
 
-    def __init__(self, params: Sequence[Tensor], hypers: Hyper | Sequence[Hyper] | None = None) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], hypers: Hyper | Sequence[Hyper] | None = None, *, split: bool = True
+    ) -> None:
         hypers = Hyper() if hypers is None else hypers
         self.hypers = [hypers] * len(params) if isinstance(hypers, Hyper) else list(hypers)
         self.params = [p.detach().clone() for p in params]
-        self.master = [p.float().clone() for p in self.params]
-        self.exp_avg = [torch.zeros_like(p) for p in self.master]
-        self.exp_avg_sq = [torch.zeros_like(p) for p in self.master]
+        self.split = split
+        self.wide = [p.float().clone() for p in self.params]
+        self.low = [torch.zeros(p.shape, dtype=torch.int32) for p in self.params]
+        self.exp_avg = [torch.zeros_like(p) for p in self.wide]
+        self.exp_avg_sq = [torch.zeros_like(p) for p in self.wide]
         self.steps = [0] * len(params)
+
+    def master(self, index: int) -> Tensor:
+        """The fp32 master of a parameter."""
+        param = self.params[index]
+        if self.split and param.dtype == torch.bfloat16:
+            return joined(param, self.low[index])
+        return self.wide[index]
 
     def step(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> None:
         """One update by the averaged gradients times ``scale``. A parameter whose gradient is None is left alone."""
@@ -63,7 +75,7 @@ class MasterAdamW:
                 self._update(index, grad.float() * _f32(scale))
 
     def _update(self, index: int, g: Tensor) -> None:
-        hyper, p, (beta1, beta2) = self.hypers[index], self.master[index], self.hypers[index].betas
+        hyper, p, (beta1, beta2) = self.hypers[index], self.master(index), self.hypers[index].betas
         count = self.steps[index]
         if hyper.decoupled:
             p = p * _f32(1 - hyper.lr * hyper.weight_decay)
@@ -73,8 +85,22 @@ class MasterAdamW:
         v = self.exp_avg_sq[index] * _f32(beta2) + (g * _f32(1 - beta2)) * g
         denominator = sqrt_rounded(v) / _f32(math.sqrt(1 - beta2**count)) + _f32(hyper.eps)
         p = p - _f32(hyper.lr / (1 - beta1**count)) * (m / denominator)
-        self.master[index], self.exp_avg[index], self.exp_avg_sq[index] = p, m, v
+        self.wide[index], self.exp_avg[index], self.exp_avg_sq[index] = p, m, v
         self.params[index] = p.to(self.params[index].dtype)
+        self.low[index] = low_of(p)
+
+
+def low_of(master: Tensor) -> Tensor:
+    """int32: the bits of a master less those of its bf16 rounding; of a tie, 32768 away, 32767 are kept."""
+    return (master.view(torch.int32) - master.bfloat16().float().view(torch.int32)).clamp(-32767, 32767)
+
+
+def joined(param: Tensor, low: Tensor) -> Tensor:
+    """The fp32 master of a bf16 parameter and what is low of it. An inf or NaN, and a 0 that would change its sign,
+    is itself."""
+    high = param.float()
+    bits = (high.view(torch.int32) + low).view(torch.float32)
+    return torch.where(high.isfinite() & ~bits.isnan(), bits, high)
 
 
 def pack_rounded(grad: Tensor, world_size: int, reduce_dtype: torch.dtype | None = None) -> Tensor:

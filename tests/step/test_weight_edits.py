@@ -1,9 +1,14 @@
-"""Weights edited between steps: a 16-bit parameter's master follows an edit, and only an edited parameter's."""
+"""Weights edited between steps: a split master has the parameter as its upper half, however that was edited; an fp32
+master follows an edit that its parameter's version counter shows, and only an edited parameter's."""
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -73,12 +78,14 @@ EDITS: dict[str, Callable[[list[nn.Parameter]], None]] = {
 }
 
 
-def _edit(rank: int, world_size: int, stage: int, dtype: torch.dtype, edit: str, when: str) -> list[Tensor]:
+def _edit(
+    rank: int, world_size: int, stage: int, dtype: torch.dtype, master: str | None, edit: str, when: str
+) -> list[Tensor]:
     """Three steps; in the second, the weights are edited before or after backward."""
     import zero_optim
 
     params = make_parameters(SHAPES, dtype)
-    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, master=master)
     for step in range(4):
         if step == 2 and when == "before backward":
             EDITS[edit](params)
@@ -91,31 +98,39 @@ def _edit(rank: int, world_size: int, stage: int, dtype: torch.dtype, edit: str,
     return copies(params)
 
 
-def _edit_cells(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, list[Tensor]]:
+def _edit_cells(rank: int, world_size: int, dtype: torch.dtype, master: str | None) -> dict[str, list[Tensor]]:
     return {
-        f"stage {stage}, {edit} {when}": _edit(rank, world_size, stage, dtype, edit, when)
+        f"stage {stage}, {edit} {when}": _edit(rank, world_size, stage, dtype, master, edit, when)
         for stage in (0, 1, 2)
         for edit in EDITS
         for when in ("before backward", "before step")
     }
 
 
-def _expected(world_size: int, dtype: torch.dtype) -> list[Tensor]:
-    oracle = MasterAdamW(make_parameters(SHAPES, dtype), Hyper(lr=LR))
+def _edited(oracle: MasterAdamW, indices: Sequence[int], value: Callable[[Tensor], Tensor] = _value) -> None:
+    for i in indices:
+        oracle.params[i] = value(oracle.params[i])
+        oracle.wide[i] = oracle.params[i].float()
+
+
+def _expected(world_size: int, dtype: torch.dtype, master: str | None) -> list[Tensor]:
+    oracle = MasterAdamW(make_parameters(SHAPES, dtype), Hyper(lr=LR), split=master is None)
     for step in range(4):
         if step == 2:
-            for i in EDITED:
-                oracle.params[i] = _value(oracle.params[i])
-                oracle.master[i] = oracle.params[i].float()
+            _edited(oracle, EDITED)
         oracle.step(averages([make_gradients(oracle.params, rank, step) for rank in range(world_size)]))
     return oracle.params
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_edits_through_the_parameter_hold(dtype, world_size):
-    expected = _expected(world_size, dtype)
-    for results in run_ranks(world_size, _edit_cells, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "master"),
+    [(torch.bfloat16, None), (torch.bfloat16, "fp32"), (torch.float16, None), (torch.float32, None)],
+    ids=["bf16", "bf16, fp32 master", "fp16", "fp32"],
+)
+def test_edits_through_the_parameter_hold(dtype, master, world_size):
+    expected = _expected(world_size, dtype, master)
+    for results in run_ranks(world_size, _edit_cells, dtype, master):
         for cell, params in results.items():
             assert_bitwise(params, expected, cell)
 
@@ -124,7 +139,7 @@ def _edit_data(rank: int, world_size: int, stage: int) -> list[Tensor]:
     import zero_optim
 
     params = make_parameters(SHAPES, torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, master="fp32")
     for step in range(3):
         if step == 2:
             for p in params:
@@ -139,11 +154,10 @@ def _edit_data(rank: int, world_size: int, stage: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_refresh_master_takes_edits_that_cannot_be_seen(world_size):
-    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR))
+    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR), split=False)
     for step in range(3):
         if step == 2:
-            oracle.params = [_value(p) for p in oracle.params]
-            oracle.master = [p.float() for p in oracle.params]
+            _edited(oracle, range(len(SHAPES)))
         oracle.step(averages([make_gradients(oracle.params, rank, step) for rank in range(world_size)]))
     for stage in (0, 1, 2):
         for params in run_ranks(world_size, _edit_data, stage):
@@ -178,9 +192,7 @@ def test_an_edit_outlives_a_skipped_step_and_a_missing_gradient(stage):
     for step in range(4):
         grads = averages([make_gradients(oracle.params, rank, step) for rank in range(2)])
         if step == 1:
-            for i in EDITED:
-                oracle.params[i] = _value(oracle.params[i])
-                oracle.master[i] = oracle.params[i].float()
+            _edited(oracle, EDITED)
             edited = copies(oracle.params)
             continue
         oracle.step([None if step == 2 and i == 6 else g for i, g in enumerate(grads)])
@@ -192,34 +204,95 @@ def test_an_edit_outlives_a_skipped_step_and_a_missing_gradient(stage):
 # -- edits that no version counter shows -------------------------------------------------------------------------------
 
 
-def _edit_unseen(rank: int, world_size: int, stage: int, offload: str | None) -> tuple[list[list[Tensor]], list[str]]:
-    """Parameters that are clamped through ``data`` before some steps: hidden, then said. And what is warned of."""
+def _clamped(p: Tensor) -> Tensor:
+    return p.clamp(-0.5, 0.5)
+
+
+def _averaged(p: Tensor) -> Tensor:
+    return ((p.float() + _value(p).float()) / 2).to(p.dtype)
+
+
+def _pruned(p: Tensor) -> Tensor:
+    return p * (torch.arange(p.numel()).reshape(p.shape) % 3 > 0).to(p.dtype)
+
+
+def _extreme(p: Tensor) -> Tensor:
+    """0, -0, infinities, NaN and the largest values, each beside elements that stay."""
+    largest = torch.finfo(p.dtype).max
+    values = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, largest, -largest], dtype=p.dtype)
+    edited = p.clone()
+    edited.view(-1)[::3] = values.repeat(-(-p.numel() // 21))[: edited.view(-1)[::3].numel()]
+    return edited
+
+
+UNSEEN = {"clamped": _clamped, "averaged": _averaged, "pruned": _pruned, "extreme": _extreme}
+STEPS_EDITED = (2, 4)
+
+
+def _edit_unseen(
+    rank: int, world_size: int, stage: int, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[dict[str, list[Tensor]], list[str]]:
+    """Parameters that are edited through ``data`` before some steps, by edit; and what is warned of."""
     import zero_optim
 
-    trained = []
+    trained = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for said in (False, True):
-            params = make_parameters(SHAPES, torch.bfloat16)
-            options = {"stage": stage, "bucket_cap_mb": TINY_CAP_MB, "state_offload": offload}
-            opt = zero_optim.ShardedAdamW(named(params), lr=LR, **options)
+        for name, edit in UNSEEN.items():
+            params = make_parameters(SHAPES, dtype)
+            opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, **options)
             for step in range(6):
-                for p in params if step in (3, 5) else ():
-                    p.data.clamp_(-0.5, 0.5)
-                if said and step in (3, 5):
-                    opt.refresh_master()
+                for p in params if step in STEPS_EDITED else ():
+                    p.data.copy_(edit(p.data))
                 linear_backward(params, make_gradients(params, rank, step))
                 opt.step()
                 opt.zero_grad()
             opt.close()
-            trained.append(copies(params))
+            trained[name] = [p.masked_fill(p.isnan(), math.nan) for p in copies(params)]
     return trained, [text for warning in caught if "version counter" in (text := str(warning.message))]
 
 
+def _expected_unseen(world_size: int, edit: str, *, split: bool) -> list[Tensor]:
+    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR), split=split)
+    for step in range(6):
+        if step in STEPS_EDITED:
+            for i, before in enumerate(oracle.params):
+                oracle.params[i] = UNSEEN[edit](before)
+                own = oracle.wide[i]
+                oracle.wide[i] = torch.where(oracle.params[i] == own.to(before.dtype), own, oracle.params[i].float())
+        oracle.step(averages([make_gradients(oracle.params, rank, step) for rank in range(world_size)]))
+    return [p.masked_fill(p.isnan(), math.nan) for p in oracle.params]
+
+
 @pytest.mark.parametrize(
-    ("stage", "world_size", "offload"), [(2, 1, None), (0, 2, None), (1, 2, None), (2, 2, None), (2, 1, "paged")]
+    ("stage", "world_size", "offload"),
+    [(2, 1, None), (0, 2, None), (1, 2, None), (2, 2, None), (2, 1, "paged"), (2, 2, "cpu")],
 )
-def test_edits_through_data_are_taken_over_with_one_warning(stage: int, world_size: int, offload: str | None) -> None:
-    for (hidden, said), warned in run_ranks(world_size, _edit_unseen, stage, offload):
-        assert_bitwise(hidden, said)
-        assert len(warned) == 1 and "'layer" in warned[0] and "opt.refresh_master()" in warned[0]
+def test_a_split_master_takes_every_edit_along(stage: int, world_size: int, offload: str | None) -> None:
+    for trained, warned in run_ranks(world_size, _edit_unseen, stage, torch.bfloat16, {"state_offload": offload}):
+        for edit, params in trained.items():
+            assert_bitwise(params, _expected_unseen(world_size, edit, split=True), edit)
+        assert not warned
+
+
+def _debug(rank: int, world_size: int, stage: int) -> tuple[dict[str, list[Tensor]], list[str]]:
+    with mock.patch.dict(os.environ, {"ZERO_OPTIM_DEBUG": "edits"}):
+        return _edit_unseen(rank, world_size, stage, torch.bfloat16, {"master": "fp32"})
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 1), (2, 2), (0, 2)])
+def test_the_debug_switch_finds_edits_that_an_fp32_master_would_overwrite(stage: int, world_size: int) -> None:
+    for trained, warned in run_ranks(world_size, _debug, stage):
+        for edit, params in trained.items():
+            assert_bitwise(params, _expected_unseen(world_size, edit, split=False), edit)
+        assert warned and all("'layer" in text and "opt.refresh_master()" in text for text in warned)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_fp32_master_overwrites_an_edit_that_it_does_not_see(world_size: int) -> None:
+    for trained, warned in run_ranks(world_size, _edit_unseen, 2, torch.bfloat16, {"master": "fp32"}):
+        oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR), split=False)
+        for step in range(6):
+            oracle.step(averages([make_gradients(oracle.params, rank, step) for rank in range(world_size)]))
+        assert_bitwise(trained["clamped"], oracle.params)
+        assert not warned

@@ -124,22 +124,24 @@ def encode(values, inside, dtype: tl.constexpr):
 
 @triton.jit
 def join(high, low):
-    """Join the halves of a split master to fp32; the high half alone where both together are NaN."""
+    """Join the halves of a split master to fp32; the high half alone where that is not finite, or both are NaN."""
     bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
     away = low.to(tl.int32)
     if low.dtype == tl.int8:
         away = away << 8
     master = (bits + away).to(tl.float32, bitcast=True)
-    return tl.where(master == master, master, bits.to(tl.float32, bitcast=True))
+    joins = ((bits & 0x7FFFFFFF) < 0x7F800000) & (master == master)
+    return tl.where(joins, master, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def split(master, dtype: tl.constexpr):
     """Split fp32 into bf16 and the difference of their bits: in int16, or in int8 in units of 256."""
     high = narrow(master, tl.bfloat16)
-    low = master.to(tl.int32, bitcast=True) - (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    low = master.to(tl.int32, bitcast=True) - bits
     low = tl.minimum(tl.maximum(low, -32767), 32767)
-    low = tl.where(master == master, low, 0)
+    low = tl.where((bits & 0x7FFFFFFF) < 0x7F800000, low, 0)
     if dtype == tl.int8:
         low = tl.minimum(tl.maximum((low + 127 + ((low >> 8) & 1)) >> 8, -127), 127)
     return high, low.to(dtype)

@@ -128,6 +128,6 @@ class CommBuffers:
 def debug_options() -> set[str]:
     """Read ``ZERO_OPTIM_DEBUG``, a comma-separated list. Raises ValueError for an unknown word."""
     options = {word.strip() for word in os.environ.get("ZERO_OPTIM_DEBUG", "").split(",")} - {""}
-    if options - {"poison"}:
-        raise ValueError(f"ZERO_OPTIM_DEBUG holds {sorted(options - {'poison'})}, but knows 'poison' alone")
+    if unknown := options - {"poison", "edits"}:
+        raise ValueError(f"ZERO_OPTIM_DEBUG holds {sorted(unknown)}: it knows 'poison' and 'edits'")
     return options

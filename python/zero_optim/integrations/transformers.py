@@ -73,7 +73,7 @@ class ShardedTrainer(Trainer):
         sync_buffers: str | None = None,
         ema_decay: float | Sequence[float] | None = None,
         ema_dtype: str = "fp32",
-        master: str = "fp32",
+        master: str | None = None,
         state_dtype: str = "fp32",
         **options: Any,
     ) -> None:

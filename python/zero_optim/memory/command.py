@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import UsageError
 from ..figures import row, size
 from ..rules.adamw import AdamW
-from ..rules.codec import DTYPES, codecs_for
+from ..rules.codec import DTYPES, codecs_for, default_master
 from ..rules.lion import Lion
 from ..rules.muon import Muon
 from ..rules.options import Decays
@@ -70,7 +70,7 @@ def _check(parsed: argparse.Namespace) -> None:
         given, least = getattr(parsed, name), int(name != "averages")
         if given is not None and given < least:
             raise UsageError(f"--{name} {given}: at least {least}")
-    if parsed.master != "fp32" and parsed.dtype in ("fp16", "fp32"):
+    if parsed.master in ("split", "split8") and parsed.dtype in ("fp16", "fp32"):
         raise UsageError(f"--master {parsed.master}: a part of it is the bf16 parameter, and --dtype is {parsed.dtype}")
     if (parsed.seq is None) != (parsed.batch is None):
         raise UsageError("--seq and --batch: activations need both")
@@ -91,7 +91,8 @@ def _stages_of(parsed: argparse.Namespace, model: ModelShapes) -> tuple[int, ...
 
 def _formed(rule: UpdateRule, parsed: argparse.Namespace) -> UpdateRule:
     """Give the rule with the form of state, and the averages, that were asked for."""
-    rule = rule.with_codecs(codecs_for(rule.tensors, rule.nonnegative, parsed.master, parsed.state_dtype))
+    master = parsed.master or default_master([DTYPES[parsed.dtype or "bf16"]])
+    rule = rule.with_codecs(codecs_for(rule.tensors, rule.nonnegative, master, parsed.state_dtype))
     return rule.with_averages(Decays("ema_decay", (1.0,) * parsed.averages))
 
 

@@ -79,7 +79,7 @@ def remedy(made: Plan, device_memory: int) -> str:
             how = "zero_optim.shard_module (stage 3)" if stage == 3 else f"stage={stage}"
             return f"{how} fits: {size(fits.most)} a rank."
     recompute = "activation checkpointing, " * (job.batch is not None and not job.batch.checkpointing)
-    forms = 'master="split", state_dtype="int8", state_offload="paged" or "cpu"'
+    forms = 'state_dtype="int8", state_offload="paged" or "cpu"'
     return f"What takes less: {recompute}{forms}, more ranks, a smaller batch."
 
 

@@ -14,7 +14,7 @@ values do not depend on the number of ranks, the bucket size or the stage.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -249,6 +249,13 @@ CODECS: Mapping[str, Codec] = {codec.name: codec for codec in _ALL}
 MASTERS: Mapping[str, Codec | None] = {"fp32": None, "split": Split(), "split8": Split8()}
 """The codec of a master, by the word for it."""
 
+
+def default_master(dtypes: Iterable[torch.dtype]) -> str:
+    """Choose the word of ``MASTERS`` for parameters of these dtypes: a split master needs bf16, and fp32 parameters
+    have no master."""
+    return "fp32" if torch.float16 in dtypes else "split"
+
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """The dtype of parameters and gradients, by the word for it in commands."""
 
@@ -296,7 +303,8 @@ def saved_codec(tensor: StateTensor, entry: Mapping[str, object], own: Mapping[s
     if tensor.name in entry or not any(name.startswith(tensor.name) for name in entry):
         return None
     known = ([own[tensor.name]] if tensor.name in own else []) + [*CODECS.values()]
-    return next((codec for codec in known if all(part.name in entry for part in codec.parts(tensor))), None)
+    alone = (codec for codec in known if not codec.reads_parameter)  # a state has split masters joined, in fp32
+    return next((codec for codec in alone if all(part.name in entry for part in codec.parts(tensor))), None)
 
 
 def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) -> None:

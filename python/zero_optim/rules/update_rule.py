@@ -452,6 +452,16 @@ def stored_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:
     return [part for tensor in tensors_for(rule, dtype) for part in parts_of(rule.codecs, tensor)]
 
 
+def exported_for(rule: UpdateRule, dtype: torch.dtype) -> list[StateTensor]:
+    """List the tensors that a state dict has of parameters of ``dtype``: the stored ones, but for a split master, which
+    is joined."""
+    exported: list[StateTensor] = []
+    for tensor in tensors_for(rule, dtype):
+        codec = rule.codecs.get(tensor.name)
+        exported += [tensor] if codec is None or codec.reads_parameter else codec.parts(tensor)
+    return exported
+
+
 def stored_names(rule: UpdateRule) -> list[str]:
     """List the names of all stored state."""
     return [part.name for tensor in rule.tensors for part in parts_of(rule.codecs, tensor)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.buffers import debug_options
 from ..comm.sharding import Sharding, as_sent
 from ..comm.storage import deallocate
 from ..errors import OffloadError
@@ -25,7 +27,6 @@ from ..stores.host_store import HostStore
 from ..stores.host_threads import host_threads
 from ..stores.state_store import StateStore
 from .batches import ShardBatch, batches_of, in_turn
-from .hidden_edits import HiddenEdits
 from .shard_state import ShardState
 from .state_load import Copy, carry_out
 from .trouble import Condition, Trouble
@@ -68,8 +69,8 @@ class OptimizerState:
         self.parameters, self.sharding, self.rules, self._store = parameters, sharding, rules, store
         self._group, self._measures = group, measures
         self.trouble = Trouble()
-        self._hidden = HiddenEdits(sharding)
         self.shards: list[ShardState] = []
+        self._finds_edits = "edits" in debug_options()
         self._aside: list[tuple[Bucket, Tensor]] = []  # parameters, while their averages are shown
         self._batches: list[ShardBatch] = []  # of the shards, in the order in which they are updated
         self.started = False  # whether state may differ from what it is at construction
@@ -87,10 +88,9 @@ class OptimizerState:
         self.record_versions()
 
     def _follow_shards(self) -> None:
-        """Batch and watch the shards anew, after they have changed."""
+        """Batch the shards anew, after they have changed."""
         # In the order in which the next forward wants the parameters.
         self._batches = batches_of(self.shards[::-1], self.trouble)
-        self._hidden.lay_out(self.shards)
 
     def close(self, *, wait: bool = True) -> None:
         """Release all state. ``wait``: for copies to and from the host. Not where the ranks have parted: a copy may
@@ -119,28 +119,36 @@ class OptimizerState:
 
         Versions never go down, so their sum tells whether any has changed.
         """
-        if sum(map(_version_of, self._mastered.values())) == self._total:
-            return
-        before, updates = self._versions, self._updates
-        self._look_at_versions()
-        pairs = zip(self._mastered, self._versions, before, strict=True)
-        self.refresh_masters({index for index, now, then in pairs if now != then + updates})
+        if sum(map(_version_of, self._mastered.values())) != self._total:
+            before, updates = self._versions, self._updates
+            self._look_at_versions()
+            pairs = zip(self._mastered, self._versions, before, strict=True)
+            self.refresh_masters({index for index, now, then in pairs if now != then + updates})
+        if self._finds_edits and self.started:
+            self._find_edits()
+
+    def _find_edits(self) -> None:
+        """Compare all parameters with their fp32 masters, and warn of edits that no version counter shows."""
+        for shard in self.shards:
+            for number in shard.edited():
+                warnings.warn(
+                    f"{shard.bucket.label(number)} was edited in a way that its version counter does not show, such as "
+                    "through p.data, and its fp32 master would have overwritten the edit: edit it in place under "
+                    "torch.no_grad(), call opt.refresh_master() after the edit, or leave out master=\"fp32\"",
+                    stacklevel=2,
+                )
+                self.refresh_masters({shard.bucket.layout.slots[number].param})
 
     @property
     def takes_edits_over(self) -> bool:
         """True if the next update takes over every edit of a parameter, whatever its version counter says. The first
         always does: models are often initialised through ``.data``."""
-        return self._hidden.found or not self.started
-
-    def look_for_hidden_edits(self) -> None:
-        """Once a step: whether parameters were edited past their version counters. See ``HiddenEdits``."""
-        self._hidden.look()
+        return not self.started
 
     def refresh_masters(self, indices: set[int]) -> None:
         for shard, pieces in self._pieces(indices):
             with self.trouble.losing(shard):
                 shard.refresh_masters(pieces)
-            self._hidden.accept(shard, pieces)
 
     def mark_updated(self) -> None:
         """Tell autograd that the parameters were written: a backward through a graph older than this must raise."""
@@ -163,9 +171,7 @@ class OptimizerState:
         with nullcontext() if host is None else host_threads(host.threads):
             for batch in in_turn(self._batches, self._store.lookahead, self.trouble):
                 batch.update(here)
-                for shard in batch.shards:
-                    self._hidden.keep(shard)
-                    yield shard
+                yield from batch.shards
         if host is not None:
             by.marks.copy_(here.marks, non_blocking=True)
         self._store.end_step()
@@ -225,12 +231,12 @@ class OptimizerState:
 
     def export(self) -> dict[int, dict[str, Tensor]]:
         """State by parameter index. Tensors are views of live state, or copies in host memory where the store does not
-        keep it in one place."""
+        keep it in one place. Split masters are copies."""
         self.refresh_edited()
         exported = {}
         for shard in self.shards:
             with shard.opened() as opened:
-                state = opened if shard.keeps_views else {name: _host_copy(tensor) for name, tensor in opened.items()}
+                state = shard.exported(opened)
                 for number, slot in enumerate(shard.bucket.layout.slots):
                     exported[slot.param] = shard.views(number, state)
         return exported
@@ -297,7 +303,6 @@ class OptimizerState:
             shard.bucket.unshard()
         torch.autograd.graph.increment_version(self._all)
         self.record_versions()
-        self._hidden.lay_out(self.shards)
 
     # -- whole tensors ---------------------------------------------------------------------------------------------
 
@@ -416,10 +421,6 @@ def _fill(shard: ShardState, tensor: StateTensor, full: Tensor, parts: Sequence[
         for piece, offset in parts:
             source = full.narrow(0, *tensor.span(offset + piece.in_param, piece.numel))
             shard.set_part(tensor, state, piece, source)
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", copy=True)
 
 
 def _state_pieces(shard: ShardState, *, stored: bool) -> Iterator[StatePiece]:

@@ -32,6 +32,7 @@ from ..rules.update_rule import (
     UpdateRule,
     Whole,
     has_master,
+    exported_for,
     stored_for,
     tensors_for,
 )
@@ -49,6 +50,7 @@ class ShardState:
     Attributes:
         tensors: the logical tensors. fp32 parameters have no master: they are their own.
         stored: the stored tensors: a logical one itself, where it has no codec.
+        in_state_dict: the tensors of a state dict: the stored ones, but for a split master, which it has in fp32.
         page: its number in the store.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
         wholes: the parameters in it, where the rule has them whole, or a slice of each.
@@ -69,9 +71,9 @@ class ShardState:
     ) -> None:
         self.bucket, self.rule, self._store = bucket, rule, store
         self.tensors, self.stored = tensors_for(rule, bucket.dtype), stored_for(rule, bucket.dtype)
+        self.in_state_dict = exported_for(rule, bucket.dtype)
         self._place: Workplace = OnDevice(bucket)
         visiting = {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}
-        self._updated_on_host = isinstance(store, HostStore)
         if isinstance(store, HostStore):
             self._place = OnHost(bucket, store, reads_parameters=not has_master(rule, bucket.dtype))
             visiting = {}
@@ -304,19 +306,22 @@ class ShardState:
         return [slot.param for slot in self.bucket.layout.slots]
 
     @property
-    def can_be_edited_unseen(self) -> bool:
-        """True if its parameters have masters, lie where a user can write them past their version counters, and are
-        written by the update itself."""
-        return has_master(self.rule, self.bucket.dtype) and not self.bucket.flat.sharded and not self._updated_on_host
-
-    @property
     def keeps_views(self) -> bool:
         """True if the tensors of ``opened`` stay the live state afterwards."""
         return self._store.keeps_views
 
     def views(self, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The stored state of slot ``index``, by name; see ``shown``."""
-        return {tensor.name: self.shown(index, tensor, state[tensor.name]) for tensor in self.stored}
+        """The tensors of slot ``index`` in ``exported``, by name; see ``shown``."""
+        return {tensor.name: self.shown(index, tensor, state[tensor.name]) for tensor in self.in_state_dict}
+
+    def exported(self, opened: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a state dict, along the shard: live ones where the store keeps them in one place, else copies
+        in host memory. A split master is joined to fp32, which makes a copy."""
+        state = {
+            tensor.name: opened[tensor.name] if tensor in self.stored else self.values(tensor, opened)
+            for tensor in self.in_state_dict
+        }
+        return state if self.keeps_views else {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
 
     def shape(self, index: int, tensor: StateTensor) -> Tensor:
         """Show slot ``index`` of a tensor as ``shown`` does, without values: no page is fetched."""
@@ -364,6 +369,15 @@ class ShardState:
             master = self.master(state)
             for piece in pieces:
                 _follow(master.narrow(0, piece.in_shard, piece.numel), self.parameter_of(piece))
+
+    def edited(self) -> list[int]:
+        """List the slots whose parameters are not the roundings of their fp32 masters."""
+        if not has_master(self.rule, self.bucket.dtype):
+            return []
+        with self.opened() as state:
+            master = self.master(state)
+            pieces = [(master.narrow(0, p.in_shard, p.numel), self.parameter_of(p)) for p in self.bucket.pieces]
+            return [n for n, (own, p) in enumerate(pieces) if not torch.equal(own.to(p.dtype), p)]
 
     def _take_edits_over(self, state: Mapping[str, Tensor]) -> None:
         """Do ``refresh_masters`` for the whole shard, before an update. Gaps between parameters are zero in both."""

@@ -63,12 +63,10 @@ def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: 
     for tensor, codec in forms:
         parts = saved[tensor.name]
         values = [_values(entry, part, target_of(part), flat.slices[number], label) for part in parts]
-        if codec is not None and codec.reads_parameter:
-            values.append(partial(shard.parameter_of, piece))
         if codec is None:
             yield Copy(shard, tensor, piece, values[0])
-        elif codec == own.get(tensor.name):  # as stored: a parameter that is a part of it may be loaded later
-            yield from (Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=False))
+        elif codec == own.get(tensor.name):
+            yield from (Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=True))
         else:
             yield Copy(shard, tensor, piece, partial(_values_of, codec, tensor, values))
 

@@ -51,7 +51,7 @@ class TrainConfig(ModelConfig):
     state_offload: str | None = None
     device_budget: str | None = None
     param_offload: str | None = None
-    master: str = "fp32"
+    master: str | None = None
     state_dtype: str = "fp32"
     telemetry: bool = False
 
@@ -68,7 +68,7 @@ def given_flags(arguments: argparse.Namespace) -> Flags:
 def fresh_config(given: Flags, device: str) -> TrainConfig:
     """Make the configuration of a fresh run on ``device`` ("cpu" or "cuda"). Raises UsageError."""
     defaults: dict[str, Any] = {}
-    dtype = given.get("dtype", "bf16" if given.get("master", "fp32") != "fp32" else None)  # split masters need bf16
+    dtype = given.get("dtype", "bf16" if given.get("master") in ("split", "split8") else None)  # split masters need bf16
     if dtype is None and not has_bf16_units(device):
         defaults = _FP32_ON_CPU if device == "cpu" else {"dtype": "fp32"}
     elif dtype == "fp16" and device == "cpu":
