@@ -164,7 +164,8 @@ struct Halves {
 
 ZK_HOST_DEVICE static inline bool is_finite(BFloat16 high) { return (high.bits & 0x7fff) < 0x7f80; }
 
-// An edited parameter has the low half of its old master. An inf stays inf, and a 0 beside which that leads to NaN is 0.
+// An edited parameter has the low half of its old master. An inf stays inf, and a 0 beside which that leads to NaN is
+// 0.
 ZK_HOST_DEVICE static inline float join(Halves halves) {
   uint32_t high = uint32_t(halves.high.bits) << 16;
   float master = bits_float(high + uint32_t(int32_t(halves.low)));

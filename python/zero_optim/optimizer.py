@@ -124,9 +124,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             The average is one more state tensor, and begins with the result of the first update. A sequence: one
             average for each. A group's own values win. See ``ema_state_dict`` and ``swap_to_ema``. None: no average.
         ema_dtype: "fp32" or "bf16_stochastic": how averages are stored. See ``docs/state.md``.
-        master: "fp32": 16-bit parameters have an fp32 master beside them. "split": a bf16 parameter is the upper half of
-            its master, and the other 16 bits are stored beside it. "split8": 8 bits, for a master of 24. None: "split",
-            or "fp32" where a parameter is fp16. See ``docs/state.md``.
+        master: "fp32": 16-bit parameters have an fp32 master beside them. "split": a bf16 parameter is the upper half
+            of its master, and the other 16 bits are stored beside it. "split8": 8 bits, for a master of 24. None:
+            "split", or "fp32" where a parameter is fp16. See ``docs/state.md``.
         state_dtype: "fp32", "bf16", "bf16_stochastic" or "int8": how state other than masters and averages is stored.
             See ``docs/state.md``.
         telemetry: measure in every update what ``telemetry()`` returns. It takes 20 bytes for each row of 128 elements

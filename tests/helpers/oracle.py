@@ -43,8 +43,8 @@ class MasterAdamW:
     """AdamW with masters over parameters of any floating dtype, each with a step count of its own.
 
     ``params`` holds the parameters (their own dtype), ``exp_avg`` and ``exp_avg_sq`` the state (fp32), ``steps`` the
-    counts. The constructor copies what it is given. ``split``: the master of a bf16 parameter is that parameter and what
-    is ``low`` of it, so an edit of ``params`` holds; else it is fp32, and an edit must set ``wide``, too.
+    counts. The constructor copies what it is given. ``split``: the master of a bf16 parameter is that parameter and
+    ``low``, so an edit of ``params`` holds; else it is fp32, and an edit must set ``wide``, too.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ class OptimizerState:
                 warnings.warn(
                     f"{shard.bucket.label(number)} was edited in a way that its version counter does not show, such as "
                     "through p.data, and its fp32 master would have overwritten the edit: edit it in place under "
-                    "torch.no_grad(), call opt.refresh_master() after the edit, or leave out master=\"fp32\"",
+                    'torch.no_grad(), call opt.refresh_master() after the edit, or leave out master="fp32"',
                     stacklevel=2,
                 )
                 self.refresh_masters({shard.bucket.layout.slots[number].param})

@@ -31,8 +31,8 @@ from ..rules.update_rule import (
     ToJoin,
     UpdateRule,
     Whole,
-    has_master,
     exported_for,
+    has_master,
     stored_for,
     tensors_for,
 )

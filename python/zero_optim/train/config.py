@@ -68,7 +68,8 @@ def given_flags(arguments: argparse.Namespace) -> Flags:
 def fresh_config(given: Flags, device: str) -> TrainConfig:
     """Make the configuration of a fresh run on ``device`` ("cpu" or "cuda"). Raises UsageError."""
     defaults: dict[str, Any] = {}
-    dtype = given.get("dtype", "bf16" if given.get("master") in ("split", "split8") else None)  # split masters need bf16
+    needs_bf16 = given.get("master") in ("split", "split8")
+    dtype = given.get("dtype", "bf16" if needs_bf16 else None)
     if dtype is None and not has_bf16_units(device):
         defaults = _FP32_ON_CPU if device == "cpu" else {"dtype": "fp32"}
     elif dtype == "fp16" and device == "cpu":
