@@ -39,7 +39,6 @@ FORMS: Mapping[str, Flags] = {
     "fp32": (),
     "split": ("--master", "split"),
     "bf16": ("--state-dtype", "bf16"),
-    "bf16_stochastic": ("--state-dtype", "bf16_stochastic"),
     "int8": ("--state-dtype", "int8"),
     "split, int8": ("--master", "split", "--state-dtype", "int8"),
     "split8": ("--master", "split8"),

@@ -329,7 +329,6 @@ class Way:
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "": {},
     "_bf16": {"state_dtype": "bf16"},
-    "_bf16_stochastic": {"state_dtype": "bf16_stochastic"},
     "_int8": {"state_dtype": "int8"},
     "_split": {"master": "split"},
     "_small": {"master": "split", "state_dtype": "int8"},

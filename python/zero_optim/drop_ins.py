@@ -38,7 +38,7 @@ class ShardedAdamW(ShardedOptimizer):
         sharding: as ``ShardedOptimizer`` has them, by keyword: ``stage``, ``process_group``, ``mesh``,
             ``tensor_parallel``, ``pipeline``, ``bucket_cap_mb``, ``grad_reduce_dtype``, ``grad_accumulation_dtype``,
             ``max_grad_norm``, ``skip_nonfinite``, ``overlap_grad_reduce``, ``overlap_param_gather``,
-            ``state_offload``, ``device_budget``, ``ema_decay``, ``ema_dtype``, ``master``,
+            ``state_offload``, ``device_budget``, ``ema_decay``, ``master``,
             ``state_dtype``, ``telemetry``.
 
     Raises what ``ShardedOptimizer`` raises.

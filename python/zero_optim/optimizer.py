@@ -69,7 +69,6 @@ class ShardingOptions(TypedDict, total=False):
     state_offload: str | None
     device_budget: int | str | None
     ema_decay: float | Sequence[float] | None
-    ema_dtype: str
     master: str | None
     state_dtype: str
     telemetry: bool
@@ -123,11 +122,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ema_decay: keep an exponential average of the fp32 master: this fraction of it stays in each update, as 0.999.
             The average is one more state tensor, and begins with the result of the first update. A sequence: one
             average for each. A group's own values win. See ``ema_state_dict`` and ``swap_to_ema``. None: no average.
-        ema_dtype: "fp32" or "bf16_stochastic": how averages are stored. See ``docs/state.md``.
         master: "fp32": 16-bit parameters have an fp32 master beside them. "split": a bf16 parameter is the upper half
             of its master, and the other 16 bits are stored beside it. "split8": 8 bits, for a master of 24. None:
             "split", or "fp32" where a parameter is fp16. See ``docs/state.md``.
-        state_dtype: "fp32", "bf16", "bf16_stochastic" or "int8": how state other than masters and averages is stored.
+        state_dtype: "fp32", "bf16" or "int8": how state other than masters and averages is stored. bf16 is rounded
+            stochastically.
             See ``docs/state.md``.
         telemetry: measure in every update what ``telemetry()`` returns. It takes 20 bytes for each row of 128 elements
             that a rank updates.
@@ -161,7 +160,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_offload: str | None = None,
         device_budget: int | str | None = None,
         ema_decay: float | Sequence[float] | None = None,
-        ema_dtype: str = "fp32",
         master: str | None = None,
         state_dtype: str = "fp32",
         telemetry: bool = False,
@@ -183,7 +181,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state_offload=state_offload,
             device_budget=device_budget,
             ema_decay=ema_decay,
-            ema_dtype=ema_dtype,
             master=master,
             state_dtype=state_dtype,
             telemetry=telemetry,

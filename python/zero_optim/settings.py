@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from .rules.codec import AVERAGES, MASTERS, STATE_DTYPES, check_ema_dtype, codecs_for, default_master
+from .rules.codec import MASTERS, STATE_DTYPES, codecs_for, default_master
 from .rules.options import EMA_DECAY, Decays, listed_decays
 from .rules.update_rule import UpdateRule
 from .stores.offload import Offload, read_offload
 from .validate import PARAMETER_DTYPES
 
 # Ranks may write these in different ways: the described state shows what they come to.
-_MAY_DIFFER = ("ema_decay", "ema_dtype", "master", "state_dtype")
+_MAY_DIFFER = ("ema_decay", "master", "state_dtype")
 _LEFT_OUT_WHERE_NONE = ("state_offload", "device_budget")
 
 
@@ -35,7 +35,6 @@ class Settings:
     state_offload: str | None
     device_budget: int | str | None
     ema_decay: float | Sequence[float] | None
-    ema_dtype: str
     master: str | None
     state_dtype: str
     telemetry: bool
@@ -57,9 +56,6 @@ class Settings:
         for name, value, known in (("master", self.master, masters), ("state_dtype", self.state_dtype, STATE_DTYPES)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-        check_ema_dtype(self.ema_dtype)
-        if self.ema_dtype != "fp32" and self.ema_decay is None:
-            raise ValueError(f"ema_dtype={self.ema_dtype!r}: no average is kept: give ema_decay, as 0.999, too")
         if not isinstance(self.telemetry, bool):
             raise ValueError(f"telemetry must be True or False, got {self.telemetry!r}")
         read_offload(self.state_offload, self.device_budget)
@@ -99,7 +95,7 @@ class Settings:
         codecs = codecs_for(rule.tensors, rule.nonnegative, master, self.state_dtype)
         rule = rule.with_codecs(codecs | {**rule.codecs})
         if self.ema_decay is not None:
-            rule = rule.with_averages(Decays(EMA_DECAY, listed_decays(self.ema_decay)), AVERAGES[self.ema_dtype])
+            rule = rule.with_averages(Decays(EMA_DECAY, listed_decays(self.ema_decay)))
         rule.check()
         return rule
 

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 DTYPES = ("bf16", "fp16", "fp32")
 MASTERS = ("fp32", "split", "split8")
-STATE_DTYPES = ("fp32", "bf16", "bf16_stochastic", "int8")
+STATE_DTYPES = ("fp32", "bf16", "int8")
 RULES = ("adamw", "amsgrad", "lion", "sgd", "momentum")
 MUON = "muon"
 MODELS = (

@@ -19,8 +19,8 @@ from zero_optim import checkpoint, rules
 RUNS = (((24, 40), (300,), (30, 8)), ((5,), (3, 12, 20)), ((36, 30), (1,)))
 SHAPES = [shape for run in RUNS for shape in run]
 AVERAGES = {"ema_decay": 0.9}
-SMALL = {"master": "split8", "state_dtype": "int8", "ema_dtype": "bf16_stochastic"}
-LARGER = {"master": "split", "state_dtype": "bf16_stochastic", "ema_dtype": "bf16_stochastic"}
+SMALL = {"master": "split8", "state_dtype": "int8"}
+LARGER = {"master": "split", "state_dtype": "bf16"}
 Tensors = dict[tuple[str, str], Tensor]
 """By kind and name."""
 

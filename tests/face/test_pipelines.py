@@ -133,7 +133,7 @@ def skips(rank: int, world_size: int, rule: str, stage: int, broken: str, option
 
 
 SMALL = {"master": "split8", "state_dtype": "int8", "ema_decay": 0.9}
-NOISY = {"state_dtype": "bf16_stochastic", "ema_decay": 0.9}
+NOISY = {"state_dtype": "bf16", "ema_decay": 0.9}
 MIXED, MATRIX, BIAS = "Muon, AdamW and Lion", "0.down.weight", "1.up.bias"
 
 

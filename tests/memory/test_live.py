@@ -76,7 +76,7 @@ def test_what_is_planned_is_what_is_measured(stage, world_size, dtype, frozen):
     [
         (2, {"bucket_cap_mb": 0.05, "grad_reduce_dtype": torch.float32}),
         (2, {"grad_accumulation_dtype": torch.float32}),
-        (2, {"ema_decay": (0.9, 0.99), "ema_dtype": "bf16_stochastic", "state_offload": "cpu"}),
+        (2, {"ema_decay": (0.9, 0.99), "state_offload": "cpu"}),
         (3, {"grad_accumulation_dtype": torch.float32}),
         (3, {"prefetch": 2}),
         (3, {"reshard_after_forward": False}),

@@ -26,7 +26,7 @@ from random_programs.plain import settled
 
 SECONDS = 30.0  # of half a program, on a busy machine
 COLLECTIVE_SECONDS = 10.0
-IN_BF16 = ("bf16", "bf16_stochastic")  # forms of state; what is loaded into either is rounded to nearest
+IN_BF16 = ("bf16",)  # forms of state; what is loaded into either is rounded to nearest
 
 Seen = dict[tuple[Any, ...], Any]  # see Running.observe
 RANDOM = ("random",)  # its key

@@ -301,7 +301,6 @@ SAID: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
     ({"master": "split"}, {"master": "split8"}, {"master"}),
     (EIGHT, {}, set()),
     (EIGHT, EIGHT, set()),
-    ({"state_dtype": "bf16_stochastic"}, EIGHT, MOMENTS),
 ]
 
 
@@ -413,7 +412,7 @@ def test_a_gradient_that_is_not_finite_loses_its_row_where_it_is_not_skipped() -
             (torch.bfloat16,),
             {"state_dtype": "fp8"},
             "ValueError",
-            "state_dtype must be one of 'fp32', 'bf16', 'bf16_stochastic', 'int8'",
+            "state_dtype must be one of 'fp32', 'bf16', 'int8'",
         ),
         ((torch.bfloat16,), {"state_dtype": torch.int8}, "ValueError", "state_dtype must be one of .*got torch.int8"),
     ],

@@ -84,7 +84,7 @@ FORMS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {}),
     (torch.bfloat16, {"max_grad_norm": 0.5}),
     (torch.bfloat16, {"master": "split", "state_dtype": "int8"}),
-    (torch.bfloat16, {"master": "split8", "state_dtype": "bf16_stochastic", "ema_decay": 0.9}),
+    (torch.bfloat16, {"master": "split8", "state_dtype": "bf16", "ema_decay": 0.9}),
     (torch.bfloat16, {"state_dtype": "int8", "state_offload": "paged", "device_budget": 0}),
 ]
 

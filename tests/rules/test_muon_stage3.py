@@ -120,7 +120,7 @@ def _as_at_stage_2(rank: int, world_size: int, dtype: torch.dtype, options: dict
         (1, torch.bfloat16, {"max_grad_norm": 0.1}),
         pytest.param(2, torch.float32, {"ema_decay": 0.9}, marks=slow),
         (3, torch.bfloat16, {"master": "split", "state_dtype": "int8", "telemetry": True}),
-        (5, torch.bfloat16, {"state_dtype": "bf16_stochastic", "ema_decay": 0.5}),
+        (5, torch.bfloat16, {"state_dtype": "bf16", "ema_decay": 0.5}),
     ],
 )
 def test_it_has_the_bits_of_stage_2(world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ STORES = {
     "nvme": {"state_offload": "nvme"},
     "parameters": {"param_offload": "cpu"},
     "all on the host": {"param_offload": "cpu", "state_offload": "cpu", "master": "split", "state_dtype": "int8"},
-    "nvme, small": {"state_offload": "nvme", "state_dtype": "bf16_stochastic", "ema_decay": 0.5},
+    "nvme, small": {"state_offload": "nvme", "state_dtype": "bf16", "ema_decay": 0.5},
 }
 
 

@@ -1,4 +1,4 @@
-"""``state_dtype="bf16_stochastic"``: the same bits on any ranks, at any stage, in any store, from a checkpoint on."""
+"""``state_dtype="bf16"``: the same bits on any ranks, at any stage, in any store, from a checkpoint on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from harness import run_ranks
 from oracle import rounded_by_noise
 from torch import Tensor, nn
-from zero_optim.rules import SGD, AdamW, StochasticBf16, UpdateRule
+from zero_optim.rules import SGD, AdamW, Bf16, UpdateRule
 
 import zero_kernels
 from zero_kernels import ROW, RULES, codecs
@@ -63,7 +63,7 @@ class InTorch(UpdateRule):
         return p - c["lr"] * m, {"exp_avg": m, "exp_avg_sq": v}
 
 
-FORM: dict[str, Any] = {"state_dtype": "bf16_stochastic"}
+FORM: dict[str, Any] = {"state_dtype": "bf16"}
 
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("ShardedAdamW", {"lr": 2.0**-7, "weight_decay": 0.125, **FORM}),
@@ -181,7 +181,7 @@ def test_the_bits_are_those_of_each_parameter_alone_on_any_ranks(tmp_path: Path)
         for found, on in run_ranks(world_size, _run, str(tmp_path)):
             for (job, given), (state, kinds) in zip(ways, found, strict=True):
                 _check(state, expected[job], job, given, world_size)
-                assert kinds == [f"{name}_bf16" for name in RULES[job].states], "as much is stored as with bf16"
+                assert kinds == [f"{name}_bf16" for name in RULES[job].states]
             if on is not None:
                 _check(on, _expected("adamw", STEPS + MORE), "from a checkpoint on")
 
@@ -202,7 +202,7 @@ def _state(rule: UpdateRule, steps: int = 3, **options: Any) -> list[dict[str, T
 
 def test_a_rule_in_torch_rounds_by_the_same_noise() -> None:
     """One step: both moments are a quarter of what was given."""
-    form = {"exp_avg": StochasticBf16(), "exp_avg_sq": StochasticBf16()}
+    form = {"exp_avg": Bf16(), "exp_avg_sq": Bf16()}
     for number, entry in enumerate(_state(InTorch(lr=0.25).with_codecs(form), steps=1)):
         g = _gradient(number, 0).float()
         exact = {"exp_avg": (g * 0.25, 0), "exp_avg_sq": (g * g * 0.25, 1)}
@@ -214,7 +214,7 @@ def test_a_rule_in_torch_rounds_by_the_same_noise() -> None:
 
 
 def test_it_loads_from_and_into_other_forms(tmp_path: Path) -> None:
-    """Narrowed to nearest even; what was rounded is not rounded again, and a state dict of bf16 is one of this form."""
+    """Narrowed to nearest even; what was rounded is not rounded again."""
     import zero_optim
     from zero_optim import checkpoint
 
@@ -227,20 +227,14 @@ def test_it_loads_from_and_into_other_forms(tmp_path: Path) -> None:
         return [state[number][kind] for number in range(len(SHAPES)) for kind in ("exp_avg", "exp_avg_sq")]
 
     found, saved, full = {}, {}, {}
-    for form in ("fp32", "bf16", "bf16_stochastic"):
+    for form in ("fp32", "bf16"):
         model, opt = made(form)
         _train(model, opt, range(2), 1)
         checkpoint.save(tmp_path / form, model, opt)
         found[form], full[form] = moments(opt), zero_optim.full_state_dict(opt)
         saved[form] = {**opt.state_dict(), "state": {k: {**v} for k, v in opt.state_dict()["state"].items()}}
         opt.close()
-    assert not all(map(torch.equal, found["bf16"], found["bf16_stochastic"]))
-    for source, target in (
-        ("fp32", "bf16_stochastic"),
-        ("bf16", "bf16_stochastic"),
-        ("bf16_stochastic", "bf16"),
-        ("bf16_stochastic", "fp32"),
-    ):
+    for source, target in (("fp32", "bf16"), ("bf16", "bf16"), ("bf16", "fp32")):
         wanted = [values.bfloat16().float() if target != "fp32" else values for values in found[source]]
         for how in ("checkpoint", "full state", "state dict"):
             model, opt = made(target)
@@ -258,20 +252,7 @@ def test_sgd_without_momentum_has_nothing_to_round() -> None:
     import zero_optim
 
     model = Model()
-    opt = zero_optim.ShardedOptimizer(model.named_parameters(), SGD(lr=0.25), state_dtype="bf16_stochastic")
+    opt = zero_optim.ShardedOptimizer(model.named_parameters(), SGD(lr=0.25), state_dtype="bf16")
     _train(model, opt, range(2), 1)
     assert all(shard.row_keys is None for shard in opt.engine.states.shards)
-    opt.close()
-
-
-def test_averages_in_bf16_begin_as_the_parameters() -> None:
-    """And not as zeros."""
-    import zero_optim
-
-    model = Model()
-    opt = zero_optim.ShardedAdamW(model.named_parameters(), ema_decay=0.75, ema_dtype="bf16_stochastic")
-    state = opt.state_dict()["state"]
-    for name, p in model.named_parameters():
-        assert torch.equal(state[name]["ema_bf16"], p), name
-    assert opt.stats()["memory"]["ema_bf16"] == 2 * sum(p.numel() for p in model.parameters())
     opt.close()

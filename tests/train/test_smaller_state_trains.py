@@ -55,7 +55,7 @@ def exact() -> float:
 @pytest.mark.parametrize(
     ("master", "state_dtype"),
     [
-        ("fp32", "bf16_stochastic"),
+        ("fp32", "bf16"),
         ("split", "bf16"),
         ("split8", "int8"),
         # Each master and each dtype of state is in one of those.

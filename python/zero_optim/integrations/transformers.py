@@ -53,7 +53,7 @@ class ShardedTrainer(Trainer):
             the model to ``arguments.device``, and shard it, before the Trainer is made.
         sync_buffers: "broadcast" or "mean": give all ranks the same buffers, by ``zero_optim.sync_buffers``, before
             they evaluate and save. None: each rank keeps its own, and those of rank 0 are saved.
-        ema_decay, ema_dtype, master, state_dtype: as in ``ShardedOptimizer``, for the optimizer that is made here. With
+        ema_decay, master, state_dtype: as in ``ShardedOptimizer``, for the optimizer that is made here. With
             an optimizer that keeps averages the model is evaluated with the first of them in place of its parameters.
 
     Raises:
@@ -72,13 +72,12 @@ class ShardedTrainer(Trainer):
         units: Sequence[type[nn.Module] | str] | None = None,
         sync_buffers: str | None = None,
         ema_decay: float | Sequence[float] | None = None,
-        ema_dtype: str = "fp32",
         master: str | None = None,
         state_dtype: str = "fp32",
         **options: Any,
     ) -> None:
         self._stage, self._units, self._sync_buffers = stage, units, sync_buffers
-        self._of_state = {"ema_decay": ema_decay, "ema_dtype": ema_dtype, "master": master, "state_dtype": state_dtype}
+        self._of_state = {"ema_decay": ema_decay, "master": master, "state_dtype": state_dtype}
         self._whole: dict[str, Any] | None = None  # the weights of a sharded model, while it is saved
         self._made: ShardedOptimizer | None = None  # the optimizer of the last training
         super().__init__(*args, **options)

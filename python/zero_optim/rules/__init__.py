@@ -1,7 +1,7 @@
 """Update rules: the arithmetic of an optimizer, as data. ``docs/rules.md`` says how to write one."""
 
 from .adamw import AdamW
-from .codec import Bf16, Codec, Int8, Root8, Split, Split8, StochasticBf16
+from .codec import Bf16, Codec, Int8, Root8, Split, Split8
 from .lion import Lion
 from .muon import Muon
 from .options import Betas, Fixed, Flag, Number
@@ -27,7 +27,6 @@ __all__ = [
     "Split",
     "Split8",
     "StateTensor",
-    "StochasticBf16",
     "UpdateRule",
 ]
 

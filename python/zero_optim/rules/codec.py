@@ -155,9 +155,15 @@ class Root8(_Scaled):
 
 
 class Bf16(Codec):
-    """For any values, rounded to bf16: the range of fp32, and 8 bits of precision."""
+    """For any values, in bf16: the range of fp32, and 8 bits of precision. An update rounds each value stochastically: to
+    one of its two neighbours, so that the mean is the value. Values that are loaded, or set, are rounded to nearest even.
 
-    name = "bf16"
+    The noise is made of the place of the row in its parameter, of the parameter's place in the optimizer, the number of
+    the step, the state, and the element's place in the row. So it is the same however parameters are sharded, and goes
+    on from a checkpoint.
+    """
+
+    name, stochastic = "bf16", True
 
     def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
         return (dataclasses.replace(tensor, name=f"{tensor.name}_{self.name}", dtype=torch.bfloat16),)
@@ -165,29 +171,11 @@ class Bf16(Codec):
     def encode(self, values: Tensor) -> Sequence[Tensor]:
         return encode_bf16(values)
 
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        return decode_bf16(*parts)
-
-    def keeps(self, saved: Codec | None) -> bool:
-        return isinstance(saved, Bf16)
-
-
-class StochasticBf16(Bf16):
-    """Stores as ``Bf16`` does. But an update rounds each value to one of its two neighbours, by noise: to the nearer
-    with the higher probability, and so that the mean is the value.
-
-    The noise is made of the place of the row in its parameter, of the parameter's place in the optimizer, the number of
-    the step, the state, and the element's place in the row. So it is the same however parameters are cut and shared,
-    and goes on from a checkpoint. Values that are loaded, or set, are rounded to nearest even.
-    """
-
-    name, stochastic = "bf16_stochastic", True
-
-    def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
-        return Bf16().parts(tensor)
-
     def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
         return encode_stochastic_in_update(values, columns, state)
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        return decode_bf16(*parts)
 
 
 class Split(Codec):
@@ -240,7 +228,7 @@ class Split8(Split):
 PARAMETER = StateTensor("parameter", dtype=torch.bfloat16)
 """The parameter as a part of what a codec decodes."""
 
-_ALL = (Bf16(), StochasticBf16(), Int8(), Root8(), Split(), Split8())
+_ALL = (Bf16(), Int8(), Root8(), Split(), Split8())
 
 CODECS: Mapping[str, Codec] = {codec.name: codec for codec in _ALL}
 """The codecs of the package, by name."""
@@ -259,21 +247,7 @@ def default_master(dtypes: Iterable[torch.dtype]) -> str:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """The dtype of parameters and gradients, by the word for it in commands."""
 
-STATE_DTYPES = ("fp32", "bf16", "bf16_stochastic", "int8")
-
-AVERAGES: Mapping[str, Codec | None] = {"fp32": None, "bf16_stochastic": StochasticBf16()}
-"""The codec of averages of the master, by the word for it: those that ``zero_kernels`` updates."""
-
-
-def check_ema_dtype(given: str) -> None:
-    """Raise ValueError for what is none of ``AVERAGES``."""
-    if given == "bf16":
-        raise ValueError(
-            "ema_dtype='bf16': rounded to the nearest, an average with a decay near 1 stands still, as each update "
-            "moves it by less than half a unit of bf16: give ema_dtype='bf16_stochastic', of the same size"
-        )
-    if given not in AVERAGES:
-        raise ValueError(f"ema_dtype must be one of {', '.join(map(repr, AVERAGES))}, got {given!r}")
+STATE_DTYPES = ("fp32", "bf16", "int8")
 
 
 def codecs_for(
@@ -318,10 +292,7 @@ def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) ->
         tensor = known.get(name)
         if tensor is None:
             raise ValueError(f"there is a codec for {name!r}, and the state is {', '.join(known)}")
-        average = tensor.begins is Begins.AVERAGE
-        if average and codec not in AVERAGES.values():
-            raise ValueError(f"{name!r}, an average, cannot be stored by the codec {codec.name!r}: see ema_dtype")
-        begins = Begins.AVERAGE if average else Begins.PARAMETER if codec.reads_parameter else Begins.ZERO
+        begins = Begins.PARAMETER if codec.reads_parameter else Begins.ZERO
         if tensor.begins is not begins or tensor.per is not Per.ELEMENT or tensor.dtype != torch.float32:
             kind = "the master" if codec.reads_parameter else "fp32, a value an element, and zero at first"
             raise ValueError(f"{name!r} cannot be stored by the codec {codec.name!r}: that is for state that is {kind}")

@@ -10,12 +10,8 @@ from torch import Tensor
 
 import zero_kernels
 
-from .codec import Bf16, Int8, Root8, Split, Split8, StochasticBf16
 from .state_tensor import Begins, StateTensor
 from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of
-
-_OF_KERNELS = (Bf16, StochasticBf16, Int8, Root8, Split, Split8)
-"""Codecs that kernels know. State that is stored by another is updated by torch's ops."""
 
 
 class _Stored(NamedTuple):
@@ -45,7 +41,7 @@ class KernelRule(UpdateRule):
         super().__init__(**values)
         self._use(kernel)
         self._step: Callable[..., None] = zero_kernels.foreach_step
-        self._stored: _Stored | None = None  # made in ``prepared``; None also where no kernel knows the codecs
+        self._stored: _Stored | None = None  # made in ``prepared``
 
     def _use(self, kernel: str) -> None:
         self.kernel, self._of_kernel = kernel, zero_kernels.RULES[kernel]
@@ -73,17 +69,11 @@ class KernelRule(UpdateRule):
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         stored = self._stored or self._as_stored()
-        if stored is None:
-            return super().update(shards)
         *lists, row_keys = lists_of(shards, stored.master, stored.states, stored.averages)
         scales = [shard.state[name] for shard in shards for name in stored.scales]
         self._step(self.kernel, *lists, scales or None, row_keys if stored.by_noise else None)
 
-    def _as_stored(self) -> _Stored | None:
-        """Name them; None where torch's ops have to update: kernels lack a codec, or bf16 is rounded in two ways."""
-        given = {type(codec) for codec in self.codecs.values()}
-        if not given <= set(_OF_KERNELS) or given >= {Bf16, StochasticBf16}:
-            return None
+    def _as_stored(self) -> _Stored:
         master, *states = (
             parts_of(self.codecs, tensor) for tensor in map(StateTensor, (MASTER, *self._of_kernel.states))
         )
@@ -91,6 +81,6 @@ class KernelRule(UpdateRule):
             master[0].name,
             [parts[0].name for parts in states],
             [part.name for of in states for part in of[1:]],
-            self.stored_averages,
-            StochasticBf16 in given,
+            [*self.averages],
+            any(codec.stochastic for codec in self.codecs.values()),
         )

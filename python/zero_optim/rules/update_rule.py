@@ -193,11 +193,6 @@ class UpdateRule:
         return zero_kernels.columns_of(*self.own_columns)
 
     @property
-    def stored_averages(self) -> list[str]:
-        """Names of the stored tensors of ``averages``."""
-        return [parts_of(self.codecs, StateTensor(name))[0].name for name in self.averages]
-
-    @property
     def fixed(self) -> dict[str, Any]:
         """Values of the ``Fixed`` options, by name: the same for all groups."""
         return {option.name: self.defaults[option.name] for option in self.options if isinstance(option, Fixed)}
@@ -233,15 +228,13 @@ class UpdateRule:
         own, its = ({**vars(rule), "defaults": rule.fixed} for rule in (self, other))
         return type(self) is type(other) and own == its
 
-    def with_averages(self, decays: Decays, codec: Codec | None = None) -> UpdateRule:
+    def with_averages(self, decays: Decays) -> UpdateRule:
         """Give this rule with an exponential average of the master for each of ``decays``: e = e + (1 - decay) (p - e),
-        after an update has made p. The first update makes it p. ``codec``: of the averages; one of ``AVERAGES``. Each
-        update rounds the stored average."""
+        after an update has made p. The first update makes it p."""
         made = copy.copy(self)
         made.averages = decays.coefficients
         made.tensors = (*self.tensors, *(StateTensor(name, Begins.AVERAGE) for name in made.averages))
         made.options = (*self.options, decays)
-        made.codecs = self.codecs if codec is None else {**self.codecs, **dict.fromkeys(made.averages, codec)}
         return made
 
     def with_codecs(self, codecs: Mapping[str, Codec]) -> UpdateRule:
@@ -355,7 +348,7 @@ class UpdateRule:
         Parameters have one dtype, and gradients one. ``shared`` and ``rates`` are the same for all shards.
         """
         rule = _with_codecs(self._as_kernel(), self.codecs)
-        lists = lists_of(shards, stored_master(self), rule.states, self.stored_averages)
+        lists = lists_of(shards, stored_master(self), rule.states, self.averages)
         zero_kernels.update_rows(rule.update, rule.columns, *lists)
 
     def before_joining(self, shard: ShardUpdate) -> Tensor:
