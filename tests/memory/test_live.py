@@ -167,7 +167,7 @@ def test_construction_out_of_memory():
     assert (name, has_cause) == ("OutOfMemoryError", True)
     assert "as the optimizer was made: [enforce fail" in said
     assert "stage 2, 1 rank" in said and "  exp_avg_sq" in said and "model state" in said
-    assert 'What takes less: master="split"' in said
+    assert 'What takes less: state_dtype="int8"' in said
     assert issubclass(OutOfMemoryError, torch.OutOfMemoryError)
     make(2, torch.bfloat16)[1].close()  # the parameters of a failed one are free again
 

@@ -262,13 +262,13 @@ def test_state_of_another_rule_is_refused(tmp_path: Any) -> None:
 
 def test_the_planner_asks_the_rule(capsys: Any) -> None:
     for rule in RULES:
-        params, backward, opt = _model(2, torch.bfloat16, rule, ema_decay=(0.9, 0.99))
+        params, backward, opt = _model(2, torch.bfloat16, rule, ema_decay=(0.9, 0.99), master="fp32")
         _train(backward, opt, range(2), 0, 1)
         made, memory = zero_optim.memory.plan_of(opt), opt.stats()["memory"]
         for tensor in opt.engine.rules.all[0].tensors:
             assert made.memory[tensor.name] == memory[tensor.name] == 4 * sum(p.numel() for p in params), tensor
         opt.close()
-    flags = ["plan", "--params", "1e9", "--world", "4", "--stage", "2", "--json"]
+    flags = ["plan", "--params", "1e9", "--world", "4", "--stage", "2", "--master", "fp32", "--json"]
     for optimizer, averages, kinds in (("adamw", 0, 3), ("lion", 1, 3), ("sgd", 0, 1), ("momentum", 2, 4)):
         assert cli.main([*flags, "--optimizer", optimizer, "--averages", str(averages)]) == 0
         (made,) = json.loads(capsys.readouterr().out)

@@ -148,9 +148,9 @@ def _expected(job: str, steps: int) -> list[dict[str, Tensor]]:
         parameter = Model().units[number // 2].parts[number % 2].detach().reshape(-1).clone()
         numel = parameter.numel()
         rows = torch.zeros(-(-numel // ROW), dtype=torch.int32)
-        master, keys, made = parameter.float(), codecs.row_keys(number, 0, len(rows)), 0
-        low = {"split": torch.int16, "split8": torch.int8}.get(options.get("master", ""))
-        stored = master if low is None else torch.zeros(numel, dtype=low)
+        keys, made = codecs.row_keys(number, 0, len(rows)), 0
+        low = {"split": torch.int16, "split8": torch.int8}[options.get("master", "split")]
+        stored = torch.zeros(numel, dtype=low)
         states = [torch.zeros(numel, dtype=torch.bfloat16) for _ in of.states]
         for step in range(steps):
             if (number, step) == SKIPPED:
@@ -160,7 +160,7 @@ def _expected(job: str, steps: int) -> list[dict[str, Tensor]]:
             lists = ([_gradient(number, step).view(-1)], [stored], states, [parameter], [rows], table)
             with zero_kernels.use_backend("reference"):
                 zero_kernels.foreach_step(rule, *lists, row_keys=[keys])
-        whole = stored if low is None else codecs.join_master(parameter, stored)
+        whole = codecs.join_master(parameter, stored)
         found.append(
             {"master": whole.view(shape)}
             | {kind: state.float().view(shape) for kind, state in zip(of.states, states, strict=True)}

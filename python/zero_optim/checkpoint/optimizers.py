@@ -19,7 +19,7 @@ from ..params.arrangement import slice_counts
 from ..rules import RULES
 from ..rules.options import EMA_DECAY, listed_decays
 from ..rules.state_tensor import Per, StateTensor
-from ..rules.update_rule import UpdateRule, master_of, stored_for, tensors_for
+from ..rules.update_rule import UpdateRule, exported_for, master_of, tensors_for
 from ..step.saved_state import SavedState, is_rounded
 from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
@@ -46,8 +46,8 @@ class ShardedPart:
     In a checkpoint it is an optimizer for each rule, with the rule's groups. So an optimizer with two rules loads what
     two optimizers have saved, and the other way round.
 
-    ``stored``: tensors in the form in which a codec stores them, to be saved. Else as the logical fp32 tensors, to be
-    loaded: these may have been saved in any form.
+    ``stored``: tensors in the form in which a codec stores them, but for masters, which are fp32: to be saved. Else as
+    the logical fp32 tensors, to be loaded: these may have been saved in any form.
     """
 
     def __init__(self, opt: Sharded, names: Names, *, stored: bool) -> None:
@@ -66,7 +66,7 @@ class ShardedPart:
         return [
             self._spec(index, tensor)[0]
             for index, parameter in self._trained_by(rule).items()
-            for tensor in (stored_for if self._stored else tensors_for)(rule, parameter.dtype)
+            for tensor in (exported_for if self._stored else tensors_for)(rule, parameter.dtype)
         ]
 
     def _trained_by(self, rule: UpdateRule) -> dict[int, Tensor]:
@@ -133,7 +133,7 @@ class ShardedPart:
         groups = {number: {**self._groups[number], **rule.said} for number in self._groups_of(rule)}
         own = {self._names[index] for index in self._trained_by(rule)}
         counts = {name: count for name, count in steps.items() if name in own}
-        codecs = {name: codec.name for name, codec in rule.codecs.items()}
+        codecs = {name: codec.name for name, codec in rule.codecs.items() if not codec.reads_parameter}
         described = _described(groups, self._names_of_groups(rule))
         return SavedOptimizer(f"{_SHARDED}{rule.name}", described, counts, master_of(rule), order, codecs)
 

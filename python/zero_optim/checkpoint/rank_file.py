@@ -24,7 +24,7 @@ from ..params.arrangement import WHOLE, Arrangement, read_arranged, slice_counts
 from ..rules.codec import CODECS, Codec
 from ..rules.state_tensor import Per, StateTensor
 from . import disk
-from .index import PARAMETER, FlatRange, Index, Key, Piece, ReadRange, SavedTensor, TensorSpec
+from .index import FlatRange, Index, Key, Piece, ReadRange, SavedTensor, TensorSpec
 from .safetensors_file import BLOCK_BYTES, NAMES, Entry, write_entries
 
 
@@ -248,17 +248,15 @@ class EncodedTensor(SavedTensor):
             flats = []
             for part, first, length in self._of_run(low, high, row):
                 flats.append(torch.empty(length, dtype=part.spec.dtype, device="cpu"))
-                # The parameter may have been written with its elements in another order than its state.
                 there = part.spec.arrangement
-                here = self.spec.arrangement if part.spec.kind == PARAMETER else there
-                read_arranged(flats[-1], first, part.spec.shape, (here, there), partial(read, part))
+                read_arranged(flats[-1], first, part.spec.shape, (there, there), partial(read, part))
             values = self.codec.decode_flat(self._tensor, flats)
             first = max(start, low)
             target[first - start : high - start].copy_(values[first - low :])
 
     def _of_run(self, low: int, high: int, row: int) -> Iterator[tuple[SavedTensor, int, int]]:
         """Give what to read of each stored tensor for a run, whose first row is number ``row``."""
-        for part, of in zip(self.stored, self.codec.read_of(self._tensor), strict=True):
+        for part, of in zip(self.stored, self.codec.parts(self._tensor), strict=True):
             yield part, *((row, -(-(high - low) // ROW)) if of.per is Per.ROW else (low, high - low))
 
     @property
@@ -295,11 +293,11 @@ def decoded(index: Index) -> Index:
         for kind, codec_name in optimizer.codecs.items():
             codec = CODECS[codec_name]
             for name in names:
-                keys = [(part.name, name) for part in codec.read_of(StateTensor(kind))]
+                keys = [(part.name, name) for part in codec.parts(StateTensor(kind))]
                 if keys[0] in index.tensors:
                     parts = [index.tensors[key] for key in keys if key in index.tensors]
                     spec = replace(parts[0].spec, kind=kind, dtype=torch.float32)
                     tensors[kind, name] = EncodedTensor(spec, (), codec, parts)
-                    for part in codec.parts(StateTensor(kind)):
-                        tensors.pop((part.name, name), None)
+                    for key in keys:
+                        tensors.pop(key, None)
     return replace(index, tensors=tensors)

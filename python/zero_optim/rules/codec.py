@@ -83,17 +83,12 @@ class Codec:
 
     # -- flat ------------------------------------------------------------------------------------------------------
 
-    def read_of(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
-        """List what ``decode`` reads: the parts, and with ``reads_parameter`` the parameter."""
-        return self.parts(tensor) + ((PARAMETER,) if self.reads_parameter else ())
-
     def decode_flat(self, tensor: StateTensor, parts: Sequence[Tensor]) -> Tensor:
-        """Decode a flat range that begins with a row: [numel] fp32. ``parts``: flat, of the same range."""
-        numel = parts[0].numel()
-        shaped = [
-            _rows_of(part) if of.per is Per.ELEMENT else part.view(-1, 1)
-            for of, part in zip(self.read_of(tensor), parts, strict=True)
-        ]
+        """Decode a flat range that begins with a row: [numel] fp32. ``parts``: flat, of the same range; with
+        ``reads_parameter`` the parameter is the last."""
+        numel, stored = parts[0].numel(), self.parts(tensor)
+        of_rows = [of.per is Per.ROW for of in stored] + [False] * self.reads_parameter
+        shaped = [part.view(-1, 1) if one else _rows_of(part) for one, part in zip(of_rows, parts, strict=True)]
         return self.decode(shaped).reshape(-1)[:numel]
 
     def encode_flat(self, values: Tensor) -> list[Tensor]:
@@ -155,8 +150,8 @@ class Root8(_Scaled):
 
 
 class Bf16(Codec):
-    """For any values, in bf16: the range of fp32, and 8 bits of precision. An update rounds each value stochastically: to
-    one of its two neighbours, so that the mean is the value. Values that are loaded, or set, are rounded to nearest even.
+    """For any values, in bf16: the range of fp32, and 8 bits of precision. An update rounds each value stochastically:
+    to one of its two neighbours, so that the mean is the value. What is loaded, or set, is rounded to nearest even.
 
     The noise is made of the place of the row in its parameter, of the parameter's place in the optimizer, the number of
     the step, the state, and the element's place in the row. So it is the same however parameters are sharded, and goes
@@ -206,7 +201,7 @@ class Split(Codec):
         return join_master(parameter, low)
 
     def keeps(self, saved: Codec | None) -> bool:
-        return True  # but for the last place of one in 65536
+        return True  # but for what the class says; a saved master is fp32, whatever it was before
 
 
 class Split8(Split):
@@ -221,12 +216,6 @@ class Split8(Split):
     name = "split8"
     low, dtype = "low8", torch.int8
 
-    def keeps(self, saved: Codec | None) -> bool:
-        return isinstance(saved, Split8)
-
-
-PARAMETER = StateTensor("parameter", dtype=torch.bfloat16)
-"""The parameter as a part of what a codec decodes."""
 
 _ALL = (Bf16(), Int8(), Root8(), Split(), Split8())
 

@@ -250,7 +250,7 @@ class OptimizerState:
     def state_pieces(self, *, stored: bool) -> Iterator[StatePiece]:
         """List what this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out.
 
-        ``stored``: of the stored tensors, else of the logical ones.
+        ``stored``: of the tensors of a state dict, else of the logical ones.
         """
         for shard in self.shards:
             yield from _state_pieces(shard, stored=stored)
@@ -424,7 +424,7 @@ def _fill(shard: ShardState, tensor: StateTensor, full: Tensor, parts: Sequence[
 
 
 def _state_pieces(shard: ShardState, *, stored: bool) -> Iterator[StatePiece]:
-    for tensor in shard.stored if stored else shard.tensors:
+    for tensor in shard.in_state_dict if stored else shard.tensors:
         for piece in shard.bucket.pieces:
             if piece.numel:
                 yield StatePiece(shard, tensor, piece)
