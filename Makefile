@@ -33,7 +33,7 @@ train: .venv/built  ## train a GPT on RANKS ranks; RANKS STAGE DTYPE STEPS DATA 
 
 .PHONY: test
 test: $(DEVELOPED)  ## run the test suite, a file at a time on each of WORKERS (2) workers; ARGS goes to pytest
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: test-all
 test-all:  ## the test suite with its slow tests (every cell of every table) and those of CUDA and Triton code

@@ -43,9 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(config.rootpath, ".pytest_cache", "hypothesis")))
 
 
+_LONG = ("train", "clients", "bench", "checkpoint", "face")  # folders whose files take minutes
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests of a GPU where there is none. ``ZERO_KERNELS_GPU_TESTS_PART=2/4`` takes every fourth of them, from the
-    second on, so that four processes run all of them."""
+    """Run long files first, so that workers end together. Skip tests of a GPU where there is none.
+
+    ``ZERO_KERNELS_GPU_TESTS_PART=2/4`` takes every fourth of these, from the second on, so that four processes run all.
+    """
+    items.sort(key=lambda item: item.path.parent.name not in _LONG)
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     number, _, count = os.environ.get("ZERO_KERNELS_GPU_TESTS_PART", "1/1").partition("/")
     left_out = {*of_gpu} - {*of_gpu[int(number) - 1 :: int(count)]}

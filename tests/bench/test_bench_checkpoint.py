@@ -23,6 +23,7 @@ def test_the_slower_rank_counts_and_the_disk_is_the_measure():
     assert [ours[key] for key in ("written", "numel", "ranks", "rounds")] == [100, 50, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run(ran, monkeypatch):
     monkeypatch.setattr(bench_checkpoint, "on_ranks", on_pool)
     _, rows = ran(bench_checkpoint.main, "--numel", "2Mi", "--rounds", "1")

@@ -44,6 +44,7 @@ def test_committed_files_are_drawn(path, tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_run_trains_each_form_from_each_seed(monkeypatch, tmp_path, capsys):
     """The trainings are played: seed 1 ends at 2.0 with fp32, and each form a hundredth above the one before."""
     pytest.importorskip("matplotlib")

@@ -91,6 +91,7 @@ def with_replicas(rank: int, world_size: int) -> dict[str, tuple[list[float], in
     return found
 
 
+@pytest.mark.slow
 def test_replicas_train_alike():
     """Across two replicas of two goes an all-reduce of the shards, whoever does it."""
     results = run_ranks(4, with_replicas)
@@ -104,6 +105,7 @@ def by_option(rank: int, world_size: int) -> dict[str, list[float]]:
     return {name: train(WAYS[name].make(TASK), 5) for name in ("stage2", *OPTIONS)}
 
 
+@pytest.mark.slow
 def test_smaller_state_and_stores_train_alike():
     (of_rank, _) = run_ranks(2, by_option)
     for name in OPTIONS:
@@ -257,6 +259,7 @@ def test_more_ranks_than_gpus(run_here, monkeypatch):
     assert outcome.code == 2 and "--ranks 4: a rank needs a GPU of its own, and there are 2" in outcome.err
 
 
+@pytest.mark.slow
 def test_a_rank_of_its_own_processes():
     """Not of the pool, once: what a script's ranks return comes back by pickle."""
     found = bench_training.on_ranks(1, bench_training.alone_on_rank, replace(TASK, batch=1), "stage2")

@@ -190,6 +190,7 @@ def test_a_phase_that_hangs_is_ended_with_what_it_started(check: Any, monkeypatc
     assert outcome.result == TIMED_OUT and has_ended(int(outcome.note))
 
 
+@pytest.mark.slow
 @LINUX
 def test_ctrl_c_ends_what_runs(tmp_path: Path) -> None:
     """The phases of a group run in threads, which no signal reaches."""
@@ -257,6 +258,7 @@ print(places.why_not_nccl_ranks(2))
 """
 
 
+@pytest.mark.slow
 def test_tests_ask_the_nccl_that_is_preloaded(libraries: dict[int, Path]) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ZERO_KERNELS_GPU_TESTS_ON": "cuda"}
     environment["PYTHONPATH"] += os.pathsep + os.pathsep.join(str(ROOT / "tests" / name) for name in ("gpu", "helpers"))

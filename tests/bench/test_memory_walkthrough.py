@@ -55,6 +55,7 @@ def walk(rank: int, world_size: int) -> dict[str, tuple[dict[str, tuple[int, int
     return walks
 
 
+@pytest.mark.slow
 def test_what_is_counted_is_what_the_optimizer_says_that_it_keeps():
     data, whole = 2 * BATCH * WIDTH * 2, NUMEL * 2
     for walks in run_ranks(2, walk):
@@ -79,6 +80,7 @@ def test_what_is_counted_is_what_the_optimizer_says_that_it_keeps():
             assert saved == pytest.approx(saved_by[way.split("_")[1]] * NUMEL / 2, rel=0.03), way
 
 
+@pytest.mark.slow
 def test_a_run(ran, monkeypatch):
     monkeypatch.setattr(memory_walkthrough, "on_ranks", on_pool)
     monkeypatch.setattr(memory_walkthrough, "LAYERS", 4)

@@ -40,6 +40,7 @@ def test_padding_is_under_one_percent(ranks, stage):
     assert sum(bucket.numel for bucket in buckets) < 1.01 * TIMED.numel
 
 
+@pytest.mark.slow
 def test_what_is_timed_has_as_many_buckets_as_the_true_shapes(rows):
     for row in (*rows[0].values(), *rows[1].values()):
         assert (row["parameters"], row["timed_buckets"]) == (9 * LAYERS + 3, row["buckets"])

@@ -22,6 +22,7 @@ DEATHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaths", slow_after(1, [DEATHS[:1], DEATHS]), ids=len)
 def test_a_run_that_loses_ranks_is_one_that_nobody_disturbed(deaths: list[Death], tmp_path: Path) -> None:
     """Each attempt gets a checkpoint further, or dies in saving it. ``kills.py`` does it fifty times."""

@@ -142,6 +142,7 @@ def test_damage_is_named_and_the_one_before_is_loaded(two: Path, damage: str) ->
         checkpoint.load(two, model, opt)
 
 
+@pytest.mark.slow
 def test_every_byte_has_a_checksum(tmp_path: Path) -> None:
     """Of all files, every seventh byte, and every one of an index up to its contents."""
     model, opt = job()

@@ -73,6 +73,7 @@ def _grown(rank: int, world_size: int, stage: int, rule: str, how: str) -> tuple
     return saved[1].get("parts"), went
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["thawed", "added"])
 @pytest.mark.parametrize("rule", ["ShardedAdamW", "ShardedMuon"])
 @pytest.mark.parametrize("stage", [1, 2])

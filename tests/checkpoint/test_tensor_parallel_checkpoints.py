@@ -171,6 +171,7 @@ def test_loads_on_any_other_mesh_bit_for_bit(saved, tmp_path):
     _load_on(_loads_of(saved), str(tmp_path), wanted[0], dtype, hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "how"),
     [
@@ -229,6 +230,7 @@ def _resumed(rank: int, world_size: int, mesh: Mesh, folder: str) -> list[float]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     slow_after(1, [Mesh(2, 2, 2), Mesh(2, 1, 2), Mesh(2, 2, 3), Mesh(3, 1, 1)]),

@@ -49,6 +49,7 @@ def _train(rank: int, world_size: int, stage: int | None) -> dict[str, list[Tens
     return {"parameters": trained}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 0), (2, 2), (2, 3)])
 def test_it_trains_as_under_adamw(world_size: int, stage: int) -> None:
     ours, theirs = (assert_ranks_alike(run_ranks(world_size, _train, one)) for one in (stage, None))

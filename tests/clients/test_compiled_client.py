@@ -58,6 +58,7 @@ def test_it_trains_as_with_adamw() -> None:
     assert_like_adamw(weights(ours), weights(train(torch.optim.AdamW, backend="aot_eager")), LR, STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
 def test_inductor() -> None:
     models = []
@@ -91,6 +92,7 @@ def _on_two_ranks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         }
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Any) -> None:
     found = assert_ranks_alike(run_ranks(2, _on_two_ranks, str(tmp_path)))
     assert_like_adamw(found["ours"], found["expected"], LR, STEPS)

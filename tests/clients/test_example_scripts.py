@@ -21,6 +21,7 @@ ACCELERATE += ["--main_process_port", "0"]  # any that is free
 ACCELERATE_LOOP = ("accelerate_loop", ["--steps", "10", "--checkpoint"], "micro-batch 20")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "name", "options", "sign"),
     [

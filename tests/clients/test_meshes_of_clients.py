@@ -162,6 +162,7 @@ def _accelerate(rank: int, world_size: int, folder: str, cells: list[tuple[str, 
         return found
 
 
+@pytest.mark.slow
 @needs("accelerate")
 @pytest.mark.parametrize("cells", [FEW, pytest.param(ALL, marks=slow)], ids=["few", "all"])
 def test_accelerate_by_a_parallelism_config(tmp_path: Any, cells: list[tuple[str, int]]) -> None:
@@ -296,6 +297,7 @@ def _trainer(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.slow
 @needs("transformers", "accelerate")
 def test_trainer_with_models_that_are_cut(tmp_path: Any) -> None:
     from safetensors.torch import load_file
@@ -396,6 +398,7 @@ def _lightning(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return {**found, "refused": str(raised.value)}
 
 
+@pytest.mark.slow
 @needs("lightning")
 def test_lightning_with_tensor_parallel_ranks(tmp_path: Any) -> None:
     per_rank = run_client_ranks(4, _lightning, str(tmp_path), timeout=240, collective_timeout=120)

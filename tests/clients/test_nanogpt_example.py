@@ -103,6 +103,7 @@ def test_they_go_on_from_one_anothers_files(dtype: str, tmp_path: Path) -> None:
         _assert_alike(_load(tmp_path / f"{start}-after"), _load(tmp_path / f"{start}-before"), 2, since=1)
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     """The launcher as it is."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -121,6 +121,7 @@ def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ALONE_SLOW)
 def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None:
     found = assert_ranks_alike(run_client_ranks(ranks, _all_stages, str(tmp_path), timeout=180))

@@ -131,6 +131,7 @@ def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ALONE_SLOW)
 def test_every_stage_trains_saves_and_resumes(ranks: int, tmp_path: Any) -> None:
     found = assert_ranks_alike(run_client_ranks(ranks, _all_stages, str(tmp_path), timeout=180))
@@ -164,6 +165,7 @@ def _precisions(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.slow
 def test_every_precision(tmp_path: Any) -> None:
     found = assert_ranks_alike(run_client_ranks(2, _precisions, str(tmp_path), timeout=180))
     for stage in (2, 3):
@@ -259,6 +261,7 @@ def _example_goes_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return {"weights": closed(trainer)}
 
 
+@pytest.mark.slow
 def test_the_example(tmp_path: Any) -> None:
     found = assert_ranks_alike(run_client_ranks(2, _example, str(tmp_path), timeout=180))
     for stage in (2, 3):
@@ -379,6 +382,7 @@ def _finetunes(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ALONE_SLOW)
 def test_finetuning_goes_on_from_a_link(ranks: int, tmp_path: Any) -> None:
     found = assert_ranks_alike(run_client_ranks(ranks, _finetunes, str(tmp_path), timeout=180))

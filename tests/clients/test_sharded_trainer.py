@@ -167,6 +167,7 @@ def _precisions(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.slow
 def test_every_precision(tmp_path: Any) -> None:
     found = assert_ranks_alike(run_client_ranks(2, _precisions, str(tmp_path), timeout=180))
     for stage in (2, 3):
@@ -399,6 +400,7 @@ def _fine_tuned(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return found
 
 
+@pytest.mark.slow
 @needs("trl", "datasets")
 @pytest.mark.parametrize("ranks", ALONE_SLOW)
 def test_the_example_of_trl(ranks: int, tmp_path: Any) -> None:

@@ -98,6 +98,7 @@ def _loop(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         return {**found, "resumed": weights(resumed)}
 
 
+@pytest.mark.slow
 def test_the_loop_on_two_ranks(tmp_path: Any) -> None:
     found = assert_ranks_alike(run_client_ranks(2, _loop, str(tmp_path)))
     assert_like_adamw(found["ours"], found["expected"], LR, 4)

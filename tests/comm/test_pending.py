@@ -161,6 +161,7 @@ def _asked_while_they_end(rank: int, world_size: int) -> int:
     return asked
 
 
+@pytest.mark.slow
 def test_asking_holds_nothing_that_the_end_of_a_collective_needs():
     """Under a profiler gloo's thread takes the GIL there, for saved-tensor hooks; it has the work's lock by then."""
     assert run_ranks(1, _asked_while_they_end)[0] > 0

@@ -90,6 +90,7 @@ print(len(dist.distributed_c10d._world.pg_map))
 """
 
 
+@pytest.mark.slow
 def test_what_nobody_destroys_is_destroyed_as_the_process_ends(tmp_path):
     """Gloo's threads want the interpreter as they let go of tensors, and abort the process where it has ended."""
     ends = run_script(NOT_DESTROYED, 2, tmp_path)

@@ -244,6 +244,7 @@ class LeavesGarbage:
             LeavesGarbage(self.depth - 1)
 
 
+@pytest.mark.slow
 def test_garbage_that_leaves_garbage_is_not_counted():
     before = census()
     LeavesGarbage(depth=3)

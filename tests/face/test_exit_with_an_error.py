@@ -72,6 +72,7 @@ train(opts)
 
 
 # An interpreter that has to import torch takes seconds: the cell of one rank, of which two see the same.
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "world_size"), [pytest.param("step", 1, marks=slow), ("step", 2), ("backward", 2)])
 def test_an_error_that_nobody_catches_is_all_that_is_printed(where: str, world_size: int, tmp_path: Path) -> None:
     """Before a step, or within a backward whose reductions have begun to leave; at every stage."""

@@ -393,6 +393,7 @@ def _calls_by_name(parameters: int, folder: Path) -> dict[str, int]:
     return found | {name: _calls(do) for name, do in work.items()}
 
 
+@pytest.mark.slow
 def test_what_a_parameter_costs_does_not_grow_with_their_number(tmp_path: Path) -> None:
     _calls_by_name(10, tmp_path / "first")  # what is imported and cached then is not counted
     some, more, most = (_calls_by_name(count, tmp_path / str(count)) for count in (40, 80, 160))

@@ -95,6 +95,7 @@ def _evaluated(rank: int, world_size: int, stage: int, compiled: bool) -> list[f
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_forward_is_compiled_while_gradients_are_shards(stage):
     compiled, eager = (run_ranks(2, _evaluated, stage, way) for way in (True, False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from script_ranks import run_script
 
 SCRIPT = """
@@ -46,6 +47,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_every_stage_trains_with_torch_alone(tmp_path: Path) -> None:
     """On one rank, and then on two."""
     ranks = run_script(SCRIPT, 2, tmp_path)

@@ -743,6 +743,7 @@ def _compiles_step(method: bool, make: Make, params: list[nn.Parameter], gradien
     return opt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [True, False], ids=["opt.step", "a function"])
 def test_a_compiled_step_runs_eagerly_counts_and_trains_as_adamw(method):
     torch._dynamo.reset()

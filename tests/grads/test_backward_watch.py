@@ -8,6 +8,7 @@ from training_cases import Planned, raise_in_backward
 from zero_optim.backward_watch import BackwardWatch
 
 
+@pytest.mark.slow
 def test_none_runs_outside_though_its_task_lives():
     """As on a GPU, whose thread may hold the task of a backward after the caller of one that raised knows it."""
     seen: list[object] = []

@@ -180,6 +180,7 @@ VECTORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiled by g++")
 @pytest.mark.parametrize("isa", [isa for isa in VECTORS if isa in ISAS])
 def test_every_fp32_is_split_and_joined(isa: str, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def test_on_one_rank() -> None:
     _check(raised, LATE, ranks=1)
 
 
+@pytest.mark.slow
 def test_on_a_gpu_that_is_not_the_current_one() -> None:
     programs = [OrderProgram(2, "paged, some stay, clipped"), OrderProgram(3, "parameters on the host, updated there")]
     _check(programs, ON_GPU_1)

@@ -230,6 +230,7 @@ def _read_by_threads(rank: int, world_size: int) -> tuple[int, int, list[str]]:
     return opt.stats()["steps"], sum(reads) - len(reads), troubles
 
 
+@pytest.mark.slow
 def test_other_threads_may_read() -> None:
     for found in run_ranks(2, _read_by_threads):
         assert found == (61, 0, [])

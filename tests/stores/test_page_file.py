@@ -516,6 +516,7 @@ print("still there", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_forked_processes_end_and_the_file_stays(tmp_path):
     """Until its owner ends, which had no time to close it."""
     command = [sys.executable, "-c", FORKS, str(tmp_path)]

@@ -25,6 +25,7 @@ def test_alone(tmp_path: Path) -> None:
     assert 4 < final_loss(command.output) < 7
 
 
+@pytest.mark.slow
 def test_muon_has_the_matrices_of_blocks(tmp_path: Path) -> None:
     command = Command([str(EXAMPLE), "--steps", "2", "--optimizer", "muon"], tmp_path)
     assert command.finish() == 0, command.output
@@ -35,6 +36,7 @@ def test_muon_has_the_matrices_of_blocks(tmp_path: Path) -> None:
     assert f"exp_avg {4 * (whole - matrices):,}," in held
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     command = Command([*TORCHRUN, str(EXAMPLE), "--steps", "2"], tmp_path)
     assert command.finish() == 0, command.output
@@ -42,6 +44,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert 4 < final_loss(command.output) < 7
 
 
+@pytest.mark.slow
 def test_sharded_on_two_ranks_and_resumed_on_one(tmp_path: Path) -> None:
     command = Command([*TORCHRUN, str(SHARDED), "--steps", "2", "--save", "checkpoints"], tmp_path)
     assert command.finish() == 0, command.output

@@ -145,6 +145,7 @@ def test_skipped_steps_are_problems_and_a_cut_off_line_is_left_out(tmp_path: Pat
     assert "<b>10 of 10</b>" in write_page(run).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 20_000])
 def test_runs_of_any_length_are_drawn_small(tmp_path: Path, count: int) -> None:
     pytest.importorskip("matplotlib")

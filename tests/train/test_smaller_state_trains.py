@@ -52,6 +52,7 @@ def exact() -> float:
     return last_losses(partial(zero_optim.ShardedAdamW, lr=LR))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("master", "state_dtype"),
     [

@@ -96,6 +96,7 @@ def newest_step(run: Path) -> int:
 # -- the same run ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_whole_one(two_ranks: object, tmp_path: Path) -> None:
     checkpoint = two_ranks.folder / "checkpoint" / "step-3"
     run_ranks(2, ["--resume", str(checkpoint), "--out", "resumed"], tmp_path)
@@ -190,6 +191,7 @@ def test_the_final_table_agrees_with_its_formula(two_ranks: object) -> None:
     assert a_step == planned == pytest.approx(2 * PARAMETERS / 1e6, abs=0.01)
 
 
+@pytest.mark.slow
 def test_what_run_json_plans_is_what_is_measured(text: Path, tmp_path: Path) -> None:
     """Of a model whose buckets have hardly any padding, at stage 3: micro-batches gather again, and reduce once."""
     harness.new_ranks()  # in which no optimizer of an earlier test is measured
@@ -205,6 +207,7 @@ def test_what_run_json_plans_is_what_is_measured(text: Path, tmp_path: Path) -> 
         assert (rank["memory"][kind] + other["memory"][kind]) / 2 == pytest.approx(size, rel=0.01), kind
 
 
+@pytest.mark.slow
 def test_under_torchrun_memory_and_traffic_are_as_planned(text: Path, tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -234,6 +237,7 @@ def test_under_torchrun_memory_and_traffic_are_as_planned(text: Path, tmp_path: 
 # -- how it ends -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_failure_is_printed_once(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     command = train_ranks(2, [*TINY, "--data", "empty"], tmp_path)
@@ -242,6 +246,7 @@ def test_a_failure_is_printed_once(tmp_path: Path) -> None:
     assert command.output.splitlines() == ["starting 2 ranks", "reading the text", failure]
 
 
+@pytest.mark.slow
 def test_an_unexpected_error_of_a_rank_is_printed_with_its_traceback(text: Path, tmp_path: Path) -> None:
     script = """
 from zero_optim.train import ranks
@@ -264,6 +269,7 @@ def test_a_save_that_fails_on_one_rank_ends_all(text: Path, tmp_path: Path) -> N
     assert not list((tmp_path / "run" / "checkpoint").iterdir())
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_ends_every_rank(two_ranks: object, tmp_path: Path) -> None:
     command = train_ranks(2, [*TINY, *ENDLESS, "--data", str(two_ranks.text), "--out", "run"], tmp_path)
     command.read_until(" 0/4000 ")
@@ -279,6 +285,7 @@ def test_ctrl_c_saves_and_ends_every_rank(two_ranks: object, tmp_path: Path) -> 
     assert [record["step"] for record in read_log(tmp_path / "run")] == list(range(1, stopped + 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("whom", "number"), [("rank", signal.SIGTERM), ("rank", signal.SIGKILL), ("launcher", signal.SIGKILL)]
 )

@@ -38,6 +38,7 @@ def run_snippets(rank: int, world_size: int, folder: str) -> tuple[str, dict[str
     return said.getvalue(), calls, [whole, whole - blocks, blocks // 4]
 
 
+@pytest.mark.slow
 def test_its_snippets_run(tmp_path: Path) -> None:
     (said, calls, _), (other, *_) = harness.run_ranks(2, run_snippets, str(tmp_path), timeout=180)
     assert re.search(r"^norm of the head \d+\.\d{3}$", said, re.MULTILINE)

@@ -294,6 +294,7 @@ def _compiled_parity(rank: int, world_size: int, in_place: bool, before: bool, b
     return difference(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_place", "before", "backend"),
     slow_after(
