@@ -36,11 +36,10 @@ from zero_optim_cli.bench import at_least_one
 Flags = Sequence[str]  # of ``zero-optim train``
 
 FORMS: Mapping[str, Flags] = {
-    "fp32": (),
-    "split": ("--master", "split"),
-    "bf16": ("--state-dtype", "bf16"),
-    "int8": ("--state-dtype", "int8"),
-    "split, int8": ("--master", "split", "--state-dtype", "int8"),
+    "fp32": ("--master", "fp32"),
+    "split": (),
+    "split, bf16": ("--state-dtype", "bf16"),
+    "split, int8": ("--state-dtype", "int8"),
     "split8": ("--master", "split8"),
     "split8, int8": ("--master", "split8", "--state-dtype", "int8"),
 }

@@ -73,7 +73,7 @@ class Question:
 
 
 STAGES = ("stage0", "stage1", "stage2", "stage3", "stage3_keep")
-SMALLER = ("stage3_split", "stage3_keep_split", "stage2_small", "stage3_small", "stage2_smallest", "stage3_smallest")
+SMALLER = ("stage2_int8", "stage3_int8", "stage2_smallest", "stage3_smallest")
 FSDP2S = ("fsdp2", "fsdp2_zero2")
 BY_DDP = ("ddp", "zero_redundancy")
 QUESTIONS: Mapping[str, Question] = {
@@ -102,7 +102,7 @@ QUESTIONS: Mapping[str, Question] = {
     "forms": Question(
         "the update by form of state on one rank, against fused and 8-bit Adams of other packages",
         (*(f"stage2{end}" for end in FORMS), "ddp", "deepspeed_adam", "apex", "te", "bitsandbytes", "torchao"),
-        "stage2",
+        "stage2_fp32",
         ranks=(1,),
         tokens=(64,),
         lap="update",

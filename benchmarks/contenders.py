@@ -328,14 +328,13 @@ class Way:
 
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "": {},
+    "_fp32": {"master": "fp32"},
     "_bf16": {"state_dtype": "bf16"},
     "_int8": {"state_dtype": "int8"},
-    "_split": {"master": "split"},
-    "_small": {"master": "split", "state_dtype": "int8"},
     "_split8": {"master": "split8"},
     "_smallest": {"master": "split8", "state_dtype": "int8"},
 }
-"""Options of smaller state by the end of a contender's name."""
+"""Options of the form of state by the end of a contender's name. A bf16 model has split masters, but for "_fp32"."""
 
 STORES: Mapping[str, Mapping[str, Any]] = {
     "_paged": {"state_offload": "paged", "device_budget": 0},
@@ -346,7 +345,7 @@ STORES: Mapping[str, Mapping[str, Any]] = {
 
 
 def _at(stage: int, reshard: bool = True, **options: Any) -> Way:
-    why = "a split master is of bf16 parameters" if "master" in options else ""
+    why = "8 bits of a master are for bf16 parameters" if options.get("master") == "split8" else ""
     make = functools.partial(ours, stage=stage, reshard=reshard, **options)
     return Way(make, ours=True, gathers_twice=stage == 3 and reshard, bf16_only=why)
 

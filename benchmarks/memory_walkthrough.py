@@ -35,8 +35,7 @@ Readings = dict[str, tuple[int, int]]
 
 PLAIN: Mapping[str, Mapping[str, Any]] = {f"stage{stage}": {"stage": stage} for stage in range(4)}
 SMALL: Mapping[str, Mapping[str, Any]] = {
-    "stage3_split": {"stage": 3, **FORMS["_split"]},
-    **{f"stage{n}{end}": {"stage": n, **FORMS[end]} for end in ("_small", "_smallest") for n in (2, 3)},
+    **{f"stage{n}{end}": {"stage": n, **FORMS[end]} for end in ("_fp32", "_int8", "_smallest") for n in (2, 3)},
 }
 """The optimizer's options by the name of a row; smaller state is of bf16 parameters alone."""
 

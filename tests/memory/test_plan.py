@@ -18,6 +18,7 @@ from zero_optim.memory import KNOWN, Batch, Job, activation_bytes, gpt_of, of_de
 from zero_optim.memory import command as command_module
 from zero_optim.memory.models import ModelShapes, ParameterShape, Width, gpt, with_lora
 from zero_optim.memory.report import draw, remedy, verdict
+from zero_optim.rules import AdamW
 from zero_optim.rules.codec import MASTERS, STATE_DTYPES
 from zero_optim.stores.offload import FRAMES, HOST_BUFFERS, Offload, Tier
 
@@ -64,7 +65,7 @@ def test_model_state_is_that_of_the_zero_paper(billions, stage):
     """To its last printed digit. The paper rounds some figures, and cuts others."""
     model = bf16(float(billions) * GB)
     for world, printed in zip(RANKS, PAPER[billions, stage].split(), strict=True):
-        state = plan(model, Job(world=world, stage=stage)).model_state
+        state = plan(model, Job(world=world, stage=stage, rule=AdamW())).model_state
         last_digit = 10.0 ** -len(printed.partition(".")[2])
         assert abs(state / GB - float(printed)) < last_digit, (world, printed)
         sharded = {1: 12, 2: 14, 3: 16}[stage]
@@ -73,7 +74,9 @@ def test_model_state_is_that_of_the_zero_paper(billions, stage):
 
 
 def test_gpt_2_of_the_paper_takes_24_gb():
-    assert plan(bf16(1.5 * GB), Job(stage=0)).model_state == 24 * GB
+    assert plan(bf16(1.5 * GB), Job(stage=0, rule=AdamW())).model_state == 24 * GB
+    assert plan(bf16(1.5 * GB), Job(stage=0)).model_state == 21 * GB, "split masters"
+    assert plan(of_decoder(gpt_of(int(1.5 * GB)), torch.float16), Job(stage=0)).model_state == 24 * GB
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_a_small_model_by_hand():
     head = 320  # frozen: 3 rows, 4 of two ranks, 256 of them on rank 0
     assert made.memory["parameters"] == 4 * (used + 256) + 12
     assert made.memory["gradients"] == made.memory["exp_avg"] == made.memory["exp_avg_sq"] == 4 * used
-    assert made.memory["master"] == 0  # in fp32 a parameter is its own
+    assert made.memory["master_low"] == 0  # in fp32 a parameter is its own master
     assert made.memory["padding"] == 0
     other = plan(model, Job(world=2, stage=3, rank=1))
     assert other.memory["padding"] == 4 * (4 * 2 * (640 - 416)) + 4 * (256 - (head - 256))
@@ -180,26 +183,29 @@ def test_state_in_other_memory():
     """Bytes are the same everywhere; on the device there are places for two pages instead of the state."""
     model, job = bf16(10**8), Job(world=4, stage=2)
     here = plan(model, job)
-    state = sum(here.memory[kind] for kind in ("master", "exp_avg", "exp_avg_sq"))
+    state = sum(here.memory[kind] for kind in ("master_low", "exp_avg", "exp_avg_sq"))
     for tier in (Tier.PAGED, Tier.CPU, Tier.NVME):
         away = plan(model, Job(world=4, stage=2, offload=Offload(tier)))
-        assert away.memory["master"] == away.memory["exp_avg"] == 0
+        assert away.memory["master_low"] == away.memory["exp_avg"] == 0
         assert away.memory["padding"] < here.memory["padding"]
         largest = away.memory["pages"] // FRAMES
         freed = here.total - away.total
         assert freed == pytest.approx(state - away.memory["pages"], rel=1e-3)
         if tier is Tier.PAGED:
-            assert away.host == freed + away.memory["pages"] and away.disk == 0
+            assert (
+                away.host == pytest.approx(freed + away.memory["pages"], rel=1e-4) and away.disk == 0
+            )  # pages are aligned
         elif tier is Tier.CPU:
             assert largest == 0 and away.host == pytest.approx(state + 10**8, rel=1e-3)  # gradients and parameters, too
         else:
-            assert away.disk == freed + away.memory["pages"] and away.host == HOST_BUFFERS * largest
+            assert away.disk == pytest.approx(freed + away.memory["pages"], rel=1e-4)
+            assert away.host == HOST_BUFFERS * largest
 
 
 def test_what_offloaded_state_and_parameters_take_on_the_host():
     model = bf16(10**8)
     alone = plan(model, Job(world=1, offload=Offload(Tier.CPU, 0)))
-    assert alone.host == pytest.approx(16 * 10**8, rel=1e-3)
+    assert alone.host == pytest.approx(14 * 10**8, rel=1e-3)
     here, away = (plan(model, Job(world=4, stage=3, param_offload=offload)) for offload in (False, True))
     assert away.memory["parameters"] == 0 and here.memory["parameters"] == 2 * 10**8 // 4
     assert away.host == pytest.approx(here.memory["parameters"], rel=1e-3)  # with the padding of shards
@@ -208,7 +214,7 @@ def test_what_offloaded_state_and_parameters_take_on_the_host():
 def test_a_budget_keeps_pages_on_the_device():
     model = bf16(10**8)
     none, some, all_ = (plan(model, Job(offload=Offload(Tier.PAGED, n))) for n in (0, 6 * 10**8, 2 * 10**9))
-    state = 12 * 10**8
+    state = 10 * 10**8
     assert none.host == pytest.approx(state, rel=1e-3)
     assert 5 * 10**8 < none.host - some.host <= 6 * 10**8
     assert all_.host == 0 and all_.memory["pages"] == pytest.approx(state, rel=1e-3)
@@ -237,12 +243,12 @@ def test_the_first_stage_that_fits_and_what_takes_less():
     plans = [plan(model, replace(job, stage=stage)) for stage in range(4)]
     for room, stage in ((140, 0), (80, 1), (40, 2), (10, 3)):
         assert verdict(plans, room * GB).startswith(f"Fits into {room} GB at stage {stage}: ")
-    assert verdict(plans, 40 * GB) == "Fits into 40 GB at stage 2: 32.5 GB a rank, 7.48 GB to spare."
+    assert verdict(plans, 40 * GB) == "Fits into 40 GB at stage 2: 32.3 GB a rank, 7.72 GB to spare."
     assert verdict(plans, GB).startswith(
         'Does not fit into 1 GB at any stage below. What takes less: state_dtype="int8"'
     )
-    assert remedy(plans[0], 40 * GB) == "stage=2 fits: 32.5 GB a rank."
-    assert remedy(plans[0], 10 * GB) == "zero_optim.shard_module (stage 3) fits: 4.9 GB a rank."
+    assert remedy(plans[0], 40 * GB) == "stage=2 fits: 32.3 GB a rank."
+    assert remedy(plans[0], 10 * GB) == "zero_optim.shard_module (stage 3) fits: 4.67 GB a rank."
     full = plan(model, Job(batch=Batch(16, 2048)))
     assert remedy(full, 80 * GB).startswith("What takes less: activation checkpointing, state_dtype=")
 

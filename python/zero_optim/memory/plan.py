@@ -15,8 +15,9 @@ from ..comm.tensor_ranks import TensorRanks
 from ..grads.buckets import BucketKind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, one_bucket, round_up
 from ..rules.adamw import AdamW
+from ..rules.codec import Split, default_master
 from ..rules.state_tensor import StateTensor
-from ..rules.update_rule import UpdateRule, stored_for, stored_names
+from ..rules.update_rule import MASTER, UpdateRule, stored_for, stored_names
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
 from ..stores.offload import FRAME_ALIGNMENT, FRAMES, Footprint, Offload, Tier, footprint
 from .models import ModelShapes, ParameterShape, Width, cut_over, of_stage
@@ -41,6 +42,10 @@ class Batch:
     checkpointing: bool = False
 
 
+_ADAMW = {"fp32": AdamW(), "split": AdamW().with_codecs({MASTER: Split()})}
+"""By the word for the master, one object each: rules are compared by identity."""
+
+
 @dataclass(frozen=True)
 class Job:
     """The job that is planned: the arguments of ``ShardedOptimizer`` and ``shard_module``, and what they run on.
@@ -59,7 +64,7 @@ class Job:
         param_offload: at stage 3, whether shards of parameters rest in host memory.
         batch: what activations are computed from; None: they are not counted.
         host_waits: whether the host waits for collectives, as under gloo.
-        rule: of the parameters whose ``ParameterShape`` has none.
+        rule: of the parameters whose ``ParameterShape`` has none; None: AdamW with the masters it has by default.
         matrix_rule: of those of them that are matrices of hidden layers; None: ``rule``.
     """
 
@@ -80,13 +85,13 @@ class Job:
     param_offload: bool = False
     batch: Batch | None = None
     host_waits: bool = False
-    rule: UpdateRule = AdamW()
+    rule: UpdateRule | None = None
     matrix_rule: UpdateRule | None = None
 
     def rule_of(self, parameter: ParameterShape) -> UpdateRule:
         """Choose the rule that updates the parameter."""
         own = self.matrix_rule if parameter.matrix else None
-        return parameter.rule or own or self.rule
+        return parameter.rule or own or self.rule or _ADAMW[default_master([parameter.dtype])]
 
     @property
     def data(self) -> int:
@@ -207,7 +212,7 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     model = of_stage(whole, job.pipeline, stage)
     laid = _lay_out(cut_over(model, job.tensor), job)
     buckets = laid.buckets
-    rules = dict.fromkeys((job.rule, *(flat.rule for flat in buckets)))
+    rules = dict.fromkeys(flat.rule for flat in buckets)
     memory = no_memory(rules)
     _count_flats(memory, laid)
     memory["parameters"] += model.buffers
