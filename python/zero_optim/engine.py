@@ -10,6 +10,7 @@ A step has four phases, each a method of ``Engine``::
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from . import validate
 from .asleep import Asleep
 from .comm.collectives import Comm
 from .comm.sharding import Sharding
+from .comm.spans import LOGGER, span
 from .errors import GradientError, OffloadError, ZeroOptimError
 from .grads.bucket import Bucket
 from .grads.buckets import buckets_by_size, buckets_of_units
@@ -173,7 +175,8 @@ class Engine:
             if not self.sharding.agrees:  # else all ranks raise together, in the exchange
                 self.states.raise_trouble()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
-        by = self._coefficients(groups)
+        with span("step.coefficients"):
+            by = self._coefficients(groups)
         for shard in self.states.update(by):
             shard.bucket.unshard()  # the all-gather is on its way while the next shard is updated
         self._end_step(by.found_inf)
@@ -216,7 +219,8 @@ class Engine:
         The first exchange shows that every rank has them, or raises. The second pass reduces them.
         """
         # Even if the last exchange still holds: at stage 3 a backward without gradients still has gathers to join.
-        self.reducer.complete_all_backwards()
+        with span("step.finish"):
+            self.reducer.complete_all_backwards()
         if self.exchange.knows(stats=False):
             self._follow_edits()
         if self.exchange.knows(stats=self._wants_stats):
@@ -224,9 +228,11 @@ class Engine:
         while True:
             thawed = self.parameters.thawed()
             validate.check_kinds(self.parameters, thawed)
-            used = self.reducer.finish()
+            with span("step.finish"):
+                used = self.reducer.finish()
             self.parameters.warn_of_replaced(used)
-            self._run_exchange(used, norm_type, thawed)
+            with span("step.exchange"):
+                self._run_exchange(used, norm_type, thawed)
             if self.exchange.failed or not (thawed or self.reducer.leftover):
                 return True
             if thawed:
@@ -261,6 +267,7 @@ class Engine:
                 flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             )
         except ZeroOptimError as error:
+            LOGGER.error("step %d raises on every rank: %s", self.steps + 1, error)
             self.clip.unclip()  # the step failed: its clip must not multiply the gradients of the next
             if isinstance(error, OffloadError):
                 self.states.trouble.told()
@@ -310,10 +317,16 @@ class Engine:
         self.states.mark_updated()
         self.exchange.skipped += found_inf.reshape(())
         self.steps += 1
+        self._log_skipped(found_inf)
         self.reducer.end_step()
         if self.sharded_model is not None:
             self.sharded_model.schedule.end_step()
         self.forget_coefficients()
+
+    def _log_skipped(self, found_inf: Tensor) -> None:
+        """Log a step that was skipped, where the host need not wait to know: on CUDA ``stats()`` has it."""
+        if found_inf.device.type == "cpu" and LOGGER.isEnabledFor(logging.INFO) and bool(found_inf):
+            LOGGER.info("step %d was skipped, not finite: %s", self.steps, self.first_non_finite())
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..comm.collectives import Comm
+from ..comm.spans import span
 from ..comm.together import on_rank_0, together
 from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
@@ -96,7 +97,8 @@ def load(
     problems: list[str] = []
     for folder in on_rank_0(subject.comm, lambda: folders.candidates(Path(path)), _WHERE):
         try:
-            loaded = _load(folder, subject, others, strict=strict)
+            with span(_WHERE, folder):
+                loaded = _load(folder, subject, others, strict=strict)
         # All ranks come here, or none: see ``together``. So all go on to the same next one.
         except CheckpointError as error:
             problems.append(str(error))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Comm
 from ..comm.host_ranks import HostRanks
+from ..comm.spans import span
 from ..comm.together import Ranks, gathered, on_rank_0, together
 from ..errors import CheckpointError
 from . import folder as folders
@@ -84,7 +85,8 @@ def save(
     share = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
     writing = _begin(comm, absolute, share.step)
     if not background:
-        return _save(comm, writing, share)
+        with span(_WHERE, absolute):
+            return _save(comm, writing, share)
     # The thread agrees with those of other ranks over a group of its own: the program's collectives go on meanwhile.
     with _given_up_on_failure(comm, writing):
         copied = together(comm, lambda: share.with_values_copied(SAVE_BUFFER), _WHERE)

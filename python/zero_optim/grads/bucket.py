@@ -23,6 +23,7 @@ from ..comm.buffers import CommBuffers, debug_options
 from ..comm.chain import Chain
 from ..comm.collectives import Pending
 from ..comm.sharding import Sharding
+from ..comm.spans import span
 from ..comm.storage import allocate, deallocate
 from ..comm.streams import GradStreams, keep_for_current_stream
 from ..errors import GradientError
@@ -214,6 +215,11 @@ class Bucket:
             self.arrivals.wait()
             self._allocate_gradients()
 
+    def __str__(self) -> str:
+        """Its name in a trace."""
+        more = f" and {len(self.params) - 1} more" if len(self.params) > 1 else ""
+        return f"{self.label(0)}{more}"
+
     def label(self, index: int) -> str:
         return self._labels[self.layout.slots[index].param]
 
@@ -338,7 +344,8 @@ class Bucket:
             allocate(self.grad_buffer)
         full = self.grad_buffer if in_place else lend(self.layout.numel)
         sources, terms = self._of_this_rank(sources)
-        self.pack(sources, full, self.sharding.grad_scale, accumulate)
+        with span("pack", self):
+            self.pack(sources, full, self.sharding.grad_scale, accumulate)
         self._sum_terms([*self._with_dropped(terms, sources), *self._marked_terms], full)
         self.slots.launch(sources, self._reduced_handles())
         streams.keep(grad for _, grad in sources)
@@ -347,7 +354,8 @@ class Bucket:
         # With state on the host, what was copied there of this shard is about to be out of date.
         if self.follower is not None:
             self.follower.reduction_begins()
-        pending = self.sharding.reduce(full, self.grad_shard, lend, accumulate=accumulate)
+        with span("reduce_scatter", self):
+            pending = self.sharding.reduce(full, self.grad_shard, lend, accumulate=accumulate)
         self._zeroings = self._zeroings_now()  # what is zeroed from here on is meant for this sum
         then = [self._poison_others] if in_place and buffers.poison else []
         if (follower := self.follower) is not None:
@@ -436,7 +444,8 @@ class Bucket:
         if self.sharding.stage < 3:  # else a unit gathers them when it is called
             if self._poison:
                 _poison_beside(self.flat.shard, self.flat.full)
-            self.unsharding = self.sharding.all_gather(self.flat.full, own=self.flat.shard)
+            with span("step.all_gather", self):
+                self.unsharding = self.sharding.all_gather(self.flat.full, own=self.flat.shard)
 
     def guard(self) -> None:
         """Let the first read or write of a parameter that is in flight wait for it: see ``ArrivingParameter``."""

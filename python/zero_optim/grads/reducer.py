@@ -31,6 +31,7 @@ from torch import Tensor
 from ..backward_watch import BackwardWatch, current_task
 from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
+from ..comm.spans import LOGGER
 from ..comm.streams import GradStreams
 from ..errors import ParameterError, RankMismatchError, ZeroOptimError
 from ..mode import CurrentMode
@@ -536,6 +537,7 @@ class Reducer:
         order = self._counts.agree(reports, self.layout.order)
         if order is not None:
             self.lay_out(order)
+            LOGGER.info("laid out %d buckets in the order in which gradients become ready", len(self.buckets))
         self._use_readiness()
 
     def reduce_leftover(self) -> None:

@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..comm.spans import span
 from ..rules.homes import Size, batch_lengths
 from ..rules.update_rule import ShardUpdate
 from .shard_state import ShardState
@@ -81,7 +82,8 @@ class ShardBatch:
             try:
                 for shard in self.shards:
                     updates.append(shard.begin_update(by))
-                self._rule.update(updates)
+                with span("step.update", self.shards[0].bucket):
+                    self._rule.update(updates)
             except BaseException:
                 for shard in self.shards[: len(updates)]:
                     shard.give_up_update()
@@ -105,7 +107,8 @@ class JoinedBatch(ShardBatch):
         rule = self._rule
         begun = [self._pass(shard, by, rule.before_joining, shard.end_pass) for shard in self._in_turn()]
         held = [_on_device(shard, tensor) for shard, tensor in zip(self.shards, begun, strict=True)]
-        rule.join(held, self._to_join)
+        with span("step.join", self.shards[0].bucket):
+            rule.join(held, self._to_join)
         edits_taken = replace(by, take_over=False)
         for shard, to_join, tensor, before in zip(self._in_turn(), self._to_join, held, begun, strict=True):
             if before is not None:

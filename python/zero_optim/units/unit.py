@@ -46,6 +46,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm, Pending
+from ..comm.spans import span
 from ..errors import CollectiveError, ParameterError, ShardAccessError
 from ..params.flat_params import FlatParams
 from ..params.param_shard import ParamShard
@@ -125,15 +126,17 @@ class Unit:
         if self.state in (UnitState.SHARDED, UnitState.NODE_SHARDED):
             # Where the ranks of the node keep all of it among them, no other rank needs to take part.
             node = self.node if self.state is UnitState.NODE_SHARDED else None
-            pending = [flat.unshard(node) for flat in self.flats]
+            with span("unshard", self.label):
+                pending = [flat.unshard(node) for flat in self.flats]
             self._pending = [gather for gather in pending if gather is not None]
             self.state = UnitState.UNSHARDING
 
     def wait(self) -> None:
         """Order later work after the parameters' arrival, and let the modules hold them."""
         if self.state is UnitState.UNSHARDING:
-            for gather in self._pending:
-                self._await(gather)
+            with span("wait for", self.label):
+                for gather in self._pending:
+                    self._await(gather)
             self._pending = []  # only now: parameters that failed to arrive must not be shown
             for flat in self.flats:
                 # A shard that rests in host memory was copied on a lane of its own. On one rank no gather follows that.
@@ -165,9 +168,10 @@ class Unit:
         # From NODE_SHARDED to the node there is nothing to do: its part was kept when the unit was last resharded.
         if self.state is UnitState.UNSHARDED or (self.state is UnitState.NODE_SHARDED and not to_node):
             node = self.node if to_node else None
-            self.show_shards()  # first: it raises where a parameter was replaced, and then nothing was freed
-            for flat in self.flats:
-                flat.reshard(node)
+            with span("reshard", self.label):
+                self.show_shards()  # first: it raises where a parameter was replaced, and then nothing was freed
+                for flat in self.flats:
+                    flat.reshard(node)
             self.state = UnitState.SHARDED if node is None else UnitState.NODE_SHARDED
 
     def keep_edits(self, *, unseen: bool = False) -> None:
