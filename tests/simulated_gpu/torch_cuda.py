@@ -1,4 +1,4 @@
-"""Replaces functions of ``torch.cuda``. ``device.install`` imports it once the device is loaded.
+"""Replaces functions of ``torch.cuda``. ``switch.running`` installs it once the device is loaded.
 
 torch built for the CPU has no C++ behind ``torch.cuda``. Streams and events here are torch's own classes for any
 device, ``torch.Stream`` and ``torch.Event``, which ask the device that is loaded.
