@@ -16,9 +16,9 @@ from random_programs import checkpoints, draw_checkpoints, draw_models, draw_opt
 from random_programs.draw import check_drawn, programs
 
 KINDS = {  # what draws programs, and what checks one
-    **{name: (programs(draw_optimizers.program, of), run.check) for name, of in draw_optimizers.FLAVOURS.items()},
     "models": (programs(draw_models.program), partial(run.check, judge=models.verdict)),
     "checkpoints": (programs(draw_checkpoints.program), checkpoints.check),
+    **{name: (programs(draw_optimizers.program, of), run.check) for name, of in draw_optimizers.FLAVOURS.items()},
 }
 
 

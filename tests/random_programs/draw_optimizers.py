@@ -9,7 +9,7 @@
   optimizer at most is of stage 0, and none of stage 3 is beside it.
 - At stage 3 every rank calls the model as often as the others: first all units in one order; then all ranks the same
   units, or each rank some of them in that order.
-- After a step that clipped or unscaled: zero first. After a clip gradients are not assigned.
+- After a clip gradients are not assigned.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ class State:
     raised: bool = False  # on all ranks, or where all were reached
     zeroed: bool = False  # since the last step, by the optimizer's own
     clipped: bool = False
-    dirty: bool = False  # stepped with gradients that were clipped or unscaled
     saved: set[str] = field(default_factory=set)  # "own" and "full"
     order: list[int] | None = None  # of units
 
@@ -289,10 +288,7 @@ class _Generator(Draw):
                 self.step(s)
 
     def step(self, s: State, more: str = "") -> None:
-        if s.dirty:
-            self.zero(s)
         self.lines.append(f"step({s.name}{more})")
-        s.dirty = bool(s.grads) and (s.clipped or self.scaled or "max_grad_norm" in s.options)
         s.clipped = s.zeroed = False
         s.forget()
 
@@ -301,17 +297,15 @@ class _Generator(Draw):
         self.lines.append(f"{word}({s.name}{'' if to_none else ', to_none=False'})")
         s.grads = set() if to_none else s.grads
         if word == "zero":
-            s.clipped = s.dirty = False
+            s.clipped = False
             s.forget()
             s.zeroed = True
 
     def module_zero(self, s: State) -> None:
-        if not (s.clipped or s.dirty or (s.stage == 3 and s.raised)):
+        if not (s.stage == 3 and s.raised):
             self.zero(s, "module_zero")
 
     def clip(self, s: State) -> None:
-        if s.dirty:
-            return
         most, kind = self.pick((1.0, 0.25, 100.0)), self.pick(("2.0", "float('inf')", "1.0", "3.0"))
         some = f", {sorted(self.some(s.given, 50, least=1))}" if self.chance(30) else ""
         self.lines.append(f"clip({s.name}, {most}, {kind}{some})")
@@ -320,11 +314,11 @@ class _Generator(Draw):
     def settles_in_closure(self, s: State) -> bool:
         """Whether a step with a closure may follow a backward that some ranks were left out of: at stage 3."""
         alone = not any(other.pending for other in self.states if other is not s)
-        return s.stage == 3 and alone and not (self.scaled or s.dirty or s.clipped)
+        return s.stage == 3 and alone and not (self.scaled or s.clipped)
 
     def closure(self, s: State) -> None:
         """A step with a closure, hooks, or both."""
-        if s.dirty or (s.raised and not s.pending):
+        if s.raised and not s.pending:
             return
         more = ""
         if self.chance(70):
@@ -377,7 +371,7 @@ class _Generator(Draw):
         named = ({"store": store["store"]} if store else {}) | budget
         self.lines.append(f"renew({s.name}, {s.stage}{''.join(f', {k}={v!r}' for k, v in named.items())})")
         s.grads = set()
-        s.saved, s.zeroed, s.clipped, s.dirty = set(), False, False, False
+        s.saved, s.zeroed, s.clipped = set(), False, False
         s.forget()
 
     def _add_group(self, s: State, p: int) -> None:
@@ -415,9 +409,6 @@ class _Generator(Draw):
     def backward(self, states: Sequence[State], whole: bool = False, same: bool = False) -> None:
         """``whole``: all of these, synchronised, without a raise. ``same``: with every parameter on all ranks."""
         flavour = self.flavour
-        for s in states:
-            if s.dirty or (s.clipped and (self.scaled or "max_grad_norm" in s.options)):
-                self.zero(s)
         kind = "same" if same else self.pick(("same", "values", "parameters"))
         if not same and (self.scaled or not whole) and self.chance(flavour.raises + flavour.left_out):
             kind = self.differing(states, whole) or kind
@@ -628,8 +619,8 @@ RARE: dict[str, Allowed] = {
     "renew": lambda g, s, p: not s.pending,
     "add_group": lambda g, s, p: not s.pending and s.late > 0,
     "edit": lambda g, s, p: s.quiet and (s.stage != 3 or (not g.flavour.cut and p in s.trained and not s.synced)),
-    "drop": lambda g, s, p: s.quiet and p in s.trained and not s.dirty and not s.clipped,
-    "assign": lambda g, s, p: s.quiet and s.stage != 3 and p in s.trained and not s.clipped and not s.dirty,
+    "drop": lambda g, s, p: s.quiet and p in s.trained,
+    "assign": lambda g, s, p: s.quiet and s.stage != 3 and p in s.trained and not s.clipped,
     "all_reduce": lambda g, s, p: g.world > 1 and all(other.quiet for other in g.states),
     "read": lambda g, s, p: all(other.quiet for other in g.states),
     "average": lambda g, s, p: not s.pending and "ema_decay" in s.options and all(o.quiet for o in g.states),

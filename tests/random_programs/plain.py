@@ -99,7 +99,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.clipped = False  # clip_grad_norm_ was called, and nothing came since
         self.touched = False  # this rank has a new gradient since, or was in a no_sync block
         self.scale, self.unscaled, self.skipped = 1.0, False, False
-        self.met: set[Tensor] = set()  # trained, as the optimizer has seen at construction or in a step
         super().__init__(params, {})
 
     def add_param_group(self, group: dict[str, Any]) -> None:
@@ -114,7 +113,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own = {"view": group["view"]} if "view" in group else {}
         masters = [self.masters[p] for p in group["params"]]
         self.inner.append(rule(masters, lr=group["lr"], weight_decay=group["weight_decay"], **own))
-        self.met |= {p for p in group["params"] if p.requires_grad}
 
     def _touch(self, _: Tensor) -> None:
         self.touched = True
@@ -177,7 +175,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.max_grad_norm is not None and not self.clipped:
             self._clip(grads, self.max_grad_norm, 2.0, None, self.scale)
         self.skipped = not all(bool(grad.isfinite().all()) for grad in grads.values())
-        self.met |= {p for p in self.listed() if p.requires_grad}
         if not self.skipped:
             self._update({p: grad / self.scale for p, grad in grads.items()})
         self.clips, self.clipped, self.unscaled = {}, False, False
@@ -238,7 +235,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {
             number: self.averages[p] if p in self.updates else settled(self.masters[p].detach(), p)
             for number, p in enumerate(self.listed())
-            if p in self.met
+            if p.requires_grad
         }
 
     @contextlib.contextmanager
