@@ -512,6 +512,7 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
         for number, p, name, label in zip(*kinds, strict=True)
         if number >= first_group
     ]
+    description.sort(key=lambda text: text.startswith("state of group"))  # it follows from dtypes: they are named first
     check_same(comm, description, "the constructor", "give the optimizer the same parameters, in the same order, with")
 
 
