@@ -39,7 +39,7 @@ from .params.parameter_set import ParameterSet, check_listed, listed, model_behi
 from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
-from .rules.update_rule import UpdateRule, stored_names
+from .rules.update_rule import UpdateRule, exported_for
 from .settings import Settings
 from .step.pipeline import comm_of_pipeline, make_pipeline
 from .step.telemetry import Telemetry
@@ -395,7 +395,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         step of zero gradients.
         """
         if called_from(DCP_STATE_DICT):
-            kinds = {rule: dict.fromkeys((*stored_names(rule), "step")) for rule in self.engine.rules.all}
+            kinds = {
+                rule: dict.fromkeys([*(tensor.name for tensor in exported_for(rule, torch.bfloat16)), "step"])
+                for rule in self.engine.rules.all
+            }
             shown = [parameter for group in self.param_groups for parameter in group["params"]]  # DCP asks for these
             trained = self.engine.parameters.trained
             return defaultdict(dict, {shown[index]: kinds[self.engine.rules.of(index)] for index in trained})

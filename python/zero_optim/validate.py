@@ -501,7 +501,9 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
 
     Raises RankMismatchError, on every rank, unless all ranks have the same.
     """
-    description = [f"{name}={value}" for name, value in options.items()]
+    new = zip(parameters.all, parameters.group_of, strict=True)
+    dtypes = sorted({str(parameter.dtype) for parameter, number in new if number >= first_group})
+    description = [f"dtypes={dtypes}", *(f"{name}={value}" for name, value in options.items())]
     for number, group in enumerate(parameters.groups[first_group:], first_group):
         left_out = ("params", "param_names", *(key for key, value in group.items() if _has_tensor(value)))
         values = {key: value for key, value in group.items() if key not in left_out}

@@ -256,13 +256,13 @@ def _memory(rank: int, world_size: int, stage: int) -> Memory:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_memory_by_formula(stage, world_size):
-    """16, 4 + 12/N and 2 + 14/N bytes a parameter; two communication buffers of the largest bucket beside them."""
+    """14, 4 + 10/N and 2 + 12/N bytes a parameter; two communication buffers of the largest bucket beside them."""
     for memory in run_ranks(world_size, _memory, stage):
         shard = memory.elements // (world_size if stage >= 1 else 1)
         gradient_shard = memory.elements // (world_size if stage >= 2 else 1)
         kinds = memory.full
         assert kinds["parameters"] == 2 * memory.elements
-        assert kinds["master"] == kinds["exp_avg"] == kinds["exp_avg_sq"] == 4 * shard
+        assert 2 * kinds["master_low"] == kinds["exp_avg"] == kinds["exp_avg_sq"] == 4 * shard
         assert kinds["gradients"] == 2 * gradient_shard
         assert kinds["padding"] == 0
         if stage == 2 and world_size > 1:

@@ -22,14 +22,13 @@ def of_one_rank(*, few: bool = FEW) -> list[OrderProgram]:
 
 
 def of_ranks(world_size: int) -> list[OrderProgram]:
-    """On a CPU all on two ranks, and each once on four, at another stage than on one. Few: every sixth of these on four
-    ranks, and every eleventh on two, where a simulated GPU has them. So each stage has some. On a GPU, which ranks
-    may have to share, a quarter. Few are a quarter of that, and a third of it again on four ranks: without,
-    those of stage 1 took 70 s."""
+    """On a CPU all on two ranks, and each once on four, at another stage than on one. Few: every fifth of these, which
+    has every stage. On a GPU, which ranks may have to share, a quarter. Few are a quarter of that, and a third of it
+    again on four ranks: without, those of stage 1 took 70 s."""
     if ON_GPU:
         return few_programs(WIDTH, each=1)[:: 3 if world_size > 2 else 1] if FEW else few_programs(WIDTH)
     if FEW:
-        return _once_each(world_size // 2)[:: 6 if world_size > 2 else 11]
+        return _once_each(world_size // 2)[::5]
     return _once_each(world_size // 2) if world_size > 2 else _programs_on_one_stream()
 
 

@@ -21,11 +21,11 @@ from harness import RankFailure
 from nccl_ranks import on_nccl_ranks
 from order_programs import (
     SIDE,
-    Inputs,
     OrderProgram,
     Run,
     Streams,
     Trained,
+    make_inputs,
     make_model,
     train,
     wrong,
@@ -98,7 +98,7 @@ def test_programs(world_size: int, stage: int) -> None:
 def _after_the_first_step(rank: int, world_size: int, program: OrderProgram) -> tuple[bool, int, int]:
     """Whether the buckets have another order than before, how many are being gathered, and how many there are."""
     model = make_model(program).to(_device())
-    run = Run(program, model, rank, world_size, Inputs(program, rank, _device()), Streams(_device()), None)
+    run = Run(program, model, rank, world_size, make_inputs(program, rank, _device()), Streams(_device()), None)
     buckets = run.optimizers[0].engine.reducer.buckets
     before = [[id(parameter) for parameter in bucket.params] for bucket in buckets]
     run.step(0)

@@ -71,8 +71,8 @@ def test_shards_add_up_in_fp32_what_is_sent_in_bf16(stage: int, options: dict[st
     narrow = run_ranks(2, _train, stage, options)
     assert torch.equal(torch.cat([grad for grad, _, _ in narrow]), rounded.view(-1))
     for (_, master, sent), (_, of_narrow, as_before) in zip(found, narrow, strict=True):
-        assert torch.equal(master, -exact)
-        assert torch.equal(of_narrow, -rounded.float())
+        for found_master, sums in ((master, exact), (of_narrow, rounded.float())):  # a tie is a unit off
+            assert ((found_master + sums).abs() <= 2.0**-23 * sums.abs()).all()
         assert sent == as_before == ROUNDS * 2 * 512  # in bf16; two shards of whole rows
 
 

@@ -28,10 +28,10 @@ FOLLOWED_BY = {  # by name, what follows; each call is made for each optimizer `
     "backward": "back(chain(0.5), chain(0.25)); all_reduce(1.0); STEP",
     "no_sync": "back(None, chain(0.5), no_sync=every_o); STEP",
     "clip": "[clip(o, 1e9) for o in every_o]; STEP",
-    "state_dict": "[load(o, saved(o)) for o in every_o]; zero(*every_o)",
+    "state_dict": "[o.opt.load_state_dict(saved(o)) for o in every_o]; zero(*every_o)",
     "full_state_dict": "[full(o) for o in every_o]; STEP",
     "load_full_state_dict": "[load_full(o, full(o)) for o in every_o]; STEP",
-    "observe": "[observe(o) for o in every_o]; STEP",
+    "observe": "[o.opt.observe() for o in every_o]; STEP",
     "close": "[renew(o) for o in every_o]",
 }
 TEXT = """

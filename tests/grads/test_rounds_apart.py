@@ -69,12 +69,12 @@ CALLS = {  # what they are in the text of a program
     "norm": "clip(a, 1e9)",
     "clip_grad_norm_": "clip(a, 1.0)",
     "state_dict": "saved(a)",
-    "load_state_dict": "load(a, saved(a))",
+    "load_state_dict": "a.opt.load_state_dict(saved(a))",
     "full_state_dict": "full(a)",
     "load_full_state_dict": "load_full(a, full(a))",
-    "observe": "observe(a)",
+    "observe": "a.opt.observe()",
     "all_reduce": "all_reduce(1.0)",
-    "enter": "inside = block(a); inside.__enter__()",
+    "enter": "inside = a.opt.no_sync(); inside.__enter__()",
     "leave": "inside.__exit__(None, None, None)",
 }
 _WAYS = [

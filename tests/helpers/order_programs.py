@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,14 +23,10 @@ import torch
 import torch.distributed as dist
 from simulated_gpu.switch import the_device
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from training_cases import Planned, maybe_no_sync, raise_in_backward
 
 LR, EPS, WEIGHT_DECAY, MAX_NORM = 1e-2, 1e-3, 0.1, 0.05
-MUON = {"lr": LR, "weight_decay": WEIGHT_DECAY, "momentum": 0.9}  # a step moves a weight by up to 7e-3
 TOLERANCE = 2e-6
-OF_MUON = 1.5e-3  # of weights that are Muon's: its iteration in bf16 makes much of the last bits. Seen: 8e-4
-BESIDE_MUON = 5e-5  # of all else then, which follows from such weights. Seen: 7e-6
 STEPS, DEPTH, ROWS = 4, 3, 4
 SAVED = 1  # the step before which "saved and loaded" saves
 CAP_MB = 0.002  # several buckets at the smallest width; never more than a quarter of the parameters in any case
@@ -48,16 +44,13 @@ WHAT: Mapping[str, Sequence[int]] = {
     "no_sync": ALL,
     "used twice": ALL,  # each weight, within the forward of its unit
     "zeroed at once": ALL,  # one more backward a step, whose gradients are dropped as soon as it returns
-    "zeroed between": ALL,  # the first of three micro-batches is dropped, by model.zero_grad()
     "zeroed in place": ALL,  # one more backward a step, dropped by zero_grad(set_to_none=False)
     "zeroed locally": ALL,  # of three micro-batches the second is under no_sync; two are dropped in place behind it
     "relaid": (1, 2),  # modules are registered in another order than called; the first step leaves gathers under way
     "overlapped": (1, 2),  # at stage 0 and at stage 3 a step gathers nothing
     "overlapped, saved and loaded": (1, 2),
-    "checkpointed": ALL,
     "two optimizers": ALL,
     "two optimizers, zeroed": ALL,  # as "zeroed at once"
-    "two optimizers, in place": ALL,  # as "zeroed in place"
     "clipped": ALL,
     "read": ALL,  # gradients, as soon as backward returns
     "saved and loaded": ALL,
@@ -70,9 +63,7 @@ WHAT: Mapping[str, Sequence[int]] = {
     "kept": (3,),  # units stay whole after a forward; also saved and loaded, with a forward before it loads
     "kept, on two streams": (3,),  # evaluated on the other stream, where units stay whole; then trained on this one
     "nodes": (3,),  # of two ranks
-    "prefetched": (3,),  # three units ahead
     "paged": ALL,
-    "paged, saved and loaded": ALL,
     "paged, some stay, clipped": ALL,
     "paged, as there is room": ALL,
     "updated on the host": ALL,
@@ -82,19 +73,14 @@ WHAT: Mapping[str, Sequence[int]] = {
     "parameters on the host, edited": (3,),
     "parameters on the host, paged": (3,),
     "parameters on the host, updated there": (3,),
-    "muon, clipped": ALL,  # weights are Muon's, and biases AdamW's
 }
 """What a program does, and the stages at which it is allowed. A name may begin with one of STORES."""
 
-MICRO_BATCHES = dict.fromkeys(
-    ("micro-batches", "no_sync", "zeroed between", "half thawed, no_sync", "zeroed locally"), 3
-)
-CLIPPED = ("clipped", "muon, clipped")
+OF_MICRO_BATCHES = ("micro-batches", "no_sync", "zeroed locally", "half thawed, no_sync")  # of three
 SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "kept, on two streams": {"reshard_after_forward": False},
     "nodes": {"reshard_after_forward": 2},
-    "prefetched": {"prefetch": 3},
 }
 PAGED = {"state_offload": "paged", "device_budget": 0}
 SOME_PAGES = 15360  # bytes, at the smallest width: all but one page of units, about half where there are none
@@ -138,30 +124,11 @@ class OrderProgram:
 
     @property
     def micro_batches(self) -> int:
-        return MICRO_BATCHES.get(self.act, 1)
+        return 3 if self.act in OF_MICRO_BATCHES else 1
 
     @property
     def models(self) -> int:
         return 2 if self.act.startswith("two optimizers") else 1
-
-    @property
-    def by_muon(self) -> bool:
-        return self.act.startswith("muon")
-
-    def is_muons(self, name: str) -> bool:
-        """Whether the parameter of this name is Muon's, and not AdamW's."""
-        return self.by_muon and name.endswith("weight")
-
-    @property
-    def rows(self) -> int:
-        """Of an input. Of few rows a weight's gradient is of low rank, and Muon's update of it is noise."""
-        return 2 * self.width if self.by_muon else ROWS
-
-    def tolerance(self, name: str) -> float:
-        """``name``: as in Trained."""
-        if not self.by_muon:
-            return TOLERANCE
-        return OF_MUON if self.is_muons(name) else BESIDE_MUON
 
     @property
     def overlaps(self) -> bool:
@@ -180,8 +147,7 @@ class OrderProgram:
 
     def counted(self) -> Sequence[int]:
         """The micro-batches of a step whose gradients count."""
-        dropped = {"zeroed locally": 2, "zeroed between": 1}.get(self.act, 0)
-        return range(dropped, self.micro_batches)
+        return range(2 if self.act == "zeroed locally" else 0, self.micro_batches)
 
 
 def few_programs(width: int = 16, each: int = len(STREAMS)) -> list[OrderProgram]:
@@ -243,7 +209,7 @@ class Net(nn.Module):
         for number, block in enumerate(reversed(self.blocks) if self.act == "relaid" else self.blocks):
             if self.raising and number == 1:
                 x = raise_in_backward(x)
-            x = checkpoint(block, x, use_reentrant=False) if self.act == "checkpointed" else block(x)
+            x = block(x)
         return self.head(self.head(x)) if self.act == "half thawed, no_sync" else self.head(x)
 
 
@@ -257,7 +223,7 @@ def make_model(program: OrderProgram) -> nn.Sequential:
 def make_input(program: OrderProgram, rank: int, step: int, micro: int) -> Tensor:
     """[rows, width] on the CPU, multiples of 1/4."""
     generator = torch.Generator().manual_seed((rank * 100 + step) * 100 + micro)
-    return torch.randint(-4, 5, (program.rows, program.width), generator=generator) / 4
+    return torch.randint(-4, 5, (ROWS, program.width), generator=generator) / 4
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -304,7 +270,7 @@ def train(
     streams = Streams(device) if streams is None else streams
     model = make_model(program).to(device)
     freeze(program, model, step=0)
-    inputs = Inputs(program, rank, device)
+    inputs = make_inputs(program, rank, device)
     streams.follow(program.made_on, DEFAULT)  # the model and the inputs were brought to the device there
     with streams.on(program.made_on):
         shard(program, model, process_group)
@@ -345,16 +311,11 @@ def shard(program: OrderProgram, model: nn.Sequential, process_group: Any) -> No
         zero_optim.shard_module(net, (Block,), process_group=process_group, **options)
 
 
-class Inputs:
-    """All inputs of a rank, on the device before the first step: a copy on the way would make the host wait."""
-
-    def __init__(self, program: OrderProgram, rank: int, device: torch.device) -> None:
-        numbers = [*range(STEPS), JUNK], [*range(program.micro_batches), JUNK]
-        self.device = device
-        self._of = {(s, m): make_input(program, rank, s, m).to(device) for s in numbers[0] for m in numbers[1]}
-
-    def __call__(self, step: int, micro: int = 0) -> Tensor:
-        return self._of[step, micro]
+def make_inputs(program: OrderProgram, rank: int, device: torch.device) -> dict[tuple[int, int], Tensor]:
+    """All inputs of a rank, by step and micro-batch. They are on the device before the first step: a copy between steps
+    would make the host wait."""
+    steps, micros = [*range(STEPS), JUNK], [*range(program.micro_batches), JUNK]
+    return {(step, micro): make_input(program, rank, step, micro).to(device) for step in steps for micro in micros}
 
 
 def freeze(program: OrderProgram, model: nn.Sequential, step: int) -> None:
@@ -393,7 +354,7 @@ class Run:
     model: nn.Sequential
     rank: int
     world_size: int
-    inputs: Inputs
+    inputs: Mapping[tuple[int, int], Tensor]
     streams: Streams
     process_group: Any
     losses: list[Tensor] = field(default_factory=list)
@@ -405,8 +366,22 @@ class Run:
         self.make_optimizers()
 
     def make_optimizers(self) -> None:
-        owned = _owned(self.program, [*self.model.named_parameters()])
-        self.optimizers = [_make_optimizer(self.program, named, self.process_group) for named in owned]
+        import zero_optim
+
+        self.optimizers = [
+            zero_optim.ShardedAdamW(
+                named,
+                lr=LR,
+                eps=EPS,
+                weight_decay=WEIGHT_DECAY,
+                stage=self.program.stage,
+                process_group=self.process_group,
+                bucket_cap_mb=CAP_MB,
+                overlap_param_gather=self.program.overlaps,
+                **STORES.get(self.program.store, {}),
+            )
+            for named in _owned(self.program, [*self.model.named_parameters()])
+        ]
         if self.program.overlaps:
             self.optimizers[0].attach(self.model)
 
@@ -421,7 +396,7 @@ class Run:
             if what in ("zeroed at once", "two optimizers, zeroed"):
                 self.backward(step, JUNK)
                 self.zero_grad()
-            if what in ("zeroed in place", "two optimizers, in place"):
+            if what == "zeroed in place":
                 self.backward(step, JUNK)
                 self.zero_grad(set_to_none=False)
             self.losses += self.step(step)
@@ -443,16 +418,16 @@ class Run:
                 for optimizer in self.optimizers:
                     stack.enter_context(maybe_no_sync(optimizer, self.stays_local(micro)))
                 losses.append(self.backward(step, micro))
-            if what == "zeroed between" and micro == 0:
-                self.model.zero_grad()
             if what == "zeroed locally" and micro == 1:
                 self.model.zero_grad(set_to_none=False)
         if what == "read":
             named = self.model.named_parameters()
             self.gradients |= {f"gradient {name} of step {step}": _read(p.grad) for name, p in named}
-        if what in CLIPPED:
+        if what == "clipped":
             self.norms += [optimizer.clip_grad_norm_(MAX_NORM) for optimizer in self.optimizers]
-        self.step_optimizers()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.zero_grad()
         if what == "kept, on two streams":
             self.work_on_the_other_stream()
         if what == "kept":
@@ -465,14 +440,9 @@ class Run:
             return micro == 1
         return self.program.act.endswith("no_sync") and micro + 1 < self.program.micro_batches
 
-    def step_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.zero_grad()
-
     def evaluate(self, step: int) -> None:
         with torch.inference_mode():
-            loss_of(self.model, self.inputs(step))
+            loss_of(self.model, self.inputs[step, 0])
 
     def evaluate_on_the_other_stream(self, step: int) -> None:
         here, there = self.program.trained_on, self.other_stream
@@ -485,12 +455,12 @@ class Run:
         """In memory that was freed there, whatever its size: what this stream has not read yet must not be among it."""
         with self.streams.on(self.other_stream):
             for numel in OTHER_WORK:
-                torch.ones(numel, device=self.inputs.device)
+                torch.ones(numel, device=self.inputs[0, 0].device)
 
     def backward(self, step: int, micro: int = 0) -> Tensor:
         if self.rank == (step + micro) % self.world_size:
             self.streams.busy()
-        loss = loss_of(self.model, self.inputs(step, micro))
+        loss = loss_of(self.model, self.inputs[step, micro])
         loss.backward()
         return loss.detach()
 
@@ -545,30 +515,9 @@ class Run:
 def _owned(program: OrderProgram, named: Sequence[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
     """The parameters of each optimizer. Two have every other one each, so that gradients of both come in turns; at
     stage 3 a model each, since one model has one optimizer."""
-    if program.models == 1:
-        return [list(named)]
     if program.stage == 3:
         return [[entry for entry in named if entry[0].startswith(f"{number}.")] for number in range(program.models)]
     return [list(named[number :: program.models]) for number in range(program.models)]
-
-
-def _make_optimizer(program: OrderProgram, named: Sequence[tuple[str, Any]], process_group: Any) -> Any:
-    import zero_optim
-
-    groups: list[Any] = [{"params": [entry for entry in named if not program.is_muons(entry[0])]}]
-    if others := [entry for entry in named if program.is_muons(entry[0])]:
-        groups.append({"params": others, "rule": zero_optim.rules.Muon(**MUON)})
-    return zero_optim.ShardedAdamW(
-        groups,
-        lr=LR,
-        eps=EPS,
-        weight_decay=WEIGHT_DECAY,
-        stage=program.stage,
-        process_group=process_group,
-        bucket_cap_mb=CAP_MB,
-        overlap_param_gather=program.overlaps,
-        **STORES.get(program.store, {}),
-    )
 
 
 def _read(grad: Any) -> Part:
@@ -591,14 +540,8 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
     """Of every rank. Stages, streams and most of what programs do change nothing here."""
     model = make_model(program)
     named = dict(model.named_parameters())
-    entries_of = _owned(program, list(named.items()))
-    owned = [[p for _, p in entries] for entries in entries_of]
-    optimizers: list[Any] = []
-    for entries in entries_of:
-        of_adam, others = ([p for name, p in entries if program.is_muons(name) is has] for has in (False, True))
-        optimizers.append(torch.optim.AdamW(of_adam, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY))
-        if others:
-            optimizers.append(torch.optim.Muon(others, **MUON))
+    owned = [[p for _, p in entries] for entries in _owned(program, list(named.items()))]
+    optimizers = [torch.optim.AdamW(own, lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY) for own in owned]
     losses: list[list[float]] = [[] for _ in range(world_size)]
     norms: list[float] = []
     read: Trained = {}
@@ -611,7 +554,7 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
                 (loss / world_size).backward()  # gradients add up to their mean
         if program.act == "read":
             read |= {f"gradient {name} of step {step}": Part(p.grad.flatten().clone()) for name, p in named.items()}
-        if program.act in CLIPPED:
+        if program.act == "clipped":
             norms += [float(nn.utils.clip_grad_norm_(own, MAX_NORM)) for own in owned]
         for optimizer in optimizers:
             optimizer.step()
@@ -623,8 +566,8 @@ def _expected(program: OrderProgram, world_size: int) -> list[Trained]:
     return [same | {"losses": Part(torch.tensor(of_rank))} for of_rank in losses]
 
 
-def difference(got: Trained, want: Trained, tolerance: Callable[[str], float] = lambda name: TOLERANCE) -> str:
-    """Empty when all is within ``tolerance``, by name; else what is not, and by how much."""
+def difference(got: Trained, want: Trained) -> str:
+    """Empty when all is within TOLERANCE; else what is not, and by how much."""
     found = [f"{name} is on one side alone" for name in got.keys() ^ want.keys()]
     for name in got.keys() & want.keys():
         a, first = got[name].values, got[name].start
@@ -633,7 +576,7 @@ def difference(got: Trained, want: Trained, tolerance: Callable[[str], float] = 
             found.append(f"{name}: {a.numel()} elements instead of {b.numel()}")
             continue
         off = (a.double() - b.double()).abs()
-        wrong = ~(off <= tolerance(name))  # NaN is, too
+        wrong = ~(off <= TOLERANCE)  # NaN is, too
         if bool(wrong.any()):
             found.append(f"{name}: off by {float(off.max()):.2g} in {int(wrong.sum())} of {a.numel()}")
     return "; ".join(sorted(found)[:6]) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")
@@ -649,6 +592,6 @@ def check(results: Sequence[Trained], program: OrderProgram) -> str:
     """Empty when every rank's result is right; else what is wrong, rank by rank."""
     found = []
     for rank, got in enumerate(results):
-        if text := difference(got, expected(program, len(results), rank), program.tolerance):
+        if text := difference(got, expected(program, len(results), rank)):
             found.append(f"{program}: rank {rank}: {text}")
     return "\n".join(found)

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from zero_optim import StateMismatchError, checkpoint
 
 from random_programs.plain import settled
+from random_programs.run import COLLECTIVE_SECONDS, SECONDS
 
-SECONDS = 30.0  # of half a program, on a busy machine
-COLLECTIVE_SECONDS = 10.0
 IN_BF16 = ("bf16",)  # forms of state; what is loaded into either is rounded to nearest
 
 Seen = dict[tuple[Any, ...], Any]  # see Running.observe
@@ -53,41 +52,25 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Job:
     """A model with its optimizer. The first weight is used by all ranks in each step. ``groups``: names of weights; the
-    ``lr`` of the second group is twice that of the first, and so on. ``rule``: sharded, or adamw for torch's.
-    ``master``, ``state_dtype``: the form of the state of a sharded one."""
+    ``lr`` of the second group is twice that of the first, and so on. ``master``, ``state_dtype``: the form of the
+    state."""
 
     weights: tuple[Weight, ...]
     groups: tuple[tuple[str, ...], ...]
     buffers: tuple[Buffer, ...] = ()
     lr: float = 1e-2
-    rule: str = "sharded"
     stage: int = 2
     cap: float | None = None
     dtype: str = "float32"
     master: str = "fp32"
     state_dtype: str = "fp32"
-
-    @property
-    def sharded(self) -> bool:
-        return self.rule == "sharded"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One plan, or two as the modules ``0`` and ``1`` of a ModuleDict, with an optimizer each."""
-
-    plans: tuple[Plan, ...]
     scheduler: bool = False
     scaler: bool = False
 
-    def prefix(self, number: int) -> str:
-        return "" if len(self.plans) == 1 else f"{number}."
-
     def ties(self) -> list[tuple[str, str]]:
-        plans = [(self.prefix(number), plan) for number, plan in enumerate(self.plans)]
-        return [(pre + w.name, pre + w.tied) for pre, plan in plans for w in plan.weights if w.tied]
+        return [(weight.name, weight.tied) for weight in self.weights if weight.tied]
 
 
 @dataclass(frozen=True)
@@ -104,7 +87,7 @@ class Step:
 @dataclass(frozen=True)
 class Program:
     """``source`` trains and saves on ``saving`` ranks, and ``target`` loads it on ``loading`` ranks. ``stepped``: after
-    a step of its own. ``with_opt``: load is given its optimizers."""
+    a step of its own. ``with_opt``: load is given its optimizer."""
 
     seed: int  # of values
     saving: int
@@ -128,25 +111,24 @@ class Model(nn.Module):
     """``model(total, gradients, salt)`` adds terms with these gradients, by name; ``salt`` changes buffers. ``at``:
     what the names of its weights begin with; empty for the root, which has two units."""
 
-    def __init__(self, plan: Plan, seed: int, at: str = "") -> None:
+    def __init__(self, job: Job, seed: int, at: str = "") -> None:
         super().__init__()
         self.at = at
         generator = torch.Generator().manual_seed(seed)
-        for one in (*plan.weights, *plan.buffers):
+        for one in (*job.weights, *job.buffers):
             module, dot, name = one.name.rpartition(".")
             value = torch.randn(one.shape, generator=generator)
             if module + dot != at:
                 continue
             if isinstance(one, Buffer):
-                self.register_buffer(name, (value * 9).abs().to(getattr(torch, one.dtype or plan.dtype)))
+                self.register_buffer(name, (value * 9).abs().to(getattr(torch, one.dtype or job.dtype)))
             else:
-                value = value if one.wide else value.to(getattr(torch, plan.dtype))
+                value = value if one.wide else value.to(getattr(torch, job.dtype))
                 self.register_parameter(name, nn.Parameter(value, one.trained))
-        self.units = nn.ModuleList(Unit(plan, seed, f"units.{unit}.") for unit in range(0 if at else 2))
-        for weight in plan.weights:
-            if weight.tied and not at:
-                module, _, name = weight.tied.rpartition(".")
-                self.get_submodule(module).register_parameter(name, self.get_parameter(weight.name))
+        self.units = nn.ModuleList(Unit(job, seed, f"units.{unit}.") for unit in range(0 if at else 2))
+        for first, second in () if at else job.ties():
+            module, _, name = second.rpartition(".")
+            self.get_submodule(module).register_parameter(name, self.get_parameter(first))
 
     def forward(self, total: Tensor, gradients: dict[str, Tensor], salt: int) -> Tensor:
         for unit in self.units:
@@ -165,43 +147,39 @@ class Unit(Model):
 
 
 class Running:
-    """A job's modules and optimizers on this rank. Collective, as are its methods."""
+    """A job's model and optimizer on this rank. Collective, as are its methods."""
 
     def __init__(self, job: Job, seed: int, rank: int) -> None:
         for seeded in (torch.manual_seed, random.seed, numpy.random.seed):
             seeded(8 * seed + rank)
         self.job, self.rank = job, rank
-        self.models = [Model(plan, seed + 100 * number) for number, plan in enumerate(job.plans)]
-        self.opts = [_optimizer(plan, model) for plan, model in zip(job.plans, self.models, strict=True)]
-        two = nn.ModuleDict({str(number): model for number, model in enumerate(self.models)})
-        self.model = two if len(self.models) > 1 else self.models[0]
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.opts[0], 2, 0.5) if job.scheduler else None
+        self.model = Model(job, seed)
+        self.opt = _optimizer(job, self.model)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.opt, 2, 0.5) if job.scheduler else None
         self.scaler = zero_optim.GradScaler(init_scale=256.0, growth_interval=3) if job.scaler else None
 
     def given(self) -> dict[str, Any]:
         """What save and load are given beside the model."""
-        opt = self.opts if len(self.opts) > 1 else self.opts[0]
-        return {"opt": opt, "scaler": self.scaler, "scheduler": self.scheduler}
+        return {"opt": self.opt, "scaler": self.scaler, "scheduler": self.scheduler}
 
     def train(self, number: int, step: Step, alike: bool = False) -> None:
         """``alike``: all ranks have the same gradients."""
-        for model, opt, plan in zip(self.models, self.opts, self.job.plans, strict=True):
-            rank = 0 if alike or not plan.sharded else self.rank
-            for turn in range(step.micro):
-                gradients = _gradients(plan, number * 10 + turn, rank)
-                if step.overflow and plan.sharded and rank == self.rank == 0:
-                    gradients[plan.weights[0].name].fill_(torch.inf)
-                with opt.no_sync() if plan.sharded and turn < step.micro - 1 else contextlib.nullcontext():
-                    loss = model(torch.zeros(()), gradients, number * 100 + turn * 10 + rank)
-                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            if self.scaler is not None:
-                self.scaler.step(opt)
-                self.scaler.update()
-            else:
-                if step.clip and plan.sharded:
-                    opt.clip_grad_norm_(1.0)
-                opt.step()
-            opt.zero_grad()
+        rank = 0 if alike else self.rank
+        for turn in range(step.micro):
+            gradients = _gradients(self.job, number * 10 + turn, rank)
+            if step.overflow and rank == self.rank == 0:
+                gradients[self.job.weights[0].name].fill_(torch.inf)
+            with self.opt.no_sync() if turn < step.micro - 1 else contextlib.nullcontext():
+                loss = self.model(torch.zeros(()), gradients, number * 100 + turn * 10 + rank)
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.scaler is not None:
+            self.scaler.step(self.opt)
+            self.scaler.update()
+        else:
+            if step.clip:
+                self.opt.clip_grad_norm_(1.0)
+            self.opt.step()
+        self.opt.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
         if step.edited:
@@ -211,22 +189,19 @@ class Running:
                     own[name].view(-1)[::2] += 0.25
 
     def observe(self) -> Seen:
-        """What there is: ("parameter", name), ("buffer", name), ("state", optimizer, name) of parameters that were
-        updated, ("group", optimizer, names), ("scheduler",), ("scaler",), and ("random",) of this rank."""
+        """What there is: ("parameter", name), ("buffer", name), ("state", name) of parameters that were updated,
+        ("group", names), ("scheduler",), ("scaler",), and ("random",) of this rank."""
         seen: Seen = {}
         with zero_optim.gather_parameters(self.model):
             seen |= {("parameter", name): p.detach().clone() for name, p in self.model.named_parameters()}
         seen |= {("buffer", name): b.detach().clone() for name, b in self.model.named_buffers()}
-        for number, (opt, plan) in enumerate(zip(self.opts, self.job.plans, strict=True)):
-            state = zero_optim.full_state_dict(opt, rank=None) if plan.sharded else opt.state_dict()
-            names = [self.job.prefix(number) + name for group in plan.groups for name in group]
-            for index, entry in state["state"].items():
-                if float(entry["step"]) > 0:
-                    seen["state", number, names[index]] = {k: v.detach().clone() for k, v in entry.items()}
-            left_out = ("params", "param_names", "decoupled_weight_decay")  # the last: what AdamW is to Adam
-            for group, options in zip(plan.groups, opt.param_groups, strict=True):
-                key = "group", number, frozenset(group)
-                seen[key] = {option: value for option, value in options.items() if option not in left_out}
+        names = [name for group in self.job.groups for name in group]
+        for index, entry in zero_optim.full_state_dict(self.opt, rank=None)["state"].items():
+            if float(entry["step"]) > 0:
+                seen["state", names[index]] = {k: v.detach().clone() for k, v in entry.items()}
+        for group, options in zip(self.job.groups, self.opt.param_groups, strict=True):
+            left_out = ("params", "param_names")
+            seen["group", frozenset(group)] = {k: value for k, value in options.items() if k not in left_out}
         for key, one in (("scheduler", self.scheduler), ("scaler", self.scaler)):
             if one is not None:
                 seen[key,] = dict(one.state_dict())
@@ -235,24 +210,21 @@ class Running:
         return seen
 
 
-def _optimizer(plan: Plan, model: Model) -> Any:
-    if plan.sharded and plan.stage == 3:
+def _optimizer(job: Job, model: Model) -> Any:
+    if job.stage == 3:
         zero_optim.shard_module(model, units=(Unit,))
     own = dict(model.named_parameters())
     groups = [
-        {"params": [(name, own[name]) for name in names], "lr": place * plan.lr, "weight_decay": place * 0.1}
-        for place, names in enumerate(plan.groups, 1)
+        {"params": [(name, own[name]) for name in names], "lr": place * job.lr, "weight_decay": place * 0.1}
+        for place, names in enumerate(job.groups, 1)
     ]
-    if not plan.sharded:
-        return torch.optim.AdamW(groups)
-    options: dict[str, Any] = {} if plan.stage == 3 else {"stage": plan.stage}
-    options |= {} if plan.stage == 3 or plan.cap is None else {"bucket_cap_mb": plan.cap}
-    return zero_optim.ShardedAdamW(groups, master=plan.master, state_dtype=plan.state_dtype, **options)
+    options = {} if job.stage == 3 else {"stage": job.stage, "bucket_cap_mb": job.cap}
+    return zero_optim.ShardedAdamW(groups, master=job.master, state_dtype=job.state_dtype, **options)
 
 
-def _gradients(plan: Plan, salt: int, rank: int) -> dict[str, Tensor]:
+def _gradients(job: Job, salt: int, rank: int) -> dict[str, Tensor]:
     found = {}
-    pairs = [(name, weight) for weight in plan.weights for name in (weight.name, weight.tied) if name]
+    pairs = [(name, weight) for weight in job.weights for name in (weight.name, weight.tied) if name]
     for index, (name, weight) in enumerate(pairs):
         seed = (salt * 8 + rank) * 100 + index
         used = {"always": True, "never": False, "odd": salt // 10 % 2 == 1, "ranks": (salt // 10 + rank) % 2 == 0}
@@ -313,8 +285,7 @@ def _go_on(program: Program, running: Running, half: Half) -> Half:
         for number, step in enumerate(TAIL):
             running.train(10 + number, step, alike=program.saving != program.loading)
         half.later = running.observe()
-    for opt in running.opts:
-        getattr(opt, "close", int)()  # torch's have none
+    running.opt.close()
     return half
 
 
@@ -387,7 +358,8 @@ def law(program: Program, saved: Seen, before: Seen) -> tuple[Seen, list[Any], l
             masters |= {second: masters[first]} if first in masters else {}
     if program.with_opt:
         taken = {key for key in before if key[0] != "state" and (key != RANDOM or key in saved)}
-        taken |= _states(program.target) & saved.keys()  # of what was never updated there is none, and none is missed
+        states = {("state", weight.name) for weight in program.target.weights if weight.trained}
+        taken |= states & saved.keys()  # of what was never updated there is none, and none is missed
         after = {key: value for key, value in before.items() if key[0] != "state"}
     else:
         saved = {key: value for key, value in saved.items() if key[0] in ("parameter", "buffer")}
@@ -400,25 +372,15 @@ def law(program: Program, saved: Seen, before: Seen) -> tuple[Seen, list[Any], l
         after[key] = _converted(program.target, key, saved, before, masters)
     if not program.with_opt:
         masters = _masters(after)
-        for key in [key for key in after if key[0] == "state" and key[2] in masters]:
-            after[key] = after[key] | {"master": masters[key[2]]}
+        for key in [key for key in after if key[0] == "state" and key[1] in masters]:
+            after[key] = after[key] | {"master": masters[key[1]]}
     return after, [*(taken ^ saved.keys())], wrong_shape
-
-
-def _states(target: Job) -> set[tuple[Any, ...]]:
-    """What a state is loaded for. An optimizer of torch's takes that of a frozen parameter, too."""
-    return {
-        ("state", number, target.prefix(number) + weight.name)
-        for number, plan in enumerate(target.plans)
-        for weight in plan.weights
-        if weight.trained or not plan.sharded
-    }
 
 
 def _masters(seen: Seen) -> dict[str, Tensor]:
     """By name. Where a parameter is not its master's rounding it was edited, and the edit holds."""
     return {
-        key[2]: settled(entry["master"], seen["parameter", key[2]])
+        key[1]: settled(entry["master"], seen["parameter", key[1]])
         for key, entry in seen.items()
         if key[0] == "state" and "master" in entry
     }
@@ -434,11 +396,10 @@ def _converted(target: Job, key: tuple[Any, ...], saved: Seen, before: Seen, mas
         return before[key] | value
     if kind != "state":
         return value
-    plan, parameter = target.plans[key[1]], before["parameter", key[2]]
     found = {"step": value["step"].float()}
     for name in ("exp_avg", "exp_avg_sq"):
-        moment = value[name].to(torch.bfloat16) if plan.state_dtype in IN_BF16 else value[name]
-        found[name] = moment.to(torch.float32 if plan.sharded else parameter.dtype)
-    if plan.sharded and parameter.dtype != torch.float32:
-        found["master"] = masters.get(key[2], saved["parameter", key[2]].float())
+        moment = value[name].to(torch.bfloat16) if target.state_dtype in IN_BF16 else value[name]
+        found[name] = moment.float()
+    if before["parameter", key[1]].dtype != torch.float32:
+        found["master"] = masters.get(key[1], saved["parameter", key[1]].float())
     return found

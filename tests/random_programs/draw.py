@@ -37,8 +37,8 @@ class Draw:
         raise AssertionError
 
     def some(self, options: Sequence[T], percent: int = 50, least: int = 0) -> list[T]:
-        """A subset, in order, of at least so many."""
-        found = [option for option in options if not self.chance(100 - percent)]
+        """Each with that chance, in order; of at least so many. The fewest are the simplest."""
+        found = [option for option in options if self.chance(percent)]
         missing = [option for option in options if option not in found]
         while len(found) < least and missing:
             found.append(missing.pop(self.number(0, len(missing) - 1)))

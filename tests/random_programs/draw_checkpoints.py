@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from random_programs.checkpoints import IN_BF16, Buffer, Job, Plan, Program, Step, Weight
+from random_programs.checkpoints import IN_BF16, Buffer, Job, Program, Step, Weight
 from random_programs.draw import Draw
 
 SHAPES = ((5,), (7, 3), (17, 9), (300,), (40, 25), (), (1,), (0,), (0, 3), (128,), (2, 1))
@@ -14,57 +14,56 @@ NAMES = ("w", "x", "y", "z", "a:0", "b b", "ü", "weight", "0", "k", "master", "
 BUFFERS = ("", "", "float32", "float64", "int64", "uint8", "bool", "int32")
 PLACES = ("", "units.0.", "units.1.")
 DTYPES = ("float32", "bfloat16", "float16")
+RANKS = (2, 1, 3, 4)
 
 
-def program(d: Draw, saving: int, loading: int) -> Program:
+def program(d: Draw, saving: Sequence[int] = RANKS, loading: Sequence[int] = RANKS) -> Program:
+    """Saved and loaded by one of these numbers of ranks."""
     source = _job(d)
     kind = d.pick(("same", "rescaled", "misfit", "misfit"))
     target = source if kind == "same" else _rescaled(d, source)
     if kind == "misfit":
         target = _misfit(d, target)
-    with_opt = not d.chance(15) and _ties(target) == _ties(source)
+    with_opt = not d.chance(15) and target.ties() == source.ties()
     if kind != "same" or not with_opt:
         target = _in_forms(d, source, target, with_opt)
-    names = [source.prefix(n) + weight.name for n, plan in enumerate(source.plans) for weight in plan.weights]
+    names = [weight.name for weight in source.weights]
     steps = tuple(_step(d, names) for _ in range(d.pick((1, 0, 2, 3))))
-    return Program(d.number(0, 99), saving, loading, source, target, steps, d.chance(30), with_opt)
+    ranks = d.pick(saving), d.pick(loading)
+    return Program(d.number(0, 99), *ranks, source, target, steps, d.chance(30), with_opt)
 
 
 def _step(d: Draw, names: list[str]) -> Step:
     return Step(d.pick((1, 1, 2)), d.chance(20), d.chance(20), tuple(d.some(names, 40)) if d.chance(30) else ())
 
 
-def _ties(job: Job) -> list[list[str]]:
-    return [[weight.tied for weight in plan.weights if weight.tied] for plan in job.plans]
-
-
 # -- a job -------------------------------------------------------------------------------------------------------------
 
 
 def _job(d: Draw) -> Job:
-    rules = [d.weighted(((3, "sharded"), (1, "adamw"))) for _ in range(d.pick((1, 1, 2)))]
-    return Job(tuple(_plan(d, rule) for rule in rules), d.chance(30), rules == ["sharded"] and d.chance(30))
-
-
-def _plan(d: Draw, rule: str) -> Plan:
-    used = ("always", "always", "odd", "never") + (("ranks",) if rule == "sharded" else ())
     weights = [Weight("anchor", (6,))]
     names = iter(d.shuffled(NAMES))
     for place in PLACES:
         for _ in range(d.number(0 if place == "" else 1, 3)):
-            weight = Weight(place + next(names), d.pick(SHAPES), d.pick(used), not d.chance(15), d.chance(15))
-            weights.append(weight)
+            used = d.pick(("always", "always", "odd", "never", "ranks"))
+            weights.append(Weight(place + next(names), d.pick(SHAPES), used, not d.chance(15), d.chance(15)))
     if d.chance(50):
         tied = d.pick([at for at, weight in enumerate(weights) if "units.1." not in weight.name])
         place = "units.1." if "." in weights[tied].name else d.pick(PLACES[1:])
         weights[tied] = replace(weights[tied], tied=f"{place}tied")
     buffers = [Buffer(f"{d.pick(PLACES)}buffer{i}", d.pick(SHAPES), d.pick(BUFFERS)) for i in range(d.number(0, 3))]
-    dtype = d.pick(DTYPES if rule == "sharded" else ("float32", "float32", "bfloat16"))
-    plan = Plan(tuple(weights), _groups(d, weights), tuple(buffers), **_scale(d), rule=rule, dtype=dtype)
-    if rule != "sharded":
-        return plan
-    master = d.pick(("fp32", "split", "split8")) if dtype == "bfloat16" else "fp32"
-    return replace(plan, master=master, state_dtype=d.pick(("fp32", *IN_BF16, "int8")))
+    dtype = d.pick(DTYPES)
+    return Job(
+        tuple(weights),
+        _groups(d, weights),
+        tuple(buffers),
+        **_scale(d),
+        dtype=dtype,
+        master=d.pick(("fp32", "split", "split8")) if dtype == "bfloat16" else "fp32",
+        state_dtype=d.pick(("fp32", *IN_BF16, "int8")),
+        scheduler=d.chance(30),
+        scaler=d.chance(30),
+    )
 
 
 def _scale(d: Draw) -> dict[str, Any]:
@@ -83,45 +82,35 @@ def _groups(d: Draw, weights: Sequence[Weight]) -> tuple[tuple[str, ...], ...]:
 
 def _rescaled(d: Draw, job: Job) -> Job:
     """The same job with another lr, stage, cap, dtype, and order within groups."""
-    plans = []
-    for plan in job.plans:
-        groups = tuple(tuple(d.shuffled(group)) for group in plan.groups)
-        fixed = job.scaler or any(weight.used == "ranks" for weight in plan.weights)  # torch's optimizers know no ranks
-        rule = plan.rule if fixed else d.pick((plan.rule, "sharded", "sharded", "adamw"))
-        plans.append(replace(plan, rule=rule, dtype=d.pick(DTYPES), groups=groups, **_scale(d)))
-    return replace(job, plans=tuple(plans))
+    groups = tuple(tuple(d.shuffled(group)) for group in job.groups)
+    return replace(job, dtype=d.pick(DTYPES), groups=groups, **_scale(d))
 
 
 def _in_forms(d: Draw, source: Job, target: Job, with_opt: bool) -> Job:
     """Forms of state that the source has, or whose values are known: fp32, and bf16. No master in a narrower form,
     and not 8 bits of what had more."""
-    plans = []
-    for saved, plan in zip(source.plans, target.plans, strict=True):
-        narrow = plan.sharded and plan.dtype == "bfloat16" and with_opt
-        forms = (saved.state_dtype, saved.state_dtype, "fp32", *IN_BF16) if plan.sharded else ("fp32",)
-        plans.append(replace(plan, master=saved.master if narrow else "fp32", state_dtype=d.pick(forms)))
-    return replace(target, plans=tuple(plans))
+    master = source.master if target.dtype == "bfloat16" and with_opt else "fp32"
+    state_dtype = d.pick((source.state_dtype, source.state_dtype, "fp32", *IN_BF16))
+    return replace(target, master=master, state_dtype=state_dtype)
 
 
 def _misfit(d: Draw, job: Job) -> Job:
     """It differs in one or two ways, as a rule in a way that strict loads refuse."""
-    plans = list(job.plans)
     for _ in range(d.pick((1, 1, 2))):
-        place = d.number(0, len(plans) - 1)
-        plans[place] = _changed(d, plans[place])
-    return replace(job, plans=tuple(plans), scheduler=job.scheduler ^ d.chance(10))
+        job = _changed(d, job)
+    return replace(job, scheduler=job.scheduler ^ d.chance(10))
 
 
-def _changed(d: Draw, plan: Plan) -> Plan:
+def _changed(d: Draw, job: Job) -> Job:
     how = d.pick(("grown", "shrunk", "frozen or thawed", "other buffers", "untied", "other groups", "reshaped"))
-    weights = list(plan.weights)
+    weights = list(job.weights)
     at = d.number(0 if how == "reshaped" else min(1, len(weights) - 1), len(weights) - 1)
     chosen = weights[at]
     if how == "other groups":
-        return replace(plan, groups=_groups(d, weights))
+        return replace(job, groups=_groups(d, weights))
     if how == "other buffers":
-        more = Buffer(f"{d.pick(PLACES)}more{len(plan.buffers)}", (3,), "int64")
-        return replace(plan, buffers=plan.buffers[1:] if plan.buffers and d.chance(50) else (*plan.buffers, more))
+        more = Buffer(f"{d.pick(PLACES)}more{len(job.buffers)}", (3,), "int64")
+        return replace(job, buffers=job.buffers[1:] if job.buffers and d.chance(50) else (*job.buffers, more))
     if how == "grown":
         weights.append(Weight(f"{d.pick(PLACES)}new{len(weights)}", d.pick(SHAPES)))
     elif how == "shrunk" and at and not chosen.tied:
@@ -134,13 +123,13 @@ def _changed(d: Draw, plan: Plan) -> Plan:
     elif how == "untied":  # the second name is a parameter of its own
         weights += [replace(weight, name=weight.tied) for weight in weights if weight.tied]
         weights = [replace(weight, tied="") for weight in weights]
-    return _with_weights(plan, weights)
+    return _with_weights(job, weights)
 
 
-def _with_weights(plan: Plan, weights: Sequence[Weight]) -> Plan:
+def _with_weights(job: Job, weights: Sequence[Weight]) -> Job:
     """New ones come into the last group."""
     names = [weight.name for weight in weights]
-    known = {name for group in plan.groups for name in group}
-    groups = [[name for name in group if name in names] for group in plan.groups]
+    known = {name for group in job.groups for name in group}
+    groups = [[name for name in group if name in names] for group in job.groups]
     groups[-1] += [name for name in names if name not in known]
-    return replace(plan, weights=tuple(weights), groups=tuple(tuple(group) for group in groups if group))
+    return replace(job, weights=tuple(weights), groups=tuple(tuple(group) for group in groups if group))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
 
@@ -23,22 +22,15 @@ KINDS = {"norm": 30, "gain": 40, "aux": 12, "drop": 12, "ckpt": 15}  # in percen
 RARE = {"turned": 12, "unused": 12}
 
 
-@dataclass(frozen=True)
-class Part:
-    path: str
-    kind: str
-    block: int | None = None  # the number of the block it is of
-
-
-def program(draw: Draw, world: int) -> Program:
-    return _Generator(draw, world).program()
+def program(draw: Draw, worlds: Sequence[int] = (2, 1, 3)) -> Program:
+    return _Generator(draw, draw.pick(worlds)).program()
 
 
 class _Generator(Draw):
     def __init__(self, draw: Draw, world: int) -> None:
         super().__init__(draw.draw)
         self.world = world
-        self.parts: list[Part] = []
+        self.parts: dict[str, str] = {}  # paths of modules, with their kinds
         self.inputs = 0
 
     def program(self) -> Program:
@@ -50,8 +42,8 @@ class _Generator(Draw):
         self.wrapped = model.startswith("Wrapper")
         ties = [] if self.simple else self.ties(model)
         units = self.units()
-        self.frozen = [self.pick(self.parts).path] if self.chance(30) else []
-        self.scaled = self.few(self.of("Lin"), 50)
+        self.frozen = [self.pick([*self.parts])] if self.chance(30) else []
+        self.scaled = self.some(self.of("Lin"), 50)
         self.distinct = not ties and "depth" not in model  # a forward uses each parameter once
         lines = [f"m = made({model}, {dtype!r})", f"i = m{'.model' * self.wrapped}", *ties]
         lines += [f"{path}.requires_grad_(False)" for path in self.frozen]
@@ -65,13 +57,12 @@ class _Generator(Draw):
 
     # The model
 
-    def block(self, path: str, number: int, depth: int = 0) -> str:
+    def block(self, path: str, depth: int = 0) -> str:
         rare = {} if self.simple else RARE
         arguments = [repr(kind) for kind, percent in {**KINDS, **rare}.items() if self.chance(percent)]
-        self.parts.append(Part(path, "Block", number))
-        self.parts += [Part(f"{path}.{name}", "Lin", number) for name in ("up", "down")]
+        self.parts |= {path: "Block", f"{path}.up": "Lin", f"{path}.down": "Lin"}
         if "'norm'" in arguments:
-            self.parts.append(Part(f"{path}.norm", "LayerNorm", number))
+            self.parts[f"{path}.norm"] = "LayerNorm"
         form = self.weighted(FORMS)
         arguments += [f"form={form!r}"] if form != "tensor" else []
         if not self.simple and self.chance(15):
@@ -79,19 +70,19 @@ class _Generator(Draw):
         if not self.simple and depth < 2 and self.chance(30):
             inner = self.pick(("Lin()", "nn.LayerNorm(H)", "Block"))
             if inner == "Block":
-                inner = self.block(f"{path}.inner", number, depth + 1)
+                inner = self.block(f"{path}.inner", depth + 1)
             else:
-                self.parts.append(Part(f"{path}.inner", inner.partition("(")[0], number))
+                self.parts[f"{path}.inner"] = inner.partition("(")[0]
             arguments.append(f"inner={inner}")
         return f"Block({', '.join(arguments)})"
 
     def model(self) -> str:
         self.blocks = self.number(1, 4)
-        blocks = [self.block(f"i.blocks[{n}]", n) for n in range(self.blocks)]
-        kinds = [*self.few(("emb", "head", "own"), 40), *(["stack"] if self.chance(25) else [])]
+        blocks = [self.block(f"i.blocks[{n}]") for n in range(self.blocks)]
+        kinds = [*self.some(("emb", "head", "own"), 40), *(["stack"] if self.chance(25) else [])]
         arguments = [f"[{', '.join(blocks)}]", *map(repr, kinds)]
-        self.parts += [Part("i.blocks", "Stack")] if "stack" in kinds else []
-        self.parts += [Part("i.head", "Lin")] if "head" in kinds else []
+        self.parts |= {"i.blocks": "Stack"} if "stack" in kinds else {}
+        self.parts |= {"i.head": "Lin"} if "head" in kinds else {}
         arguments += [f"ckpt={self.number(1, 2)}"] if self.chance(25) else []
         arguments += [f"form={self.pick(('tuple', 'dict', 'object'))!r}"] if self.chance(15) else []
         model = f"Model({', '.join(arguments)})"
@@ -131,14 +122,10 @@ class _Generator(Draw):
         """Those that have to be registered, and some that need not be."""
         methods = ["register(i, 'score')", *(f"register({path}, 'half')" for path in self.of("Block"))]
         methods += [f"register({path}, 'scaled')" for path in self.scaled]
-        return [*methods, *(f"register(i, {name!r})" for name in self.few(("generate", "encode"), 25))]
+        return [*methods, *(["register(i, 'encode')"] if self.chance(25) else [])]
 
     def of(self, *kinds: str) -> list[str]:
-        return [part.path for part in self.parts if part.kind in kinds]
-
-    def few(self, options: Sequence[Any], percent: int) -> list[Any]:
-        """Each with that chance; none is the simplest."""
-        return [option for option in options if self.chance(percent)]
+        return [path for path, kind in self.parts.items() if kind in kinds]
 
     # Chains of calls
 
@@ -146,27 +133,21 @@ class _Generator(Draw):
         self.inputs += 1
         return f"X({self.inputs})"
 
-    def link(self, name: str, used: set[int | None] | None = None) -> str:
-        """A line that calls something. ``used``: the blocks that may not be called again, nor may the root."""
+    def link(self, name: str) -> str:
+        """A line that calls something."""
         kind = self.weighted(((6, "part"), (3, "root"), (2, "method"), (1, "checkpoint"), (2, "one by one")))
-        parts = [part for part in self.parts if used is None or (part.block not in used and part.kind != "Stack")]
-        if kind == "root" and used is None:
+        if kind == "root":
             return f"{name} = call({self.pick('mi')}, {name})"
-        if kind == "one by one" or not parts:
-            numbers = [n for n in range(self.blocks) if used is None or n not in used]
-            if used is not None:
-                used.update(numbers)
-            return f"{name} = i.through({name}, [i.blocks[n] for n in {self.shuffled(numbers)}])"
-        part = self.pick(parts)
-        if used is not None:
-            used.add(part.block)
-        if kind == "method" and used is None and self.chance(40):
+        if kind == "one by one":
+            return f"{name} = i.through({name}, [i.blocks[n] for n in {self.shuffled(range(self.blocks))}])"
+        path = self.pick([*self.parts])
+        if kind == "method" and self.chance(40):
             return f"{name} = i.{self.pick(('encode', 'score'))}({name})"
-        if kind == "method" and part.kind == "Block":
-            return f"{name} = {part.path}.{self.pick(('half', 'both'))}({name})"
-        if kind == "method" and part.path in self.scaled:
-            return f"{name} = {part.path}.scaled({name})"
-        return f"{name} = {'recomputed' if kind == 'checkpoint' else 'call'}({part.path}, {name})"
+        if kind == "method" and self.parts[path] == "Block":
+            return f"{name} = {path}.{self.pick(('half', 'both'))}({name})"
+        if kind == "method" and path in self.scaled:
+            return f"{name} = {path}.scaled({name})"
+        return f"{name} = {'recomputed' if kind == 'checkpoint' else 'call'}({path}, {name})"
 
     def chain(self, name: str, most: int = 4, asks: bool | None = None) -> str:
         """Lines that make ``name`` from data."""
@@ -191,19 +172,16 @@ class _Generator(Draw):
 
     def operation(self) -> str:
         kinds: list[tuple[int, Callable[[], str]]] = [(12, self.train), (4, self.accumulate), (4, self.evaluate)]
-        kinds += [(2, self.read), (2, self.twin), (2, self.full_model), (2, self.to_and_fro), (1, self.edit)]
-        kinds += [(3, self.backward_raises), (2, self.forward_fails), (1, self.generate), (1, self.renew)]
+        kinds += [(2, self.read), (2, self.twin), (2, self.full_model), (2, self.to_and_fro), (2, self.edit)]
+        kinds += [(3, self.backward_raises), (2, self.forward_fails), (1, self.renew)]
         kinds += [(6, self.skip)] if self.simple else [(1, lambda: "opt.observe()")]
         kinds += [(1, self.drop)] if self.wrapped else []
         kinds += [(1, self.thaw)] if self.frozen and not self.simple else []
         return self.weighted(kinds)()
 
     def train(self) -> str:
-        kinds = (
-            (4, "one"),
-            *((1, kind) for kind in ("joint", "two", "twice", "inputs", "closure", "inner")),
-        )
-        kind = self.weighted(kinds)
+        others = ("joint", "two", "twice", "inputs", "closure", "inner")
+        kind = self.weighted(((4, "one"), *((1, other) for other in others)))
         first = self.chain("a", asks=True if kind == "inputs" else None)
         seen = "if x.grad is not None: see(x.grad)"
         if kind == "one":
@@ -236,11 +214,8 @@ class _Generator(Draw):
         lines = [self.without_gradients() for _ in range(self.number(1, 3))]
         return "\n".join(["m.eval()", *lines, "m.train()"] if self.chance(60) else lines)
 
-    def generate(self) -> str:
-        return f"with torch.no_grad(): see(i.generate({self.data()}, {self.number(1, 3)}))"
-
     def some_module(self) -> str:
-        return self.pick(("m", "i", self.pick(self.parts).path))
+        return self.pick(("m", "i", self.pick([*self.parts])))
 
     def read(self) -> str:
         what = self.some_module()
@@ -275,15 +250,15 @@ class _Generator(Draw):
         saved = self.pick((f"full_model({what}, None)", f"copied({what}.state_dict())"))
         return "\n".join([f"saved = {saved}", self.train(), f"{what}.load_state_dict(saved)"])
 
+    def broken(self) -> str:
+        """What can be made to raise."""
+        return self.pick(["i", *self.of("Lin", "Block")])
+
     def forward_fails(self) -> str:
         """On every rank."""
-        if self.chance(50):
-            where = self.pick(self.of("Lin"))
-            chain = _within([self.chain("a")])
-            text = f"{where}.fails = True\nwith caught:\n{chain}\n{where}.fails = False\nauxiliary(m)"
-        else:
-            call = f"call({self.pick('mi')}, {self.data()}, fails=[{self.number(0, self.blocks - 1)}])"
-            text = f"with caught: {call}\nauxiliary(m)"
+        where = self.broken()
+        chain = self.chain("a") if self.chance(50) else f"call({self.pick('mi')}, {self.data()})"
+        text = f"{where}.fails = True\nwith caught:\n{_within([chain])}\n{where}.fails = False\nauxiliary(m)"
         text = f"with torch.no_grad():\n{_within([text])}" if self.chance(30) else text
         return "\n".join([text, *([self.train()] if self.chance(60) else [])])
 
@@ -291,23 +266,13 @@ class _Generator(Draw):
         """On all ranks, or on one: then ``step`` comes next."""
         alone = self.distinct and self.chance(50)
         on_this = f"rank == {self.number(0, self.world - 1)}" if alone else "True"
-        lines, after = [f"a = {self.data()}"], []
-        kind = self.pick(("between", "within", "root"))
-        if kind == "root":
-            where = f"[{self.number(0, self.blocks - 1)} if {on_this} else -1]"
-            lines.append(f"a = call({self.pick('mi')}, a, booms={where})")
-        elif kind == "within":
-            where = self.pick(self.of("Lin", "Block"))
-            lines += [
-                f"{where}.booms = {on_this}",
-                f"a = call({self.pick('mi')}, a)" if self.chance(50) else self.link("a"),
-            ]
-            after = [f"{where}.booms = False"]
+        if alone or self.chance(60):
+            where = self.broken()
+            called = f"a = call({self.pick('mi')}, a)" if self.chance(60) else self.link("a")
+            lines, after = [f"{where}.booms = {on_this}", called], [f"{where}.booms = False"]
         else:
-            used: set[int | None] = set()
-            lines += [self.link("a", used), f"a = boom(a) if {on_this} else a"]
-            lines += [self.link("a", used) for _ in range(2) if len(used) < self.blocks]
-        lines += ["with caught: back(loss(a, m))", *after]
+            lines, after = [self.link("a"), "a = boom(a)", self.link("a")], []
+        lines = [f"a = {self.data()}", *lines, "with caught: back(loss(a, m))", *after]
         step = ["stepped(opt, m)", "opt.zero_grad()"]
         if alone:
             return "\n".join(["opt.zero_grad()", *lines, *step])
@@ -315,7 +280,10 @@ class _Generator(Draw):
 
     def renew(self) -> str:
         new = ["opt.close()", "opt = optimizer(P)"]
-        loads = [["s = opt.state_dict()", *new, "opt.load_state_dict(s)"], ["s = full(opt)", *new, "load_full(opt, s)"]]
+        loads = [
+            ["s = opt.state_dict()", *new, "opt.load_state_dict(s)"],
+            ["s = full(opt, None)", *new, "load_full(opt, s)"],
+        ]
         return "\n".join(self.pick((new, *loads)))
 
     def drop(self) -> str:
@@ -332,7 +300,7 @@ class _Generator(Draw):
         name = self.pick(("skip", "part"))
         by_rank = []
         for _ in range(self.world):
-            numbers = self.few(range(self.blocks), 50)
+            numbers = self.some(range(self.blocks), 50)
             by_rank.append(tuple(numbers[1:] if name == "skip" and len(numbers) == self.blocks else numbers))
         x = f"{self.data()}{'.requires_grad_()' * self.chance(50)}"
         return self.ended(f"a = call({self.pick('mi')}, {x}, {name}={by_rank}[rank])", "back(loss(a, m))")

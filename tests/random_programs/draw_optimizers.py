@@ -9,7 +9,7 @@
   optimizer at most is of stage 0, and none of stage 3 is beside it.
 - At stage 3 every rank calls the model as often as the others: first all units in one order; then all ranks the same
   units, or each rank some of them in that order.
-- After a step that clipped or unscaled: zero first. After a clip gradients are not assigned.
+- After a clip gradients are not assigned.
 """
 
 from __future__ import annotations
@@ -85,25 +85,20 @@ class State:
     options: dict[str, Any]
     given: list[int]
     late: int
-    trained: set[int]  # and known to be, by construction or a step
     frozen: set[int]
     groups: int = 1
-    thawed: set[int] = field(default_factory=set)
     grads: set[int] = field(default_factory=set)  # on any rank
     synced: int = 0  # backwards since the last step or zeroing
     pending: str = ""  # what has to follow: "step" or "step or zero"
     raised: bool = False  # on all ranks, or where all were reached
     zeroed: bool = False  # since the last step, by the optimizer's own
     clipped: bool = False
-    dirty: bool = False  # stepped with gradients that were clipped or unscaled
-    infinite: bool = False
-    saved: bool = False
-    saved_full: bool = False
+    saved: set[str] = field(default_factory=set)  # "own" and "full"
     order: list[int] | None = None  # of units
 
     @property
-    def trains(self) -> list[int]:
-        return [p for p in self.given if p not in self.frozen]
+    def trained(self) -> set[int]:
+        return {*self.given} - self.frozen
 
     @property
     def units(self) -> list[int]:
@@ -121,24 +116,25 @@ def program(draw: Draw, flavour: Flavour) -> Program:
     return _Generator(draw, flavour).program()
 
 
-class _Generator:
+class _Generator(Draw):
     def __init__(self, draw: Draw, flavour: Flavour) -> None:
-        self.draw, self.flavour = draw, flavour
-        self.world = draw.pick(flavour.worlds)
-        self.scaled = draw.chance(flavour.scaled)
+        super().__init__(draw.draw)
+        self.flavour = flavour
+        self.world = self.pick(flavour.worlds)
+        self.scaled = self.chance(flavour.scaled)
         self.lines: list[str] = []
         self.signed = not flavour.by_group  # else a direction may be what rounding has left
 
     def program(self) -> Program:
         dtypes = ((7, "float32"), (6 if self.flavour.stores else 2, "bfloat16"), (1, "float16"))
-        dtype = "bfloat16" if self.flavour.split else self.draw.weighted(dtypes)
-        count = self.draw.pick(self.flavour.optimizers)
+        dtype = "bfloat16" if self.flavour.split else self.weighted(dtypes)
+        count = self.pick(self.flavour.optimizers)
         self.states = [self.made(name, dtype) for name in "abc"[:count]]
         if self.scaled:
             self.lines.append("scaler(8.0)")
-        if self.draw.chance(30):  # ordinary steps, of which a store has to see some
+        if self.chance(30):  # ordinary steps, of which a store has to see some
             self.loop()
-        for _ in range(self.draw.number(1, 20 // (1 + self.scaled))):
+        for _ in range(self.number(1, 20 // (1 + self.scaled))):
             self.settle()
             self.iteration() if self.scaled else self.operation()
         self.settle()
@@ -150,14 +146,14 @@ class _Generator:
     # Making
 
     def made(self, name: str, dtype: str) -> State:
-        draw, flavour = self.draw, self.flavour
-        stage = draw.pick(flavour.stages)
-        count = max(draw.pick((1, 2, 3, 4, 6)), 2 if stage == 3 else 1)
-        shapes = [draw.pick(flavour.shapes) for _ in range(count)]
-        frozen = {p for p in range(1, count) if draw.chance(10)}
-        order = draw.shuffled(range(count)) if draw.chance(20) else list(range(count))
-        late = [order.pop()] if stage != 3 and count > 2 and draw.chance(25) else []
-        at = draw.number(1, len(order) - 1) if len(order) > 1 and draw.chance(40) else len(order)
+        flavour = self.flavour
+        stage = self.pick(flavour.stages)
+        count = max(self.pick((1, 2, 3, 4, 6)), 2 if stage == 3 else 1)
+        shapes = [self.pick(flavour.shapes) for _ in range(count)]
+        frozen = {p for p in range(1, count) if self.chance(10)}
+        order = self.shuffled(range(count)) if self.chance(20) else list(range(count))
+        late = [order.pop()] if stage != 3 and count > 2 and self.chance(25) else []
+        at = self.number(1, len(order) - 1) if len(order) > 1 and self.chance(40) else len(order)
         options: dict[str, Any] = {"stage": stage}
         rules = self.rules(options)
         groups = [self.group(part, shapes, rules) for part in (order[:at], order[at:]) if part]
@@ -165,66 +161,63 @@ class _Generator:
         if not {*order} - frozen:
             frozen = set()
         if stage == 3:
-            used = draw.number(1, min(4, count))
-            least = -1 if used < count and draw.chance(60) else 0
-            options["units"] = draw.shuffled(
-                [*range(used), *(draw.number(least, used - 1) for _ in range(count - used))]
+            used = self.number(1, min(4, count))
+            least = -1 if used < count and self.chance(60) else 0
+            options["units"] = self.shuffled(
+                [*range(used), *(self.number(least, used - 1) for _ in range(count - used))]
             )
-            options |= {"prefetch": draw.pick((1, 0, 2)), "reshard_after_forward": not draw.chance(20)}
+            options |= {"prefetch": self.pick((1, 0, 2)), "reshard_after_forward": not self.chance(20)}
         options |= self.settings(dtype, stage)
         if flavour.cut:
-            cuts = [draw.pick((*range(len(shape)), WHOLE, NO_DTENSOR)) for shape in shapes]
+            cuts = [self.pick((*range(len(shape)), WHOLE, NO_DTENSOR)) for shape in shapes]
             cuts[order[0]] = max(cuts[order[0]], WHOLE)
             options["cut"] = cuts
         written = "".join(f", {key}={value!r}" for key, value in options.items() if value not in ([], None))
         self.lines.append(f"{name} = optimizer({shapes}, frozen={sorted(frozen)}{written})")
-        trained = {*order} - frozen
-        return State(name, stage, options, order, len(late), trained, frozen, len(groups))
+        return State(name, stage, options, order, len(late), frozen, len(groups))
 
     def settings(self, dtype: str, stage: int) -> dict[str, Any]:
-        draw, flavour = self.draw, self.flavour
-        options: dict[str, Any] = {"dtype": dtype, "bucket_cap_mb": draw.pick((0.002, 0.001, 0.004, 25.0))}
-        if draw.chance(20):
+        flavour = self.flavour
+        options: dict[str, Any] = {"dtype": dtype, "bucket_cap_mb": self.pick((0.002, 0.001, 0.004, 25.0))}
+        if self.chance(20):
             options["overlap_grad_reduce"] = False
-        if draw.chance(10):
-            options["max_grad_norm"] = draw.pick((0.5, 4.0))
-        if draw.chance(flavour.meshes):
+        if self.chance(10):
+            options["max_grad_norm"] = self.pick((0.5, 4.0))
+        if self.chance(flavour.meshes):
             options["mesh"] = True
-        if draw.chance(flavour.stores):
-            options |= draw.pick(STORES)
-            if stage == 3 and draw.chance(50):
+        if self.chance(flavour.stores):
+            options |= self.pick(STORES)
+            if stage == 3 and self.chance(50):
                 options["param_offload"] = "cpu"
-        if (flavour.rules or flavour.by_group) and draw.chance(30):
-            options["ema_decay"] = draw.pick((0.5, 0.75))
+        if (flavour.rules or flavour.by_group) and self.chance(30):
+            options["ema_decay"] = self.pick((0.5, 0.75))
         if flavour.split:
-            options["master"] = draw.pick(("split", "split8"))
+            options["master"] = self.pick(("split", "split8"))
         return options
 
     def rules(self, options: dict[str, Any]) -> list[str]:
         """Those of groups, one of a kind; the first is the optimizer's."""
-        draw = self.draw
         if self.flavour.rules:
-            options["rule"] = draw.pick(("adamw", "amsgrad", "nesterov", "sgd"))
+            options["rule"] = self.pick(("adamw", "amsgrad", "nesterov", "sgd"))
         if not self.flavour.by_group:
             return []
-        allowed = ["muon", "lion", draw.pick(("adamw", "amsgrad")), draw.pick(("nesterov", "sgd"))]
-        options["rule"] = draw.pick(allowed)
+        allowed = ["muon", "lion", self.pick(("adamw", "amsgrad")), self.pick(("nesterov", "sgd"))]
+        options["rule"] = self.pick(allowed)
         return [options["rule"], *allowed]
 
     def group(self, params: list[int], shapes: list[Shape], rules: list[str]) -> dict[str, Any]:
-        draw = self.draw
-        made: dict[str, Any] = {"params": params, "lr": draw.pick((0.125, 0.25, 0.0625))}
-        made["weight_decay"] = draw.pick((0.0, 0.25))
+        made: dict[str, Any] = {"params": params, "lr": self.pick((0.125, 0.25, 0.0625))}
+        made["weight_decay"] = self.pick((0.0, 0.25))
         if rules:
-            rule = draw.pick(rules)
+            rule = self.pick(rules)
             if rule != rules[0]:
                 made["rule"] = rule
             if rule == "muon":
-                view = draw.pick((None, None, ("rows", 2), ("columns", 2), ("rows", 4)))
+                view = self.pick((None, None, ("rows", 2), ("columns", 2), ("rows", 4)))
                 fitting = [shape for shape in MATRICES if view is None or _fits(shape, *view)]
                 for p in params:
-                    shapes[p] = draw.pick(fitting)
-                made |= {"lr": draw.pick((0.5, 1.0))} | ({"view": dict([view])} if view else {})
+                    shapes[p] = self.pick(fitting)
+                made |= {"lr": self.pick((0.5, 1.0))} | ({"view": dict([view])} if view else {})
         return made
 
     # What there is to do
@@ -234,19 +227,18 @@ class _Generator:
         self.backward(self.states, whole=True, same=True)
         names = ", ".join(s.name for s in self.states)
         body = [*self.lines, f"step({names})", *(["update()"] if self.scaled else []), f"zero({names})"]
-        self.lines = [*outside, f"for _ in range({self.draw.number(2, 4)}):", *(f"    {line}" for line in body)]
+        self.lines = [*outside, f"for _ in range({self.number(2, 4)}):", *(f"    {line}" for line in body)]
         for s in self.states:
             s.grads, s.zeroed = set(), True
             s.forget()
 
     def operation(self) -> None:
-        draw = self.draw
-        s = draw.pick(self.states)
-        draw.weighted(
+        s = self.pick(self.states)
+        self.weighted(
             (
                 (6, lambda: self.backward(self.touched())),
                 (3 if s.grads else 1, lambda: self.step(s)),
-                (3, lambda: self.stepped_and_zeroed(self.states if draw.chance(50) else [s])),
+                (3, lambda: self.stepped_and_zeroed(self.states if self.chance(50) else [s])),
                 (1, lambda: self.zero(s)),
                 (6 if s.raised else 1, lambda: self.module_zero(s)),
                 (1, lambda: self.closure(s)),
@@ -256,7 +248,7 @@ class _Generator:
         )()
 
     def touched(self) -> list[State]:
-        return self.draw.shuffled(self.draw.some(self.states, 75, least=1)) if len(self.states) > 1 else self.states
+        return self.shuffled(self.some(self.states, 75, least=1)) if len(self.states) > 1 else self.states
 
     def stepped_and_zeroed(self, states: Sequence[State]) -> None:
         for s in states:
@@ -266,17 +258,17 @@ class _Generator:
 
     def iteration(self) -> None:
         """With a scaler: backwards, a step of each optimizer, and the update."""
-        for _ in range(self.draw.pick((1, 1, 2))):
+        for _ in range(self.pick((1, 1, 2))):
             self.backward(self.states, whole=True)
             if any(s.pending for s in self.states):
                 break
         for s in sorted(self.states, key=lambda s: (not s.pending, s.stage in (1, 2))):
             if not s.grads & s.trained:
                 continue
-            if self.draw.chance(30):
+            if self.chance(30):
                 self.lines.append(f"unscale({s.name})")
                 s.clipped, s.synced = True, s.synced + 1
-                if self.draw.chance(50):
+                if self.chance(50):
                     self.clip(s)
             self.step(s)
         self.lines.append("update()")
@@ -286,140 +278,112 @@ class _Generator:
     def settle(self) -> None:
         """What has to follow a backward that some ranks were left out of."""
         for s in sorted((s for s in self.states if s.pending), key=lambda s: s.stage in (1, 2)):
-            if self.draw.chance(15):
+            if self.chance(15):
                 self.clip(s)
-            if s.pending == "step or zero" and self.draw.chance(40):
+            if s.pending == "step or zero" and self.chance(40):
                 self.zero(s)
-            elif self.settles_in_closure(s) and self.draw.chance(40):
+            elif self.settles_in_closure(s) and self.chance(40):
                 self.closure(s)
             else:
                 self.step(s)
 
     def step(self, s: State, more: str = "") -> None:
-        if s.dirty:
-            self.zero(s)
-        if s.thawed and not (s.thawed <= s.grads):
-            self.backward([s], whole=True, same=True)
         self.lines.append(f"step({s.name}{more})")
-        s.dirty = bool(s.grads) and (s.clipped or self.scaled or "max_grad_norm" in s.options)
-        s.trained |= s.thawed
-        s.thawed, s.clipped, s.zeroed = set(), False, False
+        s.clipped = s.zeroed = False
         s.forget()
 
-    def zero(self, s: State) -> None:
-        to_none = not self.draw.chance(25)
-        self.lines.append(f"zero({s.name}{'' if to_none else ', to_none=False'})")
-        s.clipped = s.dirty = s.infinite = False
+    def zero(self, s: State, word: str = "zero") -> None:
+        to_none = not self.chance(25)
+        self.lines.append(f"{word}({s.name}{'' if to_none else ', to_none=False'})")
         s.grads = set() if to_none else s.grads
-        s.forget()
-        s.zeroed = True
+        if word == "zero":
+            s.clipped = False
+            s.forget()
+            s.zeroed = True
 
     def module_zero(self, s: State) -> None:
-        if s.clipped or s.dirty or (s.stage == 3 and s.raised):
-            return
-        to_none = not self.draw.chance(30)
-        self.lines.append(f"module_zero({s.name}{'' if to_none else ', to_none=False'})")
-        s.infinite = False
-        s.grads = set() if to_none else s.grads
+        if not (s.stage == 3 and s.raised):
+            self.zero(s, "module_zero")
 
     def clip(self, s: State) -> None:
-        if s.dirty or s.thawed:
-            return
-        most, kind = self.draw.pick((1.0, 0.25, 100.0)), self.draw.pick(("2.0", "float('inf')", "1.0", "3.0"))
-        some = f", {sorted(self.draw.some(s.given, 50, least=1))}" if self.draw.chance(30) else ""
+        most, kind = self.pick((1.0, 0.25, 100.0)), self.pick(("2.0", "float('inf')", "1.0", "3.0"))
+        some = f", {sorted(self.some(s.given, 50, least=1))}" if self.chance(30) else ""
         self.lines.append(f"clip({s.name}, {most}, {kind}{some})")
         s.clipped, s.synced, s.raised = True, s.synced + 1, False
 
     def settles_in_closure(self, s: State) -> bool:
         """Whether a step with a closure may follow a backward that some ranks were left out of: at stage 3."""
         alone = not any(other.pending for other in self.states if other is not s)
-        return s.stage == 3 and alone and not (self.scaled or s.dirty or s.thawed or s.clipped)
+        return s.stage == 3 and alone and not (self.scaled or s.clipped)
 
     def closure(self, s: State) -> None:
         """A step with a closure, hooks, or both."""
-        draw = self.draw
-        if s.dirty or s.thawed or (s.raised and not s.pending):
+        if s.raised and not s.pending:
             return
         more = ""
-        if draw.chance(70):
+        if self.chance(70):
             outside, self.lines = self.lines, []
-            if not s.pending and draw.chance(50):
+            if not s.pending and self.chance(50):
                 self.zero(s)
             self.backward([s], whole=True)
             inside, self.lines = self.lines, outside
             self.lines += ["def closure():", *(f"    {line}" for line in inside)]
             more = ", closure=closure"
-        lr = f"set_lr({s.name}, {draw.number(0, s.groups - 1)}, {draw.pick((0.125, 0.25))})"
-        if (before := draw.pick(("", lr, "all_reduce(1.0)"))) and not s.pending:
+        lr = f"set_lr({s.name}, {self.number(0, s.groups - 1)}, {self.pick((0.125, 0.25))})"
+        if (before := self.pick(("", lr, "all_reduce(1.0)"))) and not s.pending:
             more += f", before=lambda: {before}"
-        if after := draw.pick(("", lr, "all_reduce(1.0)")):
+        if after := self.pick(("", lr, "all_reduce(1.0)")):
             more += f", after=lambda: {after}"
         self.step(s, more)
 
     def rare(self, s: State) -> None:
         """One thing that may come next."""
-        draw, p = self.draw, self.draw.pick(s.given)
+        p = self.pick(s.given)
         kinds = [kind for kind in RARE if RARE[kind](self, s, p)]
         if kinds:
-            kind = draw.weighted([(WEIGHTS.get(kind, 1), kind) for kind in kinds])
-            getattr(self, f"_{kind}")(s, p)
+            kind = self.weighted([(WEIGHTS.get(kind, 1), kind) for kind in kinds])
+            if kind in LINES:
+                self.lines.append(LINES[kind].format(s.name))
+            else:
+                getattr(self, f"_{kind}")(s, p)
 
     # Rare operations, where RARE allows them
 
     def _set_lr(self, s: State, p: int) -> None:
-        self.lines.append(f"set_lr({s.name}, {self.draw.number(0, s.groups - 1)}, {self.draw.pick((0.25, 0.0))})")
+        self.lines.append(f"set_lr({s.name}, {self.number(0, s.groups - 1)}, {self.pick((0.25, 0.0))})")
 
     def _save(self, s: State, p: int) -> None:
         self.lines.append(f"saved_{s.name} = saved({s.name})")
-        s.saved = True
-
-    def _load(self, s: State, p: int) -> None:
-        self.lines.append(f"load({s.name}, saved_{s.name})")
+        s.saved = s.saved | {"own"}
 
     def _save_full(self, s: State, p: int) -> None:
         self.lines.append(f"full_{s.name} = full({s.name})")
-        s.saved_full, s.raised = True, False
-
-    def _load_full(self, s: State, p: int) -> None:
-        self.lines.append(f"load_full({s.name}, full_{s.name})")
+        s.saved, s.raised = s.saved | {"full"}, False
 
     def _observe(self, s: State, p: int) -> None:
-        self.lines.append(f"observe({s.name})")
+        self.lines.append(f"{s.name}.opt.observe()")
         s.order, s.raised = None, False
 
     def _renew(self, s: State, p: int) -> None:
-        s.stage = 3 if s.stage == 3 else self.draw.pick((2, 1, 0))
-        store = self.draw.pick(STORES) if self.flavour.stores else {}
+        s.stage = 3 if s.stage == 3 else self.pick((2, 1, 0))
+        store = self.pick(STORES) if self.flavour.stores else {}
         budget = {"budget": store["device_budget"]} if "device_budget" in store else {}
         named = ({"store": store["store"]} if store else {}) | budget
         self.lines.append(f"renew({s.name}, {s.stage}{''.join(f', {k}={v!r}' for k, v in named.items())})")
-        s.grads, s.trained, s.thawed = set(), {*s.trains}, set()
-        s.saved = s.saved_full = s.zeroed = s.clipped = s.dirty = s.infinite = False
+        s.grads = set()
+        s.saved, s.zeroed, s.clipped = set(), False, False
         s.forget()
 
     def _add_group(self, s: State, p: int) -> None:
         self.lines.append(f"add_group({s.name})")
         s.given = [*s.given, *s.options["late"][0]["params"]]
-        s.trained = s.trained | ({*s.options["late"][0]["params"]} - s.frozen)
-        s.late, s.groups, s.saved, s.saved_full, s.raised = 0, s.groups + 1, False, False, False
-
-    def _thaw(self, s: State, p: int) -> None:
-        p = self.draw.pick(sorted(s.frozen & {*s.given}))
-        self.lines.append(f"train({s.name}, {p}, True)")
-        s.frozen = s.frozen - {p}
-        s.thawed |= {p} - s.trained
-        s.saved = s.saved_full = False
-
-    def _freeze(self, s: State, p: int) -> None:
-        self.lines.append(f"train({s.name}, {p}, False)")
-        s.frozen, s.trained = s.frozen | {p}, s.trained - {p}
-        s.saved = s.saved_full = False
+        s.late, s.groups, s.saved, s.raised = 0, s.groups + 1, set(), False
 
     def _edit(self, s: State, p: int) -> None:
-        self.lines.append(f"edit({s.name}, {p}, {self.draw.pick((0.5, 2.0, -1.0))})")
+        self.lines.append(f"edit({s.name}, {p}, {self.pick((0.5, 2.0, -1.0))})")
 
     def _drop(self, s: State, p: int) -> None:
-        self.lines.append(f"drop({s.name}, {p})")
+        self.lines.append(f"{s.name}.params[{p}].grad = None")
         s.grads = s.grads - {p}
 
     def _assign(self, s: State, p: int) -> None:
@@ -427,28 +391,16 @@ class _Generator:
         self.lines.append(f"assign({s.name}, {p}, {', '.join(map(str, factors))})")
         s.grads = s.grads | {p}
 
-    def _all_reduce(self, s: State, p: int) -> None:
-        self.lines.append("all_reduce(1.0)")
-
-    def _read(self, s: State, p: int) -> None:
-        self.lines.append(f"read({s.name})")
-
-    def _average(self, s: State, p: int) -> None:
-        self.lines.append(f"average({s.name})")
-
-    def _look(self, s: State, p: int) -> None:
-        self.lines.append(f"look({s.name})")
-
     def _evaluate(self, s: State, p: int) -> None:
         calls = self.calls(s)
-        nets = [self.net(s, s.given, of_rank) for of_rank in self.of_rows(calls)]
+        nets = [_link([s.name, *self.parts(s, s.given, of_rank)]) for of_rank in self.of_rows(calls)]
         self.lines.append(f"evaluate({', '.join(nets)})")
 
     # Backward
 
     def factor(self) -> float:
-        sign = -1 if self.signed and self.draw.chance(40) else 1
-        return sign * self.draw.pick(FACTORS)
+        sign = -1 if self.signed and self.chance(40) else 1
+        return sign * self.pick(FACTORS)
 
     def of_rows(self, ranks: Sequence[Any]) -> list[Any]:
         """The same for both ranks of a row, where parameters are cut."""
@@ -456,18 +408,14 @@ class _Generator:
 
     def backward(self, states: Sequence[State], whole: bool = False, same: bool = False) -> None:
         """``whole``: all of these, synchronised, without a raise. ``same``: with every parameter on all ranks."""
-        draw, flavour = self.draw, self.flavour
-        for s in states:
-            if s.dirty or (s.clipped and (self.scaled or "max_grad_norm" in s.options)):
-                self.zero(s)
-        same = same or any(s.thawed for s in states)
-        kind = "same" if same else draw.pick(("same", "values", "parameters"))
-        if not same and (self.scaled or not whole) and draw.chance(flavour.raises + flavour.left_out):
+        flavour = self.flavour
+        kind = "same" if same else self.pick(("same", "values", "parameters"))
+        if not same and (self.scaled or not whole) and self.chance(flavour.raises + flavour.left_out):
             kind = self.differing(states, whole) or kind
-        held = [] if whole else [s for s in states if draw.chance(25)]
+        held = [] if whole else [s for s in states if self.chance(25)]
         synced = [s for s in states if s not in held]
         chosen = self.chosen(states, kind)
-        if kind in ("values", "parameters") and held and draw.chance(40):  # under no_sync, whatever came before
+        if kind in ("values", "parameters") and held and self.chance(40):  # under no_sync, whatever came before
             chosen = self.leave_out(chosen, [s.name for s in held if s.stage != 3])
         calls = {s.name: self.calls(s, alike=kind in ("raises", "left out")) for s in states if s.stage == 3}
         for s, (rank, of_rank) in itertools.product([s for s in states if s.stage == 3], enumerate(chosen)):
@@ -480,11 +428,11 @@ class _Generator:
         if kind == "same":
             chains = [list(chains[0]) for _ in chains]
         for s in states:
-            s.grads = s.grads | {p for of_rank in chosen for p in of_rank[s.name] if p in s.trains}
+            s.grads = s.grads | {p for of_rank in chosen for p in of_rank[s.name] if p in s.trained}
         reached = [{s.name: bool({*of_rank[s.name]} & s.trained) for s in states} for of_rank in chosen]
         raising = self.raise_in(states, chains, chosen, reached) if kind == "raises" else []
-        if draw.chance(flavour.infinite) and not held:
-            self.infinite(chains, states)
+        if self.chance(flavour.infinite) and not held:
+            self.infinite(chains)
         self.write(chains, held)
         for s in synced:
             self.after(s, [of_rank[s.name] for of_rank in reached], raising)
@@ -496,21 +444,19 @@ class _Generator:
     def differing(self, states: Sequence[State], whole: bool) -> str:
         """How ranks differ in whether they reach these optimizers, or empty: they may not. It makes room for that."""
         stages = [s.stage for s in states]
-        if self.world == 1 or stages.count(0) + stages.count(3) > 1 or any(s.thawed for s in states):
+        if self.world == 1 or stages.count(0) + stages.count(3) > 1:
             return ""
         if any(s.order is None for s in states if s.stage == 3):
             return ""
         for s in self.states:
             if s.raised or (s.synced and s in states):
-                self.step(s) if self.draw.chance(50) and not self.scaled else None
+                self.step(s) if self.chance(50) and not self.scaled else None
                 self.zero(s)
-        choices = [(self.flavour.left_out, "left out"), (0 if whole else self.flavour.raises, "raises")]
-        return self.draw.weighted(choices) if sum(weight for weight, _ in choices) else ""
+        return self.weighted([(self.flavour.left_out, "left out"), (0 if whole else self.flavour.raises, "raises")])
 
     def chosen(self, states: Sequence[State], kind: str) -> list[dict[str, list[int]]]:
         """Of each rank and optimizer the parameters that its chain uses, in order."""
-        draw = self.draw
-        first = {s.name: draw.shuffled(s.given) if draw.chance(60) else list(s.given) for s in states}
+        first = {s.name: self.shuffled(s.given) if self.chance(60) else list(s.given) for s in states}
         found = []
         for rank in range(self.world):
             if kind in ("same", "values", "raises") or rank == 0 or (self.flavour.cut and rank % 2):
@@ -523,14 +469,14 @@ class _Generator:
         """The same, but some ranks use nothing of these optimizers."""
         found = list(chosen)
         for rank in self.of_rows(range(self.world)):
-            if rank and self.draw.chance(60):
+            if rank and self.chance(60):
                 found[rank] = {**found[rank], **{name: [] for name in names}}
         return self.of_rows(found)
 
     def subset(self, s: State, params: list[int]) -> list[int]:
-        """With one at least that is trained, and known to be."""
-        some = self.draw.some(params, 60)
-        return some if {*some} & s.trained else [*some, min(s.trained & {*s.given} - s.frozen)]
+        """With one at least that is trained."""
+        some = self.some(params, 60)
+        return some if {*some} & s.trained else [*some, min(s.trained)]
 
     def chain(self, states: Sequence[State], of_rank: dict[str, list[int]], calls: Any, rank: int) -> list[Any]:
         """Strings are links; at stage 3 a list, whose head is the name, holds the links of the model's call."""
@@ -540,23 +486,23 @@ class _Generator:
                 links.append([s.name, *self.parts(s, of_rank[s.name], calls[s.name][rank])])
             else:
                 params = [*of_rank[s.name]]
-                if params and self.draw.chance(8):
+                if params and self.chance(8):
                     params.append(params[0])
                 links += [f"use({s.name}, {p}, {self.factor()})" for p in params]
         return links
 
     def calls(self, s: State, alike: bool = False) -> list[list[int]]:
         """Of each rank the units that it calls. The first time all call all, in an order that holds from then on."""
-        draw, every = self.draw, sorted({*s.units} - {-1})
+        every = sorted({*s.units} - {-1})
         if s.order is None:
-            s.order = draw.shuffled(every) if draw.chance(20) else every
+            s.order = self.shuffled(every) if self.chance(20) else every
             return [s.order for _ in range(self.world)]
-        if alike or draw.chance(40):
+        if alike or self.chance(40):
             return [s.order for _ in range(self.world)]
-        if draw.chance(40):
-            again = [*draw.shuffled(every), *([draw.pick(every)] if draw.chance(50) else [])]
+        if self.chance(40):
+            again = [*self.shuffled(every), *([self.pick(every)] if self.chance(50) else [])]
             return [again] * self.world
-        return [draw.some(s.order, 60) for _ in range(self.world)]
+        return [self.some(s.order, 60) for _ in range(self.world)]
 
     def parts(self, s: State, params: Sequence[int], called: Sequence[int]) -> list[str]:
         links = []
@@ -565,30 +511,24 @@ class _Generator:
             links.append(f"({k}, {{{uses}}})")
         for p in params:
             if s.units[p] == -1:
-                links.insert(self.draw.number(0, len(links)), f"{{{p}: {self.factor()}}}")
+                links.insert(self.number(0, len(links)), f"{{{p}: {self.factor()}}}")
         return links
-
-    def net(self, s: State, params: Sequence[int], called: Sequence[int]) -> str:
-        return f"net({', '.join([s.name, *self.parts(s, params, called)])})"
 
     def raise_in(self, states: Any, chains: list[list[Any]], chosen: Any, reached: list[dict[str, bool]]) -> list[int]:
         """Put ``boom`` into the chains of some ranks; return these. Gradients of what comes before it are not made."""
-        draw = self.draw
         raising = self.of_rows(
-            [rank for rank in range(self.world) if draw.chance(50)] or [draw.number(0, self.world - 1)]
+            [rank for rank in range(self.world) if self.chance(50)] or [self.number(0, self.world - 1)]
         )
         raising = sorted({rank - rank % 2 + k for rank in raising for k in (0, 1)} if self.flavour.cut else {*raising})
-        sharded = any(s.stage == 3 for s in states)
-        forward = draw.chance(15) and not sharded
         for rank in raising:
             if self.flavour.cut and rank % 2:
                 chains[rank], reached[rank] = chains[rank - 1], reached[rank - 1]
                 continue
             chain = chains[rank]
-            at = draw.number(0, len(chain))
+            at = self.number(0, len(chain))
             inner = at < len(chain) and isinstance(chain[at], list)
-            if inner and draw.chance(80):
-                place = draw.number(1, len(chain[at]))
+            if inner and self.chance(80):
+                place = self.number(1, len(chain[at]))
                 before, behind = (
                     [*chain[:at], chain[at][:place]],
                     [[chain[at][0], *chain[at][place:]], *chain[at + 1 :]],
@@ -596,31 +536,29 @@ class _Generator:
                 chain[at] = [*chain[at][:place], "boom", *chain[at][place:]]
             else:
                 before, behind = chain[:at], chain[at:]
-                chains[rank] = [*before, "forward_boom" if forward else "boom", *behind]
+                chains[rank] = [*before, "boom", *behind]
             come = _used(behind) - _used(before)  # a gradient is there once backward is through with its first use
             for s in states:
-                reached[rank][s.name] = not forward and any((s.name, p) in come for p in s.trained)
+                reached[rank][s.name] = any((s.name, p) in come for p in s.trained)
         return raising
 
-    def infinite(self, chains: list[list[Any]], states: Sequence[State]) -> None:
-        rank = self.draw.number(0, self.world - 1)
+    def infinite(self, chains: list[list[Any]]) -> None:
+        rank = self.number(0, self.world - 1)
         rank -= rank % 2 if self.flavour.cut else 0
         places = [at for at, link in enumerate(chains[rank]) if isinstance(link, str) and link.startswith("use")]
         if places:
-            at = self.draw.pick(places)
+            at = self.pick(places)
             chains[rank][at] = chains[rank][at].rpartition(", ")[0] + ", float('inf'))"
-            for s in states:
-                s.infinite = True
 
     def write(self, chains: list[list[Any]], held: Sequence[State]) -> None:
         texts = ["[" + ", ".join(_link(link) for link in chain) + "]" for chain in self.of_rows(chains)]
         sharded = any(isinstance(link, list) for chain in chains for link in chain)
-        texts = ["None" if text == "[]" and not sharded and self.draw.chance(70) else text for text in texts]
+        texts = ["None" if text == "[]" and not sharded and self.chance(70) else text for text in texts]
         texts = self.of_rows(texts)
         if len({*texts}) == 1:
             texts = texts[:1]
         more = f", no_sync=[{', '.join(s.name for s in held)}]" if held else ""
-        more += f", roots={self.draw.pick((2, 3))}" if self.draw.chance(15) else ""
+        more += f", roots={self.pick((2, 3))}" if self.chance(15) else ""
         self.lines.append(f"back({', '.join(texts)}{more})")
 
     def after(self, s: State, reached: list[bool], raising: list[int]) -> None:
@@ -661,28 +599,28 @@ def _fits(shape: Shape, side: str, blocks: int) -> bool:
 
 
 # How often each is drawn among those that are allowed; else 1. Some are seldom allowed.
-WEIGHTS = {"load": 9, "load_full": 9, "add_group": 5, "thaw": 5, "edit": 3, "drop": 3, "average": 3, "save": 2}
+WEIGHTS = {"load": 9, "load_full": 9, "add_group": 5, "edit": 3, "drop": 3, "average": 3, "save": 2}
+LINES = {  # of those after which nothing else is allowed or forbidden
+    "load": "{0}.opt.load_state_dict(saved_{0})",
+    "load_full": "load_full({0}, full_{0})",
+    "all_reduce": "all_reduce(1.0)",
+    "read": "read({0})",
+    "average": "average({0})",
+    "look": "look({0})",
+}
 Allowed = Callable[[_Generator, State, int], bool]
 RARE: dict[str, Allowed] = {
     "set_lr": lambda g, s, p: True,
     "save": lambda g, s, p: not s.pending,
-    "load": lambda g, s, p: s.saved and not s.grads and s.quiet,
+    "load": lambda g, s, p: "own" in s.saved and not s.grads and s.quiet,
     "save_full": lambda g, s, p: not s.pending,
-    "load_full": lambda g, s, p: s.saved_full and s.quiet and not s.grads,
+    "load_full": lambda g, s, p: "full" in s.saved and not s.grads and s.quiet,
     "observe": lambda g, s, p: not s.pending,
     "renew": lambda g, s, p: not s.pending,
     "add_group": lambda g, s, p: not s.pending and s.late > 0,
-    "thaw": lambda g, s, p: s.quiet and not s.clipped and not s.dirty and bool(s.frozen & {*s.given}),
-    "freeze": lambda g, s, p: (
-        s.quiet
-        and s.stage != 3
-        and p in s.trained - s.grads - s.frozen
-        and not s.synced
-        and len(s.trained - s.frozen) > 1
-    ),
-    "edit": lambda g, s, p: s.quiet and (s.stage != 3 or (not g.flavour.cut and p in s.trains and not s.synced)),
-    "drop": lambda g, s, p: s.quiet and p in s.trained - s.frozen and not s.dirty and not s.clipped,
-    "assign": lambda g, s, p: s.quiet and s.stage != 3 and p in s.trained - s.frozen and not s.clipped and not s.dirty,
+    "edit": lambda g, s, p: s.quiet and (s.stage != 3 or (not g.flavour.cut and p in s.trained and not s.synced)),
+    "drop": lambda g, s, p: s.quiet and p in s.trained,
+    "assign": lambda g, s, p: s.quiet and s.stage != 3 and p in s.trained and not s.clipped,
     "all_reduce": lambda g, s, p: g.world > 1 and all(other.quiet for other in g.states),
     "read": lambda g, s, p: all(other.quiet for other in g.states),
     "average": lambda g, s, p: not s.pending and "ema_decay" in s.options and all(o.quiet for o in g.states),

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from random_programs import plain
 from random_programs.run import Program, differs, execute
-from random_programs.words import Planned, boom
+from random_programs.words import Planned, boom, tensors_of
 
 H, ROWS, TOKENS = 12, 3, 12
 caught = contextlib.suppress(Planned)
@@ -56,25 +56,32 @@ def recomputed(module: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(call, module, x, use_reentrant=False)
 
 
-class Lin(nn.Module):
+class Breaks(nn.Module):
+    """It calls ``broken`` within its forward."""
+
+    fails = booms = False  # a text sets them, for forward and for backward
+
+    def broken(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise Planned
+        return boom(x) if self.booms else x
+
+
+class Lin(Breaks):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(H, H) / H**0.5)
         self.bias = nn.Parameter(torch.randn(H) / 4)
-        self.fails = self.booms = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise Planned
-        y = F.linear(x, self.weight, self.bias)
-        return torch.tanh(boom(y) if self.booms else y)
+        return torch.tanh(self.broken(F.linear(x, self.weight, self.bias)))
 
     def scaled(self, x: Tensor) -> Tensor:
         """It reads a parameter of its own: to be registered."""
         return x * self.bias
 
 
-class Block(nn.Module):
+class Block(Breaks):
     """``up`` and ``down``, with what ``kinds`` ask for; it calls itself ``depth`` times.
 
     "aux": it leaves a loss in an attribute. "ckpt": ``up`` is in a checkpoint. "turned": it calls ``down`` first, which
@@ -90,7 +97,6 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.25 if "drop" in kinds else 0.0)
         self.register_buffer("calls", torch.zeros(()))
         self.far: list[nn.Module] = []  # modules of other blocks: in a list, they are not registered here
-        self.booms = False
 
     def forward(self, x: Tensor, depth: int | None = None) -> Any:
         self.calls += 1
@@ -100,7 +106,7 @@ class Block(nn.Module):
         h = recomputed(first, h) if "ckpt" in self.kinds else first(h)
         for module in [*([] if self.inner is None else [self.inner]), *self.far]:
             h = call(module, h)
-        h = boom(h) if self.booms else h
+        h = self.broken(h)
         h = self.drop((h if "unused" in self.kinds else last(h)) * self.gain)
         if depth:
             h = h * 0.5 + call(self, h * 0.5, depth=depth - 1) * 0.5
@@ -129,7 +135,7 @@ class Stack(nn.ModuleList):
         return x + self.shift
 
 
-class Model(nn.Module):
+class Model(Breaks):
     """Blocks in a container, a "stack" if ``kinds`` ask for it. ``ckpt``: they are in checkpoints, of so many each."""
 
     def __init__(self, blocks: Sequence[nn.Module], *kinds: str, ckpt: int = 0, form: str = "tensor") -> None:
@@ -143,21 +149,21 @@ class Model(nn.Module):
     def embedded(self, x: Tensor) -> Tensor:
         return x if self.emb is None else x + self.emb((x[:, 0].detach().float().abs() * 10).long() % TOKENS)
 
-    def forward(self, x: Tensor, **numbers: Sequence[int]) -> Any:
-        """It leaves out the blocks of ``skip``, and of ``part`` calls ``up`` alone. Before those of ``fails`` it
-        raises, and backward at those of ``booms``."""
+    def forward(self, x: Tensor, skip: Sequence[int] = (), part: Sequence[int] = ()) -> Any:
+        """It leaves out the blocks of ``skip``, and of ``part`` calls ``up`` alone."""
         x = self.embedded(x)
-        whole = isinstance(self.blocks, Stack) and not any(numbers.values())
-        x = self.blocks(x) if whole else self._some(x, **numbers)
+        if isinstance(self.blocks, Stack) and not (skip or part):
+            x = self.broken(self.blocks(x))
+        else:
+            left = [n for n in range(len(self.blocks)) if n not in skip]
+            x = self._some(x, [self.blocks[n].up if n in part else self.blocks[n] for n in left])
         return formed(self.form, self.head(x * self.own))
 
-    def _some(self, x: Tensor, skip: Any = (), part: Any = (), fails: Any = (), booms: Any = ()) -> Tensor:
-        left, size = [n for n in range(len(self.blocks)) if n not in skip], self.ckpt or 1
-        for chosen in [left[start : start + size] for start in range(0, len(left), size)]:
-            if {*fails}.intersection(chosen):
-                raise Planned
-            x = boom(x) if {*booms}.intersection(chosen) else x
-            some = [self.blocks[n].up if n in part else self.blocks[n] for n in chosen]
+    def _some(self, x: Tensor, modules: Sequence[nn.Module]) -> Tensor:
+        size = self.ckpt or 1
+        for first in range(0, len(modules), size):
+            some = modules[first : first + size]
+            x = self.broken(x) if first + size >= len(modules) else x  # before the last of them
             x = checkpoint(self.through, x, some, use_reentrant=False) if self.ckpt else self.through(x, some)
         return x
 
@@ -172,11 +178,6 @@ class Model(nn.Module):
     def score(self, x: Tensor) -> Tensor:
         """It may read a parameter of its own: to be registered."""
         return call(self, x) / (1 + self.own**2)
-
-    def generate(self, x: Tensor, count: int) -> Tensor:
-        for _ in range(count):
-            x = torch.cat([x[1:], call(self, x)[-1:]])
-        return x
 
 
 class Wrapper(nn.Module):
@@ -224,6 +225,7 @@ class ModelWords:
     def __init__(self, library: Any, rank: int, world: int, sees: Any, stage: int) -> None:
         self.library, self.rank, self.world, self.sees, self.stage = library, rank, world, sees, stage
         self.sharded = library is zero_optim and stage == 3 and world > 1
+        self.full, self.load_full = library.full_state_dict, library.load_full_state_dict
         self.full_model = library.full_model_state_dict
         self.register = library.register_forward_method
         self.gathered = library.gather_parameters
@@ -246,8 +248,9 @@ class ModelWords:
             self.library.shard_module(model, **options)
 
     def optimizer(self, params: Any, **options: Any) -> Any:
-        options = {"lr": 1e-2, "eps": EPS, "weight_decay": 0.1, **options}
-        return self.library.ShardedAdamW(params, **({} if self.stage == 3 else {"stage": self.stage}), **options)
+        groups = [{"params": params, "lr": 1e-2, "weight_decay": 0.1}]
+        stage = {} if self.stage == 3 else {"stage": self.stage}
+        return self.library.ShardedOptimizer(groups, rule=self.library.rules.AdamW(eps=EPS), **stage, **options)
 
     def X(self, number: int) -> Tensor:
         """Data of this rank."""
@@ -277,19 +280,10 @@ class ModelWords:
                 p.sum()
                 raise AssertionError(f"{name} can be read after step")
 
-    def full(self, opt: Any) -> Any:
-        return opt.state_dict() if self.library is plain else zero_optim.full_state_dict(opt, rank=None)
-
-    def load_full(self, opt: Any, state: Any) -> None:
-        opt.load_state_dict(state) if self.library is plain else zero_optim.load_full_state_dict(opt, state)
-
     def see_all(self, model: nn.Module, opt: Any) -> None:
         """Parameters, buffers and the optimizer's state, whole."""
         self.see(self.full_model(model, rank=None))
-        if self.library is plain:
-            return self.see(opt.tensors())
-        state = zero_optim.full_state_dict(opt, rank=None)["state"]
-        self.see({n: [float(s["step"]), s["exp_avg"].float(), s["exp_avg_sq"].float()] for n, s in state.items()})
+        self.see(tensors_of(self.library.full_state_dict(opt, rank=None)))
 
 
 def play(program: Program, library: Any, rank: int, stage: int) -> list[Any]:

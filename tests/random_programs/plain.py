@@ -23,6 +23,10 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def summed(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(tensor)
@@ -35,12 +39,12 @@ def summed(tensor: Tensor) -> Tensor:
 class Muon(torch.optim.Muon):
     """torch's, over the matrices of parameters: views of them, each with a momentum of its own."""
 
-    def __init__(self, params: Sequence[Tensor], lr: float, weight_decay: float, view: Any = None, **options: Any):
+    def __init__(self, params: Sequence[Tensor], view: Any = None, ns_gram: bool = False, **options: Any) -> None:
         self.wholes = list(params)
         self.view = next(iter(view.items())) if view else None
         self.matrices = {p: [nn.Parameter(block) for block in self.blocks(p.data)] for p in self.wholes}
         every = [matrix for matrices in self.matrices.values() for matrix in matrices]
-        super().__init__(every, lr=lr, weight_decay=weight_decay, **options)
+        super().__init__(every, **options)
 
     def blocks(self, whole: Tensor) -> list[Tensor]:
         """Of four dimensions it is a convolution, [out, the rest]; of three a stack."""
@@ -57,36 +61,26 @@ class Muon(torch.optim.Muon):
                 matrix.grad = grad
         super().step()
 
-    def tensors_of(self, p: Tensor) -> list[Tensor]:
+    def state_of(self, p: Tensor) -> dict[str, Tensor]:
         whole = torch.zeros_like(p)
         for block, matrix in zip(self.blocks(whole), self.matrices[p], strict=True):
             block.copy_(self.state[matrix]["momentum_buffer"])
-        return [whole]
+        return {"momentum_buffer": whole}
 
 
-def _lion(params: Sequence[Tensor], **options: Any) -> PaperLion:
-    return PaperLion(params, **{"betas": (0.9, 0.99), **options})
-
-
-def _muon(params: Sequence[Tensor], ns_gram: bool = False, **options: Any) -> Muon:
-    return Muon(params, **options)
-
-
-rules = SimpleNamespace(
-    AdamW=lambda **options: partial(torch.optim.AdamW, foreach=False, **options),
-    SGD=lambda **options: partial(torch.optim.SGD, foreach=False, **options),
-    Lion=lambda **options: partial(_lion, **options),
-    Muon=lambda **options: partial(_muon, **options),
+rules = SimpleNamespace(  # of options each makes what makes an optimizer
+    AdamW=partial(partial, torch.optim.AdamW, foreach=False),
+    SGD=partial(partial, torch.optim.SGD, foreach=False),
+    Lion=partial(partial, PaperLion, betas=(0.9, 0.99)),
+    Muon=partial(partial, Muon),
 )
-RULE_OPTIONS = ("eps", "betas", "amsgrad", "momentum", "nesterov", "ns_gram")
-LR = {"AdamW": 1e-3, "SGD": 1e-3, "Lion": 1e-4, "Muon": 1e-3}
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
-class Optimizer(torch.optim.Optimizer):
-    """What is made of ``rule`` and of options whose names are those of ``ShardedOptimizer``; most change no value."""
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Its groups have ``lr`` and ``weight_decay``. Of the options that are not here none changes a value."""
 
     def __init__(
         self,
@@ -94,8 +88,6 @@ class Optimizer(torch.optim.Optimizer):
         rule: Callable[..., torch.optim.Optimizer],
         max_grad_norm: float | None = None,
         ema_decay: float | None = None,
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
         **_: Any,
     ) -> None:
         self.rule, self.max_grad_norm, self.ema_decay = rule, max_grad_norm, ema_decay
@@ -107,8 +99,7 @@ class Optimizer(torch.optim.Optimizer):
         self.clipped = False  # clip_grad_norm_ was called, and nothing came since
         self.touched = False  # this rank has a new gradient since, or was in a no_sync block
         self.scale, self.unscaled, self.skipped = 1.0, False, False
-        self.met: set[Tensor] = set()  # trained, as the optimizer has seen at construction or in a step
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, {})
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         super().add_param_group(group)
@@ -122,7 +113,6 @@ class Optimizer(torch.optim.Optimizer):
         own = {"view": group["view"]} if "view" in group else {}
         masters = [self.masters[p] for p in group["params"]]
         self.inner.append(rule(masters, lr=group["lr"], weight_decay=group["weight_decay"], **own))
-        self.met |= {p for p in group["params"] if p.requires_grad}
 
     def _touch(self, _: Tensor) -> None:
         self.touched = True
@@ -185,7 +175,6 @@ class Optimizer(torch.optim.Optimizer):
         if self.max_grad_norm is not None and not self.clipped:
             self._clip(grads, self.max_grad_norm, 2.0, None, self.scale)
         self.skipped = not all(bool(grad.isfinite().all()) for grad in grads.values())
-        self.met |= {p for p in self.listed() if p.requires_grad}
         if not self.skipped:
             self._update({p: grad / self.scale for p, grad in grads.items()})
         self.clips, self.clipped, self.unscaled = {}, False, False
@@ -230,23 +219,23 @@ class Optimizer(torch.optim.Optimizer):
             self.updates.update({p: count} if count else {})
             self.averages.update({} if average is None else {p: average.clone()})
 
-    def tensors(self) -> dict[int, list[Any]]:
-        """Of each parameter that was updated, by number over all groups: the count, and the state but the master."""
+    def full_state(self) -> dict[int, dict[str, Any]]:
+        """Of each parameter that was updated, by number over all groups."""
         owners = [inner for inner, group in zip(self.inner, self.param_groups, strict=True) for _ in group["params"]]
         found = {}
         for number, (p, owner) in enumerate(zip(self.listed(), owners, strict=True)):
             if p in self.updates:
-                own = owner.state.get(self.masters[p], {})
-                own = [own[name] for name in sorted(own) if name != "step" and own[name] is not None]
-                own = owner.tensors_of(self.masters[p]) if isinstance(owner, Muon) else own
-                found[number] = [float(self.updates[p]), *(tensor.detach().clone() for tensor in own)]
+                master = self.masters[p]
+                own = owner.state_of(master) if isinstance(owner, Muon) else owner.state.get(master, {})
+                kept = {name: value.detach().clone() for name, value in own.items() if value is not None}
+                found[number] = {**kept, "step": self.updates[p]}
         return found
 
     def ema_state_dict(self, rank: int | None = None) -> dict[int, Tensor]:
         return {
             number: self.averages[p] if p in self.updates else settled(self.masters[p].detach(), p)
             for number, p in enumerate(self.listed())
-            if p in self.met
+            if p.requires_grad
         }
 
     @contextlib.contextmanager
@@ -267,20 +256,18 @@ class Optimizer(torch.optim.Optimizer):
         return {}
 
 
+def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, Any]:
+    """The ``state`` that this rank sees, and what any rank can load."""
+    return {"state": opt.full_state() if rank in (None, own_rank()) else {}, "all": opt.state_dict()}
+
+
+def load_full_state_dict(opt: ShardedOptimizer, state: dict[str, Any]) -> None:
+    opt.load_state_dict(state["all"])
+
+
 def settled(master: Tensor, p: Tensor) -> Tensor:
     """The master, but where the parameter is not its rounding: that was edited."""
     return torch.where(master.to(p.dtype) == p.detach(), master, p.detach().float())
-
-
-def _named(name: str) -> Callable[..., Optimizer]:
-    def make(params: Any, **options: Any) -> Optimizer:
-        own = {key: options.pop(key) for key in RULE_OPTIONS if key in options}
-        return Optimizer(params, getattr(rules, name)(**own), **{"lr": LR[name], **options})
-
-    return make
-
-
-ShardedAdamW, ShardedSGD, ShardedLion, ShardedMuon = map(_named, ("AdamW", "SGD", "Lion", "Muon"))
 
 
 class GradScaler:
@@ -292,10 +279,10 @@ class GradScaler:
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.value
 
-    def unscale_(self, opt: Optimizer) -> None:
+    def unscale_(self, opt: ShardedOptimizer) -> None:
         opt.scale, opt.unscaled = self.value, True
 
-    def step(self, opt: Optimizer) -> None:
+    def step(self, opt: ShardedOptimizer) -> None:
         opt.scale = self.value
         opt.step()
         opt.scale = 1.0
@@ -338,7 +325,7 @@ def gather_parameters(module: nn.Module, writeback: bool = False) -> Iterator[No
 
 
 def full_model_state_dict(module: nn.Module, rank: int | None = 0, trained_only: bool = False) -> dict[str, Any]:
-    if rank is not None and rank != (dist.get_rank() if dist.is_initialized() else 0):
+    if rank not in (None, own_rank()):
         return {}
     left_out = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     left_out |= {name for name, _ in module.named_buffers(remove_duplicate=False)}

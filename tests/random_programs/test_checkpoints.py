@@ -16,7 +16,7 @@ from random_programs.draw_checkpoints import program
 @pytest.mark.parametrize("count", slow_after(1, [3, 6]))
 @pytest.mark.parametrize(("saving", "loading"), [(1, 1), (2, 2), (3, 3), (2, 3), (4, 2), (1, 4)])
 def test_programs_obey_the_law(saving, loading, count):
-    check_drawn(programs(program, saving, loading), check, 100 * saving + 10 * loading + count, count)
+    check_drawn(programs(program, [saving], [loading]), check, 100 * saving + 10 * loading + count, count)
 
 
 def _forgetful_load(*args):
@@ -26,4 +26,4 @@ def _forgetful_load(*args):
 
 def test_random_states_that_are_not_restored_are_found():
     with pytest.raises(AssertionError, match=r"loaded: .*random"):
-        check_drawn(programs(program, 1, 1), partial(check, load=_forgetful_load), 0, 20)
+        check_drawn(programs(program, [1], [1]), partial(check, load=_forgetful_load), 0, 20)

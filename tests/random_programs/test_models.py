@@ -15,7 +15,7 @@ from random_programs.run import Program, check
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_stages_2_and_3_compute_what_plain_torch_does(world, seed):
-    check_drawn(programs(program, world), partial(check, judge=verdict), seed)
+    check_drawn(programs(program, [world]), partial(check, judge=verdict), seed)
 
 
 READS = """\

@@ -38,10 +38,6 @@ Link = Callable[[Tensor], Tensor]
 Chain = Sequence[Link] | None  # None: this rank runs no backward
 
 
-def forward_boom(x: Tensor) -> Tensor:
-    raise Planned("in forward")
-
-
 def pattern(shape: Sequence[int], p: int) -> Tensor:
     """Odd multiples of 1/16: never zero, and sums of a few are exact in every dtype."""
     number = torch.arange(torch.Size(shape).numel())
@@ -52,6 +48,15 @@ def pattern(shape: Sequence[int], p: int) -> Tensor:
 
 def start(shape: Sequence[int], p: int) -> Tensor:
     return (((torch.arange(torch.Size(shape).numel()) * 3 + 5 * p) % 17 - 8) / 8).reshape(tuple(shape))
+
+
+def tensors_of(full: dict[str, Any]) -> dict[int, list[Any]]:
+    """Of a full state: by number the steps, and what a parameter has beside its master and averages."""
+    left_out = ("step", "master", "ema")
+    return {
+        number: [float(entry["step"]), *(entry[name].float() for name in sorted(entry) if name not in left_out)]
+        for number, entry in full.get("state", {}).items()
+    }
 
 
 # -- parameters that two tensor-parallel ranks cut ---------------------------------------------------------------------
@@ -94,35 +99,21 @@ def term(parameter: Tensor, p: int, c: float) -> Tensor:
 # -- the model of stage 3 ----------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, own: dict[int, nn.Parameter]) -> None:
+class Net(nn.Module):
+    """Parameters of its own, by number, and units. A link is ``{p: c}`` of its own, ``(unit, {p: c})``, or ``boom``."""
+
+    def __init__(self, own: dict[int, nn.Parameter], units: Sequence[nn.Module] = ()) -> None:
         super().__init__()
         for p, parameter in own.items():
             setattr(self, f"p{p}", parameter)
-
-    def forward(self, x: Tensor, uses: dict[int, float]) -> Tensor:
-        for p, c in uses.items():
-            x = x + term(getattr(self, f"p{p}"), p, c)
-        return x * 1.0
-
-
-class Net(nn.Module):
-    """``units`` has the unit of each parameter, or -1: the root."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], units: Sequence[int]) -> None:
-        super().__init__()
-        of_unit = [{p: parameters[p] for p, u in enumerate(units) if u == k} for k in range(-1, max(units) + 1)]
-        for p, parameter in of_unit[0].items():
-            setattr(self, f"p{p}", parameter)
-        self.blocks = nn.ModuleList(Block(own) for own in of_unit[1:])
+        self.units = nn.ModuleList(units)
 
     def forward(self, x: Tensor, links: Sequence[Any]) -> Tensor:
-        """A link: ``{p: c}`` of the root's parameters, ``(unit, {p: c})``, or ``boom``."""
         for link in links:
             if callable(link):
                 x = link(x)
             elif isinstance(link, tuple):
-                x = self.blocks[link[0]](x, link[1])
+                x = self.units[link[0]](x, [link[1]])
             else:
                 x = sum((term(getattr(self, f"p{p}"), p, c) for p, c in link.items()), x)
         return x * 1.0
@@ -132,12 +123,22 @@ class Net(nn.Module):
         return [named[p] for p in sorted(named)]
 
 
+class Unit(Net):
+    """A part of one."""
+
+
+def net_of(parameters: Sequence[nn.Parameter], units: Sequence[int]) -> Net:
+    """``units`` has the unit of each parameter, or -1: the root."""
+    of_unit = [{p: parameters[p] for p, u in enumerate(units) if u == k} for k in range(-1, max(units) + 1)]
+    return Net(of_unit[0], [Unit(own) for own in of_unit[1:]])
+
+
 # -- the words ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Handle:
-    """An optimizer of a program, with its parameters; ``make(stage, store)`` makes it anew."""
+    """An optimizer of a program, with its parameters: a text may use both. ``make(stage, store)`` makes it anew."""
 
     opt: Any
     params: list[Any]
@@ -161,7 +162,7 @@ class Words:
 
     def names(self) -> dict[str, Any]:
         words = {name: getattr(self, name) for name in dir(Words) if not name.startswith("_") and name != "names"}
-        return {**words, "boom": boom, "forward_boom": forward_boom, "rank": self.rank, "world": self.world}
+        return {**words, "boom": boom, "rank": self.rank, "world": self.world}
 
     # Making
 
@@ -197,19 +198,19 @@ class Words:
         net = None
         if stage == 3:
             offload = {"param_offload": param_offload} if param_offload and self.stored else {}
-            net = Net(made, units if units is not None else range(len(shapes)))
+            net = net_of(made, units if units is not None else range(len(shapes)))
             how = {"prefetch": prefetch, "reshard_after_forward": reshard_after_forward}
-            net = self.library.shard_module(net, units=(Block,), **how, **grid, **offload)
+            net = self.library.shard_module(net, units=(Unit,), **how, **grid, **offload)
             made = net.ordered()
         given = [self._group(made, group) for group in groups or [{"params": range(len(shapes))}]]
-        name, own = RULES[rule]
 
         def make(stage: int, store: str | None = store, budget: int | None = device_budget) -> Any:
             more = {} if stage == 3 else {"stage": stage, **grid}
             if store and self.stored:
                 more |= {"state_offload": store} | ({"device_budget": budget} if store == "paged" else {})
-            own_class = getattr(self.library, f"Sharded{name}")
-            return own_class([{**group} for group in given], **own, bucket_cap_mb=bucket_cap_mb, **more, **options)
+            groups = [{**group} for group in given]
+            more |= {"rule": self._rule(rule), "bucket_cap_mb": bucket_cap_mb}
+            return self.library.ShardedOptimizer(groups, **more, **options)
 
         later = [self._group(made, group) for group in reversed(late)]
         handle = Handle(make(stage), made, net, stage, cut, make, given, later)
@@ -227,10 +228,11 @@ class Words:
 
     def _group(self, made: Sequence[Any], group: dict[str, Any]) -> dict[str, Any]:
         found = {"lr": 0.125, "weight_decay": 0.0, **group, "params": [made[p] for p in group["params"]]}
-        if "rule" in group:
-            name, own = RULES[group["rule"]]
-            found["rule"] = getattr(self.library.rules, name)(**own)
-        return found
+        return found | ({"rule": self._rule(group["rule"])} if "rule" in group else {})
+
+    def _rule(self, name: str) -> Any:
+        kind, options = RULES[name]
+        return getattr(self.library.rules, kind)(**options)
 
     def scaler(self, scale: float) -> None:
         """From here on every step is the scaler's."""
@@ -277,10 +279,6 @@ class Words:
         except Planned as error:
             return str(error)
         return float(sum(x.detach() for x in ends)) if self.exact else None
-
-    def block(self, a: Handle) -> Any:
-        """``no_sync``, for what is called within it."""
-        return a.opt.no_sync()
 
     def evaluate(self, *links: Link) -> None:
         """A forward without gradients."""
@@ -331,31 +329,14 @@ class Words:
     def saved(self, a: Handle) -> Any:
         return copy.deepcopy(a.opt.state_dict())
 
-    def load(self, a: Handle, state: Any) -> None:
-        a.opt.load_state_dict(state)
-
     def full(self, a: Handle) -> Any:
         """The whole state; rank 0 sees it."""
-        if self.library is plain:
-            self.see(a.opt.tensors() if self.rank == 0 else None)
-            return a.opt.state_dict()
-        state = zero_optim.full_state_dict(a.opt)
-        left_out = ("step", "master", "ema")
-        self.see(
-            {
-                index: [float(entry["step"]), *(entry[name].float() for name in sorted(entry) if name not in left_out)]
-                for index, entry in state["state"].items()
-            }
-            if state
-            else None
-        )
+        state = self.library.full_state_dict(a.opt)
+        self.see(tensors_of(state))
         return state
 
     def load_full(self, a: Handle, state: Any) -> None:
-        a.opt.load_state_dict(state) if self.library is plain else zero_optim.load_full_state_dict(a.opt, state)
-
-    def observe(self, a: Handle) -> None:
-        a.opt.observe()
+        self.library.load_full_state_dict(a.opt, state)
 
     def renew(self, a: Handle, stage: int | None = None, **store: Any) -> None:
         """``close``, no gradients, and a new optimizer on the same parameters."""
@@ -368,9 +349,6 @@ class Words:
         a.given.append(a.late.pop())
         a.opt.add_param_group({**a.given[-1]})
 
-    def train(self, a: Handle, p: int, trained: bool) -> None:
-        a.params[p].requires_grad_(trained)
-
     def edit(self, a: Handle, p: int, factor: float) -> None:
         """The parameter times a number, in place; at stage 3 what rank 0 writes holds."""
         with torch.no_grad():
@@ -379,9 +357,6 @@ class Words:
                 return
             with self.library.gather_parameters(a.net, writeback=True):
                 a.net.ordered()[p].mul_(factor if self.rank == 0 else 7.0)
-
-    def drop(self, a: Handle, p: int) -> None:
-        a.params[p].grad = None
 
     def assign(self, a: Handle, p: int, *factors: float) -> None:
         """A gradient: of each rank its factor times the pattern."""

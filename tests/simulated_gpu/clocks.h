@@ -10,18 +10,10 @@
 #include <mutex>
 #include <string>
 
-#include <c10/util/Exception.h>
-
 namespace simulated_gpu {
 
-// torch has this many streams for each priority, and hands them out in turn: the 33rd is the first again.
-constexpr int kStreamsPerPool = 32;
-constexpr int kPriorities = 4;
-
-// The numbers of the timelines: the default stream, torch's pools, streams that a collective has for itself, the host.
+// The numbers of the timelines: the default stream, other streams, the host.
 constexpr int kDefaultStream = 0;
-constexpr int kFirstOfPools = 1;
-constexpr int kFirstOwnStream = kFirstOfPools + kPriorities * kStreamsPerPool;
 constexpr int kHost = 255;
 constexpr int kTimelines = 256;
 
@@ -99,30 +91,15 @@ class Timelines {
     return is_after(stream, other, at) || is_after(kHost, other, at);
   }
 
-  // torch's rule: priority 0 or lower, a lower number is more urgent.
-  int next_of_pool(int priority) {
+  // As torch does, in turn, but of more than its 32: two users of one stream would be in order by chance.
+  int next_stream() {
     Lock guard(lock);
-    int pool = std::clamp(-priority, 0, kPriorities - 1);
-    return kFirstOfPools + pool * kStreamsPerPool + handed_out_[pool]++ % kStreamsPerPool;
-  }
-  int next_own_stream() {
-    Lock guard(lock);
-    TORCH_CHECK(own_streams_ < kHost - kFirstOwnStream, "the simulated device has no stream left for a collective");
-    return kFirstOwnStream + own_streams_++;
-  }
-
-  // All work is over, and streams are handed out from the first again.
-  void restart() {
-    Lock guard(lock);
-    synchronize_all();
-    handed_out_.fill(0);
-    own_streams_ = 0;
+    return kDefaultStream + 1 + handed_out_++ % (kHost - 1);
   }
 
  private:
   std::array<Clock, kTimelines> clocks_{};
-  std::array<int, kPriorities> handed_out_{};
-  int own_streams_ = 0;
+  int handed_out_ = 0;
 };
 
 // Never destroyed: memory is freed until the process ends.

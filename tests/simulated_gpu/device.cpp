@@ -85,7 +85,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 // Streams are numbers here; device.py says what each function does.
 TORCH_LIBRARY(simulated_gpu, m) {
   using namespace simulated_gpu;
-  m.def("new_stream() -> int", []() -> int64_t { return timelines().next_own_stream(); });
+  m.def("new_stream() -> int", []() -> int64_t { return timelines().next_stream(); });
   m.def("launch(int stream) -> ()", [](int64_t stream) { timelines().launch(checked(stream)); });
   m.def(
       "touch(Tensor tensor, bool write, int stream, str what) -> ()",
@@ -97,7 +97,6 @@ TORCH_LIBRARY(simulated_gpu, m) {
       [](const at::Tensor& tensor, bool write, const std::string& what) { host_access(tensor, write, what); });
   m.def("alias(Tensor tensor) -> Tensor", [](const at::Tensor& tensor) { return cpu_alias(tensor); });
   m.def("resize_storage(Storage storage, int nbytes) -> ()", &resize_storage);
-  m.def("restart() -> ()", [] { timelines().restart(); });
   m.def("bytes() -> int[]", &bytes);
   m.def("reset_peak() -> ()", &reset_peak);
   m.def("pin(int address, int size) -> ()", [](int64_t address, int64_t size) {

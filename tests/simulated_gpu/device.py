@@ -10,31 +10,26 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from .build import library, torch_directory
-
 HERE = Path(__file__).resolve().parent
-TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch.so")
 
-_loaded: ctypes.CDLL | None = None
 _seen: Counter[tuple[str, tuple[str, ...]]] = Counter()  # by text and stack
 
 
-def load() -> None:
+def load(library: str) -> None:
     """Load the C++ part into this process, before the first import of torch, which looks for a device once.
 
-    Raises Unavailable where it cannot be built, RuntimeError where it does not compile, or torch is already imported.
+    Raises RuntimeError where torch is already imported.
     """
-    global _loaded
-    if _loaded is not None:
-        return
     if "torch" in sys.modules:
         raise RuntimeError("the simulated GPU must be loaded before torch is imported: start a new process")
-    path = library()
-    for name in TORCH_LIBRARIES:  # with global symbols, so that torch's Python part finds these same libraries
-        ctypes.CDLL(str(torch_directory() / "lib" / name), ctypes.RTLD_GLOBAL)
-    _loaded = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-    _loaded.simulated_gpu_set_reporter(_note)
-    atexit.register(_loaded.simulated_gpu_set_reporter, None)  # memory is freed after Python's end, too
+    # Its symbols are global, and those of torch's libraries with it, so that torch's Python part finds these same ones.
+    loaded = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    loaded.simulated_gpu_set_reporter(_note)
+    atexit.register(loaded.simulated_gpu_set_reporter, None)  # memory is freed after Python's end, too
+
+
+class RaceFound(AssertionError):
+    """Two uses of memory that no event, stream wait or synchronisation orders."""
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
@@ -46,17 +41,12 @@ def _note(text: bytes) -> None:
 
 def _is_foreign(filename: str) -> bool:
     """Whether a frame is torch's, Python's, or the simulation's (its tests are not)."""
+    import torch
+
     path = Path(filename)
     if path.parent == HERE:
         return not path.name.startswith("test_")
-    return filename.startswith(("<", str(torch_directory()), sys.base_prefix + "/lib"))
-
-
-def install() -> None:
-    """Make ``torch.cuda`` and ``torch.UntypedStorage.resize_`` use the device, for as long as the process lives."""
-    from . import torch_cuda
-
-    torch_cuda.install()
+    return filename.startswith(("<", str(Path(torch.__file__).parent), sys.base_prefix + "/lib"))
 
 
 def races() -> list[str]:
@@ -68,8 +58,7 @@ def races() -> list[str]:
 
 
 def clear() -> None:
-    """Forget the races. The host waits for all streams, and new streams are numbered from the first again."""
-    call("restart")
+    """Forget the races, and the peak of memory."""
     call("reset_peak")
     _seen.clear()
 

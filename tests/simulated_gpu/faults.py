@@ -115,18 +115,21 @@ FAULTS = (
         "keep_for_current_stream(tensor)\n        storage.resize_(0)",
         OrderProgram(3, "kept, on two streams"),
         new="storage.resize_(0)",
+        shows="is freed, and may be used again there",
     ),
     Fault(
         "a buffer is freed while the stream that trains reads it",
         "comm/buffers.py",
         "keep_for_current_stream(buffer)",
         OrderProgram(2, "two optimizers", DEFAULT, SIDE),
+        shows="is freed, and may be used again there",
     ),
     Fault(
         "a unit is copied from host memory before its storage is free",
         "params/flat_params.py",
         "lane.after(self._allocated)",
         OrderProgram(3, "parameters on the host"),
+        shows="whose earlier work may still use it",
     ),
     Fault(
         "a page of state is updated before it arrives from host memory",
@@ -145,6 +148,7 @@ FAULTS = (
         "step/workplace.py",
         "self._brought.wait()",
         OrderProgram(2, "updated on the host"),
+        shows="the host (",
     ),
     Fault(
         "the host waits on the current GPU, which is another rank's",

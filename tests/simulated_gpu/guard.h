@@ -40,12 +40,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     check_ours(device.index());
     return stream_of(kDefaultStream);
   }
-  c10::Stream getNewStream(c10::Device device, int priority) const override {
+  c10::Stream getNewStream(c10::Device device, int) const override {
     check_ours(device.index());
-    return stream_of(timelines().next_of_pool(priority));
-  }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool urgent) const override {
-    return getNewStream(device, urgent ? -(kPriorities - 1) : 0);
+    return stream_of(timelines().next_stream());
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return stream_of(std::exchange(current_stream, id_of(stream)));

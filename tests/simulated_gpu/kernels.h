@@ -19,16 +19,7 @@ namespace simulated_gpu {
 // Ops that read from the device on the host, such as a size before they can allocate their result: CUDA's wait for the
 // current stream.
 inline const std::unordered_set<std::string> kWaitsForItsResult{
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::_unique",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::unique_consecutive",
-    "aten::repeat_interleave",
-    "aten::bincount"};
+    "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"};
 
 // The bytes between the first and the last element.
 inline Range range_of(const at::Tensor& tensor) {

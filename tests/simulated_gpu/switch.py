@@ -6,6 +6,7 @@ device, as in a program that never calls ``torch.cuda.set_device``.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "SIMULATED_GPU"
 LATE, ON_GPU_1 = "late", "late@1"
-_RANK = f"{VARIABLE}_RANK"  # in the environment of a rank's process, and of no other
+_LIBRARY = f"{VARIABLE}_LIBRARY"  # the path of the C++ part: in the environment of a rank's process, and of no other
 BATCH = 1024
 """Elements that one call updates: some two of the programs' buckets, so that updates and gathers alternate."""
 
@@ -48,10 +49,10 @@ def chosen() -> str:
 
 
 _chosen = chosen()
-if _chosen and _RANK in os.environ:
+if _chosen and _LIBRARY in os.environ:
     from . import device
 
-    device.load()
+    device.load(os.environ[_LIBRARY])
 
 
 def require(simulated: str) -> None:
@@ -69,8 +70,12 @@ def require(simulated: str) -> None:
 @contextmanager
 def starting_a_rank(simulated: str) -> Iterator[None]:
     """A process that is started within it is a rank of this simulation. It imports this module before torch."""
-    number = "1" if simulated == ON_GPU_1 else "0"
-    with mock.patch.dict(os.environ, {_RANK: "1", VARIABLE: simulated, "SIMULATED_GPU_NUMBER": number}):
+    given = {VARIABLE: simulated}
+    if simulated:
+        from .build import library
+
+        given |= {_LIBRARY: str(library()), "SIMULATED_GPU_NUMBER": "1" if simulated == ON_GPU_1 else "0"}
+    with mock.patch.dict(os.environ, given):
         yield
 
 
@@ -94,12 +99,22 @@ def running() -> Iterator[list[Entry]]:
     from zero_optim.comm import transport
     from zero_optim.step import batches
 
+    from . import device, torch_cuda
     from .transport import LateTransport
+    from .watch import watching
 
+    torch_cuda.install()
+    torch_cuda.synchronize(torch_cuda.DEVICE)
+    device.clear()
     simulated = LateTransport()
-    with mock.patch.object(batches, "ON_A_GPU", BATCH), simulated.watching(), transport.use(simulated):
-        yield issued
-        issued += simulated.issued
+    try:
+        with mock.patch.object(batches, "ON_A_GPU", BATCH), watching(), transport.use(simulated):
+            yield issued
+            issued += simulated.issued
+        torch_cuda.synchronize(torch_cuda.DEVICE)
+    finally:
+        if races := device.races():
+            raise device.RaceFound("\n".join(races))
 
 
 def different_order(by_rank: Sequence[Sequence[Entry]]) -> str:
@@ -108,15 +123,12 @@ def different_order(by_rank: Sequence[Sequence[Entry]]) -> str:
     A GPU may run the collectives of all communicators one after another. Two ranks that issue two of them in different
     orders then deadlock.
     """
-    for first in range(len(by_rank)):
-        for second in range(first + 1, len(by_rank)):
-            both = [
-                [entry for entry in by_rank[rank] if first in entry.ranks and second in entry.ranks]
-                for rank in (first, second)
-            ]
-            for place, (one, other) in enumerate(zip(*both, strict=False)):
-                if one != other:
-                    return f"collective {place}: rank {first} issues {one}, rank {second} {other}"
-            if len(both[0]) != len(both[1]):
-                return f"rank {first} issues {len(both[0])} collectives, rank {second} {len(both[1])}"
+    for first, second in itertools.combinations(range(len(by_rank)), 2):
+        both = [
+            [entry for entry in by_rank[rank] if first in entry.ranks and second in entry.ranks]
+            for rank in (first, second)
+        ]
+        for place, (one, other) in enumerate(itertools.zip_longest(*both)):
+            if one != other:
+                return f"collective {place}: rank {first} issues {one}, rank {second} {other}"
     return ""

@@ -1,4 +1,4 @@
-"""Replaces functions of ``torch.cuda``. ``device.install`` imports it once the device is loaded.
+"""Replaces functions of ``torch.cuda``. ``switch.running`` installs it once the device is loaded.
 
 torch built for the CPU has no C++ behind ``torch.cuda``. Streams and events here are torch's own classes for any
 device, ``torch.Stream`` and ``torch.Event``, which ask the device that is loaded.
@@ -18,7 +18,6 @@ from .device import call
 
 DEVICE = torch.device("cuda", int(os.environ.get("SIMULATED_GPU_NUMBER", 0)))
 TOTAL_BYTES = 2**30  # as mem_get_info reports it; an allocation beyond it succeeds
-BEFORE_TORCHS_OWN = 15  # torch.load asks in order: the one for CUDA is 20
 NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
 _resize_of_host = torch.UntypedStorage.resize_
@@ -26,13 +25,13 @@ _clone_of_host = torch.UntypedStorage.clone
 
 
 class Stream(torch.Stream):
-    """As ``torch.cuda.Stream``: the next of 32 of its priority."""
+    """As ``torch.cuda.Stream``. The priority changes nothing."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **existing: Any) -> Stream:
         if existing:  # stream_id, device_index, device_type
             return super().__new__(cls, **existing)
         check(device)
-        return super().__new__(cls, DEVICE, priority=priority)
+        return super().__new__(cls, DEVICE)
 
     @classmethod
     def of(cls, stream_id: int) -> Stream:
@@ -153,13 +152,6 @@ def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
     return whole.clone().untyped_storage()
 
 
-def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    """For ``torch.load``, what was saved on the device; None for other locations."""
-    if not location.startswith(DEVICE.type):
-        return None
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).to(DEVICE).untyped_storage()
-
-
 REPLACED: dict[str, Any] = {
     "Stream": Stream,
     "Event": Event,
@@ -201,7 +193,6 @@ def install() -> None:
                 setattr(module, name, new)
     torch.UntypedStorage.resize_ = resize_
     torch.UntypedStorage.clone = clone
-    torch.serialization.register_package(BEFORE_TORCHS_OWN, lambda storage: None, _restored)
 
 
 def check(device: Any) -> None:

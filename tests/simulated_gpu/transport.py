@@ -23,15 +23,10 @@ from zero_optim.comm.transport import Issued, Reduction, StreamTransport, Work
 
 from . import device, torch_cuda
 from .switch import Entry
-from .watch import watching
 
 Group = dist.ProcessGroup | None
 NOT_THERE = 0x55
 """What integers hold until a collective arrives: they have no NaN, and no test expects this value."""
-
-
-class RaceFound(AssertionError):
-    """Two uses of memory that no event, stream wait or synchronisation orders."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +58,9 @@ class LateTransport(StreamTransport):
     """
 
     def __init__(self) -> None:
-        device.install()
-        device.clear()
         self.issued: list[Entry] = []
         self.queues: dict[str, list[LateWork]] = {}
         self._streams: dict[str, torch_cuda.Stream] = {}  # by the group's name
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """The program runs within it. Raises RaceFound at the end, whatever the program has raised or caught."""
-        try:
-            with watching():
-                yield
-            torch_cuda.synchronize(torch_cuda.DEVICE)
-        finally:
-            if races := device.races():
-                raise RaceFound("\n".join(races))
 
     def _issue(self, collective: Collective, numel: int | None = None) -> Work:
         """``numel``: see ``Entry``; None: as many as it sends."""

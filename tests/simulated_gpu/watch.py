@@ -1,4 +1,4 @@
-"""What the device cannot see by itself, and what brings a CPU program to it: used by ``LateTransport.watching``."""
+"""What the device cannot see by itself, and what brings a CPU program to it: used by ``switch.running``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Order programs on the simulated GPU: right numbers, no race, and one order of collectives on all ranks.
+"""A part of ``make race-check``: every kind of order program once, and one seeded fault.
 
-Every kind runs once; ``make race-check`` runs more.
+Programs must have right numbers, no race, and one order of collectives on all ranks.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 
 import pytest
@@ -12,8 +13,8 @@ from cells import slow_after
 from harness import run_ranks
 from order_programs import DEFAULT, SIDE, OrderProgram, few_programs, train_all, wrong
 
-from simulated_gpu.faults import FAULTS
-from simulated_gpu.switch import LATE, ON_GPU_1
+from simulated_gpu.faults import FAULTS, Fault, check
+from simulated_gpu.switch import LATE, ON_GPU_1, require
 
 REVEALING = list(dict.fromkeys(fault.program for fault in FAULTS))
 OTHERS = [program for program in few_programs(each=1) if program.what not in {one.what for one in REVEALING}]
@@ -41,3 +42,14 @@ def test_on_one_rank() -> None:
 def test_on_a_gpu_that_is_not_the_current_one() -> None:
     programs = [OrderProgram(2, "paged, some stay, clipped"), OrderProgram(3, "parameters on the host, updated there")]
     _check(programs, ON_GPU_1)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_fits_the_source(fault: Fault) -> None:
+    ast.parse(fault.applied(), fault.file)
+
+
+@pytest.mark.parametrize("fault", slow_after(1, FAULTS), ids=lambda fault: fault.name)
+def test_a_fault_is_noticed(fault: Fault) -> None:
+    require(fault.simulated)
+    assert check(fault)
