@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/profile_step.py --stage 2 --out trace
 
-Rank 0 writes ``trace.json``, and with matplotlib ``trace.png``: the ranges named ``zero_optim::``, by thread.
+Rank 0 writes ``trace.json``, and with matplotlib ``trace.png``: backward, and the ranges named ``zero_optim::``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import zero_optim
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-import zero_optim
-
 WIDTH, LAYERS, ROWS = 512, 6, 256
-RANGES = "zero_optim::"
-COLORS = {"pack": "#B9B9B9", "reduce": "#0072B2", "step.up": "#C4003F", "step.all": "#E69F00", "unshard": "#E69F00"}
+RANGES, BACKWARD = "zero_optim::", "autograd::engine::evaluate_function"
+COLORS = {
+    "backward": "#D9D9D9",
+    "pack": "#8C8C8C",
+    "reduce": "#0072B2",
+    "step.up": "#C4003F",
+    "step.all": "#E69F00",
+    "unshard": "#E69F00",
+}
 
 
 class Block(nn.Sequential):
@@ -46,11 +52,12 @@ def main(given: Sequence[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
-    model = nn.Sequential(*(Block() for _ in range(LAYERS))).to(device, torch.bfloat16)
+    dtype = torch.bfloat16 if on_gpu else torch.float32  # most processors have no units for bf16
+    model = nn.Sequential(*(Block() for _ in range(LAYERS))).to(device, dtype)
     if parsed.stage == 3:
         zero_optim.shard_module(model, units=(Block,))
     opt = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-4, stage=parsed.stage, bucket_cap_mb=4)
-    x = torch.randn(ROWS, WIDTH, device=device, dtype=torch.bfloat16)
+    x = torch.randn(ROWS, WIDTH, device=device, dtype=dtype)
     for _ in range(3):  # the first learns the layout
         train_step(model, opt, x)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -66,19 +73,21 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def draw(events: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw a lane for each name of the ranges. ``events``: of a trace, with ``ts`` and ``dur`` in microseconds."""
+    """Draw a lane for backward, and one for each kind of range. ``events``: ``ts`` and ``dur`` in microseconds."""
     from matplotlib.figure import Figure
 
-    ranges = [event for event in events if event.get("ph") == "X" and event["name"].startswith(RANGES)]
-    begin = min(event["ts"] for event in ranges)
-    lanes = list(dict.fromkeys(event["name"].removeprefix(RANGES).split(" ")[0] for event in ranges))[::-1]
-    figure = Figure((9, 0.6 + 0.3 * len(lanes)), dpi=110, layout="constrained")
+    lane_of = {"backward": [event for event in events if event.get("name", "").startswith(BACKWARD)]}
+    for event in events:
+        if event.get("ph") == "X" and event["name"].startswith(RANGES):
+            lane_of.setdefault(event["name"].removeprefix(RANGES).split(" ")[0], []).append(event)
+    begin = min(event["ts"] for lane in lane_of.values() for event in lane)
+    figure = Figure((9, 0.6 + 0.3 * len(lane_of)), dpi=110, layout="constrained")
     axes = figure.subplots()
-    for event in ranges:
-        lane = event["name"].removeprefix(RANGES).split(" ")[0]
-        color = next((color for start, color in COLORS.items() if lane.startswith(start)), "#4C9A6A")
-        axes.barh(lanes.index(lane), event["dur"] / 1e3, left=(event["ts"] - begin) / 1e3, height=0.7, color=color)
-    axes.set_yticks(range(len(lanes)), lanes)
+    for height, (name, lane) in enumerate(lane_of.items()):
+        color = next((color for start, color in COLORS.items() if name.startswith(start)), "#4C9A6A")
+        starts = [(event["ts"] - begin) / 1e3 for event in lane]
+        axes.barh([-height] * len(lane), [event["dur"] / 1e3 for event in lane], left=starts, height=0.7, color=color)
+    axes.set_yticks([-height for height in range(len(lane_of))], [*lane_of])
     axes.set_xlabel("ms on the host of rank 0")
     figure.savefig(path)
 

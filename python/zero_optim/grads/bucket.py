@@ -441,7 +441,8 @@ class Bucket:
 
     def unshard(self) -> None:
         """Start the all-gather of the parameters. At stage 3 units are gathered as they are used."""
-        if self.sharding.stage < 3:  # else a unit gathers them when it is called
+        # At stage 3 a unit gathers them when it is called.
+        if self.sharding.stage < 3 and self.sharding.shard_count > 1:
             if self._poison:
                 _poison_beside(self.flat.shard, self.flat.full)
             with span("step.all_gather", self):

@@ -537,7 +537,7 @@ class Reducer:
         order = self._counts.agree(reports, self.layout.order)
         if order is not None:
             self.lay_out(order)
-            LOGGER.info("laid out %d buckets in the order in which gradients become ready", len(self.buckets))
+        LOGGER.info("learned when gradients become ready: %d buckets leave in that order", len(self.buckets))
         self._use_readiness()
 
     def reduce_leftover(self) -> None:
