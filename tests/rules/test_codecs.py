@@ -450,9 +450,7 @@ def test_rows_of_slices_load_on_any_other_mesh(meshes: Any, tmp_path: Path) -> N
                         assert torch.equal(found[index][kind], value), (index, kind, ranks, tensor)
     (written,) = (tmp_path / "saved").rglob("index.json")
     index = json.loads(written.read_text())
-    assert index["contents"]["optimizers"][0]["codecs"] == {name: codec.name for name, codec in CODECS.items()}, (
-        "masters are fp32"
-    )
+    assert index["contents"]["optimizers"][0]["codecs"] == {name: codec.name for name, codec in CODECS.items()}, "masters are fp32"
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
