@@ -113,7 +113,7 @@ def test_a_run(ran):
     assert step[NONE]["moved"] == nothing and step[NONE]["held"]["device"] == state
     assert step["paged 0"]["moved"] == {**nothing, "to_device": state, "to_host": state}
     assert step["paged 0"]["held"] == {"device": 2 * state // 32, "host": state, "disk": 0}
-    assert step["cpu"]["moved"] == {**nothing, "to_device": half, "to_host": half}
+    assert step["cpu"]["moved"] == {**nothing, "to_device": half, "to_host": 2 * half}, "gradients, and parameters"
     assert step["nvme"]["moved"] == dict.fromkeys(nothing, state)
     assert step["nvme"]["held"] == {"device": 2 * state // 32, "host": 6 * state // 32, "disk": state}
     assert set(step["nvme"]["beside"]) == {"copies", "disk"}

@@ -242,16 +242,31 @@ def test_blocks_in_flight_are_bounded(backing: DiskBacking, monkeypatch: pytest.
 
 def test_a_write_begins_after_its_mark_and_reads_do_not_wait_for_it(backing: DiskBacking) -> None:
     """Two pages are in flight. The buffer of the write is filled only as its mark passes, and not lent before."""
-    other, expected = _written(backing, 50_000)
+    others = [_written(backing, 50_000, seed) for seed in range(disk_pages.HOST_BUFFERS)]
     page, values = backing.allocate(50_000), _random(50_000, 7)
     run = page.overwrite()
     mark = _Later(lambda: run.copy_(values))
     page.commit(mark)
-    for _ in range(disk_pages.HOST_BUFFERS + 1):
+    for other, _ in others:
+        other.prefetch()
+    assert [other.place for other, _ in others] == [PagePlace.READING] * 5 + [PagePlace.ON_DISK], "for lack of a buffer"
+    for other, expected in others[:5]:
         assert torch.equal(_get(other), expected)
     assert page.place is PagePlace.WRITING and not page.is_over
     mark.event.set()
     assert torch.equal(_get(page), values)
+
+
+def test_a_buffer_is_lent_again_once_no_copy_reads_it(backing: DiskBacking) -> None:
+    class Copying(Mark):
+        def wait(self) -> None:
+            free.append(len(backing.free))
+
+    page, _ = _written(backing, 10)
+    free: list[int] = []
+    page.fetch()
+    page.discard(Copying())
+    assert [*free, len(backing.free)] == [disk_pages.HOST_BUFFERS - 1, disk_pages.HOST_BUFFERS]
 
 
 def test_an_error_of_the_device_is_raised_as_it_is(backing: DiskBacking) -> None:
