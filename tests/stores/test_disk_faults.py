@@ -190,12 +190,19 @@ def test_a_fault_raises_on_every_rank_from_the_next_step_on(ranks: int, kind: st
     assert not list(tmp_path.iterdir())
 
 
+def _step_after_state_dict(opt: Any, params: list[nn.Parameter], rank: int, world_size: int) -> None:
+    """Each rank calls ``state_dict`` for itself: the one that has lost state raises, and all do in the next step."""
+    if rank == world_size - 1:
+        assert error_of(opt.state_dict)[0] == "OffloadError"
+    _step(opt, params, rank, 1)
+
+
 def _found_elsewhere(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, str]]:
     """A loss that is found by something else than an update."""
     import zero_optim
 
     found = {}
-    for what in ("full state", "load", "load of a part", *(["layout"] if world_size > 1 else [])):
+    for what in ("full state", "state dict", "load", "load of a part", *(["layout"] if world_size > 1 else [])):
         params = _parameters()
         opt = _make(folder, params, master="fp32")  # a split one follows edits by itself: no page is read
         if what == "layout":  # state that has begun moves to other buckets in the first step
@@ -212,6 +219,7 @@ def _found_elsewhere(rank: int, world_size: int, folder: str) -> dict[str, tuple
             _cut_off(_page_file(opt))
         looks = {
             "full state": partial(zero_optim.full_state_dict, opt),
+            "state dict": partial(_step_after_state_dict, opt, params, rank, world_size),
             "load of a part": partial(zero_optim.load_full_state_dict, opt, state),
         }.get(what, partial(_step, opt, params, rank, 1, (1, 0, 2)))
         with warnings.catch_warnings():

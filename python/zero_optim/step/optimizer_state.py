@@ -6,7 +6,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +175,16 @@ class OptimizerState:
             by.marks.copy_(here.marks, non_blocking=True)
         self._store.end_step()
 
+    @contextmanager
+    def _opened(self, shard: ShardState) -> Iterator[Mapping[str, Tensor]]:
+        """``shard.opened``, which records the loss of a page and raises it."""
+        try:
+            with shard.opened() as state:
+                yield state
+        except OffloadError as error:
+            self.lost.record(shard.parameters, error)
+            raise
+
     def raise_lost_together(self) -> None:
         """Collective where a store can lose a page."""
         if self._store.may_lose:
@@ -216,7 +226,7 @@ class OptimizerState:
         self.refresh_edited()
         exported = {}
         for shard in self.shards:
-            with shard.opened() as opened:
+            with self._opened(shard) as opened:
                 state = shard.exported(opened)
                 for number, slot in enumerate(shard.bucket.layout.slots):
                     exported[slot.param] = shard.views(number, state)
@@ -239,7 +249,7 @@ class OptimizerState:
     def values(self, *, stored: bool) -> Generator[Tensor]:
         """Give the values of each of ``state_pieces``, in their order, flat: read or write them before the next."""
         for shard in self.shards:
-            with shard.opened() as state:
+            with self._opened(shard) as state:
                 for own in _state_pieces(shard, stored=stored):
                     part = shard.part(own.tensor, state, own.piece)
                     before = part._version
@@ -266,7 +276,7 @@ class OptimizerState:
         """Collective. Set the parameters to the average ``name``, rounded."""
         with self.sharding.everyone.raising_together("swap_to_ema", self.sharding.device):
             for shard in self.shards:
-                with shard.opened() as state:
+                with self._opened(shard) as state:
                     shard.bucket.param_shard.copy_(shard.values_named(name, state))
         self._send_out()
 
@@ -323,12 +333,11 @@ class OptimizerState:
         _, numel = tensor.span(0, shard.bucket.layout.shard_numel)
         here = torch.zeros(0, dtype=tensor.dtype, device=self.sharding.device)
         try:
-            with shard.opened() as state:
+            with self._opened(shard) as state:
                 here = shard.values(tensor, state).to(self.sharding.device)
                 if not shard.keeps_views:
                     here = here.clone()
-        except OffloadError as error:
-            self.lost.record(shard.parameters, error)
+        except OffloadError:
             here = here.new_zeros(numel)
         return shard.bucket.sharding.whole_of(here, kind)
 
