@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import statistics
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from zero_optim.bench.step import TRAINING
 from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 from zero_optim.errors import UsageError, ZeroOptimError
 from zero_optim.params.layout import round_up
-from zero_optim.stores.direct_file import DirectFile, memory_of
+from zero_optim.stores.disk_pages import memory_of, set_direct
 from zero_optim.stores.host_memory import ALIGNMENT, HostMemory
 from zero_optim.stores.paged_store import PagedStore
 
@@ -130,11 +131,11 @@ class DiskLink:
     def __init__(self, folder: str, nbytes: int) -> None:
         """``nbytes``: the most that ``move`` is asked for, one way. So many are written when this returns."""
         self._opened = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # it is open for as long as this is there
-        self._file = DirectFile(self._opened.fileno())
+        self._file = self._opened.fileno()
+        set_direct(self._file)
         self._blocks = max(-(-nbytes // BLOCK_BYTES), 1)
         self._buffers = HostMemory(pinned=False).take(2 * THREADS * BLOCK_BYTES).fill_(1).split(BLOCK_BYTES)
         self._pools = [ThreadPoolExecutor(THREADS) for _ in range(2)]
-        self._file.reserve(0, self._blocks * BLOCK_BYTES)
         self.move(0, self._blocks * BLOCK_BYTES)
 
     def move(self, read: int, written: int) -> None:
@@ -142,12 +143,12 @@ class DiskLink:
         parts: list[Future[Any]] = []
         for number in range(self._blocks):
             ahead = (number + self._blocks // 2) % self._blocks
-            ways = ((self._file.read, read, number), (self._file.write, written, ahead))
+            ways = ((os.preadv, read, number), (os.pwritev, written, ahead))
             for way, (work, nbytes, place) in enumerate(ways):
                 size = min(nbytes - number * BLOCK_BYTES, BLOCK_BYTES)
                 if size > 0:
                     buffer = self._buffers[way * THREADS + number % THREADS][: round_up(size, ALIGNMENT)]
-                    parts.append(self._pools[way].submit(work, memory_of(buffer), place * BLOCK_BYTES))
+                    parts.append(self._pools[way].submit(work, self._file, [memory_of(buffer)], place * BLOCK_BYTES))
         for part in parts:
             part.result()
 

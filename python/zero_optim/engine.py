@@ -29,7 +29,7 @@ from .asleep import Asleep
 from .comm.collectives import Comm
 from .comm.sharding import Sharding
 from .comm.spans import LOGGER, span
-from .errors import GradientError, OffloadError, ZeroOptimError
+from .errors import GradientError, ZeroOptimError
 from .grads.bucket import Bucket
 from .grads.buckets import buckets_by_size, buckets_of_units
 from .grads.reducer import Reducer, open_reducers
@@ -52,9 +52,8 @@ from .step.pipeline import Pipeline
 from .step.saved_state import SavedState
 from .step.telemetry import Measured, Telemetry
 from .step.workplace import Coefficients
-from .stores.host_store import HostStore
 from .stores.offload import Tier
-from .stores.state_store import StateStore
+from .stores.state_store import HostStore, StateStore
 from .units.sharded_model import ShardedModel
 
 Groups = Sequence[Mapping[str, Any]]
@@ -173,7 +172,7 @@ class Engine:
             self.keep_edits()  # first into the shards: masters are refreshed from them
             self.states.refresh_edited()
             if not self.sharding.agrees:  # else all ranks raise together, in the exchange
-                self.states.raise_trouble()
+                self.states.lost.check()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
         with span("step.coefficients"):
             by = self._coefficients(groups)
@@ -247,9 +246,8 @@ class Engine:
     def _run_exchange(self, used: bytearray, norm_type: float | None, thawed: Sequence[int]) -> None:
         reducer = self.reducer
         refused = reducer.layout.refused
-        self.states.look_for_trouble()
         about = {
-            "offload": self.states.trouble.parameters,
+            "offload": self.states.lost.parameters,
             "late": reducer.late,
             "refused": {*refused},
             "thawed": {*thawed},
@@ -263,14 +261,12 @@ class Engine:
                 stats=self._wants_stats,
                 about=about,
                 order_code=0 if self.sharded_model is None else self.sharded_model.schedule.cycle.code,
-                own={"refused": [*refused.values()], "offload": self.states.trouble.reasons},
+                own={"refused": [*refused.values()], "offload": self.states.lost.reasons},
                 flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             )
         except ZeroOptimError as error:
             LOGGER.error("step %d raises on every rank: %s", self.steps + 1, error)
             self.clip.unclip()  # the step failed: its clip must not multiply the gradients of the next
-            if isinstance(error, OffloadError):
-                self.states.trouble.told()
             raise
 
     def _follow_edits(self) -> None:

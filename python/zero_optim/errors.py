@@ -44,7 +44,7 @@ class CheckpointError(ZeroOptimError):
 
 
 class OffloadError(ZeroOptimError):
-    """State that lives off the device could not be written or read: no space, no folder, a damaged or lost file."""
+    """State off the device that could not be written or read: no space, no folder, an I/O error, corrupted bytes."""
 
 
 class UsageError(Exception):

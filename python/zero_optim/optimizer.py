@@ -44,9 +44,8 @@ from .settings import Settings
 from .step.pipeline import comm_of_pipeline, make_pipeline
 from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
-from .stores.make_store import make_store
 from .stores.offload import Offload, Tier
-from .stores.state_store import StateStore
+from .stores.state_store import StateStore, make_store
 from .units.hooks import tensors_in
 from .units.sharded_model import ShardedModel, sharded_model_of
 
@@ -267,7 +266,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             GradientError: a gradient that cannot be used, or one that came after its bucket had been reduced.
-            OffloadError: state off the device was lost, or could not be written; on every rank.
+            OffloadError: a rank lost state off the device to an I/O error; on every rank, in every step from then on.
             ClosedError: after ``close()``.
         """
         with torch.inference_mode(False), torch.no_grad():  # tensors made here are written in every step

@@ -19,7 +19,7 @@ from zero_optim.rules import homes
 from zero_optim.rules.adamw import AdamW
 from zero_optim.step import batches
 from zero_optim.step.batches import JoinedBatch, ShardBatch, batches_of
-from zero_optim.step.trouble import Trouble
+from zero_optim.step.lost_state import LostState
 from zero_optim.step.workplace import Coefficients
 
 import zero_kernels
@@ -121,7 +121,7 @@ class Shard:
 
 
 def sizes_of(shards: list[Shard]) -> list[list[int]]:
-    return [[shard.numel for shard in batch.shards] for batch in batches_of(shards, Trouble())]
+    return [[shard.numel for shard in batch.shards] for batch in batches_of(shards, LostState())]
 
 
 @pytest.mark.parametrize("device", MOST)
@@ -167,11 +167,11 @@ def test_what_is_made_whole_is_cut_where_both_parts_are_worth_it(joining, ranks,
     assert sizes_of([shard(100, params=enough - 1)] * 5) == [[100, 100], [100] * 3]
 
 
-def joined_batch(shards: list[Shard]) -> tuple[JoinedBatch, Trouble]:
+def joined_batch(shards: list[Shard]) -> tuple[JoinedBatch, LostState]:
     for shard in shards:
         shard.rule, shard.joining = shards[0].rule, (Ranks(2), None, None)
-    trouble = Trouble()
-    return JoinedBatch(shards, trouble), trouble
+    lost = LostState()
+    return JoinedBatch(shards, lost), lost
 
 
 BY = Coefficients({}, None, None, *[torch.zeros(1)] * 4, take_over=True)
@@ -197,13 +197,13 @@ def test_a_pass_that_fails_leaves_no_page_fetched():
 def test_an_update_that_fails_leaves_no_page_fetched():
     shards = [Shard(1), Shard(2, fails="begin"), Shard(3)]
     with pytest.raises(OSError):
-        ShardBatch(shards, Trouble()).update(None)
+        ShardBatch(shards, LostState()).update(None)
     assert [shard.done for shard in shards] == [["begin", "give up"], ["begin"], []]
     shards = [Shard(size, rule=Rule(fails=True)) for size in (1, 2)]
     with pytest.raises(OSError):
-        ShardBatch(shards, Trouble()).update(None)
+        ShardBatch(shards, LostState()).update(None)
     assert [shard.done for shard in shards] == [["begin", "give up"]] * 2
-    assert ShardBatch(shards, Trouble()).parameters == [1, 2]
+    assert ShardBatch(shards, LostState()).parameters == [1, 2]
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 6, (torch.bfloat16, torch.float32) * 3, (torch.float32,) * 6])

@@ -126,7 +126,7 @@ def test_a_store_takes_what_is_foretold(options: dict[str, Any], tmp_path: Path)
     numels = [bucket.layout.shard_numel for bucket in opt.engine.reducer.buckets]
     assert len(numels) == 5
     offload = read_offload(options["state_offload"], options.get("device_budget"))
-    expected = footprint(offload, [10 * numel for numel in numels], mirrors=4 * sum(numels))
+    expected = footprint(offload, [10 * numel for numel in numels], mirrors=4 * sum(numels))  # a split master
     measured = opt.stats()["state_offload"]
     assert {name: measured[name] for name in ("device", "host", "disk")} == vars(expected)
     opt.close()

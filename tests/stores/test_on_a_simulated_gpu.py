@@ -21,13 +21,12 @@ PAGE = NUMEL * 4  # bytes
 
 
 def _store(budget: float = 0, room: Any = None) -> Any:
-    from zero_optim.stores.host_homes import HostHomes
     from zero_optim.stores.host_memory import HostMemory
     from zero_optim.stores.lanes import make_lanes
-    from zero_optim.stores.paged_store import PagedStore
+    from zero_optim.stores.paged_store import HostBacking, PagedStore
 
     device = torch.device("cuda", 0)
-    return PagedStore(device, make_lanes(device), HostHomes(HostMemory(pinned=True)), budget, room)
+    return PagedStore(device, make_lanes(device), HostBacking(HostMemory(pinned=True)), budget, room)
 
 
 def _page(value: float) -> dict[str, Tensor]:

@@ -1,30 +1,23 @@
-"""Every cell of the tables in ``stores.paged_store`` and ``stores.disk_homes``: what each event makes of a page."""
+"""Every cell of the tables in ``stores.paged_store`` and ``stores.disk_pages``: what each event makes of a page."""
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from tables import table
-from zero_optim.errors import OffloadError
-from zero_optim.stores import disk_homes, paged_store
-from zero_optim.stores.disk_homes import DiskHomes, PagePlace
-from zero_optim.stores.host_homes import HostHomes
+from zero_optim.stores import disk_pages, paged_store
+from zero_optim.stores.disk_pages import DiskBacking, DiskPage, PagePlace
 from zero_optim.stores.host_memory import HostMemory
-from zero_optim.stores.lanes import Lanes
-from zero_optim.stores.page import PageState
-from zero_optim.stores.page_file import PageFile
-from zero_optim.stores.paged_store import PagedStore
+from zero_optim.stores.lanes import Lanes, Mark
+from zero_optim.stores.paged_store import HostBacking, PagedStore, PageState
 
 IN_FRAMES = table(paged_store.__doc__, "event")
-ON_DISK = table(disk_homes.__doc__, "event")
+ON_DISK = table(disk_pages.__doc__, "event")
 SECONDS = 10.0
 
 
@@ -38,7 +31,7 @@ def test_the_tables_have_every_state():
 
 def _store_with_a_page(state: str) -> tuple[PagedStore, int]:
     device = torch.device("cpu")
-    store = PagedStore(device, Lanes(), HostHomes(HostMemory(pinned=False)), 0)
+    store = PagedStore(device, Lanes(), HostBacking(HostMemory(pinned=False)), 0)
     number = store.allocate({"state": torch.arange(300.0)})
     if state == "COMING":
         store.prefetch(number)
@@ -67,135 +60,121 @@ def test_a_page_of_a_store(event: str, before: str, after: str):
 # ---- in a file -------------------------------------------------------------------------------------------------------
 
 
-class _Mark:
+class _Later(Mark):
     """Passes when it is let."""
 
-    def __init__(self, *, passed: bool) -> None:
-        self._passed = threading.Event()
-        if passed:
-            self.let_pass()
-
-    def let_pass(self) -> None:
-        self._passed.set()
-
-    def set(self) -> None: ...
-    def order_current(self) -> None: ...
+    def __init__(self) -> None:
+        self.event = threading.Event()
 
     def wait(self) -> None:
-        assert self._passed.wait(SECONDS)
+        assert self.event.wait(SECONDS)
 
 
 VALUES = torch.arange(5000, dtype=torch.int64).view(torch.uint8)
 
 
 @pytest.fixture
-def homes(tmp_path: Path) -> Iterator[DiskHomes]:
-    made = DiskHomes(PageFile(tmp_path, rank=0), HostMemory(pinned=False))
+def backing(tmp_path: Path) -> Iterator[DiskBacking]:
+    made = DiskBacking(tmp_path, 0, HostMemory(pinned=False))
     yield made
     made.close()
 
 
-def _written(homes: DiskHomes) -> Any:
-    home = homes.make(VALUES.nbytes)
-    home.outgoing().copy_(VALUES)
-    home.filled(_Mark(passed=True))
-    home.transfer.wait(SECONDS)
-    home.end_write()
-    return home
+def _written(backing: DiskBacking) -> DiskPage:
+    page = backing.allocate(VALUES.nbytes)
+    page.overwrite().copy_(VALUES)
+    page.commit(Mark())
+    page.end_write()
+    return page
 
 
-def _page_that_is(homes: DiskHomes, place: str) -> tuple[Any, _Mark]:
-    home, mark = _written(homes), _Mark(passed=False)
+def _page_that_is(backing: DiskBacking, place: str) -> tuple[DiskPage, _Later]:
+    """Of a page that is WRITING the write goes on as the mark passes."""
+    page, mark = _written(backing), _Later()
     if place == "READING":
-        home.expect()
-    elif place == "HELD":
-        home.incoming()
-    elif place == "WRITING":
-        home.incoming()
-        home.filled(mark)
-    elif place == "KEPT":
-        home.incoming()
-        failure = OSError(errno.EIO, os.strerror(errno.EIO))
-        with mock.patch("os.pwritev", side_effect=failure):
-            home.filled(_Mark(passed=True))
-            home.end_write()
-    elif place == "LOST":
-        os.ftruncate(homes.file._file.file, 0)
-        with pytest.raises(OffloadError, match="cut off"):
-            home.incoming()
-    assert home.place is PagePlace[place]
-    return home, mark
+        page.prefetch()
+    elif place != "ON_DISK":
+        page.fetch()
+    if place == "WRITING":
+        page.commit(mark)
+    assert page.place is PagePlace[place]
+    return page, mark
 
 
 @pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in ON_DISK.items()])
-def test_a_page_on_a_disk(homes: DiskHomes, event: str, before: str, after: str):
-    home, mark = _page_that_is(homes, before)
-    if event != "expect":  # it waits for nothing
-        mark.let_pass()
-    arguments = (_Mark(passed=True),) if event in ("filled", "unchanged") else ()
+def test_a_page_on_a_disk(backing: DiskBacking, event: str, before: str, after: str):
+    page, mark = _page_that_is(backing, before)
+    if event != "prefetch":  # it waits for nothing
+        mark.event.set()
+    arguments = (Mark(),) if event in ("commit", "discard") else ()
     if after == "error":
-        with pytest.raises(OffloadError if (event, before) == ("incoming", "LOST") else RuntimeError):
-            getattr(home, event)(*arguments)
-        assert home.place is PagePlace[before]
+        with pytest.raises(RuntimeError, match=f"{event} of a page that is {before}"):
+            getattr(page, event)(*arguments)
+        assert page.place is PagePlace[before]
     else:
-        run = getattr(home, event)(*arguments)
-        assert home.place is PagePlace[after]
-        if event == "incoming" or (event == "outgoing" and before != "ON_DISK"):
+        run = getattr(page, event)(*arguments)
+        assert page.place is PagePlace[after]
+        if event == "fetch" or (event, before) == ("overwrite", "HELD"):
             assert torch.equal(run, VALUES)
-    mark.let_pass()
-    if home.place is not PagePlace.LOST:
-        assert torch.equal(home.incoming(), VALUES) or (event, before) == ("outgoing", "ON_DISK")
+    mark.event.set()
+    if (event, before) != ("overwrite", "ON_DISK"):
+        assert torch.equal(page.fetch(), VALUES)
 
 
-def test_more_pages_than_buffers_are_written_and_read(homes: DiskHomes):
-    """Buffers are lent again as writes end, and taken from pages that are not wanted yet."""
-    made = [homes.make(VALUES.nbytes) for _ in range(3 * disk_homes.HOST_BUFFERS)]
-    for number, home in enumerate(made):
-        home.outgoing().copy_(VALUES + number)
-        home.filled(_Mark(passed=True))
-    for home in made:
-        home.expect()
-    for number, home in reversed(list(enumerate(made))):
-        assert torch.equal(home.incoming(), VALUES + number)
-        home.unchanged(_Mark(passed=True))
+def test_a_write_that_is_over_makes_place_for_reads(backing: DiskBacking):
+    """``prefetch`` of the page that was written begins its read, too."""
+    page, mark = _page_that_is(backing, "WRITING")
+    mark.event.set()
+    futures.wait(page.blocks, SECONDS)
+    page.prefetch()
+    assert page.place is PagePlace.READING
 
 
-def test_a_page_whose_buffer_is_taken_is_read_again(homes: DiskHomes):
-    *begun, first = (_written(homes) for _ in range(disk_homes.HOST_BUFFERS + 1))
-    for home in begun:
-        home.expect()
-    first.outgoing()
+def test_a_page_whose_buffer_is_taken_is_read_again(backing: DiskBacking):
+    *begun, first = (_written(backing) for _ in range(disk_pages.HOST_BUFFERS + 1))
+    for page in begun:
+        page.prefetch()
+    first.overwrite()
     assert begun[-1].place is PagePlace.ON_DISK
-    first.filled(_Mark(passed=True))
-    first.transfer.wait(SECONDS)
-    for home in begun[:3]:
-        assert torch.equal(home.incoming(), VALUES)
-        home.unchanged(_Mark(passed=True))
-    assert begun[-1].place is PagePlace.READING
+    first.commit(Mark())
+    for page in begun:
+        assert torch.equal(page.fetch(), VALUES)
+        page.discard(Mark())
 
 
-def test_a_page_that_found_no_buffer_is_read_once_there_is_one(homes: DiskHomes):
-    made = [_written(homes) for _ in range(disk_homes.HOST_BUFFERS + 2)]
-    for home in made:
-        home.expect()
+def test_a_page_that_found_no_buffer_is_read_once_there_is_one(backing: DiskBacking):
+    made = [_written(backing) for _ in range(disk_pages.HOST_BUFFERS + 2)]
+    for page in made:
+        page.prefetch()
     *begun, first, second = made
-    assert {home.place for home in begun} == {PagePlace.READING}
+    assert {page.place for page in begun} == {PagePlace.READING}
     assert first.place is second.place is PagePlace.ON_DISK
-    begun[0].incoming()
-    begun[0].unchanged(_Mark(passed=True))
-    begun[1].incoming()  # whoever uses the disk next begins it
+    begun[0].fetch()
+    begun[0].discard(Mark())
+    begun[1].fetch()  # whoever uses the disk next begins it
     assert (first.place, second.place) == (PagePlace.READING, PagePlace.ON_DISK)
-    second.outgoing()  # it is written anew: nobody wants what is on the disk
-    begun[2].incoming()
-    begun[2].unchanged(_Mark(passed=True))
-    begun[3].incoming()
+    second.overwrite()  # it is written anew: nobody wants what is on the disk
+    begun[2].fetch()
+    begun[2].discard(Mark())
+    begun[3].fetch()
     assert second.place is PagePlace.HELD
+
+
+def test_buffers_follow_a_larger_page(backing: DiskBacking):
+    """Those in which a page is read or written are given back once that is over."""
+    reading, writing = (_page_that_is(backing, place) for place in ("READING", "WRITING"))
+    writing[1].event.set()
+    larger = backing.allocate(3 * VALUES.nbytes)
+    assert backing.memory.in_use == disk_pages.HOST_BUFFERS * larger.space
+    assert {page.place for page in (reading[0], writing[0], larger)} == {PagePlace.ON_DISK}
+    for page, _ in (reading, writing):
+        assert torch.equal(page.fetch(), VALUES)
 
 
 def test_two_pages_are_here_at_a_time_and_a_third_takes_the_place_of_either():
     device = torch.device("cpu")
     for first_to_go in (0, 1):
-        store = PagedStore(device, Lanes(), HostHomes(HostMemory(pinned=False)), 0)
+        store = PagedStore(device, Lanes(), HostBacking(HostMemory(pinned=False)), 0)
         pages = [store.allocate({"state": torch.full((300,), float(value))}) for value in range(3)]
         here = [store.fetch(number)["state"] for number in pages[:2]]
         with pytest.raises(RuntimeError, match="frames"):

@@ -131,8 +131,8 @@ def _edited(about: About) -> ZeroOptimError:
 
 
 def _offload(about: About) -> ZeroOptimError:
-    other = f"the state of {about.names}, which is off the device of another rank, is in trouble: that rank says why"
-    return OffloadError("; ".join(about.own or [other]))
+    other = f"another rank has lost the state of {about.names} to an I/O error: its own error has the cause"
+    return OffloadError("; ".join(about.own or [f"{other}. Make a new optimizer and load a checkpoint"]))
 
 
 def _parted(about: About) -> ZeroOptimError:

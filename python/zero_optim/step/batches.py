@@ -24,8 +24,8 @@ from torch import Tensor
 from ..comm.spans import span
 from ..rules.homes import Size, batch_lengths
 from ..rules.update_rule import ShardUpdate
+from .lost_state import Holder, LostState
 from .shard_state import ShardState
-from .trouble import Holder, Trouble
 from .workplace import Coefficients
 
 ON_A_GPU, ON_A_PROCESSOR = 2**22, 2**16
@@ -41,14 +41,14 @@ T = TypeVar("T", bound=Prefetched)
 Done = TypeVar("Done")
 
 
-def in_turn(things: Sequence[T], ahead: int, trouble: Trouble) -> Iterator[T]:
+def in_turn(things: Sequence[T], ahead: int, lost: LostState) -> Iterator[T]:
     """Yield ``things`` in order, each when the ``ahead`` that follow it have been prefetched. 0: none ever is.
 
-    ``trouble``: told of state that is lost on the way.
+    ``lost``: records state that is lost on the way.
     """
     for number in range(-ahead, len(things)):
         for later in things[number + ahead : number + ahead + 1] if ahead else ():
-            with trouble.losing(later):
+            with lost.recording(later):
                 later.prefetch()
         if number >= 0:
             yield things[number]
@@ -58,12 +58,12 @@ class ShardBatch:
     """Shards that are updated together, or one alone.
 
     Args:
-        trouble: told of state that is lost on the way.
+        lost: records state that is lost on the way.
     """
 
-    def __init__(self, shards: Sequence[ShardState], trouble: Trouble) -> None:
+    def __init__(self, shards: Sequence[ShardState], lost: LostState) -> None:
         self.shards = shards
-        self._trouble, self._rule = trouble, shards[0].rule.prepared()
+        self._lost, self._rule = lost, shards[0].rule.prepared()
 
     @property
     def parameters(self) -> list[int]:
@@ -78,7 +78,7 @@ class ShardBatch:
     def update(self, by: Coefficients) -> None:
         """One fused pass: unscale, clip, update, cast into the buckets' parameters. See ``ShardUpdate``."""
         updates: list[ShardUpdate] = []
-        with self._trouble.losing(self):
+        with self._lost.recording(self):
             try:
                 for shard in self.shards:
                     updates.append(shard.begin_update(by))
@@ -96,8 +96,8 @@ class JoinedBatch(ShardBatch):
     """Shards whose parameters are made whole together, each on one rank. Collective: a rank that cannot read a page
     goes on with zeros in its place, and all ranks raise in the next step."""
 
-    def __init__(self, shards: Sequence[ShardState], trouble: Trouble) -> None:
-        super().__init__(shards, trouble)
+    def __init__(self, shards: Sequence[ShardState], lost: LostState) -> None:
+        super().__init__(shards, lost)
         self._to_join = [shard.to_join for shard in shards if shard.to_join is not None]
 
     def prefetch(self) -> None:
@@ -116,13 +116,13 @@ class JoinedBatch(ShardBatch):
                 self._pass(shard, edits_taken, after, shard.end_update)
 
     def _in_turn(self) -> Iterator[ShardState]:
-        return in_turn(self.shards, self.shards[0].lookahead, self._trouble)
+        return in_turn(self.shards, self.shards[0].lookahead, self._lost)
 
     def _pass(
         self, shard: ShardState, by: Coefficients, do: Callable[[ShardUpdate], Done], end: Callable[[], None]
     ) -> Done | None:
         """Fetch a shard's page for a pass, ``do`` it and ``end`` it. None: the page is lost."""
-        with self._trouble.losing(shard):
+        with self._lost.recording(shard):
             update = shard.begin_update(by)
             try:
                 done = do(update)
@@ -142,14 +142,14 @@ def _on_device(shard: ShardState, tensor: Tensor | None) -> Tensor:
     return tensor.to(device)
 
 
-def batches_of(shards: Sequence[ShardState], trouble: Trouble) -> list[ShardBatch]:
+def batches_of(shards: Sequence[ShardState], lost: LostState) -> list[ShardBatch]:
     """Cut ``shards`` into batches: first the shards to join, then the others in their order."""
     joining = [shard for shard in shards if shard.to_join is not None]
     others = [shard for shard in shards if shard.to_join is None]
     joined = (part for alike in _alike(joining) for part in _parts(alike))
     return [
-        *(JoinedBatch(batch, trouble) for batch in joined),
-        *(ShardBatch(batch, trouble) for batch in _neighbours(others)),
+        *(JoinedBatch(batch, lost) for batch in joined),
+        *(ShardBatch(batch, lost) for batch in _neighbours(others)),
     ]
 
 

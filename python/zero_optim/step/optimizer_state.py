@@ -6,7 +6,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,12 @@ from ..params.tensor_slice import put_together
 from ..rules.group_rules import GroupRules
 from ..rules.state_tensor import Begins, StateTensor
 from ..rules.update_rule import has_master
-from ..stores.host_store import HostStore
 from ..stores.host_threads import host_threads
-from ..stores.state_store import StateStore
+from ..stores.state_store import HostStore, StateStore
 from .batches import ShardBatch, batches_of, in_turn
+from .lost_state import LostState
 from .shard_state import ShardState
 from .state_load import Copy, carry_out
-from .trouble import Condition, Trouble
 from .workplace import Coefficients
 
 _version_of = operator.attrgetter("_version")
@@ -53,7 +52,7 @@ class OptimizerState:
         measures: whether each update measures its rows.
 
     Attributes:
-        trouble: with state that is off the device.
+        lost: the record of state that a store has lost.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class OptimizerState:
     ) -> None:
         self.parameters, self.sharding, self.rules, self._store = parameters, sharding, rules, store
         self._group, self._measures = group, measures
-        self.trouble = Trouble()
+        self.lost = LostState()
         self.shards: list[ShardState] = []
         self._finds_edits = "edits" in debug_options()
         self._aside: list[tuple[Bucket, Tensor]] = []  # parameters, while their averages are shown
@@ -90,7 +89,7 @@ class OptimizerState:
     def _follow_shards(self) -> None:
         """Batch the shards anew, after they have changed."""
         # In the order in which the next forward wants the parameters.
-        self._batches = batches_of(self.shards[::-1], self.trouble)
+        self._batches = batches_of(self.shards[::-1], self.lost)
 
     def close(self, *, wait: bool = True) -> None:
         """Release all state. ``wait``: for copies to and from the host. Not where the ranks have parted: a copy may
@@ -147,7 +146,7 @@ class OptimizerState:
 
     def refresh_masters(self, indices: set[int]) -> None:
         for shard, pieces in self._pieces(indices):
-            with self.trouble.losing(shard):
+            with self.lost.recording(shard):
                 shard.refresh_masters(pieces)
 
     def mark_updated(self) -> None:
@@ -169,36 +168,28 @@ class OptimizerState:
         host = self._store if isinstance(self._store, HostStore) else None
         here = by if host is None else by.on_host()
         with nullcontext() if host is None else host_threads(host.threads):
-            for batch in in_turn(self._batches, self._store.lookahead, self.trouble):
+            for batch in in_turn(self._batches, self._store.lookahead, self.lost):
                 batch.update(here)
                 yield from batch.shards
         if host is not None:
             by.marks.copy_(here.marks, non_blocking=True)
         self._store.end_step()
 
-    # -- state that is in trouble --------------------------------------------------------------------------------
-
-    def look_for_trouble(self) -> None:
-        """Note state that could not be written since the last time, before every rank hears of it."""
-        problems = self._store.take_problems()
-        for shard in self.shards if problems else ():
-            if shard.page in problems:
-                self.trouble.unwritten(shard.parameters, problems[shard.page])
-
-    def raise_trouble(self) -> None:
-        """Raise where there is one rank. Among several the exchange makes all of them raise."""
-        self.look_for_trouble()
-        if self.trouble.condition is not Condition.WHOLE:
-            error = self.trouble.error()
-            self.trouble.told()
-            raise error
+    @contextmanager
+    def _opened(self, shard: ShardState) -> Iterator[Mapping[str, Tensor]]:
+        """``shard.opened``, which records the loss of a page and raises it."""
+        try:
+            with shard.opened() as state:
+                yield state
+        except OffloadError as error:
+            self.lost.record(shard.parameters, error)
+            raise
 
     def raise_lost_together(self) -> None:
         """Collective where a store can lose a page."""
         if self._store.may_lose:
             with self.sharding.everyone.raising_together("reading the state"):
-                if self.trouble.condition is Condition.LOST:
-                    raise self.trouble.error()
+                self.lost.check()
 
     # -- another layout ------------------------------------------------------------------------------------------
 
@@ -224,7 +215,7 @@ class OptimizerState:
             full = self._gathered(old, tensor, "construction")
             for shard, slots in itertools.groupby(old.bucket.layout.slots, lambda slot: places[slot.param][0]):
                 parts = [(places[slot.param][1], slot.offset) for slot in slots]
-                with self.trouble.losing(shard):
+                with self.lost.recording(shard):
                     _fill(shard, tensor, full, parts)
 
     # -- state dicts ---------------------------------------------------------------------------------------------
@@ -235,7 +226,7 @@ class OptimizerState:
         self.refresh_edited()
         exported = {}
         for shard in self.shards:
-            with shard.opened() as opened:
+            with self._opened(shard) as opened:
                 state = shard.exported(opened)
                 for number, slot in enumerate(shard.bucket.layout.slots):
                     exported[slot.param] = shard.views(number, state)
@@ -244,7 +235,7 @@ class OptimizerState:
     def load(self, copies: Sequence[Copy]) -> None:
         """Carry out a planned load."""
         for shard, of_shard in itertools.groupby(copies, lambda copy: copy.shard):
-            with self.trouble.losing(shard):
+            with self.lost.recording(shard):
                 carry_out(shard, of_shard)
 
     def state_pieces(self, *, stored: bool) -> Iterator[StatePiece]:
@@ -258,7 +249,7 @@ class OptimizerState:
     def values(self, *, stored: bool) -> Generator[Tensor]:
         """Give the values of each of ``state_pieces``, in their order, flat: read or write them before the next."""
         for shard in self.shards:
-            with shard.opened() as state:
+            with self._opened(shard) as state:
                 for own in _state_pieces(shard, stored=stored):
                     part = shard.part(own.tensor, state, own.piece)
                     before = part._version
@@ -270,7 +261,7 @@ class OptimizerState:
         """Make the state of these parameters what it is at construction. ``only``: the tensor of that name; None: all
         of it."""
         for shard, pieces in self._pieces(indices):
-            with self.trouble.losing(shard):
+            with self.lost.recording(shard):
                 shard.restart(pieces, only)
 
     # -- averages in place of the parameters -----------------------------------------------------------------------
@@ -285,7 +276,7 @@ class OptimizerState:
         """Collective. Set the parameters to the average ``name``, rounded."""
         with self.sharding.everyone.raising_together("swap_to_ema", self.sharding.device):
             for shard in self.shards:
-                with shard.opened() as state:
+                with self._opened(shard) as state:
                     shard.bucket.param_shard.copy_(shard.values_named(name, state))
         self._send_out()
 
@@ -342,12 +333,11 @@ class OptimizerState:
         _, numel = tensor.span(0, shard.bucket.layout.shard_numel)
         here = torch.zeros(0, dtype=tensor.dtype, device=self.sharding.device)
         try:
-            with shard.opened() as state:
+            with self._opened(shard) as state:
                 here = shard.values(tensor, state).to(self.sharding.device)
                 if not shard.keeps_views:
                     here = here.clone()
-        except OffloadError as error:
-            self.trouble.lose(shard.parameters, error)
+        except OffloadError:
             here = here.new_zeros(numel)
         return shard.bucket.sharding.whole_of(here, kind)
 
@@ -397,7 +387,7 @@ class OptimizerState:
                 shard.view_in(full, tensor, number, rank).copy_(part)
         # Rank 0 alone has the tensors: every slice goes to every rank.
         self.sharding.savers.broadcast(as_sent(every), "state")
-        with self.trouble.losing(shard):
+        with self.lost.recording(shard):
             own_slice = every[sharding.slice_index if flat.joined else 0]
             _fill(shard, tensor, own_slice, [(piece, piece.slot.offset) for piece in given])
 

@@ -36,8 +36,7 @@ from ..rules.update_rule import (
     stored_for,
     tensors_for,
 )
-from ..stores.host_store import HostStore
-from ..stores.state_store import StateStore
+from ..stores.state_store import HostStore, StateStore
 from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, Workplace
 
 _CHUNK = 2**22

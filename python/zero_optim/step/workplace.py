@@ -13,7 +13,7 @@ from ..comm.chain import Chain
 from ..comm.collectives import Pending
 from ..grads.bucket import Bucket
 from ..rules.update_rule import UpdateRule
-from ..stores.host_store import HostStore
+from ..stores.state_store import HostStore
 
 PARAMETER = "parameter"
 """The name under which a parameter visits with the page, where its shard rests in host memory."""

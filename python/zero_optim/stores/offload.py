@@ -59,6 +59,16 @@ class Footprint:
     disk: int
 
 
+@dataclass
+class Copied:
+    """Bytes that a store has moved since it was made."""
+
+    to_device: int = 0
+    to_host: int = 0
+    read: int = 0
+    written: int = 0
+
+
 def read_offload(state_offload: str | None, device_budget: int | str | None = None) -> Offload:
     """Read the arguments into one record. Raises ValueError, naming the argument."""
     if state_offload is not None and not isinstance(state_offload, str):

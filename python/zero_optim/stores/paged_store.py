@@ -24,29 +24,205 @@ send_back   AWAY    AWAY    error
 
 ``send_back`` is internal: another page needs the frame. A page on a disk has to be read before it can be COMING:
 ``prefetch`` begins the read, and leaves the page AWAY.
+
+The backing is where pages rest while they are away: ``HostBacking`` here, or ``disk_pages.DiskBacking``.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..comm.storage import is_there
 from ..comm.streams import keep_for_current_stream
-from ..errors import OffloadError
-from .homes import Homes
-from .lanes import Lanes
-from .offload import FRAMES
-from .page import Frame, Page, PageState, laid_out
+from ..params.layout import round_up
+from .host_memory import HostMemory
+from .lanes import Lanes, Mark
+from .offload import FRAME_ALIGNMENT, FRAMES, Copied
+
+
+class BackingPage(Protocol):
+    """The backing of one page."""
+
+    def prefetch(self) -> None:
+        """Prepare for ``fetch``, which will follow soon. Raises OffloadError as ``fetch``."""
+
+    def fetch(self) -> Tensor:
+        """Give the page, to be copied from: [nbytes] uint8 in host memory. Raises OffloadError where it is lost."""
+
+    def discard(self, mark: Mark) -> None:
+        """End ``fetch`` of a page that was only read. Nobody reads the memory once the mark has passed."""
+
+    def overwrite(self) -> Tensor:
+        """Give memory to copy the whole page to, with ``fetch`` or without: [nbytes] uint8 on the host. Raises
+        OffloadError where the page was not fetched and the backing has lost pages."""
+
+    def commit(self, mark: Mark) -> None:
+        """End ``overwrite``: the page is in that memory once the mark has passed."""
+
+    def release(self) -> None:
+        """Forget the page."""
+
+
+class BackingStore(Protocol):
+    """Where the pages of a store rest while they are away from the device.
+
+    Attributes:
+        lookahead: how many pages are worth prefetching while one is updated.
+        at_once: whether a prefetched page can be copied in at once, or has to be read first.
+        copied: bytes moved so far.
+        memory: the host memory that it takes.
+        disk_bytes: those that it takes of a disk.
+    """
+
+    lookahead: int
+    at_once: bool
+    copied: Copied
+    memory: HostMemory
+
+    @property
+    def disk_bytes(self) -> int: ...
+
+    def allocate(self, nbytes: int) -> BackingPage: ...
+
+    def end_writes(self) -> None:
+        """Block the host until no write to a disk is in flight. Raises OffloadError where one fails."""
+
+    def close(self) -> None: ...
+
+
+class _HostPage:
+    def __init__(self, memory: HostMemory, nbytes: int) -> None:
+        self._memory, self._run = memory, memory.take(nbytes)
+
+    def prefetch(self) -> None: ...
+
+    def fetch(self) -> Tensor:
+        return self._run
+
+    def discard(self, mark: Mark) -> None: ...
+
+    def overwrite(self) -> Tensor:
+        return self._run
+
+    def commit(self, mark: Mark) -> None: ...
+
+    def release(self) -> None:
+        self._memory.give_back(self._run)
+
+
+class HostBacking:
+    """Pages rest in host memory. See ``BackingStore``."""
+
+    lookahead, at_once, disk_bytes = 1, True, 0
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory, self.copied = memory, Copied()
+
+    def allocate(self, nbytes: int) -> BackingPage:
+        return _HostPage(self.memory, nbytes)
+
+    def end_writes(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PageState(enum.Enum):
+    """The place of a page: AWAY without a frame; COMING, copied into its frame; or HERE, fetched."""
+
+    AWAY = enum.auto()
+    COMING = enum.auto()
+    HERE = enum.auto()
+
+
+@dataclass(frozen=True)
+class Field:
+    """A tensor of a page, and where it lies in the page's run of bytes."""
+
+    dtype: torch.dtype
+    numel: int
+    offset: int
+
+    def of(self, run: Tensor) -> Tensor:
+        return run[self.offset : self.offset + self.numel * self.dtype.itemsize].view(self.dtype)
+
+
+def laid_out(tensors: Mapping[str, Tensor], start: int = 0) -> tuple[dict[str, Field], int]:
+    """Lay tensors one after another from ``start`` on. Returns where each lies, and where the last one ends."""
+    fields, end = {}, round_up(start, FRAME_ALIGNMENT)
+    for name, tensor in tensors.items():
+        fields[name] = Field(tensor.dtype, tensor.numel(), end)
+        end = round_up(end + tensor.nbytes, FRAME_ALIGNMENT)
+    return fields, end
+
+
+@dataclass(eq=False)
+class Frame:
+    """A place on the device that pages take turns in."""
+
+    run: Tensor  # [bytes] uint8 on the device
+    free: Mark  # once it has passed, the frame may be overwritten
+    page: Page | None = None
+
+
+@dataclass(eq=False)
+class Page:
+    """A page of state, and the tensors that visit the device with it. Both lie in one frame, one after the other.
+
+    A resident page stays on the device, and has no backing: only its visiting tensors move.
+    """
+
+    own: dict[str, Field]
+    nbytes: int  # of ``own``
+    visiting: dict[str, tuple[Field, Tensor]]  # each with the tensor in host memory that it is a copy of
+    backing: BackingPage | None  # None: resident
+    stays: Mapping[str, Tensor]  # of a resident page
+    arrived: Mark  # it was copied into its frame
+    used: Mark  # it was updated, or read
+    left: Mark  # it was copied out of its frame
+    state: PageState = PageState.AWAY
+    frame: Frame | None = None
+
+    @property
+    def moved(self) -> int:
+        """Bytes that are copied in for an update, and out after it."""
+        visiting = sum(round_up(of.numel * of.dtype.itemsize, FRAME_ALIGNMENT) for of, _ in self.visiting.values())
+        return (self.nbytes if self.backing is not None else 0) + visiting
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Give all that an update uses, on the device."""
+        if self.frame is None:
+            return dict(self.stays)
+        own = self.own if self.backing is not None else {}
+        here = {**own, **{name: field for name, (field, _) in self.visiting.items()}}
+        return {**self.stays, **{name: field.of(self.frame.run) for name, field in here.items()}}
+
+    def take_frame(self, frame: Frame) -> None:
+        self.frame, self.state, frame.page = frame, PageState.COMING, self
+
+    def leave_frame(self, free: Mark) -> None:
+        """Leave the frame, which is free once the mark has passed."""
+        if self.frame is not None:
+            self.frame.free, self.frame.page = free, None
+            self.frame, self.state = None, PageState.AWAY
+
+    def stay(self, run: Tensor) -> None:
+        """Become resident in ``run``, which holds the page. From now on visiting tensors have a frame to themselves."""
+        self.backing, self.stays = None, {name: field.of(run) for name, field in self.own.items()}
+        fields, _ = laid_out({name: tensor for name, (_, tensor) in self.visiting.items()})
+        self.visiting = {name: (field, self.visiting[name][1]) for name, field in fields.items()}
 
 
 class PagedStore:
     """See ``StateStore``.
 
     Args:
-        homes: where the pages that move rest.
+        backing: where the pages that move rest.
         budget: the most bytes of pages that stay on the device.
         room: asked once, after the second step, for the bytes of further pages that may stay; None: no more stay.
     """
@@ -57,13 +233,13 @@ class PagedStore:
         self,
         device: torch.device,
         lanes: Lanes,
-        homes: Homes,
+        backing: BackingStore,
         budget: float,
         room: Callable[[], int] | None = None,
     ) -> None:
-        self.works_on, self.lookahead, self.copied = device, homes.lookahead, homes.copied
-        self.may_lose = not homes.at_once
-        self._lanes, self._homes, self._room = lanes, homes, room
+        self.works_on, self.lookahead, self.copied = device, backing.lookahead, backing.copied
+        self.may_lose = not backing.at_once
+        self._lanes, self._backing, self._room = lanes, backing, room
         self._budget = budget  # bytes that resident pages have not taken
         self._pages: dict[int, Page] = {}
         self._allocated = self._steps = 0
@@ -80,20 +256,20 @@ class PagedStore:
             own,
             nbytes,
             {name: (field, visiting[name]) for name, field in guests.items()},
-            None if resident else self._homes.make(nbytes),
+            None if resident else self._backing.allocate(nbytes),
             dict(page) if resident else {},
             arrived=self._lanes.mark(),
             used=self._lanes.mark(),
             left=self._lanes.mark(),
         )
-        if made.home is None:
+        if made.backing is None:
             self._budget -= nbytes
         else:
-            run = made.home.outgoing()
+            run = made.backing.overwrite()
             for name, field in own.items():
                 field.of(run).copy_(page[name])
             made.left.set()
-            made.home.filled(made.left)
+            made.backing.commit(made.left)
         self._fit_frames(made.moved)
         self._allocated += 1
         self._pages[self._allocated] = made
@@ -102,13 +278,13 @@ class PagedStore:
     def release(self, number: int) -> None:
         page = self._pages.pop(number)
         self._send_back(page)
-        if page.home is None:
+        if page.backing is None:
             self._budget += page.nbytes
             keep_for_current_stream(*page.stays.values())
         else:
-            page.arrived.wait()  # no copy may use the home any more: others get its memory
+            page.arrived.wait()  # no copy may use its memory any more: others get it
             page.left.wait()
-            page.home.release()
+            page.backing.release()
         if not self._pages:
             self.drop_frames()
 
@@ -116,10 +292,10 @@ class PagedStore:
         page = self._pages[number]
         if not page.moved or page.state is not PageState.AWAY:
             return
-        if page.home is not None:
-            page.home.expect()
+        if page.backing is not None:
+            page.backing.prefetch()
         # A page on a disk takes no frame before it has been read: other pages would wait for the disk, too.
-        if self._homes.at_once:
+        if self._backing.at_once:
             self._bring(page)
 
     def fetch(self, number: int) -> Mapping[str, Tensor]:
@@ -144,13 +320,13 @@ class PagedStore:
         page.used.set()
         lane = self._lanes.to_host
         lane.after(page.used)
-        if page.home is not None:
-            lane.copy(page.home.outgoing(), run[: page.nbytes])
-        for field, home in page.visiting.values():
-            lane.copy(home, field.of(run))
+        if page.backing is not None:
+            lane.copy(page.backing.overwrite(), run[: page.nbytes])
+        for field, on_host in page.visiting.values():
+            lane.copy(on_host, field.of(run))
         lane.set(page.left)
-        if page.home is not None:
-            page.home.filled(page.left)
+        if page.backing is not None:
+            page.backing.commit(page.left)
         self.copied.to_host += page.moved
         page.leave_frame(page.left)
 
@@ -160,9 +336,9 @@ class PagedStore:
             return
         self._frame_of(page, "discard")
         page.used.set()
-        # The home's memory is free once the page has come in; the frame, once its readers on the device are done.
-        if page.home is not None:
-            page.home.unchanged(page.arrived)
+        # The backing's memory is free once the page has come in; the frame, once its readers on the device are done.
+        if page.backing is not None:
+            page.backing.discard(page.arrived)
         page.leave_frame(page.used)
 
     def wait_for_visitors(self, number: int) -> None:
@@ -182,31 +358,25 @@ class PagedStore:
             self.use_room()
             self._budget = 0  # the rest is for others, who may take it later
 
-    def take_problems(self) -> Mapping[int, OffloadError]:
-        problems = self._homes.take_problems()
-        if not problems:
-            return {}
-        homes = {number: page.home for number, page in self._pages.items() if page.home is not None}
-        return {number: problems[home] for number, home in homes.items() if home in problems}
-
     def wait(self) -> None:
-        """Block the host until every committed page has arrived at its home."""
+        """Block the host until every committed page is where it rests. Raises OffloadError where one is lost."""
         for page in self._pages.values():
             page.left.wait()
-        self._homes.end_writes()
+        self._backing.end_writes()
 
     def residents(self) -> list[Tensor]:
         return [tensor for page in self._pages.values() for tensor in page.stays.values()]
 
     def footprint(self) -> Mapping[str, int]:
-        stay = [page for page in self._pages.values() if page.home is None]
+        stay = [page for page in self._pages.values() if page.backing is None]
         resident = sum(page.nbytes for page in stay if all(map(is_there, page.stays.values())))
-        return {"device": resident + sum(frame.run.nbytes for frame in self._frames), **self._homes.footprint()}
+        away = {"host": self._backing.memory.in_use, "disk": self._backing.disk_bytes}
+        return {"device": resident + sum(frame.run.nbytes for frame in self._frames), **away}
 
     def close(self) -> None:
         for number in list(self._pages):
             self.release(number)
-        self._homes.close()
+        self._backing.close()
 
     def state_of(self, number: int) -> PageState:
         return self._pages[number].state
@@ -215,8 +385,8 @@ class PagedStore:
 
     def _bring(self, page: Page) -> None:
         """Copy the page into a frame, after the frame's last page has left it, and after its own copy out."""
-        # The home comes first: it raises where the page is lost, and no frame is taken.
-        source = page.home.incoming() if page.home is not None else None
+        # The backing comes first: it raises where the page is lost, and no frame is taken.
+        source = page.backing.fetch() if page.backing is not None else None
         frame = self._free_frame()
         lane = self._lanes.to_device
         lane.after(frame.free)
@@ -224,8 +394,8 @@ class PagedStore:
         lane.after(page.left)
         if source is not None:
             lane.copy(frame.run[: page.nbytes], source)
-        for field, home in page.visiting.values():
-            lane.copy(field.of(frame.run), home)
+        for field, on_host in page.visiting.values():
+            lane.copy(field.of(frame.run), on_host)
         lane.set(page.arrived)
         page.take_frame(frame)
         self.copied.to_device += page.moved
@@ -249,10 +419,10 @@ class PagedStore:
             return
         if page.state is PageState.HERE:
             raise RuntimeError("a page would lose its frame while it is here")
-        # The host waits: the lane still reads the home's memory, which others may get at once.
+        # The host waits: the lane still reads the backing's memory, which others may get at once.
         page.arrived.wait()
-        if page.home is not None:
-            page.home.unchanged(page.arrived)
+        if page.backing is not None:
+            page.backing.discard(page.arrived)
         page.leave_frame(page.arrived)
 
     def _frame_of(self, page: Page, event: str) -> Frame:
@@ -280,19 +450,19 @@ class PagedStore:
 
     def use_room(self) -> None:
         self._let_stay()
-        self._homes.trim()
+        self._backing.memory.trim()
 
     def _let_stay(self) -> None:
         """Make as many pages resident as fit into what is left of the budget."""
         for page in self._pages.values():
-            if page.home is not None and page.nbytes <= self._budget:
+            if page.backing is not None and page.nbytes <= self._budget:
                 try:
                     run = torch.empty(page.nbytes, dtype=torch.uint8, device=self.works_on)
                 except torch.OutOfMemoryError:  # taken by others, or fragmented: the page goes on moving
                     break
                 page.left.wait()
-                run.copy_(page.home.incoming())
-                page.home.release()
+                run.copy_(page.backing.fetch())
+                page.backing.release()
                 self._budget -= page.nbytes
                 page.stay(run)
         # The largest page that still moves may be smaller than before, and frames with it.

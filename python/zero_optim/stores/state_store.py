@@ -1,9 +1,13 @@
-"""The protocol of a state store: where state is between updates. A *page* is the state of one shard."""
+"""State stores: where state is between updates. A *page* is the state of one shard.
+
+``StateStore`` is the protocol, and ``make_store`` makes the one that ``state_offload`` chooses. Pages of a
+``DeviceStore`` or a ``HostStore`` stay where they are updated; those of a ``PagedStore`` move.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,17 +15,14 @@ from torch import Tensor
 
 from ..comm.storage import is_there
 from ..comm.streams import keep_for_current_stream
-from ..errors import OffloadError
+from .disk_pages import DiskBacking
+from .host_memory import HostMemory
+from .lanes import Lanes, make_lanes
+from .offload import Copied, Offload, Tier
+from .paged_store import HostBacking, PagedStore
 
-
-@dataclass
-class Copied:
-    """Bytes that a store has moved since it was made."""
-
-    to_device: int = 0
-    to_host: int = 0
-    read: int = 0
-    written: int = 0
+_RESERVE = 0.05
+"""Fraction of the device's memory that a budget of "auto" leaves free: for fragments, and for larger steps."""
 
 
 class StateStore(Protocol):
@@ -82,9 +83,6 @@ class StateStore(Protocol):
         Call it after the last of several releases.
         """
 
-    def take_problems(self) -> Mapping[int, OffloadError]:
-        """Give, by page, the error of a write that failed since the last call. The page is in host memory, not lost."""
-
     def residents(self) -> list[Tensor]:
         """Give the tensors that stay on the device between updates."""
 
@@ -131,9 +129,6 @@ class PagesStay:
 
     def use_room(self) -> None: ...
 
-    def take_problems(self) -> Mapping[int, OffloadError]:
-        return {}
-
     def drop_frames(self) -> None: ...
 
     def make_frames(self) -> None: ...
@@ -162,3 +157,73 @@ class DeviceStore(PagesStay):
         return {"device": sum(t.nbytes for t in self.residents() if is_there(t)), "host": 0, "disk": 0}
 
     def close(self) -> None: ...
+
+
+class HostStore(PagesStay):
+    """Pages are in host memory and are updated there: ZeRO-Offload (Ren et al., 2021).
+
+    Attributes:
+        memory, lanes: for the gradients and parameters that an update needs on the host beside its page.
+        threads: so many an update uses.
+    """
+
+    lookahead = 1
+    keeps_views = False  # memory that was given back holds another page soon
+    works_on = torch.device("cpu")
+
+    def __init__(self, memory: HostMemory, lanes: Lanes, threads: int) -> None:
+        super().__init__()
+        self.memory, self.lanes, self.threads = memory, lanes, threads
+
+    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
+        assert not visiting, "the update is where they are"
+        return self._keep(
+            {name: self.memory.take(tensor.nbytes).view(tensor.dtype).copy_(tensor) for name, tensor in page.items()}
+        )
+
+    def release(self, number: int) -> None:
+        for tensor in self._pages.pop(number).values():
+            self.memory.give_back(tensor.view(torch.uint8))
+
+    def use_room(self) -> None:
+        self.memory.trim()
+
+    def residents(self) -> list[Tensor]:
+        return []
+
+    def footprint(self) -> Mapping[str, int]:
+        return {"device": 0, "host": self.memory.in_use, "disk": 0}
+
+    def close(self) -> None:
+        for number in list(self._pages):
+            self.release(number)
+
+
+def make_store(
+    offload: Offload, device: torch.device, rank: int, *, params_on_host: bool, threads: int = 1
+) -> StateStore:
+    """``params_on_host``: whether shards of parameters rest in host memory, and visit the device for each update.
+    ``threads``: so many an update on the host uses.
+
+    Raises OffloadError where there is no such folder, or no room in it.
+    """
+    if offload.tier is Tier.DEVICE and not params_on_host:
+        return DeviceStore(device)
+    memory, lanes = HostMemory(pinned=device.type == "cuda", device=device), make_lanes(device)
+    if offload.tier is Tier.CPU:
+        return HostStore(memory, lanes, threads)
+    if offload.folder is not None:
+        return PagedStore(device, lanes, DiskBacking(offload.folder, rank, memory), 0)
+    if offload.tier is Tier.DEVICE:
+        return PagedStore(device, lanes, HostBacking(memory), math.inf)
+    if offload.device_budget is not None:
+        return PagedStore(device, lanes, HostBacking(memory), offload.device_budget)
+    if device.type != "cuda":
+        return PagedStore(device, lanes, HostBacking(memory), math.inf)  # the host's memory is the device's
+    return PagedStore(device, lanes, HostBacking(memory), 0, lambda: _room(device))
+
+
+def _room(device: torch.device) -> int:
+    """Count the free bytes. Two steps are over, so torch's allocator already has what activations need."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - int(_RESERVE * total))
