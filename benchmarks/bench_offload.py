@@ -74,7 +74,7 @@ def make(work: Work, name: str) -> ShardedAdamW:
     stores: dict[str, Row] = {
         NONE: {},
         "paged 0": {"state_offload": "paged", "device_budget": 0},
-        "paged half": {"state_offload": "paged", "device_budget": 12 * work.numel // 2},
+        "paged half": {"state_offload": "paged", "device_budget": 10 * work.numel // 2},
         "cpu": {"state_offload": "cpu"},
         "nvme": {"state_offload": f"nvme:{work.folder}"},
     }

@@ -155,7 +155,7 @@ def test_clashing_names_in_one_list_hold_every_parameter():
 def test_a_message_on_a_clashing_name_tells_which_parameter_of_which_group():
     params = make_parameters()
     opt = _sharded()(_two_networks(params))
-    params[3].data = params[3].data.clone()
+    params[3].data = params[3].data.double()
     with pytest.raises(zero_optim.ParameterError) as caught:
         linear_backward(params, _gradients(0, 1, 0))
     assert all(word in str(caught.value) for word in ("parameter 1", "'bias'", "group 1")), caught.value

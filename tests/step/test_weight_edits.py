@@ -229,8 +229,18 @@ UNSEEN = {"clamped": _clamped, "averaged": _averaged, "pruned": _pruned, "extrem
 STEPS_EDITED = (2, 4)
 
 
+def _write(params: list[nn.Parameter], edit: Callable[[Tensor], Tensor], assigned: bool) -> None:
+    """``assigned``: in new tensors, as ``torch.nn.utils.vector_to_parameters`` does."""
+    if assigned:
+        new = [edit(p.data).reshape(-1) for p in params]
+        nn.utils.vector_to_parameters(torch.cat(new), params)
+    else:
+        for p in params:
+            p.data.copy_(edit(p.data))
+
+
 def _edit_unseen(
-    rank: int, world_size: int, stage: int, dtype: torch.dtype, options: dict[str, Any]
+    rank: int, world_size: int, stage: int, dtype: torch.dtype, options: dict[str, Any], assigned: bool = False
 ) -> tuple[dict[str, list[Tensor]], list[str]]:
     """Parameters that are edited through ``data`` before some steps, by edit; and what is warned of."""
     import zero_optim
@@ -242,9 +252,12 @@ def _edit_unseen(
             params = make_parameters(SHAPES, dtype)
             opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, **options)
             for step in range(6):
-                for p in params if step in STEPS_EDITED else ():
-                    p.data.copy_(edit(p.data))
+                before, between = step == STEPS_EDITED[0], step == STEPS_EDITED[1]
+                if before:
+                    _write(params, edit, assigned)
                 linear_backward(params, make_gradients(params, rank, step))
+                if between:
+                    _write(params, edit, assigned)
                 opt.step()
                 opt.zero_grad()
             opt.close()
@@ -268,8 +281,12 @@ def _expected_unseen(world_size: int, edit: str, *, split: bool) -> list[Tensor]
     ("stage", "world_size", "offload"),
     [(2, 1, None), (0, 2, None), (1, 2, None), (2, 2, None), (2, 1, "paged"), (2, 2, "cpu")],
 )
-def test_a_split_master_takes_every_edit_along(stage: int, world_size: int, offload: str | None) -> None:
-    for trained, warned in run_ranks(world_size, _edit_unseen, stage, torch.bfloat16, {"state_offload": offload}):
+@pytest.mark.parametrize("assigned", [False, True], ids=["in place", "assigned"])
+def test_a_split_master_takes_every_edit_along(
+    stage: int, world_size: int, offload: str | None, assigned: bool
+) -> None:
+    given = {"state_offload": offload}
+    for trained, warned in run_ranks(world_size, _edit_unseen, stage, torch.bfloat16, given, assigned):
         for edit, params in trained.items():
             assert_bitwise(params, _expected_unseen(world_size, edit, split=True), edit)
         assert not warned

@@ -234,9 +234,10 @@ class Reducer:
         backward, unless it is sharded then."""
         if number in self._in_place or (bucket.flat.sharded and not bucket.flat.shown):
             return
-        moved = bucket.flat.first_moved()
-        if moved is not None:
-            self._raise_moved(bucket, moved)
+        if bucket.flat.first_moved() is not None:
+            bucket.flat.take_assigned()
+            if (moved := bucket.flat.first_moved()) is not None:
+                self._raise_moved(bucket, moved)
         self._in_place.add(number)
 
     def _check_not_cast(self) -> None:
@@ -250,7 +251,7 @@ class Reducer:
             check_not_replicated(self.parameters, self.labels)
         parameter = bucket.params[slot]
         raise ParameterError(
-            f"{bucket.label(slot)} was moved, cast, given new data or another memory format after the optimizer "
+            f"{bucket.label(slot)} was moved, cast, or given another shape or memory format after the optimizer "
             f"was made (it is {described(parameter)} on {parameter.device}): call .to() / .half() before, or make "
             "a new optimizer"
         )

@@ -286,6 +286,19 @@ class FlatParams:
         here = enumerate(zip(self.locals, self.addresses, strict=True))
         return [number for number, (local, place) in here if local.numel() and local.data_ptr() != place]
 
+    def take_assigned(self) -> None:
+        """Take over tensors that were assigned to ``.data``, as ``vector_to_parameters`` does, where they differ from
+        what was there in values alone; ``first_moved`` finds the others. The parameters are views of ``full`` again."""
+        if self.sharded or [*map(Tensor.data_ptr, self.locals)] == self.addresses:
+            return
+        for number in self.elsewhere():
+            local, view = self.locals[number].detach(), self._views[number]
+            kinds = [(t.shape, t.stride(), t.dtype, t.device) for t in (local, view)]
+            if kinds[0] == kinds[1]:
+                view.copy_(local)
+                self.locals[number].data = view
+                torch.autograd.graph.increment_version(self.params[number])  # an fp32 master has to see the edit
+
     def take_replaced(self, whole: Tensor) -> Tensor | None:
         """Copy tensors that were assigned to ``.data`` since ``copy_out`` gave ``whole`` into that. Returns the first
         parameter whose tensor has another shape."""

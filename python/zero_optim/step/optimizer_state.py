@@ -116,8 +116,11 @@ class OptimizerState:
     def refresh_edited(self) -> None:
         """Refresh the masters of parameters written in place since the last update, as their version counters tell.
 
-        Versions never go down, so their sum tells whether any has changed.
+        Versions never go down, so their sum tells whether any has changed. Tensors that were assigned to ``.data`` are
+        copied into the buckets first.
         """
+        for shard in self.shards:
+            shard.bucket.flat.take_assigned()
         if sum(map(_version_of, self._mastered.values())) != self._total:
             before, updates = self._versions, self._updates
             self._look_at_versions()
