@@ -630,9 +630,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load what ``state_dict`` gave on the same rank of as many ranks; or, on every rank, full tensors such as
         ``torch.optim.AdamW`` saves. Parameters are left alone. Hooks are called as torch calls them.
 
-        Parameters that are not in the state start afresh. A master that is not in the state, or an fp32 master that does
-        not round to its parameter at the next step, is taken from the parameter. Gradients may be dropped. Raises StateMismatchError
-        before any state is changed, naming what does not fit; on every rank.
+        Parameters that are not in the state start afresh. A master that is not in the state, or an fp32 master that
+        does not round to its parameter at the next step, is taken from the parameter. Gradients may be dropped. Raises
+        StateMismatchError before any state is changed, naming what does not fit; on every rank.
         """
         self.check_usable()
         self.settle()
