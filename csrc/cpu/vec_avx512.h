@@ -75,9 +75,8 @@ struct Vec {
   static __mmask16 first(int count) { return static_cast<__mmask16>((1u << count) - 1); }
   static __m128i load_8(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
   static void store_8(void* to, __m128i bits) { _mm_storeu_si128(static_cast<__m128i*>(to), bits); }
-  static __mmask16 is_inf_or_nan(__m512 a) {
-    return _mm512_fpclass_ps_mask(a, 0x99);
-  }  // NaN, inf, -inf, signalling NaN
+  // Quiet NaN 0x01, inf 0x08, -inf 0x10, signalling NaN 0x80.
+  static __mmask16 is_inf_or_nan(__m512 a) { return _mm512_fpclass_ps_mask(a, 0x99); }
   static __m512i load_low(const int16_t* low) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256(as_16(low))); }
   static __m512i load_low(const int8_t* low) { return _mm512_slli_epi32(_mm512_cvtepi8_epi32(load_8(low)), 8); }
   static void store_low(int16_t* to, __m512i low) {

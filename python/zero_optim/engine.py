@@ -170,6 +170,8 @@ class Engine:
         with self.failing_with_stages():
             self.param_gather.wait()
             self.keep_edits()  # first into the shards: masters are refreshed from them
+            if self.rules.averages and not self.states.started:  # weights may have been initialised since
+                self.begin_averages()
             self.states.refresh_edited()
             if not self.sharding.agrees:  # else all ranks raise together, in the exchange
                 self.states.lost.check()
@@ -301,7 +303,6 @@ class Engine:
             found_inf,
             self.exchange.nonfinite.marks,
             self.exchange.used,
-            take_over=self.states.takes_edits_over,
             rates=self.hyper.rates,
         )
 

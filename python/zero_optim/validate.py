@@ -101,10 +101,9 @@ def check_rule(rule: object, where: str = "") -> None:
 
 def check_master(rules: GroupRules, parameters: ParameterSet, indices: Sequence[int]) -> None:
     """Raise ParameterError where masters are split, and one of ``indices`` cannot be the upper half of its master."""
-    codecs = (codec for rule in rules.all for codec in rule.codecs.values())
-    split = next((codec.name for codec in codecs if codec.reads_parameter), None)
-    for index in indices if split else ():
-        if parameters.all[index].dtype == torch.float16:
+    for index in indices:
+        splits = any(codec.reads_parameter for codec in rules.of(index).codecs.values())
+        if splits and parameters.all[index].dtype == torch.float16:
             raise ParameterError(
                 f"{parameters.labels[index]} is fp16, and a split master is a bf16 parameter and the rest: make the "
                 'model bf16, or make the optimizer with master="fp32"'

@@ -334,3 +334,18 @@ def test_an_average_that_was_not_loaded_begins_with_the_next_update(load: str) -
 def test_a_decay_in_a_group_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="ema_decay of parameter group 0: the optimizer keeps no averages"):
         zero_optim.ShardedAdamW([{"params": [nn.Parameter(torch.ones(3))], "ema_decay": 0.9}])
+
+
+@pytest.mark.parametrize("master", [None, "fp32"])
+@pytest.mark.parametrize("first", [100.0, math.nan, math.inf])
+def test_an_average_begins_with_weights_that_were_initialised_after_the_optimizer_was_made(
+    first: float, master: str | None
+) -> None:
+    parameter = nn.Parameter(torch.full((4,), first, dtype=torch.bfloat16))
+    opt = zero_optim.ShardedAdamW([parameter], lr=1e-3, ema_decay=0.9, master=master)
+    parameter.data.copy_(torch.tensor([0.1, 0.2, 0.3, 0.7]))
+    parameter.grad = torch.ones_like(parameter)
+    opt.step()
+    state = zero_optim.full_state_dict(opt)["state"][0]
+    torch.testing.assert_close(state["ema"], state["master"], rtol=2.0**-22, atol=0)
+    opt.close()

@@ -234,10 +234,9 @@ class Reducer:
         backward, unless it is sharded then."""
         if number in self._in_place or (bucket.flat.sharded and not bucket.flat.shown):
             return
-        if bucket.flat.first_moved() is not None:
-            bucket.flat.take_assigned()
-            if (moved := bucket.flat.first_moved()) is not None:
-                self._raise_moved(bucket, moved)
+        moved = bucket.flat.first_moved()
+        if moved is not None:
+            self._raise_moved(bucket, moved)
         self._in_place.add(number)
 
     def _check_not_cast(self) -> None:

@@ -185,13 +185,14 @@ class FlatParams:
         self._versions = list(map(_version_of, self.params))
 
     def first_moved(self) -> int | None:
-        """Find the first slot with a gradient whose parameter was cast, or given other memory or strides."""
+        """Find the first slot with a gradient whose parameter was cast, moved or given other strides; at stage 3, also
+        other memory. Below it ``take_assigned`` takes that over."""
         stored = self.as_stored(self.locals)
         if [*map(Tensor.data_ptr, stored)] == self.addresses and all(map(Tensor.is_contiguous, stored)):
             return None  # a cast shows by the address
         for slot, (view, place) in enumerate(zip(stored, self.addresses, strict=True)):
             moved = view.data_ptr() != place or not view.is_contiguous()
-            if moved and self.params[slot].grad is not None:
+            if moved and self.params[slot].grad is not None and not self._is_assigned(slot):
                 return slot
         return None
 
@@ -287,17 +288,24 @@ class FlatParams:
         return [number for number, (local, place) in here if local.numel() and local.data_ptr() != place]
 
     def take_assigned(self) -> None:
-        """Take over tensors that were assigned to ``.data``, as ``vector_to_parameters`` does, where they differ from
-        what was there in values alone; ``first_moved`` finds the others. The parameters are views of ``full`` again."""
+        """Copy tensors that were assigned to ``.data``, as ``vector_to_parameters`` does, into their places in
+        ``full``. The parameters are views of it again. ``first_moved`` finds what is no such tensor."""
         if self.sharded or [*map(Tensor.data_ptr, self.locals)] == self.addresses:
             return
-        for number in self.elsewhere():
-            local, view = self.locals[number].detach(), self._views[number]
-            kinds = [(t.shape, t.stride(), t.dtype, t.device) for t in (local, view)]
-            if kinds[0] == kinds[1]:
-                view.copy_(local)
-                self.locals[number].data = view
-                torch.autograd.graph.increment_version(self.params[number])  # an fp32 master has to see the edit
+        for number in filter(self._is_assigned, self.elsewhere()):
+            self._views[number].copy_(self.locals[number].detach())
+            self.locals[number].data = self._views[number]
+            torch.autograd.graph.increment_version(self.params[number])  # an fp32 master has to see the edit
+
+    def _is_assigned(self, number: int) -> bool:
+        """Whether the tensor of a parameter that is elsewhere differs from its place in values alone."""
+        local, view = self.locals[number], self._views[number]
+        return not self.sharded and (local.shape, local.stride(), local.dtype, local.device) == (
+            view.shape,
+            view.stride(),
+            view.dtype,
+            view.device,
+        )
 
     def take_replaced(self, whole: Tensor) -> Tensor | None:
         """Copy tensors that were assigned to ``.data`` since ``copy_out`` gave ``whole`` into that. Returns the first

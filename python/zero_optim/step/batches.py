@@ -12,7 +12,6 @@ messages take memory. Its pages are fetched twice: before the parameters are joi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import prod
@@ -109,11 +108,10 @@ class JoinedBatch(ShardBatch):
         held = [_on_device(shard, tensor) for shard, tensor in zip(self.shards, begun, strict=True)]
         with span("step.join", self.shards[0].bucket):
             rule.join(held, self._to_join)
-        edits_taken = replace(by, take_over=False)
         for shard, to_join, tensor, before in zip(self._in_turn(), self._to_join, held, begun, strict=True):
             if before is not None:
                 after = partial(rule.after_joining, to_join=to_join, joined=tensor.to(shard.device))
-                self._pass(shard, edits_taken, after, shard.end_update)
+                self._pass(shard, by, after, shard.end_update)
 
     def _in_turn(self) -> Iterator[ShardState]:
         return in_turn(self.shards, self.shards[0].lookahead, self._lost)

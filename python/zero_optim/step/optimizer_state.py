@@ -121,7 +121,9 @@ class OptimizerState:
         """
         for shard in self.shards:
             shard.bucket.flat.take_assigned()
-        if sum(map(_version_of, self._mastered.values())) != self._total:
+        if not self.started:  # models are often initialised through ``.data``
+            self.refresh_masters(set(self._mastered))
+        elif sum(map(_version_of, self._mastered.values())) != self._total:
             before, updates = self._versions, self._updates
             self._look_at_versions()
             pairs = zip(self._mastered, self._versions, before, strict=True)
@@ -140,12 +142,6 @@ class OptimizerState:
                     stacklevel=2,
                 )
                 self.refresh_masters({shard.bucket.layout.slots[number].param})
-
-    @property
-    def takes_edits_over(self) -> bool:
-        """True if the next update takes over every edit of a parameter, whatever its version counter says. The first
-        always does: models are often initialised through ``.data``."""
-        return not self.started
 
     def refresh_masters(self, indices: set[int]) -> None:
         for shard, pieces in self._pieces(indices):

@@ -169,8 +169,6 @@ class ShardState:
         or of one pass of it."""
         state = self._store.fetch(self.page)
         try:
-            if by.take_over:
-                self._take_edits_over(state)
             return ShardUpdate(
                 self._place.gradient(),
                 self._place.parameters(state, by),
@@ -377,11 +375,6 @@ class ShardState:
             master = self.master(state)
             pieces = [(master.narrow(0, p.in_shard, p.numel), self.parameter_of(p)) for p in self.bucket.pieces]
             return [n for n, (own, p) in enumerate(pieces) if not torch.equal(own.to(p.dtype), p)]
-
-    def _take_edits_over(self, state: Mapping[str, Tensor]) -> None:
-        """Do ``refresh_masters`` for the whole shard, before an update. Gaps between parameters are zero in both."""
-        if has_master(self.rule, self.bucket.dtype):
-            _follow(self.master(state), self.bucket.param_shard.to(self._store.works_on))
 
     def restart(self, pieces: Sequence[SlotPiece], only: str | None = None) -> None:
         """Make the state of these pieces what it is at construction. ``only``: the tensor of that name; None: all."""

@@ -29,7 +29,6 @@ class Coefficients:
         updates: whether anything is updated, as far as the host knows.
         writes_all: whether each update writes every parameter of its shard, as far as the host knows.
         rates: see ``ShardUpdate``.
-        take_over: whether every master follows its parameter before the update, where that was edited.
     """
 
     hyper: Mapping[UpdateRule, Tensor]
@@ -39,7 +38,6 @@ class Coefficients:
     used: Tensor
     updates: bool = True
     writes_all: bool = False
-    take_over: bool = False
     rates: Tensor | None = None
 
     def on_host(self) -> Coefficients:
@@ -54,7 +52,6 @@ class Coefficients:
             used,
             updates=updates,
             writes_all=updates and bool(used.all()),
-            take_over=self.take_over,
             rates=None if self.rates is None else self.rates.cpu(),
         )
 
