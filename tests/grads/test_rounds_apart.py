@@ -18,7 +18,8 @@ from cells import slow
 from random_programs.run import Program, check, verdict
 from tables import table
 from training_cases import impatient
-from zero_optim.grads import reducer, rounds
+from zero_optim import ZeroOptimizer
+from zero_optim.grads import rounds
 from zero_optim.grads.rounds import RoundState
 
 EVENTS = table(rounds.__doc__, "event")
@@ -273,10 +274,10 @@ def apart(made: Program, rank: int) -> str | None:
     """The verdict, and after every call where the machine of this rank is. For a rank that has raised all patience is
     in vain."""
 
-    def at(state: str, launched: int, *call: Any) -> None:
-        if not reducer.open_reducers():  # plain torch
+    def at(a: Any, state: str, launched: int, *call: Any) -> None:
+        if not isinstance(a.opt, ZeroOptimizer):  # plain torch
             return
-        now = reducer.open_reducers()[-1].rounds
+        now = a.opt.engine.reducer.rounds
         found = now.state.name, now.launched
         assert found == (state, launched), f"rank {rank}, after {call}: {found}, and the table says {(state, launched)}"
 
@@ -318,7 +319,7 @@ class Writer:
                 self.lines.append(CALLS[name])
             self.machines.follow(name, *far)
             places = [(machine.state, machine.launched) for machine in self.machines.ranks]
-            self.lines.append(f"at(*{places}[rank], {', '.join(map(repr, (name, *far)))})")
+            self.lines.append(f"at(a, *{places}[rank], {', '.join(map(repr, (name, *far)))})")
             if name == "close":
                 self.loop()
 
