@@ -18,7 +18,7 @@ from cells import slow
 from random_programs.run import Program, check, verdict
 from tables import table
 from training_cases import impatient
-from zero_optim import ZeroOptimizer
+from zero_optim import ShardedOptimizer
 from zero_optim.grads import rounds
 from zero_optim.grads.rounds import RoundState
 
@@ -275,7 +275,7 @@ def apart(made: Program, rank: int) -> str | None:
     in vain."""
 
     def at(a: Any, state: str, launched: int, *call: Any) -> None:
-        if not isinstance(a.opt, ZeroOptimizer):  # plain torch
+        if not isinstance(a.opt, ShardedOptimizer):  # plain torch
             return
         now = a.opt.engine.reducer.rounds
         found = now.state.name, now.launched
