@@ -38,11 +38,11 @@ _LOOK_AHEAD = zero_kernels.RULES["muon_look_ahead"]
 LEAST_TOGETHER = 17
 """The least rows and columns of matrices that are batched with those of other parameters, on a CPU. Products of
 bf16 matrices of this size were seen to have the same bits whatever the number of matrices. For smaller ones torch
-chooses the way by the elements of all of them together. On a GPU nobody has looked."""
+chooses the algorithm by the elements of all of them together. Not tested on a GPU."""
 
 ON_A_PROCESSOR, ON_A_GPU = 2**18, 2**22
 """The most elements that are updated together, unless one parameter has more. On a processor they stay in its cache. On
-a GPU they are more, since each launch takes time; nobody has measured that."""
+a GPU they are more, since each launch takes time (not measured)."""
 
 
 class _Part(NamedTuple):

@@ -1,6 +1,6 @@
 """Pages in a file on a local disk: ZeRO-Infinity's tier (Rajbhandari et al., 2021).
 
-Six buffers in host memory are lent to the pages in flight. While page 4 is updated, the pages after it are read and the
+Six buffers in host memory hold the pages in flight. While page 4 is updated, the pages after it are read and the
 pages before it are written::
 
     read      | 6 | 7 |
@@ -9,7 +9,7 @@ pages before it are written::
     written             | 3 | 2 |
 
 The first transfer that fails ends the use of the disk: this rank's state is lost, and ``fetch`` raises from then on. So
-nobody waits twice for a disk that hangs, and no buffer is lent again that a thread may still use.
+nobody waits twice for a disk that hangs, and no buffer is reused that a thread may still access.
 """
 
 from __future__ import annotations

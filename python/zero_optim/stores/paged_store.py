@@ -1,6 +1,6 @@
 """Pages in host memory or on a disk, copied to the device around their update.
 
-Two frames on the device are lent in turn. While page 1 is updated, page 2 comes in and page 0 goes out::
+Two frames on the device are used in turn. While page 1 is updated, page 2 comes in and page 0 goes out::
 
     lane in    | page 1 | page 2 |        | page 3 |
     computing           | update 1 | update 2 | update 3 |
@@ -10,7 +10,7 @@ Two frames on the device are lent in turn. While page 1 is updated, page 2 comes
 The update runs on the device, so it gives the same bits as without a store. As many pages as the budget holds never
 leave the device.
 
-The backing is where pages rest while they are away: ``HostBacking`` here, or ``disk_pages.DiskBacking``.
+The backing holds pages that are away: ``HostBacking`` here, or ``disk_pages.DiskBacking``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BackingPage(Protocol):
 
 
 class BackingStore(Protocol):
-    """Where the pages of a store rest while they are away from the device.
+    """Holds the pages of a store while they are away from the device.
 
     Attributes:
         lookahead: how many pages are worth prefetching while one is updated.
