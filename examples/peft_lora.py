@@ -90,9 +90,9 @@ def main(argv: list[str] | None = None) -> tuple[dict[str, Tensor], PreTrainedMo
     optimizer.close()
 
     # On every rank: at stage 3 each token gathers the model.
-    said = model.generate(input_ids=draw(0, rank, device)[:1, :4], max_new_tokens=8, do_sample=False)
+    tokens = model.generate(input_ids=draw(0, rank, device)[:1, :4], max_new_tokens=8, do_sample=False)
     if rank == 0:
-        print(f"said {said[0].tolist()}", flush=True)
+        print(f"generated {tokens[0].tolist()}", flush=True)
 
     adapter = zero_optim.full_model_state_dict(model, trained_only=True)  # on rank 0; the base is not gathered
     if rank == 0:

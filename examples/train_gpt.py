@@ -83,7 +83,7 @@ def main() -> None:
     for step in range(1, arguments.steps + 1):
         inputs, targets = draw(text, device)
         loss = F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
-        loss.backward()  # gradients are averaged over the ranks meanwhile, each rank keeping its share
+        loss.backward()  # gradients are averaged over the ranks meanwhile, each rank keeping its shard
         norm = optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()

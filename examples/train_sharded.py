@@ -1,4 +1,4 @@
-"""Stage 3, a training loop to copy: parameters, gradients and optimizer state are shared out over the ranks.
+"""Stage 3, a training loop to copy: parameters, gradients and optimizer state are sharded over the ranks.
 
 python examples/train_sharded.py [FILE ...]
 torchrun --standalone --nproc-per-node 2 examples/train_sharded.py [FILE ...] [--save FOLDER] [--resume FOLDER]
@@ -96,12 +96,12 @@ def main() -> None:
 
     with torch.device("meta"):  # no memory yet
         model = GPT().to(torch.bfloat16)
-    # Block after block gets memory and values, and keeps this rank's share. Rank 0's values go to all.
+    # Block after block gets memory and values, and keeps this rank's shard of rank 0's values.
     zero_optim.shard_module(model, units=(Block,), device=device, init_fn=initialise)
     optimizer = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-3, weight_decay=0.1)
     done = 0
     if arguments.resume:
-        done = checkpoint.load(arguments.resume, model, optimizer).step  # each rank reads its share
+        done = checkpoint.load(arguments.resume, model, optimizer).step  # each rank reads its shard
 
     data = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in arguments.files)), dtype=torch.uint8)
     text, held_out = data.split([len(data) - len(data) // 10, len(data) // 10])
@@ -109,16 +109,16 @@ def main() -> None:
 
     for step in range(done + 1, arguments.steps + 1):
         loss = loss_of(model, text, device)  # a block's parameters are gathered as it runs, then dropped
-        loss.backward()  # gathered again; gradients are averaged, each rank keeping its share
+        loss.backward()  # gathered again; gradients are averaged, each rank keeping its shard
         norm = optimizer.clip_grad_norm_(1.0)
-        optimizer.step()  # each rank updates its share; nothing is sent
+        optimizer.step()  # each rank updates its shard; nothing is sent
         optimizer.zero_grad()
         if rank == 0 and (step % 20 == 0 or step == arguments.steps):
             print(f"step {step}  loss {loss.item():.4f}  norm {norm.item():.3f}", flush=True)
 
     held_out_loss = evaluate(model, held_out, device)
     if arguments.save:
-        checkpoint.save(arguments.save, model, optimizer, step=arguments.steps)  # each rank writes its share
+        checkpoint.save(arguments.save, model, optimizer, step=arguments.steps)  # each rank writes its shard
     if rank == 0:
         held = ", ".join(f"{kind} {size:,}" for kind, size in optimizer.stats()["memory"].items())
         print(f"held-out loss {held_out_loss:.4f}")

@@ -93,7 +93,7 @@ def mixed(x: Tensor) -> Tensor:
 
 
 def noise_of(row_key: Tensor, step_number: Tensor, state: int, width: int = ROW) -> Tensor:
-    """Make the noise of rows, int64 [rows, width], each from 0 to 2^16 - 1: two elements share a word.
+    """Make the noise of rows, int64 [rows, width], each from 0 to 2^16 - 1: two elements use one word.
 
     Args:
         row_key: int32 [rows, 1].

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from tables import table
-from zero_optim.stores import disk_pages, paged_store
+from zero_optim.stores import disk_pages
 from zero_optim.stores.disk_pages import DiskBacking, DiskPage, PagePlace
 from zero_optim.stores.host_memory import HostMemory
 from zero_optim.stores.lanes import Lanes, Mark
 from zero_optim.stores.paged_store import HostBacking, PagedStore, PageState
 
-IN_FRAMES = table(paged_store.__doc__, "event")
-ON_DISK = table(disk_pages.__doc__, "event")
+IN_FRAMES = table(PageState.__doc__, "event")
+ON_DISK = table(PagePlace.__doc__, "event")
 SECONDS = 10.0
 
 

@@ -12,7 +12,7 @@ COLUMNS = columns_of("lr", "decay", "momentum", "share", "nesterov")
 
 
 def table(coefficients: Coefficients, step: Tensor) -> dict[str, Tensor]:
-    """`share` is that of the new gradient in the momentum."""
+    """`share` is the weight of the new gradient in the momentum."""
     return {
         "lr": coefficients["lr"],
         "decay": 1 - coefficients["lr"] * coefficients["weight_decay"],

@@ -80,7 +80,7 @@ def noise_of_rows(row_key, step_number):
 
 @triton.jit
 def encode_stochastic(values, noise_of_rows, state: tl.constexpr, element):
-    """Round fp32 to bf16; element: uint32 [1, 128], places in the row. Two elements share a word of noise."""
+    """Round fp32 to bf16; element: uint32 [1, 128], places in the row. Two elements use one word of noise."""
     word = _mixed(_mixed(noise_of_rows + state) + (element >> 1) * _STRIDE)
     noise = (word >> ((element & 1) << 4)) & 0xFFFF
     bits = values.to(tl.uint32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Helpers that the Triton kernels share: exact casts, the options of a launch, the columns of the hyper table."""
+"""Helpers of the Triton kernels: exact casts, the options of a launch, the columns of the hyper table."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def widen(x):
 def narrow(x, dtype: tl.constexpr):
     """fp32 to `dtype`, to nearest even; NaN stays NaN."""
     if _INTERPRETED and dtype == tl.bfloat16:
-        # The interpreter's own cast truncates. A NaN is made quiet: the bits that said NaN may be the ones cut off.
+        # The interpreter's own cast truncates. A NaN is made quiet: the bits that make it one may be those cut off.
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, nearest)

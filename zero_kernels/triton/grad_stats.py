@@ -22,7 +22,7 @@ from zero_kernels.triton.table import BF16, DTYPES, FP16, elements, upload
 WARPS = 4
 
 # Row k of a shard's partials has a term for each lane, as a row of elements has. One program combines a shard, with
-# loads of eight rows in flight. For many rows that is slow, so one more launch first shares the lanes out to programs.
+# loads of eight rows in flight. For many rows that is slow, so one more launch first spreads the lanes over programs.
 LARGE = 16 * STATS_LANES  # partials; a shard that has more of them is large
 LARGE_LANES = 32  # lanes of a large shard for each program: 128 bytes of a row
 LARGE_ROWS = 32  # rows whose loads are in flight together
@@ -180,7 +180,7 @@ def _shard_kernel(table, partials, bad_counts, out, NORM: tl.constexpr):
 
 
 def _rows(shards: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
-    """The table: address, numel, first block, dtype, aligned; then one row more, which tells the number of blocks."""
+    """The table: address, numel, first block, dtype, aligned; then one row more, with the number of blocks."""
     first = 0
     for shard in shards:
         address = shard.data_ptr()

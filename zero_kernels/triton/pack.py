@@ -20,7 +20,7 @@ from zero_kernels.triton.table import BF16, DTYPES, FP16, FP32, elements, upload
 TILE = 2048
 WARPS = 4
 
-# Elements at once where slots share a tile or are misaligned. More than 4 a thread would take registers from the rest.
+# Elements at once where slots are small or misaligned. More than 4 a thread would take registers from the rest.
 PART = 512
 
 # In place of a dtype: a slot that no gradient covers; the one after the bucket, where every walk ends.

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrix is made orthogonal before it is subtracted (Jordan et al., "Muon: An optimizer for hidden
+"""Muon: momentum that is orthogonalized before it is subtracted (Jordan et al., "Muon: An optimizer for hidden
 layers in neural networks", 2024), as ``torch.optim.Muon`` has it."""
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _LOOK_AHEAD = zero_kernels.RULES["muon_look_ahead"]
 """The first kernel. The second reads the same table."""
 
 LEAST_TOGETHER = 17
-"""The least rows and columns of matrices that share one product with those of other parameters, on a CPU. Products of
+"""The least rows and columns of matrices that are batched with those of other parameters, on a CPU. Products of
 bf16 matrices of this size were seen to have the same bits whatever the number of matrices. For smaller ones torch
-chooses the way by the elements of all of them together. On a GPU nobody has looked."""
+chooses the algorithm by the elements of all of them together. Not tested on a GPU."""
 
 ON_A_PROCESSOR, ON_A_GPU = 2**18, 2**22
 """The most elements that are updated together, unless one parameter has more. On a processor they stay in its cache. On
-a GPU they are more, since each launch takes time; nobody has measured that."""
+a GPU they are more, since each launch takes time (not measured)."""
 
 
 class _Part(NamedTuple):
@@ -56,13 +56,13 @@ class _Part(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """The ranks on which matrices are made orthogonal.
+    """The ranks on which matrices are orthogonalized.
 
     Attributes:
-        over_shards: homes of parameters that are cut over the ranks that share them; None: none is.
-        of_wholes: among replicas, this rank's share of the parameters that it has whole then.
+        over_shards: homes of parameters that are sharded over ranks; None: none is.
+        of_wholes: the parameters, whole by then, that this rank orthogonalizes among its replicas.
         over_slices: homes of parameters of which tensor-parallel ranks have slices; None: there are none.
-        of_slices: among replicas, this rank's share of those that have their home here.
+        of_slices: the same among those that have their home here.
     """
 
     over_shards: MatrixHomes | None
@@ -156,7 +156,7 @@ class Muon(UpdateRule):
         return bool(self.defaults["ns_replicas"] == SHARE)
 
     def needs_whole(self, joint: Joint) -> bool:
-        """False for a stack that is cut between its matrices: each slice has whole ones."""
+        """False for a stack that is sliced between its matrices: each slice has whole ones."""
         return not are_stacked(len(joint.shape), joint.dim)
 
     def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
@@ -167,13 +167,13 @@ class Muon(UpdateRule):
             return f"{reason}. It is a slice of shape {tuple(parameter.shape)}, and a view is of the whole"
         if reason is not None or view is None:
             return reason
-        told = self.plain_slices == 1 or not is_plain_slice(parameter) or says_blocks(parameter)
-        if told or getattr(parameter, DIM) not in dims_of(view, parameter.dim()):
+        known = self.plain_slices == 1 or not is_plain_slice(parameter) or says_blocks(parameter)
+        if known or getattr(parameter, DIM) not in dims_of(view, parameter.dim()):
             return None
         return (
-            f"is a slice along dimension {getattr(parameter, DIM)}, which view={dict(view)!r} of its group cuts, too: "
+            f"is a slice along dimension {getattr(parameter, DIM)}, which view={dict(view)!r} of its group splits: "
             f"set {STRIDE} = 1 on the parameter where slices follow each other in the whole, and to the number of "
-            "blocks where each rank has its share of every one, as of queries, keys and values"
+            "blocks where each rank has a slice of every one, as of queries, keys and values"
         )
 
     @property
@@ -189,7 +189,7 @@ class Muon(UpdateRule):
         return made
 
     def _make_passes(self) -> tuple[KernelRule, KernelRule]:
-        """The kernels that go over a shard: before its matrices are made orthogonal, and after."""
+        """The kernels that go over a shard: before its matrices are orthogonalized, and after."""
         look_ahead, subtract = (KernelRule(name) for name in (_LOOK_AHEAD.name, "muon_subtract"))
         look_ahead.codecs = {name: codec for name, codec in self.codecs.items() if name == BUFFER}
         subtract.codecs = {name: codec for name, codec in self.codecs.items() if name != BUFFER}
@@ -207,22 +207,21 @@ class Muon(UpdateRule):
                 self._subtract(run, [_Part(whole, whole.start, 0, whole.numel) for whole in run.wholes], ahead)
 
     def before_joining(self, shard: ShardUpdate) -> Tensor:
-        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] bf16, in which the iteration
-        begins."""
+        """Update the momentum. Returns the input of the iteration, [shard_numel] bf16."""
         return self._look_ahead(shard).to(self.joined_in)
 
     def join(self, held: Sequence[Tensor], shards: Sequence[ToJoin]) -> None:
-        """Collective. Send parts of matrices to their homes among the ranks that share them, then slices to theirs
-        among the tensor-parallel ranks. Replicas share the matrices that they all have then, and make them orthogonal.
-        The results go back the same way."""
+        """Collective. Send shards of matrices to their homes in the shard group, then slices to theirs among the
+        tensor-parallel ranks. Replicas split the matrices that they all have then, and orthogonalize them. The results
+        go back the same way."""
         if self._places is None:
             self._places = self._places_of(shards)
         over_shards, of_wholes, over_slices, of_slices = self._places
         whole = held if over_shards is None else [over_shards.bring(held)]
-        self._orthogonalize_shared(whole, of_wholes)
+        self._orthogonalize_replicated(whole, of_wholes)
         if over_slices is not None:
             here = over_slices.bring(whole)
-            self._orthogonalize_shared([here], of_slices)
+            self._orthogonalize_replicated([here], of_slices)
             over_slices.give_back(here, whole)
         if over_shards is not None:
             over_shards.give_back(whole[0], held)
@@ -252,8 +251,8 @@ class Muon(UpdateRule):
         )
 
     def _look_ahead(self, shard: ShardUpdate) -> Tensor:
-        """Update the momentum. Returns what is to be made orthogonal, [shard_numel] fp32. Rows that are not updated
-        have no meaning there: nothing is subtracted from them either."""
+        """Update the momentum. Returns the input of the iteration, [shard_numel] fp32. Rows that are not updated are
+        undefined in it: nothing is subtracted from them either."""
         ahead = torch.empty_like(shard.grad, dtype=torch.float32)
         momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(BUFFER))}
         look_ahead, _ = self._passes or self._make_passes()
@@ -334,17 +333,17 @@ class Muon(UpdateRule):
         """Take the cost of the whole parameter also for a slice: so tensor-parallel ranks choose alike."""
         return self.cost(whole.shape if whole.joint is None else whole.joint.shape)
 
-    def _orthogonalize_shared(self, tensors: Sequence[Tensor], shares: Shares) -> None:
-        """Collective. Do ``_orthogonalize`` for this rank's share, some at a time, and take in the other ranks'."""
+    def _orthogonalize_replicated(self, tensors: Sequence[Tensor], shares: Shares) -> None:
+        """Collective. ``_orthogonalize`` this rank's matrices, some at a time, and receive the other replicas'."""
         for tensor, wholes in zip(tensors, shares.own, strict=True):
             for run in _together([whole for whole in wholes if whole.numel], _most(tensor)):
                 self._orthogonalize(tensor, run)
         shares.exchange(tensors)
 
     def _orthogonalize(self, step: Tensor, wholes: Sequence[Whole]) -> None:
-        """Make each matrix in ``step``, flat, orthogonal, in place.
+        """Orthogonalize each matrix in ``step``, flat, in place.
 
-        Matrices of one shape are made orthogonal together, as a rule those of one parameter. A matrix's bits must not
+        Matrices of one shape are batched, by default those of one parameter. A matrix's bits must not
         depend on those beside it, since the number of ranks decides which are on a rank. So matrices of several
         parameters go together only where each has the bits that it has alone; see ``LEAST_TOGETHER``.
         """
@@ -368,7 +367,7 @@ class Muon(UpdateRule):
             shaped.copy_(matrices.view(shaped.shape))
 
     def _orthogonalize_batch(self, blocks: Sequence[Tensor]) -> None:
-        """Make matrices of one shape orthogonal where they are."""
+        """Orthogonalize matrices of one shape in place."""
         together = torch.cat([*blocks]) if len(blocks) > 1 else blocks[0]
         options = [self.defaults[name] for name in newton_schulz.OPTIONS]
         if len(together) == 1:
@@ -384,7 +383,7 @@ def _most(tensor: Tensor) -> int:
 
 
 def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
-    """Cut ``wholes`` into runs of ``most`` elements at most, or of one parameter."""
+    """Split ``wholes`` into runs of ``most`` elements at most, or of one parameter."""
     run: list[Whole] = []
     numel = 0
     for whole in wholes:

@@ -131,7 +131,7 @@ def phases(rows: int, columns: int, of_steps: Sequence[Step], gram: bool) -> lis
     """Cut the steps for a matrix into phases, each of which multiplies X once. Without ``gram``, and where the matrix
     is not long, each step is one phase.
 
-    Within a phase X X^T is not computed anew. So a direction that X does not have, but that rounding has put into
+    Within a phase X X^T is not recomputed. So a direction that X does not have, but that rounding has put into
     X X^T, grows by the square of each a, as a small singular value would.
     """
     if not gram or not is_long(rows, columns):

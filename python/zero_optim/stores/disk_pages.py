@@ -1,6 +1,6 @@
 """Pages in a file on a local disk: ZeRO-Infinity's tier (Rajbhandari et al., 2021).
 
-Six buffers in host memory are lent to the pages in flight. While page 4 is updated, the pages after it are read and the
+Six buffers in host memory hold the pages in flight. While page 4 is updated, the pages after it are read and the
 pages before it are written::
 
     read      | 6 | 7 |
@@ -8,24 +8,8 @@ pages before it are written::
     update          4
     written             | 3 | 2 |
 
-The state of a page after each call:
-
-==========  =======  =======  =======  =======
-event       ON_DISK  READING  HELD     WRITING
-==========  =======  =======  =======  =======
-prefetch    READING  READING  HELD     WRITING
-fetch       HELD     HELD     HELD     HELD
-overwrite   HELD     error    HELD     error
-commit      error    error    WRITING  error
-discard     error    error    ON_DISK  error
-end_write   error    error    error    ON_DISK
-==========  =======  =======  =======  =======
-
-``prefetch`` never waits: a page stays WRITING unless its write is over, and ON_DISK unless a buffer is free. Then it is
-read as soon as one is.
-
 The first transfer that fails ends the use of the disk: this rank's state is lost, and ``fetch`` raises from then on. So
-nobody waits twice for a disk that hangs, and no buffer is lent again that a thread may still use.
+nobody waits twice for a disk that hangs, and no buffer is reused that a thread may still access.
 """
 
 from __future__ import annotations
@@ -366,7 +350,24 @@ class DiskBacking:
 
 
 class PagePlace(enum.Enum):
-    """The place of a page. All but ON_DISK have a buffer."""
+    """The place of a page. All but ON_DISK have a buffer.
+
+    The state of a page after each call:
+
+    ==========  =======  =======  =======  =======
+    event       ON_DISK  READING  HELD     WRITING
+    ==========  =======  =======  =======  =======
+    prefetch    READING  READING  HELD     WRITING
+    fetch       HELD     HELD     HELD     HELD
+    overwrite   HELD     error    HELD     error
+    commit      error    error    WRITING  error
+    discard     error    error    ON_DISK  error
+    end_write   error    error    error    ON_DISK
+    ==========  =======  =======  =======  =======
+
+    ``prefetch`` never waits: a page stays WRITING unless its write is over, and ON_DISK unless a buffer is free. Then
+    it is read as soon as one is.
+    """
 
     ON_DISK = enum.auto()
     READING = enum.auto()

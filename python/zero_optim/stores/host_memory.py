@@ -34,7 +34,7 @@ class _Slab:
 
 
 class HostMemory:
-    """Runs of bytes, taken and given back. A slab is used anew when all of it was given back.
+    """Runs of bytes, allocated and freed. A slab is reused when all of it was freed.
 
     Args:
         pinned: whether a GPU copies from and to it.

@@ -1,6 +1,6 @@
-"""Count the threads of an update on the host: the cores that this rank may use, shared with the ranks beside it.
+"""Count the threads of an update on the host: the cores of this rank, split with the ranks of its machine.
 
-torchrun sets OMP_NUM_THREADS=1, so torch computes with one thread a rank unless it is told otherwise. An update of
+torchrun sets OMP_NUM_THREADS=1, so torch computes with one thread a rank unless that is set. An update of
 gigabytes on one core of a large machine takes many times longer than it need (seen elsewhere: 80 times).
 """
 
@@ -66,17 +66,17 @@ def _granted(group: Path) -> Iterator[float]:
 
 
 def threads_of(rank: int, everyone: Sequence[Cores]) -> int:
-    """Count this rank's share of the cores: at least 1 thread. A core in the masks of several ranks counts for each in
-    part. The ranks of a machine share its quota.
+    """Count this rank's threads, at least 1. A core in the masks of several ranks, and the quota of a machine, are
+    split evenly over these ranks.
 
     ``everyone``: what each rank may use, by rank.
     """
     own = everyone[rank]
     beside = [cores for cores in everyone if cores.machine == own.machine]
-    share = sum(1 / sum(core in cores.mask for cores in beside) for core in own.mask)
+    threads = sum(1 / sum(core in cores.mask for cores in beside) for core in own.mask)
     if own.quota is not None:
-        share = min(share, own.quota / len(beside))
-    return max(1, int(share + 1e-6))
+        threads = min(threads, own.quota / len(beside))
+    return max(1, int(threads + 1e-6))
 
 
 def warn_of_one_thread(threads: int, cores: Cores) -> None:
@@ -86,8 +86,8 @@ def warn_of_one_thread(threads: int, cores: Cores) -> None:
         why = f"its affinity mask has {len(cores.mask)} of them"
         why += f" and its cgroup grants {cores.quota:g}" if cores.quota is not None else ""
         warnings.warn(
-            f"state_offload='cpu' updates on 1 thread, on a machine of {there} cores: {why}, shared with the ranks "
-            "beside this one. Give the ranks more cores (taskset, --cpus-per-task, --cpu-bind, docker --cpus)",
+            f"state_offload='cpu' updates on 1 thread, on a machine of {there} cores: {why}, for all ranks of "
+            "the machine. Give the ranks more cores (taskset, --cpus-per-task, --cpu-bind, docker --cpus)",
             stacklevel=2,
         )
 

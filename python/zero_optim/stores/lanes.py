@@ -1,6 +1,6 @@
 """Copies between host memory and the device, beside the work that the device does.
 
-There are two lanes, one for each direction, which last as long as the store: streams made anew every step cost memory
+There are two lanes, one for each direction, which last as long as the store: new streams in every step cost memory
 (seen elsewhere: gigabytes a step). Marks order lanes and the computing stream among each other::
 
     lane in      copy page 1 in ── mark a                    wait for b; copy page 3 into page 1's place

@@ -104,7 +104,7 @@ def _read_budget(budget: int | str) -> int | None:
 
 
 def resident(pages: Sequence[int], budget: int) -> list[bool]:
-    """Tell which pages stay on the device: in the order in which they were made, each that still fits.
+    """Choose the pages that stay on the device: in the order in which they were made, each that still fits.
 
     ``pages``: bytes of each.
     """

@@ -1,6 +1,6 @@
 """Pages in host memory or on a disk, copied to the device around their update.
 
-Two frames on the device are lent in turn. While page 1 is updated, page 2 comes in and page 0 goes out::
+Two frames on the device are used in turn. While page 1 is updated, page 2 comes in and page 0 goes out::
 
     lane in    | page 1 | page 2 |        | page 3 |
     computing           | update 1 | update 2 | update 3 |
@@ -10,22 +10,7 @@ Two frames on the device are lent in turn. While page 1 is updated, page 2 comes
 The update runs on the device, so it gives the same bits as without a store. As many pages as the budget holds never
 leave the device.
 
-The state of a page that moves, after each call:
-
-==========  ======  ======  =====
-event       AWAY    COMING  HERE
-==========  ======  ======  =====
-prefetch    COMING  COMING  HERE
-fetch       HERE    HERE    error
-commit      error   error   AWAY
-discard     error   error   AWAY
-send_back   AWAY    AWAY    error
-==========  ======  ======  =====
-
-``send_back`` is internal: another page needs the frame. A page on a disk has to be read before it can be COMING:
-``prefetch`` begins the read, and leaves the page AWAY.
-
-The backing is where pages rest while they are away: ``HostBacking`` here, or ``disk_pages.DiskBacking``.
+The backing holds pages that are away: ``HostBacking`` here, or ``disk_pages.DiskBacking``.
 """
 
 from __future__ import annotations
@@ -70,7 +55,7 @@ class BackingPage(Protocol):
 
 
 class BackingStore(Protocol):
-    """Where the pages of a store rest while they are away from the device.
+    """Holds the pages of a store while they are away from the device.
 
     Attributes:
         lookahead: how many pages are worth prefetching while one is updated.
@@ -133,7 +118,23 @@ class HostBacking:
 
 
 class PageState(enum.Enum):
-    """The place of a page: AWAY without a frame; COMING, copied into its frame; or HERE, fetched."""
+    """The place of a page: AWAY without a frame; COMING, copied into its frame; or HERE, fetched.
+
+    The state of a page that moves, after each call:
+
+    ==========  ======  ======  =====
+    event       AWAY    COMING  HERE
+    ==========  ======  ======  =====
+    prefetch    COMING  COMING  HERE
+    fetch       HERE    HERE    error
+    commit      error   error   AWAY
+    discard     error   error   AWAY
+    send_back   AWAY    AWAY    error
+    ==========  ======  ======  =====
+
+    ``send_back`` is internal: another page needs the frame. A page on a disk has to be read before it can be COMING:
+    ``prefetch`` begins the read, and leaves the page AWAY.
+    """
 
     AWAY = enum.auto()
     COMING = enum.auto()

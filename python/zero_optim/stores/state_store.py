@@ -100,7 +100,7 @@ class StateStore(Protocol):
 
 
 class PagesStay:
-    """The methods that all stores share whose pages never move."""
+    """The common methods of stores whose pages never move."""
 
     may_lose = False
 

@@ -78,7 +78,7 @@ def fresh_config(given: Flags, device: str) -> TrainConfig:
 
 
 def has_bf16_units(device: str) -> bool:
-    """Tell whether the hardware has instructions for bf16 products, as AVX512-BF16, AMX and Ampere have."""
+    """Return whether the hardware has instructions for bf16 products, as AVX512-BF16, AMX and Ampere have."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.10 has none

@@ -23,7 +23,7 @@ LOG, RUN, PAGE, PICTURE = "log.jsonl", "run.json", "report.html", "loss.png"
 WHOLE, EXPOSED = "whole", "exposed communication"
 NOT_OF_STEPS = "construction"  # collectives made once, before the first step
 TOLERANCE = 0.01
-"""Share of the plan by which model state may exceed it before the page reports a problem."""
+"""Fraction of the plan by which model state may exceed it before the page reports a problem."""
 _MOST_COLUMNS = 4
 _POINTS = 640  # of a line, at most twice as many: about as many as a chart is pixels wide
 _APART = 100.0  # largest value over the least, above which an axis is logarithmic

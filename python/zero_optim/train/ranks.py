@@ -27,7 +27,7 @@ Main = Callable[[Sequence[str]], int]
 
 
 def watch_signals() -> Callable[[], bool]:
-    """Give a function that tells whether this rank is asked to stop: by SIGINT, by SIGTERM, or as its launcher died.
+    """Return a function that is true once this rank should stop: by SIGINT, by SIGTERM, or as its launcher died.
 
     The handlers replace Python's for the rest of the process, so that a second Ctrl-C can't break the save.
     """
