@@ -42,6 +42,7 @@ from .rules.group_rules import GroupRules
 from .rules.state_tensor import Begins
 from .settings import Settings
 from .stats import TELEMETRY, memory_by_kind
+from .step.batches import Coefficients
 from .step.clip import KERNEL_NORMS, Clip, unscale_in_place
 from .step.exchange import Exchange, ToExchange
 from .step.hyper_table import HyperTable
@@ -50,7 +51,6 @@ from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
 from .step.saved_state import SavedState
 from .step.telemetry import Measured, Telemetry
-from .step.workplace import Coefficients
 from .stores.offload import Tier
 from .stores.state_store import HostStore, StateStore
 from .units.sharded_model import ShardedModel
@@ -177,8 +177,10 @@ class Engine:
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
         with span("step.coefficients"):
             by = self._coefficients(groups)
-        for shard in self.states.update(by):
-            shard.bucket.unshard()  # the all-gather is on its way while the next shard is updated
+        for batch, here in self.states.to_update(by):
+            batch.update(here)
+            for shard in batch.shards:
+                shard.bucket.unshard()  # the all-gather is in flight while the next batch is updated
         self._end_step(by.found_inf)
 
     def finish_and_exchange(self, norm_type: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Every cell of the tables of ``Combine`` and ``Exchanged``; and what an alarm takes on its way through the exchange."""
+"""Every cell of the tables of ``Combine`` and ``Exchanged``; and an alarm on its way through the exchange."""
 
 from __future__ import annotations
 

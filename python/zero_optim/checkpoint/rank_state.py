@@ -12,7 +12,7 @@ from torch import Tensor
 from ..engine import Engine
 from ..errors import StateMismatchError
 from ..rules.update_rule import tensors_for
-from ..step.state_load import Copy, plan_load
+from ..step.saved_state import Copy, plan_load
 from .state_dict import (
     Groups,
     index_by_key,
