@@ -38,8 +38,8 @@ from .mode import CurrentMode, Mode
 from .params.parameter_set import ParameterSet
 from .params.shardings import Shardings
 from .params.tensor_slice import is_cut, local_of
+from .rules.codec import Begins
 from .rules.group_rules import GroupRules
-from .rules.state_tensor import Begins
 from .settings import Settings
 from .stats import TELEMETRY, memory_by_kind
 from .step.batches import Coefficients

@@ -16,7 +16,7 @@ import zero_optim
 from torch import nn
 from zero_optim import OffloadError
 from zero_optim.rules import homes
-from zero_optim.rules.adamw import AdamW
+from zero_optim.rules.kernel_rule import AdamW
 from zero_optim.step import batches
 from zero_optim.step.batches import Coefficients, JoinedBatch, LostState, ShardBatch, batches_of
 

@@ -23,11 +23,10 @@ from ..params.arrangement import WHOLE, read_arranged
 from ..rules.options import is_average
 from . import folder as folders
 from .contents import ColumnRanks, Holding, Names, contents_of_model
-from .disk import OpenFiles
 from .index import BUFFER, PARAMETER, Index, SavedTensor
 from .matching import listed, shape_differs
 from .rank_file import Files, decoded, fill
-from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
+from .safetensors_file import BLOCK_BYTES, Entry, OpenFiles, Stored, read_header, write_entries
 from .subject import make_subject
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -28,9 +28,8 @@ from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .background import wait
 from .contents import Contents, Names
-from .index import Index
+from .index import Index, decode
 from .matching import Match
-from .plain import decode
 from .rank_file import Files, check_headers, crc32c
 from .subject import LoadPlan, Subject, each, give_back, make_subject, read_random_states, set_random_states
 

@@ -27,8 +27,7 @@ from ..errors import CheckpointError
 from . import folder as folders
 from .background import SAVE_BUFFER, SaveBuffer, start, wait
 from .contents import Contents, Holders, Holding, Names
-from .index import Index, SavedTensor, TensorSpec, merge
-from .plain import encode
+from .index import Index, SavedTensor, TensorSpec, encode, merge
 from .rank_file import Portion, check_dtype, crc32c, write_file
 from .subject import Subject, each, make_subject, read_random_states
 

@@ -23,10 +23,9 @@ from ..params.marks import is_slice
 from ..params.tensor_slice import is_distributed
 from ..units.sharded_model import sharded_model_of
 from .contents import ColumnRanks, Columns, Contents, Names, TensorContents, contents_of_model, modules_with_state
-from .index import Index, SavedOptimizer
+from .index import Index, SavedOptimizer, decode, encode
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
-from .plain import decode, encode
 from .rank_file import decoded
 
 

@@ -23,9 +23,8 @@ from ..comm.collectives import Comm
 from ..params.joint import Joint
 from ..params.layout import CUT_AT_ROWS, LayoutPolicy, SlotPiece
 from ..params.storage_order import StorageOrder, view_of
-from .codec import Codec, check_codecs
+from .codec import Begins, Codec, StateTensor, check_codecs
 from .options import EMA_DECAY, Decays, Fixed, Option, coefficients_of
-from .state_tensor import Begins, StateTensor
 
 MASTER = "master"
 """The name of the master, of which the parameters are roundings, in the rules of the package."""
@@ -221,13 +220,6 @@ class UpdateRule:
         optimizer share. Whole parameters are dealt to ranks by it."""
         return math.prod(shape)
 
-    def is_like(self, other: UpdateRule) -> bool:
-        """Whether one rule can take the place of both: they differ in defaults alone, which a group may override."""
-        if self is other:
-            return True
-        own, its = ({**vars(rule), "defaults": rule.fixed} for rule in (self, other))
-        return type(self) is type(other) and own == its
-
     def with_averages(self, decays: Decays) -> UpdateRule:
         """Give this rule with an exponential average of the master for each of ``decays``: e = e + (1 - decay) (p - e),
         after an update has made p. The first update makes it p."""
@@ -253,16 +245,11 @@ class UpdateRule:
         """Whether it needs all slices of such a parameter together."""
         return not self.layout.cuts
 
-    def check_ranges(self, number: int, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for an option of a parameter group that is out of range."""
+    def check_group(self, number: int, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for an option of a parameter group that is out of range, or cannot be followed."""
         owner = f"parameter group {number}"
         for option in self.options:
             option.check(option.value_in(group, owner), owner)
-
-    def check_group(self, number: int, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for an option of a parameter group that cannot be followed."""
-        self.check_ranges(number, group)
-        owner = f"parameter group {number}"
         if group.get(EMA_DECAY) is not None and not self.averages:
             raise ValueError(f"{EMA_DECAY} of {owner}: the optimizer keeps no averages: give it {EMA_DECAY}, too")
         for option in (option for option in self.options if isinstance(option, Fixed)):

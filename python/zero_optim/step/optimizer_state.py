@@ -20,8 +20,8 @@ from ..errors import OffloadError
 from ..grads.bucket import Bucket
 from ..params.layout import SlotPiece
 from ..params.tensor_slice import put_together
+from ..rules.codec import Begins, StateTensor
 from ..rules.group_rules import GroupRules
-from ..rules.state_tensor import Begins, StateTensor
 from ..rules.update_rule import has_master
 from ..stores.host_threads import host_threads
 from ..stores.state_store import HostStore, StateStore

@@ -21,8 +21,7 @@ from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import StorageOrder, flat_of, storage_order
 from ..params.tensor_slice import TensorSlice, is_distributed, local_of, placed, slice_of
-from ..rules.codec import Codec, saved_codec
-from ..rules.state_tensor import Begins, Per, StateTensor
+from ..rules.codec import Begins, Codec, Per, StateTensor, saved_codec
 from ..rules.update_rule import UpdateRule, tensors_for
 from .shard_state import ShardState
 

@@ -22,8 +22,7 @@ from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import StorageOrder, strides_of, view_of
 from ..params.tensor_slice import shown_as
-from ..rules.codec import Codec
-from ..rules.state_tensor import Begins, Per, StateTensor
+from ..rules.codec import Begins, Codec, Per, StateTensor
 from ..rules.update_rule import (
     ShardUpdate,
     UpdateRule,
