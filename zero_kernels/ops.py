@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_kernels import dispatch
 from zero_kernels.codecs import FORMS, LOWS
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, Coefficient, hyper_table
-from zero_kernels.reference import AVERAGES, ROW_STATS, averages_of, check_average, scales_of, shards_of
+from zero_kernels.reference import AVERAGES, ROW_STATS, Shard, StepArgs, check_average
 from zero_kernels.rules import RULES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -318,64 +318,63 @@ def _check_shard(
     return device
 
 
-def _check_foreach_step(
-    rule: str,
-    grads: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    states: Sequence[Tensor],
-    params_out: Sequence[Tensor],
-    row_slots: Sequence[Tensor],
-    hyper: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    nonfinite_slots: Tensor | None,
-    averages: Sequence[Tensor] | None = None,
-    rates: Tensor | None = None,
-    row_stats: Sequence[Tensor] | None = None,
-    scales: Sequence[Tensor] | None = None,
-    row_keys: Sequence[Tensor] | None = None,
-) -> torch.device:
+def _check_foreach_step(rule: str, *given: Any) -> torch.device:
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
-    names = RULES[rule].states
-    lists = {"masters": masters, "params_out": params_out or grads, "row_slots": row_slots}
-    lists |= {} if row_stats is None else {"row_stats": row_stats}
-    lists |= {} if row_keys is None else {"row_keys": row_keys}
-    for name, tensors in lists.items():
-        if len(tensors) != len(grads):
-            raise ValueError(f"{name} must have one tensor a shard: {len(grads)} grads, {len(tensors)} {name}")
-    if len(states) != len(grads) * len(names):
-        each = f"{len(names)} ({', '.join(names)})" if names else "none"
-        raise ValueError(f"states of {rule} are {each} a shard: {len(grads)} grads, {len(states)} states")
-    if averages and len(averages) % len(grads):
-        raise ValueError(f"averages must be as many for each shard: {len(grads)} grads, {len(averages)} averages")
-    shared, followers = (hyper, grad_scale, found_inf, nonfinite_slots), averages_of(grads, averages)
-    for i, (grad, master, own, out, row_slot) in enumerate(shards_of(grads, masters, states, params_out, row_slots)):
+    args = StepArgs(*given)
+    _check_lengths(rule, args)
+    names, grads = RULES[rule].states, args.grads
+    for i, shard in enumerate(args.shards()):
         try:
-            for k, average in enumerate(followers[i]):
-                _check_flat(f"average {k}", average, AVERAGES, grad.device, grad.numel())
-            of_names = dict(zip(names, own, strict=True))
-            device = _check_shard(grad, master, of_names, out, row_slot, *shared, in_any_form=True)
-            if row_stats is not None:
-                _check_row_stats(row_stats[i], len(row_slot), device)
-            if row_keys is not None:
-                _check_flat("row_keys", row_keys[i], (torch.int32,), device, len(row_slot))
+            device = _check_shard_of(args, shard, names)
         except (TypeError, ValueError) as error:
             raise type(error)(f"shard {i}: {error}") from None
         if device != grads[0].device:
             raise ValueError(f"shard {i} is on {device}, shard 0 on {grads[0].device}: make a call for each device")
-    alike = {"grads": grads, "masters": masters, "params_out": params_out, "averages": averages or ()}
-    alike |= {f"states {name!r}": states[i :: len(names)] for i, name in enumerate(names)}
+    averages = args.averages or ()
+    alike = {"grads": grads, "masters": args.masters, "params_out": args.params_out, "averages": averages}
+    alike |= {f"states {name!r}": args.states[i :: len(names)] for i, name in enumerate(names)}
     for name, tensors in alike.items():
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise TypeError(f"{name} must have one dtype: make a call for each dtype")
-    for state, scale in zip(states, scales_of(states, scales), strict=True):
+    for state, scale in zip(args.states, args.scale_of_states(), strict=True):
         if scale is not None:
             _check_flat("a scale", scale, (torch.float32,), state.device, -(-state.numel() // ROW))
     if averages:
-        _check_rates(rates, hyper.shape[0], len(followers[0]), grads[0].device)
-        check_average(averages[0], row_keys)
+        _check_rates(args.rates, args.hyper.shape[0], len(averages) // len(grads), grads[0].device)
+        check_average(averages[0], args.row_keys)
     return grads[0].device
+
+
+def _check_lengths(rule: str, args: StepArgs) -> None:
+    names, count = RULES[rule].states, len(args.grads)
+    lists = {"masters": args.masters, "params_out": args.params_out or args.grads, "row_slots": args.row_slots}
+    lists |= {} if args.row_stats is None else {"row_stats": args.row_stats}
+    lists |= {} if args.row_keys is None else {"row_keys": args.row_keys}
+    for name, tensors in lists.items():
+        if len(tensors) != count:
+            raise ValueError(f"{name} must have one tensor a shard: {count} grads, {len(tensors)} {name}")
+    if len(args.states) != count * len(names):
+        each = f"{len(names)} ({', '.join(names)})" if names else "none"
+        raise ValueError(f"states of {rule} are {each} a shard: {count} grads, {len(args.states)} states")
+    if args.averages and len(args.averages) % count:
+        raise ValueError(f"averages must be as many for each shard: {count} grads, {len(args.averages)} averages")
+
+
+def _check_shard_of(args: StepArgs, shard: Shard, names: Sequence[str]) -> torch.device:
+    grad, row_slot = shard.grad, shard.row_slot
+    for k, average in enumerate(shard.averages):
+        _check_flat(f"average {k}", average, AVERAGES, grad.device, grad.numel())
+    states, shared = (
+        dict(zip(names, shard.states, strict=True)),
+        (args.hyper, args.grad_scale, args.found_inf, args.nonfinite_slots),
+    )
+    device = _check_shard(grad, shard.master, states, shard.param_out, row_slot, *shared, in_any_form=True)
+    if shard.row_stats is not None:
+        _check_row_stats(shard.row_stats, len(row_slot), device)
+    if shard.row_keys is not None:
+        _check_flat("row_keys", shard.row_keys, (torch.int32,), device, len(row_slot))
+    return device
 
 
 def _check_row_stats(row_stats: Tensor, rows: int, device: torch.device) -> None:

@@ -42,7 +42,6 @@ from .rules.codec import Begins
 from .rules.group_rules import GroupRules
 from .settings import Settings
 from .stats import TELEMETRY, memory_by_kind
-from .step.batches import Coefficients
 from .step.clip import KERNEL_NORMS, Clip, unscale_in_place
 from .step.exchange import Exchange, ToExchange
 from .step.hyper_table import HyperTable
@@ -51,6 +50,7 @@ from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
 from .step.saved_state import SavedState
 from .step.telemetry import Measured, Telemetry
+from .step.workplace import Coefficients
 from .stores.offload import Tier
 from .stores.state_store import HostStore, StateStore
 from .units.sharded_model import ShardedModel

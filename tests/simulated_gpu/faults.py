@@ -145,7 +145,7 @@ FAULTS = (
     ),
     Fault(
         "the host updates parameters before they arrive",
-        "step/batches.py",
+        "step/workplace.py",
         "self._brought.wait()",
         OrderProgram(2, "updated on the host"),
         shows="the host (",

@@ -18,7 +18,8 @@ from zero_optim import OffloadError
 from zero_optim.rules import homes
 from zero_optim.rules.kernel_rule import AdamW
 from zero_optim.step import batches
-from zero_optim.step.batches import Coefficients, JoinedBatch, LostState, ShardBatch, batches_of
+from zero_optim.step.batches import JoinedBatch, LostState, ShardBatch, batches_of
+from zero_optim.step.workplace import Coefficients
 
 import zero_kernels
 from zero_kernels import dispatch

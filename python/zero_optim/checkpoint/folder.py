@@ -289,7 +289,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def problem_of(folder: Path) -> str | None:
-    """Tell why a checkpoint is not whole, as far as index and lengths tell; None: it is."""
+    """Find why a checkpoint is not whole, by its index and the lengths of files; None: it is."""
     try:
         read_index(folder)
     except CheckpointError as error:
@@ -322,7 +322,7 @@ class Info:
 
     Attributes:
         folder: where it is.
-        step: of the training, as ``save`` was told.
+        step: of the training, as it was given to ``save``.
         extra: what the user had added.
         configuration, versions: the ranks and stages, and the packages, that saved it.
     """
@@ -337,7 +337,7 @@ class Info:
 def info(path: str | os.PathLike[str]) -> Info:
     """Read the index of a checkpoint, or of the newest whole one in a folder of several. Not collective.
 
-    Whole as far as the lengths of files tell: no checksum of a tensor is looked at. Raises CheckpointError where there
+    Whole by the lengths of files: no checksum of a tensor is looked at. Raises CheckpointError where there
     is none.
     """
     folder, index, _ = newest(Path(path))

@@ -194,7 +194,7 @@ class Index:
     """All of a checkpoint but the values of its tensors.
 
     Attributes:
-        step: of the training, as ``save`` was told.
+        step: of the training, as it was given to ``save``.
         tensors: by kind and name.
         files: bytes of each. ``headers``: the checksum of the header of each.
         aliases: other names of tied parameters, and the name that each is saved under.

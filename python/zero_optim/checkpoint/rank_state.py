@@ -36,7 +36,7 @@ _FIXED_OPTIONS = ("params", "param_names", "decoupled_weight_decay")
 PLACE = "place"
 """The key of a state dict, beside torch's two, where other ranks have other parameters under the same names."""
 PARTS = "parts"
-"""The key that says how many parameters, in the order of the state, were laid out together. It is there from when
+"""The key of how many parameters, in the order of the state, were laid out together. It is there from when
 parameters are thawed or added until the buckets are laid out anew."""
 STAGE = "stage"
 """The key of the pipeline stage within ``PLACE``."""
@@ -287,8 +287,8 @@ def _as_torch(engine: Engine, groups: Groups) -> Groups:
 
 
 def _place(engine: Engine) -> dict[str | int, list[int]]:
-    """Give what tells this rank's state from others': the number of its pipeline stage, and by parameter index of its
-    slice or expert, each with how many there are. Empty where it is the same on all ranks."""
+    """Give what distinguishes this rank's state from others': the number of its pipeline stage, and by parameter index
+    of its slice or expert, each with how many there are. Empty where it is the same on all ranks."""
     place: dict[str | int, list[int]] = {}
     if engine.pipeline is not None:
         place[STAGE] = [engine.pipeline.stage, engine.pipeline.stages]

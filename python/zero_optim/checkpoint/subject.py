@@ -1,4 +1,4 @@
-"""The subject of a save or a load: a model and its optimizers, on the ranks that share them."""
+"""The subject of a save or a load: a model and its optimizers, on the ranks that have them."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Subject:
                 )
 
     def describe(self, names: Names, optimizers: Sequence[OptimizerPart]) -> dict[str, Any]:
-        """Give what the index says beside tensors."""
+        """Give the index's entries beside tensors."""
         return {
             "aliases": names.aliases,
             "optimizers": [saved for optimizer in optimizers for saved in optimizer.describe()],
@@ -255,7 +255,7 @@ class LoadPlan:
     """The plan of a load.
 
     Attributes:
-        saved: of each of ``optimizers``, what the index says of it, by each of its rules.
+        saved: of each of ``optimizers``, the index's entry for it, by each of its rules.
         groups: of each optimizer, the options that its groups get.
     """
 

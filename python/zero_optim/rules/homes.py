@@ -7,7 +7,7 @@ Every rank sends its parts to their homes, and gets back what is made of them th
 
 So a rank sends and receives as much as it has of the parameters, twice, however many ranks there are.
 
-Parts are of two kinds: at stage 3 flat ranges, of the ranks that share; and slices, of tensor-parallel ranks. Where
+Parts are of two kinds: at stage 3 flat ranges, of the shard group; and slices, of tensor-parallel ranks. Where
 there are both, flat ranges are joined first, into whole slices. Tensor-parallel ranks have the same layout: slices of
 one parameter have the same home, or below stage 3 the same place in a bucket. So a row exchanges slices::
 
@@ -60,7 +60,7 @@ def batch_lengths(shards: Sequence[Size], ranks: int, device: torch.device) -> I
     """Cut shards, in order, into batches whose parameters are made whole together: give the length of each. The last
     takes in a rest that would not be worth a batch. Sizes are the same on all ranks.
 
-    ``ranks``: number of those that share the parameters. ``device``: where parameters are made whole.
+    ``ranks``: number of those that shard the parameters. ``device``: where parameters are made whole.
     """
     least = Size(JOINED_ON_A_PROCESSOR if device.type == "cpu" else JOINED_ON_A_GPU, PARAMETERS_A_RANK * ranks)
     left = _total(shards)
@@ -221,7 +221,7 @@ class MatrixHomes:
 
 
 class Shares:
-    """The shares of work of ranks that have the same whole parameters: each parameter is updated by one of them, chosen
+    """How ranks that have the same whole parameters divide the work: each parameter is updated by one of them, chosen
     as in ``MatrixHomes``.
 
     Args:

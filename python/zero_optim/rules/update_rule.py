@@ -63,14 +63,14 @@ class CutParameter(NamedTuple):
 
 
 class ToJoin(NamedTuple):
-    """The parameters of a shard that a rule needs whole, where they are cut over ranks, or ranks share the work.
+    """The parameters of a shard that a rule needs whole, where they are cut over ranks, or ranks divide the work.
 
     Attributes:
         wholes: the parameters in it, or slices of them, that no other shard has parts of.
         cuts: the parameters in it of which other shards have parts.
         ranks: those that have these shards; None: no parameter is in several shards.
         slices: the tensor-parallel ranks, which have the slices; None: there are no slices.
-        replicas: ranks that have the same parameters, and share the work; None: there are none.
+        replicas: ranks that have the same parameters, and divide the work; None: there are none.
     """
 
     wholes: Sequence[Whole]
@@ -130,7 +130,7 @@ class UpdateRule:
         values: defaults of options, by name. Raises TypeError for a name that is no option's.
 
     Attributes:
-        options: what it can be told, in the order of the numbers that ``fill_table`` reads.
+        options: its options, in the order of the numbers that ``fill_table`` reads.
         tensors: the state of a shard, in the order of state dicts. One of them may begin as the parameter.
         own_columns: names of the numbers that ``update_rows`` reads of a parameter, beside its gradient and state.
         counterparts: names of the classes whose state is alike, such as torch's. Checkpoints go from one to the other.
@@ -212,12 +212,12 @@ class UpdateRule:
 
     @property
     def shares_work(self) -> bool:
-        """Whether ranks that have the same whole parameters share the work of their update, by ``join``."""
+        """Whether ranks that have the same whole parameters divide the work of their update, by ``join``."""
         return False
 
     def cost(self, shape: tuple[int, ...]) -> int:
         """The cost of updating a parameter of this shape, in multiplications or another unit that the rules of one
-        optimizer share. Whole parameters are dealt to ranks by it."""
+        optimizer have in common. Whole parameters are assigned to ranks by it."""
         return math.prod(shape)
 
     def with_averages(self, decays: Decays) -> UpdateRule:
@@ -283,8 +283,8 @@ class UpdateRule:
 
     def describe(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """List the options by which ``group`` describes its parameters: ``refuse_parameter`` goes by them."""
-        said = [(option, group.get(option.name, option.default)) for option in self.options if option.stays]
-        return tuple(f"{option.name}={value!r}" for option, value in said if value != option.default)
+        given = [(option, group.get(option.name, option.default)) for option in self.options if option.stays]
+        return tuple(f"{option.name}={value!r}" for option, value in given if value != option.default)
 
     # -- the table -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Batches: shards that one call of the rule updates; where they are updated; and the parameters that they join.
+"""Batches: shards that one call of the rule updates; and the record of state that was lost.
 
 A call costs the host time, and a launch costs a GPU time, however few elements are updated. Where many ranks shard a
 bucket that is longer than the update itself. But the parameters of a shard are sent out only when its update has been
@@ -15,34 +15,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..comm.chain import Chain
-from ..comm.collectives import Pending
 from ..comm.spans import span
 from ..errors import OffloadError
-from ..grads.bucket import Bucket
-from ..params.joint import Joint, joint_of
 from ..rules.homes import Size, batch_lengths
-from ..rules.update_rule import CutParameter, ShardUpdate, ToJoin, UpdateRule, Whole
-from ..stores.state_store import HostStore
-
-if TYPE_CHECKING:
-    from .shard_state import ShardState
+from ..rules.update_rule import ShardUpdate
+from .shard_state import ShardState
+from .workplace import Coefficients
 
 ON_A_GPU, ON_A_PROCESSOR = 2**22, 2**16
 """Elements of a batch, at most. By the bytes that it moves, such an update takes some 30 µs on an H200. Nobody has
 measured that. On two threads of a processor 2^20 elements took 290 µs, so 2^16 take some 20."""
-
-PARAMETER = "parameter"
-"""The name under which a parameter visits with the page, where its shard rests in host memory."""
 
 
 # -- state that an I/O error has lost ----------------------------------------------------------------------------------
@@ -110,271 +100,6 @@ class _Recording:
             return False
         self._lost.record(self._of.parameters, error)
         return True
-
-
-# -- where a shard is updated ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """Values that are the same for the updates of all shards in a step. See ``ShardUpdate``.
-
-    Attributes:
-        hyper: by rule, [parameters, columns] fp32.
-        used: [parameters] bool, which have a gradient.
-        updates: whether anything is updated, as far as the host knows.
-        writes_all: whether each update writes every parameter of its shard, as far as the host knows.
-        rates: see ``ShardUpdate``.
-    """
-
-    hyper: Mapping[UpdateRule, Tensor]
-    grad_scale: Tensor | None
-    found_inf: Tensor
-    marks: Tensor
-    used: Tensor
-    updates: bool = True
-    writes_all: bool = False
-    rates: Tensor | None = None
-
-    def on_host(self) -> Coefficients:
-        """Copy all to host memory, with marks of its own. The host waits for the device."""
-        found_inf, used = self.found_inf.cpu(), self.used.cpu()
-        updates = bool(found_inf == 0)
-        return Coefficients(
-            {rule: table.cpu() for rule, table in self.hyper.items()},
-            None if self.grad_scale is None else self.grad_scale.cpu(),
-            found_inf,
-            torch.zeros_like(self.marks, device="cpu"),
-            used,
-            updates=updates,
-            writes_all=updates and bool(used.all()),
-            rates=None if self.rates is None else self.rates.cpu(),
-        )
-
-
-class Workplace(Protocol):
-    """Brings together what the update of one shard needs."""
-
-    def prefetch(self) -> None:
-        """Start copies: the update will follow soon."""
-
-    def gradient(self) -> Tensor:
-        """[shard_numel] the reduced gradient."""
-
-    def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
-        """[shard_numel] the parameters, to be written; with their values, unless the update writes all of them."""
-
-    def updated(self) -> None:
-        """Send the parameters to the device: the update has been launched."""
-
-    def release(self) -> None: ...
-
-
-class OnDevice:
-    """Updates on the device: everything is there, or visits with the page."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-
-    def prefetch(self) -> None: ...
-
-    def gradient(self) -> Tensor:
-        return self._bucket.gradient_to_apply()
-
-    def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
-        return state.get(PARAMETER, self._bucket.param_shard)
-
-    def updated(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Taken:
-    """The gradient that the host has: the tensor that it was copied from, and the count of writes into that."""
-
-    source: Tensor
-    written: tuple[int, int]
-
-
-class OnHost:
-    """Updates on the host: gradients are copied there as reductions arrive, during backward, and parameters back.
-
-    Args:
-        reads_parameters: whether the update reads them: they have no master.
-    """
-
-    def __init__(self, bucket: Bucket, store: HostStore, *, reads_parameters: bool) -> None:
-        self._bucket, self._store, self._reads_parameters = bucket, store, reads_parameters
-        memory, lanes = store.memory, store.lanes
-        numel = bucket.layout.shard_numel
-        self._grad_run = memory.take(numel * bucket.grad_shard.element_size())
-        self._grad = self._grad_run.view(bucket.grad_shard.dtype)
-        self._param_run = None if bucket.flat.offloaded else memory.take(numel * bucket.dtype.itemsize)
-        self._param = None if self._param_run is None else self._param_run.view(bucket.dtype).zero_()
-        self._taken, self._brought, self._sent = lanes.mark(), lanes.mark(), lanes.mark()
-        self._now = lanes.mark()
-        self._has: Taken | None = None  # None: nothing, or what is outdated
-        # At stage 0, and alone, the user may edit gradients up to the step. So none is taken before that.
-        self._users_may_edit = bucket.sharding.stage == 0 or not bucket.sharding.reduces
-        if not self._users_may_edit:
-            bucket.follower = self
-
-    def release(self) -> None:
-        self._bucket.follower = None
-        for mark in (self._taken, self._brought, self._sent):
-            mark.wait()
-        for run in (self._grad_run, self._param_run):
-            if run is not None:
-                self._store.memory.give_back(run)
-
-    # -- the gradient --------------------------------------------------------------------------------------------
-
-    def reduction_begins(self) -> None:
-        self._has = None
-
-    def reduction_launched(self, pending: Pending | Chain) -> bool:
-        with self._store.lanes.to_host.as_current():
-            ordered = pending.order_current()
-        if ordered:
-            self._take()
-        return ordered
-
-    def reduction_arrived(self) -> None:
-        self._take_from_current()
-        self.after_taking()
-
-    def after_taking(self) -> None:
-        self._taken.order_current()
-
-    def _take_from_current(self) -> None:
-        self._now.set()
-        self._store.lanes.to_host.after(self._now)
-        self._take()
-
-    def _take(self) -> None:
-        source, lane = self._bucket.grad_shard, self._store.lanes.to_host
-        lane.copy(self._grad, source)
-        lane.set(self._taken)
-        self._store.copied.to_host += source.nbytes
-        self._has = Taken(source, self._written())
-
-    def prefetch(self) -> None:
-        has, source = self._has, self._bucket.gradient_to_apply()
-        current = has is not None and has.source is source and has.written == self._written()
-        if self._users_may_edit or not current:
-            self._take_from_current()
-        if self._reads_parameters:
-            self._bring_parameters()
-
-    def _written(self) -> tuple[int, int]:
-        """Count how often the gradient was written. A ``zero_`` of what ``.grad`` shows counts no version up: it runs
-        within the tensor subclass, where torch does not."""
-        return self._bucket.grad_shard._version, self._bucket.arrivals.zeroed
-
-    def gradient(self) -> Tensor:
-        self._taken.wait()
-        return self._grad
-
-    # -- the parameters ------------------------------------------------------------------------------------------
-
-    def _bring_parameters(self) -> None:
-        if self._param is not None:
-            self._sent.wait()
-            self._now.set()
-            lane = self._store.lanes.to_host
-            lane.after(self._now)
-            lane.copy(self._param, self._bucket.param_shard)
-            lane.set(self._brought)
-            self._store.copied.to_host += self._param.nbytes
-
-    def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
-        self._bucket.flat.wait_until_copied()
-        if self._param is None:
-            return self._bucket.param_shard
-        if not by.writes_all and not self._reads_parameters:
-            self._bring_parameters()
-        self._brought.wait()
-        self._sent.wait()
-        return self._param
-
-    def updated(self) -> None:
-        if self._param is None:
-            return
-        lanes = self._store.lanes
-        self._now.set()
-        lanes.to_device.after(self._now)
-        lanes.to_device.copy(self._bucket.param_shard, self._param)
-        lanes.to_device.set(self._sent)
-        self._sent.order_current()
-        self._store.copied.to_device += self._param.nbytes
-
-
-# -- the parameters that an update joins -------------------------------------------------------------------------------
-
-
-Group = Callable[[int], Mapping[str, Any]]
-"""Gives the parameter group of a parameter, by its index."""
-
-
-def joins_shards(bucket: Bucket, rule: UpdateRule) -> bool:
-    """Whether updates join parameters that are cut over the ranks of the shard group."""
-    # A rank alone has whole parameters, in host memory perhaps, where they count as sharded, too.
-    return not rule.layout.cuts and bucket.flat.sharded and bucket.sharding.shard_count > 1
-
-
-def wholes_in(bucket: Bucket, rule: UpdateRule, group: Group) -> tuple[Whole, ...]:
-    """List the parameters in this rank's shard that ``rule`` has whole, or a slice of each."""
-    if rule.layout.cuts or joins_shards(bucket, rule):
-        return ()
-    shard, numel = bucket.sharding.shard_index, bucket.layout.shard_numel
-    return tuple(
-        whole._replace(start=piece.in_shard)
-        for piece, whole in zip(bucket.pieces, _from_zero(bucket, group), strict=True)
-        # A slice may be empty here, and have elements on other tensor-parallel ranks, at the same place.
-        if piece.numel or (_is_joined(rule, whole.joint) and piece.slot.offset // numel == shard)
-    )
-
-
-def to_join(
-    bucket: Bucket, rule: UpdateRule, wholes: Sequence[Whole], group: Group, *, keeps_views: bool
-) -> ToJoin | None:
-    """List the parameters that an update makes whole over ranks, or whose work replicas divide; None: there are none.
-
-    Args:
-        wholes: those of ``wholes_in``.
-        keeps_views: whether state stays on the device. Else replicas divide no work alone: pages would come twice, and
-            state on the host would go to the device and back.
-    """
-    sharding, cut = bucket.sharding, joins_shards(bucket, rule)
-    # Alike on all tensor-parallel ranks, which have slices of the same parameters.
-    sliced = not rule.layout.cuts and any(_is_joined(rule, joint) for joint in _joints(bucket))
-    replicas = sharding.replicas if rule.shares_work and (cut or sliced or keeps_views) else None
-    if not cut and not sliced and replicas is None:
-        return None
-    cuts: tuple[CutParameter, ...] = ()
-    if cut:
-        slots = zip(bucket.layout.slots, _from_zero(bucket, group), strict=True)
-        cuts = tuple(CutParameter(whole, tuple(bucket.layout.parts(slot))) for slot, whole in slots)
-    slices = sharding.tensor_ranks.slices if sharding.tensor_ranks is not None and sliced else None
-    return ToJoin(wholes, cuts, sharding.sharers if cut else None, slices, replicas)
-
-
-def _from_zero(bucket: Bucket, group: Group) -> Iterator[Whole]:
-    """The parameters of the bucket, each as if it began a shard."""
-    flat, slots = bucket.flat, bucket.layout.slots
-    for slot, local, order, joint in zip(slots, flat.locals, flat.orders, _joints(bucket), strict=True):
-        yield Whole(slot.param, 0, local.shape, order, group(slot.param), joint)
-
-
-def _joints(bucket: Bucket) -> list[Joint | None]:
-    """Read, for each parameter of the bucket, how its slices make a whole."""
-    return [joint_of(parameter, bucket.sharding.plain_slices) for parameter in bucket.params]
-
-
-def _is_joined(rule: UpdateRule, joint: Joint | None) -> bool:
-    """Whether the rule needs all slices of such a parameter."""
-    return joint is not None and rule.needs_whole(joint)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
@@ -516,10 +241,10 @@ def _parts(shards: Sequence[ShardState]) -> Iterator[list[ShardState]]:
     first, bucket = shards[0], shards[0].bucket
     of_parts, of_slices, _ = first.joining  # with more parameters for replicas a batch would take more memory
     ranks = prod(ranks.world_size for ranks in (of_parts, of_slices) if ranks is not None)
-    shares = bucket.layout.shards if first.joining[0] is None else 1
+    shards_of = bucket.layout.shards if first.joining[0] is None else 1
     sizes = [Size(shard.numel, len(shard.parameters)) for shard in shards]
     rest = iter(shards)
-    for length in batch_lengths(sizes, ranks * shares, bucket.sharding.device):
+    for length in batch_lengths(sizes, ranks * shards_of, bucket.sharding.device):
         yield [*islice(rest, length)]
 
 

@@ -151,7 +151,7 @@ class Exchange:
     def follow_edits(self, dropped: Set[int], written: Set[int]) -> None:
         """Note the gradients, by parameter index, that the user has dropped or written since they were exchanged.
 
-        Parameters of dropped ones are unused on this rank. The next exchange tells whether all ranks have edited.
+        Parameters of dropped ones are unused on this rank. The next exchange shows whether all ranks have edited.
         """
         for index in dropped:
             self.used[index].fill_(False)

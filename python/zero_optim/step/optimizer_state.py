@@ -25,9 +25,10 @@ from ..rules.group_rules import GroupRules
 from ..rules.update_rule import has_master
 from ..stores.host_threads import host_threads
 from ..stores.state_store import HostStore, StateStore
-from .batches import Coefficients, LostState, ShardBatch, batches_of, in_turn
+from .batches import LostState, ShardBatch, batches_of, in_turn
 from .saved_state import Copy
 from .shard_state import ShardState
+from .workplace import Coefficients
 
 _version_of = operator.attrgetter("_version")
 

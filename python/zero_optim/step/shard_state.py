@@ -32,7 +32,7 @@ from ..rules.update_rule import (
     tensors_for,
 )
 from ..stores.state_store import HostStore, StateStore
-from .batches import PARAMETER, Coefficients, OnDevice, OnHost, Workplace, to_join, wholes_in
+from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, Workplace, to_join, wholes_in
 
 _CHUNK = 2**22
 """Elements that are compared at once: bounds the memory for it to some 50 MB."""
@@ -157,7 +157,7 @@ class ShardState:
 
     @property
     def joining(self) -> tuple[Comm | None, Comm | None, Comm | None]:
-        """The ranks that make its parameters whole together, of parts and of slices, and those that share that work;
+        """The ranks that make its parameters whole together, of parts and of slices, and those that divide that work;
         None: there are none."""
         of = self.to_join
         return (None, None, None) if of is None else (of.ranks, of.slices, of.replicas)
