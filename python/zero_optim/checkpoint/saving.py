@@ -210,7 +210,7 @@ def _begin(comm: Comm, path: Path, step: int) -> Path:
             folders.give_up(writing)
         raise CheckpointError(
             f"{writing}, which rank {comm.ranks[0]} on {seen[0][1]} has made, is not there for {', '.join(blind[:5])}: "
-            "a checkpoint goes to one folder that all nodes see, not to one on each"
+            "a checkpoint goes to one folder that all nodes share, not to one on each"
         )
     return writing
 
