@@ -131,12 +131,11 @@ class Exchange:
         self.nonfinite.resize(count)
         places = [self._places(index) for index in range(count)]
         self._vector = ExchangeVector(self._alarms, places, self.nonfinite.entries, device)
-        self._own_use = OwnUse(count, device)
 
     def resize(self) -> None:
         """Make room for as many parameters as there are labels."""
         self.outdate()
-        for holder in (self, self._vector, self._own_use):  # kernels of another stream may still use what they had
+        for holder in (self, self._vector):  # kernels of another stream may still use what they had
             keep_tensors_of(holder)
         self._make_room()
 
@@ -177,7 +176,7 @@ class Exchange:
         else:
             vector.totals.zero_()
         vector.alarms.fill({name: len(of) for name, of in about.items()} | {"parted": own.order_code})
-        vector.put_use(self._own_use.on_device(own.used))
+        vector.put_use(own.used)
         vector.name(set().union(*about.values()) if self._alarms else ())
         self.nonfinite.report(vector.reports, *own.flags)
         self.sharding.exchange(vector.all, maximum=own.norm_type == math.inf)
@@ -292,18 +291,35 @@ class ExchangeVector:
         self.all = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self.totals, columns, self.used_counts, self._named_counts, self.reports = self.all.split(sizes)
         self.alarms = AlarmColumns(of, columns)
+        self._own_use = torch.zeros(len(places), dtype=torch.float32, device=device)  # as last sent there
+        self._sent = bytearray(len(places))
         self._own_counts: Tensor | None = None  # [parameters] int64, the places of this rank's counts; None: all
         if sum(counts) > len(places):
             starts = itertools.accumulate(counts, initial=0)
             own = [start + number for start, (_, number) in zip(starts, places, strict=False)]
             self._own_counts = torch.tensor(own, dtype=torch.int64, device=device)
 
-    def put_use(self, used: Tensor) -> None:
-        """Write what this rank uses: [parameters] fp32."""
+    def put_use(self, used: bytearray) -> None:
+        """Write what this rank uses, a byte a parameter."""
+        here = self._on_device(used)
         if self._own_counts is None:
-            self.used_counts.copy_(used)
+            self.used_counts.copy_(here)
         else:
-            self.used_counts.zero_().index_copy_(0, self._own_counts, used)
+            self.used_counts.zero_().index_copy_(0, self._own_counts, here)
+
+    def _on_device(self, used: bytearray) -> Tensor:
+        """[parameters] fp32. As a rule use is as in the step before: nothing is copied."""
+        if is_capturing(self.all.device):
+            # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
+            flags = torch.ones_like(self._own_use)
+            for index in (index for index, flag in enumerate(used) if not flag):
+                flags[index].zero_()
+            return flags
+        if used != self._sent:
+            host = torch.frombuffer(used, dtype=torch.uint8).float()
+            self._own_use.copy_(host.pin_memory() if self._own_use.is_cuda else host, non_blocking=True)
+            self._sent = bytearray(used)
+        return self._own_use
 
     def use(self) -> Tensor:
         """[parameters] fp32, the number of ranks that use each of this rank's parameters."""
@@ -318,28 +334,6 @@ class ExchangeVector:
     def named(self) -> list[int]:
         """List the parameters that any rank has named. Reads device values: for an alarm that is raised."""
         return [index for index, count in enumerate(self._named_counts.tolist()) if count > 0]
-
-
-class OwnUse:
-    """The use of parameters by this rank, on the device. As a rule it is as in the step before: nothing is copied."""
-
-    def __init__(self, parameters: int, device: torch.device) -> None:
-        self._here = torch.zeros(parameters, dtype=torch.float32, device=device)  # as last sent there
-        self._sent = bytearray(parameters)
-
-    def on_device(self, used: bytearray) -> Tensor:
-        """Bring ``used``, a byte a parameter, to the device, as fp32 [parameters]."""
-        if is_capturing(self._here.device):
-            # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
-            flags = torch.ones_like(self._here)
-            for index in (index for index, flag in enumerate(used) if not flag):
-                flags[index].zero_()
-            return flags
-        if used != self._sent:
-            host = torch.frombuffer(used, dtype=torch.uint8).float()
-            self._here.copy_(host.pin_memory() if self._here.is_cuda else host, non_blocking=True)
-            self._sent = bytearray(used)
-        return self._here
 
 
 class NonFinite:
