@@ -4,7 +4,7 @@ Calls go through `torch.ops.zero_kernels.*`, so they are visible to dispatch mod
 Checks look at Python numbers only; no device value is ever read on the host.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,26 +275,20 @@ def _check_adam_step(
     row_slot: Tensor,
     *shared: Any,
 ) -> torch.device:
-    states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    return _check_shard(grad, master, states, param_out, row_slot, *shared)
+    params_out = [] if param_out is None else [param_out]
+    args = StepArgs([grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
+    return _check_shard(args, next(args.shards()), RULES["adamw"].states, in_any_form=False)
 
 
-def _check_shard(
-    grad: Tensor,
-    master: Tensor,
-    states: Mapping[str, Tensor],
-    param_out: Tensor | None,
-    row_slot: Tensor,
-    hyper: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    nonfinite_slots: Tensor | None,
-    in_any_form: bool = False,
-) -> torch.device:
-    device, numel, fp32 = grad.device, grad.numel(), (torch.float32,)
+def _check_shard(args: StepArgs, shard: Shard, names: Sequence[str], *, in_any_form: bool = True) -> torch.device:
+    """Check one shard, whose states have these `names`. `in_any_form`: state may have another form than fp32."""
+    grad, master, states, param_out, row_slot, averages, row_stats, row_keys = shard
+    hyper, device, numel, fp32 = args.hyper, grad.device, grad.numel(), (torch.float32,)
+    for k, average in enumerate(averages):
+        _check_flat(f"average {k}", average, AVERAGES, device, numel)
     _check_flat("grad", grad, FLOATS, device, None)
     _check_flat("master", master, (*fp32, *LOWS) if in_any_form else fp32, device, numel)
-    for name, state in states.items():
+    for name, state in zip(names, states, strict=True):
         _check_flat(name, state, tuple(FORMS) if in_any_form else fp32, device, numel)
     if param_out is not None:
         _check_flat("param_out", param_out, FLOATS, device, numel)
@@ -309,12 +303,16 @@ def _check_shard(
         raise ValueError(
             f"hyper must have shape [slots, {len(HYPER_COLUMNS)}], got {list(hyper.shape)}: see hyper_table"
         )
-    if grad_scale is not None:
-        _check("grad_scale", grad_scale, fp32, device, 1)
-    if found_inf is not None:
-        _check("found_inf", found_inf, fp32, device, 1)
-    if nonfinite_slots is not None:
-        _check_flat("nonfinite_slots", nonfinite_slots, (torch.int32,), device, hyper.shape[0])
+    if args.grad_scale is not None:
+        _check("grad_scale", args.grad_scale, fp32, device, 1)
+    if args.found_inf is not None:
+        _check("found_inf", args.found_inf, fp32, device, 1)
+    if args.nonfinite_slots is not None:
+        _check_flat("nonfinite_slots", args.nonfinite_slots, (torch.int32,), device, hyper.shape[0])
+    if row_stats is not None:
+        _check_row_stats(row_stats, len(row_slot), device)
+    if row_keys is not None:
+        _check_flat("row_keys", row_keys, (torch.int32,), device, len(row_slot))
     return device
 
 
@@ -326,7 +324,7 @@ def _check_foreach_step(rule: str, *given: Any) -> torch.device:
     names, grads = RULES[rule].states, args.grads
     for i, shard in enumerate(args.shards()):
         try:
-            device = _check_shard_of(args, shard, names)
+            device = _check_shard(args, shard, names)
         except (TypeError, ValueError) as error:
             raise type(error)(f"shard {i}: {error}") from None
         if device != grads[0].device:
@@ -359,22 +357,6 @@ def _check_lengths(rule: str, args: StepArgs) -> None:
         raise ValueError(f"states of {rule} are {each} a shard: {count} grads, {len(args.states)} states")
     if args.averages and len(args.averages) % count:
         raise ValueError(f"averages must be as many for each shard: {count} grads, {len(args.averages)} averages")
-
-
-def _check_shard_of(args: StepArgs, shard: Shard, names: Sequence[str]) -> torch.device:
-    grad, row_slot = shard.grad, shard.row_slot
-    for k, average in enumerate(shard.averages):
-        _check_flat(f"average {k}", average, AVERAGES, grad.device, grad.numel())
-    states, shared = (
-        dict(zip(names, shard.states, strict=True)),
-        (args.hyper, args.grad_scale, args.found_inf, args.nonfinite_slots),
-    )
-    device = _check_shard(grad, shard.master, states, shard.param_out, row_slot, *shared, in_any_form=True)
-    if shard.row_stats is not None:
-        _check_row_stats(shard.row_stats, len(row_slot), device)
-    if shard.row_keys is not None:
-        _check_flat("row_keys", shard.row_keys, (torch.int32,), device, len(row_slot))
-    return device
 
 
 def _check_row_stats(row_stats: Tensor, rows: int, device: torch.device) -> None:
