@@ -4,7 +4,7 @@ Calls go through `torch.ops.zero_kernels.*`, so they are visible to dispatch mod
 Checks look at Python numbers only; no device value is ever read on the host.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_kernels import dispatch
 from zero_kernels.codecs import FORMS, LOWS
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, Coefficient, hyper_table
-from zero_kernels.reference import AVERAGES, ROW_STATS, averages_of, check_average, scales_of, shards_of
+from zero_kernels.reference import AVERAGES, ROW_STATS, Shard, StepArgs, check_average
 from zero_kernels.rules import RULES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -275,26 +275,20 @@ def _check_adam_step(
     row_slot: Tensor,
     *shared: Any,
 ) -> torch.device:
-    states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    return _check_shard(grad, master, states, param_out, row_slot, *shared)
+    params_out = [] if param_out is None else [param_out]
+    args = StepArgs([grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
+    return _check_shard(args, next(args.shards()), RULES["adamw"].states, in_any_form=False)
 
 
-def _check_shard(
-    grad: Tensor,
-    master: Tensor,
-    states: Mapping[str, Tensor],
-    param_out: Tensor | None,
-    row_slot: Tensor,
-    hyper: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    nonfinite_slots: Tensor | None,
-    in_any_form: bool = False,
-) -> torch.device:
-    device, numel, fp32 = grad.device, grad.numel(), (torch.float32,)
+def _check_shard(args: StepArgs, shard: Shard, names: Sequence[str], *, in_any_form: bool = True) -> torch.device:
+    """Check one shard, whose states have these `names`. `in_any_form`: state may have another form than fp32."""
+    grad, master, states, param_out, row_slot, averages, row_stats, row_keys = shard
+    hyper, device, numel, fp32 = args.hyper, grad.device, grad.numel(), (torch.float32,)
+    for k, average in enumerate(averages):
+        _check_flat(f"average {k}", average, AVERAGES, device, numel)
     _check_flat("grad", grad, FLOATS, device, None)
     _check_flat("master", master, (*fp32, *LOWS) if in_any_form else fp32, device, numel)
-    for name, state in states.items():
+    for name, state in zip(names, states, strict=True):
         _check_flat(name, state, tuple(FORMS) if in_any_form else fp32, device, numel)
     if param_out is not None:
         _check_flat("param_out", param_out, FLOATS, device, numel)
@@ -309,73 +303,60 @@ def _check_shard(
         raise ValueError(
             f"hyper must have shape [slots, {len(HYPER_COLUMNS)}], got {list(hyper.shape)}: see hyper_table"
         )
-    if grad_scale is not None:
-        _check("grad_scale", grad_scale, fp32, device, 1)
-    if found_inf is not None:
-        _check("found_inf", found_inf, fp32, device, 1)
-    if nonfinite_slots is not None:
-        _check_flat("nonfinite_slots", nonfinite_slots, (torch.int32,), device, hyper.shape[0])
+    if args.grad_scale is not None:
+        _check("grad_scale", args.grad_scale, fp32, device, 1)
+    if args.found_inf is not None:
+        _check("found_inf", args.found_inf, fp32, device, 1)
+    if args.nonfinite_slots is not None:
+        _check_flat("nonfinite_slots", args.nonfinite_slots, (torch.int32,), device, hyper.shape[0])
+    if row_stats is not None:
+        _check_row_stats(row_stats, len(row_slot), device)
+    if row_keys is not None:
+        _check_flat("row_keys", row_keys, (torch.int32,), device, len(row_slot))
     return device
 
 
-def _check_foreach_step(
-    rule: str,
-    grads: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    states: Sequence[Tensor],
-    params_out: Sequence[Tensor],
-    row_slots: Sequence[Tensor],
-    hyper: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    nonfinite_slots: Tensor | None,
-    averages: Sequence[Tensor] | None = None,
-    rates: Tensor | None = None,
-    row_stats: Sequence[Tensor] | None = None,
-    scales: Sequence[Tensor] | None = None,
-    row_keys: Sequence[Tensor] | None = None,
-) -> torch.device:
+def _check_foreach_step(rule: str, *given: Any) -> torch.device:
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
-    names = RULES[rule].states
-    lists = {"masters": masters, "params_out": params_out or grads, "row_slots": row_slots}
-    lists |= {} if row_stats is None else {"row_stats": row_stats}
-    lists |= {} if row_keys is None else {"row_keys": row_keys}
-    for name, tensors in lists.items():
-        if len(tensors) != len(grads):
-            raise ValueError(f"{name} must have one tensor a shard: {len(grads)} grads, {len(tensors)} {name}")
-    if len(states) != len(grads) * len(names):
-        each = f"{len(names)} ({', '.join(names)})" if names else "none"
-        raise ValueError(f"states of {rule} are {each} a shard: {len(grads)} grads, {len(states)} states")
-    if averages and len(averages) % len(grads):
-        raise ValueError(f"averages must be as many for each shard: {len(grads)} grads, {len(averages)} averages")
-    shared, followers = (hyper, grad_scale, found_inf, nonfinite_slots), averages_of(grads, averages)
-    for i, (grad, master, own, out, row_slot) in enumerate(shards_of(grads, masters, states, params_out, row_slots)):
+    args = StepArgs(*given)
+    _check_lengths(rule, args)
+    names, grads = RULES[rule].states, args.grads
+    for i, shard in enumerate(args.shards()):
         try:
-            for k, average in enumerate(followers[i]):
-                _check_flat(f"average {k}", average, AVERAGES, grad.device, grad.numel())
-            of_names = dict(zip(names, own, strict=True))
-            device = _check_shard(grad, master, of_names, out, row_slot, *shared, in_any_form=True)
-            if row_stats is not None:
-                _check_row_stats(row_stats[i], len(row_slot), device)
-            if row_keys is not None:
-                _check_flat("row_keys", row_keys[i], (torch.int32,), device, len(row_slot))
+            device = _check_shard(args, shard, names)
         except (TypeError, ValueError) as error:
             raise type(error)(f"shard {i}: {error}") from None
         if device != grads[0].device:
             raise ValueError(f"shard {i} is on {device}, shard 0 on {grads[0].device}: make a call for each device")
-    alike = {"grads": grads, "masters": masters, "params_out": params_out, "averages": averages or ()}
-    alike |= {f"states {name!r}": states[i :: len(names)] for i, name in enumerate(names)}
+    averages = args.averages or ()
+    alike = {"grads": grads, "masters": args.masters, "params_out": args.params_out, "averages": averages}
+    alike |= {f"states {name!r}": args.states[i :: len(names)] for i, name in enumerate(names)}
     for name, tensors in alike.items():
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise TypeError(f"{name} must have one dtype: make a call for each dtype")
-    for state, scale in zip(states, scales_of(states, scales), strict=True):
+    for state, scale in zip(args.states, args.scale_of_states(), strict=True):
         if scale is not None:
             _check_flat("a scale", scale, (torch.float32,), state.device, -(-state.numel() // ROW))
     if averages:
-        _check_rates(rates, hyper.shape[0], len(followers[0]), grads[0].device)
-        check_average(averages[0], row_keys)
+        _check_rates(args.rates, args.hyper.shape[0], len(averages) // len(grads), grads[0].device)
+        check_average(averages[0], args.row_keys)
     return grads[0].device
+
+
+def _check_lengths(rule: str, args: StepArgs) -> None:
+    names, count = RULES[rule].states, len(args.grads)
+    lists = {"masters": args.masters, "params_out": args.params_out or args.grads, "row_slots": args.row_slots}
+    lists |= {} if args.row_stats is None else {"row_stats": args.row_stats}
+    lists |= {} if args.row_keys is None else {"row_keys": args.row_keys}
+    for name, tensors in lists.items():
+        if len(tensors) != count:
+            raise ValueError(f"{name} must have one tensor a shard: {count} grads, {len(tensors)} {name}")
+    if len(args.states) != count * len(names):
+        each = f"{len(names)} ({', '.join(names)})" if names else "none"
+        raise ValueError(f"states of {rule} are {each} a shard: {count} grads, {len(args.states)} states")
+    if args.averages and len(args.averages) % count:
+        raise ValueError(f"averages must be as many for each shard: {count} grads, {len(args.averages)} averages")
 
 
 def _check_row_stats(row_stats: Tensor, rows: int, device: torch.device) -> None:

@@ -7,7 +7,7 @@ read on the host, so the same code is right on any device.
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,62 @@ _CHUNK_ROWS = 1 << 15
 _CHUNK_BLOCKS = 512
 
 
+class Shard(NamedTuple):
+    """One shard's part of `StepArgs`; None, or nothing, of what was not given."""
+
+    grad: Tensor
+    master: Tensor
+    states: tuple[Tensor, ...]
+    param_out: Tensor | None
+    row_slot: Tensor
+    averages: tuple[Tensor, ...]
+    row_stats: Tensor | None
+    row_keys: Tensor | None
+
+
+class StepArgs(NamedTuple):
+    """The arguments of `foreach_step` behind the rule, in the order of its schema; see there."""
+
+    grads: Sequence[Tensor]
+    masters: Sequence[Tensor]
+    states: Sequence[Tensor]
+    params_out: Sequence[Tensor]
+    row_slots: Sequence[Tensor]
+    hyper: Tensor
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    nonfinite_slots: Tensor | None = None
+    averages: Sequence[Tensor] | None = None
+    rates: Tensor | None = None
+    row_stats: Sequence[Tensor] | None = None
+    scales: Sequence[Tensor] | None = None
+    row_keys: Sequence[Tensor] | None = None
+
+    def shards(self) -> Iterator[Shard]:
+        """The lists, shard by shard."""
+        averages, count = self.averages or (), len(self.grads)
+        own, kept = len(self.states) // count, len(averages) // count
+        for i, (grad, master, row_slot) in enumerate(zip(self.grads, self.masters, self.row_slots, strict=True)):
+            yield Shard(
+                grad,
+                master,
+                tuple(self.states[i * own : (i + 1) * own]),
+                self.params_out[i] if self.params_out else None,
+                row_slot,
+                tuple(averages[i * kept : (i + 1) * kept]),
+                self.row_stats[i] if self.row_stats else None,
+                self.row_keys[i] if self.row_keys else None,
+            )
+
+    def scale_of_states(self) -> list[Tensor | None]:
+        """The scale of each of `states`; None: its form has none. Raises ValueError where there are more or fewer."""
+        left = list(self.scales or ())
+        wanted = sum(FORMS[state.dtype].scaled for state in self.states)
+        if len(left) != wanted:
+            raise ValueError(f"scales must be one for each int8 or uint8 state: {wanted} of them, {len(left)} scales")
+        return [left.pop(0) if FORMS[state.dtype].scaled else None for state in self.states]
+
+
 def adam_step(
     grad: Tensor,
     master: Tensor,
@@ -58,30 +114,13 @@ def adam_step(
     foreach_step("adamw", [grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
 
 
-def foreach_step(
-    rule: str,
-    grads: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    states: Sequence[Tensor],
-    params_out: Sequence[Tensor],
-    row_slots: Sequence[Tensor],
-    hyper: Tensor,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    nonfinite_slots: Tensor | None = None,
-    averages: Sequence[Tensor] | None = None,
-    rates: Tensor | None = None,
-    row_stats: Sequence[Tensor] | None = None,
-    scales: Sequence[Tensor] | None = None,
-    row_keys: Sequence[Tensor] | None = None,
-) -> None:
+def foreach_step(rule: str, *given: Any) -> None:
     """See `zero_kernels.foreach_step`."""
-    of = RULES[rule]
-    dtypes = [state.dtype for state in states[: len(of.states)]]
-    pairs = zip(states, scales_of(states, scales), strict=True)
+    args, of = StepArgs(*given), RULES[rule]
+    dtypes = [state.dtype for state in args.states[: len(of.states)]]
+    pairs = zip(args.states, args.scale_of_states(), strict=True)
     parts = [part for pair in pairs for part in pair if part is not None]
-    shared = (hyper, grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, row_keys)
-    update_rows(_encoded(of.update, dtypes), of.columns, grads, masters, parts, params_out, row_slots, *shared)
+    _update(_encoded(of.update, dtypes), of.columns, args._replace(states=parts, scales=None))
 
 
 def _encoded(update: Update, dtypes: Sequence[torch.dtype]) -> Update:
@@ -134,21 +173,23 @@ def update_rows(
     `update` is called for many rows at a time, and for the last row of a shard apart where that is shorter than 128.
     What it returns is copied where a row is live: it has a slot that is active, and `found_inf` is 0.
     """
-    for average in averages or ():
-        check_average(average, row_keys)
+    args = StepArgs(grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots)
+    _update(update, columns, args._replace(averages=averages, rates=rates, row_stats=row_stats, row_keys=row_keys))
+
+
+def _update(update: Update, columns: Sequence[str], args: StepArgs) -> None:
+    hyper, rates, marks = args.hyper, args.rates, args.nonfinite_slots
+    for average in args.averages or ():
+        check_average(average, args.row_keys)
     if hyper.shape[0] == 0:
-        for of_shard in row_stats or ():
+        for of_shard in args.row_stats or ():
             of_shard.zero_()
         return
-    scale_of_all = hyper.new_ones(()) if grad_scale is None else grad_scale.reshape(())
-    skipped = hyper.new_zeros(()) if found_inf is None else found_inf.reshape(())
+    scale_of_all = hyper.new_ones(()) if args.grad_scale is None else args.grad_scale.reshape(())
+    skipped = hyper.new_zeros(()) if args.found_inf is None else args.found_inf.reshape(())
     skipped = skipped != 0
-    shards = shards_of(grads, masters, states, params_out, row_slots)
-    of_shards = averages_of(grads, averages)
-    measured: Sequence[Tensor | None] = row_stats or [None] * len(grads)
-    keyed: Sequence[Tensor | None] = row_keys or [None] * len(grads)
-    for shard, followers, stats, keys in zip(shards, of_shards, measured, keyed, strict=True):
-        grad, master, own, param_out, row_slot = shard
+    for shard in args.shards():
+        grad, master, own, param_out, row_slot, followers, stats, keys = shard
         for elements, rows, shape in _row_chunks(grad.numel()):
             slot = row_slot[rows].to(torch.int64)
             of_row = hyper.index_select(0, slot.clamp(min=0)).unsqueeze(-1).unbind(1)
@@ -156,8 +197,8 @@ def update_rows(
             if keys is not None:
                 c[ROW_KEY] = keys[rows].unsqueeze(1)
             g = grad[elements].view(shape).float() * (scale_of_all * c["grad_factor"])
-            if nonfinite_slots is not None:
-                _mark_nonfinite(g, slot, skipped, nonfinite_slots)
+            if marks is not None:
+                _mark_nonfinite(g, slot, skipped, marks)
             split = master.dtype in LOWS
             p = master[elements].view(shape)
             if split:
@@ -196,35 +237,6 @@ def check_average(average: Tensor, row_keys: Sequence[Tensor] | None) -> None:
             "averages in bfloat16 need row_keys, by which they are rounded: rounded to nearest, an average that "
             "moves little in each update stands still"
         )
-
-
-def shards_of(
-    grads: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    states: Sequence[Tensor],
-    params_out: Sequence[Tensor],
-    row_slots: Sequence[Tensor],
-) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None, Tensor]]:
-    """The lists of `foreach_step` shard by shard: grad, master, its states, param_out or None, row_slot."""
-    count = len(states) // len(grads)
-    for i, (grad, master, row_slot) in enumerate(zip(grads, masters, row_slots, strict=True)):
-        own = tuple(states[i * count : (i + 1) * count])
-        yield grad, master, own, params_out[i] if params_out else None, row_slot
-
-
-def scales_of(states: Sequence[Tensor], scales: Sequence[Tensor] | None) -> list[Tensor | None]:
-    """The scale of each of `states`; None: its form has none. Raises ValueError where there are more or fewer."""
-    left = list(scales or ())
-    wanted = sum(FORMS[state.dtype].scaled for state in states)
-    if len(left) != wanted:
-        raise ValueError(f"scales must be one for each int8 or uint8 state: {wanted} of them, {len(left)} scales")
-    return [left.pop(0) if FORMS[state.dtype].scaled else None for state in states]
-
-
-def averages_of(grads: Sequence[Tensor], averages: Sequence[Tensor] | None) -> list[Sequence[Tensor]]:
-    """The averages of each shard."""
-    each = len(averages or ()) // len(grads)
-    return [(averages or ())[i * each : (i + 1) * each] for i in range(len(grads))]
 
 
 def _row_stats(g: Tensor, before: Tensor, p: Tensor) -> Tensor:

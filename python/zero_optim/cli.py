@@ -52,7 +52,7 @@ def _checkpoints_in(path: Path) -> Path:
 
 
 def _inspect(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from .checkpoint.inspection import inspect
+    from .checkpoint.folder import inspect
 
     text, problems = inspect(_checkpoints_in(parsed.checkpoint), quick=parsed.quick)
     print(text)

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .optimizer import ShardedOptimizer, ShardingOptions
-from .rules.adamw import AdamW
-from .rules.lion import Lion
+from .rules.kernel_rule import SGD, AdamW, Lion
 from .rules.muon import Muon, split_for_muon
 from .rules.newton_schulz import QUINTIC
-from .rules.sgd import SGD
 from .validate import check_keywords, warn_of_meaningless
 
 if TYPE_CHECKING:

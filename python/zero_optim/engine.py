@@ -38,14 +38,13 @@ from .mode import CurrentMode, Mode
 from .params.parameter_set import ParameterSet
 from .params.shardings import Shardings
 from .params.tensor_slice import is_cut, local_of
+from .rules.codec import Begins
 from .rules.group_rules import GroupRules
-from .rules.state_tensor import Begins
 from .settings import Settings
 from .stats import TELEMETRY, memory_by_kind
-from .step.clip import Clip, unscale_in_place
-from .step.exchange import Exchange
+from .step.clip import KERNEL_NORMS, Clip, unscale_in_place
+from .step.exchange import Exchange, ToExchange
 from .step.hyper_table import HyperTable
-from .step.norms import KERNEL_NORMS
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
@@ -178,8 +177,10 @@ class Engine:
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
         with span("step.coefficients"):
             by = self._coefficients(groups)
-        for shard in self.states.update(by):
-            shard.bucket.unshard()  # the all-gather is on its way while the next shard is updated
+        for batch, here in self.states.to_update(by):
+            batch.update(here)
+            for shard in batch.shards:
+                shard.bucket.unshard()  # the all-gather is in flight while the next batch is updated
         self._end_step(by.found_inf)
 
     def finish_and_exchange(self, norm_type: float | None) -> None:
@@ -255,17 +256,18 @@ class Engine:
             "thawed": {*thawed},
             "leftover": reducer.leftover,
         }
+        own = ToExchange(
+            reducer.buckets,
+            used,
+            norm_type,
+            self._wants_stats,
+            about,
+            order_code=0 if self.sharded_model is None else self.sharded_model.schedule.cycle.code,
+            reasons={"refused": [*refused.values()], "offload": self.states.lost.reasons},
+            flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
+        )
         try:
-            self.exchange.run(
-                reducer.buckets,
-                used,
-                norm_type,
-                stats=self._wants_stats,
-                about=about,
-                order_code=0 if self.sharded_model is None else self.sharded_model.schedule.cycle.code,
-                own={"refused": [*refused.values()], "offload": self.states.lost.reasons},
-                flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
-            )
+            self.exchange.run(own)
         except ZeroOptimError as error:
             LOGGER.error("step %d raises on every rank: %s", self.steps + 1, error)
             self.clip.unclip()  # the step failed: its clip must not multiply the gradients of the next

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .checkpoint.rank_state import gather
-from .checkpoint.state_dict import load_groups, match_state, pack_groups, saved_state_of, with_torch_options
+from .checkpoint.rank_state import gather, load_groups, match_state, pack_groups, saved_state_of, with_torch_options
 from .engine import Engine
 from .errors import StateMismatchError
 from .optimizer import ShardedOptimizer

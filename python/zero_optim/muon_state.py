@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint.state_dict import pack_groups
+from .checkpoint.rank_state import pack_groups
 from .errors import StateMismatchError
 from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .params.parameter_set import own_names
-from .rules.codec import saved_codec
+from .rules.codec import Begins, StateTensor, saved_codec
 from .rules.muon import BUFFER, Muon
-from .rules.state_tensor import Begins, StateTensor
 from .rules.update_rule import tensors_for
 
 _MOMENTA = ("exp_avg", BUFFER)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
-from . import averages, validate
+from . import validate
 from .admission import Admission, Experts, check_order
 from .callers import DCP_STATE_DICT, called_from, called_within_function, local_of_caller
 from .checkpoint import rank_state
@@ -460,9 +460,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         tensors.
         """
         self.check_usable()
-        averages.name_of(self.engine, which)
+        rank_state.average_name(self.engine, which)
         self.settle()
-        return averages.state_dict(self.engine, self.param_groups, which, rank)
+        return rank_state.ema_state_dict(self.engine, self.param_groups, which, rank)
 
     @contextmanager
     def swap_to_ema(self, which: int = 0) -> Iterator[None]:
@@ -472,9 +472,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         It takes memory for a copy of this rank's shard of the parameters. Raises ValueError as ``ema_state_dict``.
         """
         self.check_usable()
-        averages.name_of(self.engine, which)
+        rank_state.average_name(self.engine, which)
         self.settle()
-        with averages.swapped(self.engine, which):
+        with rank_state.ema_swapped(self.engine, which):
             yield
 
     # -- sleep -----------------------------------------------------------------------------------------------------

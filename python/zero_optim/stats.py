@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .comm.buffers import CommBuffers
 from .comm.storage import is_there
 from .params.layout import BucketLayout, SlotPiece
-from .rules.state_tensor import StateTensor
+from .rules.codec import StateTensor
 from .rules.update_rule import UpdateRule, stored_names
 from .step.shard_state import ShardState
 from .stores.state_store import DeviceStore, StateStore

@@ -19,8 +19,8 @@ from sharded_cases import Given, Run, full_state, gathered, make
 from torch import Tensor, nn
 from training_cases import assert_bitwise, copies, make_gradients
 from zero_optim import checkpoint
+from zero_optim.checkpoint.folder import inspect
 from zero_optim.checkpoint.hugging_face import export
-from zero_optim.checkpoint.inspection import inspect
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

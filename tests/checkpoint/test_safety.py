@@ -22,7 +22,7 @@ from harness import run_ranks
 from torch import nn
 from zero_optim import ShardedAdamW, checkpoint
 from zero_optim.checkpoint import saving
-from zero_optim.checkpoint.inspection import inspect
+from zero_optim.checkpoint.folder import inspect
 from zero_optim.errors import CheckpointError, RankMismatchError
 
 

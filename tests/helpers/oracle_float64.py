@@ -224,7 +224,7 @@ def assert_rounding_alone(report: Report) -> None:
 def watch(opt: Any) -> Iterator[Watch]:
     """Compare every update within. Collective, where a matrix of Muon is cut over ranks."""
     watching = Watch(opt)
-    with mock.patch.object(opt.engine.states, "update", watching.update):
+    with mock.patch.object(opt.engine.states, "to_update", watching.to_update):
         yield watching
 
 
@@ -232,7 +232,7 @@ class Watch:
     """See ``watch``."""
 
     def __init__(self, opt: Any) -> None:
-        self._opt, self._engine, self._update = opt, opt.engine, opt.engine.states.update
+        self._opt, self._engine, self._update = opt, opt.engine, opt.engine.states.to_update
         self._found = Report()
 
     def report(self) -> Report:
@@ -246,8 +246,8 @@ class Watch:
             sum(found.unrounded for found in every),
         )
 
-    def update(self, by: Any) -> Iterator[ShardState]:
-        """In the place of ``OptimizerState.update``."""
+    def to_update(self, by: Any) -> Iterator[Any]:
+        """In the place of ``OptimizerState.to_update``."""
         with torch.no_grad():
             before = [
                 _Before(shard, piece, by) for shard in self._engine.states.shards for piece in _updated_here(shard)

@@ -27,7 +27,6 @@ ORDER = (
     {"figures"},
     {"memory"},
     {"checkpoint"},
-    {"averages"},
     {"optimizer", "gather_parameters", "forward_method", "sync_buffers"},
     {"drop_ins", "full_parameters", "full_model_state", "full_state", "muon_state", "grad_scaler"},
     {"integrations"},

@@ -96,10 +96,10 @@ FAULTS = (
     Fault(
         "parameters are gathered before they are updated",
         "engine.py",
-        "for shard in self.states.update(by):\n            shard.bucket.unshard()",
+        "for batch, here in self.states.to_update(by):\n            batch.update(here)",
         OrderProgram(2),
         new="for shard in self.states.shards[::-1]:\n            shard.bucket.unshard()\n"
-        "        for _ in self.states.update(by):\n            pass",
+        "        for batch, here in self.states.to_update(by):\n            batch.update(here)\n            continue",
     ),
     Fault(
         "a forward reads parameters before their gather arrives",

@@ -1,4 +1,4 @@
-"""Every cell of the table in ``step.alarms``: how wide an alarm is, and which numbers of the ranks raise it."""
+"""Every cell of the tables of ``Combine`` and ``Exchanged``; and an alarm on its way through the exchange."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from tables import table
 from torch import Tensor
 from zero_optim.comm.sharding import Sharding
 from zero_optim.errors import GradientError, OffloadError, RankMismatchError, ZeroOptimError
-from zero_optim.step import alarms as module
 from zero_optim.step import exchange
 from zero_optim.step.alarms import About, Alarm, AlarmColumns, Combine, alarms, width
 
-TABLE = table(module.__doc__, "combine")
-EXCHANGED = table(exchange.__doc__, "event")
+TABLE = table(Combine.__doc__, "combine")
+EXCHANGED = table(exchange.Exchanged.__doc__, "event")
 CODES = 4
 ABOUT = About("weight", dtypes="torch.float32")
 
@@ -174,7 +173,7 @@ def test_the_exchange_carries_a_new_alarm(
             about = {"invented": {*range(1, 1 + number)}}
             flags = torch.zeros(3, dtype=torch.int32), torch.arange(3)
             try:
-                carries.run([], bytearray(3), norm_type, stats=True, about=about, order_code=0, own={}, flags=flags)
+                carries.run(exchange.ToExchange([], bytearray(3), norm_type, True, about, 0, {}, flags))
                 raised.append(None)
             except ZeroOptimError as error:
                 raised.append(error)
@@ -194,8 +193,7 @@ def test_what_is_known_of_the_gradients(event: str, before: str, after: str):
 
     def run(*, stats: bool, late: Set[int] = frozenset()) -> None:
         flags = torch.zeros(2, dtype=torch.int32), torch.arange(2)
-        about = {"late": late}
-        carries.run([], bytearray(2), None, stats=stats, about=about, order_code=0, own={}, flags=flags)
+        carries.run(exchange.ToExchange([], bytearray(2), None, stats, {"late": late}, 0, {}, flags))
 
     assert {state for _, state in EXCHANGED} == {state.name for state in exchange.Exchanged}
     if before != "OUTDATED":
@@ -252,7 +250,7 @@ class OneOfMany:
 def exchanged(comm: Any, norm_type: float, used: bytes, about: Mapping[str, set[int]]) -> exchange.Exchange:
     carries = exchange.Exchange(Sharding(comm, 2, None, torch.device("cpu")), ["a", "b", "c"], {}, by_units=False)
     flags = torch.zeros(3, dtype=torch.int32), torch.arange(3)
-    carries.run([], bytearray(used), norm_type, stats=True, about=about, order_code=0, own={}, flags=flags)
+    carries.run(exchange.ToExchange([], bytearray(used), norm_type, True, about, 0, {}, flags))
     return carries
 
 

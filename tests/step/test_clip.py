@@ -244,7 +244,7 @@ def test_any_norm_of_gradients_of_any_size(turn, stage, world_size):
 )
 def test_a_norm_at_the_ends_of_fp32(values, norm_type):
     """Given by logarithms. Parts of a norm that are clipped by different factors add up as parameters do."""
-    from zero_optim.step.norms import Norms
+    from zero_optim.step.clip import Norms
 
     exact = torch.tensor(values).double()
     logs = norm_type * exact.log()

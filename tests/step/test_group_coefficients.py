@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from zero_optim.rules.adamw import AdamW
+from zero_optim.rules.kernel_rule import AdamW
 from zero_optim.step.hyper_table import HyperTable
 
 import zero_kernels

@@ -1,6 +1,5 @@
 """The update of a shard by any rule, in Triton: the kernel, then the ops."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_kernels.hyper import ROW
-from zero_kernels.reference import ROW_STATS, averages_of, scales_of, shards_of
+from zero_kernels.reference import ROW_STATS, Shard, StepArgs
 from zero_kernels.triton.codecs import (
     decode,
     encode,
@@ -223,77 +222,44 @@ def adam_step(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     param_out: Tensor | None,
+    row_slot: Tensor,
     *shared: Any,
 ) -> None:
     """See `zero_kernels.adam_step`."""
-    _step("adamw", grad, master, (exp_avg, exp_avg_sq), param_out, *shared)
+    params_out = [] if param_out is None else [param_out]
+    foreach_step("adamw", [grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
 
 
-def foreach_step(
-    rule: str,
-    grads: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    states: Sequence[Tensor],
-    params_out: Sequence[Tensor],
-    row_slots: Sequence[Tensor],
-    hyper: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    nonfinite_slots: Tensor | None,
-    averages: Sequence[Tensor] | None = None,
-    rates: Tensor | None = None,
-    row_stats: Sequence[Tensor] | None = None,
-    scales: Sequence[Tensor] | None = None,
-    row_keys: Sequence[Tensor] | None = None,
-) -> None:
+def foreach_step(rule: str, *given: Any) -> None:
     """See `zero_kernels.foreach_step`: a launch for each shard."""
-    shards = shards_of(grads, masters, states, params_out, row_slots)
-    measured: Sequence[Tensor | None] = row_stats or [None] * len(grads)
-    of_states, each = scales_of(states, scales), len(states) // len(grads)
-    shared = (hyper, grad_scale, found_inf, nonfinite_slots)
-    for i, (shard, followers, stats) in enumerate(zip(shards, averages_of(grads, averages), measured, strict=True)):
-        of_shard = tuple(of_states[i * each : (i + 1) * each])
-        _step(rule, *shard, *shared, tuple(followers), rates, stats, of_shard, row_keys[i] if row_keys else None)
+    args = StepArgs(*given)
+    scales, each = args.scale_of_states(), len(args.states) // len(args.grads)
+    for i, shard in enumerate(args.shards()):
+        _step(rule, args, shard, tuple(scales[i * each : (i + 1) * each]))
 
 
-def _step(
-    rule: str,
-    grad: Tensor,
-    master: Tensor,
-    states: tuple[Tensor, ...],
-    param_out: Tensor | None,
-    row_slot: Tensor,
-    hyper: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    nonfinite_slots: Tensor | None,
-    averages: tuple[Tensor, ...] = (),
-    rates: Tensor | None = None,
-    row_stats: Tensor | None = None,
-    scales: tuple[Tensor | None, ...] = (),
-    row_keys: Tensor | None = None,
-) -> None:
-    numel = grad.numel()
-    if numel == 0 or hyper.shape[0] == 0:
-        if row_stats is not None:
-            row_stats.zero_()
+def _step(rule: str, args: StepArgs, shard: Shard, scales: tuple[Tensor | None, ...]) -> None:
+    numel = shard.grad.numel()
+    if numel == 0 or args.hyper.shape[0] == 0:
+        if shard.row_stats is not None:
+            shard.row_stats.zero_()
         return
-    with torch.cuda.device_of(grad):
+    with torch.cuda.device_of(shard.grad):
         _step_kernel[(triton.cdiv(numel, ROWS * ROW),)](
-            grad,
-            master,
-            states,
-            param_out,
-            row_slot,
-            hyper,
-            grad_scale,
-            found_inf,
-            nonfinite_slots,
-            averages,
-            rates if averages else None,
-            row_stats,
+            shard.grad,
+            shard.master,
+            shard.states,
+            shard.param_out,
+            shard.row_slot,
+            args.hyper,
+            args.grad_scale,
+            args.found_inf,
+            args.nonfinite_slots,
+            shard.averages,
+            args.rates if shard.averages else None,
+            shard.row_stats,
             scales,
-            row_keys,
+            shard.row_keys,
             numel,
             UPDATE=UPDATES[rule],
             RAGGED=numel % ROW != 0,

@@ -112,7 +112,7 @@ class Saving:
     def over(self) -> bool:
         return not self._thread.is_alive()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Print what went wrong, at the end of a program that has not called ``wait``."""
         self._thread.join()
         if self._error is not None:
@@ -149,6 +149,6 @@ def wait() -> None:
 
 
 @atexit.register
-def _tell() -> None:
+def _report() -> None:
     if _saving is not None:
-        _saving.tell()
+        _saving.report()

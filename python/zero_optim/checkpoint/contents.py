@@ -237,7 +237,7 @@ def _flat_values(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _shares_elements(tensor: Tensor) -> bool:
-    """Tell whether several elements surely share memory, as in an expanded tensor."""
+    """Whether several elements surely lie in the same memory, as in an expanded tensor."""
     sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     extent = 1 + sum((size - 1) * stride for size, stride in sizes)
     return tensor.numel() > 0 and (extent < tensor.numel() or any(stride == 0 for _, stride in sizes))

@@ -18,16 +18,27 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..figures import size
 from . import index
-from .index import HEAD_BYTES, Index, from_json, number_from_json, to_json
-from .plain import decode
-from .rank_file import crc32c
+from .index import (
+    BUFFER,
+    HEAD_BYTES,
+    PARAMETER,
+    Index,
+    SavedTensor,
+    decode,
+    dtype_name,
+    from_json,
+    number_from_json,
+    to_json,
+)
+from .rank_file import Files, blocks_of_rank, check_headers, crc32c
 
 _STEP = re.compile(r"(?:\.replaced-)?step-(0|[1-9][0-9]*)")
 _UNFINISHED = re.compile(r"\.(writing|replaced|removing)-step-[0-9]+")
@@ -278,7 +289,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def problem_of(folder: Path) -> str | None:
-    """Tell why a checkpoint is not whole, as far as index and lengths tell; None: it is."""
+    """Find why a checkpoint is not whole, by its index and the lengths of files; None: it is."""
     try:
         read_index(folder)
     except CheckpointError as error:
@@ -311,7 +322,7 @@ class Info:
 
     Attributes:
         folder: where it is.
-        step: of the training, as ``save`` was told.
+        step: of the training, as it was given to ``save``.
         extra: what the user had added.
         configuration, versions: the ranks and stages, and the packages, that saved it.
     """
@@ -326,8 +337,97 @@ class Info:
 def info(path: str | os.PathLike[str]) -> Info:
     """Read the index of a checkpoint, or of the newest whole one in a folder of several. Not collective.
 
-    Whole as far as the lengths of files tell: no checksum of a tensor is looked at. Raises CheckpointError where there
+    Whole by the lengths of files: no checksum of a tensor is looked at. Raises CheckpointError where there
     is none.
     """
     folder, index, _ = newest(Path(path))
     return Info(folder, index.step, decode(index.extra), index.configuration, index.versions)
+
+
+# -- a checkpoint as a table, and a check of every checksum in it ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    shape: str
+    dtype: str
+    state: str
+    steps: str
+    nbytes: int
+
+
+def describe(folder: Path, index: Index) -> str:
+    """Write a line for each parameter and buffer, and the rest below."""
+    rows = list(_rows(index))
+    head = _Row("name", "shape", "dtype", "state", "updates", 0)
+    widths = [max(len(getattr(row, field)) for row in (head, *rows)) for field in ("name", "shape", "dtype", "state")]
+    lines = [f"{folder}: step {index.step}, {size(sum(index.files.values()))} in {len(index.files)} file(s)"]
+    lines += [f"  {name}: {value}" for name, value in (*index.configuration.items(), *index.versions.items())]
+    lines.append(f"  saved: as number {index.number} in its folder")
+    lines += [""]
+    for row in (head, *rows):
+        fields = zip((row.name, row.shape, row.dtype, row.state), widths, strict=True)
+        shown = "size" if row is head else size(row.nbytes)
+        lines.append("  ".join(value.ljust(width) for value, width in fields) + f"  {row.steps:>8}  {shown:>9}")
+    lines += ["", *_others(index)]
+    return "\n".join(lines)
+
+
+def _rows(index: Index) -> Iterator[_Row]:
+    steps = index.steps()
+    beside: dict[str, list[SavedTensor]] = {}
+    for (kind, name), tensor in index.tensors.items():
+        if kind not in (PARAMETER, BUFFER):
+            beside.setdefault(name, []).append(tensor)
+    for (kind, name), tensor in index.tensors.items():
+        if kind in (PARAMETER, BUFFER):
+            state = beside.get(name, []) if kind == PARAMETER else []
+            spec = tensor.spec
+            yield _Row(
+                name,
+                str(list(spec.shape)),
+                dtype_name(spec.dtype) if kind == PARAMETER else f"{dtype_name(spec.dtype)}, buffer",
+                ", ".join(f"{of.spec.kind} {dtype_name(of.spec.dtype)}" for of in state),
+                f"{steps[name]:g}" if name in steps and kind == PARAMETER else "",
+                sum(of.spec.numel * of.spec.dtype.itemsize for of in (tensor, *state)),
+            )
+
+
+def _others(index: Index) -> Iterator[str]:
+    for alias, first in index.aliases.items():
+        yield f"{alias} is tied to {first}"
+    for number, optimizer in enumerate(index.optimizers):
+        for place, group in enumerate(optimizer.groups):
+            options = {name: decode(value) for name, value in group.items() if name != "params"}
+            yield f"optimizer {number}, group {place} of {len(group['params'])} parameters: {options}"
+    for what, there in (("scaler", index.scalers), ("scheduler", index.schedulers)):
+        for state in there:
+            yield f"{what}: {decode(state)}"
+    if index.extra is not None:
+        yield f"extra: {decode(index.extra)}"
+
+
+def verify(folder: Path, index: Index) -> list[str]:
+    """Read every byte, file by file, and compare checksums. Returns what is wrong, a line each."""
+    try:
+        check_headers(folder, index, 0, 1)
+    except CheckpointError as error:
+        return [str(error)]
+    problems: list[str] = []
+    with Files(folder) as files:
+        for block in blocks_of_rank([*index.tensors.values()], 0, 1):
+            try:
+                files.read_block(block)
+            except CheckpointError as error:
+                problems.append(str(error))
+    return problems
+
+
+def inspect(path: Path, *, quick: bool) -> tuple[str, list[str]]:
+    """Describe a checkpoint, or the newest whole one of several. Returns the text, and what is wrong, a line each.
+
+    ``quick``: without reading the tensors. Raises CheckpointError where there is none.
+    """
+    folder, index, problems = newest(path)
+    return describe(folder, index), problems + ([] if quick else verify(folder, index))

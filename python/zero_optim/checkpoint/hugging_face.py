@@ -23,11 +23,10 @@ from ..params.arrangement import WHOLE, read_arranged
 from ..rules.options import is_average
 from . import folder as folders
 from .contents import ColumnRanks, Holding, Names, contents_of_model
-from .disk import OpenFiles
 from .index import BUFFER, PARAMETER, Index, SavedTensor
 from .matching import listed, shape_differs
 from .rank_file import Files, decoded, fill
-from .safetensors_file import BLOCK_BYTES, Entry, Stored, read_header, write_entries
+from .safetensors_file import BLOCK_BYTES, Entry, OpenFiles, Stored, read_header, write_entries
 from .subject import make_subject
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -192,12 +191,12 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     # Which ranks have the same slice matters in saving alone. Without an optimizer it may not be known yet.
     columns = replace(subject.columns, main=subject.columns.main or ColumnRanks(subject.comm))
     contents = contents_of_model(model, names, subject.comm, columns)
-    stored, told = together(
+    stored, notes = together(
         subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
     )
     together(subject.comm, contents.check_writable, "load_safetensors")
     together(subject.comm, lambda: _read(stored, contents.holdings, contents.values()), "load_safetensors")
-    return told
+    return notes
 
 
 def _match(
@@ -210,11 +209,11 @@ def _match(
     missing = [name for name, where in found.items() if where is None]
     here = {one for of in known.values() for one in of}
     unused = [name for name in stored if name not in here]
-    told = []
+    notes = []
     if missing:
-        told.append(f"missing in {path}: {count(len(missing), 'tensor')}, {listed(missing)}")
+        notes.append(f"missing in {path}: {count(len(missing), 'tensor')}, {listed(missing)}")
     if unused:
-        told.append(f"left over in {path}: {count(len(unused), 'tensor')}, {listed(unused)}")
+        notes.append(f"left over in {path}: {count(len(unused), 'tensor')}, {listed(unused)}")
     wrong = [
         differs
         for spec in (holding.spec for holding in holdings)
@@ -223,9 +222,9 @@ def _match(
     ]
     if wrong:
         raise StateMismatchError(f"{path} does not fit: {listed(wrong)}")
-    if strict and told:
-        raise StateMismatchError(f"the model does not fit: {'; '.join(told)}. With strict=False the others are loaded")
-    return {name: where for name, where in found.items() if where is not None}, told
+    if strict and notes:
+        raise StateMismatchError(f"the model does not fit: {'; '.join(notes)}. With strict=False the others are loaded")
+    return {name: where for name, where in found.items() if where is not None}, notes
 
 
 def _find(path: Path) -> dict[str, Stored]:

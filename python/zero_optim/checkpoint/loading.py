@@ -28,9 +28,8 @@ from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .background import wait
 from .contents import Contents, Names
-from .index import Index
+from .index import Index, decode
 from .matching import Match
-from .plain import decode
 from .rank_file import Files, check_headers, crc32c
 from .subject import LoadPlan, Subject, each, give_back, make_subject, read_random_states, set_random_states
 
@@ -43,7 +42,7 @@ class Loaded:
 
     Attributes:
         folder: the checkpoint.
-        step: of the training, as ``save`` was told.
+        step: of the training, as it was given to ``save``.
         extra: what the user had added.
         notes: what was not loaded, and what began afresh, one sentence each. Empty where all of it fits.
     """
@@ -71,12 +70,12 @@ def load(
 
     Args:
         path: a checkpoint, or the folder of several: then the newest whole one, which is the one that was saved last.
-            Where that is damaged, a warning says so, and the one that was saved before it is loaded.
+            Where that is damaged, a warning names it, and the one that was saved before it is loaded.
         model: sharded or not.
         opt: as it was given to ``save``: a ``ShardedOptimizer``, one of torch's, or several; None: the model alone.
         scaler, scheduler, data: objects with a ``load_state_dict``, which gets what ``save`` was given of them.
         strict: True: raise StateMismatchError, before anything is changed, where a tensor is missing in the checkpoint
-            or left over in it, or where parameter groups differ. False: load what fits, and tell the rest in ``notes``.
+            or left over in it, or where parameter groups differ. False: load what fits, and list the rest in ``notes``.
 
     Raises, on every rank:
         CheckpointError: there is no whole checkpoint.
@@ -131,7 +130,7 @@ class _Others:
 
     def misfits(self, index: Index) -> list[str]:
         """Tell where there are more or fewer saved states than objects given here, a sentence each."""
-        told = [
+        notes = [
             f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here: give load {what}= "
             "what save was given"
             for what, here, there in self._beside(index)
@@ -140,8 +139,8 @@ class _Others:
         has_data = any(of_rank["data"] is not None for of_rank in index.ranks)
         if has_data != (self.data is not None):
             positions, remedy = ("positions", "give load data=") if has_data else ("no positions", "leave out data=")
-            told.append(f"the checkpoint has {positions} in data: {remedy}")
-        return told
+            notes.append(f"the checkpoint has {positions} in data: {remedy}")
+        return notes
 
     def load(self, index: Index, own: Mapping[str, Any] | None, undo: Undo) -> None:
         """Load all of them. ``own``: random states and position in the data that this rank has saved."""

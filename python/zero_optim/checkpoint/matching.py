@@ -1,4 +1,4 @@
-"""Match each tensor of model and optimizers with the saved one that it is loaded from, and tell what does not fit.
+"""Match each tensor of model and optimizers with the saved one that it is loaded from, and list what does not fit.
 
 Names alone decide: nothing is read or changed here, and every rank finds the same.
 """
@@ -86,10 +86,10 @@ def match(
             matched.groups.append(_match_groups(number, wanted, saved, matched))
         _note_leftover_state(index, matched)
         if len(index.optimizers) > len(optimizers):
-            told = (
+            misfit = (
                 f"the checkpoint has {count(len(index.optimizers), 'optimizer')}, and {len(optimizers)} are given here"
             )
-            matched.misfits.append(told)
+            matched.misfits.append(misfit)
     steps = index.steps()
     matched.steps = {name: steps[saved] for name, saved in saved_name.items() if saved in steps}
     _check_shapes([*model, *(spec for wanted in optimizers for spec in wanted.specs)], matched)
@@ -183,8 +183,8 @@ def _note_leftover_state(index: Index, matched: Match) -> None:
     if unused:
         averages = all(kind.startswith(EMA) for kinds in unused.values() for kind in kinds)
         remedy = " (averages: make the optimizer with ema_decay=, as it was)" if averages else ""
-        told = f"left over in the checkpoint, and not trained or not kept here: {_state_of(unused)}{remedy}"
-        matched.misfits.append(told)
+        misfit = f"left over in the checkpoint, and not trained or not kept here: {_state_of(unused)}{remedy}"
+        matched.misfits.append(misfit)
 
 
 def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:

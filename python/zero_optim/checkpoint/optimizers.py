@@ -17,16 +17,15 @@ from ..engine import Engine
 from ..errors import CheckpointError
 from ..params.arrangement import slice_counts
 from ..rules import RULES
+from ..rules.codec import Per, StateTensor
 from ..rules.options import EMA_DECAY, listed_decays
-from ..rules.state_tensor import Per, StateTensor
 from ..rules.update_rule import UpdateRule, exported_for, master_of, tensors_for
 from ..step.saved_state import SavedState, is_rounded
 from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
-from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec
+from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec, decode, encode
 from .matching import Match, Wanted
-from .plain import decode, encode
 from .rank_file import codec_of
-from .state_dict import check_groups_fit, load_groups
+from .rank_state import check_groups_fit, load_groups
 
 _SHARDED = "Sharded"
 """The prefix of the names of our optimizers in an index. The rule's name follows."""

@@ -21,11 +21,9 @@ from zero_kernels import ROW
 
 from ..errors import CheckpointError
 from ..params.arrangement import WHOLE, Arrangement, read_arranged, slice_counts
-from ..rules.codec import CODECS, Codec
-from ..rules.state_tensor import Per, StateTensor
-from . import disk
+from ..rules.codec import CODECS, Codec, Per, StateTensor
 from .index import FlatRange, Index, Key, Piece, ReadRange, SavedTensor, TensorSpec
-from .safetensors_file import BLOCK_BYTES, NAMES, Entry, write_entries
+from .safetensors_file import BLOCK_BYTES, NAMES, RUN_BYTES, Entry, OpenFiles, will_read, write_entries
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
 
 
 def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]) -> tuple[str, list[SavedTensor]]:
-    """Write a file of ``portions``, synced to the disk. Returns the checksum of its header, and what it holds.
+    """Write a file of ``portions``, synced to the  Returns the checksum of its header, and what it holds.
 
     Args:
         values: of each portion [length], in the same order; each is written before the next is asked for.
@@ -104,7 +102,7 @@ def check_headers(folder: Path, index: Index, rank: int, ranks: int) -> None:
             raise CheckpointError(f"{path} is damaged: its header has another checksum")
 
 
-class Files(disk.OpenFiles):
+class Files(OpenFiles):
     """The files of a checkpoint's ``folder``."""
 
     def __init__(self, folder: Path) -> None:
@@ -160,10 +158,10 @@ class Files(disk.OpenFiles):
     def _read_ahead(self, file: int, offset: int) -> None:
         """Keep the disk reading between a half and all of ``RUN_BYTES`` ahead of ``offset``."""
         ahead = self._ahead.get(file, 0)
-        begin = ahead if offset <= ahead <= offset + disk.RUN_BYTES else offset
-        if begin - offset <= disk.RUN_BYTES // 2:
-            self._ahead[file] = offset + disk.RUN_BYTES
-            disk.will_read(file, begin, self._ahead[file] - begin)
+        begin = ahead if offset <= ahead <= offset + RUN_BYTES else offset
+        if begin - offset <= RUN_BYTES // 2:
+            self._ahead[file] = offset + RUN_BYTES
+            will_read(file, begin, self._ahead[file] - begin)
 
 
 class ChecksumBlock(NamedTuple):

@@ -7,8 +7,10 @@ written piece by piece, and any flat range of one is read.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import functools
 import json
 import math
 import os
@@ -22,10 +24,13 @@ from torch import Tensor
 
 from ..comm.streams import on_device
 from ..errors import CheckpointError
-from . import disk
 
 BLOCK_BYTES = 2**20
 """Bytes that are read or written at a time."""
+
+RUN_BYTES = 32 * 2**20
+"""Bytes that the disk is made to write, or to read ahead, at a time."""
+_SYNC_FILE_RANGE_WRITE = 2
 
 _STAGED_BYTES = 16 * 2**20
 """Bytes of a GPU's tensor that are copied to host memory at a time, while as many are written."""
@@ -77,7 +82,7 @@ def write_entries(
     see: Callable[[bytes], None] = lambda block: None,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, list[int]]:
-    """Write a new file, synced to the disk. Returns its header, and where each entry's values begin, in bytes.
+    """Write a new file, synced to the  Returns its header, and where each entry's values begin, in bytes.
 
     Args:
         values: of each entry, flat, in the same order; each is written before the next is asked for.
@@ -92,14 +97,14 @@ def write_entries(
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             done += _write(file, header, 0)
-            begun = 0  # bytes that the disk was told to begin with
+            begun = 0  # bytes that the disk was made to begin with
             for offset, flat in zip(offsets, values, strict=True):
                 for block in _blocks_on_host(flat):
                     see(block)
                     done += _write(file, block, offset)
                     offset += len(block)
-                    if done - begun > disk.RUN_BYTES:
-                        disk.start_writing(file, 0, 0)  # all there is: entries need not come in the file's order
+                    if done - begun > RUN_BYTES:
+                        start_writing(file, 0, 0)  # all there is: entries need not come in the file's order
                         begun = done
             os.fsync(file)
         finally:
@@ -212,3 +217,43 @@ def _stored(path: Path, name: str, described: Mapping[str, Any], values: int, si
     if begin < 0 or end - begin != entry.nbytes or values + end > size:
         raise CheckpointError(f"{path} was cut off, or is damaged: {name!r} is not in it")
     return Stored(path, entry, values + begin)
+
+
+# -- making the disk work while the processor computes checksums -------------------------------------------------------
+
+
+class OpenFiles(contextlib.ExitStack):
+    """Files to be read, each opened when it is needed. As a context it closes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._descriptors: dict[str | Path, int] = {}
+
+    def descriptor(self, path: str | Path) -> int:
+        """Open the file, if it is not open. Raises OSError."""
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
+            self.callback(os.close, self._descriptors[path])
+        return self._descriptors[path]
+
+
+def start_writing(file: int, offset: int, nbytes: int) -> None:
+    """Make the disk begin to write this range, in place of waiting for ``fsync`` or for memory to run short."""
+    if (sync_file_range := _sync_file_range()) is not None:
+        sync_file_range(file, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+
+
+def will_read(file: int, offset: int, nbytes: int) -> None:
+    """Make the disk read this range ahead."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    """Find the function of Linux's C library. None on other systems."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function

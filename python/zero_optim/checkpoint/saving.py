@@ -27,8 +27,7 @@ from ..errors import CheckpointError
 from . import folder as folders
 from .background import SAVE_BUFFER, SaveBuffer, start, wait
 from .contents import Contents, Holders, Holding, Names
-from .index import Index, SavedTensor, TensorSpec, merge
-from .plain import encode
+from .index import Index, SavedTensor, TensorSpec, encode, merge
 from .rank_file import Portion, check_dtype, crc32c, write_file
 from .subject import Subject, each, make_subject, read_random_states
 
@@ -82,27 +81,27 @@ def save(
     subject.check_same_call({**given, "data": data is not None}, _WHERE)
     absolute = together(comm, lambda: Path(path).absolute(), _WHERE)  # a thread may write there, later
     subject.come_to_rest()
-    share = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
-    writing = _begin(comm, absolute, share.step)
+    part = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
+    writing = _begin(comm, absolute, part.step)
     if not background:
         with span(_WHERE, absolute):
-            return _save(comm, writing, share)
+            return _save(comm, writing, part)
     # The thread agrees with those of other ranks over a group of its own: the program's collectives go on meanwhile.
     with _given_up_on_failure(comm, writing):
-        copied = together(comm, lambda: share.with_values_copied(SAVE_BUFFER), _WHERE)
+        copied = together(comm, lambda: part.with_values_copied(SAVE_BUFFER), _WHERE)
         ranks = HostRanks(comm)
     start(comm, lambda: _save(ranks, writing, copied))
-    return folders.step_folder(absolute, share.step)
+    return folders.step_folder(absolute, part.step)
 
 
 @dataclass(frozen=True)
-class _Share:
+class _Part:
     """The part of a checkpoint that this rank is going to write.
 
     Attributes:
         specs: of all tensors, whichever ranks write them.
         portions: what this rank writes of the tensors. ``values``: gives the elements of each.
-        described: what the index says beside tensors. ``own``: what it says of this rank.
+        described: the index's entries beside tensors. ``own``: those of this rank.
     """
 
     step: int
@@ -113,8 +112,8 @@ class _Share:
     own: Mapping[str, Any]
     keep_last: int | None
 
-    def with_values_copied(self, buffer: SaveBuffer) -> _Share:
-        """Copy the values, and make a share of the copies: training may go on."""
+    def with_values_copied(self, buffer: SaveBuffer) -> _Part:
+        """Copy the values, and make a part of the copies: training may go on."""
         copied = buffer.hold([portion.nbytes for portion in self.portions], self.values())
         return replace(self, values=lambda: copied)
 
@@ -131,7 +130,7 @@ class _Written:
 
 def _prepare(
     subject: Subject, step: int | None, keep_last: int | None, scaler: Any, scheduler: Any, data: Any, extra: Any
-) -> _Share:
+) -> _Part:
     crc32c(b"")  # its package may be missing
     subject.check_not_gathered(_WHERE)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63):
@@ -155,7 +154,7 @@ def _prepare(
         raise ValueError("nothing here counts updates, so a checkpoint has no number: give save(..., step=)")
     holdings = [part.holdings for part in parts]
     portions = [cut_for_rank(of_part) for of_part in holdings]
-    return _Share(
+    return _Part(
         int(max(counts)) if step is None else step,
         [spec for part in parts for spec in part.specs],
         [portion for of_part in portions for portion in of_part if portion.length],
@@ -172,7 +171,7 @@ def _prepare(
 def cut_for_rank(holdings: Sequence[Holding]) -> list[Portion]:
     """Choose what this rank writes of a part's holdings: of each a portion, empty where other ranks write all of it.
 
-    Holdings that several ranks have alike are shared out among them, by bytes.
+    Holdings that several ranks have alike are divided among them, by bytes.
     """
     total: dict[Holders, int] = {}
     for holding in holdings:
@@ -226,19 +225,19 @@ def _given_up_on_failure(ranks: Ranks, writing: Path) -> Iterator[None]:
         raise
 
 
-def _save(ranks: Ranks, writing: Path, share: _Share) -> Path:
+def _save(ranks: Ranks, writing: Path, part: _Part) -> Path:
     """Collective. Write this rank's file; when all ranks have written theirs, publish."""
     with _given_up_on_failure(ranks, writing):
-        written = gathered(ranks, lambda: _write(writing, ranks.rank, share), _WHERE)
-        return on_rank_0(ranks, lambda: _publish(writing, written, share), _WHERE)
+        written = gathered(ranks, lambda: _write(writing, ranks.rank, part), _WHERE)
+        return on_rank_0(ranks, lambda: _publish(writing, written, part), _WHERE)
 
 
-def _write(writing: Path, rank: int, share: _Share) -> _Written:
+def _write(writing: Path, rank: int, part: _Part) -> _Written:
     """Write this rank's file, synced to the disk."""
     file = writing / folders.rank_file_name(rank)
     try:
-        header, tensors = write_file(file, share.portions, share.values())
-        return _Written(file.stat().st_size, header, tensors, share.own)
+        header, tensors = write_file(file, part.portions, part.values())
+        return _Written(file.stat().st_size, header, tensors, part.own)
     except (CheckpointError, FileNotFoundError) as error:
         if (removed := folders.gone(writing)) is None:
             raise
@@ -255,10 +254,10 @@ def _values(
                 yield flat.narrow(0, portion.start - holding.start, portion.length)
 
 
-def _publish(writing: Path, written: Sequence[_Written], share: _Share) -> Path:
+def _publish(writing: Path, written: Sequence[_Written], part: _Part) -> Path:
     """Check, on rank 0, that each element was written once; write the index, and give the folder its name."""
     try:
-        tensors = merge(share.specs, (tensor for of_rank in written for tensor in of_rank.tensors))
+        tensors = merge(part.specs, (tensor for of_rank in written for tensor in of_rank.tensors))
     except ValueError as error:
         raise CheckpointError(f"{writing} was not written whole: {error}") from error
     by_file = {folders.rank_file_name(rank): of_rank for rank, of_rank in enumerate(written)}
@@ -267,8 +266,8 @@ def _publish(writing: Path, written: Sequence[_Written], share: _Share) -> Path:
     ranks = [of_rank.own for of_rank in written]
     number = folders.next_number(writing.parent)
     folder = folders.publish(
-        writing, Index(share.step, tensors, files, headers, ranks=ranks, number=number, **share.described)
+        writing, Index(part.step, tensors, files, headers, ranks=ranks, number=number, **part.described)
     )
-    if share.keep_last is not None:
-        folders.keep_newest(folder.parent, share.step, share.keep_last)
+    if part.keep_last is not None:
+        folders.keep_newest(folder.parent, part.step, part.keep_last)
     return folder

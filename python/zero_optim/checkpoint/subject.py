@@ -1,4 +1,4 @@
-"""The subject of a save or a load: a model and its optimizers, on the ranks that share them."""
+"""The subject of a save or a load: a model and its optimizers, on the ranks that have them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from ..params.marks import is_slice
 from ..params.tensor_slice import is_distributed
 from ..units.sharded_model import sharded_model_of
 from .contents import ColumnRanks, Columns, Contents, Names, TensorContents, contents_of_model, modules_with_state
-from .index import Index, SavedOptimizer
+from .index import Index, SavedOptimizer, decode, encode
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
-from .plain import decode, encode
 from .rank_file import decoded
 
 
@@ -155,7 +154,7 @@ class Subject:
                 )
 
     def describe(self, names: Names, optimizers: Sequence[OptimizerPart]) -> dict[str, Any]:
-        """Give what the index says beside tensors."""
+        """Give the index's entries beside tensors."""
         return {
             "aliases": names.aliases,
             "optimizers": [saved for optimizer in optimizers for saved in optimizer.describe()],
@@ -256,7 +255,7 @@ class LoadPlan:
     """The plan of a load.
 
     Attributes:
-        saved: of each of ``optimizers``, what the index says of it, by each of its rules.
+        saved: of each of ``optimizers``, the index's entry for it, by each of its rules.
         groups: of each optimizer, the options that its groups get.
     """
 

@@ -15,12 +15,10 @@ from torch import nn
 
 from ..errors import UsageError
 from ..figures import row, size
-from ..rules.adamw import AdamW
 from ..rules.codec import DTYPES, codecs_for, default_master
-from ..rules.lion import Lion
+from ..rules.kernel_rule import SGD, AdamW, Lion
 from ..rules.muon import Muon
 from ..rules.options import Decays
-from ..rules.sgd import SGD
 from ..rules.update_rule import UpdateRule
 from ..stores.offload import Offload, Tier, read_offload
 from .models import KNOWN, ModelShapes, gpt_of, of_decoder, of_module, usual_units, with_lora, with_trained_part

@@ -14,9 +14,8 @@ from ..comm.sharding import Sharding
 from ..comm.tensor_ranks import TensorRanks
 from ..grads.buckets import BucketKind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, one_bucket, round_up
-from ..rules.adamw import AdamW
-from ..rules.codec import Split, default_master
-from ..rules.state_tensor import StateTensor
+from ..rules.codec import Split, StateTensor, default_master
+from ..rules.kernel_rule import AdamW
 from ..rules.update_rule import MASTER, UpdateRule, stored_for, stored_names
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
 from ..stores.offload import FRAME_ALIGNMENT, FRAMES, Footprint, Offload, Tier, footprint

@@ -1,12 +1,9 @@
 """Update rules: the arithmetic of an optimizer, as data. ``docs/rules.md`` says how to write one."""
 
-from .adamw import AdamW
-from .codec import Bf16, Codec, Int8, Root8, Split, Split8
-from .lion import Lion
+from .codec import Begins, Bf16, Codec, Int8, Per, Root8, Split, Split8, StateTensor
+from .kernel_rule import SGD, AdamW, Lion
 from .muon import Muon
 from .options import Betas, Fixed, Flag, Number
-from .sgd import SGD
-from .state_tensor import Begins, Per, StateTensor
 from .update_rule import UpdateRule
 
 __all__ = [

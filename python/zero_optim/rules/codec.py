@@ -1,4 +1,4 @@
-"""Codecs: forms in which a logical fp32 state tensor is stored, such as int8 with a scale for each row.
+"""State tensors, and codecs: forms in which a logical fp32 state tensor is stored, such as int8 with a scale a row.
 
 An update rule works with logical values: fp32, one an element. The device's memory and checkpoints have the stored
 tensors, which the codec names. Updates and stores see these alone. Code that shows, compares or loads state sees the
@@ -14,6 +14,7 @@ values do not depend on the number of ranks, the bucket size or the stage.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -32,7 +33,48 @@ from zero_kernels.codecs import (
     split_master,
 )
 
-from .state_tensor import Begins, Per, StateTensor
+from ..params.storage_order import StorageOrder
+
+
+class Per(enum.Enum):
+    """The extent of one value of a state tensor."""
+
+    ELEMENT = enum.auto()
+    ROW = enum.auto()  # of 128 elements, as they lie in memory: a row is one parameter's alone, and no shard cuts it
+
+
+class Begins(enum.Enum):
+    """The content of a state tensor before the first update."""
+
+    ZERO = enum.auto()
+    PARAMETER = enum.auto()  # a copy of the parameter. If the parameter has the dtype itself there is no such tensor
+    AVERAGE = enum.auto()  # a copy of the parameter, always: later the average of its values
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """One tensor of a shard's state: flat, along the shard."""
+
+    name: str
+    begins: Begins = Begins.ZERO
+    dtype: torch.dtype = torch.float32
+    per: Per = Per.ELEMENT
+
+    def span(self, offset: int, numel: int) -> tuple[int, int]:
+        """Find start and length of the values of ``numel`` elements from ``offset`` on, which begins a row."""
+        return (offset, numel) if self.per is Per.ELEMENT else (offset // ROW, -(-numel // ROW))
+
+    def shape(self, parameter: Sequence[int], numel: int) -> tuple[int, ...]:
+        """Make the shape of the state of a whole parameter, whose shape is ``parameter``, with ``numel`` elements."""
+        return tuple(parameter) if self.per is Per.ELEMENT else (-(-numel // ROW),)
+
+    def order(self, parameter: StorageOrder) -> StorageOrder:
+        """Give the order in which state lies whose parameter lies in the order ``parameter``.
+
+        State per row has no dimensions. But the parameter's order decides which elements make a row: so values of rows
+        in one order mean nothing in another, and loading refuses them.
+        """
+        return parameter if self.per is Per.ELEMENT else None
 
 
 class Codec:

@@ -59,7 +59,7 @@ class GroupRules:
 
     def _number_of(self, rule: UpdateRule) -> int:
         for number, known in enumerate(self._given):
-            if rule.is_like(known):
+            if _alike(rule, known):
                 return number
         self._given.append(rule)
         return len(self._given) - 1
@@ -69,3 +69,11 @@ class GroupRules:
         del self.by_group[first:]
         self.all[:] = [rule for rule in self.all if rule in self.by_group]
         del self._given[len(self.all) :]
+
+
+def _alike(one: UpdateRule, other: UpdateRule) -> bool:
+    """Whether one rule can take the place of both: they differ in defaults alone, which a group may override."""
+    if one is other:
+        return True
+    own, its = ({**vars(rule), "defaults": rule.fixed} for rule in (one, other))
+    return type(one) is type(other) and own == its

@@ -7,19 +7,8 @@ Every rank sends its parts to their homes, and gets back what is made of them th
 
 So a rank sends and receives as much as it has of the parameters, twice, however many ranks there are.
 
-Parts are of two kinds: at stage 3 flat ranges, of the ranks that share; and slices, of tensor-parallel ranks. Where
-there are both, flat ranges are joined first, into whole slices. Tensor-parallel ranks have the same layout: slices of
-one parameter have the same home, or below stage 3 the same place in a bucket. So a row exchanges slices::
-
-                     slice 0        slice 1
-    data-parallel 0  a0 b0     <->  a1 b1       each of a and b is made whole on one of the two
-    data-parallel 1  c0        <->  c1
-
-By now all replicas have the same parameters whole. Each updates some of them, and puts zeros in place of the others, so
-that the sum over replicas is exact::
-
-    replica 0   a b c  ──>  a' 0  0     ── all-reduce ──>  a' b' c'
-    replica 1   a b c  ──>  0  b' c'                       a' b' c'
+Parts are of two kinds: at stage 3 flat ranges, of the shard group; and slices, of tensor-parallel ranks. Where there
+are both, flat ranges are joined first, into whole slices. Replicas then divide the work: see ``Shares``.
 """
 
 from __future__ import annotations
@@ -60,7 +49,7 @@ def batch_lengths(shards: Sequence[Size], ranks: int, device: torch.device) -> I
     """Cut shards, in order, into batches whose parameters are made whole together: give the length of each. The last
     takes in a rest that would not be worth a batch. Sizes are the same on all ranks.
 
-    ``ranks``: number of those that share the parameters. ``device``: where parameters are made whole.
+    ``ranks``: number of those that shard the parameters. ``device``: where parameters are made whole.
     """
     least = Size(JOINED_ON_A_PROCESSOR if device.type == "cpu" else JOINED_ON_A_GPU, PARAMETERS_A_RANK * ranks)
     left = _total(shards)
@@ -128,7 +117,15 @@ def joined_parts(number: int, cut: CutParameter, cost: int, rank: int) -> Joined
 
 
 def joined_slices(number: int, own: Whole, cost: int, rank: int) -> Joined:
-    """Describe a parameter of which tensor-parallel ranks have slices: ``own`` is this rank's, in tensor ``number``."""
+    """Describe a parameter of which tensor-parallel ranks have slices: ``own`` is this rank's, in tensor ``number``.
+
+    Tensor-parallel ranks have the same layout: slices of one parameter have the same home, or below stage 3 the same
+    place in a bucket. So a row exchanges slices::
+
+                         slice 0        slice 1
+        data-parallel 0  a0 b0     <->  a1 b1       each of a and b is made whole on one of the two
+        data-parallel 1  c0        <->  c1
+    """
     joint = own.joint
     assert joint is not None
     whole = own._replace(start=0, shape=torch.Size(joint.shape), order=None, joint=None)
@@ -221,8 +218,13 @@ class MatrixHomes:
 
 
 class Shares:
-    """The shares of work of ranks that have the same whole parameters: each parameter is updated by one of them, chosen
+    """How ranks that have the same whole parameters divide the work: each parameter is updated by one of them, chosen
     as in ``MatrixHomes``.
+
+    Each puts zeros in place of the parameters that it does not update, so that the sum over replicas is exact::
+
+        replica 0   a b c  ──>  a' 0  0     ── all-reduce ──>  a' b' c'
+        replica 1   a b c  ──>  0  b' c'                       a' b' c'
 
     Args:
         wholes: the parameters, by the tensor in which they lie.

@@ -20,11 +20,11 @@ from ..params.joint import DIM, STRIDE, Joint, is_plain_slice, says_blocks, whol
 from ..params.layout import WholeParameters, round_up
 from ..params.param_shard import plain_parameter
 from . import newton_schulz
+from .codec import Begins, StateTensor
 from .homes import TENSOR_ALL_TO_ALL, MatrixHomes, Shares, joined_parts, joined_slices
 from .kernel_rule import KernelRule
 from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
 from .options import Fixed, Flag, Number
-from .state_tensor import Begins, StateTensor
 from .update_rule import MASTER, ShardUpdate, ToJoin, UpdateRule, Whole, parts_of
 
 BUFFER = "momentum_buffer"

@@ -157,7 +157,7 @@ class Refused(Option):
 
 @dataclass(frozen=True)
 class Decays(Option):
-    """One number in [0, 1], or as many as ``default`` has: the share of an average that stays in each update."""
+    """One number in [0, 1], or as many as ``default`` has: the fraction of an average that stays in each update."""
 
     default: tuple[float, ...] = ()
     optional = True
@@ -178,7 +178,7 @@ class Decays(Option):
 
 def of_another_optimizer(number: int, group: Mapping[str, Any], needed: str, foreign: Sequence[str]) -> str | None:
     """Say that the saved group ``number`` is of another optimizer: it lacks the option ``needed``, and has ``foreign``
-    ones. None: it is not. Unknown options tell nothing, since schedulers and users add options of their own."""
+    ones. None: it is not. Unknown options decide nothing, since schedulers and users add options of their own."""
     found = [name for name in foreign if name in group]
     if needed in group or not found:
         return None

@@ -23,9 +23,8 @@ from ..comm.collectives import Comm
 from ..params.joint import Joint
 from ..params.layout import CUT_AT_ROWS, LayoutPolicy, SlotPiece
 from ..params.storage_order import StorageOrder, view_of
-from .codec import Codec, check_codecs
+from .codec import Begins, Codec, StateTensor, check_codecs
 from .options import EMA_DECAY, Decays, Fixed, Option, coefficients_of
-from .state_tensor import Begins, StateTensor
 
 MASTER = "master"
 """The name of the master, of which the parameters are roundings, in the rules of the package."""
@@ -64,14 +63,14 @@ class CutParameter(NamedTuple):
 
 
 class ToJoin(NamedTuple):
-    """The parameters of a shard that a rule needs whole, where they are cut over ranks, or ranks share the work.
+    """The parameters of a shard that a rule needs whole, where they are cut over ranks, or ranks divide the work.
 
     Attributes:
         wholes: the parameters in it, or slices of them, that no other shard has parts of.
         cuts: the parameters in it of which other shards have parts.
         ranks: those that have these shards; None: no parameter is in several shards.
         slices: the tensor-parallel ranks, which have the slices; None: there are no slices.
-        replicas: ranks that have the same parameters, and share the work; None: there are none.
+        replicas: ranks that have the same parameters, and divide the work; None: there are none.
     """
 
     wholes: Sequence[Whole]
@@ -131,7 +130,7 @@ class UpdateRule:
         values: defaults of options, by name. Raises TypeError for a name that is no option's.
 
     Attributes:
-        options: what it can be told, in the order of the numbers that ``fill_table`` reads.
+        options: its options, in the order of the numbers that ``fill_table`` reads.
         tensors: the state of a shard, in the order of state dicts. One of them may begin as the parameter.
         own_columns: names of the numbers that ``update_rows`` reads of a parameter, beside its gradient and state.
         counterparts: names of the classes whose state is alike, such as torch's. Checkpoints go from one to the other.
@@ -213,20 +212,13 @@ class UpdateRule:
 
     @property
     def shares_work(self) -> bool:
-        """Whether ranks that have the same whole parameters share the work of their update, by ``join``."""
+        """Whether ranks that have the same whole parameters divide the work of their update, by ``join``."""
         return False
 
     def cost(self, shape: tuple[int, ...]) -> int:
         """The cost of updating a parameter of this shape, in multiplications or another unit that the rules of one
-        optimizer share. Whole parameters are dealt to ranks by it."""
+        optimizer have in common. Whole parameters are assigned to ranks by it."""
         return math.prod(shape)
-
-    def is_like(self, other: UpdateRule) -> bool:
-        """Whether one rule can take the place of both: they differ in defaults alone, which a group may override."""
-        if self is other:
-            return True
-        own, its = ({**vars(rule), "defaults": rule.fixed} for rule in (self, other))
-        return type(self) is type(other) and own == its
 
     def with_averages(self, decays: Decays) -> UpdateRule:
         """Give this rule with an exponential average of the master for each of ``decays``: e = e + (1 - decay) (p - e),
@@ -253,16 +245,11 @@ class UpdateRule:
         """Whether it needs all slices of such a parameter together."""
         return not self.layout.cuts
 
-    def check_ranges(self, number: int, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for an option of a parameter group that is out of range."""
+    def check_group(self, number: int, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for an option of a parameter group that is out of range, or cannot be followed."""
         owner = f"parameter group {number}"
         for option in self.options:
             option.check(option.value_in(group, owner), owner)
-
-    def check_group(self, number: int, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for an option of a parameter group that cannot be followed."""
-        self.check_ranges(number, group)
-        owner = f"parameter group {number}"
         if group.get(EMA_DECAY) is not None and not self.averages:
             raise ValueError(f"{EMA_DECAY} of {owner}: the optimizer keeps no averages: give it {EMA_DECAY}, too")
         for option in (option for option in self.options if isinstance(option, Fixed)):
@@ -296,8 +283,8 @@ class UpdateRule:
 
     def describe(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """List the options by which ``group`` describes its parameters: ``refuse_parameter`` goes by them."""
-        said = [(option, group.get(option.name, option.default)) for option in self.options if option.stays]
-        return tuple(f"{option.name}={value!r}" for option, value in said if value != option.default)
+        given = [(option, group.get(option.name, option.default)) for option in self.options if option.stays]
+        return tuple(f"{option.name}={value!r}" for option, value in given if value != option.default)
 
     # -- the table -----------------------------------------------------------------------------------------------
 

@@ -1,24 +1,10 @@
-"""Alarms, which all ranks must hear of before they update, and how the exchange carries them.
+"""Alarms: errors that one rank finds and every rank raises before it updates; and how the exchange carries them.
 
 An alarm is data. The list below decides the width of the exchange's vector, its contents in a usual step, when a step
 is skipped, and what is raised. A new alarm is one entry, and the set of parameters that the optimizer gives it.
 
-For each alarm a rank says a number: of parameters that it has the alarm for, or a code where the alarm is DIFFERENT. As
-a rule it is 0. The table has the width of an alarm in the vector, and which numbers of the ranks raise it:
-
-==========  =======  =======  =======  =======  =======
-combine     columns  all 0    some 0   equal    unequal
-==========  =======  =======  =======  =======  =======
-ANY         1        quiet    raised   raised   raised
-DIVIDED     2        quiet    raised   quiet    quiet
-DIFFERENT   codes    quiet    raised   quiet    raised
-==========  =======  =======  =======  =======  =======
-
-- *some 0*: at least one rank says 0, and at least one does not.
-- *equal*, *unequal*: no rank says 0.
-- *codes*: one column for each code.
-
-Columns are summed over the ranks, or maximised with the infinity norm. The table holds under both.
+For each alarm a rank gives a number: of parameters that it has the alarm for, or a code where the alarm is DIFFERENT.
+As a rule it is 0.
 """
 
 from __future__ import annotations
@@ -36,7 +22,22 @@ from ..units.cycle import ORDER_CODES
 
 
 class Combine(enum.Enum):
-    """The rule by which the ranks' numbers raise an alarm."""
+    """The rule by which the ranks' numbers raise an alarm, and the alarm's width in the vector.
+
+    ==========  =======  =======  =======  =======  =======
+    combine     columns  all 0    some 0   equal    unequal
+    ==========  =======  =======  =======  =======  =======
+    ANY         1        quiet    raised   raised   raised
+    DIVIDED     2        quiet    raised   quiet    quiet
+    DIFFERENT   codes    quiet    raised   quiet    raised
+    ==========  =======  =======  =======  =======  =======
+
+    - *some 0*: at least one rank's number is 0, and at least one is not.
+    - *equal*, *unequal*: no rank's number is 0.
+    - *codes*: one column for each code.
+
+    Columns are summed over the ranks, or maximised with the infinity norm. The table holds under both.
+    """
 
     ANY = enum.auto()
     DIVIDED = enum.auto()
@@ -66,7 +67,7 @@ class Alarm:
         return {Combine.ANY: 1, Combine.DIVIDED: 2, Combine.DIFFERENT: self.codes}[self.combine]
 
     def entry(self, count: int) -> list[float]:
-        """Make the columns of a rank that says ``count``: a number of parameters, or the code of a DIFFERENT alarm."""
+        """Make the columns of a rank's ``count``: of parameters, or the code of a DIFFERENT alarm."""
         if self.combine is Combine.ANY:
             return [float(count)]
         if self.combine is Combine.DIVIDED:

@@ -1,8 +1,9 @@
-"""Batches: shards that one call of the rule updates. They are small neighbours, alike in rule and dtypes.
+"""Batches: shards that one call of the rule updates; and the record of state that was lost.
 
-A call costs the host time, and a launch costs a GPU time, however few elements are updated. Where many ranks share a
+A call costs the host time, and a launch costs a GPU time, however few elements are updated. Where many ranks shard a
 bucket that is longer than the update itself. But the parameters of a shard are sent out only when its update has been
-launched. So a batch has no more elements than are updated in about the time of a call.
+launched. So a batch has small neighbours, alike in rule and dtypes, and no more elements than are updated in about the
+time of a call.
 
 Where an update joins parameters that are cut over ranks, a batch has a least number of parameters a rank, so that all
 ranks have about as much to do, and of elements, so that no message is small. It is not much larger either, since
@@ -11,7 +12,9 @@ messages take memory. Its pages are fetched twice: before the parameters are joi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from math import prod
@@ -21,15 +24,85 @@ import torch
 from torch import Tensor
 
 from ..comm.spans import span
+from ..errors import OffloadError
 from ..rules.homes import Size, batch_lengths
 from ..rules.update_rule import ShardUpdate
-from .lost_state import Holder, LostState
 from .shard_state import ShardState
 from .workplace import Coefficients
 
 ON_A_GPU, ON_A_PROCESSOR = 2**22, 2**16
 """Elements of a batch, at most. By the bytes that it moves, such an update takes some 30 µs on an H200. Nobody has
 measured that. On two threads of a processor 2^20 elements took 290 µs, so 2^16 take some 20."""
+
+
+# -- state that an I/O error has lost ----------------------------------------------------------------------------------
+
+
+class Holder(Protocol):
+    """Has the state of some parameters, by index: a shard, or a batch of shards."""
+
+    @property
+    def parameters(self) -> list[int]: ...
+
+
+class LostState:
+    """The record of what this rank has lost. It is never cleared: only a new optimizer has whole state.
+
+    Within a step other ranks wait for this one in a collective. So it records an error there instead of raising it, and
+    all ranks raise in the next exchange, and in each one after it.
+
+    Attributes:
+        parameters: indices of the parameters whose state is lost.
+        reasons: the errors, in words.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: set[int] = set()
+        self.reasons: list[str] = []
+
+    def record(self, parameters: Sequence[int], error: OffloadError) -> None:
+        self.parameters |= set(parameters)
+        if str(error) not in self.reasons:
+            self.reasons.append(str(error))
+            warnings.warn(f"{error}. The next step will raise, on every rank", stacklevel=2)
+
+    def recording(self, of: Holder) -> _Recording:
+        """Make a context that records an OffloadError within it as a loss of these parameters' state."""
+        return _Recording(self, of)
+
+    @contextmanager
+    def opened(self, shard: ShardState) -> Iterator[Mapping[str, Tensor]]:
+        """Open ``shard``. An OffloadError is recorded, and raised."""
+        try:
+            with shard.opened() as state:
+                yield state
+        except OffloadError as error:
+            self.record(shard.parameters, error)
+            raise
+
+    def check(self) -> None:
+        """Raise OffloadError where state is lost."""
+        if self.parameters:
+            raise OffloadError("; ".join(self.reasons))
+
+
+class _Recording:
+    """See ``LostState.recording``. A class adds no frame between ``step`` and an update's kernel."""
+
+    def __init__(self, lost: LostState, of: Holder) -> None:
+        self._lost, self._of = lost, of
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, OffloadError):
+            return False
+        self._lost.record(self._of.parameters, error)
+        return True
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 
 class Prefetched(Holder, Protocol):
@@ -168,10 +241,10 @@ def _parts(shards: Sequence[ShardState]) -> Iterator[list[ShardState]]:
     first, bucket = shards[0], shards[0].bucket
     of_parts, of_slices, _ = first.joining  # with more parameters for replicas a batch would take more memory
     ranks = prod(ranks.world_size for ranks in (of_parts, of_slices) if ranks is not None)
-    shares = bucket.layout.shards if first.joining[0] is None else 1
+    shards_of = bucket.layout.shards if first.joining[0] is None else 1
     sizes = [Size(shard.numel, len(shard.parameters)) for shard in shards]
     rest = iter(shards)
-    for length in batch_lengths(sizes, ranks * shares, bucket.sharding.device):
+    for length in batch_lengths(sizes, ranks * shards_of, bucket.sharding.device):
         yield [*islice(rest, length)]
 
 

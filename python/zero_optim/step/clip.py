@@ -1,24 +1,30 @@
-"""Factors of the gradients of the next step: clipping, of all or of some, and the loss scale.
+"""Factors of the gradients of the next step: clipping, of all or of some, and the loss scale; and the norms for it.
 
 No gradient is touched: ``adam_step`` multiplies as it loads. All factors are device tensors, never read by the host.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..comm.collectives import Comm
 from ..comm.sharding import Sharding
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
 from .exchange import Exchange
-from .norms import Norms, norms_over, root
 from .pipeline import Pipeline
 
+KERNEL_NORMS = (1.0, 2.0, math.inf)
+"""Norms that ``grad_stats`` takes in one read, in one order of additions on every backend."""
+
 PART = 2**24  # elements that are widened at a time
+_CHUNK = 2**22  # elements handled at once: bounds what a power takes to some 100 MB
 
 
 def unscale_in_place(buffers: Sequence[Tensor], inverse_scale: Tensor, found_inf: Tensor) -> None:
@@ -130,7 +136,7 @@ class Clip:
         sharding = self.sharding
         found = norms_over(sharding.everyone, here, norm_type, sharding.device)
         if self._pipeline is not None:
-            found = self._pipeline.together(found, norm_type, sharding.device)
+            found = norms_over(self._pipeline.comm, found, norm_type, sharding.device)
         return found.norm(norm_type).reshape(())
 
     def _factors(self) -> Tensor:
@@ -175,3 +181,79 @@ class Clip:
             if self.sharding.device.type == "cuda"
             else host
         )
+
+
+# -- norms over ranks --------------------------------------------------------------------------------------------------
+
+
+def root(power_sum: Tensor, norm_type: float) -> Tensor:
+    """Make the norm of the sum of |g|^p; for inf, of the largest |g|."""
+    return power_sum.clone() if norm_type == math.inf else power_sum.pow(1.0 / norm_type)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms of several parts, that neither overflow nor underflow: ``largest * total ** (1 / p)`` each.
+
+    |g|^64 leaves fp32 where |g| is above 4 or below 0.2, and float64 not much later. So no power of a gradient is added
+    up as it is::
+
+        of a gradient        its largest |g|, and the sum of (|g| / largest)^p: each term at most 1, one of them 1
+        of several of them   the largest of these, and the sum of total * (largest_i / largest)^p
+
+    A norm of 1 or 2 is what a kernel has added up in fp32; that of inf is ``largest`` by itself.
+
+    Attributes:
+        largest, total: [parts] float64.
+    """
+
+    largest: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(cls, gradients: Sequence[Tensor], norm_type: float) -> Norms:
+        """Measure flat fp16, bf16 or fp32 tensors, at least one."""
+        in_kernel = norm_type in KERNEL_NORMS
+        stats = torch.ops.zero_kernels.grad_stats(gradients, norm_type if in_kernel else math.inf)[:, 0].double()
+        if in_kernel:
+            largest = root(stats, norm_type)
+            return cls(largest, torch.ones_like(largest))
+        divisors = _divisor(stats)
+        return cls(stats, torch.stack([_powers(g, divisors[i], norm_type) for i, g in enumerate(gradients)]))
+
+    def together(self, norm_type: float) -> Norms:
+        """Combine all parts into one: [1] each."""
+        largest = self.largest.amax(0, keepdim=True)
+        total = self.total * (self.largest / _divisor(largest)) ** norm_type
+        return Norms(largest, total.sum(0, keepdim=True))
+
+    def norm(self, norm_type: float) -> Tensor:
+        """[parts] float64."""
+        return self.largest * self.total ** (1.0 / norm_type)
+
+
+def norms_over(comm: Comm, here: Norms | None, norm_type: float, device: torch.device) -> Norms:
+    """Collective: one small all-reduce. Combine the parts of all ranks of ``comm`` into one; ``here`` None: no parts.
+
+    Each rank has two places of its own in the vector, to which the others add 0: parts can be scaled, and added up,
+    only once the largest is known.
+    """
+    vector = torch.zeros(2, comm.world_size, dtype=torch.float32, device=device)
+    if here is not None:
+        one = here.together(norm_type)
+        vector[0, comm.rank : comm.rank + 1].copy_(one.largest)
+        vector[1, comm.rank : comm.rank + 1].copy_(one.total)
+    comm.exchange(vector)
+    largest, total = vector.double()
+    return Norms(largest, total).together(norm_type)
+
+
+def _powers(gradient: Tensor, divisor: Tensor, norm_type: float) -> Tensor:
+    """[] float64: the sum of (|g| / divisor)^p."""
+    sums = [(part.double().abs() / divisor).pow(norm_type).sum() for part in gradient.split(_CHUNK)]
+    return torch.stack(sums).sum()
+
+
+def _divisor(largest: Tensor) -> Tensor:
+    """``largest``, by which parts can be divided: 1 where all of them are 0, or one is not finite."""
+    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)

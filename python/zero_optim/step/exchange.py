@@ -1,29 +1,23 @@
 """Phase 2 of a step: what all ranks must know of the gradients, in one small all-reduce.
 
-An exchange describes the gradients as they were then. The state says what is known of the gradients as they are:
+The vector that is exchanged::
 
-==============  ==========  ==========  ==========
-event           OUTDATED    USED        COUNTED
-==============  ==========  ==========  ==========
-run             USED        USED        USED
-run: stats      COUNTED     COUNTED     COUNTED
-run: raises     OUTDATED    OUTDATED    OUTDATED
-follow_edits    OUTDATED    USED        COUNTED
-outdate         OUTDATED    OUTDATED    OUTDATED
-resize          OUTDATED    OUTDATED    OUTDATED
-==============  ==========  ==========  ==========
+    norm term | non-finite count | alarms ... | used count of each parameter ... | alarm count of each parameter ...
+    | reports of non-finite gradients ...
 
-- *run: stats*: non-finite values were counted, too. *run: raises*: an alarm was raised.
-- *outdate*: gradients come, or may have come on some rank; or the step is over, or they were dropped.
+It is summed for finite norms and maximised for the infinity norm; every part means the same under either. A rank adds 0
+or 1 to each count: in any order fp32 adds up to 2^24 ranks without rounding.
 
-``exchange_vector`` has what is sent, ``alarms`` what a step fails for, ``clip`` what the norm is used for.
+``alarms`` has the errors that a step raises on every rank, ``clip`` what the norm is used for.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,18 +28,56 @@ from ..comm.sharding import Sharding
 from ..comm.streams import keep_tensors_of
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
-from .alarms import About, Alarm, alarms
-from .exchange_vector import ExchangeVector, OwnUse
-from .nonfinite import NonFinite
+from .alarms import About, Alarm, AlarmColumns, alarms, width
 from .pipeline import Pipeline
 
 
 class Exchanged(enum.Enum):
-    """Knowledge of the gradients as they are."""
+    """What is known of the gradients as they are now; the last exchange describes them as they were then.
+
+    ==============  ==========  ==========  ==========
+    event           OUTDATED    USED        COUNTED
+    ==============  ==========  ==========  ==========
+    run             USED        USED        USED
+    run: stats      COUNTED     COUNTED     COUNTED
+    run: raises     OUTDATED    OUTDATED    OUTDATED
+    follow_edits    OUTDATED    USED        COUNTED
+    outdate         OUTDATED    OUTDATED    OUTDATED
+    resize          OUTDATED    OUTDATED    OUTDATED
+    ==============  ==========  ==========  ==========
+
+    - *run: stats*: non-finite values were counted, too. *run: raises*: an alarm was raised.
+    - *outdate*: gradients come, or may have come on some rank; or the step is over, or they were dropped.
+    """
 
     OUTDATED = enum.auto()  # nothing
     USED = enum.auto()  # which parameters are used, on any rank
     COUNTED = enum.auto()  # and how many values are not finite
+
+
+@dataclass(frozen=True)
+class ToExchange:
+    """What this rank brings into an exchange.
+
+    Attributes:
+        buckets: all buckets, with their gradients.
+        used: a byte a parameter, 1 where this rank has a gradient for it.
+        norm_type: of the norm that is wanted; None: none is.
+        stats: whether non-finite values are counted; with neither norm nor count no gradient is read.
+        about: by alarm, the parameters that this rank raises it for.
+        order_code: this rank's code for the alarm "parted".
+        reasons: by alarm, this rank's reasons in words.
+        flags: which slots were not finite as they were packed, and the parameters of the slots.
+    """
+
+    buckets: Sequence[Bucket]
+    used: bytearray
+    norm_type: float | None
+    stats: bool
+    about: Mapping[str, Set[int]]
+    order_code: int
+    reasons: Mapping[str, Sequence[str]]
+    flags: tuple[Tensor, Tensor]
 
 
 class Exchange:
@@ -99,12 +131,11 @@ class Exchange:
         self.nonfinite.resize(count)
         places = [self._places(index) for index in range(count)]
         self._vector = ExchangeVector(self._alarms, places, self.nonfinite.entries, device)
-        self._own_use = OwnUse(count, device)
 
     def resize(self) -> None:
         """Make room for as many parameters as there are labels."""
         self.outdate()
-        for holder in (self, self._vector, self._own_use):  # kernels of another stream may still use what they had
+        for holder in (self, self._vector):  # kernels of another stream may still use what they had
             keep_tensors_of(holder)
         self._make_room()
 
@@ -119,7 +150,7 @@ class Exchange:
     def follow_edits(self, dropped: Set[int], written: Set[int]) -> None:
         """Note the gradients, by parameter index, that the user has dropped or written since they were exchanged.
 
-        Parameters of dropped ones are unused on this rank. The next exchange tells whether all ranks have edited.
+        Parameters of dropped ones are unused on this rank. The next exchange shows whether all ranks have edited.
         """
         for index in dropped:
             self.used[index].fill_(False)
@@ -130,54 +161,39 @@ class Exchange:
         """[] fp32: the sum of |g|^p of all gradients, or their largest; of the ``norm_type`` exchanged."""
         return self._vector.totals[0]
 
-    def run(
-        self,
-        buckets: Sequence[Bucket],
-        used: bytearray,
-        norm_type: float | None,
-        *,
-        stats: bool,
-        about: Mapping[str, Set[int]],
-        order_code: int,
-        own: Mapping[str, Sequence[str]],
-        flags: tuple[Tensor, Tensor],
-    ) -> None:
+    def run(self, own: ToExchange) -> None:
         """Collective. Fill in the norm and what is used.
-
-        Args:
-            used: a byte a parameter, 1 where this rank has a gradient for it.
-            norm_type: None: no norm is wanted.
-            stats: False: nor is the non-finite count, so that no gradient is read.
-            about: by alarm, the parameters that this rank raises it for.
-            order_code: what this rank says for the alarm "parted".
-            own: by alarm, this rank's reasons in words.
-            flags: which slots were not finite as they were packed, and the parameters of the slots.
 
         Raises the errors of the alarms, on every rank, before anything is updated. On CUDA every rank raises one step
         later, in the same call, and skips the step in between: so the host need not wait for the device. Only a rank
         that has the alarm itself reads at once, since it must know whether to go on: see ``failed``.
         """
         self.check_alarms()
-        about, self._edited = {**about, "edited": self._edited}, set()
+        about, self._edited = {**own.about, "edited": self._edited}, set()
         vector = self._vector
-        if norm_type is not None or stats:
-            vector.totals.copy_(self._local_totals(buckets, norm_type or 2.0))
+        if own.norm_type is not None or own.stats:
+            vector.totals.copy_(self._local_totals(own.buckets, own.norm_type or 2.0))
         else:
             vector.totals.zero_()
-        vector.alarms.fill({name: len(of) for name, of in about.items()} | {"parted": order_code})
-        vector.put_use(self._own_use.on_device(used))
+        vector.alarms.fill({name: len(of) for name, of in about.items()} | {"parted": own.order_code})
+        vector.put_use(own.used)
         vector.name(set().union(*about.values()) if self._alarms else ())
-        self.nonfinite.report(vector.reports, *flags)
-        self.sharding.exchange(vector.all, maximum=norm_type == math.inf)
-        if self._alarms and not is_capturing(self.sharding.device):  # a replayed graph has no host to raise anything
-            vector.alarms.send()
-            self._own_reasons = own
-            if vector.alarms.immediate or self._at_once:
-                self.check_alarms()
-            elif any(about.values()):
-                self._raised = vector.alarms.read_first_raised()
+        self.nonfinite.report(vector.reports, *own.flags)
+        self.sharding.exchange(vector.all, maximum=own.norm_type == math.inf)
+        self._read_alarms(own.reasons, raised_here=any(about.values()))
         torch.gt(vector.use(), 0, out=self.used)
-        self.state, self.norm_type = Exchanged.COUNTED if stats else Exchanged.USED, norm_type
+        self.state, self.norm_type = Exchanged.COUNTED if own.stats else Exchanged.USED, own.norm_type
+
+    def _read_alarms(self, reasons: Mapping[str, Sequence[str]], *, raised_here: bool) -> None:
+        """Send the exchanged alarms to the host, and raise what it can or must read at once."""
+        if not self._alarms or is_capturing(self.sharding.device):  # a replayed graph has no host to raise anything
+            return
+        self._vector.alarms.send()
+        self._own_reasons = reasons
+        if self._vector.alarms.immediate or self._at_once:
+            self.check_alarms()
+        elif raised_here:
+            self._raised = self._vector.alarms.read_first_raised()
 
     def share_with_stages(
         self, norm_type: float | None, *, fresh: bool, stats: bool, inverse_scale: Tensor | None
@@ -187,14 +203,14 @@ class Exchange:
         Args:
             fresh: whether this stage has exchanged since the last call. Another stage may have, where gradients were
                 edited: then its count of non-finite values is another, while the norm of the clip stays.
-            inverse_scale: the inverse of the loss scale of this step; None: there is none. See ``Pipeline.share``.
+            inverse_scale: the inverse of the loss scale of this step; None: there is none. See ``Pipeline.combine``.
         """
         assert self._pipeline is not None
         totals = self._vector.totals
         if fresh:
             self._own_totals.copy_(totals)
         of_all = self._totals_of_all.copy_(self._own_totals) if norm_type is not None or stats else None
-        self._pipeline.share(of_all, norm_type, self._vector.alarms.raised_on_device(), inverse_scale)
+        self._pipeline.combine(of_all, norm_type, self._vector.alarms.raised_on_device(), inverse_scale)
         if of_all is not None and fresh:
             totals.copy_(of_all)
         elif of_all is not None:
@@ -245,3 +261,148 @@ class Exchange:
         if norm_type == math.inf:
             totals[0] = stats[:, 0].max()
         return totals
+
+
+class ExchangeVector:
+    """The vector, with a view for each part.
+
+    An expert has a used count for each of the parameters that ranks have under its name: one may be used, and another
+    not.
+
+    Args:
+        of: the alarms that it carries; without any it does not name parameters either.
+        places: of each parameter, the number of its used counts, and the number of this rank's among them.
+        reports: entries for reports of non-finite gradients.
+
+    Attributes:
+        all: fp32, the vector. The others are views of it.
+        totals: [2] the norm term and the non-finite count.
+        alarms: their columns.
+        used_counts: [parameters, and more of experts] how many ranks use each.
+        reports: [reports]
+    """
+
+    def __init__(
+        self, of: Sequence[Alarm], places: Sequence[tuple[int, int]], reports: int, device: torch.device
+    ) -> None:
+        counts = [count for count, _ in places]
+        totals = 2  # the norm term and the non-finite count
+        sizes = [totals, width(of), sum(counts), len(places) if of else 0, reports]
+        self.all = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self.totals, columns, self.used_counts, self._named_counts, self.reports = self.all.split(sizes)
+        self.alarms = AlarmColumns(of, columns)
+        self._own_use = torch.zeros(len(places), dtype=torch.float32, device=device)  # as last sent there
+        self._sent = bytearray(len(places))
+        self._own_counts: Tensor | None = None  # [parameters] int64, the places of this rank's counts; None: all
+        if sum(counts) > len(places):
+            starts = itertools.accumulate(counts, initial=0)
+            own = [start + number for start, (_, number) in zip(starts, places, strict=False)]
+            self._own_counts = torch.tensor(own, dtype=torch.int64, device=device)
+
+    def put_use(self, used: bytearray) -> None:
+        """Write what this rank uses, a byte a parameter."""
+        here = self._on_device(used)
+        if self._own_counts is None:
+            self.used_counts.copy_(here)
+        else:
+            self.used_counts.zero_().index_copy_(0, self._own_counts, here)
+
+    def _on_device(self, used: bytearray) -> Tensor:
+        """[parameters] fp32. As a rule use is as in the step before: nothing is copied."""
+        if is_capturing(self.all.device):
+            # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
+            flags = torch.ones_like(self._own_use)
+            for index in (index for index, flag in enumerate(used) if not flag):
+                flags[index].zero_()
+            return flags
+        if used != self._sent:
+            host = torch.frombuffer(used, dtype=torch.uint8).float()
+            self._own_use.copy_(host.pin_memory() if self._own_use.is_cuda else host, non_blocking=True)
+            self._sent = bytearray(used)
+        return self._own_use
+
+    def use(self) -> Tensor:
+        """[parameters] fp32, the number of ranks that use each of this rank's parameters."""
+        return self.used_counts if self._own_counts is None else self.used_counts.index_select(0, self._own_counts)
+
+    def name(self, parameters: Iterable[int]) -> None:
+        """Name the parameters that this rank's alarms are about, by index."""
+        self._named_counts.zero_()
+        for index in parameters:
+            self._named_counts[index].fill_(1.0)
+
+    def named(self) -> list[int]:
+        """List the parameters that any rank has named. Reads device values: for an alarm that is raised."""
+        return [index for index, count in enumerate(self._named_counts.tolist()) if count > 0]
+
+
+class NonFinite:
+    """The first gradient that was not finite in the latest run of skipped steps, by parameter, rank and step.
+
+    Flags come from two places. ``pack`` marks gradients that were not finite on the rank that made them: the exchange
+    of the same step carries them to all ranks. ``adam_step`` marks, on a skipped step, values of a shard that are not
+    finite: an overflow born in the sum, which the shard's owner knows at once and the other ranks from the next
+    exchange on. The record stays on the device until it is asked for.
+
+    Attributes:
+        marks: [parameters] int32, set by ``adam_step``.
+        entries: number of fp32 values in the exchange for reports: two a rank. An entry is a parameter's index plus
+            one, or 0; only its own rank writes it, so that it means the same summed and maximised.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self._rank, self._world_size = rank, world_size
+        self.entries = 2 * world_size
+        self.marks = torch.zeros(0, dtype=torch.int32, device=device)
+        self._numbers = torch.zeros(0, dtype=torch.int64, device=device)  # [parameters] index
+        self._steps, self._first_step = torch.zeros(2, dtype=torch.float32, device=device)
+        self._was_bad, self._was_first = torch.zeros(2, dtype=torch.bool, device=device)
+        self._record = torch.zeros(self.entries, dtype=torch.float32, device=device)
+
+    def resize(self, parameters: int) -> None:
+        keep_tensors_of(self)
+        marks = torch.zeros(parameters, dtype=torch.int32, device=self.marks.device)
+        marks[: len(self.marks)] = self.marks
+        self.marks = marks
+        self._numbers = torch.arange(parameters, device=self.marks.device)
+
+    def report(self, entries: Tensor, flags: Tensor, slot_params: Tensor) -> None:
+        """Fill in this rank's ``entries``, and zero the others'. ``flags`` [slots]: set by ``pack``."""
+        entries.zero_()
+        entries[self._rank] = _first(flags, slot_params)
+        entries[self._world_size + self._rank] = _first(self.marks, self._numbers)
+
+    def note(self, entries: Tensor, found_inf: Tensor) -> None:
+        """Record every rank's reports, once a step, before the update. ``found_inf``: whether the step is skipped."""
+        packed, marked = entries.split(self._world_size)
+        self._steps += 1
+        bad = (found_inf.reshape(()) > 0) | (packed.amax() > 0)
+        first = bad & ~self._was_bad
+        record_packed, record_marked = self._record.split(self._world_size)
+        record_packed.copy_(torch.where(first, packed, record_packed))
+        record_marked.copy_(torch.where(self._was_first, marked, record_marked * ~first))
+        self._first_step.copy_(torch.where(first, self._steps, self._first_step))
+        self._was_bad.copy_(bad)
+        self._was_first.copy_(first)
+        self.marks.zero_()
+
+    def first(self) -> tuple[int | None, int | None, int] | None:
+        """(parameter index, rank, step counted from 1), read on the host; None: every gradient was finite. Index and
+        rank are None for an overflow born in the sum on another rank, in the step just made."""
+        step = int(self._first_step)
+        if step == 0:
+            return None
+        record = self._record.tolist()
+        for place, entry in enumerate(record):
+            if entry > 0:
+                return int(entry) - 1, place % self._world_size, step
+        own = int(_first(self.marks, self._numbers))
+        return (own - 1, self._rank, step) if own and bool(self._was_first) else (None, None, step)
+
+
+def _first(flags: Tensor, numbers: Tensor) -> Tensor:
+    """[] int64: the number of the first flag that is set, plus one; 0 where none is."""
+    if flags.numel() == 0:
+        return flags.new_zeros((), dtype=torch.int64)
+    place = flags.argmax()
+    return (numbers.index_select(0, place.reshape(1)).reshape(()) + 1) * flags.amax()

@@ -6,7 +6,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,14 @@ from ..errors import OffloadError
 from ..grads.bucket import Bucket
 from ..params.layout import SlotPiece
 from ..params.tensor_slice import put_together
+from ..rules.codec import Begins, StateTensor
 from ..rules.group_rules import GroupRules
-from ..rules.state_tensor import Begins, StateTensor
 from ..rules.update_rule import has_master
 from ..stores.host_threads import host_threads
 from ..stores.state_store import HostStore, StateStore
-from .batches import ShardBatch, batches_of, in_turn
-from .lost_state import LostState
+from .batches import LostState, ShardBatch, batches_of, in_turn
+from .saved_state import Copy
 from .shard_state import ShardState
-from .state_load import Copy, carry_out
 from .workplace import Coefficients
 
 _version_of = operator.attrgetter("_version")
@@ -43,8 +42,51 @@ class StatePiece:
     piece: SlotPiece
 
 
+class Versions:
+    """Version counters of the parameters: shows which ones somebody else has written since their masters were made.
+
+    An update counts up the version of every parameter, once. Versions never go down, so their sum shows whether any has
+    changed beyond that.
+    """
+
+    def __init__(self) -> None:
+        self.mastered: dict[int, Tensor] = {}  # by index, those that have a master beside them
+        self._all: list[Tensor] = []
+        self._versions: list[int] = []  # of those with a master, when they were last looked at one by one
+        self._updates = 0  # since then
+        self._total = 0  # that the versions have now, unless somebody else has written
+
+    def record(self, parameters: Sequence[Tensor], mastered: Mapping[int, Tensor]) -> None:
+        """Take these parameters, as they are now, as unwritten."""
+        self._all, self.mastered = list(parameters), dict(mastered)
+        self._look()
+
+    def _look(self) -> None:
+        self._versions, self._updates = list(map(_version_of, self.mastered.values())), 0
+        self._total = sum(self._versions)
+
+    def written(self) -> set[int]:
+        """Find the parameters with a master that were written since the last call, by index."""
+        if sum(map(_version_of, self.mastered.values())) == self._total:
+            return set()
+        before, updates = self._versions, self._updates
+        self._look()
+        pairs = zip(self.mastered, self._versions, before, strict=True)
+        return {index for index, now, then in pairs if now != then + updates}
+
+    def count_update(self) -> None:
+        """Count up all versions: a backward through a graph older than this update must raise."""
+        torch.autograd.graph.increment_version(self._all)
+        self._updates += 1
+        self._total += len(self.mastered)
+
+    def mark_stale(self) -> None:
+        """Have the next ``written`` return all parameters with a master."""
+        self._versions, self._updates, self._total = [-1] * len(self._versions), 0, -1
+
+
 class OptimizerState:
-    """The shard states of all buckets, and the version of each parameter that the masters were last made from.
+    """The shard states of all buckets.
 
     Args:
         parameters: all trained parameters, by index.
@@ -73,18 +115,14 @@ class OptimizerState:
         self._aside: list[tuple[Bucket, Tensor]] = []  # parameters, while their averages are shown
         self._batches: list[ShardBatch] = []  # of the shards, in the order in which they are updated
         self.started = False  # whether state may differ from what it is at construction
-        self._all: list[Tensor] = []
-        self._mastered: dict[int, Tensor] = {}  # those that have a master beside them
-        self._versions: list[int] = []  # of these, when they were last looked at one by one
-        self._updates = 0  # since then: each has counted every version up
-        self._total = 0  # that the versions have now, unless somebody else has written
+        self._versions = Versions()
 
     def grow(self, buckets: Sequence[Bucket]) -> None:
         """Make state for new buckets, whose parameters come last in ``parameters``."""
         self.refresh_edited()
         self.shards += [self._shard_state(bucket) for bucket in buckets]
         self._follow_shards()
-        self.record_versions()
+        self._record_versions()
 
     def _follow_shards(self) -> None:
         """Batch the shards anew, after they have changed."""
@@ -92,7 +130,7 @@ class OptimizerState:
         self._batches = batches_of(self.shards[::-1], self.lost)
 
     def close(self, *, wait: bool = True) -> None:
-        """Release all state. ``wait``: for copies to and from the host. Not where the ranks have parted: a copy may
+        """Release all state. ``wait``: for copies to and from the host. Not where ranks are out of sync: a copy may
         come after a reduction that never ends."""
         old, self.shards = self.shards, []
         self._follow_shards()
@@ -104,30 +142,21 @@ class OptimizerState:
 
     # -- edits of parameters -------------------------------------------------------------------------------------
 
-    def record_versions(self) -> None:
-        self._all = list(self.parameters.values())
-        self._mastered = {i: p for i, p in self.parameters.items() if has_master(self.rules.of(i), p.dtype)}
-        self._look_at_versions()
-
-    def _look_at_versions(self) -> None:
-        self._versions, self._updates = list(map(_version_of, self._mastered.values())), 0
-        self._total = sum(self._versions)
+    def _record_versions(self) -> None:
+        mastered = {i: p for i, p in self.parameters.items() if has_master(self.rules.of(i), p.dtype)}
+        self._versions.record([*self.parameters.values()], mastered)
 
     def refresh_edited(self) -> None:
-        """Refresh the masters of parameters written in place since the last update, as their version counters tell.
+        """Refresh the masters of parameters written in place since the last update, by their version counters.
 
-        Versions never go down, so their sum tells whether any has changed. Tensors that were assigned to ``.data`` are
-        copied into the buckets first.
+        Tensors that were assigned to ``.data`` are copied into the buckets first.
         """
         for shard in self.shards:
             shard.bucket.flat.take_assigned()
         if not self.started:  # models are often initialised through ``.data``
-            self.refresh_masters(set(self._mastered))
-        elif sum(map(_version_of, self._mastered.values())) != self._total:
-            before, updates = self._versions, self._updates
-            self._look_at_versions()
-            pairs = zip(self._mastered, self._versions, before, strict=True)
-            self.refresh_masters({index for index, now, then in pairs if now != then + updates})
+            self.refresh_masters(set(self._versions.mastered))
+        elif written := self._versions.written():
+            self.refresh_masters(written)
         if self._finds_edits and self.started:
             self._find_edits()
 
@@ -149,11 +178,9 @@ class OptimizerState:
                 shard.refresh_masters(pieces)
 
     def mark_updated(self) -> None:
-        """Tell autograd that the parameters were written: a backward through a graph older than this must raise."""
+        """Record that the parameters were updated."""
         self.started = True
-        torch.autograd.graph.increment_version(self._all)
-        self._updates += 1
-        self._total += len(self._mastered)
+        self._versions.count_update()
 
     # -- update --------------------------------------------------------------------------------------------------
 
@@ -161,28 +188,17 @@ class OptimizerState:
         rule = self.rules.of(bucket.layout.slots[0].param)  # a bucket has one
         return ShardState(bucket, rule, self._store, group=self._group, measures=self._measures)
 
-    def update(self, by: Coefficients) -> Iterator[ShardState]:
-        """Update every shard, in the order in which the next forward wants the parameters, and yield each once its
-        parameters can be sent out. The state of later shards is prefetched meanwhile."""
+    def to_update(self, by: Coefficients) -> Iterator[tuple[ShardBatch, Coefficients]]:
+        """Give all batches, in the order in which the next forward wants the parameters, and what each is to be updated
+        by before the next is asked for. The state of later batches is prefetched meanwhile."""
         host = self._store if isinstance(self._store, HostStore) else None
         here = by if host is None else by.on_host()
         with nullcontext() if host is None else host_threads(host.threads):
             for batch in in_turn(self._batches, self._store.lookahead, self.lost):
-                batch.update(here)
-                yield from batch.shards
+                yield batch, here
         if host is not None:
             by.marks.copy_(here.marks, non_blocking=True)
         self._store.end_step()
-
-    @contextmanager
-    def _opened(self, shard: ShardState) -> Iterator[Mapping[str, Tensor]]:
-        """``shard.opened``, which records the loss of a page and raises it."""
-        try:
-            with shard.opened() as state:
-                yield state
-        except OffloadError as error:
-            self.lost.record(shard.parameters, error)
-            raise
 
     def raise_lost_together(self) -> None:
         """Collective where a store can lose a page."""
@@ -225,17 +241,18 @@ class OptimizerState:
         self.refresh_edited()
         exported = {}
         for shard in self.shards:
-            with self._opened(shard) as opened:
+            with self.lost.opened(shard) as opened:
                 state = shard.exported(opened)
                 for number, slot in enumerate(shard.bucket.layout.slots):
-                    exported[slot.param] = shard.views(number, state)
+                    exported[slot.param] = {t.name: shard.shown(number, t, state[t.name]) for t in shard.in_state_dict}
         return exported
 
     def load(self, copies: Sequence[Copy]) -> None:
         """Carry out a planned load."""
         for shard, of_shard in itertools.groupby(copies, lambda copy: copy.shard):
-            with self.lost.recording(shard):
-                carry_out(shard, of_shard)
+            with self.lost.recording(shard), shard.opened() as state:
+                for copy in of_shard:
+                    shard.set_part(copy.tensor, state, copy.piece, copy.values())
 
     def state_pieces(self, *, stored: bool) -> Iterator[StatePiece]:
         """List what this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out.
@@ -248,7 +265,7 @@ class OptimizerState:
     def values(self, *, stored: bool) -> Generator[Tensor]:
         """Give the values of each of ``state_pieces``, in their order, flat: read or write them before the next."""
         for shard in self.shards:
-            with self._opened(shard) as state:
+            with self.lost.opened(shard) as state:
                 for own in _state_pieces(shard, stored=stored):
                     part = shard.part(own.tensor, state, own.piece)
                     before = part._version
@@ -275,7 +292,7 @@ class OptimizerState:
         """Collective. Set the parameters to the average ``name``, rounded."""
         with self.sharding.everyone.raising_together("swap_to_ema", self.sharding.device):
             for shard in self.shards:
-                with self._opened(shard) as state:
+                with self.lost.opened(shard) as state:
                     shard.bucket.param_shard.copy_(shard.values_named(name, state))
         self._send_out()
 
@@ -291,8 +308,8 @@ class OptimizerState:
         """Collective. Send the parameters to the other ranks. Their writes do not count as the user's edits."""
         for shard in self.shards:
             shard.bucket.unshard()
-        torch.autograd.graph.increment_version(self._all)
-        self.record_versions()
+        torch.autograd.graph.increment_version([*self.parameters.values()])
+        self._record_versions()
 
     # -- whole tensors ---------------------------------------------------------------------------------------------
 
@@ -304,7 +321,7 @@ class OptimizerState:
         self.refresh_edited()
         for shard in self.shards:
             for tensor in (tensor for tensor in shard.tensors if only in (None, tensor.name)):
-                for index, whole in self._wholes(shard, tensor, self._gathered(shard, tensor)).items():
+                for index, whole in _wholes(shard, tensor, self._gathered(shard, tensor)).items():
                     yield index, tensor.name, whole
         self.raise_lost_together()
 
@@ -318,7 +335,7 @@ class OptimizerState:
             for tensor in shard.tensors:
                 if tensor.begins is Begins.PARAMETER:
                     full = self._gathered(shard, tensor)
-                    yield self._wholes(shard, tensor, full)
+                    yield _wholes(shard, tensor, full)
                     # Here ``full`` is a copy. Its memory is freed now, as gloo's threads may still refer to it.
                     if shard.bucket.sharding.shard_count > 1:
                         deallocate(full)
@@ -332,27 +349,13 @@ class OptimizerState:
         _, numel = tensor.span(0, shard.bucket.layout.shard_numel)
         here = torch.zeros(0, dtype=tensor.dtype, device=self.sharding.device)
         try:
-            with self._opened(shard) as state:
+            with self.lost.opened(shard) as state:
                 here = shard.values(tensor, state).to(self.sharding.device)
                 if not shard.keeps_views:
                     here = here.clone()
         except OffloadError:
             here = here.new_zeros(numel)
         return shard.bucket.sharding.whole_of(here, kind)
-
-    def _wholes(self, shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, Tensor]:
-        """Collective where tensor-parallel ranks have slices. Cut ``full``, of a whole bucket, into one whole tensor a
-        parameter, by index: a view in the parameter's shape, or a copy that is put together of slices."""
-        flat = shard.bucket.flat
-        if not flat.joined:
-            return {slot.param: shard.view_in(full, tensor, n) for n, slot in enumerate(shard.bucket.layout.slots)}
-        every = shard.bucket.sharding.gather_slices(full, "state")
-        wholes = {}
-        for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
-            assert own is not None
-            slices = [shard.view_in(row, tensor, number, rank) for rank, row in enumerate(every)]
-            wholes[slot.param] = put_together(own, slices)
-        return wholes
 
     def distribute(self, names: Mapping[int, Collection[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Collective. Take over whole tensors from rank 0 of those that save together, one bucket at a time.
@@ -401,7 +404,22 @@ class OptimizerState:
         """Have the next step set masters to their parameters where they do not round to them. After a load: the model
         may be loaded later, and a master may be older than the parameters, if another optimizer carried it along."""
         self.started = True
-        self._versions, self._updates, self._total = [-1] * len(self._versions), 0, -1
+        self._versions.mark_stale()
+
+
+def _wholes(shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, Tensor]:
+    """Collective where tensor-parallel ranks have slices. Cut ``full``, of a whole bucket, into one whole tensor a
+    parameter, by index: a view in the parameter's shape, or a copy that is put together of slices."""
+    flat = shard.bucket.flat
+    if not flat.joined:
+        return {slot.param: shard.view_in(full, tensor, n) for n, slot in enumerate(shard.bucket.layout.slots)}
+    every = shard.bucket.sharding.gather_slices(full, "state")
+    wholes = {}
+    for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
+        assert own is not None
+        slices = [shard.view_in(row, tensor, number, rank) for rank, row in enumerate(every)]
+        wholes[slot.param] = put_together(own, slices)
+    return wholes
 
 
 def _fill(shard: ShardState, tensor: StateTensor, full: Tensor, parts: Sequence[tuple[SlotPiece, int]]) -> None:

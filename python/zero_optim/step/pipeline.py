@@ -1,9 +1,9 @@
-"""The stages of a pipeline, and what each has to know of the others' gradients.
+"""The stages of a pipeline, and the norm and overflow that they exchange in every step.
 
 Two stages, each on two ranks that average its gradients::
 
                  replica 0   replica 1
-    stage 0      rank 0      rank 1       a row: the same parameters; an optimizer of their own, which shares state
+    stage 0      rank 0      rank 1       a row: the same parameters; an optimizer of their own, which shards state
     stage 1      rank 2      rank 3
                                           a column: one pipeline
 
@@ -32,10 +32,9 @@ from ..comm.together import check_same
 from ..errors import ParameterError, RankMismatchError
 from ..params.marks import is_shared
 from ..params.storage_order import described
-from .norms import Norms, norms_over
 
 _FAILED, _FAILED_LATE = 1.0, 0.5
-"""Flags of a stage that takes no step: for a reason that the others have yet to hear, and for one that they know."""
+"""Flags of a stage that takes no step: for a reason that the others do not know yet, and for one that they know."""
 
 
 _MOST_CALLS = 4
@@ -50,11 +49,12 @@ class Pipeline:
         norm term | non-finite count | flag of each stage | inverse loss scale of each stage
 
     Attributes:
+        comm: the ranks, one of each stage.
         failed: [1] fp32, above 0 where the step has to be skipped: a stage has failed, or loss scales differ.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
-        self._comm = comm
+        self.comm = comm
         self._vector = torch.zeros(2 + 2 * comm.world_size, dtype=torch.float32, device=device)
         self._totals, self._flags, self._scales = self._vector.split([2, comm.world_size, comm.world_size])
         self.failed = torch.zeros(1, dtype=torch.float32, device=device)
@@ -66,14 +66,14 @@ class Pipeline:
     @property
     def stages(self) -> int:
         """Number of stages."""
-        return self._comm.world_size
+        return self.comm.world_size
 
     @property
     def stage(self) -> int:
         """The number of this rank's stage."""
-        return self._comm.rank
+        return self.comm.rank
 
-    def share(
+    def combine(
         self, totals: Tensor | None, norm_type: float | None, alarm: Tensor, inverse_scale: Tensor | None
     ) -> None:
         """Collective. Combine the ``totals`` of all stages, in place.
@@ -89,7 +89,7 @@ class Pipeline:
             self._totals.copy_(totals)
         self._flags[self.stage].copy_(alarm.reshape(()))
         self._scales[self.stage].copy_(1.0 if inverse_scale is None else inverse_scale.reshape(()))
-        self._comm.exchange(self._vector, maximum=norm_type == math.inf)
+        self.comm.exchange(self._vector, maximum=norm_type == math.inf)
         if totals is not None:
             totals.copy_(self._totals)
         self.failed.copy_(self._flags.sum() + (self._scales.amax() != self._scales.amin()))
@@ -101,11 +101,11 @@ class Pipeline:
     def fail(self, error: Exception) -> None:
         """Collective. Let the other stages skip the step that they are in, and raise, as ``error`` has come up here."""
         for report in self._reports:
-            report.read(wait=True)  # what it says of this step is known here
+            report.read(wait=True)  # its contents of this step are known here
         self._vector.zero_()
         self._flags[self.stage].fill_(_FAILED_LATE if error is self._known else _FAILED)
         self._scales.fill_(1.0)
-        self._comm.exchange(self._vector)
+        self.comm.exchange(self._vector)
 
     def check(self) -> None:
         """Raise RankMismatchError where another stage has failed in the last step, or its loss scale was another one.
@@ -134,7 +134,7 @@ class Pipeline:
         failed = [stage for stage, flag in enumerate(flags) if flag >= _FAILED]
         if any(flags):
             others = [stage for stage in failed if stage != self.stage]
-            if self.stage not in failed and others:  # this stage's own alarm says more
+            if self.stage not in failed and others:  # this stage's own alarm has the reason
                 self._raise(f"stage {others[0]} of the pipeline has failed, and its ranks have raised the reason")
         elif min(scales) != max(scales):
             odd = next(stage for stage, scale in enumerate(scales) if scale != scales[0])
@@ -152,10 +152,6 @@ class Pipeline:
         """``check`` what was just exchanged, where the host has it already, or is to ``wait`` for it."""
         if wait or self._reports[0].immediate:
             self._read()
-
-    def together(self, norms: Norms, norm_type: float, device: torch.device) -> Norms:
-        """Collective. Combine the norms of all stages, one each, into one: [1] each."""
-        return norms_over(self._comm, norms, norm_type, device)
 
 
 def make_pipeline(

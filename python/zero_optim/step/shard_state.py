@@ -19,25 +19,20 @@ from ..comm.collectives import Comm
 from ..comm.streams import keep_for_current_stream
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
-from ..params.joint import Joint, joint_of
 from ..params.layout import SlotPiece
 from ..params.storage_order import StorageOrder, strides_of, view_of
 from ..params.tensor_slice import shown_as
-from ..rules.codec import Codec
-from ..rules.state_tensor import Begins, Per, StateTensor
+from ..rules.codec import Begins, Codec, Per, StateTensor
 from ..rules.update_rule import (
-    CutParameter,
     ShardUpdate,
-    ToJoin,
     UpdateRule,
-    Whole,
     exported_for,
     has_master,
     stored_for,
     tensors_for,
 )
 from ..stores.state_store import HostStore, StateStore
-from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, Workplace
+from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, Workplace, to_join, wholes_in
 
 _CHUNK = 2**22
 """Elements that are compared at once: bounds the memory for it to some 50 MB."""
@@ -47,14 +42,18 @@ class ShardState:
     """Updates a shard, and cuts its state into the parameters' parts.
 
     Attributes:
+        numel: elements of the shard, padding included.
+        parameters: indices of its parameters, slot by slot.
+        device: where it is updated.
+        keeps_views: whether the tensors of ``opened`` stay the live state afterwards.
+        lookahead: number of pages that are worth prefetching while one is updated.
         tensors: the logical tensors. fp32 parameters have no master: they are their own.
         stored: the stored tensors: a logical one itself, where it has no codec.
         in_state_dict: the tensors of a state dict: the stored ones, but for a split master, which it has in fp32.
         page: its number in the store.
         row_slot: [shard_numel / ROW] int32, the parameter index of each row; -1 for padding.
         wholes: the parameters in it, where the rule has them whole, or a slice of each.
-        to_join: the parameters that an update makes whole over ranks, or whose work it shares with ranks that have the
-            same; None: none.
+        to_join: the parameters that an update makes whole over ranks, or whose work replicas divide; None: none.
         row_keys: [shard_numel / ROW] int32, keys of each row's noise; None: nothing is rounded by noise.
         row_stats: [shard_numel / ROW, 5] fp32, the last update's measurements of each row; None: it measures none.
     """
@@ -69,6 +68,8 @@ class ShardState:
         measures: bool = False,
     ) -> None:
         self.bucket, self.rule, self._store = bucket, rule, store
+        self.numel, self.parameters = bucket.layout.shard_numel, [slot.param for slot in bucket.layout.slots]
+        self.device, self.keeps_views, self.lookahead = store.works_on, store.keeps_views, store.lookahead
         self.tensors, self.stored = tensors_for(rule, bucket.dtype), stored_for(rule, bucket.dtype)
         self.in_state_dict = exported_for(rule, bucket.dtype)
         self._place: Workplace = OnDevice(bucket)
@@ -76,74 +77,16 @@ class ShardState:
         if isinstance(store, HostStore):
             self._place = OnHost(bucket, store, reads_parameters=not has_master(rule, bucket.dtype))
             visiting = {}
-        self.page = store.allocate({t.name: self._first(t, store.works_on) for t in self.stored}, visiting)
+        self.page = store.allocate({t.name: self._first(t, self.device) for t in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
-        self.row_slot = torch.tensor(rows, dtype=torch.int32, device=store.works_on)
-        self.wholes = () if rule.layout.cuts or self._joins_shards else self._wholes(group)
-        self.to_join = self._to_join(group)
-        self.row_keys = self._keys(len(rows)) if any(codec.stochastic for codec in rule.codecs.values()) else None
+        self.row_slot = torch.tensor(rows, dtype=torch.int32, device=self.device)
+        self.wholes = wholes_in(bucket, rule, group)
+        self.to_join = to_join(bucket, rule, self.wholes, group, keeps_views=self.keeps_views)
+        by_noise = any(codec.stochastic for codec in rule.codecs.values())
+        self.row_keys = _keys_of(bucket, len(rows)).to(self.device) if by_noise else None
         self.row_stats: Tensor | None = None
         if measures:
-            self.row_stats = torch.zeros(len(rows), len(ROW_STATS), dtype=torch.float32, device=store.works_on)
-
-    def _keys(self, rows: int) -> Tensor:
-        """Make the keys of rows: of the parameter's index and the row's number in it, however parameters are cut."""
-        keys = torch.zeros(rows, dtype=torch.int32, device="cpu")
-        for piece in self.bucket.pieces:
-            first, count = piece.in_shard // ROW, -(-piece.numel // ROW)
-            keys[first : first + count] = row_keys(piece.slot.param, piece.in_param // ROW, count)
-        return keys.to(self._store.works_on)
-
-    def _wholes(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[Whole, ...]:
-        shard = self.bucket.sharding.shard_index
-        return tuple(
-            whole._replace(start=piece.in_shard)
-            for piece, whole in zip(self.bucket.pieces, self._from_zero(group), strict=True)
-            # A slice may be empty here, and have elements on other tensor-parallel ranks, at the same place.
-            if piece.numel or (self._is_joined(whole.joint) and piece.slot.offset // self.numel == shard)
-        )
-
-    def _to_join(self, group: Callable[[int], Mapping[str, Any]]) -> ToJoin | None:
-        sharding, tensor_ranks = self.bucket.sharding, self.bucket.sharding.tensor_ranks
-        joins = self._joins_shards or self._joins_slices
-        # Where work alone is shared, pages would come twice, and state on the host would go to the device and back.
-        shares = self.rule.shares_work and (joins or self._store.keeps_views)
-        replicas = sharding.replicas if shares else None
-        if not joins and replicas is None:
-            return None
-        cuts, ranks = (self._cuts(group), sharding.sharers) if self._joins_shards else ((), None)
-        slices = tensor_ranks.slices if tensor_ranks is not None and self._joins_slices else None
-        return ToJoin(self.wholes, cuts, ranks, slices, replicas)
-
-    def _cuts(self, group: Callable[[int], Mapping[str, Any]]) -> tuple[CutParameter, ...]:
-        layout = self.bucket.layout
-        wholes = zip(layout.slots, self._from_zero(group), strict=True)
-        return tuple(CutParameter(whole, tuple(layout.parts(slot))) for slot, whole in wholes)
-
-    def _from_zero(self, group: Callable[[int], Mapping[str, Any]]) -> Iterator[Whole]:
-        """The parameters of the bucket, each as if it began a shard."""
-        flat, slots = self.bucket.flat, self.bucket.layout.slots
-        for slot, local, order, joint in zip(slots, flat.locals, flat.orders, self._joints(), strict=True):
-            yield Whole(slot.param, 0, local.shape, order, group(slot.param), joint)
-
-    def _joints(self) -> list[Joint | None]:
-        """Read, for each parameter of the bucket, how its slices make a whole."""
-        return [joint_of(parameter, self.bucket.sharding.plain_slices) for parameter in self.bucket.params]
-
-    @property
-    def _joins_shards(self) -> bool:
-        # A rank alone has whole parameters, in host memory perhaps, where they count as sharded, too.
-        sharded = self.bucket.flat.sharded and self.bucket.sharding.shard_count > 1
-        return not self.rule.layout.cuts and sharded
-
-    @property
-    def _joins_slices(self) -> bool:
-        """Whether updates join slices: alike on all tensor-parallel ranks, which have slices of the same parameters."""
-        return not self.rule.layout.cuts and any(map(self._is_joined, self._joints()))
-
-    def _is_joined(self, joint: Joint | None) -> bool:
-        """Whether the rule needs all slices of such a parameter."""
-        return joint is not None and self.rule.needs_whole(joint)
+            self.row_stats = torch.zeros(len(rows), len(ROW_STATS), dtype=torch.float32, device=self.device)
 
     def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
         if tensor.begins is not Begins.ZERO:
@@ -203,7 +146,7 @@ class ShardState:
     def is_updated_like(self, other: ShardState) -> bool:
         """True if one call may update both: their pages stay where they are updated, and their rules and dtypes are the
         same."""
-        return self._store.keeps_views and self.is_joined_like(other)
+        return self.keeps_views and self.is_joined_like(other)
 
     def is_joined_like(self, other: ShardState) -> bool:
         """True if the same ranks make their parameters whole, where any do, and their rules and dtypes are the same."""
@@ -214,7 +157,7 @@ class ShardState:
 
     @property
     def joining(self) -> tuple[Comm | None, Comm | None, Comm | None]:
-        """The ranks that make its parameters whole together, of parts and of slices, and those that share that work;
+        """The ranks that make its parameters whole together, of parts and of slices, and those that divide that work;
         None: there are none."""
         of = self.to_join
         return (None, None, None) if of is None else (of.ranks, of.slices, of.replicas)
@@ -274,42 +217,13 @@ class ShardState:
 
     def parameter_of(self, piece: SlotPiece) -> Tensor:
         """[piece.numel] the parameter's values: a view, or a copy where it is updated on another device."""
-        return self.bucket.param_shard.narrow(0, piece.in_shard, piece.numel).to(self._store.works_on)
+        return self.bucket.param_shard.narrow(0, piece.in_shard, piece.numel).to(self.device)
 
     def master(self, state: Mapping[str, Tensor]) -> Tensor:
         """[shard_numel] the master, or the parameters where they have none: a view, or a decoded copy where the master
         has a codec."""
         tensor = next((tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER), None)
         return state.get(PARAMETER, self.bucket.param_shard) if tensor is None else self.values(tensor, state)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the shard, padding included."""
-        return self.bucket.layout.shard_numel
-
-    @property
-    def device(self) -> torch.device:
-        """The device where it is updated."""
-        return self._store.works_on
-
-    @property
-    def lookahead(self) -> int:
-        """Number of pages that are worth prefetching while one is updated."""
-        return self._store.lookahead
-
-    @property
-    def parameters(self) -> list[int]:
-        """Indices of its parameters, slot by slot."""
-        return [slot.param for slot in self.bucket.layout.slots]
-
-    @property
-    def keeps_views(self) -> bool:
-        """True if the tensors of ``opened`` stay the live state afterwards."""
-        return self._store.keeps_views
-
-    def views(self, index: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of slot ``index`` in ``exported``, by name; see ``shown``."""
-        return {tensor.name: self.shown(index, tensor, state[tensor.name]) for tensor in self.in_state_dict}
 
     def exported(self, opened: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a state dict, along the shard: live ones where the store keeps them in one place, else copies
@@ -391,6 +305,15 @@ class ShardState:
         if tensor.begins is Begins.PARAMETER:
             return self.parameter_of(piece)
         return self.master(state).narrow(0, piece.in_shard, piece.numel).to(self.device)
+
+
+def _keys_of(bucket: Bucket, rows: int) -> Tensor:
+    """[rows] int32, the keys of rows: of the parameter's index and the row's number in it, however they are cut."""
+    keys = torch.zeros(rows, dtype=torch.int32, device="cpu")
+    for piece in bucket.pieces:
+        first, count = piece.in_shard // ROW, -(-piece.numel // ROW)
+        keys[first : first + count] = row_keys(piece.slot.param, piece.in_param // ROW, count)
+    return keys
 
 
 def _follow(master: Tensor, parameter: Tensor) -> None:

@@ -40,7 +40,7 @@ class ParameterNumbers:
         update_norm: 2-norm of what the update has added to the fp32 master.
         param_norm: 2-norm of the master after it.
         largest_update: the largest magnitude in what was added.
-        grad_zeros: the share of elements whose gradient is 0, from 0 to 1.
+        grad_zeros: the fraction of elements whose gradient is 0, from 0 to 1.
         updated: bool, whether the step has updated it. All others are 0 where it has not: the step was skipped, or no
             rank had a gradient for it.
     """
@@ -109,7 +109,7 @@ class Measured:
         self._chunks: WeakKeyDictionary[ShardState, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
     def after_step(self, updated: Tensor) -> None:
-        """Note which parameters the step has updated: [parameters] bool."""
+        """Record which parameters the step has updated: [parameters] bool."""
         self._updated = updated
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Measured:
                 indices = [piece.slot.param for piece in held]
                 numels = _on(device, [piece.numel for piece in held], torch.float64)
                 of_shard = torch.cat([self._sums_of(shard).to(device), numels[:, None]], dim=1)
-                # No two pieces share a row. The gap behind a piece in its last row has zero gradients: not counted.
+                # No row has two pieces. The gap behind a piece in its last row has zero gradients: not counted.
                 between = _on(device, [-piece.numel % ROW for piece in held], torch.float64)
                 of_shard[:, _ZEROS].sub_(between).clamp_(min=0)
                 sums.index_copy_(0, _on(device, indices, torch.int64), of_shard)

@@ -1,10 +1,10 @@
-"""Workplaces, where shards are updated: on the device, or on the host; and the copies of gradients and parameters."""
+"""Where one shard is updated, on the device or on the host, and which of its parameters an update joins over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 from ..comm.chain import Chain
 from ..comm.collectives import Pending
 from ..grads.bucket import Bucket
-from ..rules.update_rule import UpdateRule
+from ..params.joint import Joint, joint_of
+from ..rules.update_rule import CutParameter, ToJoin, UpdateRule, Whole
 from ..stores.state_store import HostStore
 
 PARAMETER = "parameter"
@@ -21,7 +22,7 @@ PARAMETER = "parameter"
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Values that the updates of all shards share in a step. See ``ShardUpdate``.
+    """Values that are the same for the updates of all shards in a step. See ``ShardUpdate``.
 
     Attributes:
         hyper: by rule, [parameters, columns] fp32.
@@ -212,3 +213,70 @@ class OnHost:
         lanes.to_device.set(self._sent)
         self._sent.order_current()
         self._store.copied.to_device += self._param.nbytes
+
+
+# -- the parameters that an update joins -------------------------------------------------------------------------------
+
+
+Group = Callable[[int], Mapping[str, Any]]
+"""Gives the parameter group of a parameter, by its index."""
+
+
+def joins_shards(bucket: Bucket, rule: UpdateRule) -> bool:
+    """Whether updates join parameters that are cut over the ranks of the shard group."""
+    # A rank alone has whole parameters, in host memory perhaps, where they count as sharded, too.
+    return not rule.layout.cuts and bucket.flat.sharded and bucket.sharding.shard_count > 1
+
+
+def wholes_in(bucket: Bucket, rule: UpdateRule, group: Group) -> tuple[Whole, ...]:
+    """List the parameters in this rank's shard that ``rule`` has whole, or a slice of each."""
+    if rule.layout.cuts or joins_shards(bucket, rule):
+        return ()
+    shard, numel = bucket.sharding.shard_index, bucket.layout.shard_numel
+    return tuple(
+        whole._replace(start=piece.in_shard)
+        for piece, whole in zip(bucket.pieces, _from_zero(bucket, group), strict=True)
+        # A slice may be empty here, and have elements on other tensor-parallel ranks, at the same place.
+        if piece.numel or (_is_joined(rule, whole.joint) and piece.slot.offset // numel == shard)
+    )
+
+
+def to_join(
+    bucket: Bucket, rule: UpdateRule, wholes: Sequence[Whole], group: Group, *, keeps_views: bool
+) -> ToJoin | None:
+    """List the parameters that an update makes whole over ranks, or whose work replicas divide; None: there are none.
+
+    Args:
+        wholes: those of ``wholes_in``.
+        keeps_views: whether state stays on the device. Else replicas divide no work alone: pages would come twice, and
+            state on the host would go to the device and back.
+    """
+    sharding, cut = bucket.sharding, joins_shards(bucket, rule)
+    # Alike on all tensor-parallel ranks, which have slices of the same parameters.
+    sliced = not rule.layout.cuts and any(_is_joined(rule, joint) for joint in _joints(bucket))
+    replicas = sharding.replicas if rule.shares_work and (cut or sliced or keeps_views) else None
+    if not cut and not sliced and replicas is None:
+        return None
+    cuts: tuple[CutParameter, ...] = ()
+    if cut:
+        slots = zip(bucket.layout.slots, _from_zero(bucket, group), strict=True)
+        cuts = tuple(CutParameter(whole, tuple(bucket.layout.parts(slot))) for slot, whole in slots)
+    slices = sharding.tensor_ranks.slices if sharding.tensor_ranks is not None and sliced else None
+    return ToJoin(wholes, cuts, sharding.sharers if cut else None, slices, replicas)
+
+
+def _from_zero(bucket: Bucket, group: Group) -> Iterator[Whole]:
+    """The parameters of the bucket, each as if it began a shard."""
+    flat, slots = bucket.flat, bucket.layout.slots
+    for slot, local, order, joint in zip(slots, flat.locals, flat.orders, _joints(bucket), strict=True):
+        yield Whole(slot.param, 0, local.shape, order, group(slot.param), joint)
+
+
+def _joints(bucket: Bucket) -> list[Joint | None]:
+    """Read, for each parameter of the bucket, how its slices make a whole."""
+    return [joint_of(parameter, bucket.sharding.plain_slices) for parameter in bucket.params]
+
+
+def _is_joined(rule: UpdateRule, joint: Joint | None) -> bool:
+    """Whether the rule needs all slices of such a parameter."""
+    return joint is not None and rule.needs_whole(joint)
