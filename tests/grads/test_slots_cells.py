@@ -1,4 +1,4 @@
-"""Every cell of the tables in ``grads.slots``: what a scan, and each event, makes of each state of a slot."""
+"""Every cell of the tables of ``SlotState``: what a scan, and each event, makes of each state of a slot."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import pytest
 import torch
 from tables import table
 from torch import nn
-from zero_optim.grads import slots
 from zero_optim.grads.slots import GradState, Slots, SlotState
 
-FOUND = table(slots.__doc__, "state")  # of the two tables, the one that comes first
-EVENTS = table(slots.__doc__[slots.__doc__.index("more events change all slots") :], "state")
+FOUND = table(SlotState.__doc__, "state")  # of the two tables, the one that comes first
+EVENTS = table(SlotState.__doc__[SlotState.__doc__.index("more events change all slots") :], "state")
 OTHERS = {state.name for state in SlotState}
 
 

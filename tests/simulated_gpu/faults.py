@@ -96,17 +96,17 @@ FAULTS = (
     Fault(
         "parameters are gathered before they are updated",
         "engine.py",
-        "for shard in self.states.update(by):\n            shard.bucket.unshard()",
+        "for shard in self.states.update(by):\n            shard.bucket.unsharding.start()",
         OrderProgram(2),
-        new="for shard in self.states.shards[::-1]:\n            shard.bucket.unshard()\n"
+        new="for shard in self.states.shards[::-1]:\n            shard.bucket.unsharding.start()\n"
         "        for _ in self.states.update(by):\n            pass",
     ),
     Fault(
         "a forward reads parameters before their gather arrives",
         "grads/bucket.py",
-        "self.unsharding.wait()\n                    self._end",
+        "self.pending.wait()\n                    self.end()",
         OrderProgram(2, "overlapped"),
-        new="self._end",
+        new="self.end()",
     ),
     Fault("a unit is used before its gather arrives", "units/unit.py", "self._await(gather)", OrderProgram(3)),
     Fault(
