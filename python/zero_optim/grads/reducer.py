@@ -28,6 +28,7 @@ from ..comm.streams import GradStreams
 from ..errors import ZeroOptimError
 from ..mode import CurrentMode
 from ..units.schedule import UnitSchedule, complete_raised_backwards
+from ..user_thread import UserThread
 from .bucket import Bucket, Edits
 from .buckets import Buckets, MakeBuckets, buffer_nbytes
 from .readiness import ByCounts, ByUnits, Learned, Readiness, merged
@@ -77,7 +78,14 @@ class Reducer:
         self._watch = BackwardWatch(self._backward_begins, self._backward_ended)
         self._streams = GradStreams(sharding.device)
         self.rounds = Rounds(
-            *(parameters, self.layout, sharding, self._readiness, self._streams, self._watch, schedule),
+            parameters,
+            self.layout,
+            sharding,
+            self._readiness,
+            self._streams,
+            self._watch,
+            self._schedule,
+            UserThread() if schedule is None else schedule.thread,
             overlap=overlap,
         )
         self.synchronize = True  # False inside no_sync()

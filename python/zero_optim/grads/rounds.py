@@ -161,14 +161,14 @@ class Rounds(RoundCounter):
         streams: GradStreams,
         watch: BackwardWatch,
         schedule: UnitSchedule | None,
+        thread: UserThread,
         *,
         overlap: bool,
     ) -> None:
         super().__init__()
         self._parameters, self._layout, self._sharding = parameters, layout, sharding
         self._readiness, self._streams, self._watch, self._schedule = readiness, streams, watch, schedule
-        self._overlap = overlap
-        self.thread = UserThread() if schedule is None else schedule.thread
+        self._overlap, self.thread = overlap, thread
         self.buffers = CommBuffers(0, sharding.device)
         self.next = 0
         self.came = False
