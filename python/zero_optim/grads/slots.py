@@ -35,45 +35,15 @@ _ALONE = max(map(sys.getrefcount, [object()]))  # the count of an object that on
 class SlotState(enum.Enum):
     """State of one slot: what the bucket holds of its gradient.
 
-    ====================  ==================  =====================  =======================  ===================
-    state                 the bucket holds    ``.grad`` found None   ``.grad`` is the handle  ``.grad`` is other
-    ====================  ==================  =====================  =======================  ===================
-    ABSENT                nothing             ABSENT                 --                       ABSENT, local
-    COLLECTED             this rank's sum     ABSENT                 COLLECTED                ABSENT, local
-    AVERAGED              the average         STALE                  AVERAGED                 STALE, local
-    TAKEN                 the average         STALE                  AVERAGED                 TAKEN, local
-    STALE                 what to drop        STALE                  AVERAGED                 STALE, local
-    ====================  ==================  =====================  =======================  ===================
-
-    The *handle* is the tensor that the bucket has put into ``.grad``. *local*: ``.grad`` is a gradient of this rank
-    that the bucket does not hold yet. Where the user has replaced what autograd left in ``.grad``, a TAKEN slot becomes
-    STALE: what is there stands for the whole gradient. The columns are what ``scan`` does with each ``.grad`` that it
-    finds; four more events change all slots of a bucket, or one:
-
-    ====================  ==================  =====================  =======================  ===================
-    state                 accumulate          collect                launch                   clear
-    ====================  ==================  =====================  =======================  ===================
-    ABSENT                ABSENT              COLLECTED if local     AVERAGED                 ABSENT
-    COLLECTED             COLLECTED           COLLECTED              AVERAGED                 ABSENT
-    AVERAGED              TAKEN               --                     AVERAGED                 ABSENT
-    TAKEN                 TAKEN               --                     AVERAGED                 ABSENT
-    STALE                 STALE               --                     AVERAGED                 ABSENT
-    ====================  ==================  =====================  =======================  ===================
-
-    - *accumulate*: autograd is about to add to ``.grad``, after ``scan`` has looked at it. A reduced gradient is an
-      average over ranks; to add this rank's own to it would be wrong. So it is taken out of ``.grad``, the new one
-      arrives alone, and is reduced and added later.
-    - *collect*: local gradients move into ``grad_buffer``. *launch*: a reduction is launched with them; what is STALE
-      is dropped before the sum is added. *clear*: ``zero_grad``.
-    - Three are outside of the tables: *drop_all* and *make_room* make all slots STALE, the second in a bucket that is
-      to receive averages from another layout; *take_over* then makes one AVERAGED.
+    Where autograd is about to add to an average over ranks, that is taken out of ``.grad``: the new gradient arrives
+    alone, and is reduced and added later. ``tests/grads/test_slots_cells.py`` has the tables of events.
     """
 
-    ABSENT = enum.auto()
-    COLLECTED = enum.auto()
-    AVERAGED = enum.auto()
-    TAKEN = enum.auto()
-    STALE = enum.auto()
+    ABSENT = enum.auto()  # nothing
+    COLLECTED = enum.auto()  # this rank's sum; ``.grad`` is its view
+    AVERAGED = enum.auto()  # the average; ``.grad`` shows it
+    TAKEN = enum.auto()  # the average; ``.grad`` is None, or a gradient of this rank beside it
+    STALE = enum.auto()  # what the user has dropped: zeroed before the next sum is added
 
 
 class GradState(enum.Enum):
