@@ -453,7 +453,7 @@ class Engine:
     def relabel(self) -> None:
         """Pass new names of the parameters on to the buckets."""
         for bucket in self.reducer.buckets:
-            bucket.relabel()
+            bucket.shown.relabel()
 
     def observe(self) -> None:
         """Count anew, in the next backward, how often gradients become ready; at stage 3 learn the order of units."""

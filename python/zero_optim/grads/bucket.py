@@ -157,10 +157,6 @@ class Bucket:
     def label(self, index: int) -> str:
         return self._labels[self.layout.slots[index].param]
 
-    def relabel(self) -> None:
-        for index, shard in enumerate(self.shown.shards):
-            shard.label = f"gradient of {self.label(index)}"
-
     # -- another layout --------------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
@@ -202,7 +198,7 @@ class Bucket:
         Returns whether anything had changed since the last time.
         """
         streams.join()
-        found = self.slots.scan(self._handles())
+        found = self.slots.scan(self.handles())
         # Everything is in ``grad_buffer`` already: to pack it again would only read and write it.
         if not found.local and not found.gone:
             return False
@@ -232,7 +228,7 @@ class Bucket:
         streams.join()
         if may_wait:
             self.arrivals.wait()
-        found = self.slots.scan(self._handles())
+        found = self.slots.scan(self.handles())
         self._drop_zeroed(found.zeroed)
         accumulate = self.state is GradState.REDUCED and len(self.slots.stale) < len(self.params)
         # Three cases. Some average stays: the rest is dropped, and the new sum added to it. Or no average stays, but an
@@ -302,23 +298,22 @@ class Bucket:
         """List the parts of ``grad_shard`` that this rank counts in a norm: as a rule all of it. Gaps are zero."""
         if not self.speaks:
             return []
-        return self._parts({*range(len(self.params))} - self.shared) if self.shared else [self.grad_shard]
+        if not self.shared:
+            return [self.grad_shard]
+        return [self._part_of(i) for i, piece in enumerate(self.pieces) if piece.numel and i not in self.shared]
 
     def counted_elsewhere(self) -> list[Tensor]:
         """List the parts that another stage of the pipeline, or another tensor-parallel rank, counts in a norm. Its own
         should be the same, but was reduced separately. So whether this rank's is finite is checked here, too."""
         if self.speaks:
-            return self._parts(self.shared)
+            return [self._part_of(index) for index in self.shared if self.pieces[index].numel]
         return [self.grad_shard] if self.sharding.speaks(cut=True) else []
-
-    def _parts(self, indices: Iterable[int]) -> list[Tensor]:
-        return [self._part_of(index) for index in indices if self.pieces[index].numel]
 
     # -- what the user does to gradients ---------------------------------------------------------------------------
 
     def follow_edits(self) -> Edits:
         """Drop what the user has zeroed since the last reduction. Returns the gradients assigned since, and dropped."""
-        found = self.slots.scan(self._handles())
+        found = self.slots.scan(self.handles())
         # Gradients that were zeroed are zeroed in ``grad_shard``, too, which has to have arrived for that.
         if self.state is GradState.REDUCED:
             self.arrivals.wait()
@@ -349,25 +344,16 @@ class Bucket:
         self.arrivals.wait()
         self._use_new_memory_if_kept()
 
-    def unapplied(self, *, applied: bool) -> list[str]:
-        """Label the slots with a gradient in ``.grad``. ``applied``: leave out those that the bucket has put there."""
-        there = zip(self.params, self._handles(), strict=True)
-        return [
-            self.label(index)
-            for index, (parameter, handle) in enumerate(there)
-            if (grad := parameter.grad) is not None and not (applied and grad is handle)
-        ]
-
     def zero(self) -> None:
         """Make every gradient that is there zero, as ``zero_grad(set_to_none=False)`` means."""
         if self.state is not GradState.EMPTY:
             # With averages the rest of ``grad_buffer`` means nothing, and a collective may still read it.
             buffer = self.grad_shard if self.state is GradState.REDUCED else self.grad_buffer
             self.arrivals.then(partial(_zero, buffer))
-        for _, grad in self.slots.scan(self._handles()).local:
+        for _, grad in self.slots.scan(self.handles()).local:
             local_of(grad).detach_().zero_()
 
-    def _handles(self) -> Sequence[Tensor | None]:
+    def handles(self) -> Sequence[Tensor | None]:
         """List what each ``.grad`` is while the bucket holds the slot's gradient."""
         if self.state is GradState.EMPTY:
             return [None] * len(self.params)

@@ -1,4 +1,4 @@
-"""All buckets of an optimizer: which parameters share one, and where each parameter is in them now.
+"""All buckets of an optimizer: which parameters are in one bucket, and where each is now.
 
 At stages 0 to 2 a bucket has as many parameters as fit into it, at stage 3 those of a unit.
 """
@@ -43,8 +43,8 @@ class Buckets:
 
     Attributes:
         order: indices of the parameters, in the order of their slots.
-        parts: the same, those together that were laid out at once. Parameters of two parts share no bucket.
-        all: the buckets, in the order in which they leave.
+        parts: the same, those together that were laid out at once. No bucket has parameters of two parts.
+        all: the buckets, in the order in which they are launched.
         slot_of: by parameter: its bucket, the bucket's number, and the number of its slot there.
         slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
         nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
@@ -216,7 +216,7 @@ class BucketKind:
 
     Attributes:
         cut: whether the tensor-parallel ranks have a slice each.
-        sharding: who shares the parameters.
+        sharding: the ranks that shard or replicate their state.
         rule: which updates them.
     """
 
@@ -281,7 +281,7 @@ MUCH_PADDING, MANY_BYTES = 0.25, 2**26
 
 
 def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None:
-    """Warn where the parameters that no rank cuts are too few for the ranks that share them.
+    """Warn where the parameters that no rank cuts are too few for the ranks of their shard group.
 
     Rank 0 warns, before memory is taken for them: it may not be enough.
     """
@@ -295,9 +295,9 @@ def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None
         if padding > MUCH_PADDING * taken and nbytes > MANY_BYTES and sharding.everyone.rank == 0:
             rule = of_sharding[0][1].rule.name
             warnings.warn(
-                f"{rule}: {sharding.shard_count} ranks share few matrices ({len(slots)}), and cut none. So there is "
+                f"{rule}: {sharding.shard_count} ranks shard few matrices ({len(slots)}), and cut none. So there is "
                 f"{padding / taken:.0%} of padding in their buckets, {nbytes:,} bytes on each rank. Take stage=3, or "
-                "a mesh of two dimensions, in which fewer ranks share (docs/topologies.md)",
+                "a mesh of two dimensions, with smaller shard groups (docs/topologies.md)",
                 stacklevel=2,
             )
 

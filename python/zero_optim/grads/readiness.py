@@ -107,7 +107,7 @@ class ByCounts:
     """A bucket can be launched when each of its gradients has come as often as in the backward that was observed.
 
     Most come once. A gradient comes twice where a parameter is used in two segments of a re-entrant checkpoint: each
-    segment runs a backward of its own, and hooks cannot tell which is the last. Such a bucket waits for the end.
+    segment runs a backward of its own, and no hook knows which is the last. Such a bucket waits for the end.
 
     Attributes:
         learned: what the ranks know; ``agree`` and ``forget`` change it.

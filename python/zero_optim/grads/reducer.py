@@ -52,7 +52,7 @@ class Reducer:
         layout: the buckets.
         on_layout: called with the buckets after they were laid out anew.
         on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
-        late: parameters whose gradient arrived after their bucket had left; it stays on this rank.
+        late: parameters whose gradient arrived after their bucket was launched; it stays on this rank.
         leftover: parameters whose gradient ``finish`` found to be assigned after the last round. Where all ranks have
             some, another round reduces them.
     """
@@ -253,8 +253,8 @@ class Reducer:
         This rank may have skipped units that others have used, and whose reductions they launch now. No round is opened
         under ``torch.autograd.grad``, which accumulates nothing::
 
-            rank 0   unit 3: gradients      unit 2: reduction of 3 leaves
-            rank 1   (has not called 3)     unit 2: reduction of 3 leaves, before any gradient
+            rank 0   unit 3: gradients      unit 2: reduction of 3 is launched
+            rank 1   (has not called 3)     unit 2: reduction of 3 is launched, before any gradient
         """
         if self._watch.running or not self.synchronize:
             return
@@ -333,8 +333,13 @@ class Reducer:
 
     def unapplied(self) -> list[str]:
         """Name the parameters with gradients that no step has applied."""
-        applied = self.rounds.applied and self.synchronize
-        return [label for bucket in self.buckets for label in bucket.unapplied(applied=applied)]
+        applied = self.rounds.applied and self.synchronize  # then what the buckets have put into ``.grad`` is old
+        found = []
+        for bucket in self.buckets:
+            for index, (parameter, handle) in enumerate(zip(bucket.params, bucket.handles(), strict=True)):
+                if (grad := parameter.grad) is not None and not (applied and grad is handle):
+                    found.append(bucket.label(index))
+        return found
 
     def make_readable(self) -> bool:
         """Bring all gradients into ``grad_buffer``, if this is where ``.grad`` shows them. Returns whether it is."""

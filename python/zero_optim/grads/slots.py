@@ -88,7 +88,7 @@ class Slots:
     Attributes:
         bucket_state: where the gradients are.
         used: one byte a slot, 1 where this rank has put a gradient of it into the bucket.
-        refused: by slot, why this rank's gradient was left out. The others' count, and the exchange tells all ranks.
+        refused: by slot, why this rank's gradient was left out. The others' count, and the exchange raises on all.
         stale: the slots in that state.
     """
 
@@ -159,7 +159,7 @@ class Slots:
     def scan(self, handles: Sequence[Tensor | None]) -> Found:
         """Read each ``.grad`` once."""
         found = Found()
-        # As a rule nobody has touched any ``.grad``, and one pass in C tells.
+        # As a rule nobody has touched any ``.grad``, and one pass in C shows it.
         if all(map(operator.is_, map(_grad_of, self._params), handles)):
             if self._taken or self.stale:  # the user has put a handle back
                 self._taken.clear()
@@ -275,6 +275,7 @@ class Shown:
     ) -> None:
         """``buffer``: the bucket's memory; ``shard`` [shard_numel]: this rank's shard of the average, within it."""
         self._buffer, self._params, self._sliced, self._arrivals = buffer, flat.params, flat.sliced, arrivals
+        self._pieces, self._labels = pieces, labels
         self.full: Sequence[Tensor] = ()
         # ``.grad`` can show a view only in the parameter's own dtype: torch accepts no other.
         if sharding.keeps_full_gradients and buffer.dtype == flat.dtype:
@@ -313,6 +314,11 @@ class Shown:
             return self._arrivals.zeroed
         # A write through a DTensor shows only in its own version counter.
         return sum(map(_version_of, (*self.full, *self._terms))) if self._sliced else self._buffer._version
+
+    def relabel(self) -> None:
+        """Take over new names of the parameters, for messages."""
+        for shard, piece in zip(self.shards, self._pieces, strict=False):
+            shard.label = f"gradient of {self._labels[piece.slot.param]}"
 
     def kept(self) -> bool:
         """True if the user keeps one of the gradients, or a view of it: its memory must not be written again.
