@@ -7,7 +7,7 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
