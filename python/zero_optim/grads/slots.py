@@ -290,11 +290,11 @@ class Shown:
         self.shards: Sequence[FlatShard] = ()
         if sharding.stage >= 1 and sharding.reduces:
             self.shards = _flat_shards(shard, flat, pieces, labels)
-        for view in self.shards:
-            view.arrivals = arrivals
         # The user can take these from the tensors above: the local shard, or the local tensor of a DTensor.
         inner = [view.local for view in self.shards] if flat.sharded else []
         self._inner = [[*map(local_of, self.full)] if flat.sliced else [], inner]
+        for view in self.shards:
+            view.arrivals = arrivals  # only now: reading ``local`` waits for them, and they may never come
         self._uses = _storage_uses(buffer)  # last: after all lasting views of it
 
     def reduced(self) -> Sequence[Tensor]:
