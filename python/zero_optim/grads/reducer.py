@@ -221,6 +221,8 @@ class Reducer:
         for rounds in self.rounds.not_in_backward():
             rounds.complete_raised()
         self.layout.backward_begins()
+        if self.rounds.all_dropped():  # before this backward: should it raise, they are not what the user drops then
+            self.rounds.came = False
         if self.synchronize:
             self._changed()
             if self._reduces and (self.overlap or self.sharding.stage != 1):
