@@ -185,7 +185,7 @@ class Asleep:
             deallocate(tensor)
         for bucket in self._reducer.buckets:
             deallocate(bucket.grad_buffer)
-        self._reducer.buffers.deallocate()
+        self._reducer.rounds.buffers.deallocate()
         self._store.drop_frames()
         if self._measured is not None:
             self._measured.free()
@@ -228,7 +228,7 @@ class Asleep:
                 if not bucket.flat.sharded:  # else it has memory as gradients come
                     allocate(bucket.grad_buffer)
             if self._sharded_model is None:  # else they have memory while gradients are reduced
-                self._reducer.buffers.reallocate()
+                self._reducer.rounds.buffers.reallocate()
             self._store.make_frames()
             if self._measured is not None:
                 self._measured.take_memory()

@@ -32,7 +32,8 @@ from .comm.spans import LOGGER, span
 from .errors import GradientError, ZeroOptimError
 from .grads.bucket import Bucket
 from .grads.buckets import buckets_by_size, buckets_of_units
-from .grads.reducer import Reducer, open_reducers
+from .grads.reducer import Reducer
+from .grads.rounds import open_rounds
 from .grads.slots import GradState
 from .mode import CurrentMode, Mode
 from .params.parameter_set import ParameterSet
@@ -133,7 +134,7 @@ class Engine:
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
         self.asleep = Asleep(self.mode, parameters, sharding, self.reducer, store, sharded_model, self.measured)
         self.steps = 0
-        self.reducer.engine = weakref.ref(self)
+        self.reducer.rounds.engine = weakref.ref(self)
         self.optimizer: Callable[[], object] = lambda: None
 
     @property
@@ -180,7 +181,7 @@ class Engine:
         for batch, here in self.states.to_update(by):
             batch.update(here)
             for shard in batch.shards:
-                shard.bucket.unshard()  # the all-gather is in flight while the next batch is updated
+                shard.bucket.unsharding.start()  # the all-gather is in flight while the next batch is updated
         self._end_step(by.found_inf)
 
     def finish_and_exchange(self, norm_type: float | None) -> None:
@@ -222,7 +223,7 @@ class Engine:
         """
         # Even if the last exchange still holds: at stage 3 a backward without gradients still has gathers to join.
         with span("step.finish"):
-            self.reducer.complete_all_backwards()
+            self.reducer.rounds.complete_all_backwards()
         if self.exchange.knows(stats=False):
             self._follow_edits()
         if self.exchange.knows(stats=self._wants_stats):
@@ -240,7 +241,7 @@ class Engine:
             if thawed:
                 self.grow(thawed, thawed)  # it ends with a round owed, which takes leftovers along
             else:
-                self.reducer.reduce_leftover()
+                self.reducer.rounds.local()
 
     @property
     def _wants_stats(self) -> bool:
@@ -454,7 +455,7 @@ class Engine:
     def relabel(self) -> None:
         """Pass new names of the parameters on to the buckets."""
         for bucket in self.reducer.buckets:
-            bucket.relabel()
+            bucket.shown.relabel()
 
     def observe(self) -> None:
         """Count anew, in the next backward, how often gradients become ready; at stage 3 learn the order of units."""
@@ -464,7 +465,7 @@ class Engine:
 
     def settle(self) -> None:
         """Leave nothing under way: complete raised backwards, wait for parameters, reshard units, raise alarms."""
-        self.reducer.complete_all_raised()
+        self.reducer.rounds.complete_all_raised()
         self.param_gather.wait()
         if self.sharded_model is not None:
             self.sharded_model.schedule.reshard_all()
@@ -476,7 +477,7 @@ class Engine:
         if self.measured is None:
             raise ZeroOptimError("there is no telemetry: the optimizer was made without telemetry=True")
         if over_ranks:  # a backward that raised here may owe another rank a reduction, which comes first
-            self.reducer.complete_all_raised()
+            self.reducer.rounds.complete_all_raised()
         return self.measured.read(over_ranks=over_ranks)
 
     def sleep(self, *, parameters: bool) -> None:
@@ -513,7 +514,7 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Count the bytes on the device, by kind."""
-        shards, buffers = self.states.shards, self.reducer.buffers
+        shards, buffers = self.states.shards, self.reducer.rounds.buffers
         memory = memory_by_kind(self.rules.all, shards, buffers, self.sharded_model, self.store)
         if self.measured is not None:
             memory[TELEMETRY] = self.measured.nbytes(on_host=False)
@@ -538,14 +539,14 @@ class Engine:
     def close(self, *, collective: bool) -> None:
         """Let everything go. ``collective``: complete a raised backward, for the ranks on which it did not raise."""
         if self.mode.now is Mode.AVERAGE:
-            self.states.put_back(collective=collective and not self.reducer.out_of_step)
+            self.states.put_back(collective=collective and not self.reducer.rounds.out_of_step)
             self.param_gather.wait()
             self.mode.now = Mode.OWN
         self.param_gather.close()
         self._tell_last_alarm()
         try:
             self.reducer.close(collective=collective)
-            self.states.close(wait=not self.reducer.out_of_step)
+            self.states.close(wait=not self.reducer.rounds.out_of_step)
         finally:  # even where a disk fails, the parameters are free for another optimizer
             self.parameters.release()
             self.sharding.everyone.close()
@@ -554,7 +555,7 @@ class Engine:
     def _tell_last_alarm(self) -> None:
         """Warn of an error of the last step: there is no later step to raise it."""
         try:
-            if not self.reducer.out_of_step:
+            if not self.reducer.rounds.out_of_step:
                 self.exchange.check_alarms()
         except ZeroOptimError as error:
             warnings.warn(f"the last step was skipped: {error}", stacklevel=3)
@@ -564,7 +565,7 @@ class Engine:
 
 def open_engines() -> list[Engine]:
     """List the engines of this process's open optimizers, in the order in which they were made."""
-    return [engine for reducer in open_reducers() if isinstance(engine := reducer.engine(), Engine)]
+    return [engine for rounds in open_rounds() if isinstance(engine := rounds.engine(), Engine)]
 
 
 def check_whole(where: str, ids: Container[int]) -> None:

@@ -449,7 +449,7 @@ def _buffers(rank: int, world_size: int, poison: bool, later: bool) -> list[bool
             linear_backward(params, make_gradients(params, rank, step))
             opt.step()
             opt.zero_grad()
-    storages = opt.engine.reducer.buffers.storages
+    storages = opt.engine.reducer.rounds.buffers.storages
     found = [bool(storage.view(torch.float32)[: 12 * ROW].isnan().all()) for storage in storages]
     opt.close()
     return found

@@ -103,7 +103,7 @@ def _after_the_first_step(rank: int, world_size: int, program: OrderProgram) -> 
     before = [[id(parameter) for parameter in bucket.params] for bucket in buckets]
     run.step(0)
     buckets = run.optimizers[0].engine.reducer.buckets
-    under_way = sum(bucket.unsharding is not None for bucket in buckets)
+    under_way = sum(bucket.unsharding.pending is not None for bucket in buckets)
     moved = before != [[id(parameter) for parameter in bucket.params] for bucket in buckets]
     run.close()
     return moved, under_way, len(buckets)

@@ -1,4 +1,78 @@
-"""Every cell of the tables in ``grads.readiness``: when a bucket may leave, what is learned, what was observed."""
+"""Every cell of the tables below: when a bucket can be launched, what is learned, what was observed.
+
+At stage 3 the answer is *by units*: it depends on the bucket's unit alone. At stages 0 to 2 it is *by counts*: it
+depends on which gradients of the bucket have come, and on what the ranks have learned.
+
+===================  ==========  ==========  ==========  ==========  ==========
+may_launch           NOTHING     ORDER       ALL         unit open   unit over
+===================  ==========  ==========  ==========  ==========  ==========
+MISSING              no          no          no          no          yes
+FULL                 no          no          yes         no          yes
+FULL, repeats        no          no          no          no          yes
+FULL, changes        no          no          no          no          yes
+===================  ==========  ==========  ==========  ==========  ==========
+
+- *MISSING*: not every gradient has come as often as it is expected to. *FULL*: every gradient has.
+- *repeats*: one of the gradients is expected more than once.
+- *changes*: a hook of the user's runs after ours, and may change one of the gradients.
+- *unit over*: backward is through with the bucket's unit, or the backward before was.
+
+By counts, what has come of a bucket:
+
+===================  ==========  ==========
+a gradient comes     MISSING     FULL
+===================  ==========  ==========
+more are missing     MISSING     --
+the last missing     FULL        --
+once too often       MISSING     FULL
+``begin``            MISSING     MISSING
+``use``              MISSING     MISSING
+===================  ==========  ==========
+
+The reducer calls ``begin`` right after ``backward_ended``, too: before that no gradient comes.
+
+By counts, what the ranks have learned. Reports are *whole* where no backward of any rank was cut short by an exception,
+and at least one rank has seen a gradient:
+
+===================  ==========  ==========  ==========
+learned              NOTHING     ORDER       ALL
+===================  ==========  ==========  ==========
+agree: whole         ALL         ALL         ALL
+agree: cut short     NOTHING     ORDER       ALL
+agree: empty         NOTHING     ORDER       ALL
+forget: order        NOTHING     NOTHING     NOTHING
+forget: counts       NOTHING     ORDER       ORDER
+drop_observation     NOTHING     ORDER       ALL
+gradient_ready       NOTHING     ORDER       ALL
+backward_ended       NOTHING     ORDER       ALL
+begin                NOTHING     ORDER       ALL
+use                  NOTHING     ORDER       ALL
+===================  ==========  ==========  ==========
+
+``agree`` gives a new order of parameters in NOTHING alone, and only where the reports are whole. Where there is nothing
+to be learned, as on one rank, the state is ALL from the start, and ``forget`` leaves it so.
+
+By counts, what this rank has seen since the ranks last agreed. In ALL it notes no gradients:
+
+===================  ==========  ==========  ==========  ==========
+observation          EMPTY       RUNNING     WHOLE       CUT SHORT
+===================  ==========  ==========  ==========  ==========
+gradient_ready       RUNNING     RUNNING     RUNNING     CUT SHORT
+backward_ended       EMPTY       WHOLE       WHOLE       CUT SHORT
+begin                EMPTY       CUT SHORT   WHOLE       CUT SHORT
+use                  EMPTY       CUT SHORT   WHOLE       CUT SHORT
+agree: whole         EMPTY       --          EMPTY       --
+agree: cut short     EMPTY       --          EMPTY       EMPTY
+agree: empty         EMPTY       --          --          --
+forget: order        EMPTY       --          EMPTY       EMPTY
+forget: counts       EMPTY       --          EMPTY       EMPTY
+drop_observation     EMPTY       --          EMPTY       EMPTY
+===================  ==========  ==========  ==========  ==========
+
+- *RUNNING*: gradients have come in a backward that has not ended. *WHOLE*: every backward has ended.
+- *CUT SHORT*: a backward has raised. It never ends; the next ``begin`` finds it.
+- *--*: cannot be. The reducer calls ``begin`` before these calls, and the reports include this rank's own.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +83,12 @@ from typing import Any
 
 import pytest
 from tables import table
-from zero_optim.grads import readiness as module
 from zero_optim.grads.readiness import ByCounts, ByUnits, Learned, Observation, Readiness
 
-MAY_LEAVE = table(module.__doc__, "may_launch")
-COMES = table(module.__doc__, "a gradient comes")
-LEARNED = table(module.__doc__, "learned")
-OBSERVATION = table(module.__doc__, "observation")
+MAY_LEAVE = table(__doc__, "may_launch")
+COMES = table(__doc__, "a gradient comes")
+LEARNED = table(__doc__, "learned")
+OBSERVATION = table(__doc__, "observation")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Two ranks whose machines of rounds are in any two states, whatever both do next, against torch's AdamW.
 
-``test_rounds_cells.py`` walks the tables in ``grads.rounds`` for one rank alone. Here are pairs: the state of rank 0
+``test_rounds_cells.py`` walks the tables of ``RoundState`` for one rank alone. Here are pairs: the state of rank 0
 times the state of rank 1. A pair that a legal program can reach is reached in several ways. After each of them
 both ranks do each thing that the law allows. Then both machines have to be where the tables say, and the weights where
 AdamW says.
@@ -19,11 +19,10 @@ from random_programs.run import Program, check, verdict
 from tables import table
 from training_cases import impatient
 from zero_optim import ShardedOptimizer
-from zero_optim.grads import rounds
 from zero_optim.grads.rounds import RoundState
 
-EVENTS = table(rounds.__doc__, "event")
-STATES = table(rounds.__doc__, "state")
+EVENTS = table(RoundState.__doc__, "event")
+STATES = table(RoundState.__doc__, "state")
 UNREDUCED, COMPLETE, DIRTY, OPEN = "UNREDUCED", "COMPLETE", "DIRTY", "OPEN"
 
 RANKS = 2

@@ -1,4 +1,38 @@
-"""Every cell of the tables in ``grads.slots``: what a scan, and each event, makes of each state of a slot."""
+"""Every cell of the tables below: what a scan of each ``.grad``, and each event, makes of each state of a slot.
+
+====================  ==================  =====================  =======================  ===================
+state                 the bucket holds    ``.grad`` found None   ``.grad`` is the handle  ``.grad`` is other
+====================  ==================  =====================  =======================  ===================
+ABSENT                nothing             ABSENT                 --                       ABSENT, local
+COLLECTED             this rank's sum     ABSENT                 COLLECTED                ABSENT, local
+AVERAGED              the average         STALE                  AVERAGED                 STALE, local
+TAKEN                 the average         STALE                  AVERAGED                 TAKEN, local
+STALE                 what to drop        STALE                  AVERAGED                 STALE, local
+====================  ==================  =====================  =======================  ===================
+
+The *handle* is the tensor that the bucket has put into ``.grad``. *local*: ``.grad`` is a gradient of this rank
+that the bucket does not hold yet. Where the user has replaced what autograd left in ``.grad``, a TAKEN slot becomes
+STALE: what is there stands for the whole gradient. The columns are what ``scan`` does with each ``.grad`` that it
+finds; four more events change all slots of a bucket, or one:
+
+====================  ==================  =====================  =======================  ===================
+state                 accumulate          collect                launch                   clear
+====================  ==================  =====================  =======================  ===================
+ABSENT                ABSENT              COLLECTED if local     AVERAGED                 ABSENT
+COLLECTED             COLLECTED           COLLECTED              AVERAGED                 ABSENT
+AVERAGED              TAKEN               --                     AVERAGED                 ABSENT
+TAKEN                 TAKEN               --                     AVERAGED                 ABSENT
+STALE                 STALE               --                     AVERAGED                 ABSENT
+====================  ==================  =====================  =======================  ===================
+
+- *accumulate*: autograd is about to add to ``.grad``, after ``scan`` has looked at it. A reduced gradient is an
+  average over ranks; to add this rank's own to it would be wrong. So it is taken out of ``.grad``, the new one
+  arrives alone, and is reduced and added later.
+- *collect*: local gradients move into ``grad_buffer``. *launch*: a reduction is launched with them; what is STALE
+  is dropped before the sum is added. *clear*: ``zero_grad``.
+- Three are outside of the tables: *drop_all* and *make_room* make all slots STALE, the second in a bucket that is
+  to receive averages from another layout; *take_over* then makes one AVERAGED.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +40,10 @@ import pytest
 import torch
 from tables import table
 from torch import nn
-from zero_optim.grads import slots
 from zero_optim.grads.slots import GradState, Slots, SlotState
 
-FOUND = table(slots.__doc__, "state")  # of the two tables, the one that comes first
-EVENTS = table(slots.__doc__[slots.__doc__.index("more events change all slots") :], "state")
+FOUND = table(__doc__, "state")  # of the two tables, the one that comes first
+EVENTS = table(__doc__[__doc__.index("more events change all slots") :], "state")
 OTHERS = {state.name for state in SlotState}
 
 

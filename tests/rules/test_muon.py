@@ -424,7 +424,7 @@ def _padded(rank: int, world_size: int, matrices: int) -> list[str]:
 def test_much_padding_is_warned_of_once() -> None:
     first, *others = run_ranks(3, _padded, 2)
     assert others == [[], []] and len(first) == 1
-    for part in ("3 ranks share few matrices (2)", "50% of padding", "2,048 bytes", "stage=3", "mesh"):
+    for part in ("3 ranks shard few matrices (2)", "50% of padding", "2,048 bytes", "stage=3", "mesh"):
         assert part in first[0]
     assert run_ranks(3, _padded, 3) == [[], [], []]
 

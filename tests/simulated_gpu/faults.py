@@ -98,15 +98,15 @@ FAULTS = (
         "engine.py",
         "for batch, here in self.states.to_update(by):\n            batch.update(here)",
         OrderProgram(2),
-        new="for shard in self.states.shards[::-1]:\n            shard.bucket.unshard()\n"
+        new="for shard in self.states.shards[::-1]:\n            shard.bucket.unsharding.start()\n"
         "        for batch, here in self.states.to_update(by):\n            batch.update(here)\n            continue",
     ),
     Fault(
         "a forward reads parameters before their gather arrives",
         "grads/bucket.py",
-        "self.unsharding.wait()\n                    self._end",
+        "self.pending.wait()\n                    self.end()",
         OrderProgram(2, "overlapped"),
-        new="self._end",
+        new="self.end()",
     ),
     Fault("a unit is used before its gather arrives", "units/unit.py", "self._await(gather)", OrderProgram(3)),
     Fault(

@@ -119,7 +119,7 @@ def _train(rank: int, world_size: int, stage: int, dtype: torch.dtype, overlap: 
 def _under_way(opt: zero_optim.ShardedAdamW, model: nn.Module) -> dict[str, bool]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        names[id(parameter)]: bucket.unsharding is not None
+        names[id(parameter)]: bucket.unsharding.pending is not None
         for bucket in opt.engine.reducer.buckets
         for parameter in bucket.params
     }

@@ -80,7 +80,7 @@ class Job:
             "parameters": [flat.shard if flat.sharded else flat.full for flat in flats],
             "rest": [
                 *(bucket.grad_buffer for bucket in engine.reducer.buckets),
-                *engine.reducer.buffers.storages,
+                *engine.reducer.rounds.buffers.storages,
                 *engine.store.residents(),
             ],
         }

@@ -150,7 +150,7 @@ def _sent_ahead(rank: int, world_size: int) -> list[list[UnitState]]:
     def let_the_other_go_on(grad: Tensor) -> None:
         store.set("looked", "")
         deadline = time.monotonic() + 30
-        while not opt.engine.reducer.buffers.idle and time.monotonic() < deadline:
+        while not opt.engine.reducer.rounds.buffers.idle and time.monotonic() < deadline:
             pass
 
     def wait(grad: Tensor) -> None:

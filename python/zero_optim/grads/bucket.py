@@ -6,17 +6,14 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 
 from __future__ import annotations
 
-import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-
-import zero_kernels
 
 from ..comm.arrivals import Arrivals
 from ..comm.buffers import CommBuffers, debug_options
@@ -26,20 +23,13 @@ from ..comm.sharding import Sharding
 from ..comm.spans import span
 from ..comm.storage import allocate, deallocate
 from ..comm.streams import GradStreams, keep_for_current_stream
-from ..errors import GradientError
 from ..params.flat_params import FlatParams
-from ..params.flat_shard import FlatShard
-from ..params.layout import BucketLayout, Slot
-from ..params.marks import is_shared, is_term
+from ..params.layout import BucketLayout
+from ..params.marks import is_shared
 from ..params.param_shard import ArrivingParameter, arriving
-from ..params.storage_order import as_stored
-from ..params.tensor_slice import local_gradient, local_of, shown_as
-from .handed_out import HandedOut
-from .slots import GradState, Slots, Zeroed
-
-_dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
-_version_of = operator.attrgetter("_version")
-_STRIDED = {torch.strided}
+from ..params.tensor_slice import local_of
+from .packing import Packing
+from .slots import GradState, Shown, Slots
 
 
 class Flight:
@@ -89,29 +79,6 @@ class Follower(Protocol):
         """Order later work after the sum was taken: the user may zero it."""
 
 
-@dataclass(frozen=True)
-class Moving:
-    """A bucket's reduced gradients on their way to other buckets.
-
-    Attributes:
-        held: [shard_numel] this rank's part; or [numel] the whole, where this rank has it.
-        shown: of each slot, whether ``.grad`` shows it, and not what the user has put there since.
-        used: of each slot, whether this rank had a part in it.
-    """
-
-    layout: BucketLayout
-    sharding: Sharding
-    held: Tensor
-    shown: Sequence[bool]
-    used: bytes
-
-    def whole(self) -> Iterator[tuple[Slot, Tensor, bool, bool]]:
-        """Collective. Yield for every slot its whole gradient, flat; whether it is shown, and used."""
-        full = self.sharding.whole_of(self.held, "construction")
-        for slot, shown, used in zip(self.layout.slots, self.shown, self.used, strict=True):
-            yield slot, full.narrow(0, slot.offset, slot.numel), shown, bool(used)
-
-
 class Bucket:
     """The flat parameters of one dtype that are reduced together, and the buffers of their gradients.
 
@@ -123,13 +90,11 @@ class Bucket:
         grad_shard: [shard_numel] what ``step`` applies, a view of ``grad_buffer``.
         arrivals: the reductions on their way into ``grad_shard``. Whoever reads or writes it waits, or queues, there.
         slots: the state of each parameter's gradient.
-        offsets: where each slot starts, in elements.
-        nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite; ``Buckets`` gives it.
+        packing: packs gradients for a reduction.
+        unsharding: the all-gather of the parameters after a step.
         speaks: whether this rank's part counts in a sum over ranks: of ranks that hold the same, one counts it.
-        terms: slots whose gradients, in any reduction until now, were terms of a sum over the tensor-parallel ranks.
         shared: slots of parameters that another stage of the pipeline counts in a norm.
         follower: takes reduced gradients elsewhere; None: nobody does.
-        unsharding: the all-gather of the parameters after a step, while it is under way.
     """
 
     def __init__(self, layout: BucketLayout, flat: FlatParams, labels: Sequence[str], sharding: Sharding) -> None:
@@ -139,25 +104,17 @@ class Bucket:
         self.dtype, self.device = flat.dtype, flat.device
         self.reduce_dtype = sharding.reduce_dtype(self.dtype)
         self.pieces = tuple(layout.pieces(sharding.shard_index))
-        self.offsets = [slot.offset for slot in layout.slots]
-        self.nonfinite = torch.zeros(len(self.params), dtype=torch.int32, device=self.device)
-        self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # ``pack`` takes it for a missing gradient
         self.speaks = sharding.speaks(cut=flat.cut)
         self.shared = {index for index, p in enumerate(self.params) if is_shared(p)}
-        self.terms: set[int] = set()
-        self._marked_terms = [i for i, p in enumerate(self.params) if sharding.of_plain_slices and is_term(p)]
-        self._dtypes = {self.dtype}  # the one dtype that gradients may have; a set, as ``pack`` compares sets
-        self._pack_op = zero_kernels.Prepared("pack")
         self.arrivals = Arrivals()
-        self._zeroings = 0  # how often the user had zeroed gradients here as the last reduction left
-        self._zeroings_noted = 0  # the same, as ``note_writes`` was last called
-        self.unsharding: Pending | None = None
-        self._guarded: list[Tensor] = []
-        self._stepped_on: torch.cuda.Stream | None = None
-        self._reading = threading.RLock()  # other threads may read parameters that are in flight
-        self._poison = "poison" in debug_options() and sharding.shard_count > 1
+        self._writes_known = 0  # the count of the user's writes into gradients as ``note_writes`` was last called
+        self.unsharding = Unsharding(layout, flat, labels, sharding)
         self.follower: Follower | None = None
         self.slots = Slots(self.params)
+        self.packing = Packing(layout, flat, labels, sharding, self.slots.refused)
+        # Without a grid the shard group's reduce-scatter is the whole reduction: one call less on the way to it.
+        whole = sharding.grid is None and sharding.shard_count > 1
+        self._reduce = sharding.data_parallel.reduce_scatter if whole else sharding.reduce
         self._allocate_gradients()
 
     @property
@@ -177,77 +134,30 @@ class Bucket:
         return self.slots.bucket_state
 
     def _allocate_gradients(self) -> None:
-        stage, reduces = self.sharding.stage, self.sharding.reduces
-        self.keeps_full = self.sharding.keeps_full_gradients
+        sharding = self.sharding
+        self.keeps_full = sharding.keeps_full_gradients
         numel = self.layout.numel if self.keeps_full else self.layout.shard_numel
-        dtype = self.sharding.grad_dtype(self.dtype)
-        self.grad_buffer = torch.zeros(numel, dtype=dtype, device=self.device)
-        self.grad_shard = self.sharding.own_part(self.grad_buffer) if self.keeps_full else self.grad_buffer
-        self._views: Sequence[Tensor] = ()
-        # ``.grad`` can show a view only in the parameter's own dtype: torch takes no other.
-        if self.keeps_full and dtype == self.dtype:
-            self._views = self.flat.slot_views(self.grad_buffer)
-            if self.flat.sliced:
-                self._views = [*map(shown_as, self.params, self._views)]
-        # Where all tensor-parallel ranks have a parameter, each may have a term of its gradient, summed as it leaves.
-        self._terms: Sequence[Tensor] = ()
-        if reduces and self.flat.sliced and not self.flat.cut:
-            pairs = zip(self.params, self._views, strict=False)
-            self._terms = [shown_as(parameter, local_of(view), term=True) for parameter, view in pairs]
-        self._are_terms: set[int] = set()
-        self._shards: Sequence[FlatShard] = ()
-        # From stage 1 on the average is there for this rank's shard alone, so ``.grad`` must not look whole.
-        if stage >= 1 and reduces:
-            self._shards = self.shard_views(self.grad_shard, "gradient", self.dtype)
-        held = [shard.local for shard in self._shards] if self.flat.sharded else []
-        within = [*map(local_of, self._views)] if self.flat.sliced else []
-        for shard in self._shards:
-            shard.arrivals = self.arrivals
-        handed_out = ((self._views, within), (self._terms, ()), (self._shards, held))
-        self._handed_out = [HandedOut(self.grad_buffer, handles, of_them) for handles, of_them in handed_out]
+        self.grad_buffer = torch.zeros(numel, dtype=sharding.grad_dtype(self.dtype), device=self.device)
+        self.grad_shard = sharding.own_part(self.grad_buffer) if self.keeps_full else self.grad_buffer
+        shown = Shown(self.grad_buffer, self.grad_shard, self.flat, self.pieces, self._labels, sharding, self.arrivals)
+        self.shown, self._are_terms = shown, set[int]()
         if self.flat.sharded:
             deallocate(self.grad_buffer)
 
     def _use_new_memory_if_kept(self) -> None:
         """Allocate new memory where the user keeps a gradient that is about to be overwritten."""
         # A client that keeps ``p.grad`` over ``zero_grad`` would see the next step's values in it.
-        if any(handed_out.kept(self.params) for handed_out in self._handed_out):
+        if self.shown.kept():
             self.arrivals.wait()
             self._allocate_gradients()
 
     def __str__(self) -> str:
-        """Its name in a trace."""
-        more = f" and {len(self.params) - 1} more" if len(self.params) > 1 else ""
-        return f"{self.label(0)}{more}"
+        return _name(self.layout, self._labels)
 
     def label(self, index: int) -> str:
         return self._labels[self.layout.slots[index].param]
 
-    def relabel(self) -> None:
-        for index, shard in enumerate(self._shards):
-            shard.label = f"gradient of {self.label(index)}"
-
-    def shard_views(self, shard: Tensor, what: str, dtype: torch.dtype | None = None) -> list[FlatShard]:
-        """Make a ``FlatShard`` a slot over ``shard`` [shard_numel]. ``dtype``: that it shows; None: the shard's."""
-        return [
-            FlatShard(
-                shard.narrow(0, piece.in_shard, piece.numel),
-                piece.in_param,
-                parameter.shape,
-                f"{what} of {self.label(index)}",
-                dtype,
-                self.flat.orders[index],
-                self.flat.slices[index],
-            )
-            for index, (piece, parameter) in enumerate(zip(self.pieces, self.params, strict=True))
-        ]
-
     # -- another layout --------------------------------------------------------------------------------------------
-
-    def moving(self) -> Moving:
-        shown = [p.grad is handle for p, handle in zip(self.params, self._reduced_handles(), strict=True)]
-        held = self.grad_shard if self.sharding.shard_count > 1 else self.grad_buffer
-        return Moving(self.layout, self.sharding, held, shown, bytes(self.slots.used))
 
     def make_room(self) -> None:
         """Make memory for reduced gradients that other buckets have held: zeros until ``take_over``."""
@@ -259,26 +169,26 @@ class Bucket:
         """Copy this rank's part of ``whole`` into slot ``index``."""
         piece, part = self.pieces[index], self._part_of(index)
         part.copy_(whole if self.sharding.shard_count == 1 else whole[piece.in_param :][: len(part)])
-        self.slots.take_over(index, self._reduced_handles()[index] if shown else None, used=used)
+        self.slots.take_over(index, self.shown.reduced()[index] if shown else None, used=used)
 
     def let_go(self) -> None:
         """Drop parameters and gradients: their memory goes as the parameters move to other buckets."""
         keep_for_current_stream(self.flat.full, self.grad_buffer)
         del self.flat, self.params, self.slots
-        del self.grad_buffer, self.grad_shard, self._views, self._terms, self._shards, self._handed_out
+        del self.grad_buffer, self.grad_shard, self.shown, self.packing, self.unsharding
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
     @property
     def can_collect(self) -> bool:
         """True if this rank's own gradients can wait in ``grad_buffer``, readable through ``.grad``."""
-        return bool(self._views) and self.state is not GradState.REDUCED and not self.arrivals.under_way
+        return bool(self.shown.full) and self.state is not GradState.REDUCED and not self.arrivals.under_way
 
     def before_accumulate(self, index: int) -> None:
         """Take a reduced gradient out of slot ``index``'s ``.grad``, to which autograd is about to add."""
         if self.slots.bucket_state is not GradState.REDUCED:
             return
-        written = self.slots.accumulate(index, self._reduced_handles()[index])
+        written = self.slots.accumulate(index, self.shown.reduced()[index])
         if written and (grad := self.params[index].grad) is not None:
             self._drop_zeroed([(index, grad)])
 
@@ -288,22 +198,22 @@ class Bucket:
         Returns whether anything had changed since the last time.
         """
         streams.join()
-        found = self.slots.scan(self._handles())
+        found = self.slots.scan(self.handles())
         # Everything is in ``grad_buffer`` already: to pack it again would only read and write it.
         if not found.local and not found.gone:
             return False
         self._use_new_memory_if_kept()
         # In LOCAL those collected before are packed again, each from its own slot: ``pack`` zeroes what is absent.
-        sources = found.local if self.state is GradState.EMPTY else self._present()
+        sources = found.local if self.state is GradState.EMPTY else _present(self.params)
         allocate(self.grad_buffer)
-        sources, terms = self._of_this_rank(sources)
-        self.pack(sources, self.grad_buffer, 1.0)
+        sources, terms = self.packing.of_this_rank(sources)
+        self.packing.pack(sources, self.grad_buffer, 1.0)
         if self.sharding.reduces:
             self._are_terms = {*terms}
         else:  # nothing leaves
-            self._sum_terms(terms, self.grad_buffer)
+            self.packing.sum_terms(terms, self.grad_buffer)
         streams.keep(grad for _, grad in sources)
-        self.slots.collect(sources, self._local_views)
+        self.slots.collect(sources, self.shown.local(self._are_terms))
         return True
 
     def launch(self, buffers: CommBuffers, streams: GradStreams, *, may_wait: bool) -> None:
@@ -318,7 +228,7 @@ class Bucket:
         streams.join()
         if may_wait:
             self.arrivals.wait()
-        found = self.slots.scan(self._handles())
+        found = self.slots.scan(self.handles())
         self._drop_zeroed(found.zeroed)
         accumulate = self.state is GradState.REDUCED and len(self.slots.stale) < len(self.params)
         # Three cases. Some average stays: the rest is dropped, and the new sum added to it. Or no average stays, but an
@@ -331,7 +241,7 @@ class Bucket:
             accumulate = True
         else:
             self._use_new_memory_if_kept()
-        sources = self._present() if self.state is GradState.LOCAL else found.local
+        sources = _present(self.params) if self.state is GradState.LOCAL else found.local
         lent: list[Tensor] = []
 
         def lend(numel: int) -> Tensor:
@@ -343,11 +253,11 @@ class Bucket:
         if in_place:  # a unit on one data-parallel rank, with parameters on the host, may have freed it
             allocate(self.grad_buffer)
         full = self.grad_buffer if in_place else lend(self.layout.numel)
-        sources, terms = self._of_this_rank(sources)
+        sources, terms = self.packing.of_this_rank(sources)
         with span("pack", self):
-            self.pack(sources, full, self.sharding.grad_scale, accumulate)
-        self._sum_terms([*self._with_dropped(terms, sources), *self._marked_terms], full)
-        self.slots.launch(sources, self._reduced_handles())
+            self.packing.pack(sources, full, self.sharding.grad_scale, accumulate)
+        self.packing.sum_all_terms(terms, sources, full)
+        self.slots.launch(sources, self.shown.reduced())
         streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
         allocate(self.grad_buffer)
@@ -355,57 +265,26 @@ class Bucket:
         if self.follower is not None:
             self.follower.reduction_begins()
         with span("reduce_scatter", self):
-            pending = self.sharding.reduce(full, self.grad_shard, lend, accumulate=accumulate)
-        self._zeroings = self._zeroings_now()  # what is zeroed from here on is meant for this sum
-        then = [self._poison_others] if in_place and buffers.poison else []
+            pending = self._reduce(full, self.grad_shard, lend, accumulate=accumulate)
+        # Reduced in place, the rest was communicated, too. At stage 0 every rank has the average of all of it.
+        poisoned = in_place and buffers.poison and self.sharding.stage >= 1
+        then: list[Callable[[], None]] = []
+        if poisoned:
+            then.append(partial(_poison_beside, self.grad_shard, self.grad_buffer))
         if (follower := self.follower) is not None:
             # On a GPU a stream beside this one takes the sum as it arrives. Else the host does, when it has waited.
             taken = follower.reduction_launched(pending)
             then.append(follower.after_taking if taken else follower.reduction_arrived)
         self.arrivals.expect(Flight(pending, buffers, lent, then))
 
-    def zeroed_since_launch(self) -> Zeroed | None:
-        """Find how the user has zeroed every gradient of this bucket since it left; None: not all of them."""
-        if all(parameter.grad is None for parameter in self.params):
-            return Zeroed.TO_NONE
-        return Zeroed.IN_PLACE if self._zeroings_now() - self._zeroings >= len(self.params) else None
-
     def note_writes(self) -> None:
         """Note that all writes into the gradients so far are known, or were not the user's."""
-        self._zeroings_noted = self._zeroings_now()
+        self._writes_known = self.shown.writes()
 
     @property
     def written(self) -> bool:
         """True if the user has written into gradients, in place, since ``note_writes``."""
-        return self._zeroings_now() != self._zeroings_noted
-
-    def _zeroings_now(self) -> int:
-        if self._shards:
-            return self.arrivals.zeroed
-        # A write through a DTensor shows only in its own version counter.
-        shown = (*self._views, *self._terms)
-        return sum(map(_version_of, shown)) if self.flat.sliced else self.grad_buffer._version
-
-    def drop_all(self, how: Zeroed) -> None:
-        """Drop or zero all gradients, as the user has, though no ``.grad`` shows it."""
-        if how is Zeroed.TO_NONE:
-            self.slots.drop(range(len(self.params)))
-        else:
-            self.arrivals.then(partial(_zero, self.grad_shard))
-
-    def keep_where(self, keep: Tensor) -> None:
-        """Zero all gradients if ``keep``, [] bool on the device, is False."""
-        self.arrivals.then(partial(_keep_where, self.grad_shard, keep))
-
-    def launch_zeros(self) -> None:
-        """Take part in the others' reduction with zeros, and drop the sum.
-
-        Their backward launched it. Ours raised before its first gradient, and all ranks have zeroed since.
-        """
-        full = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
-        self._sum_terms(self._marked_terms, full)
-        out = full if self.sharding.shard_count == 1 else full.new_empty(self.layout.shard_numel)
-        self.sharding.reduce(full, out, full.new_empty, accumulate=False).wait()
+        return self.shown.writes() != self._writes_known
 
     def wait(self) -> None:
         """Order later work after the arrival of every reduction."""
@@ -415,84 +294,32 @@ class Bucket:
         """True if every reduction arrives within ``seconds``. On CUDA the host need not know."""
         return self.arrivals.arrive_within(seconds)
 
-    def _poison_others(self) -> None:
-        """Fill ``grad_buffer`` with NaN beside this rank's shard: reduced in place, the rest was communicated, too."""
-        # At stage 0 every rank has the average of all of it.
-        if self.sharding.stage >= 1:
-            _poison_beside(self.grad_shard, self.grad_buffer)
-
     def counted(self) -> list[Tensor]:
         """List the parts of ``grad_shard`` that this rank counts in a norm: as a rule all of it. Gaps are zero."""
         if not self.speaks:
             return []
-        return self._parts({*range(len(self.params))} - self.shared) if self.shared else [self.grad_shard]
+        if not self.shared:
+            return [self.grad_shard]
+        return [self._part_of(i) for i, piece in enumerate(self.pieces) if piece.numel and i not in self.shared]
 
     def counted_elsewhere(self) -> list[Tensor]:
         """List the parts that another stage of the pipeline, or another tensor-parallel rank, counts in a norm. Its own
         should be the same, but was reduced separately. So whether this rank's is finite is checked here, too."""
         if self.speaks:
-            return self._parts(self.shared)
+            return [self._part_of(index) for index in self.shared if self.pieces[index].numel]
         return [self.grad_shard] if self.sharding.speaks(cut=True) else []
 
-    def _parts(self, indices: Iterable[int]) -> list[Tensor]:
-        return [self._part_of(index) for index in indices if self.pieces[index].numel]
-
-    # -- parameters ------------------------------------------------------------------------------------------------
-
-    def unshard(self) -> None:
-        """Start the all-gather of the parameters. At stage 3 units are gathered as they are used."""
-        # At stage 3 a unit gathers them when it is called.
-        if self.sharding.stage < 3 and self.sharding.shard_count > 1:
-            if self._poison:
-                _poison_beside(self.flat.shard, self.flat.full)
-            with span("step.all_gather", self):
-                self.unsharding = self.sharding.all_gather(self.flat.full, own=self.flat.shard)
-
-    def guard(self) -> None:
-        """Let the first read or write of a parameter that is in flight wait for it: see ``ArrivingParameter``."""
-        if self.unsharding is not None:
-            self._guarded = [parameter for parameter in self.params if type(parameter) is nn.Parameter]
-            self._stepped_on = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-            for parameter in self._guarded:
-                arriving[id(parameter)] = self
-                parameter.__class__ = ArrivingParameter
-
-    def wait_for_parameters(self) -> None:
-        """Order later work on the current stream after the arrival of the parameters."""
-        if self.unsharding is not None:
-            with self._reading:
-                if self.unsharding is not None:  # else another thread has waited meanwhile
-                    self.unsharding.wait()
-                    self._end_unsharding()
-
-    def order_reader(self) -> None:
-        """Do the same for whoever reads or writes a parameter, on any stream, in any thread. The stream that has
-        stepped waits, too: the next forward, on that one, does not wait again."""
-        with self._reading:
-            on = self._stepped_on
-            if self.unsharding is None or on is None or on == torch.cuda.current_stream(self.device):
-                self.wait_for_parameters()
-            else:
-                self.unsharding.order_current()
-                with torch.cuda.stream(on):
-                    self.wait_for_parameters()
-
-    def _end_unsharding(self) -> None:
-        for parameter in self._guarded:
-            parameter.__class__ = nn.Parameter
-            arriving.pop(id(parameter), None)
-        self._guarded = []
-        self.unsharding = None
+    # -- what the user does to gradients ---------------------------------------------------------------------------
 
     def follow_edits(self) -> Edits:
         """Drop what the user has zeroed since the last reduction. Returns the gradients assigned since, and dropped."""
-        found = self.slots.scan(self._handles())
+        found = self.slots.scan(self.handles())
         # Gradients that were zeroed are zeroed in ``grad_shard``, too, which has to have arrived for that.
         if self.state is GradState.REDUCED:
             self.arrivals.wait()
             self._drop_zeroed(found.zeroed)
             self._drop_stale()
-        assigned = self._present() if self.state is GradState.LOCAL else found.local
+        assigned = _present(self.params) if self.state is GradState.LOCAL else found.local
         slots = self.layout.slots
         return Edits({slots[index].param for index, _ in assigned}, {slots[index].param for index in found.gone})
 
@@ -502,7 +329,7 @@ class Bucket:
         if self.flat.sharded and self.arrivals.under_way:
             self._allocate_gradients()
         self.arrivals.abandon()
-        self._end_unsharding()
+        self.unsharding.end()
 
     def clear(self) -> None:
         """Forget every gradient. At stage 3 their memory goes, else it stays."""
@@ -517,42 +344,20 @@ class Bucket:
         self.arrivals.wait()
         self._use_new_memory_if_kept()
 
-    def unapplied(self, *, applied: bool) -> list[str]:
-        """Label the slots with a gradient in ``.grad``. ``applied``: leave out those that the bucket has put there."""
-        there = zip(self.params, self._handles(), strict=True)
-        return [
-            self.label(index)
-            for index, (parameter, handle) in enumerate(there)
-            if (grad := parameter.grad) is not None and not (applied and grad is handle)
-        ]
-
     def zero(self) -> None:
         """Make every gradient that is there zero, as ``zero_grad(set_to_none=False)`` means."""
         if self.state is not GradState.EMPTY:
             # With averages the rest of ``grad_buffer`` means nothing, and a collective may still read it.
             buffer = self.grad_shard if self.state is GradState.REDUCED else self.grad_buffer
             self.arrivals.then(partial(_zero, buffer))
-        for _, grad in self.slots.scan(self._handles()).local:
+        for _, grad in self.slots.scan(self.handles()).local:
             local_of(grad).detach_().zero_()
 
-    def _handles(self) -> Sequence[Tensor | None]:
+    def handles(self) -> Sequence[Tensor | None]:
         """List what each ``.grad`` is while the bucket holds the slot's gradient."""
         if self.state is GradState.EMPTY:
             return [None] * len(self.params)
-        return self._local_views if self.state is GradState.LOCAL else self._reduced_handles()
-
-    @property
-    def _local_views(self) -> Sequence[Tensor]:
-        if not self._are_terms:
-            return self._views
-        # Made anew each time: a list that is kept would look like a user who keeps gradients.
-        return [self._terms[index] if index in self._are_terms else view for index, view in enumerate(self._views)]
-
-    def _reduced_handles(self) -> Sequence[Tensor]:
-        return self._shards or self._views
-
-    def _present(self) -> list[tuple[int, Tensor]]:
-        return [(index, p.grad) for index, p in enumerate(self.params) if p.grad is not None]
+        return self.shown.local(self._are_terms) if self.state is GradState.LOCAL else self.shown.reduced()
 
     def _drop_stale(self) -> None:
         """Take stale slots out of ``grad_shard``: all of them in one go, else one by one."""
@@ -578,75 +383,81 @@ class Bucket:
         piece = self.pieces[index]
         return self.grad_shard.narrow(0, piece.in_shard, piece.numel)
 
-    def _of_this_rank(self, sources: list[tuple[int, Tensor]]) -> tuple[list[tuple[int, Tensor]], list[int]]:
-        """Take the local tensors of gradients that may be ``DTensor``s. Returns them, and the slots of gradients that
-        are terms of a sum over the tensor-parallel ranks."""
-        if not self.flat.sliced:
-            return sources, []
-        found = [(index, *local_gradient(self.params[index], grad)) for index, grad in sources]
-        return [(index, grad) for index, grad, _ in found], [index for index, _, is_term in found if is_term]
 
-    def _with_dropped(self, terms: Sequence[int], sources: Sequence[tuple[int, Tensor]]) -> list[int]:
-        """Add to ``terms`` the slots that were terms before and have no gradient now.
+class Unsharding:
+    """The all-gather of a bucket's parameters after a step, and who waits for it.
 
-        The gradient may have been dropped on this rank alone. The other tensor-parallel ranks sum theirs, and this rank
-        has to add zeros. Before the first reduction nobody knows which slots are terms.
-        """
-        self.terms.update(terms)
-        return sorted({*terms, *self.terms.difference(index for index, _ in sources)})
+    Attributes:
+        pending: the all-gather while it is in flight, else None.
+    """
 
-    def _sum_terms(self, slots: Sequence[int], full: Tensor) -> None:
-        """Sum the gradients of these slots, which were packed into ``full``, over the tensor-parallel ranks.
+    def __init__(self, layout: BucketLayout, flat: FlatParams, labels: Sequence[str], sharding: Sharding) -> None:
+        self._layout, self._flat, self._labels, self._sharding = layout, flat, labels, sharding
+        self.pending: Pending | None = None
+        self._guarded: list[Tensor] = []
+        self._stepped_on: torch.cuda.Stream | None = None
+        self._reading = threading.RLock()  # other threads may read parameters that are in flight
+        self._poison = "poison" in debug_options() and sharding.shard_count > 1
 
-        They all sum the same slots, as each goes through the same forward and backward; see also ``_with_dropped``.
-        Marked slots are summed in any case: a rank without a gradient adds zeros.
-        """
-        places = [self.layout.slots[index] for index in slots]
-        self.sharding.sum_over_slices([full.narrow(0, place.offset, place.numel) for place in places])
+    def __str__(self) -> str:
+        return _name(self._layout, self._labels)
 
-    def pack(self, sources: Sequence[tuple[int, Tensor]], full: Tensor, scale: float, accumulate: bool = False) -> None:
-        """Pack gradients, each with its slot's number, into ``full`` [numel], times ``scale``.
+    def start(self) -> None:
+        """Start the all-gather, at stages 1 and 2. At stage 3 a unit gathers when it is called."""
+        flat = self._flat
+        if self._sharding.stage < 3 and self._sharding.shard_count > 1:
+            if self._poison:
+                _poison_beside(flat.shard, flat.full)
+            with span("step.all_gather", self):
+                self.pending = self._sharding.all_gather(flat.full, own=flat.shard)
 
-        ``accumulate``: slots that were marked non-finite before stay so.
-        """
-        grads = [grad for _, grad in sources]
-        usual = self._dtypes.issuperset(map(_dtype_of, grads)) and _STRIDED.issuperset(map(_layout_of, grads))
-        if self.flat.permuted:  # autograd gives a gradient in the parameter's memory format, so these are contiguous
-            grads = [as_stored(grad, self.flat.orders[index]) for index, grad in sources]
-        if not usual or not all(map(Tensor.is_contiguous, grads)):  # torch lets none be on another device
-            grads = [self._checked_or_refused(index, grad) for (index, _), grad in zip(sources, grads, strict=True)]
-        if len(grads) < len(self.params):
-            present, grads = grads, [self._absent] * len(self.params)
-            for (index, _), grad in zip(sources, present, strict=True):
-                grads[index] = grad
-        flags = torch.empty_like(self.nonfinite) if accumulate else self.nonfinite
-        self._pack_op(grads, self.offsets, full, scale, flags)  # zeroes the gaps
-        if accumulate:
-            torch.maximum(self.nonfinite, flags, out=self.nonfinite)
+    def guard(self) -> None:
+        """Let the first read or write of a parameter that is in flight wait for it: see ``ArrivingParameter``."""
+        if self.pending is not None:
+            device = self._flat.device
+            self._guarded = [parameter for parameter in self._flat.params if type(parameter) is nn.Parameter]
+            self._stepped_on = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            for parameter in self._guarded:
+                arriving[id(parameter)] = self
+                parameter.__class__ = ArrivingParameter
 
-    def _checked_or_refused(self, index: int, grad: Tensor) -> Tensor:
-        try:
-            return self._checked(index, grad)
-        except GradientError as error:
-            # Alone, a rank raises at once. Of several, to raise here would leave the others waiting in the reduction.
-            if not self.sharding.agrees:
-                raise
-            self.slots.refused[index] = str(error)  # the others count on this rank: the exchange tells them all
-            if grad.dtype != self.dtype and getattr(self.params[index], "grad_dtype", None) is not None:
-                self.params[index].grad = None
-                self.params[index].grad_dtype = self.dtype  # else ``.grad`` cannot become the handle of the result
-            return self._absent
+    def wait(self) -> None:
+        """Order later work on the current stream after the arrival of the parameters."""
+        if self.pending is not None:
+            with self._reading:
+                if self.pending is not None:  # else another thread has waited meanwhile
+                    self.pending.wait()
+                    self.end()
 
-    def _checked(self, index: int, grad: Tensor) -> Tensor:
-        if grad.layout is not torch.strided or grad.dtype != self.dtype or grad.device != self.device:
-            remedy = "For an embedding, build it with sparse=False"
-            if grad.layout is torch.strided:
-                remedy = "Leave the parameter's grad_dtype and device as they are"
-            raise GradientError(
-                f"the gradient of {self.label(index)} is {grad.dtype} {grad.layout} on {grad.device}; expected a dense "
-                f"{self.dtype} on {self.device}. {remedy}"
-            )
-        return grad.detach().contiguous()
+    def order_reader(self) -> None:
+        """Do the same for whoever reads or writes a parameter, on any stream, in any thread. The stream that has
+        stepped waits, too: the next forward, on that one, does not wait again."""
+        with self._reading:
+            on = self._stepped_on
+            if self.pending is None or on is None or on == torch.cuda.current_stream(self._flat.device):
+                self.wait()
+            else:
+                self.pending.order_current()
+                with torch.cuda.stream(on):
+                    self.wait()
+
+    def end(self) -> None:
+        """Make the parameters plain ones again: they have arrived, or nobody waits for them any more."""
+        for parameter in self._guarded:
+            parameter.__class__ = nn.Parameter
+            arriving.pop(id(parameter), None)
+        self._guarded = []
+        self.pending = None
+
+
+def _name(layout: BucketLayout, labels: Sequence[str]) -> str:
+    """Name a bucket in a trace."""
+    first, *others = layout.slots
+    return f"{labels[first.param]} and {len(others)} more" if others else labels[first.param]
+
+
+def _present(params: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    return [(index, p.grad) for index, p in enumerate(params) if p.grad is not None]
 
 
 def _poison_beside(shard: Tensor, full: Tensor) -> None:

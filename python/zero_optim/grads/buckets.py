@@ -1,23 +1,28 @@
-"""All buckets of an optimizer: which parameters share one, and where each parameter is in them now.
+"""All buckets of an optimizer: which parameters are in one bucket, and where each is now.
 
 At stages 0 to 2 a bucket has as many parameters as fit into it, at stage 3 those of a unit.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.sharding import Sharding
+from ..errors import ParameterError
 from ..params.flat_params import FlatParams
-from ..params.layout import BucketLayout, LayoutPolicy, bucket_capacities, build_layout
+from ..params.layout import BucketLayout, LayoutPolicy, Slot, bucket_capacities, build_layout
 from ..params.shardings import Shardings
+from ..params.storage_order import described
 from ..params.tensor_slice import is_cut, local_of, room_of
 from ..rules.group_rules import GroupRules
 from ..rules.update_rule import UpdateRule
@@ -38,8 +43,8 @@ class Buckets:
 
     Attributes:
         order: indices of the parameters, in the order of their slots.
-        parts: the same, those together that were laid out at once. Parameters of two parts share no bucket.
-        all: the buckets, in the order in which they leave.
+        parts: the same, those together that were laid out at once. No bucket has parameters of two parts.
+        all: the buckets, in the order in which they are launched.
         slot_of: by parameter: its bucket, the bucket's number, and the number of its slot there.
         slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
         nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
@@ -47,6 +52,7 @@ class Buckets:
 
     def __init__(self, labels: Sequence[str], sharding: Sharding, make: MakeBuckets) -> None:
         self._labels, self._sharding, self._make = labels, sharding, make
+        self._in_place: set[int] = set()  # buckets whose parameters were found in place in this backward
         self.parts: list[list[int]] = []
         self.all: list[Bucket] = []
 
@@ -64,7 +70,7 @@ class Buckets:
         self.slot_params = torch.tensor([slot.param for slot in slots], dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros(len(slots), dtype=torch.int32, device=device)
         for bucket, flags in zip(buckets, self.nonfinite.split([len(b.params) for b in buckets]), strict=True):
-            bucket.nonfinite = flags
+            bucket.packing.nonfinite = flags
         self.slot_of = {
             slot.param: (bucket, number, index)
             for number, bucket in enumerate(self.all)
@@ -83,12 +89,12 @@ class Buckets:
         """Build all buckets anew for ``parts``. Collective where they hold reduced gradients, which move along."""
         for bucket in self.all:
             bucket.wait()
-            bucket.wait_for_parameters()
-        moving = [bucket.moving() for bucket in self.all if bucket.state is GradState.REDUCED]
+            bucket.unsharding.wait()
+        moving = [Moving(bucket) for bucket in self.all if bucket.state is GradState.REDUCED]
         device = self._sharding.device
         marks = torch.zeros(len(self._labels), dtype=torch.int32, device=device)
         marks[self.slot_params] = self.nonfinite
-        terms = {bucket.layout.slots[index].param for bucket in self.all for index in bucket.terms}
+        terms = {bucket.layout.slots[index].param for bucket in self.all for index in bucket.packing.terms}
         refused = self.refused  # the next step raises for them, whatever the layout is by then
         for bucket in self.all:
             bucket.let_go()
@@ -98,7 +104,7 @@ class Buckets:
         self.nonfinite.copy_(marks[self.slot_params])
         for param in terms & self.slot_of.keys():
             bucket, _, index = self.slot_of[param]
-            bucket.terms.add(index)
+            bucket.packing.terms.add(index)
         for bucket in self.all if moving else ():  # each may receive gradients of any old bucket
             bucket.make_room()
         while moving:  # one bucket at a time: whole gradients take memory
@@ -108,6 +114,58 @@ class Buckets:
         for param in refused.keys() & self.slot_of.keys():
             bucket, _, index = self.slot_of[param]
             bucket.slots.refused[index] = refused[param]
+
+    # -- checks of the parameters ----------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        self._in_place.clear()
+        for bucket in self.all:
+            bucket.slots.backward_begins()
+
+    def check_in_place(self, number: int) -> None:
+        """Check once a backward that the parameters of bucket ``number`` are views of it: when it is full, else at the
+        end of the backward, unless it is sharded then."""
+        bucket = self.all[number]
+        if number in self._in_place or (bucket.flat.sharded and not bucket.flat.shown):
+            return
+        if (moved := bucket.flat.first_moved()) is not None:
+            self._raise_moved(bucket, moved)
+        self._in_place.add(number)
+
+    def check_not_cast(self) -> None:
+        """Check in ``step`` that no parameter was cast after the last backward, as between ``zero_grad`` and here."""
+        for bucket in self.all:
+            if not bucket.flat.sharded and (cast := bucket.flat.first_cast()) is not None:
+                self._raise_moved(bucket, cast)
+
+    def _raise_moved(self, bucket: Bucket, slot: int) -> NoReturn:
+        if self._sharding.reduces:  # a client that moves a model and wraps it in DDP needs the message on DDP first
+            self.check_not_in_ddp()
+        parameter = bucket.params[slot]
+        raise ParameterError(
+            f"{bucket.label(slot)} was moved, cast, or given another shape or memory format after the optimizer "
+            f"was made (it is {described(parameter)} on {parameter.device}): call .to() / .half() before, or make "
+            "a new optimizer"
+        )
+
+    def check_not_in_ddp(self) -> None:
+        """Raise ParameterError where a live ``DistributedDataParallel`` holds one of the parameters.
+
+        It reduces the gradients a second time, and nothing of torch's shows it from outside: at stage 0 the result is
+        wrong without any error. Clients wrap models on their own, so one walk over the interpreter's objects finds it.
+        """
+        labels = {id(p): bucket.label(slot) for bucket in self.all for slot, p in enumerate(bucket.params)}
+        found = _in_ddp(labels)
+        if found:
+            gc.collect()  # a wrapper that was dropped may wait in a cycle
+            found = _in_ddp(labels)
+        if found:
+            raise ParameterError(
+                f"{found[0]} is in a DistributedDataParallel module, which would reduce its gradient a second time: "
+                "train the bare model; the optimizer averages gradients over ranks itself. Clients need not wrap: "
+                "zero_optim.integrations has ShardedTrainer (transformers) in place of Trainer, prepare (accelerate) "
+                "and ShardedStrategy (lightning)"
+            )
 
     @property
     def refused(self) -> dict[int, str]:
@@ -126,13 +184,39 @@ class Buckets:
         return self._used_now
 
 
+def _in_ddp(labels: Mapping[int, str]) -> list[str]:
+    """List the ``labels`` of parameters, by ``id``, that a ``DistributedDataParallel`` module of the process has."""
+    # type(), not isinstance: that asks lazy objects for their __class__, and loads them.
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    return [labels[id(p)] for module in modules for p in module.parameters() if id(p) in labels]
+
+
+class Moving:
+    """A bucket's reduced gradients on their way to other buckets."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._layout, self._sharding = bucket.layout, bucket.sharding
+        # [shard_numel] this rank's shard; or [numel] all of them, where this rank has it.
+        self._held = bucket.grad_shard if bucket.sharding.shard_count > 1 else bucket.grad_buffer
+        handles = bucket.shown.reduced()
+        self._shown = [p.grad is handle for p, handle in zip(bucket.params, handles, strict=True)]
+        self._used = bytes(bucket.slots.used)
+
+    def whole(self) -> Iterator[tuple[Slot, Tensor, bool, bool]]:
+        """Collective. Yield for every slot its whole gradient, flat; whether ``.grad`` shows it, and not what the user
+        has put there since; and whether this rank had a part in it."""
+        full = self._sharding.whole_of(self._held, "construction")
+        for slot, shown, used in zip(self._layout.slots, self._shown, self._used, strict=True):
+            yield slot, full.narrow(0, slot.offset, slot.numel), shown, bool(used)
+
+
 @dataclass(frozen=True)
 class BucketKind:
     """The properties that all parameters of a bucket have in common. So whether they count in a norm goes by bucket.
 
     Attributes:
         cut: whether the tensor-parallel ranks have a slice each.
-        sharding: who shares the parameters.
+        sharding: the ranks that shard or replicate their state.
         rule: which updates them.
     """
 
@@ -197,7 +281,7 @@ MUCH_PADDING, MANY_BYTES = 0.25, 2**26
 
 
 def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None:
-    """Warn where the parameters that no rank cuts are too few for the ranks that share them.
+    """Warn where the parameters that no rank cuts are too few for the ranks of their shard group.
 
     Rank 0 warns, before memory is taken for them: it may not be enough.
     """
@@ -211,9 +295,9 @@ def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None
         if padding > MUCH_PADDING * taken and nbytes > MANY_BYTES and sharding.everyone.rank == 0:
             rule = of_sharding[0][1].rule.name
             warnings.warn(
-                f"{rule}: {sharding.shard_count} ranks share few matrices ({len(slots)}), and cut none. So there is "
+                f"{rule}: {sharding.shard_count} ranks shard few matrices ({len(slots)}), and cut none. So there is "
                 f"{padding / taken:.0%} of padding in their buckets, {nbytes:,} bytes on each rank. Take stage=3, or "
-                "a mesh of two dimensions, in which fewer ranks share (docs/topologies.md)",
+                "a mesh of two dimensions, with smaller shard groups (docs/topologies.md)",
                 stacklevel=2,
             )
 

@@ -1,87 +1,15 @@
-"""Decides when a bucket may leave: by counts of its gradients, or because its unit is over.
+"""Decides when a bucket's reduction can be launched while backward runs.
 
-The reducer asks one question, in ascending order of buckets: ``may_launch(number)``. It asks while a backward runs.
-When the backward is over, every bucket may leave, and nobody needs to be asked. The reducer tells what happens: a
-backward begins, a gradient is ready, the backward has ended.
+The rounds ask ``may_launch(number)``, in ascending order of buckets. When backward is over, every bucket is launched.
 
-At stage 3 the answer is *by units*: it depends on the bucket's unit alone. At stages 0 to 2 it is *by counts*: it
-depends on which gradients of the bucket have come, and on what the ranks have learned.
+- *By units* (stage 3): backward is through with the bucket's unit, or the backward before was.
+- *By counts* (stages 0 to 2): every gradient of the bucket has come as often as the ranks have agreed that it does. A
+  bucket waits for the end of backward where one comes more than once, or a later hook of the user's may change one, or
+  while the ranks have agreed on nothing yet: the first backward is observed.
 
-===================  ==========  ==========  ==========  ==========  ==========
-may_launch           NOTHING     ORDER       ALL         unit open   unit over
-===================  ==========  ==========  ==========  ==========  ==========
-MISSING              no          no          no          no          yes
-FULL                 no          no          yes         no          yes
-FULL, repeats        no          no          no          no          yes
-FULL, changes        no          no          no          no          yes
-===================  ==========  ==========  ==========  ==========  ==========
-
-- *MISSING*: not every gradient has come as often as it is expected to. *FULL*: every gradient has.
-- *repeats*: one of the gradients is expected more than once.
-- *changes*: a hook of the user's runs after ours, and may change one of the gradients.
-- *unit over*: backward is through with the bucket's unit, or the backward before was.
-
-By counts, what has come of a bucket:
-
-===================  ==========  ==========
-a gradient comes     MISSING     FULL
-===================  ==========  ==========
-more are missing     MISSING     --
-the last missing     FULL        --
-once too often       MISSING     FULL
-``begin``            MISSING     MISSING
-``use``              MISSING     MISSING
-===================  ==========  ==========
-
-The reducer tells ``begin`` right after ``backward_ended``, too: before that no gradient comes.
-
-By counts, what the ranks have learned. Reports are *whole* where no backward of any rank was cut short by an exception,
-and at least one rank has seen a gradient:
-
-===================  ==========  ==========  ==========
-learned              NOTHING     ORDER       ALL
-===================  ==========  ==========  ==========
-agree: whole         ALL         ALL         ALL
-agree: cut short     NOTHING     ORDER       ALL
-agree: empty         NOTHING     ORDER       ALL
-forget: order        NOTHING     NOTHING     NOTHING
-forget: counts       NOTHING     ORDER       ORDER
-drop_observation     NOTHING     ORDER       ALL
-gradient_ready       NOTHING     ORDER       ALL
-backward_ended       NOTHING     ORDER       ALL
-begin                NOTHING     ORDER       ALL
-use                  NOTHING     ORDER       ALL
-===================  ==========  ==========  ==========
-
-``agree`` gives a new order of parameters in NOTHING alone, and only where the reports are whole. Where there is nothing
-to be learned, as on one rank, the state is ALL from the start, and ``forget`` leaves it so.
-
-By counts, what this rank has seen since the ranks last agreed. In ALL it notes no gradients:
-
-===================  ==========  ==========  ==========  ==========
-observation          EMPTY       RUNNING     WHOLE       CUT SHORT
-===================  ==========  ==========  ==========  ==========
-gradient_ready       RUNNING     RUNNING     RUNNING     CUT SHORT
-backward_ended       EMPTY       WHOLE       WHOLE       CUT SHORT
-begin                EMPTY       CUT SHORT   WHOLE       CUT SHORT
-use                  EMPTY       CUT SHORT   WHOLE       CUT SHORT
-agree: whole         EMPTY       --          EMPTY       --
-agree: cut short     EMPTY       --          EMPTY       EMPTY
-agree: empty         EMPTY       --          --          --
-forget: order        EMPTY       --          EMPTY       EMPTY
-forget: counts       EMPTY       --          EMPTY       EMPTY
-drop_observation     EMPTY       --          EMPTY       EMPTY
-===================  ==========  ==========  ==========  ==========
-
-- *RUNNING*: gradients have come in a backward that has not ended. *WHOLE*: every backward has ended.
-- *CUT SHORT*: a backward has raised. It never ends; the next ``begin`` finds it.
-- *--*: cannot be. The reducer tells ``begin`` before these calls, and the reports include this rank's own.
-
-An observation has an entry a parameter. If every rank had those of all others, that would be ranks x parameters: 100 MB
-on each of 16,384 ranks, for 700 parameters. Only rank 0's order matters, and the largest counts. So ``merged``
-maximises one vector over the ranks, of three fp32 values a parameter and one more::
-
-    [how often it came at most ... | whether it came ... | its place in rank 0's order, from 1 ... | cut short]
+Ranks agree on two things, by the maximum over ranks of one vector of three fp32 values a parameter and one more: which
+gradients come, how often, and rank 0's order. If every rank had those of all others, that would be ranks x parameters:
+100 MB on each of 16,384 ranks, for 700 parameters.
 """
 
 from __future__ import annotations
@@ -101,13 +29,13 @@ from .bucket import Bucket
 
 
 class Readiness(Protocol):
-    """The face that the reducer sees: it tells of events, and asks ``may_launch``."""
+    """What the reducer calls, by units and by counts."""
 
     def use(self, buckets: Sequence[Bucket]) -> None:
         """Use these buckets from now on. No backward is under way."""
 
     def begin(self) -> None:
-        """Begin anew, for another backward: gradients that have come so far count no more."""
+        """Begin another backward: gradients that have come so far count no more."""
 
     def gradient_ready(self, index: int, number: int) -> bool:
         """Count the gradient of parameter ``index``, of bucket ``number``. Runs for every gradient: it must be quick.
@@ -123,9 +51,9 @@ class Readiness(Protocol):
 class Learned(enum.Enum):
     """The knowledge that ranks have agreed on from backwards that were observed."""
 
-    NOTHING = enum.auto()  # buckets leave when backward ends
-    ORDER = enum.auto()  # the layout is final; counts are to be taken anew, and buckets leave when backward ends
-    ALL = enum.auto()  # buckets leave when their counts are met
+    NOTHING = enum.auto()  # buckets are launched when backward ends
+    ORDER = enum.auto()  # the layout is final, and counts are not known: buckets are launched when backward ends
+    ALL = enum.auto()  # buckets are launched when their counts are met
 
 
 @dataclass(frozen=True)
@@ -152,7 +80,8 @@ def merged(own: Observation, sharding: Sharding, count: int) -> list[Observation
 
 
 def _vector(own: Observation, count: int, *, orders: bool) -> Tensor:
-    """[3 * count + 1] fp32. ``orders``: whether this rank's order counts."""
+    """[3 * count + 1] fp32: how often each parameter came at most, whether it came, its place in rank 0's order from 1
+    on, and whether a backward was cut short. ``orders``: whether this rank's order counts."""
     vector = torch.zeros(3 * count + 1, dtype=torch.float32, device="cpu")
     times, came, places, cut_short = vector.split([count, count, count, 1])
     for index, most in own.counts.items():
@@ -175,10 +104,10 @@ def _reports(vector: Tensor, count: int) -> list[Observation]:
 
 
 class ByCounts:
-    """A bucket may leave when each of its gradients has come as often as in the backward that was observed.
+    """A bucket can be launched when each of its gradients has come as often as in the backward that was observed.
 
     Most come once. A gradient comes twice where a parameter is used in two segments of a re-entrant checkpoint: each
-    segment runs a backward of its own, and hooks cannot tell which is the last. Such a bucket leaves as backward ends.
+    segment runs a backward of its own, and no hook knows which is the last. Such a bucket waits for the end.
 
     Attributes:
         learned: what the ranks know; ``agree`` and ``forget`` change it.
@@ -281,9 +210,9 @@ class ByCounts:
 
 
 class ByUnits:
-    """A bucket holds a unit's parameters, and may leave when backward is through with the unit.
+    """A bucket holds a unit's parameters, and can be launched when backward is through with the unit.
 
-    Nothing is counted or observed: a unit that this rank has skipped sends its reductions all the same, in its turn.
+    Nothing is counted or observed: a unit that this rank has skipped is reduced all the same, in its turn.
     """
 
     learned = Learned.ALL

@@ -1,39 +1,7 @@
-"""A slot's gradient: what ``.grad`` shows of it, and what of that the bucket holds.
+"""The state of each gradient in a bucket: what the bucket holds of it, and what ``.grad`` shows.
 
-====================  ==================  =====================  =======================  ===================
-state                 the bucket holds    ``.grad`` found None   ``.grad`` is the handle  ``.grad`` is other
-====================  ==================  =====================  =======================  ===================
-ABSENT                nothing             ABSENT                 --                       ABSENT, local
-COLLECTED             this rank's sum     ABSENT                 COLLECTED                ABSENT, local
-AVERAGED              the average         STALE                  AVERAGED                 STALE, local
-TAKEN                 the average         STALE                  AVERAGED                 TAKEN, local
-STALE                 what to drop        STALE                  AVERAGED                 STALE, local
-====================  ==================  =====================  =======================  ===================
-
-The *handle* is the tensor that the bucket has put into ``.grad``. *local*: ``.grad`` is a gradient of this rank's that
-the bucket does not hold yet. Where the user has replaced what autograd left in ``.grad``, a TAKEN slot becomes STALE:
-what is there stands for the whole gradient. The columns are what ``scan`` does with each ``.grad`` that it finds; four
-more events change all slots of a bucket, or one:
-
-====================  ==================  =====================  =======================  ===================
-state                 accumulate          collect                launch                   clear
-====================  ==================  =====================  =======================  ===================
-ABSENT                ABSENT              COLLECTED if local     AVERAGED                 ABSENT
-COLLECTED             COLLECTED           COLLECTED              AVERAGED                 ABSENT
-AVERAGED              TAKEN               --                     AVERAGED                 ABSENT
-TAKEN                 TAKEN               --                     AVERAGED                 ABSENT
-STALE                 STALE               --                     AVERAGED                 ABSENT
-====================  ==================  =====================  =======================  ===================
-
-- *accumulate*: autograd is about to add to ``.grad``, after ``scan`` has looked at it. A reduced gradient is an average
-  over ranks; to add this rank's own to it would be wrong. So it is taken out of ``.grad``, the new one arrives alone,
-  and is reduced and added later.
-- *collect*: local gradients move into ``grad_buffer``. *launch*: a reduction leaves with them; what is STALE is
-  dropped before the sum is added. *clear*: ``zero_grad``.
-- Three are outside of the tables: *drop* makes any slot STALE; *make_room* makes all STALE in a bucket that is to
-  receive averages from another layout; *take_over* then makes one AVERAGED.
-
-As an example, two backwards and a user in between::
+``Slots`` keeps the states, ``Shown`` the tensors over the bucket's memory that ``.grad`` shows. As an example, two
+backwards and a user in between::
 
     backward            AVERAGED   .grad is a FlatShard
     p.grad = None       AVERAGED   nobody has looked yet
@@ -45,22 +13,37 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-_grad_of = operator.attrgetter("grad")
+from ..comm.arrivals import Arrivals
+from ..comm.sharding import Sharding
+from ..comm.storage import references_in_cpp
+from ..params.flat_params import FlatParams
+from ..params.flat_shard import FlatShard
+from ..params.layout import SlotPiece
+from ..params.tensor_slice import local_of, shown_as
+
+_grad_of, _version_of = operator.attrgetter("grad"), operator.attrgetter("_version")
+_ALONE = max(map(sys.getrefcount, [object()]))  # the count of an object that one list alone refers to
 
 
 class SlotState(enum.Enum):
-    """State of one slot: what the bucket holds of its gradient."""
+    """State of one slot: what the bucket holds of its gradient.
 
-    ABSENT = enum.auto()
-    COLLECTED = enum.auto()
-    AVERAGED = enum.auto()
-    TAKEN = enum.auto()
-    STALE = enum.auto()
+    Where autograd is about to add to an average over ranks, that is taken out of ``.grad``: the new gradient arrives
+    alone, and is reduced and added later. ``tests/grads/test_slots_cells.py`` has the tables of events.
+    """
+
+    ABSENT = enum.auto()  # nothing
+    COLLECTED = enum.auto()  # this rank's sum; ``.grad`` is its view
+    AVERAGED = enum.auto()  # the average; ``.grad`` shows it
+    TAKEN = enum.auto()  # the average; ``.grad`` is None, or a gradient of this rank beside it
+    STALE = enum.auto()  # what the user has dropped: zeroed before the next sum is added
 
 
 class GradState(enum.Enum):
@@ -69,13 +52,6 @@ class GradState(enum.Enum):
     EMPTY = enum.auto()  # nowhere, or in each ``.grad`` that autograd allocated: ABSENT
     LOCAL = enum.auto()  # grad_buffer holds this rank's sums in full: ABSENT, COLLECTED
     REDUCED = enum.auto()  # grad_shard holds the average, or will when it arrives: AVERAGED, TAKEN, STALE
-
-
-class Zeroed(enum.Enum):
-    """The way in which the user has zeroed gradients: by ``zero_grad(set_to_none=...)`` of a module, or by hand."""
-
-    TO_NONE = enum.auto()  # ``.grad`` is None: they are absent
-    IN_PLACE = enum.auto()  # they are zero, and count as gradients
 
 
 @dataclass
@@ -112,7 +88,7 @@ class Slots:
     Attributes:
         bucket_state: where the gradients are.
         used: one byte a slot, 1 where this rank has put a gradient of it into the bucket.
-        refused: by slot, why this rank's gradient was left out. The others' count, and the exchange tells all ranks.
+        refused: by slot, why this rank's gradient was left out. The others' count, and the exchange raises on all.
         stale: the slots in that state.
     """
 
@@ -183,7 +159,7 @@ class Slots:
     def scan(self, handles: Sequence[Tensor | None]) -> Found:
         """Read each ``.grad`` once."""
         found = Found()
-        # As a rule nobody has touched any ``.grad``, and one pass in C tells.
+        # As a rule nobody has touched any ``.grad``, and one pass in C shows it.
         if all(map(operator.is_, map(_grad_of, self._params), handles)):
             if self._taken or self.stale:  # the user has put a handle back
                 self._taken.clear()
@@ -222,11 +198,11 @@ class Slots:
         for parameter, handle in zip(self._params, handles, strict=True):
             parameter.grad = handle
 
-    def drop(self, indices: Iterable[int]) -> None:
-        """Make these slots STALE: the user is known to have zeroed them, though no ``.grad`` shows it."""
-        for index in indices:
+    def drop_all(self) -> None:
+        """Make all slots STALE: the user has dropped their gradients, though no ``.grad`` shows it."""
+        for index, parameter in enumerate(self._params):
             self._make_stale(index)
-            self._params[index].grad = None
+            parameter.grad = None
 
     def make_room(self) -> None:
         """Make all slots STALE until ``take_over``: the bucket is to receive reduced gradients."""
@@ -277,3 +253,113 @@ class Slots:
         self._taken.pop(index, None)
         self.stale.add(index)
         self.used[index] = 0
+
+
+class Shown:
+    """The tensors over a bucket's gradient memory that ``.grad`` shows, one for each slot.
+
+    Attributes:
+        full: views of the whole gradients; empty where ``buffer`` does not hold them, or in another dtype.
+        shards: a ``FlatShard`` each, from stage 1 on, where only this rank's shard has the average; else empty.
+    """
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        shard: Tensor,
+        flat: FlatParams,
+        pieces: Sequence[SlotPiece],
+        labels: Sequence[str],
+        sharding: Sharding,
+        arrivals: Arrivals,
+    ) -> None:
+        """``buffer``: the bucket's memory; ``shard`` [shard_numel]: this rank's shard of the average, within it."""
+        self._buffer, self._params, self._sliced, self._arrivals = buffer, flat.params, flat.sliced, arrivals
+        self._pieces, self._labels = pieces, labels
+        self.full: Sequence[Tensor] = ()
+        # ``.grad`` can show a view only in the parameter's own dtype: torch accepts no other.
+        if sharding.keeps_full_gradients and buffer.dtype == flat.dtype:
+            self.full = flat.slot_views(buffer)
+            if flat.sliced:
+                self.full = [*map(shown_as, flat.params, self.full)]
+        # A parameter that all tensor-parallel ranks have may have a term of its gradient on each: summed at launch.
+        self._terms: Sequence[Tensor] = ()
+        if sharding.reduces and flat.sliced and not flat.cut:
+            pairs = zip(flat.params, self.full, strict=False)
+            self._terms = [shown_as(parameter, local_of(view), term=True) for parameter, view in pairs]
+        self.shards: Sequence[FlatShard] = ()
+        if sharding.stage >= 1 and sharding.reduces:
+            self.shards = _flat_shards(shard, flat, pieces, labels)
+        # The user can take these from the tensors above: the local shard, or the local tensor of a DTensor.
+        inner = [view.local for view in self.shards] if flat.sharded else []
+        self._inner = [[*map(local_of, self.full)] if flat.sliced else [], inner]
+        for view in self.shards:
+            view.arrivals = arrivals  # only now: reading ``local`` waits for them, and they may never come
+        self._uses = _storage_uses(buffer)  # last: after all lasting views of it
+
+    def reduced(self) -> Sequence[Tensor]:
+        """List the tensors that ``.grad`` shows once the bucket is reduced."""
+        return self.shards or self.full
+
+    def local(self, terms: set[int]) -> Sequence[Tensor]:
+        """List the tensors that ``.grad`` shows of this rank's own gradients, of which ``terms`` are terms of a sum."""
+        if not terms:
+            return self.full
+        # Made anew each time: a list that is kept would look like a user who keeps gradients.
+        return [self._terms[index] if index in terms else view for index, view in enumerate(self.full)]
+
+    def writes(self) -> int:
+        """Count the user's writes into them: the count grows with each."""
+        if self.shards:
+            return self._arrivals.zeroed
+        # A write through a DTensor shows only in its own version counter.
+        return sum(map(_version_of, (*self.full, *self._terms))) if self._sliced else self._buffer._version
+
+    def relabel(self) -> None:
+        """Take over new names of the parameters, for messages."""
+        for shard, piece in zip(self.shards, self._pieces, strict=False):
+            shard.label = f"gradient of {self._labels[piece.slot.param]}"
+
+    def kept(self) -> bool:
+        """True if the user keeps one of the gradients, or a view of it: its memory must not be written again.
+
+        Programs keep ``p.grad`` over ``zero_grad``, to combine the gradients of several losses.
+        """
+        if _storage_uses(self._buffer) > self._uses:  # another tensor views the memory
+            return True
+        if any(max(map(sys.getrefcount, inner), default=0) > _ALONE + 1 for inner in self._inner):
+            return True
+        return any(self._some_kept(tensors) for tensors in (self.full, self._terms, self.shards))
+
+    def _some_kept(self, tensors: Sequence[Tensor]) -> bool:
+        references = [*map(sys.getrefcount, tensors)]
+        uses = [*map(references_in_cpp, tensors)]  # all references in Python are one of these
+        if max(references, default=0) <= _ALONE and max(uses, default=0) <= 1:
+            return False  # the common case: not even ``.grad`` refers to one
+        in_grad = [p.grad is tensor for p, tensor in zip(self._params, tensors, strict=True)]
+        found = zip(in_grad, references, uses, strict=True)
+        return any(count > _ALONE + here or in_cpp > 1 + here for here, count, in_cpp in found)
+
+
+def _flat_shards(
+    shard: Tensor, flat: FlatParams, pieces: Sequence[SlotPiece], labels: Sequence[str]
+) -> Sequence[FlatShard]:
+    """Make a ``FlatShard`` a slot over ``shard`` [shard_numel], which shows the parameters' dtype."""
+    return [
+        FlatShard(
+            shard.narrow(0, piece.in_shard, piece.numel),
+            piece.in_param,
+            parameter.shape,
+            f"gradient of {labels[piece.slot.param]}",
+            flat.dtype,
+            flat.orders[index],
+            flat.slices[index],
+        )
+        for index, (piece, parameter) in enumerate(zip(pieces, flat.params, strict=True))
+    ]
+
+
+def _storage_uses(tensor: Tensor) -> int:
+    """Count the tensors over the same storage, its own Python object included."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses

@@ -173,7 +173,7 @@ class Tracker:
             self._watch(engine)
             for kind, nbytes in held(engine).items():
                 memory[kind] = memory.get(kind, 0) + nbytes
-        seen = memory | {"communication": sum(engine.reducer.buffers.peak_nbytes() for engine in engines)}
+        seen = memory | {"communication": sum(engine.reducer.rounds.buffers.peak_nbytes() for engine in engines)}
         for kind, nbytes in seen.items():
             self.peak[kind] = max(nbytes, self.peak.get(kind, 0))
         return memory

@@ -307,7 +307,7 @@ class OptimizerState:
     def _send_out(self) -> None:
         """Collective. Send the parameters to the other ranks. Their writes do not count as the user's edits."""
         for shard in self.shards:
-            shard.bucket.unshard()
+            shard.bucket.unsharding.start()
         torch.autograd.graph.increment_version([*self.parameters.values()])
         self._record_versions()
 

@@ -31,7 +31,7 @@ class _OwningModule:
 
     def wait(self, *_: Any) -> None:
         for bucket in self.buckets:
-            bucket.wait_for_parameters()
+            bucket.unsharding.wait()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _OwningModule, ()
@@ -86,13 +86,13 @@ class ParamGather:
             self._choose_under_way()
         for bucket in self._buckets:
             if bucket in self._under_way:
-                bucket.guard()
+                bucket.unsharding.guard()
             else:
-                bucket.wait_for_parameters()
+                bucket.unsharding.wait()
 
     def wait(self) -> None:
         for bucket in self._buckets:
-            bucket.wait_for_parameters()
+            bucket.unsharding.wait()
 
     def _choose_under_way(self) -> None:
         used = {bucket for owner in self._owners if owner.called for bucket in owner.buckets}

@@ -1,0 +1,122 @@
+"""Packs a bucket's gradients into one flat tensor, ready for its reduction."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import zero_kernels
+
+from ..comm.sharding import Sharding
+from ..errors import GradientError
+from ..params.flat_params import FlatParams
+from ..params.layout import BucketLayout
+from ..params.marks import is_term
+from ..params.storage_order import as_stored
+from ..params.tensor_slice import local_gradient
+
+_dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
+_STRIDED = {torch.strided}
+
+Sources = list[tuple[int, Tensor]]
+"""Gradients of this rank, each with the number of its slot."""
+
+
+class Packing:
+    """Packs gradients, casts and scales them, and sums terms over the tensor-parallel ranks.
+
+    Attributes:
+        nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite; ``Buckets`` gives it.
+        terms: slots whose gradients, in any reduction until now, were terms of a sum over the tensor-parallel ranks.
+        refused: by slot, why this rank's gradient was left out. The others' count, and the exchange raises on all.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        flat: FlatParams,
+        labels: Sequence[str],
+        sharding: Sharding,
+        refused: dict[int, str],
+    ) -> None:
+        self._layout, self._flat, self._labels, self._sharding = layout, flat, labels, sharding
+        self.refused = refused
+        self.nonfinite = torch.zeros(len(flat.params), dtype=torch.int32, device=flat.device)
+        self.terms: set[int] = set()
+        self._marked = [i for i, p in enumerate(flat.params) if sharding.of_plain_slices and is_term(p)]
+        self._offsets = [slot.offset for slot in layout.slots]
+        self._absent = torch.empty(0, dtype=flat.dtype, device=flat.device)  # ``pack`` takes it for a missing gradient
+        self._dtypes = {flat.dtype}  # the one dtype that gradients may have; a set, as ``pack`` compares sets
+        self._pack_op = zero_kernels.Prepared("pack")
+
+    def of_this_rank(self, sources: Sources) -> tuple[Sources, list[int]]:
+        """Take the local tensors of gradients that may be ``DTensor``s. Returns them, and the slots of gradients that
+        are terms of a sum over the tensor-parallel ranks."""
+        if not self._flat.sliced:
+            return sources, []
+        found = [(index, *local_gradient(self._flat.params[index], grad)) for index, grad in sources]
+        return [(index, grad) for index, grad, _ in found], [index for index, _, is_term in found if is_term]
+
+    def pack(self, sources: Sources, full: Tensor, scale: float, accumulate: bool = False) -> None:
+        """Pack ``sources`` into ``full`` [numel], times ``scale``; slots without a gradient become zeros.
+
+        ``accumulate``: slots that were marked non-finite before stay so.
+        """
+        grads = [grad for _, grad in sources]
+        usual = self._dtypes.issuperset(map(_dtype_of, grads)) and _STRIDED.issuperset(map(_layout_of, grads))
+        if self._flat.permuted:  # autograd gives a gradient in the parameter's memory format, so these are contiguous
+            grads = [as_stored(grad, self._flat.orders[index]) for index, grad in sources]
+        if not usual or not all(map(Tensor.is_contiguous, grads)):  # torch lets none be on another device
+            grads = [self._checked_or_refused(index, grad) for (index, _), grad in zip(sources, grads, strict=True)]
+        if len(grads) < len(self._offsets):
+            present, grads = grads, [self._absent] * len(self._offsets)
+            for (index, _), grad in zip(sources, present, strict=True):
+                grads[index] = grad
+        flags = torch.empty_like(self.nonfinite) if accumulate else self.nonfinite
+        self._pack_op(grads, self._offsets, full, scale, flags)  # zeroes the gaps
+        if accumulate:
+            torch.maximum(self.nonfinite, flags, out=self.nonfinite)
+
+    def sum_terms(self, slots: Sequence[int], full: Tensor) -> None:
+        """Sum the gradients of these slots, which were packed into ``full``, over the tensor-parallel ranks."""
+        places = [self._layout.slots[index] for index in slots]
+        self._sharding.sum_over_slices([full.narrow(0, place.offset, place.numel) for place in places])
+
+    def sum_all_terms(self, terms: Sequence[int], sources: Sources, full: Tensor) -> None:
+        """Sum all terms before the reduction of ``full``: those packed now, and those known from earlier reductions.
+
+        All tensor-parallel ranks must sum the same slots. They go through the same forward and backward, but a gradient
+        may have been dropped on this rank alone: it adds zeros. Marked slots are summed in any case.
+        """
+        self.terms.update(terms)
+        dropped = self.terms.difference(index for index, _ in sources)
+        self.sum_terms([*sorted({*terms, *dropped}), *self._marked], full)
+
+    def _checked_or_refused(self, index: int, grad: Tensor) -> Tensor:
+        try:
+            return self._checked(index, grad)
+        except GradientError as error:
+            # Alone, a rank raises at once. Of several, to raise here would leave the others waiting in the reduction.
+            if not self._sharding.agrees:
+                raise
+            self.refused[index] = str(error)
+            parameter = self._flat.params[index]
+            if grad.dtype != self._flat.dtype and getattr(parameter, "grad_dtype", None) is not None:
+                parameter.grad = None
+                parameter.grad_dtype = self._flat.dtype  # else ``.grad`` cannot show the result
+            return self._absent
+
+    def _checked(self, index: int, grad: Tensor) -> Tensor:
+        dtype, device = self._flat.dtype, self._flat.device
+        if grad.layout is not torch.strided or grad.dtype != dtype or grad.device != device:
+            remedy = "For an embedding, build it with sparse=False"
+            if grad.layout is torch.strided:
+                remedy = "Leave the parameter's grad_dtype and device as they are"
+            raise GradientError(
+                f"the gradient of {self._labels[self._layout.slots[index].param]} is {grad.dtype} {grad.layout} on "
+                f"{grad.device}; expected a dense {dtype} on {device}. {remedy}"
+            )
+        return grad.detach().contiguous()
