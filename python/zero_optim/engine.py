@@ -35,8 +35,7 @@ from .grads.buckets import buckets_by_size, buckets_of_units
 from .grads.reducer import Reducer, open_reducers
 from .grads.slots import GradState
 from .mode import CurrentMode, Mode
-from .params.parameter_set import ParameterSet
-from .params.shardings import Shardings
+from .params.parameter_set import ParameterSet, Shardings
 from .params.tensor_slice import is_cut, local_of
 from .rules.group_rules import GroupRules
 from .rules.state_tensor import Begins

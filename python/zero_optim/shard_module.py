@@ -19,11 +19,10 @@ from .comm.tensor_ranks import read_row
 from .comm.together import check_same
 from .comm.topology import Topology, read_topology
 from .errors import ParameterError
-from .params.marks import marked, take_marks
 from .params.param_shard import ParamShard
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
-from .params.tensor_slice import is_cut, local_of, mesh_of
+from .params.tensor_slice import is_cut, local_of, marked, mesh_of
 from .stores.host_memory import HostMemory
 from .stores.lanes import Lanes, make_lanes
 from .units.schedule import UnitSchedule
@@ -300,7 +299,7 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
         if parameter.is_meta:
             empty |= dict.fromkeys(module for module, _, _ in plan.registrations[key])
             made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            take_marks(made, parameter)
+            vars(made).update(vars(parameter))  # Megatron's marks, with all other attributes
             plan.parameters[key] = made
             for module, name, _ in plan.registrations[key]:
                 module._parameters[name] = made

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from zero_optim.params.arrangement import Arrangement, Cut, read_arranged
-from zero_optim.params.storage_order import StorageOrder, flat_of
+from zero_optim.params.storage_order import Arrangement, Cut, StorageOrder, flat_of, read_arranged
 
 NHWC = (0, 2, 3, 1)
 

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ParameterError
-from ..params.arrangement import Arrangement, Cut
-from ..params.storage_order import StorageOrder
+from ..params.storage_order import Arrangement, Cut, StorageOrder
 from .plain import dtype_name, dtype_named
 
 FORMAT, VERSION = "zero-optim checkpoint", 1

@@ -20,7 +20,7 @@ from torch import Tensor
 from zero_kernels import ROW
 
 from ..errors import CheckpointError
-from ..params.arrangement import WHOLE, Arrangement, read_arranged, slice_counts
+from ..params.storage_order import WHOLE, Arrangement, read_arranged, slice_counts
 from ..rules.codec import CODECS, Codec
 from ..rules.state_tensor import Per, StateTensor
 from . import disk

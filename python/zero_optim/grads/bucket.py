@@ -30,10 +30,9 @@ from ..errors import GradientError
 from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
 from ..params.layout import BucketLayout, Slot
-from ..params.marks import is_shared, is_term
 from ..params.param_shard import ArrivingParameter, arriving
 from ..params.storage_order import as_stored
-from ..params.tensor_slice import local_gradient, local_of, shown_as
+from ..params.tensor_slice import is_shared, is_term, local_gradient, local_of, shown_as
 from .handed_out import HandedOut
 from .slots import GradState, Slots, Zeroed
 

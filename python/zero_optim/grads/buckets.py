@@ -17,7 +17,7 @@ from torch import Tensor
 from ..comm.sharding import Sharding
 from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout, LayoutPolicy, bucket_capacities, build_layout
-from ..params.shardings import Shardings
+from ..params.parameter_set import Shardings
 from ..params.tensor_slice import is_cut, local_of, room_of
 from ..rules.group_rules import GroupRules
 from ..rules.update_rule import UpdateRule

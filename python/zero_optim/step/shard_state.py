@@ -19,10 +19,9 @@ from ..comm.collectives import Comm
 from ..comm.streams import keep_for_current_stream
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
-from ..params.joint import Joint, joint_of
 from ..params.layout import SlotPiece
 from ..params.storage_order import StorageOrder, strides_of, view_of
-from ..params.tensor_slice import shown_as
+from ..params.tensor_slice import Joint, joint_of, shown_as
 from ..rules.codec import Codec
 from ..rules.state_tensor import Begins, Per, StateTensor
 from ..rules.update_rule import (
