@@ -316,7 +316,7 @@ class Engine:
         self._log_skipped(found_inf)
         self.reducer.end_step()
         if self.sharded_model is not None:
-            self.sharded_model.schedule.end_step()
+            self.sharded_model.schedule.due.reset()
         self.forget_coefficients()
 
     def _log_skipped(self, found_inf: Tensor) -> None:
@@ -457,7 +457,7 @@ class Engine:
         """Count anew, in the next backward, how often gradients become ready; at stage 3 learn the order of units."""
         self.reducer.observe()
         if self.sharded_model is not None:
-            self.sharded_model.schedule.record()
+            self.sharded_model.schedule.orders.record()
 
     def settle(self) -> None:
         """Leave nothing under way: complete raised backwards, wait for parameters, reshard units, raise alarms."""

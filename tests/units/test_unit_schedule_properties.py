@@ -261,7 +261,7 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
         flag.backward = False
     if step.trains:
         rank.schedule.reshard_all()
-        rank.schedule.end_step()
+        rank.schedule.due.reset()
 
 
 @settings(max_examples=400, deadline=None)

@@ -274,7 +274,7 @@ class Reducer:
 
     def _excuse_forwards(self) -> None:
         if self._schedule is not None:
-            self._schedule.excuse(self)
+            self._schedule.due.excuse(self)
 
     def _tell_change(self) -> None:
         for tell in self.on_change:

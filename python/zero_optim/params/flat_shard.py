@@ -43,7 +43,7 @@ class FlatShard(Tensor):
     Attributes:
         local: 1-D tensor, this rank's elements; empty where the rank owns none. Its dtype may be wider than that
             of the whole: gradients can be reduced in fp32. Reading it waits for what is on its way to it.
-        order: of the elements, as the whole tensor would lie in memory: its strides tell, as with any other tensor.
+        order: of the elements, as the whole tensor would lie in memory: read off its strides, as with any other tensor.
         start: flat index in the whole tensor, in that order, of the first element of ``local``.
         label: what it is, for messages ("gradient of 'fc.weight'").
         arrivals: reductions that are on their way to ``local``; None: there never are any.
@@ -303,7 +303,7 @@ _USES = {
     "pin_memory": Use.COPY,
     "_pin_memory": Use.COPY,
 }
-"""The use of operators whose signature does not tell it."""
+"""The use of operators whose signature does not show it."""
 
 
 def kind_of(label: str) -> ShardKind:
@@ -418,7 +418,7 @@ def _parts(shard: FlatShard) -> Iterator[Rectangle]:
 
 
 def _check_storage(shard: FlatShard) -> None:
-    """Refuse Hugging Face's storage. DCP does not tell which storage it writes to, but a caller's local does."""
+    """Refuse Hugging Face's storage. DCP does not pass the storage on, but it is a local of a caller."""
     for writer in map(type, locals_of_callers("storage_writer", DCP_SAVER)):
         if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in writer.__mro__):
             raise ShardAccessError(

@@ -332,7 +332,7 @@ def own_names(groups: Sequence[dict[str, Any]]) -> list[str | None]:
 
 
 def _descriptions(number: int, group: dict[str, Any]) -> list[str]:
-    """A description of each parameter of group ``number`` that tells it from all others."""
+    """A description of each parameter of group ``number`` that differs from all others."""
     names = [f" {name!r}" for name in group.get("param_names") or ()] or [""] * len(group["params"])
     shapes = ["unknown" if is_lazy(parameter) else tuple(parameter.shape) for parameter in group["params"]]
     named = enumerate(zip(names, shapes, strict=True))

@@ -35,7 +35,7 @@ def storage_order(tensor: Tensor) -> StorageOrder:
     """Read the order of ``tensor``. None also for a tensor that is neither contiguous nor channels_last: no slot keeps
     its strides.
 
-    Where a tensor is both, as the weight of a 1x1 convolution may be, its strides tell which it is meant to be.
+    Where a tensor is both, as the weight of a 1x1 convolution may be, its strides decide.
     """
     if tensor.dim() not in CHANNELS_LAST:
         return None

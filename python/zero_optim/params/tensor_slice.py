@@ -179,7 +179,7 @@ def shown_as(parameter: Any, local: Tensor, *, term: bool = False) -> Tensor:
 
 @torch.no_grad()
 def local_gradient(parameter: Any, grad: Any) -> tuple[Tensor, bool]:
-    """Take this rank's slice of a gradient, and tell whether it is but a term of the sum over tensor-parallel ranks.
+    """Take this rank's slice of a gradient, and whether it is only a term of the sum over tensor-parallel ranks.
 
     Under sequence parallelism the gradient of a parameter that all of these ranks have is such a term. A gradient with
     yet another placement is redistributed here, by torch.

@@ -17,9 +17,7 @@ from ..params.param_shard import plain_parameter
 from ..params.tensor_slice import local_of, room_of
 from ..stores.host_memory import HostMemory
 from ..stores.lanes import Lanes
-from .generation import sync_generation
-from .hooks import register_hooks
-from .parts import add_parts
+from .hooks import register_hooks, sync_generation, watch_parts
 from .schedule import UnitSchedule
 from .unit import Unit
 
@@ -31,7 +29,7 @@ class ShardedModel:
     """The units of ``model``, the root first. On one rank, without offload, nothing is sharded, and there is no hook.
 
     Attributes:
-        sharding: who shares the parameters. It has a group of its own: while backward runs, reductions are under way in
+        sharding: of the parameters. It has a group of its own: while backward runs, reductions are under way in
             another.
         host_memory: where shards rest; None: on the device.
         lanes: those on which shards are copied from there.
@@ -58,7 +56,7 @@ class ShardedModel:
         model._zero_optim_sharded = schedule.owner = self  # type: ignore[assignment]  # any attribute
         if self.sharded:
             register_hooks(units, schedule)
-            add_parts(units, schedule)
+            watch_parts(units, schedule)
             sync_generation(model, units, sharding.everyone.ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
