@@ -92,7 +92,7 @@ class ShardedModel:
             for flat in list(unit.flats):
                 kinds = [wanted.get(id(parameter)) for parameter in flat.params]
                 if len(set(kinds)) > 1 or (kinds[0] is not None and not flat.trained):
-                    self._part(unit, flat, kinds)
+                    self._split(unit, flat, kinds)
         return [
             flat
             for unit in self.schedule.orders.over
@@ -100,7 +100,7 @@ class ShardedModel:
             if any(id(parameter) in wanted for parameter in flat.params)
         ]
 
-    def _part(self, unit: Unit, flat: FlatParams, kinds: Sequence[Hashable]) -> None:
+    def _split(self, unit: Unit, flat: FlatParams, kinds: Sequence[Hashable]) -> None:
         """Collective. Give the parameters of each kind in ``flat`` a flat tensor of their own; None: frozen ones."""
         self.schedule.reshard_all()
         shards = dict(zip(map(id, flat.params), flat.param_shards, strict=False))
