@@ -77,17 +77,6 @@ due.excuse            no
 
 - *due.excuse*: the optimizer has stepped, or zeroed, or a ``no_sync`` block has ended. All ranks know of it.
 
-Whether backward takes as many cycles as were counted, by the *course* of the forward cycles:
-
-====================  ============  ============  ============  ============
-course                NONE          ROOT          PART          UNKNOWN
-====================  ============  ============  ============  ============
-FORWARD begins, root  ROOT          ROOT          UNKNOWN       UNKNOWN
-FORWARD begins, part  PART          UNKNOWN       UNKNOWN       UNKNOWN
-a unit calls another  UNKNOWN       UNKNOWN       UNKNOWN       UNKNOWN
-none is due           NONE          NONE          NONE          NONE
-====================  ============  ============  ============  ============
-
 The orders that are *known*. They are agreed on where ``is_wanted``, so never in a cell of *--*:
 
 =================  =========  =========  =========
@@ -113,7 +102,7 @@ import torch
 from tables import table
 from torch import nn
 from zero_optim.units import schedule as module
-from zero_optim.units.cycle import Course, Pass
+from zero_optim.units.cycle import Pass
 from zero_optim.units.order import Known
 from zero_optim.units.schedule import UnitSchedule
 from zero_optim.units.unit import Unit, UnitState
@@ -121,7 +110,6 @@ from zero_optim.units.unit import Unit, UnitState
 CYCLE = table(__doc__, "cycle")
 DUE = table(__doc__, "due")
 ANNOUNCED = table(__doc__, "announced")
-COURSE = table(__doc__, "course")
 KNOWN = table(__doc__, "known")
 CLOSED = table(__doc__, "closed in")
 ROOT, A, B, C, FROZEN = range(5)
@@ -338,7 +326,6 @@ def test_the_tables_have_every_state_and_every_event():
     assert {event for event, _ in (*CYCLE, *ANNOUNCED)} >= methods - by_modules - about_others
     assert methods >= by_modules | about_others
     assert {known for _, known in KNOWN} == {known.name for known in Known}
-    assert {course for _, course in COURSE} == {course.name for course in Course}
     assert {text for (row, _), text in CLOSED.items() if row == "held"} == {"UNSHARDED"}
     assert set(CLOSED.values()) <= {state.name for state in UnitState}
 
@@ -369,24 +356,38 @@ def test_what_the_ranks_have_agreed_on(monkeypatch: pytest.MonkeyPatch, event: s
     assert orders.known is (Known[before] if after == "--" else Known[after])
 
 
-@pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in COURSE.items()])
-def test_a_cell_of_the_course(monkeypatch: pytest.MonkeyPatch, event: str, before: str, after: str):
-    """And a unit's gradients are complete early just where the cycles can be counted."""
+@pytest.mark.parametrize(
+    ("forwards", "counted"),
+    [
+        (["root"], True),
+        (["root", "root"], True),
+        (["part"], True),
+        (["part", "part"], False),
+        (["root", "part"], False),
+        (["part", "root"], False),
+        (["a unit calls another"], False),
+        (["a unit calls another", "root"], False),
+    ],
+)
+def test_when_the_last_backward_is_known(monkeypatch: pytest.MonkeyPatch, forwards: list[str], counted: bool):
+    """A unit's gradients are complete before backward ends just where its cycles can be counted."""
     bench = Bench(monkeypatch)
-    bench.schedule.due.course = Course[before]
-    if event == "FORWARD begins, root":
-        bench.forward_to(0)
-    elif event == "FORWARD begins, part":
-        bench.call(A)
-    elif event == "a unit calls another":
-        bench.forward_to(0)
-        for number in (A, B):
-            bench.schedule.before_forward(bench.units[number])
-    else:
-        bench.schedule.due.reset()
-    assert bench.schedule.due.course is Course[after]
-    bench.schedule.due.count = 1
-    assert bench.schedule.due.is_last(bench.schedule.orders.known) is (after != "UNKNOWN")
+    due, known = bench.schedule.due, bench.schedule.orders.known
+    for forward in forwards:
+        if forward == "part":
+            bench.call(A)
+        else:
+            bench.forward_to(0)
+        if forward == "a unit calls another":
+            for number in (A, B):
+                bench.schedule.before_forward(bench.units[number])
+        bench.schedule.reshard_all()
+    assert due.count == len(forwards)
+    due.count = 1
+    assert due.is_last(known) is counted
+    due.reset()
+    due.count = 1
+    assert due.is_last(known)
 
 
 @pytest.mark.parametrize(

@@ -166,35 +166,24 @@ class Calls:
         return None if caller is unit or caller in unit.enclosing else caller
 
 
-class Course(enum.Enum):
-    """How the forward cycles were begun: it decides whether a backward takes as many cycles as were counted."""
-
-    NONE = enum.auto()
-    ROOT = enum.auto()  # each by a forward of the root
-    PART = enum.auto()  # one, by parts or units that were called by themselves
-    UNKNOWN = enum.auto()  # the cycles of a backward cannot be counted
-
-
 class BackwardsDue:
     """The backward cycles that may still come, and the optimizers that wait for a reduction from them.
 
     Attributes:
         count: forward cycles that a backward may still come back through.
-        course: of the forward cycles since none was due.
+        nested: whether a unit has called another, which is not within it, since none was due.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.course = Course.NONE
+        self.nested = False
+        self._begun = 0  # forward cycles since none was due
+        self._by_part = False  # whether one of them was begun outside of a forward of the root
         self._expecting: set[object] = set()  # the listeners whose reduction a forward has made due
 
-    def forward_begins(self, by: Course) -> None:
-        """Record that a forward cycle begins, ``by`` the ROOT or a PART."""
-        again = self.course is by is Course.ROOT
-        self.course = by if self.course is Course.NONE or again else Course.UNKNOWN
-
-    def unit_calls_another(self) -> None:
-        self.course = Course.UNKNOWN
+    def forward_begins(self, *, by_part: bool) -> None:
+        self._begun += 1
+        self._by_part |= by_part
 
     def forward_ended(self, listeners: Iterable[object]) -> None:
         """Make one more backward due, and a reduction of each listener: a forward cycle that trains is through."""
@@ -208,7 +197,8 @@ class BackwardsDue:
 
     def reset(self) -> None:
         """Let no backward be due: the gradients were applied, and none may come through the forwards so far."""
-        self.count, self.course = 0, Course.NONE
+        self.count = self._begun = 0
+        self.nested = self._by_part = False
 
     def is_last(self, known: Known) -> bool:
         """True if the backward cycle that is open is known to be the last before backward ends.
@@ -221,7 +211,8 @@ class BackwardsDue:
         - where a unit has called another: backward comes back to the first;
         - where the order of the forward alone is known: a unit that is in it twice takes two cycles back.
         """
-        return self.count == 1 and self.course is not Course.UNKNOWN and known is not Known.FORWARD
+        countable = not self.nested and not (self._by_part and self._begun > 1) and known is not Known.FORWARD
+        return self.count == 1 and countable
 
     def is_announced(self, to: object) -> bool:
         return to in self._expecting

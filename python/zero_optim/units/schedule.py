@@ -24,7 +24,7 @@ from ..errors import ParameterError, ShardAccessError, ZeroOptimError
 from ..mode import ASLEEP
 from ..params.flat_params import FlatParams
 from ..user_thread import UserThread
-from .cycle import BackwardsDue, Calls, Course, Cycle, Pass, Prefetch
+from .cycle import BackwardsDue, Calls, Cycle, Pass, Prefetch
 from .order import Orders
 from .unit import Unit, UnitState
 
@@ -114,7 +114,7 @@ class UnitSchedule:
         if unit not in self.cycle.open:
             self.orders.note_call(unit)
         if self.calls.caller_of(unit) is not None:
-            self.due.unit_calls_another()
+            self.due.nested = True
         self._visit(unit, Pass.FORWARD, closing=True)
         self.calls.begin(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
 
@@ -325,7 +325,7 @@ class UnitSchedule:
         self.calls.cycle_begins()
         if self.calls.by_part:
             self.orders.forget_calls()  # a model that is called by parts alone agrees on no order
-        self.due.forward_begins(Course.PART if self.calls.by_part else Course.ROOT)
+        self.due.forward_begins(by_part=self.calls.by_part)
         for unit in self.units:
             if unit.state is UnitState.NODE_SHARDED:  # no backward came, and shards may have been written since
                 unit.reshard()
