@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ParameterError
 from .storage_order import Cut, slice_counts
@@ -242,6 +242,8 @@ def says_blocks(parameter: Tensor) -> bool:
 
 def marked(parameter: Tensor) -> str:
     """List the marks of a parameter, for messages; empty where it has none."""
+    if type(parameter) is nn.Parameter and not parameter.__dict__:
+        return ""
     found = [name for name in (_SLICE, _TERM, _SHARED, _AVERAGED) if getattr(parameter, name, False)]
     return "".join(f", {name} = True" for name in found)
 
