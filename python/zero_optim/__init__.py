@@ -18,16 +18,13 @@ from .errors import (
     StateMismatchError,
     ZeroOptimError,
 )
-from .forward_method import register_forward_method
-from .full_model_state import full_model_state_dict
-from .full_parameters import iter_full_parameters
+from .full_parameters import full_model_state_dict, iter_full_parameters
 from .full_state import full_state_dict, load_full_state_dict
-from .gather_parameters import gather_parameters
 from .grad_scaler import GradScaler
 from .muon_state import state_for_muon
 from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
-from .shard_module import shard_module
+from .shard_module import gather_parameters, register_forward_method, shard_module
 from .sync_buffers import sync_buffers
 
 __all__ = [

@@ -18,8 +18,7 @@ from .comm.tensor_ranks import RowRanks
 from .comm.topology import Topology
 from .errors import RankMismatchError
 from .params.layout import ROW
-from .params.parameter_set import ParameterSet
-from .params.shardings import Shardings
+from .params.parameter_set import ParameterSet, Shardings
 from .params.storage_order import storage_order
 from .params.tensor_slice import is_cut, local_of
 from .rules.group_rules import GroupRules

@@ -36,8 +36,7 @@ from .grads.reducer import Reducer
 from .grads.rounds import open_rounds
 from .grads.slots import GradState
 from .mode import CurrentMode, Mode
-from .params.parameter_set import ParameterSet
-from .params.shardings import Shardings
+from .params.parameter_set import ParameterSet, Shardings
 from .params.tensor_slice import is_cut, local_of
 from .rules.codec import Begins
 from .rules.group_rules import GroupRules
@@ -320,7 +319,7 @@ class Engine:
         self._log_skipped(found_inf)
         self.reducer.end_step()
         if self.sharded_model is not None:
-            self.sharded_model.schedule.end_step()
+            self.sharded_model.schedule.due.reset()
         self.forget_coefficients()
 
     def _log_skipped(self, found_inf: Tensor) -> None:
@@ -461,7 +460,7 @@ class Engine:
         """Count anew, in the next backward, how often gradients become ready; at stage 3 learn the order of units."""
         self.reducer.observe()
         if self.sharded_model is not None:
-            self.sharded_model.schedule.record()
+            self.sharded_model.schedule.orders.record()
 
     def settle(self) -> None:
         """Leave nothing under way: complete raised backwards, wait for parameters, reshard units, raise alarms."""

@@ -35,8 +35,7 @@ from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory
 from .params.param_shard import plain_parameter
-from .params.parameter_set import ParameterSet, check_listed, listed, model_behind
-from .params.shardings import Shardings
+from .params.parameter_set import ParameterSet, Shardings, check_listed, listed, model_behind
 from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
 from .rules.update_rule import UpdateRule, exported_for

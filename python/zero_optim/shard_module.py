@@ -1,9 +1,9 @@
-"""``shard_module``: stage 3. Which parameters are gathered together, and how they come to be sharded."""
+"""Stage 3 for the user: ``shard_module``, ``gather_parameters``, ``register_forward_method``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -18,17 +18,17 @@ from .comm.sharding import Sharding, largest_of, make_sharding
 from .comm.tensor_ranks import read_row
 from .comm.together import check_same
 from .comm.topology import Topology, read_topology
-from .errors import ParameterError
-from .params.marks import marked, take_marks
-from .params.param_shard import ParamShard
+from .errors import ParameterError, ShardAccessError
+from .params.param_shard import ParamShard, plain_parameter
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
-from .params.tensor_slice import is_cut, local_of, mesh_of
+from .params.tensor_slice import is_cut, local_of, marked, mesh_of
 from .stores.host_memory import HostMemory
 from .stores.lanes import Lanes, make_lanes
-from .units.schedule import UnitSchedule
+from .units.hooks import watch_part
+from .units.schedule import UnitSchedule, in_backward
 from .units.sharded_model import ShardedModel, flatten, sharded_model_of
-from .units.unit import Registration, Unit
+from .units.unit import Registration, Unit, UnitState
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -56,15 +56,15 @@ def shard_module(
 
     Args:
         units: which modules are units, by class or by its name, as ``(Block,)``. What no unit holds, and what several
-            share, belongs to the root, ``model``: unsharded from the start of its forward to the end of backward.
+            use, belongs to the root, ``model``: unsharded from the start of its forward to the end of backward.
         process_group: the ranks; None: the default group where ``torch.distributed`` is initialised, else one rank.
         mesh: a DeviceMesh, instead of ``process_group``. If it has two dimensions, ("replicate", "shard"), ranks along
-            the second share, and ranks along the first hold the same. For a model that ``parallelize_module`` has cut,
+            the second shard, and ranks along the first replicate. For a model that ``parallelize_module`` has cut,
             give the mesh of the data-parallel ranks alone, as ``mesh["dp"]``.
         tensor_parallel: for a model of plain slices, as Megatron's: the ranks that hold the other slices. See
             ``ShardedOptimizer``, which takes it from the model.
         reshard_after_forward: True: free a unit after its forward; a step communicates 3 times the parameters. False:
-            keep it until its backward; 2 times. An int k, a divisor of the number of ranks that share: k consecutive
+            keep it until its backward; 2 times. An int k, a divisor of the number of ranks that shard: k consecutive
             ranks, as of a node, keep 1/k of it each, and gather it again among them.
         prefetch: how many units are gathered ahead of the one that computes.
         device: where units compute. None: where the parameters are; for those on ``meta``, the current GPU or the CPU.
@@ -133,6 +133,85 @@ def shard_module(
     schedule = UnitSchedule(made, sharding, prefetch, keep_evaluating=keep)
     ShardedModel(model, made, sharding, schedule, process_group, host_memory, lanes)
     return model
+
+
+@contextmanager
+def gather_parameters(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
+    """Collective. Make the parameters of ``module`` whole within it, on every rank: ordinary, in their own memory.
+
+    Every rank enters and leaves it. Tensors taken out of it, as by ``module.state_dict()``, stay valid. The module's
+    forward may be called in it, without communication. The units that hold parameters of ``module`` are gathered: one,
+    several, or all. It does nothing for a module that is not sharded.
+
+    Args:
+        writeback: keep what is written to them: rank 0's values, on every rank. An exception on any rank is raised on
+            all, and nothing is kept.
+
+    Raises ShardAccessError where parameters were written without ``writeback``, or in a forward or backward.
+    """
+    with ExitStack() as stack:
+        for model in sharded_model_of(module.parameters()):
+            if model.sharded:
+                stack.enter_context(_gather(model, module, writeback))
+        yield
+
+
+@contextmanager
+def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator[None]:
+    if in_backward() or model.schedule.calls.in_root:
+        raise ShardAccessError("gather_parameters was entered in a forward or backward: enter it between steps")
+    model.schedule.check_awake("gather_parameters")
+    wanted = {id(plain_parameter(parameter)) for parameter in module.parameters()}
+    called = set(module.modules())  # a root without parameters is marked GATHERED, too, so that its forward is free
+    units = [
+        unit
+        for unit in model.units
+        if any(id(parameter) in wanted for parameter in unit.parameters)
+        or (not unit.parameters and unit.module in called)
+    ]
+    fresh = [unit for unit in units if unit.state is not UnitState.GATHERED]
+    if writeback and len(fresh) < len(units):
+        raise ShardAccessError("gather_parameters(writeback=True) was entered within another: write in that one")
+    if fresh:
+        model.schedule.reshard_all()
+    try:
+        for unit in fresh:
+            unit.gather()
+        with model.sharding.everyone.raising_together("gather_parameters") if writeback else nullcontext():
+            yield
+            for unit in fresh if writeback else ():
+                unit.take_replaced()
+        written = [label for unit in fresh for label in unit.written()]
+        if written and not writeback:
+            raise ShardAccessError(
+                f"{', '.join(written)} was written within gather_parameters(model), and is again what it was: to keep "
+                "what is written, give it writeback=True on every rank"
+            )
+        for unit in fresh if writeback else ():
+            unit.write_back()
+    finally:
+        for unit in fresh:
+            unit.drop()
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method of a sharded model, or of a module in it, read the module's own parameters, as its ``forward`` does.
+
+    A method that only calls modules, as ``generate`` does, works without. Registered, it has the module's unit gathered
+    once for all its calls. Call it on every rank, as a forward, and use what it returns in the loss. A module that is
+    not sharded is left as it is.
+
+    Raises AttributeError where the module's class has no such method.
+    """
+    if not callable(getattr(type(module), name, None)):
+        raise AttributeError(f"{type(module).__name__} has no method {name!r} to register")
+    for model in sharded_model_of(module.parameters()):
+        unit = next((unit for unit in model.units if module in unit.modules), None)
+        if model.sharded and unit is not None:
+            watch_part(module, name, unit, model.schedule)
+
+
+# -- which parameters are gathered together, and how they come to be sharded ------------------------------------------
 
 
 @dataclass
@@ -269,8 +348,8 @@ def _check_no_experts(plans: Sequence[UnitPlan]) -> None:
         for key, parameter in plan.parameters.items():
             if getattr(parameter, "allreduce", True) is False:
                 raise ParameterError(
-                    f"{plan.registrations[key][0][2]!r} has allreduce = False, which marks experts, and stage 3 shares "
-                    "all parameters among all ranks: train the model at stage 2, without shard_module, and give the "
+                    f"{plan.registrations[key][0][2]!r} has allreduce = False, which marks experts, and stage 3 shards "
+                    "all parameters over all ranks: train the model at stage 2, without shard_module, and give the "
                     "optimizer the experts in a group with process_group. They are spread over the ranks already"
                 )
 
@@ -300,7 +379,7 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
         if parameter.is_meta:
             empty |= dict.fromkeys(module for module, _, _ in plan.registrations[key])
             made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            take_marks(made, parameter)
+            vars(made).update(vars(parameter))  # Megatron's marks, with all other attributes
             plan.parameters[key] = made
             for module, name, _ in plan.registrations[key]:
                 module._parameters[name] = made

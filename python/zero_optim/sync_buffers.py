@@ -62,7 +62,7 @@ def sync_buffers(model: nn.Module, how: str = "broadcast", *, process_group: dis
 
 
 def _comm(model: nn.Module, process_group: dist.ProcessGroup | None) -> Comm:
-    """Find the ranks to share buffers with, over the group that was given and not over one of the optimizer's own."""
+    """Find the ranks of the buffers, over the group that was given and not over one of the optimizer's own."""
     if process_group is not None:
         return make_comm(process_group, _gpu_of(model))
     known = [sharded.sharding.everyone for sharded in sharded_model_of(model.parameters())]

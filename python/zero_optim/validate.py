@@ -23,12 +23,26 @@ from .comm.together import check_same
 from .comm.topology import Topology, own_row
 from .comm.transport import used
 from .errors import GradientError, ParameterError
-from .params.joint import is_plain_slice, partition, refuse_partition
-from .params.marks import is_averaged, is_shared, is_slice, is_term, marked, says_anything
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
-from .params.tensor_slice import is_cut, is_distributed, local_of, mesh_of, placed, slice_of
+from .params.tensor_slice import (
+    is_averaged,
+    is_cut,
+    is_distributed,
+    is_plain_slice,
+    is_shared,
+    is_slice,
+    is_term,
+    local_of,
+    marked,
+    mesh_of,
+    partition,
+    placed,
+    refuse_partition,
+    says_anything,
+    slice_of,
+)
 from .rules import RULES
 from .rules.group_rules import GroupRules
 from .rules.options import is_number
@@ -386,7 +400,7 @@ def check_marked(parameters: ParameterSet, indices: Sequence[int], groups: Conta
 
 
 def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: Topology) -> None:
-    """Raise ParameterError for the first with a mark that cannot be honoured. ``params.marks`` says what they mean."""
+    """Raise ParameterError for the first with a mark that cannot be honoured. ``tensor_slice`` says what marks mean."""
     plain, told = topology.plain, topology.told
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     for parameter, label in zip(parameters, labels, strict=True):

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from zero_optim.errors import ShardAccessError, ZeroOptimError
-from zero_optim.params.dcp import rectangles
+from zero_optim.params.flat_shard import rectangles
 
 STEPS = 3
 Snapshot = tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]

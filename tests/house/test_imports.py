@@ -27,8 +27,8 @@ ORDER = (
     {"figures"},
     {"memory"},
     {"checkpoint"},
-    {"optimizer", "gather_parameters", "forward_method", "sync_buffers"},
-    {"drop_ins", "full_parameters", "full_model_state", "full_state", "muon_state", "grad_scaler"},
+    {"optimizer", "sync_buffers"},
+    {"drop_ins", "full_parameters", "full_state", "muon_state", "grad_scaler"},
     {"integrations"},
     {"cli", "memory.command", "train", "bench", "doctor", "__main__", "__init__"},
 )

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from zero_optim import FlatShard, ShardAccessError
+from zero_optim.params.flat_shard import REMEDIES, ShardKind, Use
 from zero_optim.params.param_shard import ParamShard, StateDictShard
-from zero_optim.params.remedies import REMEDIES, ShardKind, Use
 
 CLIP, SCALER, LOCAL = "opt.clip_grad_norm_", "zero_optim.GradScaler", "`.local`"
 GATHER, WRITEBACK = "gather_parameters", "writeback=True"

@@ -1,17 +1,21 @@
-"""The order in which a tensor lies in memory: told by its strides, and taken there and back."""
+"""The order in which a tensor lies in memory, and flat ranges of tensors that are counted slice by slice."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from zero_optim.params.storage_order import (
+    Arrangement,
+    Cut,
     StorageOrder,
     as_stored,
     flat_of,
     is_storage_order,
+    read_arranged,
     storage_order,
     stored_dims,
     strides_of,
@@ -77,3 +81,63 @@ def test_dimensions_there_and_back() -> None:
 )
 def test_orders_that_there_are(order: Any, dims: int, known: bool) -> None:
     assert is_storage_order(order, dims) is known
+
+
+# -- slice by slice --------------------------------------------------------------------------------------------------
+
+
+def _flat(whole: Tensor, arranged: Arrangement) -> Tensor:
+    """The elements of ``whole``, in that order."""
+    cut = arranged.cut
+    slices = [whole] if cut is None else whole.split(cut.sizes, cut.dim)
+    return torch.cat([flat_of(one, arranged.order) for one in slices])
+
+
+def _check_every_range(shape: tuple[int, ...], here: Arrangement, there: Arrangement) -> None:
+    whole = _filled(*shape)
+    wanted, saved = _flat(whole, here), _flat(whole, there)
+
+    def read(target: Tensor, start: int) -> None:
+        target.copy_(saved[start : start + len(target)])
+
+    for start in range(whole.numel() + 1):
+        for end in range(start, whole.numel() + 1):
+            target = torch.full((end - start,), -1.0)
+            read_arranged(target, start, shape, (here, there), read)
+            assert torch.equal(target, wanted[start:end])
+
+
+@pytest.mark.parametrize("orders", [(None, NHWC), (NHWC, None), (NHWC, NHWC), (None, None)])
+def test_every_range_is_read_in_another_order(orders: tuple[StorageOrder, StorageOrder]) -> None:
+    here, there = orders
+    _check_every_range((3, 2, 2, 2), Arrangement(here), Arrangement(there))
+
+
+CUTS = (None, Cut(1, (2, 2)), Cut(1, (3, 1)), Cut(1, (1, 1, 1, 1)), Cut(1, (4, 0)), Cut(2, (2, 1)))
+
+
+@pytest.mark.parametrize(("here", "there"), [*itertools.product(CUTS, CUTS)])
+def test_every_range_is_read_from_other_slices(here: Cut | None, there: Cut | None) -> None:
+    _check_every_range((2, 4, 3), Arrangement(cut=here), Arrangement(cut=there))
+
+
+@pytest.mark.parametrize("orders", [*itertools.product((None, NHWC), repeat=2)])
+def test_slices_in_another_memory_format(orders: tuple[StorageOrder, StorageOrder]) -> None:
+    here, there = orders
+    _check_every_range((2, 3, 2, 2), Arrangement(here, Cut(1, (2, 1))), Arrangement(there, Cut(1, (1, 2))))
+    _check_every_range((2, 3, 2, 2), Arrangement(here, Cut(1, (2, 1))), Arrangement(there))
+
+
+def _asked(start: int, length: int, shape: tuple[int, ...], ways: tuple[Arrangement, Arrangement]) -> list:
+    asked: list = []
+    read_arranged(torch.empty(length), start, shape, ways, lambda part, first: asked.append((first, len(part))))
+    return asked
+
+
+def test_little_more_than_the_range_is_read() -> None:
+    ways = (Arrangement(NHWC), Arrangement())
+    assert _asked(11, 10, (9, 2, 2, 2), ways) == [(8, 16)]  # the two slices of 8 that 11 to 21 lies in
+    halves, quarters = Arrangement(cut=Cut(1, (4, 4))), Arrangement(cut=Cut(1, (2, 2, 2, 2)))
+    # Of [5, 8], rows 1 and 2 of the second quarter lie in the first half alone, and of that, in 8 elements.
+    assert _asked(12, 4, (5, 8), (quarters, halves)) == [(4, 8)]
+    assert _asked(24, 4, (5, 8), (halves, quarters)) == [(22, 2), (32, 2)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import nn
-from zero_optim.params.arrangement import Cut
+from zero_optim.params.storage_order import Cut
 from zero_optim.params.tensor_slice import TensorSlice
 
 SHAPES = ((5, 4), (4, 5), (1, 3), (3, 1), (6,), (2, 3, 5))

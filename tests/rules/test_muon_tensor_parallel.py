@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from training_cases import error_of
 from zero_optim import rules
-from zero_optim.params.joint import Joint
+from zero_optim.params.tensor_slice import Joint
 from zero_optim.rules import homes
 
 STEPS, TENSOR = 3, 2

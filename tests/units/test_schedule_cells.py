@@ -1,11 +1,85 @@
-"""Every cell of the tables in ``units.schedule``, ``backwards_due`` and ``order``.
+"""Every cell of the state tables of ``UnitSchedule``, which are these.
 
-The cycle that is open, what is due, what is known, and what becomes of units.
+The cycle that is open, a ``Pass`` or none. *ends*: this rank goes through the rest of the cycle first:
+
+=========================  ================  ================  ================
+cycle                      none              FORWARD           BACKWARD
+=========================  ================  ================  ================
+forward: root              FORWARD           ends, FORWARD     ends, FORWARD
+forward: ahead             FORWARD           FORWARD           ends, FORWARD
+forward: open              --                FORWARD           ends, FORWARD
+forward: behind            --                ends, FORWARD     ends, FORWARD
+forward: part              FORWARD           FORWARD           ends, FORWARD
+root returns               none              ends              ends
+unit returns               none              FORWARD           BACKWARD
+part returns               none              FORWARD           BACKWARD
+backward: ahead            BACKWARD          ends, BACKWARD    BACKWARD
+backward: open             --                ends, BACKWARD    BACKWARD
+backward: behind           --                ends, BACKWARD    ends, BACKWARD
+backward: frozen           BACKWARD          ends, BACKWARD    BACKWARD
+backward begins            none              FORWARD           ends
+backward is over           none              FORWARD           ends
+complete_raised_backward   none              FORWARD           ends
+complete_all_backwards     none              ends              ends
+reshard_all                none              ends              ends
+due.reset                  none              FORWARD           BACKWARD
+orders.record              none              FORWARD           BACKWARD
+=========================  ================  ================  ================
+
+- *forward*: a unit is called. *backward*: a gradient comes into it, or a checkpoint computes it again.
+- *part*: a module of the root is called while no forward of the root is under way. It brings in the root, as a visit
+  to any unit does. Where the root is UNSHARDED, and no BACKWARD is open, it changes nothing.
+- *ahead*, *open*, *behind*: where the unit is: later in the cycle; visited and not over; or over.
+- *frozen*: the unit is not in the backward cycle. It needed no gradient when the order was recorded.
+- *forward: root* with a cycle open, *backward begins* with BACKWARD open: whatever opened that cycle has raised. There
+  is one exception: a forward cycle in which a part has brought in the root, and nothing else was visited, goes on.
+- *complete_raised_backward* of a backward that has not raised changes nothing.
+- *root returns*: its outermost forward. Where the order is not known, the ranks agree on it then.
+
+What becomes of a unit as the cycle leaves it behind, by what the unit keeps:
+
+====================  ============  ============  ============
+closed in             nothing       all           1/k
+====================  ============  ============  ============
+FORWARD, trains       SHARDED       UNSHARDED     NODE_SHARDED
+FORWARD, evaluates    SHARDED       SHARDED       SHARDED
+BACKWARD, comes again SHARDED       UNSHARDED     SHARDED
+BACKWARD              SHARDED       SHARDED       SHARDED
+held                  UNSHARDED     UNSHARDED     UNSHARDED
+====================  ============  ============  ============
+
+- *all* also stays UNSHARDED when it evaluates, where the schedule was made with ``keep_evaluating``.
+- *comes again*: the unit has a later position in the same cycle.
+- *held*: its forward is under way; or the backward makes a graph, and a backward through it may follow.
+
+The backward cycles that are *due*: one for each forward cycle that other ranks may come back through.
+``complete_all_backwards`` ends the cycle that is open, and goes through what is due, one cycle for each:
+
+======================  ================
+due                     becomes
+======================  ================
+FORWARD ends, trains    one more
+FORWARD ends            the same
+BACKWARD ends           one less, or 0
+complete_all_backwards  0
+due.reset               0
+======================  ================
+
+The orders that are *known*. They are agreed on where ``is_wanted``, so never in a cell of *--*:
+
+=================  =========  =========  =========
+known              NOTHING    FORWARD    BOTH
+=================  =========  =========  =========
+agree: trains      BOTH       BOTH       --
+agree: evaluates   FORWARD    --         --
+record             NOTHING    NOTHING    NOTHING
+=================  =========  =========  =========
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +89,16 @@ import pytest
 import torch
 from tables import table
 from torch import nn
-from zero_optim.units import backwards_due, order
 from zero_optim.units import schedule as module
-from zero_optim.units.backwards_due import Course
 from zero_optim.units.cycle import Pass
 from zero_optim.units.order import Known
 from zero_optim.units.schedule import UnitSchedule
 from zero_optim.units.unit import Unit, UnitState
 
-CYCLE = table(module.__doc__, "cycle")
-DUE = table(backwards_due.__doc__, "due")
-ANNOUNCED = table(backwards_due.__doc__, "announced")
-COURSE = table(backwards_due.__doc__, "course")
-KNOWN = table(order.__doc__, "known")
-CLOSED = table(module.__doc__, "closed in")
+CYCLE = table(__doc__, "cycle")
+DUE = table(__doc__, "due")
+KNOWN = table(__doc__, "known")
+CLOSED = table(__doc__, "closed in")
 ROOT, A, B, C, FROZEN = range(5)
 FORWARD, BACKWARD = [ROOT, A, B, C, FROZEN], [ROOT, C, B, A]  # the root is around the others
 
@@ -121,7 +191,7 @@ class Bench:
         self.backward_to(len(BACKWARD) - 1)
         self.end_backward()
         self.schedule.reshard_all()
-        self.schedule.end_step()
+        self.schedule.due.reset()
         self.gathers.clear()
 
     # -- what modules and autograd do --------------------------------------------------------------------------------
@@ -227,23 +297,17 @@ def happens(bench: Bench, event: str, number: int | None, *, again: bool = False
     else:
         if event == "complete_raised_backward":
             bench.raises()
-        getattr(bench.schedule, event)()
+        operator.attrgetter(event)(bench.schedule)()
 
 
 def test_the_tables_have_every_state_and_every_event():
     assert {cycle for _, cycle in CYCLE} == {"none", *(direction.name for direction in Pass)}
     methods = {name for name, value in vars(UnitSchedule).items() if callable(value) and not name.startswith("_")}
-    told = {"before_forward", "forward_ended", "after_forward", "before_backward", "complete_backward"}  # by modules
-    about_others = {
-        "check_not_gathered",
-        "is_over",
-        "remove",
-    }
-    about_others |= {"is_announced", "check_awake"}
-    assert {event for event, _ in (*CYCLE, *ANNOUNCED)} >= methods - told - about_others
-    assert methods >= told | about_others
+    by_modules = {"before_forward", "forward_ended", "after_forward", "before_backward", "complete_backward"}
+    about_others = {"check_not_gathered", "check_awake", "is_over"}
+    assert {event for event, _ in CYCLE} >= methods - by_modules - about_others
+    assert methods >= by_modules | about_others
     assert {known for _, known in KNOWN} == {known.name for known in Known}
-    assert {course for _, course in COURSE} == {course.name for course in Course}
     assert {text for (row, _), text in CLOSED.items() if row == "held"} == {"UNSHARDED"}
     assert set(CLOSED.values()) <= {state.name for state in UnitState}
 
@@ -274,24 +338,38 @@ def test_what_the_ranks_have_agreed_on(monkeypatch: pytest.MonkeyPatch, event: s
     assert orders.known is (Known[before] if after == "--" else Known[after])
 
 
-@pytest.mark.parametrize(("event", "before", "after"), [(*cell, after) for cell, after in COURSE.items()])
-def test_a_cell_of_the_course(monkeypatch: pytest.MonkeyPatch, event: str, before: str, after: str):
-    """And a unit's gradients are complete early just where the cycles can be counted."""
+@pytest.mark.parametrize(
+    ("forwards", "counted"),
+    [
+        (["root"], True),
+        (["root", "root"], True),
+        (["part"], True),
+        (["part", "part"], False),
+        (["root", "part"], False),
+        (["part", "root"], False),
+        (["a unit calls another"], False),
+        (["a unit calls another", "root"], False),
+    ],
+)
+def test_when_the_last_backward_is_known(monkeypatch: pytest.MonkeyPatch, forwards: list[str], counted: bool):
+    """A unit's gradients are complete before backward ends just where its cycles can be counted."""
     bench = Bench(monkeypatch)
-    bench.schedule.due.course = Course[before]
-    if event == "FORWARD begins, root":
-        bench.forward_to(0)
-    elif event == "FORWARD begins, part":
-        bench.call(A)
-    elif event == "a unit calls another":
-        bench.forward_to(0)
-        for number in (A, B):
-            bench.schedule.before_forward(bench.units[number])
-    else:
-        bench.schedule.end_step()
-    assert bench.schedule.due.course is Course[after]
-    bench.schedule.due.count = 1
-    assert bench.schedule.due.is_last(bench.schedule.orders.known) is (after != "TANGLED")
+    due, known = bench.schedule.due, bench.schedule.orders.known
+    for forward in forwards:
+        if forward == "part":
+            bench.call(A)
+        else:
+            bench.forward_to(0)
+        if forward == "a unit calls another":
+            for number in (A, B):
+                bench.schedule.before_forward(bench.units[number])
+        bench.schedule.reshard_all()
+    assert due.count == len(forwards)
+    due.count = 1
+    assert due.is_last(known) is counted
+    due.reset()
+    due.count = 1
+    assert due.is_last(known)
 
 
 @pytest.mark.parametrize(
@@ -363,25 +441,8 @@ def test_what_is_due(monkeypatch: pytest.MonkeyPatch, event: str, becomes: str, 
             bench.backward_to(1)
             bench.end_backward()
         else:
-            getattr(bench.schedule, event)()
+            operator.attrgetter(event)(bench.schedule)()
     assert bench.due == {"one more": due + 1, "the same": due, "one less, or 0": max(0, due - 1), "0": 0}[becomes]
-
-
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize(("event", "becomes"), [(event, text) for (event, _), text in ANNOUNCED.items()])
-def test_what_is_announced(monkeypatch: pytest.MonkeyPatch, event: str, becomes: str, before: bool):
-    bench = Bench(monkeypatch)
-    listener: Any = Mock()
-    bench.schedule.listeners.append(listener)
-    if before:
-        bench.whole_forward()
-        assert bench.schedule.is_announced(listener)
-    if event == "excuse":
-        bench.schedule.excuse(listener)
-    else:
-        with torch.set_grad_enabled("trains" in event):
-            bench.whole_forward()
-    assert bench.schedule.is_announced(listener) is {"yes": True, "the same": before, "no": False}[becomes]
 
 
 @pytest.mark.parametrize("keeps", ["nothing", "all", "1/k"])

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training_cases import bytes_of
 from zero_optim.comm.storage import is_there
-from zero_optim.units.prefetch import Prefetch
+from zero_optim.units.cycle import Prefetch
 
 DEPTH = 6
 KINDS = {"parameters": 2, "gradients": 2, "master_low": 2, "exp_avg": 4, "exp_avg_sq": 4}  # bytes a parameter

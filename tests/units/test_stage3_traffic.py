@@ -180,7 +180,7 @@ def test_a_gather_is_not_sent_ahead_beside_a_reduction_under_gloo():
 def _loaded_in_between(rank: int, world_size: int) -> tuple[UnitState, dict[str, Tensor], dict[str, Tensor]]:
     """Whether a unit is sent for as a backward raises: rank 1's alone. Parameters after loading and a step, and without
     all that."""
-    from zero_optim.units.prefetch import Prefetch
+    from zero_optim.units.cycle import Prefetch
 
     run = Run()
     results = []

@@ -1,4 +1,24 @@
-"""Every cell of the tables in ``units.unit``: what is in memory in each state, and what each event makes of it."""
+"""Every cell of the tables of a unit: what is in memory in each state, as ``UnitState`` has it, and these events.
+
+==================  ============  ============  ============  ============  ============
+event               SHARDED       NODE_SHARDED  UNSHARDING    UNSHARDED     GATHERED
+==================  ============  ============  ============  ============  ============
+unshard             UNSHARDING    UNSHARDING    UNSHARDING    UNSHARDED     GATHERED
+wait                SHARDED       NODE_SHARDED  UNSHARDED     UNSHARDED     GATHERED
+wait: fails         SHARDED       NODE_SHARDED  UNSHARDING    UNSHARDED     GATHERED
+reshard             SHARDED       SHARDED       SHARDED       SHARDED       GATHERED
+reshard: to_node    SHARDED       NODE_SHARDED  NODE_SHARDED  NODE_SHARDED  GATHERED
+gather              GATHERED      --            --            --            --
+drop                SHARDED       NODE_SHARDED  UNSHARDING    UNSHARDED     SHARDED
+==================  ============  ============  ============  ============  ============
+
+- *wait: fails*: a collective has failed. What did not arrive is not shown, and can be waited for again.
+- *reshard* in UNSHARDING waits first: the collective is under way, and the other ranks take part in it.
+- *gather*: ``gather_parameters``. It reshards before, so it finds every unit SHARDED; one that it was entered for
+  already stays as it is.
+
+``keep_edits``, ``moved``, ``written`` and ``write_back`` are about values, and change no state.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +33,10 @@ from zero_optim.errors import CollectiveError
 from zero_optim.params.flat_params import FlatParams
 from zero_optim.params.layout import build_layout
 from zero_optim.params.param_shard import ParamShard
-from zero_optim.units import unit as module
 from zero_optim.units.unit import Registration, Unit, UnitState
 
-STATES = table(module.__doc__, "state")
-EVENTS = table(module.__doc__, "event")
+STATES = table(UnitState.__doc__, "state")
+EVENTS = table(__doc__, "event")
 RANKS, OF_NODE = 4, 2
 VALUES = torch.arange(1, 1001, dtype=torch.float32)
 

@@ -14,7 +14,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from zero_optim.units import schedule
-from zero_optim.units import schedule as module
 from zero_optim.units.schedule import UnitSchedule
 from zero_optim.units.unit import UnitState
 
@@ -152,7 +151,7 @@ class Rank:
             self.units.append(FakeUnit(number, keep, {around, *around.enclosing}, self.log))
         self.schedule = UnitSchedule(self.units, comm, prefetch, keep_evaluating=keep)  # type: ignore[arg-type]
         self.schedule.watch = FakeWatch()  # type: ignore[assignment]
-        module._schedules.clear()  # ranks are threads: no rank's schedule is to know another's
+        schedule._schedules.clear()  # ranks are threads: no rank's schedule is to know another's
         self.reducers = [] if chance is None else [FakeReducer(chance, self.schedule)]
         self.schedule.listeners += self.reducers
         self.used: set[int] = set()
@@ -261,7 +260,7 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
         flag.backward = False
     if step.trains:
         rank.schedule.reshard_all()
-        rank.schedule.end_step()
+        rank.schedule.due.reset()
 
 
 @settings(max_examples=400, deadline=None)

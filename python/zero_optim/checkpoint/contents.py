@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from ..comm.together import Ranks
 from ..errors import CheckpointError, ParameterError
-from ..params.marks import is_slice
 from ..params.param_shard import ParamShard, plain_parameter
 from ..params.parameter_set import plain_name
 from ..params.storage_order import storage_order
-from ..params.tensor_slice import local_of, slice_of
+from ..params.tensor_slice import is_slice, local_of, slice_of
 from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
 

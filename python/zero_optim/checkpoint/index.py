@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ParameterError
-from ..params.arrangement import Arrangement, Cut
-from ..params.storage_order import StorageOrder
+from ..params.storage_order import Arrangement, Cut, StorageOrder
 
 FORMAT, VERSION = "zero-optim checkpoint", 1
 NAME = "index.json"

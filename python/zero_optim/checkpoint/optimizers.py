@@ -15,7 +15,7 @@ from zero_kernels import ROW
 from ..comm.together import Ranks
 from ..engine import Engine
 from ..errors import CheckpointError
-from ..params.arrangement import slice_counts
+from ..params.storage_order import slice_counts
 from ..rules import RULES
 from ..rules.codec import Per, StateTensor
 from ..rules.options import EMA_DECAY, listed_decays

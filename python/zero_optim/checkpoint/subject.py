@@ -19,8 +19,7 @@ from ..comm.collectives import Comm, make_comm
 from ..comm.together import check_same, together
 from ..engine import check_whole
 from ..errors import CheckpointError, ParameterError, StateMismatchError
-from ..params.marks import is_slice
-from ..params.tensor_slice import is_distributed
+from ..params.tensor_slice import is_distributed, is_slice
 from ..units.sharded_model import sharded_model_of
 from .contents import ColumnRanks, Columns, Contents, Names, TensorContents, contents_of_model, modules_with_state
 from .index import Index, SavedOptimizer, decode, encode

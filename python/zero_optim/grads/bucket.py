@@ -25,9 +25,8 @@ from ..comm.storage import allocate, deallocate
 from ..comm.streams import GradStreams, keep_for_current_stream
 from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout
-from ..params.marks import is_shared
 from ..params.param_shard import ArrivingParameter, arriving
-from ..params.tensor_slice import local_of
+from ..params.tensor_slice import is_shared, local_of
 from .packing import Packing
 from .slots import GradState, Shown, Slots
 

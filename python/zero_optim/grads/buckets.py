@@ -21,7 +21,7 @@ from ..comm.sharding import Sharding
 from ..errors import ParameterError
 from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout, LayoutPolicy, Slot, bucket_capacities, build_layout
-from ..params.shardings import Shardings
+from ..params.parameter_set import Shardings
 from ..params.storage_order import described
 from ..params.tensor_slice import is_cut, local_of, room_of
 from ..rules.group_rules import GroupRules

@@ -14,9 +14,8 @@ from ..comm.sharding import Sharding
 from ..errors import GradientError
 from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout
-from ..params.marks import is_term
 from ..params.storage_order import as_stored
-from ..params.tensor_slice import local_gradient
+from ..params.tensor_slice import is_term, local_gradient
 
 _dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _STRIDED = {torch.strided}

@@ -428,7 +428,7 @@ class Reducer:
         except RuntimeError:  # whoever closes after an error has seen it
             self._abandon()
         if self._schedule is not None:  # only now: it calls us for units that are over while the round is completed
-            self._schedule.remove(self)
+            self._schedule.listeners.remove(self)
         self._hooks.remove()
         self.rounds.close()
         for bucket in self.buckets:

@@ -179,7 +179,7 @@ class Rounds(RoundCounter):
         """Leave what is open here to nobody: the optimizer is closed."""
         _open[:] = [of for of in _open if of() is not self]
         if self._schedule is not None:
-            self._schedule.prefetch.forget(self)
+            self._schedule.prefetch.reducing.discard(self)
 
     # -- launching -------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..errors import ZeroOptimError
-from ..gather_parameters import gather_parameters
+from ..shard_module import gather_parameters
 
 _READ, _WRITE = False, True
 # Methods that access the parameters of modules among their arguments, and whether they write them.

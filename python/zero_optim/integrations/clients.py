@@ -13,7 +13,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from ..errors import ParameterError
-from ..full_model_state import full_model_state_dict
+from ..full_parameters import full_model_state_dict
 from ..grad_scaler import GradScaler
 from ..optimizer import ShardedOptimizer
 from ..params.tensor_slice import is_distributed, shown_as, slice_of

@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import checkpoint
-from ..forward_method import register_forward_method
 from ..optimizer import ShardedOptimizer
-from ..shard_module import shard_module
+from ..shard_module import register_forward_method, shard_module
 from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
 from .clients import (

@@ -32,6 +32,8 @@ class FlatParams:
         params: the plain parameters. Whatever ``full`` does, they stay the same objects, with the same hooks.
         slices: of each of ``params``, the tensor-parallel slice of it that is here; None: it is plain.
         sliced: whether one of them has a slice.
+        cut: whether they are cut over the tensor-parallel ranks: all of them, or none.
+        joined: whether a whole parameter is put together of slices: of DTensors, never of plain tensors.
         full: [numel] all parameters. Where they are sharded its storage is empty but for the time of their use: it is
             resized, never replaced, since tensors that autograd saves in a forward alias it.
         shard: [shard_numel] this rank's shard, always there: a view of ``full``, or memory of its own where sharded.
@@ -55,7 +57,8 @@ class FlatParams:
         self.sharded = self.shown = self.offloaded = False
         self.param_shards: list[ParamShard] = []
         self.slices = [slice_of(parameter) for parameter in self.params]
-        self.sliced = any(self.slices)
+        self.sliced, self.cut = any(self.slices), is_cut(self.params[0])
+        self.joined = self.cut and self.sliced
         self.orders = [storage_order(local) for local in self.locals]
         self.permuted = any(self.orders)
         self._lanes: Lanes | None = None
@@ -72,16 +75,6 @@ class FlatParams:
     def locals(self) -> Sequence[Tensor]:
         """The tensors that have the values of ``params``: others than these only where there are slices."""
         return [local_of(parameter) for parameter in self.params] if self.sliced else self.params
-
-    @property
-    def cut(self) -> bool:
-        """Whether they are cut over the tensor-parallel ranks: all of them, or none."""
-        return is_cut(self.params[0])
-
-    @property
-    def joined(self) -> bool:
-        """Whether a whole parameter is put together of slices. Not of plain ones: how they make a whole is unknown."""
-        return self.cut and self.sliced
 
     @property
     def stack(self) -> tuple[int, int]:

@@ -1,20 +1,31 @@
-"""``FlatShard``: a tensor in a parameter's shape, of which this rank holds one flat range."""
+"""``FlatShard``: a tensor in a parameter's shape, of which this rank holds one flat range.
+
+``torch.distributed.checkpoint`` knows tensors as unions of hyper-rectangles. A flat range of an N-dimensional tensor is
+at most 2N-1 of them, each a view of the shard's memory::
+
+    . . . # #     the rest of a row
+    # # # # #     whole rows
+    # # . . .     the start of a row
+
+For a channels_last tensor they are cut with its dimensions in the order of memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import enum
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from ..callers import called_from
+from ..callers import DCP_SAVER, called_from, locals_of_callers
 from ..comm.arrivals import Arrivals
 from ..errors import ParameterError, ShardAccessError
-from . import dcp
-from .arrangement import Cut
-from .remedies import REMEDIES, Use, kind_of, use_of
-from .storage_order import StorageOrder, storage_order, strides_of
+from .storage_order import Cut, StorageOrder, storage_order, stored_dims, strides_of, tensor_dims, view_of
 from .tensor_slice import TensorSlice
 
 aten = torch.ops.aten
@@ -32,7 +43,7 @@ class FlatShard(Tensor):
     Attributes:
         local: 1-D tensor, this rank's elements; empty where the rank owns none. Its dtype may be wider than that
             of the whole: gradients can be reduced in fp32. Reading it waits for what is on its way to it.
-        order: of the elements, as the whole tensor would lie in memory: its strides tell, as with any other tensor.
+        order: of the elements, as the whole tensor would lie in memory: read off its strides, as with any other tensor.
         start: flat index in the whole tensor, in that order, of the first element of ``local``.
         label: what it is, for messages ("gradient of 'fc.weight'").
         arrivals: reductions that are on their way to ``local``; None: there never are any.
@@ -99,7 +110,7 @@ class FlatShard(Tensor):
             for tensor in args[0]:
                 tensor.zero_()
             return None
-        shard = next(a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, FlatShard))
+        shard = next(a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, FlatShard))
         if func is aten.add_.Tensor and shard is args[0] and torch._C._current_graph_task_id() != -1:
             # Autograd accumulates: a cast has given the parameter a node of autograd that has no hook of ours.
             raise ParameterError(
@@ -188,13 +199,13 @@ class FlatShard(Tensor):
     # -- what torch.distributed.checkpoint asks for --------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, tensor: object) -> list[Any]:
-        return dcp.write_items(self, fqn)
+        return write_items(self, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return dcp.chunks(self)
+        return chunks(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return dcp.chunk_at(self, index.offset)
+        return chunk_at(self, index.offset)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = f"[{self.start}:{self.start + self._local.numel()}]"
@@ -222,3 +233,196 @@ def rebuild_flat_shard(
 
 
 torch.serialization.add_safe_globals([rebuild_flat_shard, TensorSlice, Cut])
+
+
+# -- advice in errors ----------------------------------------------------------------------------------------------
+
+
+class ShardKind(enum.Enum):
+    """The kind of tensor that a shard is of."""
+
+    GRADIENT = enum.auto()
+    PARAMETER = enum.auto()
+    STATE = enum.auto()
+
+
+class Use(enum.Enum):
+    """The kind of operation that was tried."""
+
+    NORM = enum.auto()  # take its norm, as clipping does
+    READ = enum.auto()  # read values, to calculate with them
+    EDIT = enum.auto()  # write in place
+    VIEW = enum.auto()  # take a part of it, or another shape
+    COPY = enum.auto()  # copy its memory, as saving does
+
+
+_LOCAL = "`.local` is this rank's part, a flat tensor"
+_NORM = "The norm over all ranks is what opt.clip_grad_norm_(max_norm) returns"
+_GATHER = "enter zero_optim.gather_parameters(model) on every rank"
+_WHOLE_STATE = f"zero_optim.full_state_dict(opt) gives whole tensors; {_LOCAL}"
+_READ_PARAMETER = (
+    "Calling a module brings in the others, and so does a method that was given to zero_optim.register_forward_method; "
+    f"to read it here, {_GATHER}"
+)
+
+REMEDIES: Mapping[ShardKind, Mapping[Use, str]] = {
+    ShardKind.GRADIENT: {
+        Use.NORM: f"{_NORM}, and step then clips",
+        Use.READ: f"{_LOCAL}. {_NORM}. With stage=0 gradients are whole",
+        Use.EDIT: "To clip, call opt.clip_grad_norm_(max_norm); for loss scaling use zero_optim.GradScaler",
+        Use.VIEW: _LOCAL,
+        Use.COPY: f"To keep or save it, copy this rank's part: {_LOCAL}. No checkpoint has gradients",
+    },
+    ShardKind.PARAMETER: {
+        Use.NORM: _READ_PARAMETER,
+        Use.READ: _READ_PARAMETER,
+        Use.EDIT: "To write it, enter zero_optim.gather_parameters(model, writeback=True) on every rank",
+        Use.VIEW: _READ_PARAMETER,
+        Use.COPY: "To save it, call zero_optim.checkpoint.save, or zero_optim.full_model_state_dict(model) for whole "
+        f"weights, on every rank; to copy it, {_GATHER}",
+    },
+    ShardKind.STATE: {
+        Use.NORM: _WHOLE_STATE,
+        Use.READ: _WHOLE_STATE,
+        Use.EDIT: "To change it, load what zero_optim.full_state_dict(opt) gave, with your changes, by "
+        "zero_optim.load_full_state_dict(opt, state)",
+        Use.VIEW: _WHOLE_STATE,
+        Use.COPY: "To save it, call zero_optim.checkpoint.save, or zero_optim.full_state_dict(opt) for whole tensors, "
+        "on every rank",
+    },
+}
+
+_USES = {
+    "norm": Use.NORM,
+    "linalg_norm": Use.NORM,
+    "linalg_vector_norm": Use.NORM,
+    "_foreach_norm": Use.NORM,
+    "index": Use.VIEW,
+    "clone": Use.COPY,
+    "is_pinned": Use.COPY,
+    "pin_memory": Use.COPY,
+    "_pin_memory": Use.COPY,
+}
+"""The use of operators whose signature does not show it."""
+
+
+def kind_of(label: str) -> ShardKind:
+    """Read the kind off a shard's label, such as "gradient of 'fc.weight'"."""
+    if label.startswith("gradient of "):
+        return ShardKind.GRADIENT
+    return ShardKind.PARAMETER if label.startswith("parameter ") else ShardKind.STATE
+
+
+def use_of(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shard: Tensor) -> Use:
+    """Classify what ``operator`` would do with ``shard``, which is among its arguments."""
+    name = operator._schema.name.rpartition("::")[2]
+    if name in _USES:
+        return _USES[name]
+    if _writes(operator, args, kwargs, shard):
+        return Use.EDIT
+    return Use.VIEW if operator.is_view else Use.READ
+
+
+def _writes(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shard: Tensor) -> bool:
+    arguments = operator._schema.arguments
+    given = {**{of.name: value for of, value in zip(arguments, args, strict=False)}, **kwargs}
+    written = [given.get(of.name) for of in arguments if of.alias_info is not None and of.alias_info.is_write]
+    return any(tensor is shard for tensor in pytree.tree_leaves(written))
+
+
+# -- rectangles, for torch.distributed.checkpoint ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a tensor: from ``offsets`` on, of ``sizes``. It begins at element ``first`` of the flat range."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def rectangles(shape: Sequence[int], start: int, numel: int) -> Iterator[Rectangle]:
+    """Cut a flat range, ``numel`` elements from ``start`` on, into rectangles. A tensor without elements is one."""
+    if 0 in shape:
+        yield Rectangle((0,) * len(shape), tuple(shape), 0)
+        return
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    at, end = start, start + numel
+    while at < end:
+        # The outermost dimension of which a whole slice begins at ``at`` and fits.
+        fitting = (dim for dim, stride in enumerate(strides) if at % stride == 0 and stride <= end - at)
+        dim = next(fitting, None)
+        if dim is None:  # of no dimensions: a scalar
+            yield Rectangle((), (), 0)
+            return
+        offsets = tuple(at // stride % size for stride, size in zip(strides, shape, strict=True))
+        count = min((end - at) // strides[dim], shape[dim] - offsets[dim])
+        yield Rectangle(offsets, (*[1] * dim, count, *shape[dim + 1 :]), at - start)
+        at += count * strides[dim]
+
+
+def write_items(shard: FlatShard, fqn: str) -> list[Any]:
+    """List the items of ``shard`` that DCP is to write. Raises ShardAccessError for a storage that would lose some."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    _check_storage(shard)
+    properties = TensorProperties.create_from_tensor(shard.local)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shard.shape),
+        )
+        for chunk in chunks(shard)
+    ]
+
+
+def chunks(shard: FlatShard) -> list[Any]:
+    """List the rectangles of ``shard``, in DCP's own class."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [
+        ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=torch.Size(part.sizes)) for part in _parts(shard)
+    ]
+
+
+def chunk_at(shard: FlatShard, offsets: Sequence[int]) -> Tensor:
+    """View the rectangle that begins at ``offsets``, in the shard's memory."""
+    for part in _parts(shard):
+        if part.offsets == tuple(offsets):
+            return view_of(shard.local.narrow(0, part.first, part.numel), part.sizes, shard.order)
+    raise ShardAccessError(f"this rank has no part of the {shard.label} that begins at {tuple(offsets)}")
+
+
+def _parts(shard: FlatShard) -> Iterator[Rectangle]:
+    """The rectangles of ``shard``, in the dimensions of its tensor."""
+    order, own = shard.order, shard.slice
+    if own is not None and own.cut is not None and shard.shape != own.shape:
+        raise ShardAccessError(
+            f"the {shard.label} has values for rows of this tensor-parallel rank's slice, which mean nothing "
+            "elsewhere, and torch.distributed.checkpoint would take them for a part of one tensor: use "
+            "zero_optim.checkpoint"
+        )
+    shape = shard.shape if own is None else own.local_shape
+    for part in rectangles(stored_dims(shape, order), shard.start, shard.local.numel()):
+        offsets = tensor_dims(part.offsets, order)
+        if own is not None and own.cut is not None:
+            offsets = tuple(at + own.offset * (dim == own.cut.dim) for dim, at in enumerate(offsets))
+        yield replace(part, offsets=offsets, sizes=tensor_dims(part.sizes, order))
+
+
+def _check_storage(shard: FlatShard) -> None:
+    """Refuse Hugging Face's storage. DCP does not pass the storage on, but it is a local of a caller."""
+    for writer in map(type, locals_of_callers("storage_writer", DCP_SAVER)):
+        if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in writer.__mro__):
+            raise ShardAccessError(
+                f"the {shard.label} is sharded, and {writer.__name__} keeps one piece of a tensor for each name and "
+                "file: the others would be lost. Use DCP's file system storage, or zero_optim.checkpoint.save; of what "
+                "that has written, `zero-optim export` makes Hugging Face's files"
+            )

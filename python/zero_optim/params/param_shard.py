@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ..callers import called_from, called_within
 from ..errors import ParameterError, ShardAccessError
-from .flat_shard import FlatShard
-from .remedies import Use
+from .flat_shard import FlatShard, Use
 from .storage_order import flat_of, storage_order, strides_of
 from .tensor_slice import is_distributed, local_of, slice_of
 

@@ -1,17 +1,22 @@
-"""The order in which a tensor's elements lie in memory, and so in a parameter's slot.
+"""The order in which a tensor's elements are counted: slice by slice, and within a slice as it lies in memory.
 
-As a rule the last dimension runs fastest. A channels_last tensor of shape [N, C, H, W] lies as a contiguous one of
-[N, H, W, C] does, and keeps that, since convolutions want it. Its slot holds that order, the parameter is a view with
-its strides, and a flat range of the slot is a flat range of [N, H, W, C].
+A contiguous tensor has its last dimension innermost. A channels_last tensor of shape [N, C, H, W] lies in memory as a
+contiguous one of [N, H, W, C], and its slot keeps that order, which convolutions want. An order names the dimensions in
+memory, outermost first. Dimension 0 is outermost in every order, so rows of it are one flat range in each.
 
-An order names the dimensions of what lies in memory, outermost first. Dimension 0 is outermost in every order, so whole
-slices of it are one flat range, the same in all of them.
+A tensor-parallel slice along another dimension than 0 is no flat range of the whole tensor. Two slices of a [2, 4]::
+
+    whole            0 1 2 3          slices, one after another     0 1 | 4 5
+                     4 5 6 7                                        2 3 | 6 7      (elements, by their numbers there)
+
+Slices along dimension 0 follow each other in whole order anyway: then there is no ``Cut``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -30,7 +35,7 @@ def storage_order(tensor: Tensor) -> StorageOrder:
     """Read the order of ``tensor``. None also for a tensor that is neither contiguous nor channels_last: no slot keeps
     its strides.
 
-    Where a tensor is both, as the weight of a 1x1 convolution may be, its strides tell which it is meant to be.
+    Where a tensor is both, as the weight of a 1x1 convolution may be, its strides decide.
     """
     if tensor.dim() not in CHANNELS_LAST:
         return None
@@ -60,7 +65,7 @@ def view_of(flat: Tensor, shape: Sequence[int], order: StorageOrder) -> Tensor:
 def strides_of(shape: Sequence[int], order: StorageOrder) -> tuple[int, ...]:
     """Strides of a tensor of ``shape`` that lies in ``order``."""
     stored = [max(size, 1) for size in stored_dims(shape, order)]
-    return tensor_dims([math.prod(stored[dim + 1 :]) for dim in range(len(stored))], order)
+    return tensor_dims([prod(stored[dim + 1 :]) for dim in range(len(stored))], order)
 
 
 def stored_dims(values: Sequence[int], order: StorageOrder) -> tuple[int, ...]:
@@ -82,3 +87,115 @@ def described(tensor: Tensor) -> str:
 def is_storage_order(order: object, dims: int) -> bool:
     """True if a tensor of ``dims`` dimensions can have this ``order``."""
     return order is None or (dims in CHANNELS_LAST and order == CHANNELS_LAST[dims][1])
+
+
+# -- slice by slice ------------------------------------------------------------------------------------------------
+
+Read = Callable[[Tensor, int], None]
+"""Fills a flat tensor with the elements from a number on."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor's cut into slices: along ``dim``, of ``sizes`` rows each, in the order of the ranks."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def start(self, number: int) -> int:
+        """Count the rows of the slices before number ``number``."""
+        return sum(self.sizes[:number])
+
+    def shape(self, of: Sequence[int], number: int) -> tuple[int, ...]:
+        """The shape of one slice of a tensor of shape ``of``."""
+        return (*of[: self.dim], self.sizes[number], *of[self.dim + 1 :])
+
+
+def slice_counts(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
+    """Elements of each slice of a tensor of ``shape``."""
+    return (prod(shape),) if cut is None else tuple(prod(cut.shape(shape, n)) for n in range(len(cut.sizes)))
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """``order``: of each slice, see ``storage_order``. ``cut``: None: the tensor is one slice."""
+
+    order: StorageOrder = None
+    cut: Cut | None = None
+
+
+WHOLE = Arrangement()
+"""The arrangement of a contiguous whole, as in a file of one whole tensor."""
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A slice of a tensor, ``size`` rows from ``at`` on along ``dim``; its first element is number ``start``."""
+
+    shape: tuple[int, ...]
+    start: int
+    dim: int
+    at: int
+    order: StorageOrder
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        """Elements of a row of dimension 0."""
+        return prod(self.shape[1:])
+
+    @property
+    def end(self) -> int:
+        """The row behind its last one, along ``dim``."""
+        return self.at + self.shape[self.dim]
+
+
+def _slices(shape: Sequence[int], arrangement: Arrangement) -> Iterator[_Slice]:
+    cut, start = arrangement.cut, 0
+    for number in range(1 if cut is None else len(cut.sizes)):
+        own = tuple(shape) if cut is None else cut.shape(shape, number)
+        dim, at = (0, 0) if cut is None else (cut.dim, cut.start(number))
+        yield _Slice(own, start, dim, at, arrangement.order)
+        start += prod(own)
+
+
+def read_arranged(
+    target: Tensor, start: int, shape: Sequence[int], arranged: tuple[Arrangement, Arrangement], read: Read
+) -> None:
+    """Fill ``target``, a flat range of a tensor in one arrangement, from the tensor in another.
+
+    Args:
+        target: [length] the elements from ``start`` on.
+        shape: of the whole tensor.
+        arranged: the arrangement of ``target``, and that in which ``read`` counts.
+    """
+    here, there = arranged
+    if here == there or not target.numel():
+        read(target, start)
+        return
+    for wanted in _slices(shape, here):
+        low, high = max(start, wanted.start), min(start + target.numel(), wanted.start + wanted.numel)
+        if low >= high:
+            continue
+        first, end = (low - wanted.start) // wanted.row, -(-(high - wanted.start) // wanted.row)
+        rows = _read_rows(wanted, first, end, list(_slices(shape, there)), target, read)
+        flat = flat_of(rows, wanted.order)
+        target[low - start : high - start].copy_(flat.narrow(0, low - wanted.start - first * wanted.row, high - low))
+
+
+def _read_rows(wanted: _Slice, first: int, end: int, slices: Sequence[_Slice], like: Tensor, read: Read) -> Tensor:
+    """Read rows ``first`` to ``end`` of dimension 0 of a slice: in every order, whole rows are a flat range."""
+    parts, same_cut = [], slices[0].dim == wanted.dim
+    for of in slices:
+        if same_cut and (of.end <= wanted.at or of.at >= wanted.end) or not of.row:
+            continue
+        flat = like.new_empty((end - first) * of.row)
+        read(flat, of.start + first * of.row)
+        parts.append((of, view_of(flat, (end - first, *of.shape[1:]), of.order)))
+    rows = torch.cat([part for _, part in parts], slices[0].dim) if len(parts) > 1 else parts[0][1]
+    if not wanted.dim:
+        return rows
+    return rows.narrow(wanted.dim, wanted.at - (parts[0][0].at if same_cut else 0), wanted.shape[wanted.dim])

@@ -1,31 +1,30 @@
 """Tensor parallelism: parameters of which each rank has a slice along one dimension, or all ranks have the whole.
 
-Such a parameter is a ``DTensor`` of torch's. The optimizer works on the local tensor within it. The parameter, gradient
-and state that a user sees have the shape of the whole::
+Such a parameter is a ``DTensor``. The optimizer works on the local tensor within it; the parameter, gradient and state
+that a user sees have the shape of the whole::
 
     weight [6, 4], cut along dimension 0 over 2 tensor-parallel ranks
 
     rank 0   rows 0 to 2   ──┐
     rank 1   rows 3 to 5   ──┴── flat ranges count the slices one after another: rank 1's begins at element 12
 
-Or it is a plain tensor that is marked as a slice: see ``marks``. Its mark does not say how such slices make a whole. So
-it is a parameter of its own shape, and has no ``TensorSlice``.
+Or it is a plain tensor with Megatron's attributes, which are read in this file alone. It is a parameter of its own
+shape, and has no ``TensorSlice``; a rule that needs whole parameters joins slices as ``Joint`` describes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ParameterError
-from .arrangement import Cut, slice_counts
-from .marks import is_slice
+from .storage_order import Cut, slice_counts
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def shown_as(parameter: Any, local: Tensor, *, term: bool = False) -> Tensor:
 
 @torch.no_grad()
 def local_gradient(parameter: Any, grad: Any) -> tuple[Tensor, bool]:
-    """Take this rank's slice of a gradient, and tell whether it is but a term of the sum over tensor-parallel ranks.
+    """Take this rank's slice of a gradient, and whether it is only a term of the sum over tensor-parallel ranks.
 
     Under sequence parallelism the gradient of a parameter that all of these ranks have is such a term. A gradient with
     yet another placement is redistributed here, by torch.
@@ -193,3 +192,143 @@ def local_gradient(parameter: Any, grad: Any) -> tuple[Tensor, bool]:
     if grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
     return grad._local_tensor, False
+
+
+# -- plain slices: Megatron's attributes --------------------------------------------------------------------------
+
+_SLICE = "tensor_model_parallel"  # True: each tensor-parallel rank has another slice; else all have the same copy
+_TERM = "sequence_parallel"  # a copy, of whose gradient each of them has a term of the sum
+_SHARED = "shared"  # a second copy of a parameter that another pipeline stage has, and counts
+_AVERAGED = "average_gradients_across_tp_domain"  # a copy whose gradient is to be averaged: refused
+DIM = "partition_dim"  # the dimension that is cut
+STRIDE = "partition_stride"  # how many equal blocks of the whole each rank has a part of; 1: slices follow each other
+SIZES = "partition_sizes"  # the lengths of these parts in a slice, where blocks are not equal
+
+
+def is_slice(parameter: Tensor) -> bool:
+    """Whether it is marked as one of several slices."""
+    return bool(getattr(parameter, _SLICE, False))
+
+
+def is_term(parameter: Tensor) -> bool:
+    """Whether its gradient is marked as a term of a sum over the tensor-parallel ranks."""
+    return bool(getattr(parameter, _TERM, False))
+
+
+def is_shared(parameter: Tensor) -> bool:
+    """Whether it is marked as a copy that another stage of the pipeline counts."""
+    return bool(getattr(parameter, _SHARED, False))
+
+
+def is_averaged(parameter: Tensor) -> bool:
+    """Whether the tensor-parallel ranks are to average its gradient."""
+    return bool(getattr(parameter, _AVERAGED, False))
+
+
+def is_plain_slice(parameter: Tensor) -> bool:
+    """Whether a parameter is a slice by its mark, and no ``DTensor``."""
+    return is_slice(parameter) and not is_distributed(parameter)
+
+
+def says_anything(parameter: Tensor) -> bool:
+    """Whether the parameter was marked at all. Megatron marks copies, too, as no slices."""
+    return hasattr(parameter, _SLICE) or hasattr(parameter, _TERM)
+
+
+def says_blocks(parameter: Tensor) -> bool:
+    """Whether attributes of a plain slice give the number of blocks."""
+    return hasattr(parameter, STRIDE) or hasattr(parameter, SIZES)
+
+
+def marked(parameter: Tensor) -> str:
+    """List the marks of a parameter, for messages; empty where it has none."""
+    if type(parameter) is nn.Parameter and not parameter.__dict__:
+        return ""
+    found = [name for name in (_SLICE, _TERM, _SHARED, _AVERAGED) if getattr(parameter, name, False)]
+    return "".join(f", {name} = True" for name in found)
+
+
+def partition(parameter: Tensor) -> str:
+    """List how a plain slice is cut, for messages; empty for another parameter."""
+    found = [name for name in (DIM, STRIDE, SIZES) if is_plain_slice(parameter) and hasattr(parameter, name)]
+    return "".join(f", {name} = {getattr(parameter, name)}" for name in found)
+
+
+def refuse_partition(parameter: Tensor) -> str | None:
+    """Return why the attributes of a plain slice don't define the whole, and what to do. None: they do."""
+    shape, dim = tuple(parameter.shape), getattr(parameter, DIM, None)
+    sizes, stride = getattr(parameter, SIZES, None), getattr(parameter, STRIDE, 1)
+    if type(dim) is not int or not 0 <= dim < len(shape):
+        return (
+            f"is a slice of shape {shape} with {DIM} = {dim!r}: set {DIM} to the dimension that is cut over the "
+            f"tensor-parallel ranks, and {STRIDE} to 1 where the slices follow each other"
+        )
+    if sizes is not None:
+        listed = isinstance(sizes, tuple | list) and all(type(size) is int and size >= 0 for size in sizes)
+        fits = listed and sum(sizes) == shape[dim]
+    else:
+        fits = type(stride) is int and stride > 0 and shape[dim] % stride == 0
+    if fits:
+        return None
+    given = f"{STRIDE} = {stride!r}" if sizes is None else f"{SIZES} = {sizes!r}"
+    return (
+        f"is a slice of shape {shape}, cut along dimension {dim}, with {given}: give a {STRIDE} that divides "
+        f"{shape[dim]}, or {SIZES} that add up to it"
+    )
+
+
+@dataclass(frozen=True)
+class Joint:
+    """How the slices of one parameter make a whole. A weight of gates and ups over 2 ranks, in 2 blocks::
+
+        whole       g0 g1 g2 g3 | u0 u1 u2 u3
+        rank 0      g0 g1 | u0 u1
+        rank 1      g2 g3 | u2 u3
+
+    Attributes:
+        shape: of the whole.
+        dim: along which it is cut.
+        blocks: for each block of the whole along ``dim``, in order, the length of each rank's part.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    blocks: tuple[tuple[int, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """Number of slices."""
+        return len(self.blocks[0])
+
+    def shares(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """List a rank's parts: the start in the whole, the start in the slice, and the length, along ``dim``."""
+        in_whole = in_slice = 0
+        for lengths in self.blocks:
+            yield in_whole + sum(lengths[:rank]), in_slice, lengths[rank]
+            in_whole += sum(lengths)
+            in_slice += lengths[rank]
+
+
+def joint_of(parameter: Any, ranks: int) -> Joint | None:
+    """Read how the slices of ``parameter`` make a whole; None: this rank has the whole.
+
+    ``ranks``: number of ranks with plain slices, one each. ``refuse_partition`` has accepted a plain slice before.
+    """
+    if (own := slice_of(parameter)) is not None:
+        cut = own.cut if own.ranks > 1 else None
+        return None if cut is None else Joint(own.shape, cut.dim, (cut.sizes,))
+    if ranks == 1 or not is_plain_slice(parameter):
+        return None
+    dim, stride = getattr(parameter, DIM), getattr(parameter, STRIDE, 1)
+    if (sizes := getattr(parameter, SIZES, None)) is None:
+        sizes = (parameter.shape[dim] // stride,) * stride
+    return Joint(whole_shape(parameter, ranks), dim, tuple((length,) * ranks for length in sizes))
+
+
+def whole_shape(parameter: Tensor, ranks: int) -> tuple[int, ...]:
+    """The shape of the whole. ``ranks``: see ``joint_of``."""
+    shape = tuple(parameter.shape)
+    if ranks == 1 or not is_plain_slice(parameter):
+        return shape
+    dim = getattr(parameter, DIM)
+    return (*shape[:dim], shape[dim] * ranks, *shape[dim + 1 :])

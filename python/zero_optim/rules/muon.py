@@ -16,9 +16,9 @@ import zero_kernels
 from zero_kernels import ROW
 
 from ..comm.collectives import Comm
-from ..params.joint import DIM, STRIDE, Joint, is_plain_slice, says_blocks, whole_shape
 from ..params.layout import WholeParameters, round_up
 from ..params.param_shard import plain_parameter
+from ..params.tensor_slice import DIM, STRIDE, Joint, is_plain_slice, says_blocks, whole_shape
 from . import newton_schulz
 from .codec import Begins, StateTensor
 from .homes import TENSOR_ALL_TO_ALL, MatrixHomes, Shares, joined_parts, joined_slices

@@ -20,9 +20,9 @@ from torch import Tensor
 import zero_kernels
 
 from ..comm.collectives import Comm
-from ..params.joint import Joint
 from ..params.layout import CUT_AT_ROWS, LayoutPolicy, SlotPiece
 from ..params.storage_order import StorageOrder, view_of
+from ..params.tensor_slice import Joint
 from .codec import Begins, Codec, StateTensor, check_codecs
 from .options import EMA_DECAY, Decays, Fixed, Option, coefficients_of
 

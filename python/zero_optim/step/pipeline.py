@@ -30,8 +30,8 @@ from ..comm.grid import group_along
 from ..comm.host_copy import HostCopy
 from ..comm.together import check_same
 from ..errors import ParameterError, RankMismatchError
-from ..params.marks import is_shared
 from ..params.storage_order import described
+from ..params.tensor_slice import is_shared
 
 _FAILED, _FAILED_LATE = 1.0, 0.5
 """Flags of a stage that takes no step: for a reason that the others do not know yet, and for one that they know."""

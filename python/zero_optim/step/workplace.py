@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm.chain import Chain
 from ..comm.collectives import Pending
 from ..grads.bucket import Bucket
-from ..params.joint import Joint, joint_of
+from ..params.tensor_slice import Joint, joint_of
 from ..rules.update_rule import CutParameter, ToJoin, UpdateRule, Whole
 from ..stores.state_store import HostStore
 

@@ -29,9 +29,9 @@ from ..checkpoint.folder import write_atomically
 from ..comm.collectives import Comm
 from ..comm.together import on_rank_0, together
 from ..errors import UsageError
-from ..gather_parameters import gather_parameters
 from ..rules.codec import DTYPES
 from ..rules.muon import Muon
+from ..shard_module import gather_parameters
 from .config import RESUME_AUTO, Flags, TrainConfig, fresh_config, resumed_config
 from .data import Corpus, draw_windows, fixed_windows, load_corpus, unigram_entropy
 from .model import GPT, Block, generate, next_byte_loss

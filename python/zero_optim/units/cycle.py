@@ -1,4 +1,7 @@
-"""A cycle goes once through all units, in an order that all ranks have; and this rank's position in it."""
+"""What a schedule keeps track of: the open cycle, the forwards under way, and the backwards that may follow.
+
+A *cycle* goes once through all units, in an order that all ranks have agreed on.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ import enum
 import zlib
 from collections.abc import Sequence
 
-from .unit import Unit
+import torch
+
+from .order import Known
+from .unit import Unit, UnitState
 
 ORDER_CODES = 64
 """How many values a digest of cycles can have, as ranks compare theirs in ``step``."""
 
 
 class Pass(enum.Enum):
+    """Direction of a cycle."""
+
     FORWARD = 1
     BACKWARD = 2
 
@@ -38,9 +46,6 @@ class Cycle:
         self.direction, self.order, self.position = direction, order, -1
         self._digest = zlib.crc32(bytes([direction.value]), self._digest)
 
-    def end(self) -> None:
-        self.direction = None
-
     @property
     def ahead(self) -> Sequence[Unit]:
         """The units that are still to be visited, the next one first."""
@@ -56,5 +61,153 @@ class Cycle:
 
     @property
     def code(self) -> int:
-        """A digest of the cycles so far: the same on ranks that went through the same; else, as a rule, another."""
+        """A digest of the cycles so far: equal on ranks that went through the same, and very likely unequal else."""
         return self._digest % ORDER_CODES
+
+
+class Prefetch:
+    """Starts gathers ahead of the visits. Each unit is gathered in its turn in any case, so ranks may start them at
+    different times.
+
+    Attributes:
+        count: how many units are gathered ahead.
+        reducing: reducers with a reduction in flight, under gloo. Gathers wait until it has arrived, or at the latest
+            until the unit is visited: on the same threads they would slow it down, and take memory.
+    """
+
+    def __init__(self, cycle: Cycle, count: int) -> None:
+        self._cycle, self.count = cycle, count
+        self.reducing: set[object] = set()
+
+    def reduction_begins(self, of: object) -> None:
+        """Hold gathers back: the host is going to wait for a reduction (gloo)."""
+        self.reducing.add(of)
+
+    def reductions_arrived(self, of: object) -> None:
+        """Gather ahead again, unless another reducer still has a reduction in flight."""
+        if of in self.reducing:
+            self.reducing.remove(of)
+            if not self.reducing and self._cycle.direction is Pass.BACKWARD:
+                self.start_next()
+
+    def start_next(self) -> None:
+        """Start to gather the next units of the open cycle, as far as their turn has come."""
+        if self._cycle.direction is not None:
+            self._start(self._cycle.ahead[: self.count])
+
+    def start_rest_of_backward(self) -> None:
+        """Start the gathers that are left of an open backward cycle, as far as units are not gathered twice in it."""
+        if self._cycle.direction is Pass.BACKWARD:
+            self._start(self._cycle.ahead)
+
+    def _start(self, units: Sequence[Unit]) -> None:
+        earlier: set[Unit] = set()
+        for unit in units:
+            # A unit that is here, or has an earlier turn, may be resharded after that turn, and gathered again. So this
+            # turn's gather cannot start yet, nor can those behind it: gathers keep their order.
+            if unit.state is UnitState.UNSHARDED or unit in earlier:
+                break
+            unit.unshard()
+            earlier.add(unit)
+
+
+class Calls:
+    """The forwards that are under way.
+
+    Attributes:
+        running: the units whose forward is under way, the outermost first.
+        trains: whether a backward may follow the forward cycle that is open, or was the last.
+        by_part: whether that cycle was begun outside of a forward of the root.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Unit] = []
+        self.trains = False
+        self.by_part = False
+        self._roots = 0  # forwards of the root under way: a model may call itself
+        self._root_trains = False  # whether the outermost of them began with gradients enabled
+
+    @property
+    def in_root(self) -> bool:
+        """True if a forward of the root is under way."""
+        return self._roots > 0
+
+    def root_begins(self) -> bool:
+        """Record that the root is called. Returns whether this is its outermost forward."""
+        self._roots += 1
+        if self._roots == 1:
+            self._root_trains = torch.is_grad_enabled()
+        return self._roots == 1
+
+    def root_ended(self) -> None:
+        # A forward that raised before the first hook of the root has begun nothing here, and ends all the same.
+        self._roots = max(0, self._roots - 1)
+
+    def cycle_begins(self) -> None:
+        """Record that a forward cycle begins, with the call that is about to be recorded."""
+        self.by_part = not self.in_root
+        # A re-entrant checkpoint within the root's forward disables gradients, and a backward follows all the same.
+        self.trains = torch.is_grad_enabled() or (self.in_root and self._root_trains)
+
+    def begin(self, unit: Unit) -> None:
+        self.running.append(unit)
+        unit.unwatch_parts()
+
+    def end(self, unit: Unit) -> None:
+        """End a call of ``unit``, which may never have begun: its first hook may have raised."""
+        if unit in self.running:
+            self.running.pop()
+            if unit not in self.running:
+                unit.watch_parts()
+
+    def caller_of(self, unit: Unit) -> Unit | None:
+        """Find the unit whose forward calls this one, though this one is not within it; None: there is none."""
+        caller = self.running[-1] if self.running else unit
+        return None if caller is unit or caller in unit.enclosing else caller
+
+
+class BackwardsDue:
+    """The backward cycles that may still come.
+
+    Attributes:
+        count: forward cycles that a backward may still come back through.
+        nested: whether a unit has called another, which is not within it, since none was due.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.nested = False
+        self._begun = 0  # forward cycles since none was due
+        self._by_part = False  # whether one of them was begun outside of a forward of the root
+
+    def forward_begins(self, *, by_part: bool) -> None:
+        self._begun += 1
+        self._by_part |= by_part
+
+    def forward_ended(self) -> None:
+        """Make one more backward due: a forward cycle that trains is through."""
+        self.count += 1
+
+    def backward_ended(self) -> None:
+        self.count -= 1
+        if self.count <= 0:  # a re-entrant checkpoint makes none due, and takes a cycle all the same
+            self.reset()
+
+    def reset(self) -> None:
+        """Let no backward be due: the gradients were applied, and none may come through the forwards so far."""
+        self.count = self._begun = 0
+        self.nested = self._by_part = False
+
+    def is_last(self, known: Known) -> bool:
+        """True if the backward cycle that is open is known to be the last before backward ends.
+
+        With two forwards before one backward, the first cycle back is not the last. The second brings more gradients to
+        the same parameters: a bucket that was launched by then would miss them. How many come is unknown
+
+        - of a graph that is gone through again;
+        - where parts were called in several cycles: a re-entrant checkpoint makes none due;
+        - where a unit has called another: backward comes back to the first;
+        - where the order of the forward alone is known: a unit that is in it twice takes two cycles back.
+        """
+        countable = not self.nested and not (self._by_part and self._begun > 1) and known is not Known.FORWARD
+        return self.count == 1 and countable

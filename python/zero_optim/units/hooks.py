@@ -1,10 +1,18 @@
-"""Hooks by which modules and autograd tell the schedule: a unit's forward begins, or ends; a gradient comes into it."""
+"""Hooks by which modules and autograd drive the schedule: a unit's forward begins or ends; a gradient comes into it.
+
+A *part* of a unit is a module within it, or a method other than ``forward``. Called while no forward of the unit is
+under way, it counts as one: the unit is gathered before, and gradients come back into it through what the part returns.
+So a model runs whichever of its modules is called first: an embedding alone, modules that a method calls, or a model
+that has lost the sharded wrapper, as when ``peft`` merges adapters.
+"""
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +24,11 @@ from ..callers import DCP_STATE_DICT, locals_of_callers
 from ..errors import ShardAccessError, ZeroOptimError
 from ..params.param_shard import plain_parameter
 from .schedule import UnitSchedule, in_backward
-from .unit import Unit, UnitState
+from .unit import StandIn, Unit, UnitState
 
 _MODULES_OWN = frozenset(vars(nn.Module()))
 _FEW = 64
+_SYNCED = "synced_gpus"  # an argument of ``generate`` in transformers
 
 
 def register_hooks(units: Sequence[Unit], schedule: UnitSchedule) -> None:
@@ -188,6 +197,93 @@ def _no_hook() -> Any:
 
 def _ignore(*_: Any) -> None:
     pass
+
+
+# -- calls of parts --------------------------------------------------------------------------------------------
+
+
+def watch_parts(units: Sequence[Unit], schedule: UnitSchedule) -> None:
+    """Watch the modules that may be called first: those that register parameters, or have all units in them.
+
+    Any other module calls one of these, or has no use for parameters.
+    """
+    for unit in units:
+        holders = [place.module for place in unit.registrations]
+        around = [module for module in unit.modules if unit is units[0] and _has_all(module, units)]
+        for module in dict.fromkeys([*holders, *around]):
+            if module is not unit.module:
+                watch_part(module, "forward", unit, schedule)
+
+
+def watch_part(module: nn.Module, name: str, unit: Unit, schedule: UnitSchedule) -> None:
+    """Let a call of a method of ``module`` gather ``unit``, which it is in."""
+    unit.add_part(StandIn(module, name, _Part(module, unit, schedule)))
+
+
+class _Part:
+    """Calls a method of ``module`` with the parameters of ``unit`` gathered."""
+
+    def __init__(self, module: nn.Module, unit: Unit, schedule: UnitSchedule) -> None:
+        self._module, self._unit, self._schedule = module, unit, schedule
+        whole = _has_all(module, schedule.units)  # a call of it is a forward of the root
+        self._inner = schedule.units[1:] if whole else []
+        self._before = BeforeForward(schedule, unit, part=not whole)
+        self._ended = ForwardEnded(schedule, unit, part=not whole)
+        self._after = AfterForward(schedule, unit, part=not whole)
+
+    def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._must_gather():
+            return method(*args, **kwargs)
+        try:
+            self._before(self._module, args, kwargs)
+            output = method(*args, **kwargs)
+        finally:
+            self._ended()
+        self._after(self._module, args, kwargs, output)
+        return output
+
+    def _must_gather(self) -> bool:
+        unit = self._unit
+        if unit in self._schedule.calls.running or unit.state is UnitState.GATHERED:
+            return False
+        if self._inner and all(inner.state is UnitState.GATHERED for inner in self._inner):
+            return False  # the modules of the root itself within it are parts of their own
+        return not (in_backward() and unit.state is UnitState.UNSHARDED)  # a checkpoint within it computes again
+
+
+def _has_all(module: nn.Module, units: Sequence[Unit]) -> bool:
+    within = set(module.modules())
+    return units[0].module in within or (len(units) > 1 and all(unit.module in within for unit in units[1:]))
+
+
+def sync_generation(model: nn.Module, units: Sequence[Unit], ranks: Iterable[int]) -> None:
+    """Give ``generate`` of transformers ``synced_gpus=True``, in every module of ``model`` that has it.
+
+    Each token is a forward, in which all ranks gather. A rank whose sequences have ended must go on calling the model
+    for as long as any rank has not, or the others deadlock. ``generate`` does that by itself for DeepSpeed's and FSDP's
+    models only. It communicates over all ranks of the job, so the model has to be sharded over these ``ranks``.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not several or {*ranks} != {*range(dist.get_world_size())}:
+        return
+    for module in model.modules():
+        method, own = getattr(type(module), "generate", None), vars(module).get("generate")
+        copied = isinstance(own, partial) and own.func is method  # by ``StandIn.__reduce__``
+        if (own is None or copied) and callable(method) and _SYNCED in inspect.signature(method).parameters:
+            within = {*module.modules()}
+            held = [unit for unit in units if any(place.module in within for place in unit.registrations)]
+            StandIn(module, "generate", partial(_generate, held)).watch()
+
+
+def _generate(units: Sequence[Unit], method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    if all(unit.state is UnitState.GATHERED for unit in units):  # a rank may generate alone
+        return method(*args, **options)
+    given = inspect.signature(method).bind_partial(*args, **options)
+    given.arguments[_SYNCED] = True  # also in place of False, which ``Seq2SeqTrainer`` gives to models it doesn't know
+    return method(*given.args, **given.kwargs)
+
+
+# -- tensors that a forward is given, and makes ----------------------------------------------------------------
 
 
 def tensors_in(thing: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

@@ -2,16 +2,6 @@
 
 Until the ranks have agreed, a cycle goes through the units as modules are listed. They agree at the end of a forward of
 the root: on the order of forward in the first, and on both orders in the first that trains.
-
-=================  =========  =========  =========
-known              NOTHING    FORWARD    BOTH
-=================  =========  =========  =========
-agree: trains      BOTH       BOTH       --
-agree: evaluates   FORWARD    --         --
-record             NOTHING    NOTHING    NOTHING
-=================  =========  =========  =========
-
-- *--*: nobody asks for it, as ``is_wanted`` is False.
 """
 
 from __future__ import annotations
@@ -53,7 +43,7 @@ class Orders:
         self.known = Known.NOTHING
 
     def forget_calls(self) -> None:
-        """Forget the calls so far: they were of a forward that has raised, or by parts, and tell no order."""
+        """Forget the calls so far: they were of a forward that has raised, or by parts, and have no whole order."""
         self._called, self._ended = [], []
 
     def note_call(self, unit: Unit) -> None:

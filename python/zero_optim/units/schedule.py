@@ -1,69 +1,13 @@
-"""Decides when a unit is unsharded: one fixed order of gathers, the same on every rank, whatever a rank's forward uses.
+"""Decides when a unit is unsharded: one fixed order of gathers on every rank, whatever a rank's forward uses.
 
 A *cycle* goes once through all units: a forward cycle in the order in which a forward calls them, a backward cycle in
 the order in which a backward comes back to them. Ranks gather by position in the cycle alone, so they agree without
-talking. To *visit* a unit is to go to its position in the cycle; whatever lies between was skipped on this rank, and is
-gathered with the others and freed. A unit that lies behind begins a new cycle, after the rest of this one. So ranks may
-skip different units, and any order of calls works that is the same on all ranks.
+communicating. Entering a unit goes through the positions up to its own, gathers and frees the units that this rank has
+skipped, reshards every unit before it, then waits for its all-gather. The gathers of the next few units run while it
+computes. A unit that lies behind begins a new cycle, after the rest of this one. So ranks may skip different units, and
+any order of calls works that is the same on all ranks.
 
-A visit, and nothing else, makes units before that position *over*, and reshards them; and it waits for the unit. The
-gathers of the next few start while it computes: at once, or as soon as a reduction that was under way has arrived.
-
-The first part of the state is the cycle that is open, a ``Pass`` or none, and the position in it. The table says
-how each event changes it. *ends*: this rank goes through the rest of the cycle first:
-
-=========================  ================  ================  ================
-cycle                      none              FORWARD           BACKWARD
-=========================  ================  ================  ================
-forward: root              FORWARD           ends, FORWARD     ends, FORWARD
-forward: ahead             FORWARD           FORWARD           ends, FORWARD
-forward: open              --                FORWARD           ends, FORWARD
-forward: behind            --                ends, FORWARD     ends, FORWARD
-forward: part              FORWARD           FORWARD           ends, FORWARD
-root returns               none              ends              ends
-unit returns               none              FORWARD           BACKWARD
-part returns               none              FORWARD           BACKWARD
-backward: ahead            BACKWARD          ends, BACKWARD    BACKWARD
-backward: open             --                ends, BACKWARD    BACKWARD
-backward: behind           --                ends, BACKWARD    ends, BACKWARD
-backward: frozen           BACKWARD          ends, BACKWARD    BACKWARD
-backward begins            none              FORWARD           ends
-backward is over           none              FORWARD           ends
-complete_raised_backward   none              FORWARD           ends
-complete_all_backwards     none              ends              ends
-reshard_all                none              ends              ends
-end_step                   none              FORWARD           BACKWARD
-record                     none              FORWARD           BACKWARD
-=========================  ================  ================  ================
-
-- *forward*: a unit is called. *backward*: a gradient comes into it, or a checkpoint computes it again.
-- *part*: a module of the root is called while no forward of the root is under way. It brings in the root, as a visit
-  to any unit does. Where the root is UNSHARDED, and no BACKWARD is open, it changes nothing.
-- *ahead*, *open*, *behind*: where the unit is: later in the cycle; visited and not over; or over.
-- *frozen*: the unit is not in the backward cycle. It needed no gradient when the order was recorded.
-- *forward: root* with a cycle open, *backward begins* with BACKWARD open: whatever opened that cycle has raised. There
-  is one exception: a forward cycle in which a part has brought in the root, and nothing else was visited, goes on.
-- *complete_raised_backward* of a backward that has not raised changes nothing.
-- *root returns*: its outermost forward. Where the order is not known, the ranks agree on it then.
-
-The second part is what forwards have announced to backward: ``backwards_due`` has its tables. ``order`` has that of the
-orders which the ranks have agreed on.
-
-The third part is each unit's own state. What it becomes as the cycle leaves it behind depends on what the unit keeps:
-
-====================  ============  ============  ============
-closed in             nothing       all           1/k
-====================  ============  ============  ============
-FORWARD, trains       SHARDED       UNSHARDED     NODE_SHARDED
-FORWARD, evaluates    SHARDED       SHARDED       SHARDED
-BACKWARD, comes again SHARDED       UNSHARDED     SHARDED
-BACKWARD              SHARDED       SHARDED       SHARDED
-held                  UNSHARDED     UNSHARDED     UNSHARDED
-====================  ============  ============  ============
-
-- *all* also stays UNSHARDED when it evaluates, where the schedule was made with ``keep_evaluating``.
-- *comes again*: the unit has a later position in the same cycle.
-- *held*: its forward is under way; or the backward makes a graph, and a backward through it may follow.
+``tests/units/test_schedule_cells.py`` has the tables of events: which cycle is open, and what becomes of a unit.
 """
 
 from __future__ import annotations
@@ -80,24 +24,21 @@ from ..errors import ParameterError, ShardAccessError, ZeroOptimError
 from ..mode import ASLEEP
 from ..params.flat_params import FlatParams
 from ..user_thread import UserThread
-from .backwards_due import BackwardsDue, Course
-from .calls import Calls
-from .cycle import Cycle, Pass
+from .cycle import BackwardsDue, Calls, Cycle, Pass, Prefetch
 from .order import Orders
-from .prefetch import Prefetch
 from .unit import Unit, UnitState
 
 _schedules: list[weakref.ref[UnitSchedule]] = []  # of this process, in the order in which they were made
 
 
 class Listener(Protocol):
-    """A reducer, which is told how far backward is. It only listens: it must not decide what is gathered."""
+    """A reducer, which follows how far backward is. It must not decide what is gathered."""
 
     def backward_moves(self) -> None:
         """Backward goes on to another unit; the units that it has passed are not over yet."""
 
     def units_over(self) -> None:
-        """More units are over: ``is_over`` says which."""
+        """More units are over: see ``is_over``."""
 
     def order_known(self) -> None:
         """The order in which backward is through with units is known, ``orders.over``."""
@@ -115,7 +56,7 @@ class UnitSchedule:
         cycle: the one that is open.
         calls: the forwards that are under way.
         orders: of the cycles.
-        due: the backward cycles and reductions that forwards have announced.
+        due: the backward cycles that may follow the forwards so far.
         prefetch: starts gathers ahead of the visits.
         listeners: the reducers of the optimizers that train the model.
         owner: the ``ShardedModel``, which lives while hooks hold the schedule.
@@ -134,7 +75,8 @@ class UnitSchedule:
         self.owner: object = None
         self.thread = UserThread()
         self.sleeping: set[object] = set()
-        self.watch = BackwardWatch(self._begin_backward, self.complete_backward)
+        # A cycle that is open as a backward begins is of one that has raised.
+        self.watch = BackwardWatch(self.complete_backward, self.complete_backward)
         self._holds = False  # create_graph: a backward may go through this one; units stay until ``reshard_all``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
         _schedules[:] = [*(of for of in _schedules if of() is not None), weakref.ref(self)]
@@ -143,11 +85,6 @@ class UnitSchedule:
     def out_of_step(self) -> bool:
         """True if a gather has failed: the other ranks are at another one."""
         return self._sharding.everyone.out_of_step
-
-    @property
-    def running(self) -> bool:
-        """True if a forward of the root is under way."""
-        return self.calls.in_root
 
     # -- what modules and autograd call --------------------------------------------------------------------------
 
@@ -166,7 +103,7 @@ class UnitSchedule:
             return
         self.thread.note()
         # An evaluation by parts leaves its cycle open. If the next part that is called trains, a backward may follow.
-        if self.cycle.direction is Pass.FORWARD and not self.running:
+        if self.cycle.direction is Pass.FORWARD and not self.calls.in_root:
             self.calls.trains |= torch.is_grad_enabled()
         root = unit is self.units[0]
         if root and part and unit.state is UnitState.UNSHARDED and self.cycle.direction is not Pass.BACKWARD:
@@ -177,7 +114,7 @@ class UnitSchedule:
         if unit not in self.cycle.open:
             self.orders.note_call(unit)
         if self.calls.caller_of(unit) is not None:
-            self.due.unit_calls_another()
+            self.due.nested = True
         self._visit(unit, Pass.FORWARD, closing=True)
         self.calls.begin(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
 
@@ -189,7 +126,7 @@ class UnitSchedule:
             self._complete_open()
         self._check_in_place()
         self.orders.forget_calls()
-        self.calls.forget()
+        self.calls.running.clear()  # they have raised, and no hook has ended them
 
     def _check_in_place(self) -> None:
         """Raise ParameterError where the model was moved or cast while an evaluation had left units unsharded."""
@@ -202,13 +139,13 @@ class UnitSchedule:
             )
 
     def forward_ended(self, unit: Unit, *, part: bool = False) -> None:
-        """Note that a forward of ``unit`` is through, or has raised. Call it before ``after_forward``."""
+        """Record that a forward of ``unit`` is through, or has raised. Call it before ``after_forward``."""
         self.calls.end(unit)
         if unit is self.units[0]:
             if not part:
                 self.calls.root_ended()
         # The unit is unsharded and in no open cycle: a backward within its forward went through it, and left it to us.
-        elif unit not in self.cycle.open and unit.state is UnitState.UNSHARDED and not self._kept_after_forward(unit):
+        elif unit not in self.cycle.open and unit.state is UnitState.UNSHARDED:
             self._reshard_after_forward(unit)
 
     def after_forward(self, unit: Unit, *, requires_grad: bool, part: bool = False) -> None:
@@ -217,7 +154,7 @@ class UnitSchedule:
             return
         checkpointed = self.calls.trains and not torch.is_grad_enabled()  # re-entrant: backward calls it again
         self.orders.note_end(unit, needed=requires_grad or checkpointed)
-        if unit is self.units[0] and not self.running:
+        if unit is self.units[0] and not self.calls.in_root:
             self._complete_open()
             trains = self.calls.trains
             if self.orders.is_wanted(trains=trains):
@@ -235,8 +172,7 @@ class UnitSchedule:
     def complete_backward(self) -> None:
         """Collective, where a backward cycle is open: go through the rest of it."""
         if self.cycle.direction is Pass.BACKWARD:
-            self._complete_cycle()
-            self.due.backward_ended()
+            self._complete_open()
 
     def complete_raised_backward(self) -> None:
         """Collective, where a backward has raised here, and no other has begun since: go through its rest."""
@@ -260,29 +196,6 @@ class UnitSchedule:
         self._holds = False
         for unit in self.units:
             unit.reshard()
-
-    def end_step(self) -> None:
-        """Let no backward be due: the gradients were applied, and none may come through the forwards so far."""
-        self.due.none_is_due()
-
-    def record(self) -> None:
-        """Learn the orders anew. See ``Orders.record``."""
-        self.orders.record()
-
-    def is_announced(self, to: Listener) -> bool:
-        """True if there was a forward that trains since ``to`` was last excused: the same on all ranks."""
-        open_one_trains = self.cycle.direction is Pass.FORWARD and self.calls.trains
-        return open_one_trains or self.due.is_announced(to)
-
-    def excuse(self, listener: Listener) -> None:
-        """Take back the reductions that the forwards so far have announced to ``listener``."""
-        self.due.excuse(listener)
-
-    def remove(self, listener: Listener) -> None:
-        """Forget a listener that was closed: nobody waits for its reductions."""
-        self.listeners.remove(listener)
-        self.prefetch.forget(listener)
-        self.due.excuse(listener)
 
     def is_over(self, flat: FlatParams) -> bool:
         """True if the backward that is open, or the last, can bring no more gradients to these parameters."""
@@ -318,7 +231,7 @@ class UnitSchedule:
         # It was visited already, so it is here. As a gradient comes into it, the units before it are over.
         if unit in cycle.open:
             if closing:
-                self._close(self._over_before(unit, cycle.opened_before(unit)), unit)
+                self._close_before(unit, cycle.opened_before(unit))
             return
         if unit not in cycle.order:
             self._visit_out_of_order(unit, closing=closing)
@@ -333,28 +246,19 @@ class UnitSchedule:
     def _visit_out_of_order(self, unit: Unit, *, closing: bool) -> None:
         """Visit a unit that is not in the cycle: it needed no gradient when the order was recorded."""
         if closing:
-            self._close(self._over_before(unit, self.cycle.open), unit)
+            self._close_before(unit, self.cycle.open)
         # This unit is in no cycle, so its gather has no turn of its own. Some ranks have prefetched already, others
         # have not. Now all have, and this unit comes next on each.
         self.prefetch.start_next()
         self._open_unit(unit, self.cycle.position)
 
-    def _over_before(self, unit: Unit, opened: Iterable[Unit]) -> list[Unit]:
-        """List the units of ``opened`` that are over as a visit comes to ``unit``.
-
-        An inner unit is not over if it, or ``unit``, is not in the cycle: both may have returned the same tensor, and
-        then the inner one's hook comes first. Where both are in the cycle, the inner one comes after.
-        """
-        order = self.cycle.order
-        return [other for other in opened if unit not in other.enclosing or (unit in order and other in order)]
-
     def _go_to(self, position: int, *, closing: bool) -> None:
         unit = self.cycle.order[position]
         if closing:
-            self._close(self._over_before(unit, self.cycle.open), unit)
+            self._close_before(unit, self.cycle.open)
         self.cycle.position = position
         self._open_unit(unit, position)
-        if not self.prefetch.waits:
+        if not self.prefetch.reducing:
             self.prefetch.start_next()
 
     def _open_unit(self, unit: Unit, position: int) -> None:
@@ -365,14 +269,23 @@ class UnitSchedule:
         unit.wait()
         self.cycle.open[unit] = position
 
-    def _close(self, units: Sequence[Unit], but: Unit | None = None) -> None:
-        """Leave these units behind as over, inner ones first; but not ``but``, nor the units around it."""
-        kept = set() if but is None else {but, *but.enclosing}
-        for unit in sorted(set(units) - kept, key=lambda unit: -len(unit.enclosing)):
+    def _close_before(self, unit: Unit, opened: Iterable[Unit]) -> None:
+        """Close the units of ``opened`` that are over as a visit comes to ``unit``: all but itself and those around it.
+
+        An inner unit is not over if it, or ``unit``, is not in the cycle: both may have returned the same tensor, and
+        then the inner one's hook comes first. Where both are in the cycle, the inner one comes after.
+        """
+        order, kept = self.cycle.order, {unit, *unit.enclosing}
+        over = [other for other in opened if unit not in other.enclosing or (unit in order and other in order)]
+        self._close([other for other in over if other not in kept])
+
+    def _close(self, units: Iterable[Unit]) -> None:
+        """Leave these units behind as over, inner ones first."""
+        for unit in sorted(units, key=lambda unit: -len(unit.enclosing)):
             del self.cycle.open[unit]
-            held = self._holds or self.calls.is_called(unit)
+            held = self._holds or unit in self.calls.running
             if self.cycle.direction is Pass.FORWARD:
-                if not held and not self._kept_after_forward(unit):
+                if not held:
                     self._reshard_after_forward(unit)
                 continue
             again = unit in self.cycle.ahead
@@ -384,18 +297,13 @@ class UnitSchedule:
                 for listener in self.listeners:
                     listener.units_over()
 
-    def _kept_after_forward(self, unit: Unit) -> bool:
-        """True if ``unit`` stays unsharded after its forward."""
-        return unit.keep and (self.calls.trains or self._keep_evaluating)
-
     def _reshard_after_forward(self, unit: Unit) -> None:
+        if unit.keep and (self.calls.trains or self._keep_evaluating):
+            return
         backward_follows = self.calls.trains and self.cycle.direction is Pass.FORWARD
         unit.reshard(to_node=unit.node is not None and backward_follows)
 
     # -- cycles --------------------------------------------------------------------------------------------------
-
-    def _begin_backward(self) -> None:
-        self.complete_backward()  # one that is open has raised
 
     def _begin_cycle(self, direction: Pass) -> None:
         if direction is Pass.BACKWARD:
@@ -406,25 +314,24 @@ class UnitSchedule:
         self.calls.cycle_begins()
         if self.calls.by_part:
             self.orders.forget_calls()  # a model that is called by parts alone agrees on no order
-        self.due.forward_begins(Course.PART if self.calls.by_part else Course.ROOT)
+        self.due.forward_begins(by_part=self.calls.by_part)
         for unit in self.units:
             if unit.state is UnitState.NODE_SHARDED:  # no backward came, and shards may have been written since
                 unit.reshard()
 
     def _complete_open(self) -> None:
         """Collective, where a cycle is open: go through the rest of it."""
-        if self.cycle.direction is Pass.BACKWARD:
-            self.complete_backward()
-        elif self.cycle.direction is Pass.FORWARD:
-            self._complete_cycle()
-
-    def _complete_cycle(self) -> None:
+        direction = self.cycle.direction
+        if direction is None:
+            return
         for position in range(self.cycle.position + 1, len(self.cycle.order)):
             self._go_to(position, closing=True)
-        self._close([*self.cycle.open])
-        if self.cycle.direction is Pass.FORWARD and self.calls.trains:
-            self.due.forward_ended(self.listeners)
-        self.cycle.end()
+        self._close(self.cycle.open)
+        self.cycle.direction = None
+        if direction is Pass.BACKWARD:
+            self.due.backward_ended()
+        elif self.calls.trains:
+            self.due.forward_ended()
 
 
 def in_backward() -> bool:

@@ -17,9 +17,7 @@ from ..params.param_shard import plain_parameter
 from ..params.tensor_slice import local_of, room_of
 from ..stores.host_memory import HostMemory
 from ..stores.lanes import Lanes
-from .generation import sync_generation
-from .hooks import register_hooks
-from .parts import add_parts
+from .hooks import register_hooks, sync_generation, watch_parts
 from .schedule import UnitSchedule
 from .unit import Unit
 
@@ -31,7 +29,7 @@ class ShardedModel:
     """The units of ``model``, the root first. On one rank, without offload, nothing is sharded, and there is no hook.
 
     Attributes:
-        sharding: who shares the parameters. It has a group of its own: while backward runs, reductions are under way in
+        sharding: of the parameters. It has a group of its own: while backward runs, reductions are under way in
             another.
         host_memory: where shards rest; None: on the device.
         lanes: those on which shards are copied from there.
@@ -58,7 +56,7 @@ class ShardedModel:
         model._zero_optim_sharded = schedule.owner = self  # type: ignore[assignment]  # any attribute
         if self.sharded:
             register_hooks(units, schedule)
-            add_parts(units, schedule)
+            watch_parts(units, schedule)
             sync_generation(model, units, sharding.everyone.ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,7 +92,7 @@ class ShardedModel:
             for flat in list(unit.flats):
                 kinds = [wanted.get(id(parameter)) for parameter in flat.params]
                 if len(set(kinds)) > 1 or (kinds[0] is not None and not flat.trained):
-                    self._part(unit, flat, kinds)
+                    self._split(unit, flat, kinds)
         return [
             flat
             for unit in self.schedule.orders.over
@@ -102,7 +100,7 @@ class ShardedModel:
             if any(id(parameter) in wanted for parameter in flat.params)
         ]
 
-    def _part(self, unit: Unit, flat: FlatParams, kinds: Sequence[Hashable]) -> None:
+    def _split(self, unit: Unit, flat: FlatParams, kinds: Sequence[Hashable]) -> None:
         """Collective. Give the parameters of each kind in ``flat`` a flat tensor of their own; None: frozen ones."""
         self.schedule.reshard_all()
         shards = dict(zip(map(id, flat.params), flat.param_shards, strict=False))

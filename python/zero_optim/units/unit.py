@@ -1,47 +1,17 @@
 """A unit: the module whose parameters are gathered together, and what of them is in memory.
 
-============  ======================  ============
-state         beside the 1/N          modules hold
-============  ======================  ============
-SHARDED       nothing                 shards
-NODE_SHARDED  1/k                     shards
-UNSHARDING    all                     shards
-UNSHARDED     all                     plain
-GATHERED      all, of its own         plain
-============  ======================  ============
-
-Every rank always has its 1/N of the parameters. The table says what is in memory beside that:
-
-- *1/k*: this rank's part of what the k ranks of its node keep together.
-- *all*: every parameter. In UNSHARDING its memory is there, and the values are still arriving.
-- *all, of its own*: every parameter, in other memory than a forward uses. The user may keep it.
-
-==================  ============  ============  ============  ============  ============
-event               SHARDED       NODE_SHARDED  UNSHARDING    UNSHARDED     GATHERED
-==================  ============  ============  ============  ============  ============
-unshard             UNSHARDING    UNSHARDING    UNSHARDING    UNSHARDED     GATHERED
-wait                SHARDED       NODE_SHARDED  UNSHARDED     UNSHARDED     GATHERED
-wait: fails         SHARDED       NODE_SHARDED  UNSHARDING    UNSHARDED     GATHERED
-reshard             SHARDED       SHARDED       SHARDED       SHARDED       GATHERED
-reshard: to_node    SHARDED       NODE_SHARDED  NODE_SHARDED  NODE_SHARDED  GATHERED
-gather              GATHERED      --            --            --            --
-drop                SHARDED       NODE_SHARDED  UNSHARDING    UNSHARDED     SHARDED
-==================  ============  ============  ============  ============  ============
-
-- *wait: fails*: a collective has failed. What did not arrive is not shown, and can be waited for again.
-- *reshard* in UNSHARDING waits first: the collective is under way, and the other ranks take part in it.
-- *gather*: ``gather_parameters``. It reshards before, so it finds every unit SHARDED; one that it was entered for
-  already stays as it is.
-
-``keep_edits``, ``moved``, ``written`` and ``write_back`` are about values, and change no state.
+Every rank always has its 1/N of the parameters. ``UnitState`` is what else is in memory.
+``tests/units/test_unit_cells.py`` has the table of events.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -50,17 +20,31 @@ from ..comm.spans import span
 from ..errors import CollectiveError, ParameterError, ShardAccessError
 from ..params.flat_params import FlatParams
 from ..params.param_shard import ParamShard
-from .stand_in import StandIn
 
 
 class UnitState(enum.Enum):
-    """State of a unit: what of its parameters is in memory on a rank, and what its modules hold."""
+    """What of a unit's parameters is in memory on a rank beside its 1/N, and what the modules hold.
 
-    SHARDED = enum.auto()  # the rank's 1/N; modules hold ParamShards
-    NODE_SHARDED = enum.auto()  # also 1/k of them, k the ranks of a node; modules hold ParamShards
-    UNSHARDING = enum.auto()  # all of them is allocated, and arriving; modules hold ParamShards
-    UNSHARDED = enum.auto()  # all of them; modules hold plain parameters
-    GATHERED = enum.auto()  # all of them, in memory of their own, for gather_parameters; modules hold plain parameters
+    ============  ======================  ============
+    state         beside the 1/N          modules hold
+    ============  ======================  ============
+    SHARDED       nothing                 shards
+    NODE_SHARDED  1/k                     shards
+    UNSHARDING    all                     shards
+    UNSHARDED     all                     plain
+    GATHERED      all, of its own         plain
+    ============  ======================  ============
+
+    - *1/k*: this rank's part of what the k ranks of its node keep together.
+    - *all*: every parameter. In UNSHARDING the memory is allocated, and the values are still arriving.
+    - *all, of its own*: for ``gather_parameters``, in other memory than a forward uses. The user may keep it.
+    """
+
+    SHARDED = enum.auto()
+    NODE_SHARDED = enum.auto()
+    UNSHARDING = enum.auto()
+    UNSHARDED = enum.auto()
+    GATHERED = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -71,6 +55,41 @@ class Registration:
     name: str
     plain: Tensor
     shard: ParamShard
+
+
+class StandIn:
+    """Replaces a module's method, under its name in the module's ``__dict__``, which Python searches before the class.
+
+    Args:
+        around: is called in its place, with the method and the arguments.
+    """
+
+    def __init__(self, module: nn.Module, name: str, around: Callable[..., Any]) -> None:
+        self._module, self._name, self._around = module, name, around
+        self._own = module.__dict__.get(name)  # what the module had before, where that was not its class's
+        functools.update_wrapper(self, self._method(), updated=())  # clients look at a method's signature
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of its module is an ordinary one."""
+        return functools.partial, (getattr(type(self._module), self._name), self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self._method(), *args, **kwargs)
+
+    def _method(self) -> Callable[..., Any]:
+        return self._own or getattr(type(self._module), self._name).__get__(self._module)
+
+    def watch(self) -> None:
+        """Take the method's place."""
+        if self._module.__dict__.get(self._name) is self._own:  # else somebody has wrapped this, and calls it
+            self._module.__dict__[self._name] = self
+
+    def unwatch(self) -> None:
+        """Give the method its place back."""
+        if self._module.__dict__.get(self._name) is self:
+            del self._module.__dict__[self._name]
+            if self._own is not None:
+                self._module.__dict__[self._name] = self._own
 
 
 class Unit:
