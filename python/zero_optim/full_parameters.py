@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint.contents import Names
-from .comm.storage import deallocate
+from .comm.streams import deallocate
 from .engine import check_whole
 from .errors import ShardAccessError
 from .optimizer import ShardedOptimizer

@@ -69,10 +69,10 @@ FAULTS = (
     ),
     Fault(
         "nobody waits for a collective",
-        "comm/collectives.py",
-        "self._hold()\n        except",
+        "comm/handle.py",
+        "self._work.wait()  # the current stream waits; the host goes on",
         OrderProgram(2),
-        new="pass\n        except",
+        new="pass",
     ),
     Fault(
         "p.grad.local is read before its reduction arrives",
@@ -82,14 +82,14 @@ FAULTS = (
     ),
     Fault(
         "a gradient is zeroed before the reduction into it arrives",
-        "comm/arrivals.py",
-        "self._queue.append(action)\n",
+        "comm/handle.py",
+        "self._handles[-1].then(action)\n",
         OrderProgram(2, "zeroed in place"),
         new="action()\n",
     ),
     Fault(
         "the host reads found_inf and the norm before their copy arrives",
-        "comm/host_copy.py",
+        "comm/streams.py",
         "self._event.synchronize()",
         OrderProgram(2),
     ),

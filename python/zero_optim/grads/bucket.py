@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -18,14 +18,10 @@ from torch import Tensor, nn
 
 import zero_kernels
 
-from ..comm.arrivals import Arrivals
-from ..comm.buffers import CommBuffers, debug_options
-from ..comm.chain import Chain
-from ..comm.collectives import Pending
+from ..comm.handle import Arrivals, CommBuffers, Handle, debug_options
 from ..comm.sharding import Sharding
 from ..comm.spans import span
-from ..comm.storage import allocate, deallocate
-from ..comm.streams import GradStreams, keep_for_current_stream
+from ..comm.streams import GradStreams, allocate, deallocate, keep_for_current_stream
 from ..errors import GradientError
 from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
@@ -40,27 +36,6 @@ from .slots import GradState, Slots, Zeroed
 _dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _version_of = operator.attrgetter("_version")
 _STRIDED = {torch.strided}
-
-
-class Flight:
-    """A reduction under way, and the buffers that it was lent."""
-
-    def __init__(
-        self, pending: Pending | Chain, buffers: CommBuffers, lent: Sequence[Tensor], then: Sequence[Callable[[], None]]
-    ) -> None:
-        self.pending, self._buffers, self._lent, self._then = pending, buffers, lent, then
-
-    def wait(self) -> None:
-        self.pending.wait()
-        for buffer in self._lent:
-            self._buffers.give_back(buffer)
-        self._lent = ()
-        for act in self._then:
-            act()
-        self._then = ()
-
-    def arrives_within(self, seconds: float) -> bool:
-        return self.pending.arrives_within(seconds)
 
 
 @dataclass
@@ -79,7 +54,7 @@ class Follower(Protocol):
     def reduction_begins(self) -> None:
         """Forget what was taken: the shard is about to be written."""
 
-    def reduction_launched(self, pending: Pending | Chain) -> bool:
+    def reduction_launched(self, handle: Handle) -> bool:
         """Arrange, without waiting, that the sum is taken as it arrives. Returns whether that was possible."""
 
     def reduction_arrived(self) -> None:
@@ -151,7 +126,7 @@ class Bucket:
         self.arrivals = Arrivals()
         self._zeroings = 0  # how often the user had zeroed gradients here as the last reduction left
         self._zeroings_noted = 0  # the same, as ``note_writes`` was last called
-        self.unsharding: Pending | None = None
+        self.unsharding: Handle | None = None
         self._guarded: list[Tensor] = []
         self._stepped_on: torch.cuda.Stream | None = None
         self._reading = threading.RLock()  # other threads may read parameters that are in flight
@@ -355,14 +330,18 @@ class Bucket:
         if self.follower is not None:
             self.follower.reduction_begins()
         with span("reduce_scatter", self):
-            pending = self.sharding.reduce(full, self.grad_shard, lend, accumulate=accumulate)
+            handle = self.sharding.reduce(full, self.grad_shard, lend, accumulate=accumulate)
         self._zeroings = self._zeroings_now()  # what is zeroed from here on is meant for this sum
-        then = [self._poison_others] if in_place and buffers.poison else []
         if (follower := self.follower) is not None:
             # On a GPU a stream beside this one takes the sum as it arrives. Else the host does, when it has waited.
-            taken = follower.reduction_launched(pending)
-            then.append(follower.after_taking if taken else follower.reduction_arrived)
-        self.arrivals.expect(Flight(pending, buffers, lent, then))
+            taken = follower.reduction_launched(handle)
+        for buffer in lent:
+            handle.then(partial(buffers.give_back, buffer))
+        if in_place and buffers.poison:
+            handle.then(self._poison_others)
+        if follower is not None:
+            handle.then(follower.after_taking if taken else follower.reduction_arrived)
+        self.arrivals.expect(handle)
 
     def zeroed_since_launch(self) -> Zeroed | None:
         """Find how the user has zeroed every gradient of this bucket since it left; None: not all of them."""

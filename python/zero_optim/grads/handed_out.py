@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm.storage import references_in_cpp
+from ..comm.streams import references_in_cpp
 
 _ALONE = max(map(sys.getrefcount, [object()]))  # the count of an object that one list alone refers to
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..backward_watch import BackwardWatch, current_task
-from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
+from ..comm.handle import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
 from ..comm.spans import LOGGER
 from ..comm.streams import GradStreams
@@ -370,7 +370,7 @@ class Reducer:
 
     def _open_round(self) -> None:
         self.rounds.begin()
-        self.sharding.everyone.rounds += 1
+        self.sharding.everyone.log.rounds += 1
         self._next = 0
 
     def _launch_ready(self) -> None:
@@ -455,7 +455,7 @@ class Reducer:
         self._readiness.begin()
         if not self.rounds.open:
             return
-        self.sharding.everyone.check_not_parted()
+        self.sharding.everyone.log.check()
         if self.out_of_step:
             raise RankMismatchError(
                 "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
@@ -602,7 +602,7 @@ class Reducer:
         self.complete_all_raised()
         if zeroed_before:
             self._launch_missed_rounds()
-        self.sharding.issue_second_legs()  # else ranks whose next backward has data wait for one that has none
+        self.sharding.second_legs.issue()  # else ranks whose next backward has data wait for one that has none
         self.rounds.clear()
         self._excuse_forwards()
         self._round_grads.forget()
@@ -623,7 +623,7 @@ class Reducer:
         """
         launched = self.sharding.everyone.gather_objects(self.rounds.launched, "zero_grad")
         for _ in range(max(launched) - self.rounds.launched):
-            self.sharding.everyone.rounds += 1
+            self.sharding.everyone.log.rounds += 1
             for bucket in self.buckets:
                 bucket.launch_zeros()
 
@@ -656,7 +656,7 @@ class Reducer:
                 self._fall_out_of_step()
             bucket.abandon()
             bucket.clear()
-        self.sharding.abandon()
+        self.sharding.second_legs.abandon()
 
     def has_own_gradients(self) -> bool:
         """Tell whether there is a gradient to which this rank has added."""
@@ -667,7 +667,7 @@ class Reducer:
         if self.sharding.host_waits:
             self.sharding.everyone.abandon()
         else:
-            self.sharding.everyone.out_of_step = True
+            self.sharding.everyone.log.failed = True
 
     # -- the buffers, at stage 3 -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..callers import called_from
-from ..comm.arrivals import Arrivals
+from ..comm.handle import Arrivals
 from ..errors import ParameterError, ShardAccessError
 from . import dcp
 from .arrangement import Cut

@@ -82,7 +82,7 @@ class Exchange:
         self._pipeline, self._places = pipeline, places
         device = sharding.device
         self._alarms = alarms(by_units=by_units) if sharding.agrees else ()  # alone, a rank has none
-        self.nonfinite = NonFinite(sharding.rank, sharding.everyone.world_size, device)
+        self.nonfinite = NonFinite(sharding.everyone.rank, sharding.everyone.world_size, device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
         self.state = Exchanged.OUTDATED
@@ -168,7 +168,7 @@ class Exchange:
         vector.put_use(self._own_use.on_device(used))
         vector.name(set().union(*about.values()) if self._alarms else ())
         self.nonfinite.report(vector.reports, *flags)
-        self.sharding.exchange(vector.all, maximum=norm_type == math.inf)
+        self.sharding.everyone.exchange(vector.all, maximum=norm_type == math.inf)
         if self._alarms and not is_capturing(self.sharding.device):  # a replayed graph has no host to raise anything
             vector.alarms.send()
             self._own_reasons = own
