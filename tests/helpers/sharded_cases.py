@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from training_cases import linear_loss, make_parameters, maybe_no_sync
+from zero_optim.comm.handle import Handle
 
 VOCABULARY = 33
 

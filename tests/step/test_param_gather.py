@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_cases import assert_bitwise
 from zero_optim.comm.collectives import Comm
+from zero_optim.comm.handle import Handle
 
 CAP_MB = 0.002  # several buckets, some with parameters of more than one module
 STEPS = 5

@@ -240,7 +240,7 @@ class Record:
 
     def _judge(self, entries: Mapping[int, str]) -> Deadlock | None:
         """Judge ranks that have all waited for long, with nothing changed."""
-        read = {rank: json.loads(entry) for rank, entry in entries.items()}
+        read = {rank: json.loads(entry) for rank, entry in sorted(entries.items())}
         waits = {rank: Wait(*wait) for rank, (wait, _) in read.items()}
         issued = {rank: json.loads(_store().get(self._key("issued", rank)).decode()) for rank in waits}
         if any(_is_in_flight(wait, waits, issued) for wait in waits.values()):
