@@ -74,10 +74,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A deadlock that was found: the message, and the owners of the waits (``Wait.whole``).
-
-    ``meeting``: the owner for which some ranks wait over the given group, where others have not come; "": none.
-    """
+    """A deadlock: the message, the owners of the waits (``Wait.whole``), and the owner for which some ranks wait over
+    the given group, where others have not come; "": there is none."""
 
     text: str
     owners: Sequence[str] = ()
@@ -118,6 +116,7 @@ class Log:
         return number
 
     def issued(self) -> Issued:
+        # Copied first: another thread may issue meanwhile.
         return [(number, f"{kind} of {nbytes}") for number, (kind, nbytes) in [*self._lately.items()]]
 
     def check(self) -> None:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from ..errors import ClosedError, CollectiveError, RankMismatchError
 from . import transport
 from .together import Ranks
-from .transport import TorchTransport
 
 if TYPE_CHECKING:
     from .collectives import Comm
@@ -244,6 +243,6 @@ class HostRanks:
         if group is None:
             raise ClosedError(f"the process group was destroyed during {where}: call checkpoint.wait() before")
         try:
-            return TorchTransport().gather_objects(value, group)
+            return transport.GLOO.gather_objects(value, group)
         except RuntimeError as error:
             raise CollectiveError(f"{where}: {error}. Another rank died, or was too slow") from error

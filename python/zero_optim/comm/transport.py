@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import pickle
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ LETS_GO_WITHIN = 1.0
 """Seconds in which gloo's thread lets go of what it has sent. If it takes longer, no more is lost than some memory."""
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Hands collectives to a back-end. They arrive in the order in which a group was given them.
 
     Attributes:
@@ -68,57 +69,39 @@ class Transport(Protocol):
 
     host_waits: bool
 
+    @abstractmethod
     def reduce_scatter(
         self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
     ) -> Handle:
         """Sum over the ranks. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
 
+    @abstractmethod
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
         """Fill ``full`` [N * shard] with every rank's ``own`` part of it, in place."""
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Handle:
         """Sum, or maximise, ``tensor`` over the ranks, in place."""
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        return self._handle(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
     def all_to_all(
         self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: dist.ProcessGroup
     ) -> Handle:
         """Send ``counts[i]`` elements of ``sent`` to each rank i, and receive ``of_each[i]`` from it, in rank order."""
+        work = dist.all_to_all_single(received, sent, [*of_each], [*counts], group=group, async_op=True)
+        return self._handle(work)
 
     def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         """Copy the ``tensor`` of the group's rank 0, contiguous, to every rank, in place, before what follows."""
+        dist.broadcast(tensor, group_src=0, group=group)
 
     def barrier(self, group: dist.ProcessGroup | None) -> Handle:
         """Issue a collective that arrives when every rank has issued it."""
+        return self._handle(dist.barrier(group=group, async_op=True))
 
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
-        """Every rank's ``value``, in rank order. The host waits, whatever the back-end."""
-
-    def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """Make a new group of this rank's part, with the back-end and time-out of ``group``.
-
-        Collective over the ranks of ``group`` and no others. ``parts``: ranks as the whole job numbers them.
-        """
-
-    def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A new group of the ranks of ``group`` over gloo. Collective over these alone."""
-
-
-class TorchTransport:
-    """The part of a transport that is the same over every back-end."""
-
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Handle:
-        return Handle(_all_reduce(tensor, group, maximum=maximum))
-
-    def all_to_all(
-        self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: dist.ProcessGroup
-    ) -> Handle:
-        return Handle(_all_to_all(sent, counts, received, of_each, group))
-
-    def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-        dist.broadcast(tensor, group_src=0, group=group)
-
-    def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
-        """Do as ``dist.all_gather_object``, which needs NumPy."""
+        """Every rank's ``value``, in rank order. The host waits, whatever the back-end. Without NumPy, which
+        ``dist.all_gather_object`` needs."""
         types = backends(group)
         device = "cpu" if "cpu" in types else next(iter(types))
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
@@ -129,35 +112,34 @@ class TorchTransport:
         return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(rows, sizes, strict=True)]
 
     def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Make a new group of this rank's part, with the back-end and time-out of ``group``.
+
+        Collective over the ranks of ``group`` and no others. ``parts``: ranks as the whole job numbers them.
+        """
         own = next(list(part) for part in parts if dist.get_rank() in part)
         timeout, backend = _timeout(group), _backend(group)
         if dist.get_world_size(group) == dist.get_world_size():
             made = {tuple(part): dist.new_group(list(part), timeout, backend) for part in parts}
             return made[tuple(own)]
-        if self.splits_communicators(group):
+        if splits_communicators(group):
             # new_group would split the communicator of all ranks here, and wait for those that are not in ``group``.
             of_group = [[dist.get_group_rank(group, rank) for rank in part] for part in parts]
             split = dist.split_group(parent_pg=group, split_ranks=of_group, timeout=timeout)
             assert split is not None
             return split
-        return dist.new_group(own, timeout, backend, use_local_synchronization=True)
+        return new_group_of(own, group)
 
     def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A new group of the ranks of ``group`` over gloo. Collective over these alone."""
         ranks = dist.get_process_group_ranks(group)
         some = len(ranks) < dist.get_world_size()
         return dist.new_group(ranks, HOST_PATIENCE, "gloo", use_local_synchronization=some)
 
-    def group_of(self, ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A new group of ``ranks``, some of the job's, with the back-end and time-out of ``like``. Collective."""
-        return dist.new_group(list(ranks), _timeout(like), _backend(like), use_local_synchronization=True)
-
-    def splits_communicators(self, group: dist.ProcessGroup) -> bool:
-        """Whether torch makes groups of this kind by ``ncclCommSplit``: after ``init_process_group(device_id=...)``."""
-        bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
-        return bound and "nccl" in backends(group).values()
+    def _handle(self, work: Any) -> Handle:
+        return Handle(work)
 
 
-class StreamTransport(TorchTransport):
+class StreamTransport(Transport):
     """NCCL, whose waits hold the current stream."""
 
     host_waits = False
@@ -173,9 +155,6 @@ class StreamTransport(TorchTransport):
 
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
         return Handle(_all_gather(full, own, group=group, async_op=True))
-
-    def barrier(self, group: dist.ProcessGroup | None) -> Handle:
-        return Handle(dist.barrier(group=group, async_op=True))
 
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
         with _side_stream():
@@ -205,7 +184,7 @@ def _side_stream() -> Iterator[None]:
         yield
 
 
-class GlooTransport(TorchTransport):
+class GlooTransport(Transport):
     """Gloo: the host waits."""
 
     host_waits = True
@@ -236,19 +215,14 @@ class GlooTransport(TorchTransport):
         parts = enumerate(full.chunk(dist.get_world_size(group)))
         return Handle(Works([dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in parts]))
 
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Handle:
-        return Handle(Works([_all_reduce(tensor, group, maximum=maximum)]))
-
-    def all_to_all(
-        self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: dist.ProcessGroup
-    ) -> Handle:
-        return Handle(Works([_all_to_all(sent, counts, received, of_each, group)]))
-
     def barrier(self, group: dist.ProcessGroup | None) -> Handle:
         """Meet on the host. Torch's own barrier would be NCCL's, on the current stream, where the group has NCCL."""
         if group is not None and "nccl" in backends(group).values():
             return self.all_reduce(torch.zeros(1, device="cpu"), group)
-        return Handle(Works([dist.barrier(group=group, async_op=True)]))
+        return super().barrier(group)
+
+    def _handle(self, work: Any) -> Handle:
+        return Handle(Works([work]))
 
 
 class Works:
@@ -343,15 +317,15 @@ def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 
 
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool) -> Any:
-    op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-    return dist.all_reduce(tensor, op=op, group=group, async_op=True)
+def new_group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Collective over ``ranks``, some of the job's. A new group of these, with the back-end and time-out of ``like``."""
+    return dist.new_group(list(ranks), _timeout(like), _backend(like), use_local_synchronization=True)
 
 
-def _all_to_all(
-    sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: dist.ProcessGroup
-) -> Any:
-    return dist.all_to_all_single(received, sent, [*of_each], [*counts], group=group, async_op=True)
+def splits_communicators(group: dist.ProcessGroup) -> bool:
+    """Whether torch makes groups of this kind by ``ncclCommSplit``: after ``init_process_group(device_id=...)``."""
+    bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+    return bound and "nccl" in backends(group).values()
 
 
 def _of_every_rank(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
