@@ -318,7 +318,7 @@ def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def new_group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Collective over ``ranks``, some of the job's. A new group of these, with the back-end and time-out of ``like``."""
+    """Collective over ``ranks``, some of the job's. Make a group with the back-end and time-out of ``like``."""
     return dist.new_group(list(ranks), _timeout(like), _backend(like), use_local_synchronization=True)
 
 
