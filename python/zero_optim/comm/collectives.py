@@ -280,7 +280,7 @@ class Comm:
         *,
         alike: bool = True,
     ) -> Handle:
-        """``alike``: whether ``tensor`` has one size on all ranks of the whole, and so tells collectives apart."""
+        """``alike``: whether ``tensor`` has one size on all ranks of the whole, and so distinguishes collectives."""
         number = self.log.issue(kind, tensor.nbytes if alike else 0, number)
         handle.traffic = self._count(kind, tensor)
         handle.watch = Watch(self, number, call=call) if self.host_waits(tensor.device) else None
@@ -329,8 +329,8 @@ class Comm:
         """Collective. See ``together.raising_together``.
 
         Args:
-            device: of one number that is reduced first, over the own group, and tells whether any rank has failed: for
-                frequent calls. None: every rank gets an object of each, which takes 0.3 s among 16,384.
+            device: of one flag that is reduced first, over the own group: whether any rank has failed. For frequent
+                calls. None: every rank gets an object of each, which takes 0.3 s among 16,384.
         """
 
         def any_failed(failed: bool) -> bool:

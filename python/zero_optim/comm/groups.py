@@ -142,7 +142,7 @@ def take(ranks: Ranks, make: Callable[[], dist.ProcessGroup], where: str, *, nee
 
 
 def leave(numbers: Sequence[int], groups: Iterable[Reference]) -> None:
-    """Keep these groups for later optimizers. Nothing may be under way over them."""
+    """Keep these groups for later optimizers. Nothing may be in flight over them."""
     _left.setdefault(tuple(numbers), []).extend(groups)
 
 
@@ -164,7 +164,7 @@ def _end() -> None:
 
 
 def abandon(groups: Iterable[Reference | None]) -> None:
-    """Never free these groups, in which ranks may wait for each other in vain.
+    """Never free these groups, in which ranks may be deadlocked.
 
     A thread of gloo's waits in each, up to the time-out, by default for half an hour. Who frees the group waits for the
     thread: ``destroy_process_group`` does, and so does the end of the process. So each group gets a reference that

@@ -275,7 +275,7 @@ class Borrower(Protocol):
     """A bucket, as far as it borrows."""
 
     def arrives_within(self, seconds: float) -> bool:
-        """Wait up to ``seconds``, and tell whether all of the bucket's reductions have arrived."""
+        """Wait up to ``seconds``, and return whether all of the bucket's reductions have arrived."""
 
     def wait(self) -> None: ...
 
@@ -285,7 +285,7 @@ class CommBuffers:
 
     Two cases in which a rank must not wait get memory of their own, which goes when the reduction has arrived:
 
-    - *Several optimizers share ranks.* In one backward, rank 0 may use the parameters of the first alone and rank 1
+    - *Several optimizers on these ranks.* In one backward, rank 0 may use the parameters of the first alone and rank 1
       those of the second. Rank 0 would wait for rank 1 in the first, and rank 1 for rank 0 in the second, for ever.
       All gradients may be in flight at once there: their memory, in the dtype of the reduction, is the price.
     - *Under gloo, a rank has waited for* ``PATIENCE_SECONDS``. Another rank may have raised. It takes part again only
@@ -333,7 +333,7 @@ class CommBuffers:
         """
         if user is None or user.arrives_within(0):
             return True
-        # The same rank is still missing: to wait once more, for another bucket, would be in vain, too.
+        # The same rank is still missing: waiting once more, for another bucket, would gain nothing.
         if self._given_up is not None and not self._given_up.arrives_within(0):
             return False
         arrives = user.arrives_within(PATIENCE_SECONDS)

@@ -29,7 +29,7 @@ references_in_cpp: Callable[[Tensor], int] = operator.methodcaller("_use_count")
 
 
 def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
-    """Within it ``device`` is the current one, where it is a GPU: for calls to which torch tells no device.
+    """Within it ``device`` is the current one, where it is a GPU: for calls to which torch passes no device.
 
     A program need not call ``torch.cuda.set_device``, and a thread has a current GPU of its own, number 0. A wait for
     an event, or memory that is pinned, would make a context there, a few hundred megabytes, from every rank of the
@@ -98,13 +98,13 @@ class GradStreams:
 
     def keep(self, gradients: Iterable[Tensor]) -> None:
         """Call it before dropping ``gradients`` that the current stream has read. Where this stream added them up,
-        autograd has told the allocator; but not of gradients that the program made, on the stream that it uses."""
+        autograd has informed the allocator; but not of gradients that the program made, on the stream that it uses."""
         if self._index is None:
             return
         current = self._current()
-        # A capture has a stream of its own. All gradients are made in it then, and memory that is told of two streams
+        # A capture has a stream of its own. All gradients are made in it then, and memory recorded on two streams
         # would stay taken until it ends.
-        called_here = self._called_on is not None and self._called_on == current  # of None torch says neither == nor !=
+        called_here = self._called_on is not None and self._called_on == current  # None and a stream: no ==
         programs = not called_here and not is_capturing(self._device)
         if programs or (self._added | self._adding) - {current}:
             keep_for_current_stream(*gradients)

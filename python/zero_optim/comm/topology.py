@@ -190,7 +190,7 @@ def read_row(
     given = RowRanks(group, ranks, f"tensor_parallel gives ranks {ranks}", plain=True)
     if of_mesh is not None:
         if given.ranks != of_mesh.ranks:
-            raise ValueError(f"{of_mesh.told}, and {given.told}: leave tensor_parallel out. DTensors say it themselves")
+            raise ValueError(f"{of_mesh.told}, and {given.told}: leave tensor_parallel out, as DTensors have a mesh")
         return of_mesh
     return given if len(given.ranks) > 1 else None
 

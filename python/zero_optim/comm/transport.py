@@ -228,12 +228,12 @@ class GlooTransport(Transport):
 class Works:
     """Several asynchronous collectives as one. It is complete when all are, or when one is known to have failed.
 
-    The future of a work tells whether it is complete. ``Work.is_completed`` can deadlock: it waits, with the GIL, for a
+    Ask the future of a work whether it is complete. ``Work.is_completed`` can deadlock: it waits, with the GIL, for a
     lock. The thread that completes the work has that lock, and can itself wait for the GIL: to restore the hooks of
     ``saved_tensors_hooks``, as of a checkpoint that is not re-entrant, while a profiler runs.
 
-    A thread of gloo says that its work is complete before it lets go of the tensors. Until then they look as if the
-    user kept them. So ``wait`` ends when gloo refers to none of ``views``, which were made for the collectives alone.
+    A thread of gloo marks its work complete before it lets go of the tensors. Until then they look as if the user kept
+    them. So ``wait`` ends when gloo refers to none of ``views``, which were made for the collectives alone.
     """
 
     def __init__(self, works: Sequence[Any], views: Sequence[Tensor] = ()) -> None:
