@@ -20,17 +20,15 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch.distributed as dist
 
 from .. import user_thread
 from ..errors import CollectiveError, RankMismatchError
+from .groups import Groups
 from .handle import Handle, Work, did_not_complete
 from .transport import GLOO
-
-if TYPE_CHECKING:
-    from .collectives import Comm
 
 SECONDS = 2.0
 """Between two looks. A step that waits for less costs nothing."""
@@ -82,7 +80,26 @@ class Deadlock:
     meeting: str = ""
 
 
-_comms: weakref.WeakSet[Comm] = weakref.WeakSet()
+class Watched(Protocol):
+    """``Comm``, as far as its waits are watched."""
+
+    label: str
+    log: Log
+    groups: Groups
+
+    @property
+    def whole(self) -> Watched: ...
+
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def ranks(self) -> list[int]: ...
+
+    def abandon(self) -> None: ...
+
+
+_comms: weakref.WeakSet[Watched] = weakref.WeakSet()
 
 
 class Log:
@@ -94,7 +111,7 @@ class Log:
         deadlock: the message of the deadlock that these ranks were in; None: they never were.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Watched) -> None:
         self.rounds = 0
         self.failed = False
         self.deadlock: str | None = None
@@ -135,7 +152,7 @@ class Watch:
     ``call``: see ``Wait``.
     """
 
-    def __init__(self, comm: Comm, number: int = 0, *, given: bool = False, call: str = "") -> None:
+    def __init__(self, comm: Watched, number: int = 0, *, given: bool = False, call: str = "") -> None:
         self.comm, self._number, self._given, self._call = comm, number, given, call
 
     def hold(self, handle: Handle, work: Work) -> None:
@@ -182,11 +199,11 @@ class Watch:
                 comm.log.deadlock = found.text
                 comm.abandon()
             if comm.groups.own_name and comm.groups.own_name == found.meeting and not self._given:
-                GLOO.barrier(comm.group)
+                GLOO.barrier(comm.groups.given)
         return RankMismatchError(found.text)
 
 
-def _with_others(comm: Comm) -> set[Comm]:
+def _with_others(comm: Watched) -> set[Watched]:
     """The whole of ``comm``, and all others of this rank that have a group of their own."""
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has made one, or closed one, meanwhile
@@ -273,7 +290,7 @@ class Record:
 _records: dict[str, Record] = {}
 
 
-def _record_of(comm: Comm) -> Record:
+def _record_of(comm: Watched) -> Record:
     owner = comm.owner if user_thread.is_beside() else ""
     return _records.setdefault(owner, Record(owner))
 

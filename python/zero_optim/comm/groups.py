@@ -16,16 +16,13 @@ import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from ..errors import ClosedError, CollectiveError, RankMismatchError
 from . import transport
 from .together import Ranks
-
-if TYPE_CHECKING:
-    from .collectives import Comm
 
 Reference = weakref.ref[dist.ProcessGroup]
 
@@ -40,6 +37,13 @@ def alive(group: Reference | None) -> dist.ProcessGroup | None:
     """The group, if it was not destroyed."""
     found = group() if group is not None else None
     return found if found is not None and found in dist.distributed_c10d._world.pg_names else None
+
+
+class HasGroup(Ranks, Protocol):
+    """``Comm``, as far as a group is made beside its own."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
 
 
 class Groups:
@@ -207,7 +211,7 @@ def forget_group(comm: Ranks) -> None:
     _host_groups.pop(tuple(comm.ranks), None)
 
 
-def _host_group(comm: Comm) -> dist.ProcessGroup:
+def _host_group(comm: HasGroup) -> dist.ProcessGroup:
     """Collective. Find the group of these ranks over gloo that threads use, or make it."""
     key = tuple(comm.ranks)
     # The program may have destroyed its process group, and made another of the same ranks.
@@ -230,7 +234,7 @@ class HostRanks:
     in the order of the program's. The deadlock detector does not look at them: the thread may wait for a slow disk.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: HasGroup) -> None:
         """Collective, where these ranks have no such group yet."""
         self.rank, self.world_size, self.ranks = comm.rank, comm.world_size, comm.ranks
         self._group = weakref.ref(_host_group(comm)) if self.world_size > 1 else None
