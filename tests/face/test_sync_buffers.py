@@ -57,8 +57,8 @@ def _expected(how: str, name: str, of_ranks: list[Tensor]) -> Tensor:
 
 def _sync_all_kinds(rank: int, world_size: int) -> dict[str, Any]:
     calls: list[tuple[str, int]] = []
-    record = Comm._record
-    Comm._record = lambda self, kind, tensor: calls.append((kind, tensor.nbytes)) or record(self, kind, tensor)
+    record = Comm._count
+    Comm._count = lambda self, kind, tensor: calls.append((kind, tensor.nbytes)) or record(self, kind, tensor)
     found: dict[str, Any] = {}
     try:
         for how in MODES:
@@ -73,7 +73,7 @@ def _sync_all_kinds(rank: int, world_size: int) -> dict[str, Any]:
             assert model.absent is None and not model.turned.is_contiguous()
             found[how] = ({name: buffer.clone() for name, buffer in after.items()}, list(calls))
     finally:
-        Comm._record = record
+        Comm._count = record
     return found
 
 
