@@ -30,7 +30,8 @@ from zero_optim.bench.cases import HYPER, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 from zero_optim.comm import transport
-from zero_optim.comm.transport import Issued, Reduction, StreamTransport
+from zero_optim.comm.handle import Handle
+from zero_optim.comm.transport import Reduction, StreamTransport
 from zero_optim.errors import UsageError
 from zero_optim.params.layout import BucketLayout, bucket_capacities, build_layout
 
@@ -78,13 +79,13 @@ class Nowhere(StreamTransport):
         self.calls: Counter[str] = Counter()
         self.object_bytes = 0
 
-    def reduce_scatter(self, reduction: Reduction, group: Any, lend: Callable[[int], Tensor]) -> Issued:
+    def reduce_scatter(self, reduction: Reduction, group: Any, lend: Callable[[int], Tensor]) -> Handle:
         return self._issue("reduce_scatter")
 
-    def all_gather(self, full: Tensor, own: Tensor, group: Any) -> Issued:
+    def all_gather(self, full: Tensor, own: Tensor, group: Any) -> Handle:
         return self._issue("all_gather")
 
-    def all_reduce(self, tensor: Tensor, group: Any, *, maximum: bool = False) -> Issued:
+    def all_reduce(self, tensor: Tensor, group: Any, *, maximum: bool = False) -> Handle:
         return self._issue("all_reduce")
 
     def broadcast(self, tensor: Tensor, group: Any) -> None:
@@ -95,9 +96,9 @@ class Nowhere(StreamTransport):
         self.object_bytes += len(pickle.dumps(value)) * dist.get_world_size(group)
         return super().gather_objects(value, group)
 
-    def _issue(self, kind: str) -> Issued:
+    def _issue(self, kind: str) -> Handle:
         self.calls[kind] += 1
-        return Issued(ARRIVED)
+        return Handle(ARRIVED)
 
 
 @contextmanager

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from . import validate
 from .comm.collectives import Comm
-from .comm.expert_ranks import ExpertRanks, read_expert_ranks, told_each_other
-from .comm.tensor_ranks import RowRanks
-from .comm.topology import Topology
+from .comm.topology import ExpertRanks, RowRanks, Topology, read_expert_ranks, told_each_other
 from .errors import RankMismatchError
 from .params.layout import ROW
 from .params.parameter_set import ParameterSet, Shardings

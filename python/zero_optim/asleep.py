@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .comm.sharding import Sharding
-from .comm.storage import allocate, bytes_of, deallocate, is_there
-from .comm.streams import on_device
+from .comm.streams import allocate, bytes_of, deallocate, is_there, on_device
 from .comm.together import check_same
 from .errors import GradientError, OutOfMemoryError, ParameterError, ZeroOptimError
 from .grads.reducer import Reducer

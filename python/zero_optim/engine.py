@@ -27,7 +27,7 @@ from zero_kernels import is_capturing
 from . import validate
 from .asleep import Asleep
 from .comm.collectives import Comm
-from .comm.sharding import Sharding
+from .comm.sharding import Sharding, broadcast_together, connect_for_buckets
 from .comm.spans import LOGGER, span
 from .errors import GradientError, ZeroOptimError
 from .grads.bucket import Bucket
@@ -394,9 +394,9 @@ class Engine:
                 buckets = self.reducer.grow(trained)
             for sharding in dict.fromkeys(bucket.sharding for bucket in buckets):
                 flats = [(bucket.layout.numel, bucket.dtype) for bucket in buckets if bucket.sharding == sharding]
-                sharding.connect_for_buckets(flats, gathered=whole)  # units are gathered over the model's group
+                connect_for_buckets(sharding, flats, gathered=whole)  # units are gathered over the model's group
             for bucket in buckets if whole else ():
-                bucket.sharding.broadcast(bucket.flat.full, cut=bucket.flat.cut)
+                bucket.sharding.alike(cut=bucket.flat.cut).broadcast(bucket.flat.full)
             with self._allocating("making the state"):
                 self.states.grow(buckets)  # only now: masters are made of rank 0's values
             self.param_gather.use(self.reducer.buckets)
@@ -408,7 +408,7 @@ class Engine:
             parameter = self.parameters.all[index]
             kinds.setdefault((self.shardings.of(index), is_cut(parameter)), []).append(local_of(parameter).data)
         for (sharding, cut), alike in kinds.items():
-            sharding.broadcast_together(alike, cut=cut)
+            broadcast_together(sharding.alike(cut=cut), alike)
 
     def _allocating(self, where: str) -> AbstractContextManager[object]:
         """Collective. Make a context to allocate in: where memory or disk runs out on one rank, all ranks raise."""
@@ -436,7 +436,7 @@ class Engine:
 
     def begin_load(self, saved: SavedState) -> None:
         """Restart the state that ``saved`` lacks. Warn of state that was saved in more bits than are kept here."""
-        if saved.rounded and self.sharding.rank == 0:
+        if saved.rounded and self.sharding.everyone.rank == 0:
             names = ", ".join(sorted(saved.rounded))
             warnings.warn(f"{names}: saved in more bits than are kept here, and rounded (docs/state.md)", stacklevel=2)
         self.states.restart(set(self.parameters.trained) - set(saved.tensors))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .checkpoint.contents import Names
 from .comm.collectives import Comm
-from .comm.storage import deallocate
+from .comm.streams import deallocate
 from .engine import check_whole, savers_of
 from .errors import ShardAccessError
 from .optimizer import ShardedOptimizer

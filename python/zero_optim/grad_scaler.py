@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from zero_kernels import is_capturing
 
-from .comm.host_copy import HostCopy
+from .comm.streams import HostCopy
 from .optimizer import ShardedOptimizer
 
 

@@ -26,11 +26,8 @@ from .admission import Admission, Experts, check_order
 from .callers import DCP_STATE_DICT, called_from, called_within_function, local_of_caller
 from .checkpoint import rank_state
 from .comm.collectives import Comm, make_comm
-from .comm.expert_ranks import make_expert_shardings, split_off
-from .comm.grid import group_of, read_rows
-from .comm.sharding import Sharding, make_sharding
-from .comm.tensor_ranks import RowRanks, read_row
-from .comm.topology import Topology, read_topology
+from .comm.sharding import Sharding, make_expert_shardings, make_sharding
+from .comm.topology import RowRanks, Topology, group_of, read_row, read_rows, read_topology, split_off
 from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from . import validate
 from .comm.collectives import make_comm
-from .comm.grid import group_of, read_rows
 from .comm.sharding import Sharding, largest_of, make_sharding
-from .comm.tensor_ranks import read_row
 from .comm.together import check_same
-from .comm.topology import Topology, read_topology
+from .comm.topology import Topology, group_of, read_row, read_rows, read_topology
 from .errors import ParameterError, ShardAccessError
 from .params.param_shard import ParamShard, plain_parameter
 from .params.parameter_set import check_free, plain_name
@@ -101,14 +99,17 @@ def shard_module(
     options |= {"param_offload": param_offload, **topology.described()}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
-    comm.take_own_group()  # gathers run while reductions are under way in another group
+    comm.label = "a sharded model"
+    comm.take_own_group("shard_module")  # gathers run while reductions are under way in another group
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
     sharding = make_sharding(comm, 3, target, topology)
     sharers = sharding.sharers
-    node = sharers.of_consecutive(ranks_of_node) if 1 < ranks_of_node < sharers.world_size else None
-    if node is not None:
+    node = None
+    if 1 < ranks_of_node < sharers.world_size:
+        starts = range(0, sharers.world_size, ranks_of_node)
+        node = sharers.part([sharers.ranks[start : start + ranks_of_node] for start in starts], "by nodes")
         node.connect(target)
     host_memory = None if param_offload is None else HostMemory(pinned=target.type == "cuda", device=target)
     lanes = None if param_offload is None else make_lanes(target)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .comm.buffers import CommBuffers
-from .comm.storage import is_there
+from .comm.handle import CommBuffers
+from .comm.streams import is_there
 from .params.layout import BucketLayout, SlotPiece
 from .rules.codec import StateTensor
 from .rules.update_rule import UpdateRule, stored_names

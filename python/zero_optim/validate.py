@@ -16,12 +16,9 @@ from torch.nn.parameter import is_lazy
 import zero_kernels
 
 from .comm.collectives import Comm
-from .comm.expert_ranks import ExpertRanks
-from .comm.grid import Rows
-from .comm.tensor_ranks import RowRanks
 from .comm.together import check_same
-from .comm.topology import Topology, own_row
-from .comm.transport import used
+from .comm.topology import ExpertRanks, RowRanks, Rows, Topology, own_row
+from .comm.transport import backends, used
 from .errors import GradientError, ParameterError
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
@@ -87,16 +84,21 @@ def check_group(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh |
 def check_backend(comm: Comm, device: torch.device) -> None:
     """Raise ValueError where the group has no back-end that serves the parameters' device."""
     if comm.world_size > 1 and not serves(comm, device):
-        backend = comm.backend_of(device) or "no back-end"
+        backend = backend_of(comm, device) or "no back-end"
         raise ValueError(
             f"the parameters are on {device}, for which the process group has {backend}: it takes NCCL for a GPU and "
             'gloo for the CPU, as init_process_group("cpu:gloo,cuda:nccl") gives'
         )
 
 
+def backend_of(comm: Comm, device: torch.device) -> str | None:
+    """The name of the back-end that serves tensors on ``device``; None: there is none, or one rank alone."""
+    return backends(comm.group).get(device.type) if comm.group is not None else None
+
+
 def serves(comm: Comm, device: torch.device) -> bool:
     """True if the group has the back-end for tensors on ``device``: NCCL for those on a GPU, gloo for the CPU's."""
-    backend = comm.backend_of(device)
+    backend = backend_of(comm, device)
     return used() is not None or (backend is not None and not (device.type == "cuda" and backend == "gloo"))
 
 

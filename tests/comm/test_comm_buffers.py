@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_optim.comm.buffers import PATIENCE_SECONDS, CommBuffers
+from zero_optim.comm.handle import PATIENCE_SECONDS, CommBuffers
 
 LARGEST = 4096  # bytes
 

@@ -117,7 +117,7 @@ def _grow(rank: int, world_size: int) -> tuple[list[int], list[int], list[list[f
     linear_backward([*first, *added, *frozen], [torch.ones(ROWS)] * 24)
     comm, thawing = opt.engine.sharding.everyone, []
     broadcast = comm.broadcast
-    comm.broadcast = lambda tensor, kind: (thawing.append(tensor.nbytes), broadcast(tensor, kind))
+    comm.broadcast = lambda tensor: (thawing.append(tensor.nbytes), broadcast(tensor))
     opt.step()
     values = [p.detach().unique().tolist() for p in [*added, *frozen]]
     opt.close()

@@ -86,7 +86,7 @@ def agreed() -> tuple[list[int], int]:
             return [value, value]
 
     class OfTwo(Comm):
-        group = own_group = SimpleNamespace(group_name="of two")
+        group, owner = SimpleNamespace(group_name="of two"), "an optimizer"
 
         def host_waits(self, device: torch.device) -> bool:
             return False

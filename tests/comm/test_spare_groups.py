@@ -18,9 +18,9 @@ class Group:
 
 
 class TwoOfFour:
-    """This rank's report, and what the other one says."""
+    """This rank's report, and the other's."""
 
-    rank, world_size = 0, 2
+    rank, world_size, ranks = 0, 2, [0, 1]
 
     def __init__(self, *, other_left: set[str] = frozenset(), other_count: int, other_needs: bool = False) -> None:
         self._other = other_needs, set(other_left), other_count
@@ -47,23 +47,25 @@ def make() -> Group:
 
 def test_what_all_have_left_is_taken_once(left):
     both = TwoOfFour(other_left={"7"}, other_count=3)
-    assert groups.take(both, [0, 1], make, "here", needed=True) is left[1]
-    assert groups.take(both, [0, 1], make, "here", needed=True).group_name == "new", "7 is in use"
-    assert groups.take(TwoOfFour(other_left={"5"}, other_count=3), [0, 1], make, "here", needed=True) is left[0]
+    assert groups.take(both, make, "here", needed=True) is left[1]
+    assert groups.take(both, make, "here", needed=True).group_name == "new", "7 is in use"
+    assert groups.take(TwoOfFour(other_left={"5"}, other_count=3), make, "here", needed=True) is left[0]
 
 
 def test_a_group_that_was_destroyed_is_not_taken(left, monkeypatch):
     monkeypatch.delitem(dist.distributed_c10d._world.pg_names, left[1])
-    assert groups.take(TwoOfFour(other_left={"7"}, other_count=2), [0, 1], make, "here", needed=True) is not left[1]
+    assert groups.take(TwoOfFour(other_left={"7"}, other_count=2), make, "here", needed=True) is not left[1]
 
 
 def test_ranks_in_different_numbers_of_groups_make_none(left):
-    assert groups.take(TwoOfFour(other_count=4), [0, 1], make, "here", needed=False) is None
+    assert groups.take(TwoOfFour(other_count=4), make, "here", needed=False) is None
     for here, there in ((True, False), (False, True)):
         with pytest.raises(RankMismatchError, match=r"some of them are in more groups than others"):
-            groups.take(TwoOfFour(other_count=4, other_needs=there), [0, 1], make, "here", needed=here)
-    assert not groups.can_be_made(TwoOfFour(other_count=4))
-    assert groups.can_be_made(TwoOfFour(other_count=3))
+            groups.take(TwoOfFour(other_count=4, other_needs=there), make, "here", needed=here)
+    with pytest.raises(
+        RankMismatchError, match=r"saving in the background cannot be made here: some ranks are in more"
+    ):
+        groups.HostRanks(TwoOfFour(other_count=4))
 
 
 NOT_DESTROYED = """

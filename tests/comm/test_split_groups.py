@@ -17,7 +17,7 @@ from harness import run_ranks
 from sharded_cases import Block, Net, loss_of, tokens
 from torch import Tensor
 from training_cases import assert_bitwise, copies, linear_backward, make_gradients, make_parameters
-from zero_optim.comm.transport import TorchTransport
+from zero_optim.comm import topology, transport
 
 SHAPES = ((17, 9), (300,))
 
@@ -52,7 +52,8 @@ def _bound(rank: int, world_size: int, body: Callable[..., Any], *args: Any) -> 
     with (
         mock.patch.object(dist, "new_group", _bound_new_group),
         mock.patch.object(dist, "split_group", _bound_split_group),
-        mock.patch.object(TorchTransport, "splits_communicators", lambda self, group: True),
+        mock.patch.object(transport, "splits_communicators", lambda group: True),
+        mock.patch.object(topology, "splits_communicators", lambda group: True),
     ):
         return body(rank, world_size, *args)
 

@@ -14,10 +14,7 @@ def _reduce(rank: int, world_size: int, accumulate: bool, dtype: torch.dtype) ->
     full = torch.arange(4 * world_size, dtype=torch.bfloat16) + rank
     out = torch.full((4,), 256.5, dtype=dtype)
     reduction = Reduction(full, full.chunk(world_size)[rank], out, accumulate)
-    issued = StreamTransport().reduce_scatter(reduction, None, torch.empty)
-    issued.work.wait()
-    if issued.on_arrival is not None:
-        issued.on_arrival()
+    StreamTransport().reduce_scatter(reduction, None, torch.empty).wait()
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from zero_optim.comm import gloo
+from zero_optim.comm import transport
 
 NUMEL = 23
 
@@ -19,19 +19,19 @@ def _parts(ranks: int, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("at_once", [1, 7, NUMEL, 100])
 def test_it_is_the_fp32_sum_rounded_once(dtype, ranks, at_once, monkeypatch):
-    monkeypatch.setattr(gloo, "SUMMED_AT_ONCE", at_once)
+    monkeypatch.setattr(transport, "SUMMED_AT_ONCE", at_once)
     parts = _parts(ranks, dtype)
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
     for place in range(ranks):  # one is received where the sum will be; or the own one is there
         given = [part.clone() for part in parts]
-        gloo.sum_in_rank_order(given, given[place], False)
+        transport.sum_in_rank_order(given, given[place], False)
         assert torch.equal(given[place], total.to(dtype)), place
     there = _parts(1, dtype)[0]
     out = there.clone()
-    gloo.sum_in_rank_order([part.clone() for part in parts], out, True)
+    transport.sum_in_rank_order([part.clone() for part in parts], out, True)
     assert torch.equal(out, there + total.to(dtype))
     wider = torch.empty(NUMEL)
-    gloo.sum_in_rank_order([part.clone() for part in parts], wider, False)
+    transport.sum_in_rank_order([part.clone() for part in parts], wider, False)
     assert torch.equal(wider, total.to(dtype).float())

@@ -13,8 +13,7 @@ def _sharding(rank: int, world_size: int, stage: int) -> tuple:
     """Of six ranks with two slices."""
     from zero_optim.comm.collectives import make_comm
     from zero_optim.comm.sharding import make_sharding
-    from zero_optim.comm.tensor_ranks import read_row
-    from zero_optim.comm.topology import read_topology
+    from zero_optim.comm.topology import read_row, read_topology
 
     mesh = make_mesh(3, 2)
     group, topology = read_topology(mesh["dp"].get_group(), read_row(None, mesh["tp"]), told=False)
@@ -23,8 +22,8 @@ def _sharding(rank: int, world_size: int, stage: int) -> tuple:
     sharding = make_sharding(everyone, stage, torch.device("cpu"), topology)
     every = sharding.gather_slices(torch.tensor([float(rank)]), "state").view(-1).tolist()
     alike, cut = torch.tensor([float(rank)]), torch.tensor([float(rank)])
-    sharding.broadcast(alike, cut=False)
-    sharding.broadcast(cut, cut=True)
+    sharding.alike(cut=False).broadcast(alike)
+    sharding.alike(cut=True).broadcast(cut)
     terms = [torch.full((2,), float(rank), dtype=torch.bfloat16), torch.full((1,), 1.0, dtype=torch.bfloat16)]
     sharding.sum_over_slices(terms)
     return (
@@ -53,8 +52,7 @@ def _summed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> flo
     """The sum of four terms, of which bf16 loses the small ones beside the large."""
     from zero_optim.comm.collectives import make_comm
     from zero_optim.comm.sharding import make_sharding
-    from zero_optim.comm.tensor_ranks import read_row
-    from zero_optim.comm.topology import read_topology
+    from zero_optim.comm.topology import read_row, read_topology
 
     mesh = make_mesh(1, 4)
     group, topology = read_topology(mesh["dp"].get_group(), read_row(None, mesh["tp"]), told=False)

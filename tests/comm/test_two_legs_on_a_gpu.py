@@ -32,7 +32,7 @@ FAULTS = (
 
 def _seed(fault: str) -> None:
     from zero_optim.comm import sharding
-    from zero_optim.comm.buffers import CommBuffers
+    from zero_optim.comm.handle import CommBuffers
 
     if fault == "the second leg leaves without waiting for the first":
         sharding.issue_behind = lambda first, second, device: second()

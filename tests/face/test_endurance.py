@@ -19,7 +19,7 @@ from harness import await_ended_groups, new_ranks, run_ranks
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from training_cases import TINY_CAP_MB, Planned, maybe_no_sync, raise_in_backward
-from zero_optim.comm.standstill import Wait, standstill_of
+from zero_optim.comm.deadlock import Record, Wait
 
 PERIOD = 12  # steps, in which everything comes that a step may be
 WARM_UP_PERIODS, PERIODS = 2, 3
@@ -134,9 +134,9 @@ class Loop:
 
     def wait_long(self) -> None:
         """What a rank does that has waited for the others for seconds, and is through then."""
-        standstill = standstill_of(range(dist.get_world_size()))
-        standstill.look(Wait("a group", 0, "a reduction"))
-        standstill.ended()
+        record = Record()
+        record.look(Wait([*range(dist.get_world_size())], "a group", 0, "a reduction"), {})
+        record.end()
 
     def backward(self, overflows: bool = False) -> None:
         inputs = torch.linspace(-1, 1, 60).reshape(5, 12).half() + self.rank

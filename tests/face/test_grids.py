@@ -124,7 +124,7 @@ def test_a_mesh_that_does_not_fit_is_refused_by_name():
 def _named_the_other_way(rank: int, world_size: int) -> tuple[list, list]:
     """Dimensions are told by their names first."""
     from torch.distributed.device_mesh import init_device_mesh
-    from zero_optim.comm.grid import read_rows
+    from zero_optim.comm.topology import read_rows
 
     turned = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp_shard", "dp_replicate"))
     unnamed = init_device_mesh("cpu", (2, 3))

@@ -286,7 +286,7 @@ def test_a_constructor_that_failed_owns_nothing():
 def _closed_in_mid_round(rank: int, world_size: int) -> list[Tensor]:
     """Rank 1 finds its buffers taken when the last backward ends, rank 0 free ones. Both go on on the same ranks."""
     import zero_optim
-    from zero_optim.comm.buffers import CommBuffers
+    from zero_optim.comm.handle import CommBuffers
 
     group, idle = dist.new_group(timeout=timedelta(seconds=5)), CommBuffers.idle
     params = _parameters()

@@ -14,6 +14,7 @@ from harness import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training_cases import assert_bitwise
+from zero_optim import validate
 from zero_optim.comm.collectives import Comm
 from zero_optim.errors import ParameterError, RankMismatchError
 
@@ -56,8 +57,8 @@ def _expected(how: str, name: str, of_ranks: list[Tensor]) -> Tensor:
 
 def _sync_all_kinds(rank: int, world_size: int) -> dict[str, Any]:
     calls: list[tuple[str, int]] = []
-    record = Comm._record
-    Comm._record = lambda self, kind, tensor: calls.append((kind, tensor.nbytes)) or record(self, kind, tensor)
+    record = Comm._count
+    Comm._count = lambda self, kind, tensor: calls.append((kind, tensor.nbytes)) or record(self, kind, tensor)
     found: dict[str, Any] = {}
     try:
         for how in MODES:
@@ -72,7 +73,7 @@ def _sync_all_kinds(rank: int, world_size: int) -> dict[str, Any]:
             assert model.absent is None and not model.turned.is_contiguous()
             found[how] = ({name: buffer.clone() for name, buffer in after.items()}, list(calls))
     finally:
-        Comm._record = record
+        Comm._count = record
     return found
 
 
@@ -260,13 +261,9 @@ def test_ranks_that_disagree_raise_on_every_rank(what: str) -> None:
         assert re.search(DIFFERENCES[what], text), text
 
 
-def test_buffers_of_the_cpu_travel_by_the_gpu_of_the_model() -> None:
+def test_buffers_of_the_cpu_travel_by_the_gpu_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the group has no back-end for the CPU. The current GPU may be another one."""
-
-    class OverNccl(Comm):
-        def backend_of(self, device: torch.device) -> str | None:
-            return {"cuda": "nccl"}.get(device.type)
-
     model = nn.BatchNorm1d(4)
     module = importlib.import_module("zero_optim.sync_buffers")  # the package has the function under that name
-    assert module._device(OverNccl(None, torch.device("cuda:1")), [*model.buffers()]) == torch.device("cuda:1")
+    monkeypatch.setattr(validate, "backend_of", lambda comm, device: {"cuda": "nccl"}.get(device.type))
+    assert module._device(Comm(None, torch.device("cuda:1")), [*model.buffers()]) == torch.device("cuda:1")

@@ -14,9 +14,9 @@ import zero_optim
 from harness import run_ranks
 from torch import Tensor, nn
 from training_cases import Planned, assert_bitwise, copies
-from zero_optim.comm import collectives, standstill
-from zero_optim.comm.gloo import GLOO, GlooTransport
-from zero_optim.comm.standstill import Standstill
+from zero_optim.comm import collectives, deadlock
+from zero_optim.comm.deadlock import Record
+from zero_optim.comm.transport import GLOO, GlooTransport
 
 PATIENCE = 30.0  # seconds: of an event that does not come
 STEPS = 3
@@ -126,14 +126,15 @@ def _each_waits_for_the_other_rank(rank: int, world_size: int) -> None:
     for model, opt in zip(models, opts, strict=True):
         _train(model, opt, rank, 0)  # the first step goes over the group that both were given
     looks, looked = 0, threading.Event()
-    look = Standstill.look
+    look = Record.look
 
-    def counted(self: Standstill, *args: Any) -> None:
+    def counted(self: Record, *args: Any) -> Any:
         nonlocal looks
-        look(self, *args)
+        found = look(self, *args)
         looks += 1
-        if looks > 2 * standstill.LOOKS:
+        if looks > 2 * deadlock.LOOKS:
             looked.set()
+        return found
 
     def early() -> None:
         _train(models[rank], opts[rank], rank, 1)
@@ -144,8 +145,8 @@ def _each_waits_for_the_other_rank(rank: int, world_size: int) -> None:
         _train(models[1 - rank], opts[1 - rank], rank, 1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standstill, "SECONDS", 0.05)
-        patch.setattr(Standstill, "look", counted)
+        patch.setattr(deadlock, "SECONDS", 0.05)
+        patch.setattr(Record, "look", counted)
         _in_threads(early, late)
     for opt in opts:
         opt.close()

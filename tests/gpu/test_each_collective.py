@@ -56,9 +56,7 @@ def _device() -> torch.device:
 
 
 def _arrived(issued: Any) -> None:
-    issued.work.wait()
-    if issued.on_arrival is not None:
-        issued.on_arrival()
+    issued.wait()
 
 
 def _own(full: Tensor, group: Any) -> Tensor:

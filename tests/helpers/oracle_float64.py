@@ -262,7 +262,9 @@ class Watch:
         group = self._opt.param_groups[self._engine.parameters.group_of[index]]
         updates = bool(by.used[index]) and not bool(by.found_inf)
         elements, matrices = before.compare(group, float(self._engine.hyper.steps[index]) if updates else 0.0)
-        at = Found(0.0, self._engine.parameters.name(index), self._engine.sharding.rank, self._engine.steps + 1)
+        at = Found(
+            0.0, self._engine.parameters.name(index), self._engine.sharding.everyone.rank, self._engine.steps + 1
+        )
         found = self._found
         self._found = Report(
             max(found.elements, replace(at, of_bound=elements), key=_by_bound),

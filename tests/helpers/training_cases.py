@@ -90,21 +90,20 @@ def linear_backward(params: Sequence[Tensor], grads: Sequence[Tensor | None]) ->
 
 @contextlib.contextmanager
 def impatient(patience: float = 0.02, standstill: float = 0.2) -> Iterator[None]:
-    """On this rank: soon makes itself another buffer instead of waiting, and soon looks whether ranks wait in vain.
+    """On this rank: soon makes itself another buffer instead of waiting, and soon looks for a deadlock.
 
-    For programs in which one rank waits for another that has raised: there all patience is in vain.
+    For programs in which one rank waits for another that has raised: there patience finds nothing.
     """
-    from zero_optim.comm import buffers
-    from zero_optim.comm import standstill as standstills
+    from zero_optim.comm import deadlock, handle
     from zero_optim.grads import reducer
 
-    before = buffers.PATIENCE_SECONDS, standstills.SECONDS
-    buffers.PATIENCE_SECONDS = reducer.PATIENCE_SECONDS = patience
-    standstills.SECONDS = standstill
+    before = handle.PATIENCE_SECONDS, deadlock.SECONDS
+    handle.PATIENCE_SECONDS = reducer.PATIENCE_SECONDS = patience
+    deadlock.SECONDS = standstill
     try:
         yield
     finally:
-        buffers.PATIENCE_SECONDS, standstills.SECONDS = before
+        handle.PATIENCE_SECONDS, deadlock.SECONDS = before
         reducer.PATIENCE_SECONDS = before[0]
 
 

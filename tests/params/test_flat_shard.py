@@ -5,7 +5,7 @@ import io
 
 import torch
 from zero_optim import FlatShard
-from zero_optim.comm.arrivals import Arrivals
+from zero_optim.comm.handle import Arrivals, Handle
 
 
 def _shard():
@@ -45,10 +45,7 @@ def test_zero_waits_for_whoever_still_writes():
             order.append(memory.tolist())
             memory.fill_(7)
 
-        def arrives_within(self, seconds: float) -> bool:
-            return True
-
-    shard.arrivals.expect(Reduction())
+    shard.arrivals.expect(Handle(Reduction()))
     shard.detach().zero_()
     assert order == [] and memory.tolist() == [0, 1, 2]
     assert shard.local.tolist() == [0, 0, 0]

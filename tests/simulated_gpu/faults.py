@@ -63,16 +63,16 @@ FAULTS = (
     ),
     Fault(
         "a communication buffer is packed again while its last reduction reads it",
-        "comm/buffers.py",
+        "comm/handle.py",
         "self._borrowers[0].wait()",
         OrderProgram(2),
     ),
     Fault(
         "nobody waits for a collective",
-        "comm/collectives.py",
-        "self._hold()\n        except",
+        "comm/handle.py",
+        "self._work.wait()  # the current stream waits; the host goes on",
         OrderProgram(2),
-        new="pass\n        except",
+        new="pass",
     ),
     Fault(
         "p.grad.local is read before its reduction arrives",
@@ -82,14 +82,14 @@ FAULTS = (
     ),
     Fault(
         "a gradient is zeroed before the reduction into it arrives",
-        "comm/arrivals.py",
-        "self._queue.append(action)\n",
+        "comm/handle.py",
+        "self._handles[-1].then(action)\n",
         OrderProgram(2, "zeroed in place"),
         new="action()\n",
     ),
     Fault(
         "the host reads found_inf and the norm before their copy arrives",
-        "comm/host_copy.py",
+        "comm/streams.py",
         "self._event.synchronize()",
         OrderProgram(2),
     ),
@@ -111,7 +111,7 @@ FAULTS = (
     Fault("a unit is used before its gather arrives", "units/unit.py", "self._await(gather)", OrderProgram(3)),
     Fault(
         "a unit is resharded while another stream uses it",
-        "comm/storage.py",
+        "comm/streams.py",
         "keep_for_current_stream(tensor)\n        storage.resize_(0)",
         OrderProgram(3, "kept, on two streams"),
         new="storage.resize_(0)",
@@ -119,7 +119,7 @@ FAULTS = (
     ),
     Fault(
         "a buffer is freed while the stream that trains reads it",
-        "comm/buffers.py",
+        "comm/handle.py",
         "keep_for_current_stream(buffer)",
         OrderProgram(2, "two optimizers", DEFAULT, SIDE),
         shows="is freed, and may be used again there",

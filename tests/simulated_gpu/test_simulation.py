@@ -73,7 +73,7 @@ def test_a_read_that_does_not_wait_for_the_write_is_a_race() -> None:
 def _asks_for_a_collective(rank: int, world_size: int) -> None:
     from zero_optim.comm import transport
 
-    work = transport.used().all_reduce(torch.ones(1), None).work
+    work = transport.used().all_reduce(torch.ones(1), None)._work
     work.is_completed()
 
 
@@ -87,8 +87,8 @@ def _in_another_order(rank: int, world_size: int) -> None:
 
     other = torch.distributed.new_group([0, 1])
     groups = [None, other][:: 1 - 2 * rank]
-    for work in [transport.used().all_reduce(torch.ones(1), group).work for group in groups]:
-        work.wait()
+    for handle in [transport.used().all_reduce(torch.ones(1), group) for group in groups]:
+        handle.wait()
 
 
 def test_ranks_issue_collectives_in_one_order() -> None:

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _pop_mode_temporarily
-from zero_optim.comm.transport import Issued, Reduction, StreamTransport, Work
+from zero_optim.comm.handle import Handle, Work
+from zero_optim.comm.transport import Reduction, StreamTransport
 
 from . import device, torch_cuda
 from .switch import Entry
@@ -79,7 +80,7 @@ class LateTransport(StreamTransport):
         self.issued.append(Entry(ranks, group.group_name, kind, numel))
         return group
 
-    def reduce_scatter(self, reduction: Reduction, group: Group, lend: Callable[[int], Tensor]) -> Issued:
+    def reduce_scatter(self, reduction: Reduction, group: Group, lend: Callable[[int], Tensor]) -> Handle:
         full, own, out = reduction.full, reduction.own, reduction.out
         beside = reduction.accumulate or out.dtype != full.dtype
         into = own if beside else out
@@ -95,9 +96,9 @@ class LateTransport(StreamTransport):
 
         store = out.add_ if reduction.accumulate else out.copy_
         work = self._issue(Collective("reduce_scatter", group, full, reads, [into], finish))
-        return Issued(work, (lambda: store(own)) if beside else None)
+        return Handle(work, (lambda: store(own)) if beside else None)
 
-    def all_gather(self, full: Tensor, own: Tensor, group: Group) -> Issued:
+    def all_gather(self, full: Tensor, own: Tensor, group: Group) -> Handle:
         before = dist.get_rank(group) * own.numel()
         after = before + own.numel()
         writes = [full.narrow(0, 0, before), full.narrow(0, after, full.numel() - after)]  # its own part is there
@@ -106,17 +107,17 @@ class LateTransport(StreamTransport):
             whole = torch.cat(list(parts))
             return [(writes[0], whole[:before]), (writes[1], whole[after:])]
 
-        return Issued(self._issue(Collective("all_gather", group, own, [own], writes, finish)))
+        return Handle(self._issue(Collective("all_gather", group, own, [own], writes, finish)))
 
-    def all_reduce(self, tensor: Tensor, group: Group, *, maximum: bool = False) -> Issued:
+    def all_reduce(self, tensor: Tensor, group: Group, *, maximum: bool = False) -> Handle:
         def finish(parts: Sequence[Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
             return [(tensor, torch.stack(list(parts)).amax(0) if maximum else _sum(parts))]
 
-        return Issued(self._issue(Collective("all_reduce", group, tensor, [], [tensor], finish)))
+        return Handle(self._issue(Collective("all_reduce", group, tensor, [], [tensor], finish)))
 
     def all_to_all(
         self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: Group
-    ) -> Issued:
+    ) -> Handle:
         """gloo carries to all ranks what each sends, padded to the longest."""
         this = dist.get_rank(group)
         with _unwatched():
@@ -130,7 +131,7 @@ class LateTransport(StreamTransport):
             cut = [part[: int(of.sum())].split(of.tolist()) for part, of in zip(parts, by_rank, strict=True)]
             return [(received, torch.cat([of_rank[this] for of_rank in cut]))]
 
-        return Issued(self._issue(Collective("all_to_all", group, carried, [sent], [received], finish), numel=0))
+        return Handle(self._issue(Collective("all_to_all", group, carried, [sent], [received], finish), numel=0))
 
     def broadcast(self, tensor: Tensor, group: Group) -> None:
         sends = dist.get_rank(group) == 0
@@ -141,7 +142,7 @@ class LateTransport(StreamTransport):
 
         self._issue(Collective("broadcast", group, tensor, reads, writes, finish)).wait()
 
-    def barrier(self, group: Group) -> Issued:
+    def barrier(self, group: Group) -> Handle:
         self._record("barrier", group)
         return super().barrier(group)
 

@@ -28,7 +28,7 @@ _DESCRIBES |= {"zeros_like"}
 @contextmanager
 def watching() -> Iterator[None]:
     """Tensors of the program are on the device, and the host's uses of pinned memory are recorded."""
-    from zero_optim.comm.host_copy import HostCopy
+    from zero_optim.comm.streams import HostCopy
 
     read = HostCopy.read
 

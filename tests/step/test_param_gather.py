@@ -21,7 +21,8 @@ from harness import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_cases import assert_bitwise
-from zero_optim.comm.collectives import Comm, Pending
+from zero_optim.comm.collectives import Comm
+from zero_optim.comm.handle import Handle
 
 CAP_MB = 0.002  # several buckets, some with parameters of more than one module
 STEPS = 5
@@ -75,7 +76,7 @@ def _tokens(rank: int, step: int) -> Tensor:
 def _lazy(monkeypatch: pytest.MonkeyPatch, *, nan: bool = True) -> None:
     eager = Comm.all_gather
 
-    class Lazy(Pending):
+    class Lazy(Handle):
         def __init__(self, comm: Comm, full: Tensor) -> None:
             self._comm, self._full = comm, full
             if nan:
@@ -86,7 +87,7 @@ def _lazy(monkeypatch: pytest.MonkeyPatch, *, nan: bool = True) -> None:
         def wait(self) -> None:
             eager(self._comm, self._full).wait()
 
-    def all_gather(comm: Comm, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Pending:
+    def all_gather(comm: Comm, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Handle:
         return Lazy(comm, full) if kind == "all_gather" else eager(comm, full, kind)
 
     monkeypatch.setattr(Comm, "all_gather", all_gather)

@@ -216,7 +216,7 @@ def _two_owners(rank: int, stage: int) -> list[Tensor]:
 
 
 def _two_owners_parity(rank: int, world_size: int) -> str:
-    from zero_optim.comm.buffers import CommBuffers
+    from zero_optim.comm.handle import CommBuffers
 
     idle, CommBuffers.idle = CommBuffers.idle, property(lambda buffers: True)  # type: ignore[assignment]  # ranks agree
     try:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training_cases import bytes_of
-from zero_optim.comm.storage import is_there
+from zero_optim.comm.streams import is_there
 from zero_optim.units.cycle import Prefetch
 
 DEPTH = 6

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm
-from ..comm.host_ranks import forget_group
+from ..comm.groups import forget_group
 from ..comm.streams import on_device
 from ..comm.together import together
 from ..errors import CheckpointError

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm
-from ..comm.host_ranks import HostRanks
+from ..comm.groups import HostRanks
 from ..comm.spans import span
 from ..comm.together import Ranks, gathered, on_rank_0, together
 from ..errors import CheckpointError

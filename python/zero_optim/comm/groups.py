@@ -4,7 +4,9 @@ torch names a group after its ranks and the number of groups. So a group that is
 get its name, and find its addresses: therefore a group that is not needed any more is kept here for the next use. And
 ranks in different numbers of groups would wait for each other under different names: they must not make a group.
 
-All groups are held weakly; see ``Comm``.
+All groups are held weakly: gloo's threads end only when ``destroy_process_group`` drops the last reference, and one
+that lets go of a tensor while the interpreter shuts down aborts the process. (In ``abandon`` they wait for what never
+comes, so they let go of nothing.)
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ..errors import RankMismatchError
+from ..errors import ClosedError, CollectiveError, RankMismatchError
 from . import transport
 from .together import Ranks
 
@@ -26,6 +29,7 @@ Reference = weakref.ref[dist.ProcessGroup]
 _left: dict[tuple[int, ...], list[Reference]] = {}  # by the ranks, as the whole job numbers them
 _made: list[Reference] = []  # all of them
 _abandoned: set[int] = set()  # the ids of groups that are never freed
+_host_groups: dict[tuple[int, ...], Reference] = {}  # by the ranks
 _parts: dict[tuple[str, object, str], Reference] = {}  # by the name of a group, what its parts are, and are for
 
 
@@ -35,17 +39,95 @@ def alive(group: Reference | None) -> dist.ProcessGroup | None:
     return found if found is not None and found in dist.distributed_c10d._world.pg_names else None
 
 
-def take(
-    ranks: Ranks, numbers: Sequence[int], make: Callable[[], dist.ProcessGroup], where: str, *, needed: bool
-) -> dist.ProcessGroup | None:
+class HasGroup(Ranks, Protocol):
+    """``Comm``, as far as a group is made beside its own."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+
+class Groups:
+    """The process groups of one ``Comm``, of the same ranks each.
+
+    - *given*: for what every rank calls at the same place in its program, such as loading.
+    - *own*: for what the optimizer sends of its own accord, reductions above all. A collective of the user's, or of
+      another optimizer, that stands between two calls of ours cannot meet ours there. At first the given one.
+    - *channels*: more of them, under gloo. Gloo ends the process where one rank sends more than another expects in the
+      n-th broadcast, or the n-th all-reduce, of a group. Ranks that are out of step would come to that. So tensors of
+      different sizes go over different groups: such ranks wait instead, and ``deadlock`` finds them.
+    """
+
+    def __init__(self, given: dist.ProcessGroup | None) -> None:
+        self._given = weakref.ref(given) if given is not None else None
+        self._several = given is not None and dist.get_world_size(given) > 1
+        self._own = self._given
+        self._channels: dict[object, Reference] = {}
+        self.own_name = ""  # where the own group is another than the given one
+
+    @property
+    def given(self) -> dist.ProcessGroup | None:
+        """The given group; None: there is one rank, without a group. Raises ClosedError where it was destroyed."""
+        return self._alive(self._given)
+
+    @property
+    def own(self) -> dist.ProcessGroup | None:
+        return self._alive(self._own)
+
+    def channel(self, key: object) -> dist.ProcessGroup | None:
+        """The channel for ``key``; the own group where there is none."""
+        return self._alive(self._channels.get(key, self._own))
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is a group; else there is one rank, without ``torch.distributed``."""
+        return self._given is not None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks, as the whole job numbers them; none where the given group was destroyed, or there is none."""
+        group = alive(self._given) if dist.is_initialized() else None
+        return dist.get_process_group_ranks(group) if group is not None else []
+
+    @property
+    def has_own(self) -> bool:
+        """Whether there is a living group of its own. A new group can have the name of one that was destroyed."""
+        return bool(self.own_name) and alive(self._own) is not None
+
+    def use_own(self, group: dist.ProcessGroup) -> None:
+        self._own, self.own_name = weakref.ref(group), group.group_name
+
+    def use_channel(self, key: object, group: dist.ProcessGroup) -> None:
+        self._channels[key] = weakref.ref(group)
+
+    def abandon(self) -> None:
+        """Never free the groups that are in use; see ``abandon``."""
+        abandon((self._own, *self._channels.values()))
+
+    def leave(self, *, reusable: bool) -> None:
+        """Go back to the given group. ``reusable``: leave the own ones to later optimizers."""
+        own = [*self._channels.values()]
+        if self._own is not None and self._own is not self._given:
+            own.append(self._own)
+        if own and reusable:
+            leave(self.ranks, own)
+        self._own, self.own_name = self._given, ""
+        self._channels.clear()
+
+    def _alive(self, reference: Reference | None) -> dist.ProcessGroup | None:
+        group = reference() if reference is not None else None
+        if group is None and self._several:
+            raise ClosedError("the process group was destroyed: close the optimizer before, or make a new one")
+        return group
+
+
+def take(ranks: Ranks, make: Callable[[], dist.ProcessGroup], where: str, *, needed: bool) -> dist.ProcessGroup | None:
     """Collective. Take a group of all ``ranks`` that nobody else uses: one that was left, or a new one.
 
     Args:
-        numbers: those ranks, as the whole job numbers them.
         make: collective; gives a new group of them.
         needed: raise RankMismatchError where none can be made. Else None is returned then, on every rank.
     """
-    there = [group for group in map(alive, _left.get(tuple(numbers), ())) if group is not None]
+    there = [group for group in map(alive, _left.get(tuple(ranks.ranks), ())) if group is not None]
     spare = {group.group_name: group for group in there}
     reports = ranks.gather_objects((needed, set(spare), _count()), where)
     # Only a group that every rank has left is free: on another rank its optimizer may not be closed yet.
@@ -59,12 +141,12 @@ def take(
             )
         return None
     own = spare.pop(common[0]) if common else _noted(make())
-    _left[tuple(numbers)] = [weakref.ref(group) for group in spare.values()]
+    _left[tuple(ranks.ranks)] = [weakref.ref(group) for group in spare.values()]
     return own
 
 
 def leave(numbers: Sequence[int], groups: Iterable[Reference]) -> None:
-    """Keep these groups for later optimizers. Nothing may be under way over them."""
+    """Keep these groups for later optimizers. Nothing may be in flight over them."""
     _left.setdefault(tuple(numbers), []).extend(groups)
 
 
@@ -86,7 +168,7 @@ def _end() -> None:
 
 
 def abandon(groups: Iterable[Reference | None]) -> None:
-    """Never free these groups, in which ranks may wait for each other in vain.
+    """Never free these groups, in which ranks may be deadlocked.
 
     A thread of gloo's waits in each, up to the time-out, by default for half an hour. Who frees the group waits for the
     thread: ``destroy_process_group`` does, and so does the end of the process. So each group gets a reference that
@@ -114,11 +196,6 @@ def part_of(
     return found
 
 
-def can_be_made(ranks: Ranks) -> bool:
-    """Collective. Whether a new group of these ranks would have the same name on all of them."""
-    return _give_same_name(ranks.gather_objects(_count(), "making a process group"))
-
-
 def _count() -> int:
     """Number of groups that this rank is in."""
     return len(dist.distributed_c10d._world.pg_names)
@@ -127,3 +204,49 @@ def _count() -> int:
 def _give_same_name(counts: Sequence[int]) -> bool:
     # torch names a group of all ranks by another rule: there the counts may differ.
     return len({*counts}) == 1 or len(counts) == dist.get_world_size()
+
+
+def forget_group(comm: Ranks) -> None:
+    """Let the next that needs a host group of these ranks make a new one. Call it on every rank, where one failed."""
+    _host_groups.pop(tuple(comm.ranks), None)
+
+
+def _host_group(comm: HasGroup) -> dist.ProcessGroup:
+    """Collective. Find the group of these ranks over gloo that threads use, or make it."""
+    key = tuple(comm.ranks)
+    # The program may have destroyed its process group, and made another of the same ranks.
+    if (found := alive(_host_groups.get(key))) is None:
+        if not _give_same_name(comm.gather_objects(_count(), "making a process group")):
+            raise RankMismatchError(
+                "a process group for saving in the background cannot be made here: some ranks are in more groups than "
+                "others. Save without background=True"
+            )
+        assert comm.group is not None
+        found = (transport.used() or transport.GLOO).host_group(comm.group)
+        _host_groups[key] = weakref.ref(found)
+    return found
+
+
+class HostRanks:
+    """The ranks of a ``Comm``, for a thread that agrees with the same thread of other ranks while the program goes on.
+
+    They communicate over a gloo group of their own, whatever serves the devices: collectives of a thread have no place
+    in the order of the program's. The deadlock detector does not look at them: the thread may wait for a slow disk.
+    """
+
+    def __init__(self, comm: HasGroup) -> None:
+        """Collective, where these ranks have no such group yet."""
+        self.rank, self.world_size, self.ranks = comm.rank, comm.world_size, comm.ranks
+        self._group = weakref.ref(_host_group(comm)) if self.world_size > 1 else None
+
+    def gather_objects(self, value: Any, where: str) -> list[Any]:
+        """Every rank's ``value``, in rank order. Raises CollectiveError where a rank has died."""
+        if self._group is None:
+            return [value]
+        group = self._group()
+        if group is None:
+            raise ClosedError(f"the process group was destroyed during {where}: call checkpoint.wait() before")
+        try:
+            return transport.GLOO.gather_objects(value, group)
+        except RuntimeError as error:
+            raise CollectiveError(f"{where}: {error}. Another rank died, or was too slow") from error

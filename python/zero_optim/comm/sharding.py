@@ -1,28 +1,25 @@
-"""Shardings: which ranks hold shards of the same state, which hold the same shard, and the scale of an average.
+"""Collectives over the shard group and, for HSDP, the replicate group; and the scale of an average.
 
-Other rooms ask a ``Sharding`` to reduce this, or gather that, and it decides which ranks take part. What all ranks
-agree on, such as errors and orders, goes over ``everyone``. As a rule all ranks share, and none repeats what another
-holds. In a ``Grid`` the ranks of a row share, and a reduction goes on across the rows.
+By default one shard group spans all ranks. In a ``Grid`` (HSDP) the ranks of a row are the shard group, and reductions
+go on across the rows. What all ranks agree on, such as errors and orders, goes over ``everyone``: all ranks of the job.
 
 Where parameters are cut over tensor-parallel ranks, ``everyone`` is a matrix of ranks, and a column of it has the same
-slices: its ranks average gradients, and share. See ``TensorRanks``. Experts have a sharding of their own, with the same
-``everyone``: see ``expert_ranks``.
+slices: its ranks average gradients, and shard. See ``TensorRanks``. Experts have a sharding of their own, with the same
+``everyone``: see ``ExpertRanks``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from .chain import Chain, ChainQueue, issue_behind
-from .collectives import Comm, Pending
-from .grid import Grid, make_grid
-from .tensor_ranks import TensorRanks, make_tensor_ranks
-from .topology import Topology
+from .collectives import Comm
+from .handle import Handle, SecondLegs, issue_behind
+from .topology import ExpertRanks, Grid, Rows, TensorRanks, Topology, make_grid, make_tensor_ranks
 
 _TOGETHER_BYTES = 25 * 2**20
 """The most bytes of a flat tensor into which others are copied for a broadcast; a larger tensor goes as it is."""
@@ -35,15 +32,16 @@ class Sharding:
     A stage is a comparison: 0 nothing, >= 1 optimizer state, >= 2 gradients, >= 3 parameters.
 
     Attributes:
-        everyone: all ranks that train together: those that agree, and fail together.
+        everyone: all ranks of the job: those that agree, and fail together.
         grad_reduce_dtype: the dtype that gradients are communicated and added up in; None: their own.
         grad_accumulation_dtype: the dtype that their shards rest in, and later sums are added in; None: as reduced.
         device: where parameters, gradients and state are.
-        grid: which ranks share, and which repeat; None: all share, and nobody repeats. Of no use at stage 0.
+        grid: which ranks shard, and which replicate; None: all shard, and none replicates. Of no use at stage 0.
         tensor_ranks: how parameters are cut over tensor-parallel ranks, or experts spread; None: they are not.
         grad_divisor: for experts, what the sum of gradients is divided by; None: these are other parameters.
         topology: the arguments that ``grid`` and ``tensor_ranks`` were made from.
         pipeline_stages: stages of the pipeline that the model is cut into; 1: it is in one piece.
+        second_legs: under gloo, the second legs that wait for their first ones.
     """
 
     everyone: Comm
@@ -56,14 +54,9 @@ class Sharding:
     topology: Topology = Topology()
     grad_accumulation_dtype: torch.dtype | None = None
     pipeline_stages: int = 1
-    _chains: ChainQueue = field(default_factory=ChainQueue, compare=False)
+    second_legs: SecondLegs = field(default_factory=SecondLegs, compare=False)
 
     # -- who holds what ------------------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank among ``everyone``."""
-        return self.everyone.rank
 
     @property
     def data_parallel(self) -> Comm:
@@ -87,7 +80,7 @@ class Sharding:
 
     @property
     def of_plain_slices(self) -> bool:
-        """Whether slices are plain tensors, of which nobody knows how they make a whole."""
+        """Whether slices are plain tensors, of which it is unknown how they make a whole."""
         return self.tensor_ranks is not None and self.tensor_ranks.plain
 
     @property
@@ -153,7 +146,7 @@ class Sharding:
         return self.everyone.host_waits(self.device)
 
     def speaks(self, *, cut: bool) -> bool:
-        """Whether this rank's term counts in a sum over ranks. One of the ranks with the same gradients speaks."""
+        """Whether this rank's gradients count in a norm: true on exactly one of the ranks that hold a replica."""
         return self.holders(cut=cut)[1] == 0
 
     def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -162,7 +155,7 @@ class Sharding:
 
     @property
     def keeps_full_gradients(self) -> bool:
-        """Whether gradients rest in full on this rank: at stages 0 and 1, and where it shares them with nobody."""
+        """Whether gradients rest in full on this rank: at stages 0 and 1, and where there is one shard."""
         return self.stage <= 1 or self.shard_count == 1
 
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -191,19 +184,7 @@ class Sharding:
         for tensor, values in zip(tensors, summed.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
-    def connect_for_buckets(self, flats: Iterable[tuple[int, torch.dtype]], *, gathered: bool) -> None:
-        """Collective. Connect the ranks for the collectives of buckets, see ``Comm.connect_for``. ``flats``: elements
-        and dtype of each bucket. ``gathered``: whether parameters are all-gathered, too."""
-        kind = "reduce_scatter" if self.shard_count > 1 else "all_reduce"
-        for dtype, numel in largest_of(flats).items():
-            reduced = self.reduce_dtype(dtype)
-            self.sharers.connect_for(kind, numel, reduced, self.device)
-            if self.grid is not None:
-                self.grid.across.connect_for("all_reduce", numel // self.shard_count, reduced, self.device)
-            if gathered and self.shard_count > 1:
-                self.sharers.connect_for("all_gather", numel, dtype, self.device)
-
-    def reduce(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Pending | Chain:
+    def reduce(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Handle:
         """Sum ``full`` [shard_count * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard].
 
         Args:
@@ -223,28 +204,20 @@ class Sharding:
 
     def _reduce_over_grid(
         self, grid: Grid, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool
-    ) -> Pending | Chain:
+    ) -> Handle:
         # Both legs run in this rank's part of ``full``, and the sum is added to ``out``, or cast, as it arrives.
         part, on_arrival = out, None
         if accumulate or out.dtype != full.dtype:
             part = grid.within.own_part(full)
             on_arrival = partial(out.add_ if accumulate else out.copy_, part)
-        self._chains.go_on_with_arrived(0)
+        self.second_legs.issue_arrived(0)
         first = grid.within.reduce_scatter(full, part, lend, accumulate=False)
-        second = partial(grid.across.all_reduce, part, on_arrival, number=self.everyone.reserve())
+        second = partial(grid.across.all_reduce, part, on_arrival, number=self.everyone.log.reserve())
         if self.host_waits:
-            return self._chains.add(first, second)
+            return self.second_legs.add(first, second)
         return issue_behind(first, second, self.device)
 
-    def issue_second_legs(self) -> None:
-        """Issue what other ranks may wait for: over a grid, under gloo, the second legs of reductions under way."""
-        self._chains.issue_all()
-
-    def abandon(self) -> None:
-        """Issue nothing any more: the ranks have parted."""
-        self._chains.abandon()
-
-    def all_gather(self, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Pending | None:
+    def all_gather(self, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Handle | None:
         """Fill ``full`` [shard_count * shard] with every shard, in place; its own is there. None: there are no others.
 
         ``own``: this rank's shard, a view of ``full``, where the caller has it at hand.
@@ -279,32 +252,9 @@ class Sharding:
             self.tensor_ranks.slices.all_gather(as_sent(every.view(-1)), kind).wait()
         return every
 
-    def broadcast(self, tensor: Tensor, kind: str = "construction", *, cut: bool) -> None:
-        """Copy the first rank's ``tensor`` to the others that are to have the same, in place.
-
-        ``cut``: whether it is of parameters that are cut over the tensor-parallel ranks: then the first rank of each
-        column sends to its own column.
-        """
-        self.alike(cut=cut).broadcast(tensor, kind)
-
     def alike(self, *, cut: bool) -> Comm:
         """The ranks whose values of a parameter are the same. ``cut``: whether it is cut over tensor-parallel ranks."""
         return self.data_parallel if cut or self.of_experts else self.everyone
-
-    def broadcast_together(self, tensors: Sequence[Tensor], *, cut: bool) -> None:
-        """Broadcast several tensors. Small ones of a dtype travel in one flat tensor."""
-        for run in runs(tensors) if self.alike(cut=cut).world_size > 1 else ():
-            if len(run) == 1:
-                self.broadcast(run[0], cut=cut)
-                continue
-            flat = torch.cat([tensor.reshape(-1) for tensor in run])
-            self.broadcast(flat, cut=cut)
-            for tensor, values in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
-                tensor.copy_(values.view(tensor.shape))
-
-    def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
-        """Sum (or maximise) a small vector over the ranks, in place, ordered before what follows."""
-        self.everyone.exchange(vector, maximum=maximum)
 
 
 def make_sharding(
@@ -331,6 +281,45 @@ def make_sharding(
         grad_accumulation_dtype=grad_accumulation_dtype,
         pipeline_stages=pipeline_stages,
     )
+
+
+def make_expert_shardings(main: Sharding, given: Mapping[int, ExpertRanks]) -> dict[int, Sharding]:
+    """Collective. Make the shardings of these groups, by their number. ``main``: of all other parameters."""
+    made: dict[Rows, Sharding] = {}
+    for columns in dict.fromkeys(of_group.columns for of_group in given.values()):
+        ranks = make_tensor_ranks(main.everyone, columns, main.device)
+        made[columns] = replace(main, grid=None, tensor_ranks=ranks)
+    return {number: replace(made[of.columns], grad_divisor=of.grad_divisor) for number, of in given.items()}
+
+
+def connect_for_buckets(sharding: Sharding, flats: Iterable[tuple[int, torch.dtype]], *, gathered: bool) -> None:
+    """Collective. Connect the ranks for the collectives of buckets, see ``Comm.connect_for``.
+
+    Args:
+        flats: elements and dtype of each bucket.
+        gathered: whether parameters are all-gathered, too.
+    """
+    sharers, device = sharding.sharers, sharding.device
+    kind = "reduce_scatter" if sharding.shard_count > 1 else "all_reduce"
+    for dtype, numel in largest_of(flats).items():
+        reduced = sharding.reduce_dtype(dtype)
+        sharers.connect_for(kind, numel, reduced, device)
+        if sharding.grid is not None:
+            sharding.grid.across.connect_for("all_reduce", numel // sharding.shard_count, reduced, device)
+        if gathered and sharding.shard_count > 1:
+            sharers.connect_for("all_gather", numel, dtype, device)
+
+
+def broadcast_together(comm: Comm, tensors: Sequence[Tensor]) -> None:
+    """Collective. Broadcast rank 0's values of several tensors. Small ones of a dtype travel in one flat tensor."""
+    for run in runs(tensors) if comm.world_size > 1 else ():
+        if len(run) == 1:
+            comm.broadcast(run[0])
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in run])
+        comm.broadcast(flat)
+        for tensor, values in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
 
 
 def largest_of(flats: Iterable[tuple[int, torch.dtype]]) -> dict[torch.dtype, int]:

@@ -1,4 +1,4 @@
-"""Memory that several CUDA streams use. On the CPU nothing here does anything.
+"""Memory and streams: storages behind tensors, memory that several CUDA streams use, and copies to the host.
 
 The caching allocator knows one stream of a tensor: that on which it was allocated. A freed block goes back to later
 work of that stream, whatever other streams still do with it::
@@ -13,7 +13,9 @@ another; and autograd has streams of its own choice, see ``GradStreams``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import operator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,9 +24,12 @@ from torch import Tensor
 
 from zero_kernels import is_capturing
 
+references_in_cpp: Callable[[Tensor], int] = operator.methodcaller("_use_count")
+"""Count the references to a tensor in C++; all its references in Python share one of them."""
+
 
 def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
-    """Within it ``device`` is the current one, where it is a GPU: for calls to which torch tells no device.
+    """Within it ``device`` is the current one, where it is a GPU: for calls to which torch passes no device.
 
     A program need not call ``torch.cuda.set_device``, and a thread has a current GPU of its own, number 0. A wait for
     an event, or memory that is pinned, would make a context there, a few hundred megabytes, from every rank of the
@@ -93,13 +98,13 @@ class GradStreams:
 
     def keep(self, gradients: Iterable[Tensor]) -> None:
         """Call it before dropping ``gradients`` that the current stream has read. Where this stream added them up,
-        autograd has told the allocator; but not of gradients that the program made, on the stream that it uses."""
+        autograd has informed the allocator; but not of gradients that the program made, on the stream that it uses."""
         if self._index is None:
             return
         current = self._current()
-        # A capture has a stream of its own. All gradients are made in it then, and memory that is told of two streams
+        # A capture has a stream of its own. All gradients are made in it then, and memory recorded on two streams
         # would stay taken until it ends.
-        called_here = self._called_on is not None and self._called_on == current  # of None torch says neither == nor !=
+        called_here = self._called_on is not None and self._called_on == current  # None and a stream: no ==
         programs = not called_here and not is_capturing(self._device)
         if programs or (self._added | self._adding) - {current}:
             keep_for_current_stream(*gradients)
@@ -113,3 +118,88 @@ class GradStreams:
     def _current(self) -> torch.Stream:
         assert self._index is not None
         return torch._C._accelerator_getStream(self._index)
+
+
+def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
+    """Give memory back to a tensor, and to its views, after ``deallocate``. Contents: undefined. ``nbytes``: of its
+    beginning, where no more will be used; None: all."""
+    storage = tensor.untyped_storage()
+    needed = tensor.nbytes if nbytes is None else nbytes
+    if storage.nbytes() < needed:
+        deallocate(tensor)  # else what is there would be copied
+        storage.resize_(needed)
+
+
+def deallocate(tensor: Tensor) -> None:
+    """Free the memory of a tensor that has a storage of its own. Its views stay. Memory that NumPy has seen, by
+    ``tensor.numpy()``, is not freed: an array may still show it."""
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        keep_for_current_stream(tensor)
+        storage.resize_(0)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """[bytes] uint8, all of the storage that a tensor views."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def is_there(tensor: Tensor) -> bool:
+    """Whether there is memory behind the tensor."""
+    return tensor.untyped_storage().nbytes() > 0
+
+
+def as_own_storage(view: Tensor) -> Tensor:
+    """View the same memory as a storage of its own.
+
+    Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
+    without most parameters), and torch.save of a single one writes them all.
+    """
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
+    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
+
+
+class HostCopy:
+    """A small fp32 tensor as the host sees it: a CPU's at once, a GPU's as of the last ``send`` that has arrived."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.source = source
+        self._host = source
+        if source.is_cuda:
+            self._host = torch.zeros(source.numel(), dtype=torch.float32, device="cpu", pin_memory=True)
+        # Read past torch: no operator runs, so nothing that forbids reading device values mistakes it for one.
+        self._memory = (ctypes.c_float * source.numel()).from_address(self._host.data_ptr())
+        self._event = torch.cuda.Event() if source.is_cuda else None
+        self._sent = False
+
+    def send(self) -> None:
+        """Start to copy the values to the host. Does nothing while the last copy was not read."""
+        if self._event is not None and not self._sent:
+            self._host.copy_(self.source.reshape(-1), non_blocking=True)
+            self._event.record(torch.cuda.current_stream(self.source.device))
+        self._sent = True
+
+    def read(self, *, wait: bool) -> list[float] | None:
+        """Return the sent values, once. None where nothing was sent, or where it has not arrived, without ``wait``."""
+        if not self._sent or not (wait or self._arrived()):
+            return None
+        if self._event is not None:
+            with on_device(self.source.device):
+                self._event.synchronize()
+        self._sent = False
+        return list(self._memory)
+
+    @property
+    def unread(self) -> bool:
+        """Whether values were sent that nobody has read."""
+        return self._sent
+
+    def _arrived(self) -> bool:
+        with on_device(self.source.device):
+            return self._event is None or self._event.query()
+
+    @property
+    def immediate(self) -> bool:
+        """Whether what is sent can be read at once."""
+        return self._event is None

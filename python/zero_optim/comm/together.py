@@ -69,7 +69,7 @@ def gathered(ranks: Ranks, work: Callable[[], T], where: str) -> list[T]:
     failures = [(rank, *of_rank.failure) for rank, of_rank in enumerate(reports) if of_rank.failure is not None]
     if failures:
         rank, kind, message = failures[0]
-        # An own error of the same type is as good as that of the lowest rank, and says more here. One of another type
+        # An own error of the same type is as good as that of the lowest rank, with more detail. One of another type
         # is not raised: the ranks would go on differently.
         if error is not None and (rank == ranks.rank or type(error).__name__ == kind):
             raise error

@@ -1,26 +1,271 @@
-"""The places of the ranks that train one model, by arguments: which share, which repeat, which have which slices."""
+"""Which ranks do what, read off the arguments: who shards, who replicates, who has which slices and experts.
+
+``DeviceMesh``es and process groups come in; ranks as the whole job numbers them, and the groups of these, come out.
+``make_sharding`` makes the communicators. A job is a matrix of ranks, with several names for its lines:
+
+- HSDP (``Grid``): the ranks of a row shard state among them, those of a column replicate each other.
+- Tensor parallelism (``TensorRanks``): a row has all slices of a parameter, one each. A column has the same slice:
+  its ranks average gradients and shard the state.
+- Experts (``ExpertRanks``): for some parameters alone, a row has all experts, and a column the same ones.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from .collectives import Comm
-from .grid import Rows
-from .tensor_ranks import RowRanks, with_tensor_ranks
+from . import groups
+from .collectives import Comm, make_comm
+from .transport import backends, new_group_of, splits_communicators
+
+Rows = tuple[tuple[int, ...], ...]
+"""Ranks as the whole job numbers them, by row and column of a matrix."""
+
+_REPLICATE, _SHARD = "replicate", "shard"  # in the names of dimensions
+_WHERE = "the constructor, of DTensors or with tensor_parallel"
+# Groups of meshes that are a part of the job, by ranks and back-ends.
+_of_meshes: dict[tuple[tuple[int, ...], str], groups.Reference] = {}
+
+
+# -- groups of meshes --------------------------------------------------------------------------------------------------
+
+
+def group_of(process_group: dist.ProcessGroup | None, mesh: dist.DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Collective. Make the group of all ranks of a group or a mesh. None: the default one.
+
+    A mesh that cannot be used gives the group of its last dimension: so the ranks can raise together.
+    """
+    if process_group is not None or mesh is None:
+        return process_group
+    if not isinstance(mesh, dist.DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}: give a DeviceMesh, as init_device_mesh makes it")
+    if mesh.ndim != 2:
+        return mesh.get_group(mesh.ndim - 1)
+    return group_of_ranks(sorted(mesh.mesh.flatten().tolist()), mesh.get_group(1))
+
+
+def group_along(given: dist.DeviceMesh | dist.ProcessGroup, option: str, what: str, example: str) -> dist.ProcessGroup:
+    """Read an option that is a mesh of one dimension, or a group. ``what``: names the ranks along it, in messages.
+
+    Raises ValueError for a mesh of several dimensions, TypeError for what is neither mesh nor group.
+    """
+    if isinstance(given, dist.DeviceMesh):
+        if given.ndim != 1:
+            raise ValueError(
+                f"{option} is a mesh of {given.ndim} dimensions, {given.mesh_dim_names}: give the one along which "
+                f"{what} are, as {option}={example}"
+            )
+        given = given.get_group()
+    if not isinstance(given, dist.ProcessGroup):
+        raise TypeError(f"{option} is a {type(given).__name__}: give a DeviceMesh, as {example}, or a process group")
+    return given
+
+
+def group_of_ranks(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Collective over ``ranks``. Make a group of these, or return the one that was made before, while it lives.
+
+    ``like``: a group over the same back-ends. Raises ValueError where there can be no such group.
+    """
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"rank {dist.get_rank()} is not in mesh, whose ranks are {ranks}: call it on these only")
+    if splits_communicators(like):
+        raise ValueError(
+            f"mesh has {len(ranks)} of {dist.get_world_size()} ranks, and init_process_group was given a device_id: so "
+            "a group of some ranks can be made by all ranks alone. Leave device_id out"
+        )
+    key = tuple(ranks), str(backends(like))
+    found = groups.alive(_of_meshes.get(key))
+    if found is None:
+        found = new_group_of(ranks, like)
+        _of_meshes[key] = weakref.ref(found)
+    return found
+
+
+# -- HSDP: rows that shard, columns that replicate ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The grid of which this rank is a part.
+
+    Attributes:
+        within: this rank's row: the ranks that shard.
+        across: this rank's column: the ranks that hold the same shard.
+    """
+
+    within: Comm
+    across: Comm
+
+
+def make_grid(everyone: Comm, rows: Rows | None, device: torch.device) -> Grid | None:
+    """Collective. Make the communicators of a grid, connected for ``device``; None: there are no ``rows``."""
+    if rows is None:
+        return None
+    within = everyone.part(rows, "within a replica")
+    across = everyone.part(tuple(zip(*rows, strict=True)), "across replicas")
+    within.connect(device)
+    across.connect(device)
+    return Grid(within, across)
+
+
+def read_rows(mesh: dist.DeviceMesh | None, *, shares: bool = True) -> Rows | None:
+    """Read the rows of a grid off a mesh. None: the mesh has one dimension, or replicates nothing, so that all its
+    ranks shard; or, without ``shares``, as at stage 0, none does.
+
+    The dimension that replicates has "replicate" in its name, or the other has "shard"; else it is the first, as in
+    FSDP2.
+
+    Raises ValueError for a mesh of more dimensions, and for one whose ranks cannot be used so.
+    """
+    if mesh is None or mesh.ndim == 1:
+        return None
+    names = list(mesh.mesh_dim_names or ("0", "1", *("" for _ in range(mesh.ndim - 2))))
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"mesh must have one dimension, or two, of which the first replicates and the second shards; this one has "
+            f"{mesh.ndim}: {names}. Give a part of it, as mesh['dp_replicate', 'dp_shard']"
+        )
+    replicating = [number for number, name in enumerate(names) if _REPLICATE in name]
+    sharding = [number for number, name in enumerate(names) if _SHARD in name]
+    if len(replicating) == 2 or len(sharding) == 2:
+        raise ValueError(f"one dimension of mesh has to replicate, and the other to shard; these are {names}")
+    first = replicating[0] if replicating else 1 - sharding[0] if sharding else 0
+    table = mesh.mesh if first == 0 else mesh.mesh.T
+    rows: Rows = tuple(tuple(row) for row in table.tolist())
+    for line in (*rows, *zip(*rows, strict=True)):
+        if list(line) != sorted(line):
+            raise ValueError(f"the ranks of mesh along {names} are {list(line)}: give them in ascending order")
+    if len(rows) == 1 or not shares:
+        return None
+    if len(rows[0]) == 1:
+        raise ValueError(
+            f"dimension {names[1 - first]!r} of mesh, which shards, has one rank: nothing is sharded there. Train "
+            "with stage=0, which shards nothing"
+        )
+    return rows
+
+
+# -- tensor parallelism ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowRanks:
+    """The ranks that have all slices of what this one has a slice of, one each.
+
+    Attributes:
+        ranks: as the whole job numbers them, in the order of the slices.
+        told: where they were read, for messages.
+        plain: whether slices are plain tensors, of which it is unknown how they make a whole; else ``DTensor``s.
+    """
+
+    group: dist.ProcessGroup
+    ranks: list[int]
+    told: str
+    plain: bool
+
+
+def read_row(
+    tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None, mesh: dist.DeviceMesh | None
+) -> RowRanks | None:
+    """Read this rank's row off an option, or off the mesh that parameters are over. None: no parameter has slices.
+
+    Raises TypeError, or ValueError where the two differ.
+    """
+    of_mesh = None
+    if mesh is not None:
+        along = f"dimension {mesh.mesh_dim_names[0]!r} of their mesh" if mesh.mesh_dim_names else "their mesh"
+        told = f"parameters are DTensors over ranks {_ranks(mesh)}, along {along}"
+        of_mesh = RowRanks(mesh.get_group(), _ranks(mesh), told, plain=False)
+    if tensor_parallel is None:
+        return of_mesh
+    group = group_along(tensor_parallel, "tensor_parallel", "the slices", "mesh['tp']")
+    ranks = _ranks(tensor_parallel)
+    given = RowRanks(group, ranks, f"tensor_parallel gives ranks {ranks}", plain=True)
+    if of_mesh is not None:
+        if given.ranks != of_mesh.ranks:
+            raise ValueError(f"{of_mesh.told}, and {given.told}: leave tensor_parallel out, as DTensors have a mesh")
+        return of_mesh
+    return given if len(given.ranks) > 1 else None
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """This rank's place among tensor-parallel ranks.
+
+    Attributes:
+        data_parallel: this rank's column.
+        slices: this rank's row: one rank for each slice.
+        plain: see ``RowRanks``.
+    """
+
+    data_parallel: Comm
+    slices: Comm
+    plain: bool = False
+
+
+def _ranks(of: dist.DeviceMesh | dist.ProcessGroup) -> list[int]:
+    """List the ranks: of a group in ascending order, of a mesh as it was made."""
+    if isinstance(of, dist.DeviceMesh):
+        return list(of.mesh.flatten().tolist())
+    return list(dist.get_process_group_ranks(of))
+
+
+def _check_rows(rows: list[list[int]], given: list[int], row: RowRanks, beside: list[list[int]]) -> None:
+    """Check the rows. ``given``: the data-parallel ranks. ``beside``: all ranks, as each of this row lists them."""
+    told = f"{row.told}, and mesh, or process_group"
+    every = [rank for of_rank in rows for rank in of_rank]
+    if len({*every}) < len(every):
+        raise ValueError(
+            f"{told}, gives ranks {given} to average over, several of the same. Give the other dimension, as "
+            "mesh=world_mesh['dp']. If they are experts, give them a parameter group of their own, with "
+            "mesh=world_mesh['edp']. Parameters that are sharded over data-parallel ranks already, as by fully_shard, "
+            "cannot be sharded again: give them as they were before"
+        )
+    for line in (*rows, *zip(*rows, strict=False)):
+        if len({len(of_rank) for of_rank in rows}) > 1 or list(line) != sorted(line):
+            raise ValueError(
+                f"{told}, gives ranks {given}, whose parameters are over {rows}: as many on each are needed, and in "
+                "ascending order along both dimensions"
+            )
+    if any(ranks != beside[0] for ranks in beside):
+        raise ValueError(
+            f"{told}, gives each of these other ranks: together they make {beside}. Give all of them the same "
+            "dimension of one mesh, as mesh=world_mesh['dp']"
+        )
+
+
+def make_tensor_ranks(
+    everyone: Comm, columns: Rows | None, device: torch.device, *, plain: bool = False
+) -> TensorRanks | None:
+    """Collective. Make the communicators of these ranks, connected for ``device``; None: parameters are not cut."""
+    if columns is None:
+        return None
+    data_parallel = everyone.part(columns, "data-parallel ranks")
+    slices = everyone.part(tuple(zip(*columns, strict=True)), "tensor-parallel ranks")
+    data_parallel.connect(device)
+    slices.connect(device)
+    return TensorRanks(data_parallel, slices, plain)
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The places of the ranks, but for those of experts: of these each parameter group says its own.
+    """The places of the ranks, but for those of experts: these are read off each parameter group.
 
     Attributes:
-        rows: of the grid, see ``Grid``; None: all that average gradients share.
+        rows: of the grid, see ``Grid``; None: all that average gradients shard, and none replicates.
         columns: the ranks with the same slices, see ``TensorRanks``; None: nothing is cut.
-        plain: whether slices are plain tensors, see ``Row``.
-        told: whether the user has said which ranks have slices. Megatron marks slices also where nothing is cut.
+        plain: whether slices are plain tensors, see ``RowRanks``.
+        told: whether the user has passed which ranks have slices. Megatron marks slices also where nothing is cut.
     """
 
     rows: Rows | None = None
@@ -34,7 +279,7 @@ class Topology:
         return own_row(self.columns or ())
 
     def sharing(self, everyone: Comm) -> int:
-        """Count the ranks that share one state among them."""
+        """Count the ranks that one state is sharded over."""
         return len(self.rows[0]) if self.rows else everyone.world_size // len(self.columns or [0])
 
     def averaging(self, everyone: Comm) -> list[int]:
@@ -57,16 +302,169 @@ def read_topology(
     Args:
         averaging: the ranks that average gradients with this one; None: those of the default group.
         row: the ranks that have slices; None: nothing is cut.
-        told: whether the user has said who has slices, or that nobody has.
+        told: whether the user has passed who has slices, or that nobody has.
 
     Raises ValueError where the two do not go together.
     """
-    group, columns = with_tensor_ranks(averaging, row)
-    plain = row is not None and row.plain
-    return group, Topology(None, columns, plain, told or plain)
+    if row is None:
+        return averaging, Topology(told=told)
+    ranks = make_comm(averaging)
+    rows: list[list[int]] = ranks.gather_objects(row.ranks, _WHERE)  # raises where some ranks have plain parameters
+    every = sorted(rank for of_rank in rows for rank in of_rank)
+    beside = make_comm(row.group).gather_objects(every, _WHERE)
+    with ranks.raising_together(_WHERE):
+        _check_rows(rows, ranks.ranks, row, beside)
+    columns = tuple(zip(*rows, strict=True))
+    return group_of_ranks(every, row.group), Topology(columns=columns, plain=row.plain, told=told or row.plain)
 
 
 def own_row(columns: Rows) -> list[int]:
     """List the ranks of this rank's row, one of each column; none where it is in no column."""
     rows = zip(*columns, strict=True)
     return next((list(row) for row in rows if dist.get_rank() in row), [])
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+# Four ranks, where two have each half of the experts, and all four have all other parameters:
+#
+#                  experts 0   experts 1
+#     replica 0    rank 0      rank 1        a row: all experts
+#     replica 1    rank 2      rank 3        a column: the same ones; it sums their gradients and shards their state
+#
+# The tokens of an expert come from all ranks that train together, and each of these has divided its loss by its own
+# tokens. So the sum of an expert's gradients is divided by the number of all these ranks, as a rule, and not by that of
+# its replicas.
+
+KEYS = ("process_group", "mesh", "grad_divisor")
+"""Keys of a group of experts. They are taken out of it: their values cannot be saved, or compared between ranks."""
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks of one parameter group's experts.
+
+    Attributes:
+        ranks: those that have the same experts as this one, as the whole job numbers them.
+        grad_divisor: what the sum of gradients over ``ranks`` is divided by.
+        columns: the ``ranks`` of all ranks, once these have exchanged them; empty: not yet.
+    """
+
+    ranks: tuple[int, ...]
+    grad_divisor: int
+    columns: Rows = ()
+
+
+def split_off(params: Any) -> tuple[Any, dict[int, dict[str, Any]]]:
+    """Split an optimizer's ``params`` into groups without ``KEYS``, and what each had under these, by its number."""
+    if not isinstance(params, list):
+        return params, {}
+    found = {
+        number: {key: group[key] for key in KEYS if group.get(key) is not None}
+        for number, group in enumerate(params)
+        if isinstance(group, dict)
+    }
+    plain = [
+        {key: value for key, value in group.items() if key not in KEYS} if isinstance(group, dict) else group
+        for group in params
+    ]
+    return plain, {number: of_group for number, of_group in found.items() if of_group}
+
+
+def read_expert_ranks(
+    given: Mapping[int, Mapping[str, Any]], all_ranks: Sequence[int], *, beside_slices: bool
+) -> dict[int, ExpertRanks]:
+    """Read the ranks of experts off parameter groups, by their number. A group with the ranks and divisor of all others
+    is left out.
+
+    Args:
+        all_ranks: those that average the gradients of all other parameters.
+        beside_slices: whether these are cut over tensor-parallel ranks. Experts are not cut, so none is left out then.
+
+    Raises TypeError or ValueError.
+    """
+    found = {}
+    for number, of_group in given.items():
+        group = f"parameter group {number}"
+        ranks = _ranks_of(of_group, group)
+        divisor = _divisor_of(of_group.get("grad_divisor"), group)
+        if ranks == tuple(all_ranks) and divisor in (None, len(ranks)):
+            if beside_slices:
+                found[number] = ExpertRanks(ranks, len(ranks))
+            continue
+        if divisor is None:
+            raise ValueError(
+                f"{group} is of ranks {list(ranks)}, and the optimizer averages over {list(all_ranks)}: pass "
+                f"grad_divisor, by which the sum of its gradients is divided. grad_divisor={len(all_ranks)} is mostly "
+                "right: tokens come to an expert from all ranks of the optimizer. "
+                f"grad_divisor={len(ranks)} is the mean over those that have the same experts"
+            )
+        found[number] = ExpertRanks(ranks, divisor)
+    if found and len(all_ranks) == 1:
+        raise ValueError(
+            f"parameter group {next(iter(found))} is of ranks {list(next(iter(found.values())).ranks)}, and the "
+            f"optimizer of rank {all_ranks[0]} alone: give the optimizer all ranks that train together, and the group "
+            "those of them that have the same experts"
+        )
+    return found
+
+
+def _ranks_of(options: Mapping[str, Any], group: str) -> tuple[int, ...]:
+    given, mesh = options.get("process_group"), options.get("mesh")
+    if given is None and mesh is None:
+        raise ValueError(
+            f"{group} has grad_divisor, and neither process_group nor mesh: it is for experts, whose ranks these are"
+        )
+    if given is not None and mesh is not None:
+        raise ValueError(f"give {group} either process_group or mesh, not both")
+    if mesh is not None:
+        if not isinstance(mesh, dist.DeviceMesh):
+            raise TypeError(f"mesh of {group} is a {type(mesh).__name__}: give a DeviceMesh, as mesh['edp']")
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh of {group} has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give the one along which ranks "
+                "have the same experts, as mesh['edp']"
+            )
+        given = mesh.get_group()
+    if not isinstance(given, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group of {group} is a {type(given).__name__}: give the process group of which this rank is, with "
+            "those that have the same experts"
+        )
+    return tuple(dist.get_process_group_ranks(given))
+
+
+def _divisor_of(given: Any, group: str) -> int | None:
+    if isinstance(given, dist.DeviceMesh | dist.ProcessGroup):
+        return given.size()
+    if given is not None and (type(given) is not int or given < 1):
+        raise ValueError(
+            f"grad_divisor of {group} must be an int of 1 or more, or a group or mesh whose size it is; got {given!r}"
+        )
+    return given
+
+
+def told_each_other(given: Mapping[int, ExpertRanks], everyone: Comm, where: str) -> dict[int, ExpertRanks]:
+    """Collective. Fill in the columns. Raises ValueError, on every rank, where they are no matrix of ranks."""
+    every = everyone.gather_objects([of_group.ranks for of_group in given.values()], where) if given else []
+    return {
+        number: replace(of_group, columns=_columns([of[place] for of in every], everyone.ranks, number))
+        for place, (number, of_group) in enumerate(given.items())
+    }
+
+
+def _columns(given: Sequence[tuple[int, ...]], all_ranks: Sequence[int], number: int) -> Rows:
+    """Check the columns that are ``given``: by rank, the ranks that have the same experts as it."""
+    columns: Rows = tuple(sorted({*given}))
+    found = f"the ranks of parameter group {number} are {[list(column) for column in columns]}, by what each rank gives"
+    if sorted(rank for column in columns for rank in column) != sorted(all_ranks):
+        raise ValueError(f"{found}: each rank of the optimizer, {list(all_ranks)}, has to be in one of these")
+    if any(rank not in ranks for rank, ranks in zip(all_ranks, given, strict=True)):
+        raise ValueError(f"{found}: each rank has to give the one in which it is")
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError(f"{found}: as many ranks have to have each expert")
+    for line in (*columns, *zip(*columns, strict=True)):
+        if list(line) != sorted(line):
+            raise ValueError(f"{found}: they have to be the columns of a matrix of ranks in ascending order")
+    return columns

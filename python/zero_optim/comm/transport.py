@@ -1,7 +1,7 @@
-"""Issues collectives: every call of ``torch.distributed`` that communicates is here and in ``gloo``.
+"""Issues collectives: every call of ``torch.distributed`` that communicates is here.
 
-``Comm`` says what is sent and over which group, and keeps account. A *transport* hands it to a back-end. Two differ in
-who waits for the result: the host, as under gloo, or the current stream, as under NCCL. Tests, and
+``Comm`` chooses what is sent and over which group, and keeps account. A *transport* hands it to a back-end. The two
+differ in what waits for the result: the host, as under gloo, or the current stream, as under NCCL. Tests, and
 ``benchmarks/bench_scale.py``, ``use`` others.
 """
 
@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .handle import Handle
+from .streams import references_in_cpp
 
 # torch 2.13 renames these two and warns on the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -27,23 +32,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 HOST_PATIENCE = timedelta(hours=2)
 """Time-out of a host group: a rank's disk may be slow. A rank that died is heard of at once."""
-
-
-class Work(Protocol):
-    """A collective under way, as ``torch.distributed`` gives it."""
-
-    def wait(self, timeout: timedelta = ...) -> object:
-        """Order what follows after its arrival: the host's work, or that of the current stream."""
-
-    def is_completed(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Issued:
-    """A collective that was issued. ``on_arrival``: what is left to do with the result, after ``work.wait()``."""
-
-    work: Work
-    on_arrival: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +52,14 @@ class Reduction:
     accumulate: bool
 
 
-class Transport(Protocol):
+SUMMED_AT_ONCE = 2**16
+"""Elements that a reduce-scatter sums at once: their fp32 sums fit into a core's cache."""
+
+LETS_GO_WITHIN = 1.0
+"""Seconds in which gloo's thread lets go of what it has sent. If it takes longer, no more is lost than some memory."""
+
+
+class Transport(ABC):
     """Hands collectives to a back-end. They arrive in the order in which a group was given them.
 
     Attributes:
@@ -74,58 +69,39 @@ class Transport(Protocol):
 
     host_waits: bool
 
+    @abstractmethod
     def reduce_scatter(
         self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
-    ) -> Issued:
+    ) -> Handle:
         """Sum over the ranks. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
 
-    def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Issued:
+    @abstractmethod
+    def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
         """Fill ``full`` [N * shard] with every rank's ``own`` part of it, in place."""
 
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Issued:
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Handle:
         """Sum, or maximise, ``tensor`` over the ranks, in place."""
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        return self._handle(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
     def all_to_all(
         self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: dist.ProcessGroup
-    ) -> Issued:
+    ) -> Handle:
         """Send ``counts[i]`` elements of ``sent`` to each rank i, and receive ``of_each[i]`` from it, in rank order."""
+        work = dist.all_to_all_single(received, sent, [*of_each], [*counts], group=group, async_op=True)
+        return self._handle(work)
 
     def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         """Copy the ``tensor`` of the group's rank 0, contiguous, to every rank, in place, before what follows."""
-
-    def barrier(self, group: dist.ProcessGroup | None) -> Issued:
-        """Issue a collective that arrives when every rank has issued it."""
-
-    def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
-        """Every rank's ``value``, in rank order. The host waits, whatever the back-end."""
-
-    def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """Make a new group of this rank's part, with the back-end and time-out of ``group``.
-
-        Collective over the ranks of ``group`` and no others. ``parts``: ranks as the whole job numbers them.
-        """
-
-    def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A new group of the ranks of ``group`` over gloo. Collective over these alone."""
-
-
-class TorchTransport:
-    """The part of a transport that is the same over every back-end."""
-
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Issued:
-        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        return Issued(dist.all_reduce(tensor, op=op, group=group, async_op=True))
-
-    def all_to_all(
-        self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: dist.ProcessGroup
-    ) -> Issued:
-        return Issued(dist.all_to_all_single(received, sent, [*of_each], [*counts], group=group, async_op=True))
-
-    def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         dist.broadcast(tensor, group_src=0, group=group)
 
+    def barrier(self, group: dist.ProcessGroup | None) -> Handle:
+        """Issue a collective that arrives when every rank has issued it."""
+        return self._handle(dist.barrier(group=group, async_op=True))
+
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
-        """Do as ``dist.all_gather_object``, which needs NumPy."""
+        """Every rank's ``value``, in rank order. The host waits, whatever the back-end. Without NumPy, which
+        ``dist.all_gather_object`` needs."""
         types = backends(group)
         device = "cpu" if "cpu" in types else next(iter(types))
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
@@ -136,18 +112,22 @@ class TorchTransport:
         return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(rows, sizes, strict=True)]
 
     def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """Make a new group of this rank's part, with the back-end and time-out of ``group``.
+
+        Collective over the ranks of ``group`` and no others. ``parts``: ranks as the whole job numbers them.
+        """
         own = next(list(part) for part in parts if dist.get_rank() in part)
         timeout, backend = _timeout(group), _backend(group)
         if dist.get_world_size(group) == dist.get_world_size():
             made = {tuple(part): dist.new_group(list(part), timeout, backend) for part in parts}
             return made[tuple(own)]
-        if self.splits_communicators(group):
+        if splits_communicators(group):
             # new_group would split the communicator of all ranks here, and wait for those that are not in ``group``.
             of_group = [[dist.get_group_rank(group, rank) for rank in part] for part in parts]
             split = dist.split_group(parent_pg=group, split_ranks=of_group, timeout=timeout)
             assert split is not None
             return split
-        return dist.new_group(own, timeout, backend, use_local_synchronization=True)
+        return new_group_of(own, group)
 
     def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """A new group of the ranks of ``group`` over gloo. Collective over these alone."""
@@ -155,35 +135,26 @@ class TorchTransport:
         some = len(ranks) < dist.get_world_size()
         return dist.new_group(ranks, HOST_PATIENCE, "gloo", use_local_synchronization=some)
 
-    def group_of(self, ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A new group of ``ranks``, some of the job's, with the back-end and time-out of ``like``. Collective."""
-        return dist.new_group(list(ranks), _timeout(like), _backend(like), use_local_synchronization=True)
-
-    def splits_communicators(self, group: dist.ProcessGroup) -> bool:
-        """Whether torch makes groups of this kind by ``ncclCommSplit``: after ``init_process_group(device_id=...)``."""
-        bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
-        return bound and "nccl" in backends(group).values()
+    def _handle(self, work: Any) -> Handle:
+        return Handle(work)
 
 
-class StreamTransport(TorchTransport):
+class StreamTransport(Transport):
     """NCCL, whose waits hold the current stream."""
 
     host_waits = False
 
     def reduce_scatter(
         self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
-    ) -> Issued:
+    ) -> Handle:
         out, own, full = reduction.out, reduction.own, reduction.full
         if not reduction.accumulate and out.dtype == full.dtype:
-            return Issued(_reduce_scatter(out, full, group=group, async_op=True))
+            return Handle(_reduce_scatter(out, full, group=group, async_op=True))
         work = _reduce_scatter(own, full, group=group, async_op=True)
-        return Issued(work, partial(out.add_ if reduction.accumulate else out.copy_, own))
+        return Handle(work, partial(out.add_ if reduction.accumulate else out.copy_, own))
 
-    def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Issued:
-        return Issued(_all_gather(full, own, group=group, async_op=True))
-
-    def barrier(self, group: dist.ProcessGroup | None) -> Issued:
-        return Issued(dist.barrier(group=group, async_op=True))
+    def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
+        return Handle(_all_gather(full, own, group=group, async_op=True))
 
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
         with _side_stream():
@@ -213,7 +184,114 @@ def _side_stream() -> Iterator[None]:
         yield
 
 
+class GlooTransport(Transport):
+    """Gloo: the host waits."""
+
+    host_waits = True
+
+    def reduce_scatter(
+        self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
+    ) -> Handle:
+        """Gloo's reduce-scatter is a clone and an all-reduce; this is a scatter a rank and a local sum.
+
+        One contribution is received where the sum will be, if that memory is free; the own one stays where it is.
+        """
+        full, own, out = reduction.full, reduction.own, reduction.out
+        ranks, this = dist.get_world_size(group), dist.get_rank(group)
+        taken = reduction.accumulate or out.dtype != full.dtype or out.data_ptr() == own.data_ptr()
+        free = [] if taken else [out]
+        lent = ranks - 1 - len(free)
+        parts = [*free, *(lend(lent * own.numel()).chunk(lent) if lent else ())]
+        send = list(full.chunk(ranks))
+        parts.insert(this, send[this])
+        works = [
+            dist.scatter(part, send if rank == this else None, group_src=rank, group=group, async_op=True)
+            for rank, part in enumerate(parts)
+        ]
+        return Handle(Works(works, send), partial(sum_in_rank_order, parts, out, reduction.accumulate))
+
+    def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
+        """A broadcast a rank takes half the time of gloo's all-gather."""
+        parts = enumerate(full.chunk(dist.get_world_size(group)))
+        return Handle(Works([dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in parts]))
+
+    def barrier(self, group: dist.ProcessGroup | None) -> Handle:
+        """Meet on the host. Torch's own barrier would be NCCL's, on the current stream, where the group has NCCL."""
+        if group is not None and "nccl" in backends(group).values():
+            return self.all_reduce(torch.zeros(1, device="cpu"), group)
+        return super().barrier(group)
+
+    def _handle(self, work: Any) -> Handle:
+        return Handle(Works([work]))
+
+
+class Works:
+    """Several asynchronous collectives as one. It is complete when all are, or when one is known to have failed.
+
+    Ask the future of a work whether it is complete. ``Work.is_completed`` can deadlock: it waits, with the GIL, for a
+    lock. The thread that completes the work has that lock, and can itself wait for the GIL: to restore the hooks of
+    ``saved_tensors_hooks``, as of a checkpoint that is not re-entrant, while a profiler runs.
+
+    A thread of gloo marks its work complete before it lets go of the tensors. Until then they look as if the user kept
+    them. So ``wait`` ends when gloo refers to none of ``views``, which were made for the collectives alone.
+    """
+
+    def __init__(self, works: Sequence[Any], views: Sequence[Tensor] = ()) -> None:
+        self._works, self._views = works, views
+        self._failed: list[Any] = []
+
+    def is_completed(self) -> bool:
+        return bool(self._failed) or all(map(_is_completed, self._works))
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Wait for all. Raises what a failed work raises: at once where that is known, else when its turn comes."""
+        self._wait_for_all(*timeout)
+        self._works = ()
+        # Else the next check for tensors that the user keeps would take gloo's own reference for the user's.
+        until = time.monotonic() + LETS_GO_WITHIN
+        while max(map(references_in_cpp, self._views), default=0) > 1 and time.monotonic() < until:
+            time.sleep(0)
+        self._views = ()
+
+    def _wait_for_all(self, *timeout: timedelta) -> None:
+        try:
+            for work in (*self._failed, *self._works):
+                work.wait(*timeout)
+        except RuntimeError:
+            self._failed = [work for work in self._works if _has_failed(work)]  # or one is not there in time
+            raise
+
+
+def _is_completed(work: Any) -> bool:
+    done: bool = work.get_future().done()
+    return done
+
+
+def _has_failed(work: Any) -> bool:
+    try:
+        return _is_completed(work) and not work.wait()
+    except RuntimeError:
+        return True
+
+
+def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
+    """Add the ranks' contributions in fp32, in rank order, round once to their dtype, then store or add.
+
+    ``out`` may be one of ``parts``; the first of them may be overwritten.
+    """
+    if len(parts) == 2 and not accumulate and out.dtype == parts[0].dtype:
+        torch.add(parts[0], parts[1], out=out)  # two 16-bit terms are added in fp32, and rounded once
+        return
+    for of_out, first, *others in zip(*(whole.split(SUMMED_AT_ONCE) for whole in (out, *parts)), strict=True):
+        total = first.float()
+        for other in others:
+            total.add_(other)
+        total = total.to(first.dtype)
+        of_out.add_(total) if accumulate else of_out.copy_(total)
+
+
 STREAMS = StreamTransport()
+GLOO = GlooTransport()
 _used: Transport | None = None
 
 
@@ -237,6 +315,17 @@ def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Back-ends by type of device: ``{"cpu": "gloo", "cuda": "nccl"}``."""
     config = dist.get_backend_config(group)
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+
+
+def new_group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Collective over ``ranks``, some of the job's. Make a group with the back-end and time-out of ``like``."""
+    return dist.new_group(list(ranks), _timeout(like), _backend(like), use_local_synchronization=True)
+
+
+def splits_communicators(group: dist.ProcessGroup) -> bool:
+    """Whether torch makes groups of this kind by ``ncclCommSplit``: after ``init_process_group(device_id=...)``."""
+    bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+    return bound and "nccl" in backends(group).values()
 
 
 def _of_every_rank(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -7,7 +7,7 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -15,41 +15,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..comm.arrivals import Arrivals
-from ..comm.buffers import CommBuffers, debug_options
-from ..comm.chain import Chain
-from ..comm.collectives import Pending
+from ..comm.handle import Arrivals, CommBuffers, Handle, debug_options
 from ..comm.sharding import Sharding
 from ..comm.spans import span
-from ..comm.storage import allocate, deallocate
-from ..comm.streams import GradStreams, keep_for_current_stream
+from ..comm.streams import GradStreams, allocate, deallocate, keep_for_current_stream
 from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout
 from ..params.param_shard import ArrivingParameter, arriving
 from ..params.tensor_slice import is_shared, local_of
 from .packing import Packing
 from .slots import GradState, Shown, Slots
-
-
-class Flight:
-    """A reduction under way, and the buffers that it was lent."""
-
-    def __init__(
-        self, pending: Pending | Chain, buffers: CommBuffers, lent: Sequence[Tensor], then: Sequence[Callable[[], None]]
-    ) -> None:
-        self.pending, self._buffers, self._lent, self._then = pending, buffers, lent, then
-
-    def wait(self) -> None:
-        self.pending.wait()
-        for buffer in self._lent:
-            self._buffers.give_back(buffer)
-        self._lent = ()
-        for act in self._then:
-            act()
-        self._then = ()
-
-    def arrives_within(self, seconds: float) -> bool:
-        return self.pending.arrives_within(seconds)
 
 
 @dataclass
@@ -68,7 +43,7 @@ class Follower(Protocol):
     def reduction_begins(self) -> None:
         """Forget what was taken: the shard is about to be written."""
 
-    def reduction_launched(self, pending: Pending | Chain) -> bool:
+    def reduction_launched(self, handle: Handle) -> bool:
         """Arrange, without waiting, that the sum is taken as it arrives. Returns whether that was possible."""
 
     def reduction_arrived(self) -> None:
@@ -264,17 +239,18 @@ class Bucket:
         if self.follower is not None:
             self.follower.reduction_begins()
         with span("reduce_scatter", self):
-            pending = self._reduce(full, self.grad_shard, lend, accumulate=accumulate)
-        # Reduced in place, the rest was communicated, too. At stage 0 every rank has the average of all of it.
-        poisoned = in_place and buffers.poison and self.sharding.stage >= 1
-        then: list[Callable[[], None]] = []
-        if poisoned:
-            then.append(partial(_poison_beside, self.grad_shard, self.grad_buffer))
+            handle = self._reduce(full, self.grad_shard, lend, accumulate=accumulate)
         if (follower := self.follower) is not None:
             # On a GPU a stream beside this one takes the sum as it arrives. Else the host does, when it has waited.
-            taken = follower.reduction_launched(pending)
-            then.append(follower.after_taking if taken else follower.reduction_arrived)
-        self.arrivals.expect(Flight(pending, buffers, lent, then))
+            taken = follower.reduction_launched(handle)
+        for buffer in lent:
+            handle.then(partial(buffers.give_back, buffer))
+        # Reduced in place, the rest was communicated, too. At stage 0 every rank has the average of all of it.
+        if in_place and buffers.poison and self.sharding.stage >= 1:
+            handle.then(partial(_poison_beside, self.grad_shard, self.grad_buffer))
+        if follower is not None:
+            handle.then(follower.after_taking if taken else follower.reduction_arrived)
+        self.arrivals.expect(handle)
 
     def note_writes(self) -> None:
         """Note that all writes into the gradients so far are known, or were not the user's."""
@@ -392,7 +368,7 @@ class Unsharding:
 
     def __init__(self, layout: BucketLayout, flat: FlatParams, labels: Sequence[str], sharding: Sharding) -> None:
         self._layout, self._flat, self._labels, self._sharding = layout, flat, labels, sharding
-        self.pending: Pending | None = None
+        self.pending: Handle | None = None
         self._guarded: list[Tensor] = []
         self._stepped_on: torch.cuda.Stream | None = None
         self._reading = threading.RLock()  # other threads may read parameters that are in flight

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..backward_watch import BackwardWatch, current_task
-from ..comm.buffers import PATIENCE_SECONDS, CommBuffers
+from ..comm.handle import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
 from ..comm.spans import LOGGER
 from ..comm.streams import GradStreams
@@ -395,7 +395,7 @@ class Reducer:
         self.rounds.complete_all_raised()
         if zeroed_before:
             self.rounds.complete_missed()
-        self.sharding.issue_second_legs()  # else ranks whose next backward has data wait for one that has none
+        self.sharding.second_legs.issue()  # else ranks whose next backward has data wait for one that has none
         self.rounds.clear()
         self.rounds.came = False
         self.late.clear()
@@ -436,7 +436,7 @@ class Reducer:
                 self._abandon()
             bucket.abandon()
             bucket.clear()
-        self.sharding.abandon()
+        self.sharding.second_legs.abandon()
 
     def has_own_gradients(self) -> bool:
         """True if there is a gradient to which this rank has added."""
@@ -447,7 +447,7 @@ class Reducer:
         if self.sharding.host_waits:
             self.sharding.everyone.abandon()
         else:
-            self.sharding.everyone.out_of_step = True
+            self.sharding.everyone.log.failed = True
 
 
 class GradHooks:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..backward_watch import BackwardWatch
-from ..comm.buffers import CommBuffers
+from ..comm.handle import CommBuffers
 from ..comm.sharding import Sharding
 from ..comm.streams import GradStreams
 from ..errors import RankMismatchError
@@ -185,7 +185,7 @@ class Rounds(RoundCounter):
 
     def begin(self) -> None:
         super().begin()
-        self._sharding.everyone.rounds += 1
+        self._sharding.everyone.log.rounds += 1
         self.next = 0
 
     def launch(self, *, rest: bool) -> None:
@@ -272,7 +272,7 @@ class Rounds(RoundCounter):
         self._readiness.begin()
         if not self.open:
             return
-        self._sharding.everyone.check_not_parted()
+        self._sharding.everyone.log.check()
         if self.out_of_step:
             raise RankMismatchError(
                 "an earlier error has parted the ranks in a backward: make a new optimizer to go on"

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..comm.arrivals import Arrivals
+from ..comm.handle import Arrivals
 from ..comm.sharding import Sharding
-from ..comm.storage import references_in_cpp
+from ..comm.streams import references_in_cpp
 from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece

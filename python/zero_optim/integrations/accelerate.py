@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import checkpoint
-from ..comm.grid import read_rows
+from ..comm.topology import read_rows
 from ..errors import CheckpointError, ParameterError, ZeroOptimError
 from ..optimizer import ShardedOptimizer, optimizers_of
 from ..params.param_shard import plain_parameter

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..comm.storage import is_there
+from ..comm.streams import is_there
 from ..engine import Engine, open_engines
 from ..figures import SizeUnit, row, size, unit_for
 from ..params.tensor_slice import local_of

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..comm.buffers import COUNT
 from ..comm.collectives import Comm
-from ..comm.grid import Grid
+from ..comm.handle import COUNT
 from ..comm.sharding import Sharding
-from ..comm.tensor_ranks import TensorRanks
+from ..comm.topology import Grid, TensorRanks
 from ..grads.buckets import BucketKind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, one_bucket, round_up
 from ..rules.codec import Split, StateTensor, default_master

@@ -10,11 +10,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..comm.buffers import debug_options
-from ..comm.collectives import Comm, Pending
+from ..comm.collectives import Comm
+from ..comm.handle import Handle, debug_options
 from ..comm.sharding import Sharding
-from ..comm.storage import allocate, as_own_storage, deallocate
-from ..comm.streams import keep_for_current_stream
+from ..comm.streams import allocate, as_own_storage, deallocate, keep_for_current_stream
 from ..stores.host_memory import HostMemory
 from ..stores.lanes import Lanes
 from .layout import BucketLayout
@@ -114,7 +113,7 @@ class FlatParams:
             host_memory: where the shard is to rest; None: on the device.
             lanes: for copies to the device, where the shard rests in host memory.
         """
-        self._sharding.broadcast(self.full, cut=self.cut)
+        self._sharding.alike(cut=self.cut).broadcast(self.full)
         self.offloaded = host_memory is not None
         if host_memory is not None:
             shard = host_memory.take(self.shard.nbytes).view(self.dtype)
@@ -132,7 +131,7 @@ class FlatParams:
             param_shard.flat = self
         self.reshard()
 
-    def unshard(self, node: Comm | None) -> Pending | None:
+    def unshard(self, node: Comm | None) -> Handle | None:
         """Start to fill ``full``: from the ranks of ``node`` where they keep all of it, else from all ranks."""
         allocate(self.full)
         if node is not None and self._node_part is not None:
@@ -143,7 +142,7 @@ class FlatParams:
         self._sharding.own_part(self.full).copy_(self.shard)
         return self._sharding.all_gather(self.full)
 
-    def _unshard_from_host(self, lanes: Lanes) -> Pending | None:
+    def _unshard_from_host(self, lanes: Lanes) -> Handle | None:
         """Copy on a lane beside the computation: the unit in use must not wait for the copy of the next one. The gather
         from all ranks follows on the lane::
 
@@ -266,7 +265,7 @@ class FlatParams:
 
     def write_back(self, whole: Tensor) -> None:
         """Collective. Keep rank 0's values of ``whole``, which ``copy_out`` gave."""
-        self._sharding.broadcast(whole, "gather_parameters", cut=self.cut)
+        self._sharding.alike(cut=self.cut).broadcast(whole, "gather_parameters")
         new = self._sharding.own_part(whole).to(self.shard.device)
         for parameter, piece in zip(self.params, self.pieces, strict=True):
             own = slice(piece.in_shard, piece.in_shard + piece.numel)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..callers import DCP_SAVER, called_from, locals_of_callers
-from ..comm.arrivals import Arrivals
+from ..comm.handle import Arrivals
 from ..errors import ParameterError, ShardAccessError
 from .storage_order import Cut, StorageOrder, storage_order, stored_dims, strides_of, tensor_dims, view_of
 from .tensor_slice import TensorSlice

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm.host_copy import HostCopy
+from ..comm.streams import HostCopy
 from ..errors import GradientError, OffloadError, RankMismatchError, ZeroOptimError
 from ..units.cycle import ORDER_CODES
 

@@ -114,7 +114,7 @@ class Exchange:
         self._pipeline, self._places = pipeline, places
         device = sharding.device
         self._alarms = alarms(by_units=by_units) if sharding.agrees else ()  # alone, a rank has none
-        self.nonfinite = NonFinite(sharding.rank, sharding.everyone.world_size, device)
+        self.nonfinite = NonFinite(sharding.everyone.rank, sharding.everyone.world_size, device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
         self.state = Exchanged.OUTDATED
@@ -179,7 +179,7 @@ class Exchange:
         vector.put_use(own.used)
         vector.name(set().union(*about.values()) if self._alarms else ())
         self.nonfinite.report(vector.reports, *own.flags)
-        self.sharding.exchange(vector.all, maximum=own.norm_type == math.inf)
+        self.sharding.everyone.exchange(vector.all, maximum=own.norm_type == math.inf)
         self._read_alarms(own.reasons, raised_here=any(about.values()))
         torch.gt(vector.use(), 0, out=self.used)
         self.state, self.norm_type = Exchanged.COUNTED if own.stats else Exchanged.USED, own.norm_type

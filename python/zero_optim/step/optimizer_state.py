@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.buffers import debug_options
+from ..comm.handle import debug_options
 from ..comm.sharding import Sharding, as_sent
-from ..comm.storage import deallocate
+from ..comm.streams import deallocate
 from ..errors import OffloadError
 from ..grads.bucket import Bucket
 from ..params.layout import SlotPiece

@@ -26,9 +26,9 @@ from torch import Tensor
 from zero_kernels import is_capturing
 
 from ..comm.collectives import Comm, make_comm
-from ..comm.grid import group_along
-from ..comm.host_copy import HostCopy
+from ..comm.streams import HostCopy
 from ..comm.together import check_same
+from ..comm.topology import group_along
 from ..errors import ParameterError, RankMismatchError
 from ..params.storage_order import described
 from ..params.tensor_slice import is_shared

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zero_kernels import ROW, ROW_STATS
 
-from ..comm.storage import allocate, deallocate, is_there
+from ..comm.streams import allocate, deallocate, is_there
 from ..params.parameter_set import ParameterSet, Shardings
 from .optimizer_state import OptimizerState
 from .shard_state import ShardState

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.chain import Chain
-from ..comm.collectives import Pending
+from ..comm.handle import Handle
 from ..grads.bucket import Bucket
 from ..params.tensor_slice import Joint, joint_of
 from ..rules.update_rule import CutParameter, ToJoin, UpdateRule, Whole
@@ -138,9 +137,9 @@ class OnHost:
     def reduction_begins(self) -> None:
         self._has = None
 
-    def reduction_launched(self, pending: Pending | Chain) -> bool:
+    def reduction_launched(self, handle: Handle) -> bool:
         with self._store.lanes.to_host.as_current():
-            ordered = pending.order_current()
+            ordered = handle.order_current()
         if ordered:
             self._take()
         return ordered

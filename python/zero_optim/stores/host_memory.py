@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.storage import as_own_storage
-from ..comm.streams import on_device
+from ..comm.streams import as_own_storage, on_device
 from ..errors import OffloadError
 from ..params.layout import round_up
 

@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..comm.storage import is_there
-from ..comm.streams import keep_for_current_stream
+from ..comm.streams import is_there, keep_for_current_stream
 from .disk_pages import DiskBacking
 from .host_memory import HostMemory
 from .lanes import Lanes, make_lanes

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..comm.collectives import Comm, Pending
+from ..comm.collectives import Comm
+from ..comm.handle import Handle
 from ..comm.spans import span
 from ..errors import CollectiveError, ParameterError, ShardAccessError
 from ..params.flat_params import FlatParams
@@ -127,7 +128,7 @@ class Unit:
         self.flats: list[FlatParams] = []
         self.registrations: list[Registration] = []
         self._parts: list[StandIn] = []
-        self._pending: list[Pending] = []
+        self._pending: list[Handle] = []
         self._wholes: list[Tensor] = []  # of each of ``flats``, while gathered
         self._versions: list[int] = []
 
@@ -172,7 +173,7 @@ class Unit:
         chosen = {id(parameter) for some in parameters for parameter in some}
         return list(dict.fromkeys(place.shard.label for place in self.registrations if id(place.plain) in chosen))
 
-    def _await(self, gather: Pending) -> None:
+    def _await(self, gather: Handle) -> None:
         gather.of = self.label
         try:
             gather.wait()

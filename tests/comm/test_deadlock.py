@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in vain: they are told within seconds, not at the time-out, and no process ends.
+"""Ranks that deadlock raise within seconds, not at the time-out, and no process ends.
 
 Gloo ends a process that is sent more than it expects, as where one rank gathers a large unit and another a small one.
 """
@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,9 +24,9 @@ from script_ranks import run_script
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from training_cases import Planned, raise_in_backward
-from zero_optim.comm import standstill
-from zero_optim.comm.collectives import Pending
-from zero_optim.comm.standstill import Wait
+from zero_optim.comm import deadlock
+from zero_optim.comm.deadlock import Wait
+from zero_optim.comm.handle import Handle
 
 IN_VAIN = 5  # seconds of a group's time-out: the ranks are told after one, and their group cannot end before
 
@@ -35,7 +35,7 @@ def _another_optimizer_first(rank: int, world_size: int, **options: int) -> tupl
     """Rank 1 raises before its backward comes to the sharded model; rank 0 waits there. Then each goes on with the
     step of another optimizer, which the documents forbid. Afterwards a new optimizer trains on. The model's own has
     a step refused where its backward was cut short."""
-    standstill.SECONDS, seconds = 0.2, standstill.SECONDS
+    deadlock.SECONDS, seconds = 0.2, deadlock.SECONDS
     torch.manual_seed(0)
     sharded, plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)
     zero_optim.shard_module(sharded, units=(nn.Linear,), **options)
@@ -54,7 +54,7 @@ def _another_optimizer_first(rank: int, world_size: int, **options: int) -> tupl
     except zero_optim.ZeroOptimError as error:
         text = f"{type(error).__name__}: {error}"
     finally:
-        standstill.SECONDS = seconds
+        deadlock.SECONDS = seconds
     refused = ""
     if rank == 0:
         try:
@@ -141,7 +141,7 @@ def _out_of_step(
     model(torch.ones(2, 8)).sum().backward()
     opt.step()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(zero_optim.RankMismatchError) as caught:
-        patch.setattr(standstill, "SECONDS", 0.1)
+        patch.setattr(deadlock, "SECONDS", 0.1)
         part(rank, model, opt)
         opt.step()
     return str(caught.value), _trained_anew(stage)
@@ -175,7 +175,7 @@ def _one_backward_more_in_a_grid(rank: int, world_size: int) -> str:
     opt.step()
     opt.zero_grad()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(zero_optim.RankMismatchError) as caught:
-        patch.setattr(standstill, "SECONDS", 0.1)
+        patch.setattr(deadlock, "SECONDS", 0.1)
         for _ in range(1 + (rank == 1)):
             model(torch.ones(2, 8)).sum().backward()
         opt.step()
@@ -204,14 +204,14 @@ def _gone_on(rank: int, world_size: int, stage: int) -> tuple[list[str], int, fl
             told.append(str(error))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standstill, "SECONDS", 0.1)
+        patch.setattr(deadlock, "SECONDS", 0.1)
         y = model(torch.ones(2, 8)).sum()
         with contextlib.suppress(Planned):
             tell((raise_in_backward(y) if rank == 0 else y).backward)
         if not told:
             tell(opt.zero_grad if rank == 0 else opt.step)
-        # From here on nothing looks for a standstill: whoever waits does so until the time-out.
-        patch.setattr(standstill, "SECONDS", 2 * IN_VAIN)
+        # From here on nothing looks for a deadlock: whoever waits does so until the time-out.
+        patch.setattr(deadlock, "SECONDS", 2 * IN_VAIN)
         for call in (opt.step, lambda: opt.clip_grad_norm_(1.0), lambda: zero_optim.full_state_dict(opt), opt.sleep):
             tell(call)
     steps = opt.stats()["steps"]
@@ -225,8 +225,9 @@ def test_ranks_that_have_parted_are_refused_at_once(stage):
     for told, steps, _ in results:
         first, *others = told
         assert first.startswith("the ranks wait for each other"), first
-        refused = f"an earlier error has parted the ranks: make a new optimizer to go on. The error was: {first}"
-        assert others == [refused] * 4
+        assert len(others) == 4 and len({*others}) == 1
+        assert others[0].startswith("ranks are out of sync after an earlier error; make a new optimizer")
+        assert others[0].endswith(f"The error was: {first}")
         assert steps == 1
     assert results[0][2] == results[1][2]
 
@@ -235,7 +236,7 @@ def _alone_in_a_call(rank: int, world_size: int) -> list[str]:
     """Rank 0 alone makes a call of all ranks: while rank 1 trains on, and where rank 1 comes to nothing any more."""
     told = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standstill, "SECONDS", 0.1)
+        patch.setattr(deadlock, "SECONDS", 0.1)
         model, opt = _made(2)
         model(torch.ones(2, 8)).sum().backward()
         opt.step()
@@ -264,7 +265,7 @@ def test_a_rank_that_is_alone_in_a_call_is_told_of_it():
     assert "every rank has to call full_state_dict" in end
 
 
-LONG = [(number, "all_gather of 64") for number in range(8, 8 + standstill.ISSUED_LATELY)]
+LONG = [(number, "all_gather of 64") for number in range(8, 8 + deadlock.ISSUED_LATELY)]
 ALIKE = [(5, "all_gather of 64"), (6, "all_gather of 80"), (7, "all_gather of 64")]
 
 
@@ -286,10 +287,12 @@ ALIKE = [(5, "all_gather of 64"), (6, "all_gather of 80"), (7, "all_gather of 64
     ],
 )
 def test_what_all_ranks_have_issued_is_on_its_way(number, of_others, on_its_way):
-    wait = Wait("model, by nodes", 1, "all_gather of unit 'a'", number)
+    wait = Wait([0, 1], "model, by nodes", 1, "all_gather of unit 'a'", number)
     assert wait.whole == "model"
-    assert standstill._is_on_its_way(wait, [{"model": ALIKE}, of_others]) is on_its_way
-    assert not standstill._is_on_its_way(replace(wait, agreeing=True), [{"model": ALIKE}, of_others])
+    waits = {0: wait, 1: Wait([0, 1], "another model", 1, "all_gather of unit 'a'")}
+    issued = {0: {"model": ALIKE}, 1: of_others}
+    assert deadlock._is_in_flight(wait, waits, issued) is on_its_way
+    assert not deadlock._is_in_flight(replace(wait, given=True), waits, issued)
 
 
 def _slow_reductions(rank: int, world_size: int) -> float:
@@ -298,19 +301,19 @@ def _slow_reductions(rank: int, world_size: int) -> float:
     models = [nn.Linear(8, 8), nn.Linear(8, 8)]
     optimizers = [zero_optim.ShardedAdamW(model.parameters(), lr=0.1) for model in models]
     slow, judged = optimizers[rank].engine.sharding.everyone.owner, False
-    arrives_within = Pending.arrives_within
+    arrives_within = Handle.leg_arrives_within
 
-    def arrives_late(pending: Pending, seconds: float) -> bool:
-        """Not before this rank has judged whether all wait in vain."""
+    def arrives_late(handle: Handle, seconds: float) -> bool:
+        """Not before this rank has judged whether there is a deadlock."""
         nonlocal judged
-        if pending._comm is not None and pending._comm.owner == slow and not judged:
-            judged = pending._comm.standstill()._looks > standstill.LOOKS
+        if handle.watch is not None and handle.watch.comm.owner == slow and not judged:
+            judged = deadlock._record_of(handle.watch.comm)._looks > deadlock.LOOKS
             return False
-        return arrives_within(pending, seconds)
+        return arrives_within(handle, seconds)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standstill, "SECONDS", 0.05)
-        patch.setattr(Pending, "arrives_within", arrives_late)
+        patch.setattr(deadlock, "SECONDS", 0.05)
+        patch.setattr(Handle, "leg_arrives_within", arrives_late)
         sum(model(torch.ones(1, 8)).sum() for model in models).backward()
         for opt in optimizers:
             opt.step()
@@ -318,7 +321,7 @@ def _slow_reductions(rank: int, world_size: int) -> float:
     return float(sum(model.weight.detach().sum() for model in models))
 
 
-def test_ranks_that_wait_for_slow_collectives_of_two_optimizers_are_no_standstill():
+def test_ranks_that_wait_for_slow_collectives_of_two_optimizers_are_no_deadlock():
     first, second = run_ranks(2, _slow_reductions, collective_timeout=IN_VAIN)
     assert first == second
 
@@ -338,7 +341,8 @@ def _issued(rank: int, world_size: int, rule: str, stage: int, mesh: bool) -> di
         opt.clip_grad_norm_(1.0, parameters=model[0].weight)
         opt.step()
         opt.zero_grad()
-    return {owner: dict(numbers) for owner, numbers in opt.engine.sharding.everyone.issued_beside().items()}
+    comms = deadlock._with_others(opt.engine.sharding.everyone)
+    return {comm.owner: dict(comm.log.issued()) for comm in comms}
 
 
 @pytest.mark.parametrize(
@@ -377,7 +381,7 @@ def _other_ranks(rank: int, world_size: int) -> list[str]:
     slices = nn.Parameter(torch.ones(4, 3))
     slices.tensor_model_parallel = True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standstill, "SECONDS", 0.1)
+        patch.setattr(deadlock, "SECONDS", 0.1)
         with pytest.raises(zero_optim.RankMismatchError) as caught:
             zero_optim.ShardedAdamW([nn.Parameter(torch.ones(4, 3))], process_group=columns[0] if rank == 0 else None)
         told.append(str(caught.value))
@@ -403,14 +407,14 @@ import sys
 import torch
 import torch.distributed as dist
 import zero_optim
-from zero_optim.comm import standstill
+from zero_optim.comm import deadlock
 
 rank, world_size, meet, how = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-standstill.SECONDS = 0.1
+deadlock.SECONDS = 0.1
 if how == "interrupted":
     def interrupt(*of):
         raise KeyboardInterrupt  # as Ctrl-C does while the host waits
-    standstill.Standstill.look = interrupt
+    deadlock.Record.look = interrupt
 dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world_size)
 model = torch.nn.Linear(8, 8)
 opt = zero_optim.ShardedAdamW(model.parameters())
@@ -467,20 +471,21 @@ def test_ranks_wait_in_vain_where_nobody_of_whom_they_wait_for_can_go_on(monkeyp
     store = _Store()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    meetings = standstill._Meetings()
+    record = deadlock.Record()
     for rank, ranks in of_others.items():
-        store.set(meetings._key(rank), "" if ranks is None else json.dumps([ranks, "the constructor", 1]))
-    looks = standstill.LOOKS + 2
+        wait = ranks and [astuple(Wait(ranks, "a group", 0, "a wait", given=True, call="the constructor")), 1]
+        store.set(record._key("wait", rank), json.dumps(wait) if wait else "")
+        store.set(record._key("issued", rank), "{}")
+    own = Wait([0, 1], "a group", 0, "a wait", given=True, call="the constructor")
+    found = [record.look(own, {}) for _ in range(deadlock.LOOKS + 2)][deadlock.LOOKS]
     if not in_vain:
-        for _ in range(looks):
-            meetings.look([0, 1], "the constructor")
-        assert meetings.verdict() is None
+        assert found is None and record.end() is None
         return
-    with pytest.raises(zero_optim.RankMismatchError, match=r"rank 0 with ranks \[0, 1\], in the constructor; rank 1"):
-        for _ in range(looks):
-            meetings.look([0, 1], "the constructor")
-    assert {key for key in store if "verdict" in key} == {meetings._verdict_key(rank, 1) for rank in (0, 1, 2)}
-    assert store[meetings._key(0)] == ""
+    assert found is not None
+    assert re.search(r"rank 0 with ranks \[0, 1\], in the constructor; rank 1", found.text)
+    assert {key for key in store if "deadlock" in key} == {record._key("deadlock 1", rank) for rank in (0, 1, 2)}
+    assert record.end() == found
+    assert store[record._key("wait", 0)] == ""
 
 
 def _of_some_ranks(rank: int, world_size: int) -> tuple[Any, str, str]:
@@ -500,7 +505,7 @@ def _of_some_ranks(rank: int, world_size: int) -> tuple[Any, str, str]:
         told = str(error)
     parted = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standstill, "SECONDS", 0.1)
+        patch.setattr(deadlock, "SECONDS", 0.1)
         try:
             for _ in range(1 + (rank == 3)):
                 parameter.sum().backward()
