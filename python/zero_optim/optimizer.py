@@ -35,7 +35,7 @@ from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.out_of_memory import explaining_out_of_memory
 from .params.param_shard import plain_parameter
-from .params.parameter_set import ParameterSet, check_listed, listed, model_behind
+from .params.parameter_set import ParameterSet, check_listed, listed, model_behind, tensors_of
 from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
@@ -46,7 +46,6 @@ from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.offload import Offload, Tier
 from .stores.state_store import StateStore, make_store
-from .units.hooks import tensors_in
 from .units.sharded_model import ShardedModel, sharded_model_of
 
 
@@ -167,7 +166,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._warned_of_narrow_sums = False
         source = model_behind(params)
         params, said = split_off(listed(params))
-        model = next(iter(sharded_model_of(tensors_in(params))), None)
+        tensors = tensors_of(params)
+        model = next(iter(sharded_model_of(tensors)), None)
         settings = Settings(
             stage=(2 if model is None else 3) if stage is None else stage,
             bucket_cap_mb=bucket_cap_mb,
@@ -184,11 +184,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state_dtype=state_dtype,
             telemetry=telemetry,
         )
-        dense = [group for number, group in enumerate(params) if number not in said] if said else params
-        row = read_row(tensor_parallel, mesh_of(tensors_in(dense)))
+        dense = tensors_of([group for number, group in enumerate(params) if number not in said]) if said else tensors
+        row = read_row(tensor_parallel, mesh_of(dense))
         averaging = group_of(process_group, mesh)
         group, topology = _group_and_topology(averaging, row, model, told=tensor_parallel is not None)
-        device = next((tensor.device for tensor in tensors_in(params)), None)
+        device = next((tensor.device for tensor in tensors), None)
         comm, stages = make_comm(group, device), comm_of_pipeline(pipeline, device)
         with stages.raising_together("the constructor"), comm.raising_together("the constructor"):
             validate.check_rule(rule)

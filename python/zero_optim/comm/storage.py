@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -52,3 +52,12 @@ def as_own_storage(view: Tensor) -> Tensor:
     start = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
     return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
+
+
+def own_storages(full: Tensor, views: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Do the same for many ``views`` of ``full``, faster."""
+    storage, itemsize = full.untyped_storage(), full.itemsize
+    for view in views:
+        start = view.storage_offset() * itemsize
+        part = storage[start : start + view.numel() * itemsize]
+        yield full.new_empty(0).set_(part, 0, view.shape, view.stride())

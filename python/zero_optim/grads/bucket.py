@@ -138,7 +138,7 @@ class Bucket:
         self._labels = labels
         self.dtype, self.device = flat.dtype, flat.device
         self.reduce_dtype = sharding.reduce_dtype(self.dtype)
-        self.pieces = tuple(layout.pieces(sharding.shard_index))
+        self.pieces = flat.pieces if layout is flat.layout else tuple(layout.pieces(sharding.shard_index))
         self.offsets = [slot.offset for slot in layout.slots]
         self.nonfinite = torch.zeros(len(self.params), dtype=torch.int32, device=self.device)
         self._absent = torch.empty(0, dtype=self.dtype, device=self.device)  # ``pack`` takes it for a missing gradient

@@ -127,8 +127,7 @@ class Reducer:
         self.complete_raised()
         new = self.layout.grow(indices)
         self._use_layout()
-        for index in indices:
-            self._hooks.register(index, self.parameters[index])
+        self._hooks.register({index: self.parameters[index] for index in indices})
         self._counts.forget(order=True)
         self._use_readiness()
         self.rounds.local()

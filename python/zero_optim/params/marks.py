@@ -13,7 +13,7 @@ Marks do not say how slices make a whole: ``partition_dim`` is not enough for fu
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 _SLICE, _TERM, _SHARED = "tensor_model_parallel", "sequence_parallel", "shared"
 _AVERAGED = "average_gradients_across_tp_domain"
@@ -46,6 +46,8 @@ def says_anything(parameter: Tensor) -> bool:
 
 def marked(parameter: Tensor) -> str:
     """List the marks of a parameter, for messages; empty where it has none."""
+    if type(parameter) is nn.Parameter and not parameter.__dict__:
+        return ""
     found = [name for name in (_SLICE, _TERM, _SHARED, _AVERAGED) if getattr(parameter, name, False)]
     return "".join(f", {name} = True" for name in found)
 

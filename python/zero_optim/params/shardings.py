@@ -25,6 +25,8 @@ class Shardings:
 
     def of(self, index: int) -> Sharding:
         """Find the sharding of a parameter."""
+        if not self.of_groups:  # as a rule
+            return self.main
         return self.of_groups.get(self._parameters.group_of[index], self.main)
 
     def is_apart(self, index: int) -> bool:
@@ -35,6 +37,8 @@ class Shardings:
 
     def places_of_use(self, index: int) -> tuple[int, int]:
         """Count the parameters with this index on all ranks together, and number this rank's among them."""
+        if not self.of_groups:
+            return 1, 0
         sharding = self.of(index)
         return (sharding.slice_count, sharding.slice_index) if self.is_apart(index) else (1, 0)
 

@@ -106,7 +106,9 @@ class OptimizerState:
 
     def record_versions(self) -> None:
         self._all = list(self.parameters.values())
-        self._mastered = {i: p for i, p in self.parameters.items() if has_master(self.rules.of(i), p.dtype)}
+        dtypes = {p.dtype for p in self._all}
+        by_kind = {(id(rule), dtype): has_master(rule, dtype) for rule in self.rules.all for dtype in dtypes}
+        self._mastered = {i: p for i, p in self.parameters.items() if by_kind[id(self.rules.of(i)), p.dtype]}
         self._look_at_versions()
 
     def _look_at_versions(self) -> None:
