@@ -6,11 +6,11 @@ import copy
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,7 +40,7 @@ from .params.shardings import Shardings
 from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
 from .rules.update_rule import UpdateRule, exported_for
-from .settings import Settings
+from .settings import Settings, ShardingOptions, check_keywords, shows_options
 from .step.pipeline import comm_of_pipeline, make_pipeline
 from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
@@ -48,28 +48,8 @@ from .stores.offload import Offload, Tier
 from .stores.state_store import StateStore, make_store
 from .units.sharded_model import ShardedModel, sharded_model_of
 
-
-class ShardingOptions(TypedDict, total=False):
-    """The keyword arguments that every sharded optimizer has. ``ShardedOptimizer`` says what they mean."""
-
-    stage: int | None
-    process_group: dist.ProcessGroup | None
-    mesh: dist.DeviceMesh | None
-    tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None
-    pipeline: dist.DeviceMesh | dist.ProcessGroup | None
-    bucket_cap_mb: float | None
-    grad_reduce_dtype: torch.dtype | None
-    grad_accumulation_dtype: torch.dtype | None
-    max_grad_norm: float | None
-    skip_nonfinite: bool
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    state_offload: str | None
-    device_budget: int | str | None
-    ema_decay: float | Sequence[float] | None
-    master: str | None
-    state_dtype: str
-    telemetry: bool
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -137,93 +117,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         OffloadError: host memory, the folder or its disk do not hold the state.
     """
 
+    @shows_options
     @torch.inference_mode(False)  # tensors made here are written in every step
-    def __init__(
-        self,
-        params: Iterable[Any],
-        rule: UpdateRule,
-        *,
-        stage: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        mesh: dist.DeviceMesh | None = None,
-        tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None = None,
-        pipeline: dist.DeviceMesh | dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
-        grad_reduce_dtype: torch.dtype | None = None,
-        grad_accumulation_dtype: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = True,
-        overlap_grad_reduce: bool = True,
-        overlap_param_gather: bool = False,
-        state_offload: str | None = None,
-        device_budget: int | str | None = None,
-        ema_decay: float | Sequence[float] | None = None,
-        master: str | None = None,
-        state_dtype: str = "fp32",
-        telemetry: bool = False,
-    ) -> None:
+    def __init__(self, params: Iterable[Any], rule: UpdateRule, **options: Unpack[ShardingOptions]) -> None:
         self._closed = True  # until the constructor is through
         self._warned_of_narrow_sums = False
-        source = model_behind(params)
-        params, said = split_off(listed(params))
-        tensors = tensors_of(params)
-        model = next(iter(sharded_model_of(tensors)), None)
-        settings = Settings(
-            stage=(2 if model is None else 3) if stage is None else stage,
-            bucket_cap_mb=bucket_cap_mb,
-            grad_reduce_dtype=grad_reduce_dtype,
-            grad_accumulation_dtype=grad_accumulation_dtype,
-            max_grad_norm=max_grad_norm,
-            skip_nonfinite=skip_nonfinite,
-            overlap_grad_reduce=overlap_grad_reduce,
-            overlap_param_gather=overlap_param_gather,
-            state_offload=state_offload,
-            device_budget=device_budget,
-            ema_decay=ema_decay,
-            master=master,
-            state_dtype=state_dtype,
-            telemetry=telemetry,
-        )
-        dense = tensors_of([group for number, group in enumerate(params) if number not in said]) if said else tensors
-        row = read_row(tensor_parallel, mesh_of(dense))
-        averaging = group_of(process_group, mesh)
-        group, topology = _group_and_topology(averaging, row, model, told=tensor_parallel is not None)
-        device = next((tensor.device for tensor in tensors), None)
-        comm, stages = make_comm(group, device), comm_of_pipeline(pipeline, device)
-        with stages.raising_together("the constructor"), comm.raising_together("the constructor"):
+        check_keywords(type(self), ShardedOptimizer, options)
+        named_by = model_behind(params)
+        params, expert_groups = split_off(listed(params))
+        model = next(iter(sharded_model_of(tensors_of(params))), None)
+        settings = Settings.of(options, default_stage=2 if model is None else 3)
+        ranks = _find_ranks(params, expert_groups, model, options)
+        where = "the constructor"
+        with ranks.stages.raising_together(where), ranks.world.raising_together(where):
+            # What is wrong on this rank alone, for all ranks to raise.
             validate.check_rule(rule)
-            validate.check_group(process_group, mesh)
+            validate.check_group(options.get("process_group"), options.get("mesh"))
             settings.check()
             check_listed(params)
-            if model is None or mesh is not None:
-                topology = replace(topology, rows=read_rows(mesh, shares=settings.stage != 0))
+            topology = _with_rows(ranks.topology, options.get("mesh"), model, settings)
             self._rule, self._shared_defaults = rule, settings.group_defaults
-            self._brought: list[UpdateRule] = []
+            self._rules_of_groups: list[UpdateRule] = []  # ``add_param_group`` adds them, which torch calls
             super().__init__(params, {**rule.defaults, **settings.group_defaults})
-            parameters = ParameterSet(self.param_groups, source)
+            parameters = ParameterSet(self.param_groups, named_by)
             indices = parameters.read_groups()
-            plain = len(topology.slices) if topology.plain else 1
-            rules = GroupRules(parameters, partial(settings.applied_to, plain_slices=plain))
-            rules.take(self._brought)
-            admission = Admission(
-                comm,
-                topology,
-                settings.stage,
-                stages.world_size,
-                rules,
-                "the constructor",
-                state_offload=settings.state_offload,
-            )
-            experts = admission.check(parameters, said, row)
+            plain_slices = len(topology.slices) if topology.plain else 1
+            rules = GroupRules(parameters, partial(settings.applied_to, plain_slices=plain_slices))
+            rules.take(self._rules_of_groups)
+            admission = _admission(settings, ranks, topology, rules)
+            experts = admission.check(parameters, expert_groups, ranks.tp_row)
         experts = admission.agree(parameters, experts, settings.described())
-        self.engine = _make_engine(settings, parameters, rules, model, admission, experts, stages)
+        self.engine = _make_engine(settings, parameters, rules, model, admission, experts, ranks.stages)
         self._closed = False
         if not self.engine.sharding.reduces:
-            validate.warn_of_narrow_sums(grad_accumulation_dtype, self.engine.parameters.all, "on one rank")
+            validate.warn_of_narrow_sums(settings.grad_accumulation_dtype, self.engine.parameters.all, "on one rank")
         self.engine.optimizer = weakref.ref(self)
         try:
             if model is None:  # else shard_module has compared the names
-                check_order(parameters, self.engine.shardings, indices, "the constructor")
+                check_order(parameters, self.engine.shardings, indices, where)
             with explaining_out_of_memory(self.engine, "as the optimizer was made"):
                 self.engine.grow(indices, self.engine.to_train(indices))
         except BaseException:
@@ -526,31 +457,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises what the constructor raises; then nothing was added.
         """
         if not hasattr(self, "engine"):  # called by the constructor
-            self._brought.append(self._add_group(param_group))
+            self._rules_of_groups.append(self._add_group(param_group))
             return
         self.check_usable()
         self.settle()
         before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
-        everyone, stages, rules = sharding.everyone, self.engine.stages_of_pipeline, self.engine.rules
+        rules = self.engine.rules
         admission = Admission(
-            everyone,
+            sharding.everyone,
             sharding.topology,
             self.stage,
-            stages,
+            self.engine.stages_of_pipeline,
             rules,
             "add_param_group",
             first_group=before,
             state_offload=self.engine.settings.state_offload,
         )
         (param_group,), of_group = split_off([param_group])
-        said = dict(zip([before], of_group.values(), strict=False))
+        expert_groups = dict(zip([before], of_group.values(), strict=False))
         try:
             with sharding.everyone.raising_together("add_param_group"):
                 check_listed([param_group], before)
                 rule = self._add_group(parameters.with_names(param_group))
                 indices = parameters.read_groups()
                 rules.take([rule])
-                experts = admission.check(parameters, said)
+                experts = admission.check(parameters, expert_groups)
             experts = admission.agree(parameters, experts, {})
             self.engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
             if self.engine.sharded_model is None:
@@ -736,18 +667,71 @@ def optimizers_of(model: nn.Module) -> list[ShardedOptimizer]:
     return [opt for opt in alive if any(id(parameter) in held for parameter in opt.engine.parameters.all)]
 
 
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks of a new optimizer.
+
+    Attributes:
+        world: the ranks that train one stage of the pipeline together.
+        stages: the same rank of every stage.
+        topology: the places of ``world``, without the rows of a mesh of two dimensions.
+        tp_row: the tensor-parallel ranks that ``tensor_parallel`` or a ``DTensor`` names; None: there are none.
+    """
+
+    world: Comm
+    stages: Comm
+    topology: Topology
+    tp_row: RowRanks | None
+
+
+def _find_ranks(
+    params: Any, expert_groups: Container[int], model: ShardedModel | None, options: ShardingOptions
+) -> _Ranks:
+    """Collective. Find the ranks by the arguments, the tensor-parallel parameters and the sharded model."""
+    tensors = dense = tensors_of(params)
+    if expert_groups:
+        dense = tensors_of([group for number, group in enumerate(params) if number not in expert_groups])
+    tensor_parallel = options.get("tensor_parallel")
+    tp_row = read_row(tensor_parallel, mesh_of(dense))
+    dp_group = group_of(options.get("process_group"), options.get("mesh"))
+    group, topology = _group_and_topology(dp_group, tp_row, model, explicit_tp=tensor_parallel is not None)
+    device = next((tensor.device for tensor in tensors), None)
+    return _Ranks(make_comm(group, device), comm_of_pipeline(options.get("pipeline"), device), topology, tp_row)
+
+
 def _group_and_topology(
-    averaging: dist.ProcessGroup | None, row: RowRanks | None, model: ShardedModel | None, *, told: bool
+    dp_group: dist.ProcessGroup | None, tp_row: RowRanks | None, model: ShardedModel | None, *, explicit_tp: bool
 ) -> tuple[dist.ProcessGroup | None, Topology]:
     """Collective. Find the group and its topology: see ``read_topology``. A sharded model has both already; its grid
     counts even if a group is given."""
     if model is None:
-        return read_topology(averaging, row, told=told)
+        return read_topology(dp_group, tp_row, told=explicit_tp)
     of_model = replace(model.sharding.topology, told=True)  # ``shard_module`` has asked for it
-    if averaging is None:
+    if dp_group is None:
         return model.process_group(), of_model
-    group, topology = read_topology(averaging, row, told=True)
+    group, topology = read_topology(dp_group, tp_row, told=True)
     return group, replace(topology, rows=of_model.rows)
+
+
+def _with_rows(
+    topology: Topology, mesh: dist.DeviceMesh | None, model: ShardedModel | None, settings: Settings
+) -> Topology:
+    """Add the rows of ``mesh``. A sharded model has them already, unless a mesh is given to compare with."""
+    if model is not None and mesh is None:
+        return topology
+    return replace(topology, rows=read_rows(mesh, shares=settings.stage != 0))
+
+
+def _admission(settings: Settings, ranks: _Ranks, topology: Topology, rules: GroupRules) -> Admission:
+    return Admission(
+        ranks.world,
+        topology,
+        settings.stage,
+        ranks.stages.world_size,
+        rules,
+        "the constructor",
+        state_offload=settings.state_offload,
+    )
 
 
 def _make_engine(

@@ -144,17 +144,6 @@ def _check_joins(rule: UpdateRule, parameter: Tensor, label: str) -> None:
         raise ParameterError(f"{label} {reason}")
 
 
-def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for the first of the keyword arguments ``given`` to the class ``name`` that it does not have."""
-    known = [*known]
-    for keyword in given:
-        if keyword not in known:
-            near = difflib.get_close_matches(keyword, known, n=1)
-            meant = [*near, *(other for other in known if other.endswith(f"_{keyword}"))][:1]
-            hint = f"; did you mean {meant[0]}?" if meant else ""
-            raise TypeError(f"{name} has no argument {keyword!r}{hint}")
-
-
 def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:
     """Warn of torch's keywords that change nothing here. ``name``: of the optimizer."""
     given = [keyword for keyword, value in keywords.items() if value]
