@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 
@@ -41,6 +41,7 @@ from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
 from .rules.update_rule import UpdateRule, exported_for
 from .settings import Settings, ShardingOptions, check_keywords, shows_options
+from .stats import stats_of
 from .step.pipeline import comm_of_pipeline, make_pipeline
 from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
@@ -50,6 +51,30 @@ from .units.sharded_model import ShardedModel, sharded_model_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+T = TypeVar("T")
+
+
+class OfEngine(Generic[T]):
+    """An attribute of an optimizer that its engine has, by the same name: users may set it between steps."""
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, opt: None, owner: type) -> OfEngine[T]: ...
+
+    @overload
+    def __get__(self, opt: ShardedOptimizer, owner: type) -> T: ...
+
+    def __get__(self, opt: ShardedOptimizer | None, owner: type) -> OfEngine[T] | T:
+        return self if opt is None else getattr(opt.engine, self._name)
+
+    def __set__(self, opt: ShardedOptimizer, value: T) -> None:
+        setattr(opt.engine, self._name, value)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -158,7 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with explaining_out_of_memory(self.engine, "as the optimizer was made"):
                 self.engine.grow(indices, self.engine.to_train(indices))
         except BaseException:
-            self._close(collective=False)
+            _close(self, collective=False)
             raise
 
     @property
@@ -171,23 +196,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The device of parameters and gradients, and of state unless it is offloaded."""
         return self.engine.sharding.device
 
-    @property
-    def max_grad_norm(self) -> float | None:
-        """The norm to clip to, as given; read at every step."""
-        return self.engine.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float | None) -> None:
-        self.engine.max_grad_norm = value
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """True if steps with gradients that are not finite are skipped, as given; read at every step."""
-        return self.engine.skip_nonfinite
-
-    @skip_nonfinite.setter
-    def skip_nonfinite(self, value: bool) -> None:
-        self.engine.skip_nonfinite = value
+    max_grad_norm = OfEngine[float | None]("The norm to clip to, as given; read at every step.")
+    skip_nonfinite = OfEngine[bool]("True if steps with gradients that are not finite are skipped; read at every step.")
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -209,7 +219,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.engine.reducer.complete_before_closure()
                 with torch.enable_grad():
                     result = closure()
-            self._adopt_torch_scale()
+            if getattr(self, "found_inf", None) is not None:  # torch's GradScaler sets both around this call
+                self.engine.clip.scaled = True
+            scale: Tensor | None = getattr(self, "grad_scale", None)
+            if scale is not None:
+                self.engine.clip.inverse_scale = scale.double().reciprocal().float().reshape(1)
             with explaining_out_of_memory(self.engine, "in the first step"):
                 self.engine.step(self.param_groups)
             return result
@@ -271,31 +285,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- loss scaling --------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def unscale_gradients(self, inverse_scale: Tensor) -> None:
-        """Divide gradients that ``.grad`` shows, a dtype at a time; else ``step`` will. For ``GradScaler.unscale_``."""
-        self.check_usable()
-        self.engine.unscale(inverse_scale)
-
-    def step_scaled(self, inverse_scale: Tensor | None) -> Any:
-        """Step on gradients times ``inverse_scale`` [1]; None: they were unscaled before. For ``GradScaler.step``."""
-        self.engine.clip.scaled = True
-        if inverse_scale is not None:
-            self.engine.clip.inverse_scale = self.engine.clip.inverse_loss_scale = inverse_scale
-        return self.step()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def found_inf_without_step(self) -> Tensor:
-        """Return [1] fp32, not 0 where a gradient is not finite. For ``GradScaler.update`` after ``unscale_`` alone."""
-        self.engine.finish_and_exchange(None)
-        return self.engine.exchange.overflowed()
-
-    def found_inf_of_step(self) -> Tensor:
-        """Return [1] fp32, not 0 where the last step was skipped. For ``GradScaler.update``."""
-        return self.engine.exchange.found_inf.clone()
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """True where ``torch.amp.GradScaler`` asks, which then sets ``grad_scale`` and ``found_inf`` around ``step``.
@@ -309,13 +298,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler does not share overflows over ranks: use zero_optim.GradScaler(), same interface"
             )
         return True
-
-    def _adopt_torch_scale(self) -> None:
-        if getattr(self, "found_inf", None) is not None:
-            self.engine.clip.scaled = True
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        if scale is not None:
-            self.engine.clip.inverse_scale = scale.double().reciprocal().float().reshape(1)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -349,7 +331,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Set fp32 masters to parameters that were edited in a way that version counters do not show, such as through
         ``p.data``. Split masters need no such call: the parameter is a part of them."""
         self.check_usable()
-        self.engine.refresh_masters()
+        self.engine.mode.check("refresh_master")
+        self.engine.param_gather.wait()
+        self.engine.keep_edits(unseen=True)
+        self.engine.states.refresh_masters(set(self.engine.parameters.trained))
 
     def wait_for_parameters(self) -> None:
         """Order later work after the updates of the last ``step``. Needed only with ``overlap_param_gather=True``,
@@ -366,14 +351,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_usable()
         parameters, gather = self.engine.parameters, self.engine.param_gather
         parameters.take_names(model)
-        self.engine.relabel()
+        for bucket in self.engine.reducer.buckets:
+            bucket.relabel()
         if gather.overlap:
             gather.attach(model, {id(parameter): index for index, parameter in enumerate(parameters.all)})
 
     def observe(self) -> None:
         """Collective. Count anew, in the next backward, how often gradients become ready; learn the order of units."""
         self.check_usable()
-        self.engine.observe()
+        self.engine.reducer.observe()
+        if self.engine.sharded_model is not None:
+            self.engine.sharded_model.schedule.record()
 
     # -- averages ------------------------------------------------------------------------------------------------
 
@@ -430,7 +418,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RankMismatchError: another rank has failed, or was given another argument.
         """
         self.check_usable()
-        self.engine.sleep(parameters=parameters)
+        self.engine.mode.check("sleep")
+        self.engine.settle()
+        self.engine.asleep.check(parameters=parameters)
+        self.engine.zero_grad(set_to_none=True)
+        self.engine.asleep.sleep(parameters=parameters)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -444,7 +436,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             OutOfMemoryError: the device has not the memory now.
             RankMismatchError: another rank has failed.
         """
-        self._check_open()
+        self.check_usable(asleep=True)
         self.engine.asleep.wake()
 
     # -- the parameters ------------------------------------------------------------------------------------------
@@ -457,7 +449,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises what the constructor raises; then nothing was added.
         """
         if not hasattr(self, "engine"):  # called by the constructor
-            self._rules_of_groups.append(self._add_group(param_group))
+            self._rules_of_groups.append(_add_group(self, param_group))
             return
         self.check_usable()
         self.settle()
@@ -467,7 +459,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             sharding.everyone,
             sharding.topology,
             self.stage,
-            self.engine.stages_of_pipeline,
+            1 if self.engine.pipeline is None else self.engine.pipeline.stages,
             rules,
             "add_param_group",
             first_group=before,
@@ -478,7 +470,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             with sharding.everyone.raising_together("add_param_group"):
                 check_listed([param_group], before)
-                rule = self._add_group(parameters.with_names(param_group))
+                rule = _add_group(self, parameters.with_names(param_group))
                 indices = parameters.read_groups()
                 rules.take([rule])
                 experts = admission.check(parameters, expert_groups)
@@ -493,20 +485,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             rules.forget(before)
             raise
         self.engine.grow(indices, self.engine.to_train(indices))
-
-    def _add_group(self, param_group: Any) -> UpdateRule:
-        """Add a group as torch does, with the defaults of its own rule, which is taken out of it. Returns that rule."""
-        rule = self._rule
-        if isinstance(param_group, dict) and RULE in param_group:
-            param_group = {**param_group}
-            rule = param_group.pop(RULE)
-            validate.check_rule(rule, f" of parameter group {len(self.param_groups)}")
-        defaults, self.defaults = self.defaults, {**rule.defaults, **self._shared_defaults}
-        try:
-            super().add_param_group(param_group)
-        finally:
-            self.defaults = defaults
-        return rule
 
     def settle(self) -> None:
         """Collective. Complete what a backward or ``step`` has left under way.
@@ -568,22 +546,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_usable()
         self.settle()
         with self.engine.sharding.everyone.raising_together("load_state_dict"):
-            state_dict = self._prepare_load(state_dict)
-        rank_state.load(self.engine, self.param_groups, state_dict)
+            state: Any = copy.copy(state_dict)  # shallow, for the hooks to change
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = hook(self, state)
+                state = state if changed is None else changed
+        rank_state.load(self.engine, self.param_groups, state)
         self.call_load_hooks()
 
     def call_load_hooks(self) -> None:
         """Call the hooks given to ``register_load_state_dict_post_hook``, as torch does."""
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
-
-    def _prepare_load(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let the pre-hooks change a shallow copy of the state."""
-        state: Any = copy.copy(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state)
-            state = state if changed is None else changed
-        return state
 
     def stats(self) -> dict[str, Any]:
         """Return counts since construction and bytes now, on this rank. It reads device values: call it between steps.
@@ -597,8 +570,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ``to_host``, ``read`` and ``written`` so far. ``sleep`` has the ``mode``, and the bytes of ``host`` memory
         that are kept for sleeping.
         """
-        self._check_open()
-        return self.engine.stats()
+        self.check_usable(asleep=True)
+        return stats_of(self.engine)
 
     @torch.no_grad()
     def telemetry(self, over_ranks: bool = False) -> Telemetry:
@@ -617,7 +590,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises ZeroOptimError where the optimizer was made without ``telemetry=True``.
         """
         self.check_usable()
-        return self.engine.telemetry(over_ranks=over_ranks)
+        if self.engine.measured is None:
+            raise ZeroOptimError("there is no telemetry: the optimizer was made without telemetry=True")
+        if over_ranks:  # a backward that raised here may still owe another rank a reduction, which comes first
+            self.engine.reducer.complete_all_raised()
+        return self.engine.measured.read(over_ranks=over_ranks)
 
     def first_non_finite(self) -> dict[str, Any] | None:
         """Return ``stats()["non_finite"]`` alone."""
@@ -630,18 +607,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         If a backward has raised here, its reductions are completed for the ranks on which it did not.
         """
-        self._close(collective=True)
-
-    def _close(self, *, collective: bool) -> None:
-        # ``__dict__``, not getattr: a wrapper that passes reads on, as Lightning's, dies before the optimizer (seen:
-        # its __del__ removed the hooks, and gradients stayed whole until step).
-        if not self.__dict__.get("_closed", True):
-            self._closed = True
-            self.engine.close(collective=collective)
+        _close(self, collective=True)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # half of what it would use is gone; the process takes the rest along
-            self._close(collective=False)
+            _close(self, collective=False)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ZeroOptimError(
@@ -649,14 +619,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "state_dict(), or zero_optim.full_state_dict(opt), and load it into a new one"
         )
 
-    def check_usable(self) -> None:
-        """Raise ClosedError after ``close()``, ZeroOptimError between ``sleep()`` and ``wake()``."""
-        self._check_open()
-        self.engine.mode.check_awake()
-
-    def _check_open(self) -> None:
+    def check_usable(self, *, asleep: bool = False) -> None:
+        """Raise ClosedError after ``close()``, ZeroOptimError between ``sleep()`` and ``wake()`` unless ``asleep``."""
         if self._closed:
             raise ClosedError("this optimizer was closed: make a new one")
+        if not asleep:
+            self.engine.mode.check_awake()
+
+
+def _add_group(opt: ShardedOptimizer, param_group: Any) -> UpdateRule:
+    """Add a group as torch does, with the defaults of its own rule, which is taken out of it. Returns that rule."""
+    rule = opt._rule
+    if isinstance(param_group, dict) and RULE in param_group:
+        param_group = {**param_group}
+        rule = param_group.pop(RULE)
+        validate.check_rule(rule, f" of parameter group {len(opt.param_groups)}")
+    defaults, opt.defaults = opt.defaults, {**rule.defaults, **opt._shared_defaults}
+    try:
+        torch.optim.Optimizer.add_param_group(opt, param_group)
+    finally:
+        opt.defaults = defaults
+    return rule
+
+
+def _close(opt: ShardedOptimizer, *, collective: bool) -> None:
+    # ``__dict__``, not getattr: a wrapper that passes reads on, as Lightning's, dies before the optimizer (seen:
+    # its __del__ removed the hooks, and gradients stayed whole until step).
+    if not opt.__dict__.get("_closed", True):
+        opt._closed = True
+        opt.engine.close(collective=collective)
 
 
 def optimizers_of(model: nn.Module) -> list[ShardedOptimizer]:

@@ -15,6 +15,7 @@ from ..engine import Engine, open_engines
 from ..figures import SizeUnit, row, size, unit_for
 from ..params.tensor_slice import local_of
 from ..rules.update_rule import UpdateRule
+from ..stats import memory_by_kind
 from ..units.unit import Unit
 from .models import ModelShapes, ParameterShape, shape_of
 from .plan import ON_THE_HOST, Job, Plan, plan
@@ -122,7 +123,7 @@ def _reshards(units: Sequence[Unit]) -> bool | int:
 def held(engine: Engine) -> dict[str, int]:
     """Bytes on the device now, by the kinds of a plan: ``stats()["memory"]``, with frozen parameters among the
     parameters."""
-    memory = engine.memory()
+    memory = memory_by_kind(engine)
     if engine.sharded_model is None:
         frozen = (p for index, p in enumerate(engine.parameters.all) if index not in engine.parameters.trained)
         memory["parameters"] += sum(local_of(parameter).nbytes for parameter in frozen)
