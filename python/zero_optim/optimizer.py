@@ -33,7 +33,7 @@ from .comm.tensor_ranks import RowRanks, read_row
 from .comm.topology import Topology, read_topology
 from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
-from .memory.out_of_memory import explaining_out_of_memory
+from .memory.live import explaining_out_of_memory
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_listed, listed, model_behind, tensors_of
 from .params.shardings import Shardings
