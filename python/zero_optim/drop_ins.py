@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .optimizer import ShardedOptimizer, ShardingOptions
+from .optimizer import ShardedOptimizer
 from .rules.kernel_rule import SGD, AdamW, Lion
 from .rules.muon import Muon, split_for_muon
 from .rules.newton_schulz import QUINTIC
-from .validate import check_keywords, warn_of_meaningless
+from .settings import ShardingOptions, shows_options
+from .validate import warn_of_meaningless
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-def _check(cls: type[ShardedOptimizer], opt: ShardedOptimizer, sharding: Iterable[str]) -> None:
-    """Raise TypeError, with the name of ``opt``'s class, where one of ``sharding`` is no argument of ``cls``."""
-    own = [name for name in inspect.signature(cls.__init__).parameters if name not in ("self", "sharding")]
-    check_keywords(type(opt).__name__, sharding, [*own, *ShardingOptions.__annotations__])
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -33,15 +28,12 @@ class ShardedAdamW(ShardedOptimizer):
             every step. ``amsgrad`` is the same for all groups.
         decoupled_weight_decay: False makes it ``torch.optim.Adam``, with L2 in the gradient.
         fused, foreach, capturable: accepted for torch's sake, and without effect: every update is all three.
-        sharding: as ``ShardedOptimizer`` has them, by keyword: ``stage``, ``process_group``, ``mesh``,
-            ``tensor_parallel``, ``pipeline``, ``bucket_cap_mb``, ``grad_reduce_dtype``, ``grad_accumulation_dtype``,
-            ``max_grad_norm``, ``skip_nonfinite``, ``overlap_grad_reduce``, ``overlap_param_gather``,
-            ``state_offload``, ``device_budget``, ``ema_decay``, ``master``,
-            ``state_dtype``, ``telemetry``.
+        sharding: the options of ``ShardedOptimizer``, by keyword.
 
     Raises what ``ShardedOptimizer`` raises.
     """
 
+    @shows_options
     def __init__(
         self,
         params: Iterable[Any],
@@ -59,7 +51,6 @@ class ShardedAdamW(ShardedOptimizer):
         decoupled_weight_decay: bool = True,
         **sharding: Unpack[ShardingOptions],
     ) -> None:
-        _check(ShardedAdamW, self, sharding)
         warn_of_meaningless(type(self).__name__, {"fused": fused, "foreach": foreach, "capturable": capturable})
         rule = AdamW(
             decoupled_weight_decay,
@@ -77,6 +68,7 @@ class ShardedAdamW(ShardedOptimizer):
 class ShardedAdam(ShardedAdamW):
     """``torch.optim.Adam``, sharded: ``ShardedAdamW`` with Adam's defaults, and L2 in the gradient."""
 
+    @partial(shows_options, base=ShardedAdamW)
     def __init__(
         self,
         params: Iterable[Any],
@@ -106,6 +98,7 @@ class ShardedLion(ShardedOptimizer):
     Raises what ``ShardedOptimizer`` raises.
     """
 
+    @shows_options
     def __init__(
         self,
         params: Iterable[Any],
@@ -116,7 +109,6 @@ class ShardedLion(ShardedOptimizer):
         maximize: bool = False,
         **sharding: Unpack[ShardingOptions],
     ) -> None:
-        _check(ShardedLion, self, sharding)
         rule = Lion(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, rule, **sharding)
 
@@ -133,6 +125,7 @@ class ShardedSGD(ShardedOptimizer):
     Raises what ``ShardedOptimizer`` raises.
     """
 
+    @shows_options
     def __init__(
         self,
         params: Iterable[Any],
@@ -148,7 +141,6 @@ class ShardedSGD(ShardedOptimizer):
         fused: bool | None = None,
         **sharding: Unpack[ShardingOptions],
     ) -> None:
-        _check(ShardedSGD, self, sharding)
         warn_of_meaningless(type(self).__name__, {"foreach": foreach, "fused": fused})
         rule = SGD(
             lr=lr,
@@ -193,6 +185,7 @@ class ShardedMuon(ShardedOptimizer):
     blocks of its view.
     """
 
+    @shows_options
     def __init__(
         self,
         params: Iterable[Any],
@@ -209,7 +202,6 @@ class ShardedMuon(ShardedOptimizer):
         ns_replicas: str = "share",
         **sharding: Unpack[ShardingOptions],
     ) -> None:
-        _check(ShardedMuon, self, sharding)
         rule = Muon(
             lr=lr,
             weight_decay=weight_decay,

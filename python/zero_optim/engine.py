@@ -15,7 +15,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -41,7 +40,6 @@ from .params.tensor_slice import is_cut, local_of
 from .rules.codec import Begins
 from .rules.group_rules import GroupRules
 from .settings import Settings
-from .stats import TELEMETRY, memory_by_kind
 from .step.clip import KERNEL_NORMS, Clip, unscale_in_place
 from .step.exchange import Exchange, ToExchange
 from .step.hyper_table import HyperTable
@@ -49,7 +47,7 @@ from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
 from .step.saved_state import SavedState
-from .step.telemetry import Measured, Telemetry
+from .step.telemetry import Measured
 from .step.workplace import Coefficients
 from .stores.offload import Tier
 from .stores.state_store import HostStore, StateStore
@@ -139,11 +137,6 @@ class Engine:
     @property
     def sharding(self) -> Sharding:
         return self.shardings.main
-
-    @property
-    def stages_of_pipeline(self) -> int:
-        """Count the pipeline stages that the model is cut into."""
-        return 1 if self.pipeline is None else self.pipeline.stages
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -420,13 +413,6 @@ class Engine:
             for unit in self.sharded_model.units:
                 unit.keep_edits(unseen=unseen)
 
-    def refresh_masters(self) -> None:
-        """Refresh every master from its parameter, also where no version counter shows an edit."""
-        self.mode.check("refresh_master")
-        self.param_gather.wait()
-        self.keep_edits(unseen=True)
-        self.states.refresh_masters(set(self.parameters.trained))
-
     def restart(self) -> None:
         """Reset state and step counts to what they are at construction."""
         self.mode.check("opt.state = {}")
@@ -451,17 +437,6 @@ class Engine:
         self.states.distrust_masters()
         self.exchange.outdate()  # gradients may have been dropped
 
-    def relabel(self) -> None:
-        """Pass new names of the parameters on to the buckets."""
-        for bucket in self.reducer.buckets:
-            bucket.shown.relabel()
-
-    def observe(self) -> None:
-        """Count anew, in the next backward, how often gradients become ready; at stage 3 learn the order of units."""
-        self.reducer.observe()
-        if self.sharded_model is not None:
-            self.sharded_model.schedule.orders.record()
-
     def settle(self) -> None:
         """Leave nothing under way: complete raised backwards, wait for parameters, reshard units, raise alarms."""
         self.reducer.rounds.complete_all_raised()
@@ -471,53 +446,7 @@ class Engine:
         self.exchange.check_alarms()
         self.states.raise_lost_together()  # a rank that lost state must not raise alone later, within a collective
 
-    def telemetry(self, *, over_ranks: bool) -> Telemetry:
-        """See ``ShardedOptimizer.telemetry``."""
-        if self.measured is None:
-            raise ZeroOptimError("there is no telemetry: the optimizer was made without telemetry=True")
-        if over_ranks:  # a backward that raised here may owe another rank a reduction, which comes first
-            self.reducer.rounds.complete_all_raised()
-        return self.measured.read(over_ranks=over_ranks)
-
-    def sleep(self, *, parameters: bool) -> None:
-        """Collective. Move all that the optimizer has on the device off it: see ``asleep``."""
-        self.mode.check("sleep")
-        self.settle()
-        self.asleep.check(parameters=parameters)
-        self.zero_grad(set_to_none=True)
-        self.asleep.sleep(parameters=parameters)
-
-    # -- statistics, and the end ---------------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, Any]:
-        everyone = self.sharding.everyone
-        return {
-            "stage": self.sharding.stage,
-            "world_size": self.sharding.world_size,
-            "buckets": len(self.reducer.buckets),
-            "steps": self.steps,
-            "skipped_steps": int(self.exchange.skipped),
-            "collectives": everyone.stats(),
-            "memory": self.memory(),
-            "non_finite": self.first_non_finite(),
-            "state_offload": {**self._off_the_device(), **asdict(self.store.copied)},
-            "sleep": {"mode": self.mode.now.name, "host": self.asleep.nbytes},
-        }
-
-    def _off_the_device(self) -> dict[str, int]:
-        """Count the bytes of the state's store, by memory; telemetry in host memory counts, too."""
-        taken = dict(self.store.footprint())
-        if self.measured is not None:
-            taken["host"] += self.measured.nbytes(on_host=True)
-        return taken
-
-    def memory(self) -> dict[str, int]:
-        """Count the bytes on the device, by kind."""
-        shards, buffers = self.states.shards, self.reducer.rounds.buffers
-        memory = memory_by_kind(self.rules.all, shards, buffers, self.sharded_model, self.store)
-        if self.measured is not None:
-            memory[TELEMETRY] = self.measured.nbytes(on_host=False)
-        return memory
+    # -- the end -------------------------------------------------------------------------------------------------
 
     def first_non_finite(self) -> dict[str, Any] | None:
         first = self.exchange.nonfinite.first()

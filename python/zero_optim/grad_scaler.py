@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,15 @@ from torch.amp.grad_scaler import OptState
 from zero_kernels import is_capturing
 
 from .comm.streams import HostCopy
+from .engine import Engine
 from .optimizer import ShardedOptimizer
 
 
-def _is_sharded(optimizer: object) -> TypeGuard[ShardedOptimizer]:
-    """True if it unscales and skips by itself, on the device: a ``ShardedOptimizer``, or a client's wrapper of one."""
-    return hasattr(optimizer, "unscale_gradients")
+def _engine_of(optimizer: object) -> Engine | None:
+    """The engine of an optimizer that unscales and skips on the device: a ``ShardedOptimizer``, or a client's wrapper
+    of one. None: torch handles it."""
+    engine = getattr(optimizer, "engine", None)
+    return engine if isinstance(engine, Engine) else None
 
 
 class GradScaler(TorchGradScaler):
@@ -59,7 +62,8 @@ class GradScaler(TorchGradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._enabled or not _is_sharded(optimizer):
+        engine = _engine_of(optimizer)
+        if not self._enabled or engine is None:
             return super().unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
@@ -67,12 +71,15 @@ class GradScaler(TorchGradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is called after step(); call update() between")
         self._sharded[id(optimizer)] = weakref.ref(optimizer)
-        optimizer.unscale_gradients(self._inverse_scale(optimizer))
+        _opt_of(engine).check_usable()
+        with torch.inference_mode(False), torch.no_grad():
+            engine.unscale(self._inverse_scale(engine))
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call ``optimizer.step()``; unscale if nobody has. The device skips the step if a gradient is not finite."""
-        if not self._enabled or not _is_sharded(optimizer):
+        engine = _engine_of(optimizer)
+        if not self._enabled or engine is None:
             return super().step(optimizer, *args, **kwargs)
         if any(argument is not None for argument in (*args, *kwargs.values())):  # accelerate gives a closure of None
             raise RuntimeError("a closure cannot be used with a GradScaler: it would run before gradients are checked")
@@ -80,9 +87,11 @@ class GradScaler(TorchGradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
         self._sharded[id(optimizer)] = weakref.ref(optimizer)
-        inverse = self._inverse_scale(optimizer) if state["stage"] is OptState.READY else None
-        result = optimizer.step_scaled(inverse)
-        state["found_inf_per_device"] = {optimizer.device: optimizer.found_inf_of_step()}
+        if state["stage"] is OptState.READY:  # else ``unscale_`` has set it, or has divided the gradients
+            engine.clip.inverse_scale = engine.clip.inverse_loss_scale = self._inverse_scale(engine)
+        engine.clip.scaled = True
+        result = _opt_of(engine).step()
+        state["found_inf_per_device"] = {engine.sharding.device: engine.exchange.found_inf.clone()}
         state["stage"] = OptState.STEPPED
         return result
 
@@ -91,7 +100,7 @@ class GradScaler(TorchGradScaler):
             for key, state in self._per_optimizer_states.items():
                 optimizer = self._met(key)
                 if optimizer is not None and state["stage"] is OptState.UNSCALED:  # and no step was made
-                    state["found_inf_per_device"] = {optimizer.device: optimizer.found_inf_without_step()}
+                    state["found_inf_per_device"] = _overflow_without_step(optimizer.engine)
         super().update(new_scale)
         if self._enabled:
             self._watch_scale()
@@ -126,12 +135,26 @@ class GradScaler(TorchGradScaler):
             stacklevel=3,
         )
 
-    def _inverse_scale(self, optimizer: Any) -> Tensor:
+    def _inverse_scale(self, engine: Engine) -> Tensor:
         """[1] fp32: 1 / scale, divided in float64."""
         # A rank without data has scaled no loss yet, and of a pipeline the last stage alone scales one. All ranks begin
         # with the same scale, and change it alike.
-        engine = optimizer.engine
         if self._scale is None and (engine.pipeline is not None or not engine.reducer.has_own_gradients()):
-            self._lazy_init_scale_growth_tracker(optimizer.device)
+            self._lazy_init_scale_growth_tracker(engine.sharding.device)
         scale, _ = self._check_scale_growth_tracker("unscale_")
         return scale.double().reciprocal().float().reshape(1)
+
+
+def _opt_of(engine: Engine) -> ShardedOptimizer:
+    """The optimizer itself, not a client's wrapper of it."""
+    opt = engine.optimizer()
+    assert isinstance(opt, ShardedOptimizer)
+    return opt
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _overflow_without_step(engine: Engine) -> dict[torch.device, Tensor]:
+    """[1] fp32 by device, not 0 where a gradient is not finite: for ``update`` after ``unscale_`` alone."""
+    engine.finish_and_exchange(None)
+    return {engine.sharding.device: engine.exchange.overflowed()}

@@ -6,11 +6,11 @@ import copy
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 
@@ -30,43 +30,47 @@ from .comm.sharding import Sharding, make_expert_shardings, make_sharding
 from .comm.topology import RowRanks, Topology, group_of, read_row, read_rows, read_topology, split_off
 from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
-from .memory.out_of_memory import explaining_out_of_memory
+from .memory.live import explaining_out_of_memory
 from .params.param_shard import plain_parameter
-from .params.parameter_set import ParameterSet, Shardings, check_listed, listed, model_behind
+from .params.parameter_set import ParameterSet, Shardings, check_listed, listed, model_behind, tensors_of
 from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
 from .rules.update_rule import UpdateRule, exported_for
-from .settings import Settings
+from .settings import Settings, ShardingOptions, check_keywords, shows_options
+from .stats import stats_of
 from .step.pipeline import comm_of_pipeline, make_pipeline
 from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.offload import Offload, Tier
 from .stores.state_store import StateStore, make_store
-from .units.hooks import tensors_in
 from .units.sharded_model import ShardedModel, sharded_model_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-class ShardingOptions(TypedDict, total=False):
-    """The keyword arguments that every sharded optimizer has. ``ShardedOptimizer`` says what they mean."""
+T = TypeVar("T")
 
-    stage: int | None
-    process_group: dist.ProcessGroup | None
-    mesh: dist.DeviceMesh | None
-    tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None
-    pipeline: dist.DeviceMesh | dist.ProcessGroup | None
-    bucket_cap_mb: float | None
-    grad_reduce_dtype: torch.dtype | None
-    grad_accumulation_dtype: torch.dtype | None
-    max_grad_norm: float | None
-    skip_nonfinite: bool
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    state_offload: str | None
-    device_budget: int | str | None
-    ema_decay: float | Sequence[float] | None
-    master: str | None
-    state_dtype: str
-    telemetry: bool
+
+class OfEngine(Generic[T]):
+    """An attribute of an optimizer that its engine has, by the same name: users may set it between steps."""
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, opt: None, owner: type) -> OfEngine[T]: ...
+
+    @overload
+    def __get__(self, opt: ShardedOptimizer, owner: type) -> T: ...
+
+    def __get__(self, opt: ShardedOptimizer | None, owner: type) -> OfEngine[T] | T:
+        return self if opt is None else getattr(opt.engine, self._name)
+
+    def __set__(self, opt: ShardedOptimizer, value: T) -> None:
+        setattr(opt.engine, self._name, value)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -134,96 +138,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
         OffloadError: host memory, the folder or its disk do not hold the state.
     """
 
+    @shows_options
     @torch.inference_mode(False)  # tensors made here are written in every step
-    def __init__(
-        self,
-        params: Iterable[Any],
-        rule: UpdateRule,
-        *,
-        stage: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        mesh: dist.DeviceMesh | None = None,
-        tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None = None,
-        pipeline: dist.DeviceMesh | dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
-        grad_reduce_dtype: torch.dtype | None = None,
-        grad_accumulation_dtype: torch.dtype | None = None,
-        max_grad_norm: float | None = None,
-        skip_nonfinite: bool = True,
-        overlap_grad_reduce: bool = True,
-        overlap_param_gather: bool = False,
-        state_offload: str | None = None,
-        device_budget: int | str | None = None,
-        ema_decay: float | Sequence[float] | None = None,
-        master: str | None = None,
-        state_dtype: str = "fp32",
-        telemetry: bool = False,
-    ) -> None:
+    def __init__(self, params: Iterable[Any], rule: UpdateRule, **options: Unpack[ShardingOptions]) -> None:
         self._closed = True  # until the constructor is through
         self._warned_of_narrow_sums = False
-        source = model_behind(params)
-        params, said = split_off(listed(params))
-        model = next(iter(sharded_model_of(tensors_in(params))), None)
-        settings = Settings(
-            stage=(2 if model is None else 3) if stage is None else stage,
-            bucket_cap_mb=bucket_cap_mb,
-            grad_reduce_dtype=grad_reduce_dtype,
-            grad_accumulation_dtype=grad_accumulation_dtype,
-            max_grad_norm=max_grad_norm,
-            skip_nonfinite=skip_nonfinite,
-            overlap_grad_reduce=overlap_grad_reduce,
-            overlap_param_gather=overlap_param_gather,
-            state_offload=state_offload,
-            device_budget=device_budget,
-            ema_decay=ema_decay,
-            master=master,
-            state_dtype=state_dtype,
-            telemetry=telemetry,
-        )
-        dense = [group for number, group in enumerate(params) if number not in said] if said else params
-        row = read_row(tensor_parallel, mesh_of(tensors_in(dense)))
-        averaging = group_of(process_group, mesh)
-        group, topology = _group_and_topology(averaging, row, model, told=tensor_parallel is not None)
-        device = next((tensor.device for tensor in tensors_in(params)), None)
-        comm, stages = make_comm(group, device), comm_of_pipeline(pipeline, device)
-        with stages.raising_together("the constructor"), comm.raising_together("the constructor"):
+        check_keywords(type(self), ShardedOptimizer, options)
+        named_by = model_behind(params)
+        params, expert_groups = split_off(listed(params))
+        model = next(iter(sharded_model_of(tensors_of(params))), None)
+        settings = Settings.of(options, default_stage=2 if model is None else 3)
+        ranks = _find_ranks(params, expert_groups, model, options)
+        where = "the constructor"
+        with ranks.stages.raising_together(where), ranks.world.raising_together(where):
+            # What is wrong on this rank alone, for all ranks to raise.
             validate.check_rule(rule)
-            validate.check_group(process_group, mesh)
+            validate.check_group(options.get("process_group"), options.get("mesh"))
             settings.check()
             check_listed(params)
-            if model is None or mesh is not None:
-                topology = replace(topology, rows=read_rows(mesh, shares=settings.stage != 0))
+            topology = _with_rows(ranks.topology, options.get("mesh"), model, settings)
             self._rule, self._shared_defaults = rule, settings.group_defaults
-            self._brought: list[UpdateRule] = []
+            self._rules_of_groups: list[UpdateRule] = []  # ``add_param_group`` adds them, which torch calls
             super().__init__(params, {**rule.defaults, **settings.group_defaults})
-            parameters = ParameterSet(self.param_groups, source)
+            parameters = ParameterSet(self.param_groups, named_by)
             indices = parameters.read_groups()
-            plain = len(topology.slices) if topology.plain else 1
-            rules = GroupRules(parameters, partial(settings.applied_to, plain_slices=plain))
-            rules.take(self._brought)
-            admission = Admission(
-                comm,
-                topology,
-                settings.stage,
-                stages.world_size,
-                rules,
-                "the constructor",
-                state_offload=settings.state_offload,
-            )
-            experts = admission.check(parameters, said, row)
+            plain_slices = len(topology.slices) if topology.plain else 1
+            rules = GroupRules(parameters, partial(settings.applied_to, plain_slices=plain_slices))
+            rules.take(self._rules_of_groups)
+            admission = _admission(settings, ranks, topology, rules)
+            experts = admission.check(parameters, expert_groups, ranks.tp_row)
         experts = admission.agree(parameters, experts, settings.described())
-        self.engine = _make_engine(settings, parameters, rules, model, admission, experts, stages)
+        self.engine = _make_engine(settings, parameters, rules, model, admission, experts, ranks.stages)
         self._closed = False
         if not self.engine.sharding.reduces:
-            validate.warn_of_narrow_sums(grad_accumulation_dtype, self.engine.parameters.all, "on one rank")
+            validate.warn_of_narrow_sums(settings.grad_accumulation_dtype, self.engine.parameters.all, "on one rank")
         self.engine.optimizer = weakref.ref(self)
         try:
             if model is None:  # else shard_module has compared the names
-                check_order(parameters, self.engine.shardings, indices, "the constructor")
+                check_order(parameters, self.engine.shardings, indices, where)
             with explaining_out_of_memory(self.engine, "as the optimizer was made"):
                 self.engine.grow(indices, self.engine.to_train(indices))
         except BaseException:
-            self._close(collective=False)
+            _close(self, collective=False)
             raise
 
     @property
@@ -236,23 +192,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The device of parameters and gradients, and of state unless it is offloaded."""
         return self.engine.sharding.device
 
-    @property
-    def max_grad_norm(self) -> float | None:
-        """The norm to clip to, as given; read at every step."""
-        return self.engine.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float | None) -> None:
-        self.engine.max_grad_norm = value
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """True if steps with gradients that are not finite are skipped, as given; read at every step."""
-        return self.engine.skip_nonfinite
-
-    @skip_nonfinite.setter
-    def skip_nonfinite(self, value: bool) -> None:
-        self.engine.skip_nonfinite = value
+    max_grad_norm = OfEngine[float | None]("The norm to clip to, as given; read at every step.")
+    skip_nonfinite = OfEngine[bool]("True if steps with gradients that are not finite are skipped; read at every step.")
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -274,7 +215,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.engine.reducer.complete_before_closure()
                 with torch.enable_grad():
                     result = closure()
-            self._adopt_torch_scale()
+            if getattr(self, "found_inf", None) is not None:  # torch's GradScaler sets both around this call
+                self.engine.clip.scaled = True
+            scale: Tensor | None = getattr(self, "grad_scale", None)
+            if scale is not None:
+                self.engine.clip.inverse_scale = scale.double().reciprocal().float().reshape(1)
             with explaining_out_of_memory(self.engine, "in the first step"):
                 self.engine.step(self.param_groups)
             return result
@@ -336,31 +281,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- loss scaling --------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def unscale_gradients(self, inverse_scale: Tensor) -> None:
-        """Divide gradients that ``.grad`` shows, a dtype at a time; else ``step`` will. For ``GradScaler.unscale_``."""
-        self.check_usable()
-        self.engine.unscale(inverse_scale)
-
-    def step_scaled(self, inverse_scale: Tensor | None) -> Any:
-        """Step on gradients times ``inverse_scale`` [1]; None: they were unscaled before. For ``GradScaler.step``."""
-        self.engine.clip.scaled = True
-        if inverse_scale is not None:
-            self.engine.clip.inverse_scale = self.engine.clip.inverse_loss_scale = inverse_scale
-        return self.step()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def found_inf_without_step(self) -> Tensor:
-        """Return [1] fp32, not 0 where a gradient is not finite. For ``GradScaler.update`` after ``unscale_`` alone."""
-        self.engine.finish_and_exchange(None)
-        return self.engine.exchange.overflowed()
-
-    def found_inf_of_step(self) -> Tensor:
-        """Return [1] fp32, not 0 where the last step was skipped. For ``GradScaler.update``."""
-        return self.engine.exchange.found_inf.clone()
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """True where ``torch.amp.GradScaler`` asks, which then sets ``grad_scale`` and ``found_inf`` around ``step``.
@@ -374,13 +294,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler does not share overflows over ranks: use zero_optim.GradScaler(), same interface"
             )
         return True
-
-    def _adopt_torch_scale(self) -> None:
-        if getattr(self, "found_inf", None) is not None:
-            self.engine.clip.scaled = True
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        if scale is not None:
-            self.engine.clip.inverse_scale = scale.double().reciprocal().float().reshape(1)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -414,7 +327,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Set fp32 masters to parameters that were edited in a way that version counters do not show, such as through
         ``p.data``. Split masters need no such call: the parameter is a part of them."""
         self.check_usable()
-        self.engine.refresh_masters()
+        self.engine.mode.check("refresh_master")
+        self.engine.param_gather.wait()
+        self.engine.keep_edits(unseen=True)
+        self.engine.states.refresh_masters(set(self.engine.parameters.trained))
 
     def wait_for_parameters(self) -> None:
         """Order later work after the updates of the last ``step``. Needed only with ``overlap_param_gather=True``,
@@ -431,14 +347,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_usable()
         parameters, gather = self.engine.parameters, self.engine.param_gather
         parameters.take_names(model)
-        self.engine.relabel()
+        for bucket in self.engine.reducer.buckets:
+            bucket.shown.relabel()
         if gather.overlap:
             gather.attach(model, {id(parameter): index for index, parameter in enumerate(parameters.all)})
 
     def observe(self) -> None:
         """Collective. Count anew, in the next backward, how often gradients become ready; learn the order of units."""
         self.check_usable()
-        self.engine.observe()
+        self.engine.reducer.observe()
+        if self.engine.sharded_model is not None:
+            self.engine.sharded_model.schedule.orders.record()
 
     # -- averages ------------------------------------------------------------------------------------------------
 
@@ -495,7 +414,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RankMismatchError: another rank has failed, or was given another argument.
         """
         self.check_usable()
-        self.engine.sleep(parameters=parameters)
+        self.engine.mode.check("sleep")
+        self.engine.settle()
+        self.engine.asleep.check(parameters=parameters)
+        self.engine.zero_grad(set_to_none=True)
+        self.engine.asleep.sleep(parameters=parameters)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -509,7 +432,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             OutOfMemoryError: the device has not the memory now.
             RankMismatchError: another rank has failed.
         """
-        self._check_open()
+        self.check_usable(asleep=True)
         self.engine.asleep.wake()
 
     # -- the parameters ------------------------------------------------------------------------------------------
@@ -522,31 +445,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises what the constructor raises; then nothing was added.
         """
         if not hasattr(self, "engine"):  # called by the constructor
-            self._brought.append(self._add_group(param_group))
+            self._rules_of_groups.append(_add_group(self, param_group))
             return
         self.check_usable()
         self.settle()
         before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
-        everyone, stages, rules = sharding.everyone, self.engine.stages_of_pipeline, self.engine.rules
+        rules = self.engine.rules
         admission = Admission(
-            everyone,
+            sharding.everyone,
             sharding.topology,
             self.stage,
-            stages,
+            1 if self.engine.pipeline is None else self.engine.pipeline.stages,
             rules,
             "add_param_group",
             first_group=before,
             state_offload=self.engine.settings.state_offload,
         )
         (param_group,), of_group = split_off([param_group])
-        said = dict(zip([before], of_group.values(), strict=False))
+        expert_groups = dict(zip([before], of_group.values(), strict=False))
         try:
             with sharding.everyone.raising_together("add_param_group"):
                 check_listed([param_group], before)
-                rule = self._add_group(parameters.with_names(param_group))
+                rule = _add_group(self, parameters.with_names(param_group))
                 indices = parameters.read_groups()
                 rules.take([rule])
-                experts = admission.check(parameters, said)
+                experts = admission.check(parameters, expert_groups)
             experts = admission.agree(parameters, experts, {})
             self.engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
             if self.engine.sharded_model is None:
@@ -558,20 +481,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             rules.forget(before)
             raise
         self.engine.grow(indices, self.engine.to_train(indices))
-
-    def _add_group(self, param_group: Any) -> UpdateRule:
-        """Add a group as torch does, with the defaults of its own rule, which is taken out of it. Returns that rule."""
-        rule = self._rule
-        if isinstance(param_group, dict) and RULE in param_group:
-            param_group = {**param_group}
-            rule = param_group.pop(RULE)
-            validate.check_rule(rule, f" of parameter group {len(self.param_groups)}")
-        defaults, self.defaults = self.defaults, {**rule.defaults, **self._shared_defaults}
-        try:
-            super().add_param_group(param_group)
-        finally:
-            self.defaults = defaults
-        return rule
 
     def settle(self) -> None:
         """Collective. Complete what a backward or ``step`` has left under way.
@@ -633,22 +542,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_usable()
         self.settle()
         with self.engine.sharding.everyone.raising_together("load_state_dict"):
-            state_dict = self._prepare_load(state_dict)
-        rank_state.load(self.engine, self.param_groups, state_dict)
+            state: Any = copy.copy(state_dict)  # shallow, for the hooks to change
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = hook(self, state)
+                state = state if changed is None else changed
+        rank_state.load(self.engine, self.param_groups, state)
         self.call_load_hooks()
 
     def call_load_hooks(self) -> None:
         """Call the hooks given to ``register_load_state_dict_post_hook``, as torch does."""
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
-
-    def _prepare_load(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let the pre-hooks change a shallow copy of the state."""
-        state: Any = copy.copy(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state)
-            state = state if changed is None else changed
-        return state
 
     def stats(self) -> dict[str, Any]:
         """Return counts since construction and bytes now, on this rank. It reads device values: call it between steps.
@@ -662,8 +566,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ``to_host``, ``read`` and ``written`` so far. ``sleep`` has the ``mode``, and the bytes of ``host`` memory
         that are kept for sleeping.
         """
-        self._check_open()
-        return self.engine.stats()
+        self.check_usable(asleep=True)
+        return stats_of(self.engine)
 
     @torch.no_grad()
     def telemetry(self, over_ranks: bool = False) -> Telemetry:
@@ -682,7 +586,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises ZeroOptimError where the optimizer was made without ``telemetry=True``.
         """
         self.check_usable()
-        return self.engine.telemetry(over_ranks=over_ranks)
+        if self.engine.measured is None:
+            raise ZeroOptimError("there is no telemetry: the optimizer was made without telemetry=True")
+        if over_ranks:  # a backward that raised here may still owe another rank a reduction, which comes first
+            self.engine.reducer.rounds.complete_all_raised()
+        return self.engine.measured.read(over_ranks=over_ranks)
 
     def first_non_finite(self) -> dict[str, Any] | None:
         """Return ``stats()["non_finite"]`` alone."""
@@ -695,18 +603,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         If a backward has raised here, its reductions are completed for the ranks on which it did not.
         """
-        self._close(collective=True)
-
-    def _close(self, *, collective: bool) -> None:
-        # ``__dict__``, not getattr: a wrapper that passes reads on, as Lightning's, dies before the optimizer (seen:
-        # its __del__ removed the hooks, and gradients stayed whole until step).
-        if not self.__dict__.get("_closed", True):
-            self._closed = True
-            self.engine.close(collective=collective)
+        _close(self, collective=True)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # half of what it would use is gone; the process takes the rest along
-            self._close(collective=False)
+            _close(self, collective=False)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ZeroOptimError(
@@ -714,14 +615,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "state_dict(), or zero_optim.full_state_dict(opt), and load it into a new one"
         )
 
-    def check_usable(self) -> None:
-        """Raise ClosedError after ``close()``, ZeroOptimError between ``sleep()`` and ``wake()``."""
-        self._check_open()
-        self.engine.mode.check_awake()
-
-    def _check_open(self) -> None:
+    def check_usable(self, *, asleep: bool = False) -> None:
+        """Raise ClosedError after ``close()``, ZeroOptimError between ``sleep()`` and ``wake()`` unless ``asleep``."""
         if self._closed:
             raise ClosedError("this optimizer was closed: make a new one")
+        if not asleep:
+            self.engine.mode.check_awake()
+
+
+def _add_group(opt: ShardedOptimizer, param_group: Any) -> UpdateRule:
+    """Add a group as torch does, with the defaults of its own rule, which is taken out of it. Returns that rule."""
+    rule = opt._rule
+    if isinstance(param_group, dict) and RULE in param_group:
+        param_group = {**param_group}
+        rule = param_group.pop(RULE)
+        validate.check_rule(rule, f" of parameter group {len(opt.param_groups)}")
+    defaults, opt.defaults = opt.defaults, {**rule.defaults, **opt._shared_defaults}
+    try:
+        torch.optim.Optimizer.add_param_group(opt, param_group)
+    finally:
+        opt.defaults = defaults
+    return rule
+
+
+def _close(opt: ShardedOptimizer, *, collective: bool) -> None:
+    # ``__dict__``, not getattr: a wrapper that passes reads on, as Lightning's, dies before the optimizer (seen:
+    # its __del__ removed the hooks, and gradients stayed whole until step).
+    if not opt.__dict__.get("_closed", True):
+        opt._closed = True
+        opt.engine.close(collective=collective)
 
 
 def optimizers_of(model: nn.Module) -> list[ShardedOptimizer]:
@@ -732,18 +654,71 @@ def optimizers_of(model: nn.Module) -> list[ShardedOptimizer]:
     return [opt for opt in alive if any(id(parameter) in held for parameter in opt.engine.parameters.all)]
 
 
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks of a new optimizer.
+
+    Attributes:
+        world: the ranks that train one stage of the pipeline together.
+        stages: the same rank of every stage.
+        topology: the places of ``world``, without the rows of a mesh of two dimensions.
+        tp_row: the tensor-parallel ranks that ``tensor_parallel`` or a ``DTensor`` names; None: there are none.
+    """
+
+    world: Comm
+    stages: Comm
+    topology: Topology
+    tp_row: RowRanks | None
+
+
+def _find_ranks(
+    params: Any, expert_groups: Container[int], model: ShardedModel | None, options: ShardingOptions
+) -> _Ranks:
+    """Collective. Find the ranks by the arguments, the tensor-parallel parameters and the sharded model."""
+    tensors = dense = tensors_of(params)
+    if expert_groups:
+        dense = tensors_of([group for number, group in enumerate(params) if number not in expert_groups])
+    tensor_parallel = options.get("tensor_parallel")
+    tp_row = read_row(tensor_parallel, mesh_of(dense))
+    dp_group = group_of(options.get("process_group"), options.get("mesh"))
+    group, topology = _group_and_topology(dp_group, tp_row, model, explicit_tp=tensor_parallel is not None)
+    device = next((tensor.device for tensor in tensors), None)
+    return _Ranks(make_comm(group, device), comm_of_pipeline(options.get("pipeline"), device), topology, tp_row)
+
+
 def _group_and_topology(
-    averaging: dist.ProcessGroup | None, row: RowRanks | None, model: ShardedModel | None, *, told: bool
+    dp_group: dist.ProcessGroup | None, tp_row: RowRanks | None, model: ShardedModel | None, *, explicit_tp: bool
 ) -> tuple[dist.ProcessGroup | None, Topology]:
     """Collective. Find the group and its topology: see ``read_topology``. A sharded model has both already; its grid
     counts even if a group is given."""
     if model is None:
-        return read_topology(averaging, row, told=told)
+        return read_topology(dp_group, tp_row, told=explicit_tp)
     of_model = replace(model.sharding.topology, told=True)  # ``shard_module`` has asked for it
-    if averaging is None:
+    if dp_group is None:
         return model.process_group(), of_model
-    group, topology = read_topology(averaging, row, told=True)
+    group, topology = read_topology(dp_group, tp_row, told=True)
     return group, replace(topology, rows=of_model.rows)
+
+
+def _with_rows(
+    topology: Topology, mesh: dist.DeviceMesh | None, model: ShardedModel | None, settings: Settings
+) -> Topology:
+    """Add the rows of ``mesh``. A sharded model has them already, unless a mesh is given to compare with."""
+    if model is not None and mesh is None:
+        return topology
+    return replace(topology, rows=read_rows(mesh, shares=settings.stage != 0))
+
+
+def _admission(settings: Settings, ranks: _Ranks, topology: Topology, rules: GroupRules) -> Admission:
+    return Admission(
+        ranks.world,
+        topology,
+        settings.stage,
+        ranks.stages.world_size,
+        rules,
+        "the constructor",
+        state_offload=settings.state_offload,
+    )
 
 
 def _make_engine(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from .comm.handle import CommBuffers
 from .comm.streams import is_there
+from .engine import Engine
 from .params.layout import BucketLayout, SlotPiece
 from .rules.codec import StateTensor
 from .rules.update_rule import UpdateRule, stored_names
-from .step.shard_state import ShardState
-from .stores.state_store import DeviceStore, StateStore
-from .units.sharded_model import ShardedModel
+from .stores.state_store import DeviceStore
 
 PAGES = "pages"
 TELEMETRY = "telemetry"
@@ -27,13 +26,26 @@ class FlatBytes:
     itemsize: int
 
 
-def memory_by_kind(
-    rules: Iterable[UpdateRule],
-    shards: Sequence[ShardState],
-    buffers: CommBuffers,
-    sharded: ShardedModel | None,
-    store: StateStore,
-) -> dict[str, int]:
+def stats_of(engine: Engine) -> dict[str, Any]:
+    """See ``ShardedOptimizer.stats``."""
+    sharding, taken = engine.sharding, dict(engine.store.footprint())
+    if engine.measured is not None:  # telemetry in host memory counts, too
+        taken["host"] += engine.measured.nbytes(on_host=True)
+    return {
+        "stage": sharding.stage,
+        "world_size": sharding.world_size,
+        "buckets": len(engine.reducer.buckets),
+        "steps": engine.steps,
+        "skipped_steps": int(engine.exchange.skipped),
+        "collectives": sharding.everyone.stats(),
+        "memory": memory_by_kind(engine),
+        "non_finite": engine.first_non_finite(),
+        "state_offload": {**taken, **asdict(engine.store.copied)},
+        "sleep": {"mode": engine.mode.now.name, "host": engine.asleep.nbytes},
+    }
+
+
+def memory_by_kind(engine: Engine) -> dict[str, int]:
     """Count the bytes on this rank's device by their use, for parameters that are in a bucket: without frozen ones, and
     without modules' buffers. ``padding`` is what rows and equal shards add to all the others. At stage 3
     ``parameters`` are the shards, and ``unsharded`` what is there beside them now, of frozen ones too.
@@ -44,8 +56,9 @@ def memory_by_kind(
     Gradients are the buffers of the buckets, at stage 2 the shard. The memory that autograd allocates for a gradient
     until its bucket leaves is not counted.
     """
+    store, rules = engine.store, engine.rules.all
     memory, on_device = no_memory(rules), isinstance(store, DeviceStore) and all(map(is_there, store.residents()))
-    for shard in shards:
+    for shard in engine.states.shards:
         bucket = shard.bucket
         parameters = bucket.param_shard if bucket.flat.sharded else bucket.flat.full
         there = [("gradients", bucket.grad_buffer)]
@@ -55,9 +68,11 @@ def memory_by_kind(
         count_bucket(memory, bucket.layout, bucket.pieces, flats, shard.stored if on_device else ())
     if not isinstance(store, DeviceStore):
         memory[PAGES] = store.footprint()["device"]
-    memory["communication"] = buffers.nbytes()
-    if sharded is not None:
-        memory["unsharded"] = sum(flat.nbytes() for unit in sharded.units for flat in unit.flats)
+    memory["communication"] = engine.reducer.rounds.buffers.nbytes()
+    if engine.sharded_model is not None:
+        memory["unsharded"] = sum(flat.nbytes() for unit in engine.sharded_model.units for flat in unit.flats)
+    if engine.measured is not None:
+        memory[TELEMETRY] = engine.measured.nbytes(on_host=False)
     return memory
 
 

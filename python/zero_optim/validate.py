@@ -117,9 +117,9 @@ def check_rule(rule: object, where: str = "") -> None:
 
 def check_master(rules: GroupRules, parameters: ParameterSet, indices: Sequence[int]) -> None:
     """Raise ParameterError where masters are split, and one of ``indices`` cannot be the upper half of its master."""
-    for index in indices:
-        splits = any(codec.reads_parameter for codec in rules.of(index).codecs.values())
-        if splits and parameters.all[index].dtype == torch.float16:
+    splitting = [rule for rule in rules.all if any(codec.reads_parameter for codec in rule.codecs.values())]
+    for index in indices if splitting else ():
+        if rules.of(index) in splitting and parameters.all[index].dtype == torch.float16:
             raise ParameterError(
                 f"{parameters.labels[index]} is fp16, and a split master is a bf16 parameter and the rest: make the "
                 'model bf16, or make the optimizer with master="fp32"'
@@ -158,17 +158,6 @@ def _check_joins(rule: UpdateRule, parameter: Tensor, label: str) -> None:
         )
     if rule.plain_slices > 1 and is_plain_slice(parameter) and (reason := refuse_partition(parameter)) is not None:
         raise ParameterError(f"{label} {reason}")
-
-
-def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for the first of the keyword arguments ``given`` to the class ``name`` that it does not have."""
-    known = [*known]
-    for keyword in given:
-        if keyword not in known:
-            near = difflib.get_close_matches(keyword, known, n=1)
-            meant = [*near, *(other for other in known if other.endswith(f"_{keyword}"))][:1]
-            hint = f"; did you mean {meant[0]}?" if meant else ""
-            raise TypeError(f"{name} has no argument {keyword!r}{hint}")
 
 
 def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:
@@ -406,7 +395,9 @@ def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: T
     plain, told = topology.plain, topology.told
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     for parameter, label in zip(parameters, labels, strict=True):
-        marks = f"{label} has{marked(parameter).removeprefix(',')}"
+        if not (listed := marked(parameter)):
+            continue
+        marks = f"{label} has{listed.removeprefix(',')}"
         if is_slice(parameter) and is_term(parameter):
             raise ParameterError(
                 f"{marks}: the gradient of a slice is no term of a sum over tensor-parallel ranks, which have other "
@@ -484,9 +475,12 @@ def check_slices(
         experts: by the number of a group of experts, its ranks.
     """
     own = {number: own_row(of_group.columns) for number, of_group in (experts or {}).items()}
+    slices = topology.slices
     for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):
+        if not is_distributed(parameter):
+            continue
         number = -1 if group_of is None else group_of[place]
-        mesh, wanted = mesh_of([parameter]), own.get(number, topology.slices)
+        mesh, wanted = mesh_of([parameter]), own.get(number, slices)
         if mesh is None or (not wanted and mesh.size() == 1):
             continue
         ranks = mesh.mesh.flatten().tolist()
@@ -539,7 +533,8 @@ def _place(label: str) -> str:
 
 def _kind_of(parameter: Tensor) -> str:
     """Describe a parameter, for all ranks to agree on."""
-    return f"{described(parameter)}{placed(parameter)}{marked(parameter)}{partition(parameter)}"
+    marks = marked(parameter)  # a plain slice has one
+    return f"{described(parameter)}{placed(parameter)}{marks}{partition(parameter) if marks else ''}"
 
 
 def _has_tensor(value: Any) -> bool:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+import typing
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,8 @@ from training_cases import (
     make_parameters,
     named,
 )
+from zero_optim import settings
+from zero_optim.settings import RankOptions, ShardingOptions
 
 SHAPES = ((8, 4), (5,), (3, 3))
 LR = 1e-2
@@ -239,6 +242,15 @@ def test_errors_have_one_base():
     assert issubclass(zero_optim.ZeroOptimError, RuntimeError)
 
 
+DROP_INS = (
+    zero_optim.ShardedAdamW,
+    zero_optim.ShardedAdam,
+    zero_optim.ShardedLion,
+    zero_optim.ShardedSGD,
+    zero_optim.ShardedMuon,
+)
+
+
 # -- keywords of torch.optim.AdamW -----------------------------------------------------------------------------------
 
 
@@ -254,6 +266,23 @@ def test_positions_are_torchs_up_to_amsgrad():
     opt = zero_optim.ShardedAdamW(make_parameters(SHAPES), 1e-3, (0.9, 0.99), 1e-8, 0.0, True)
     assert "max_exp_avg_sq" in opt.stats()["memory"]
     opt.close()
+
+
+@pytest.mark.parametrize("made", [zero_optim.ShardedOptimizer, *DROP_INS])
+def test_signatures_show_every_option_with_its_type_and_default(made):
+    shown = inspect.signature(made).parameters
+    assert not [p.name for p in shown.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    for name, hint in typing.get_type_hints(ShardingOptions).items():
+        default = {"skip_nonfinite": True, "overlap_grad_reduce": True, "overlap_param_gather": False}.get(name)
+        default = {"state_dtype": "fp32", "telemetry": False}.get(name, default)
+        assert (shown[name].default, shown[name].kind) == (default, inspect.Parameter.KEYWORD_ONLY), name
+        assert eval(shown[name].annotation, vars(settings)) == hint, name
+
+
+def test_settings_have_the_types_of_the_options():
+    options, ranks = typing.get_type_hints(ShardingOptions), typing.get_type_hints(RankOptions)
+    own = typing.get_type_hints(settings.Settings)
+    assert own | {"stage": int | None} == {name: hint for name, hint in options.items() if name not in ranks}
 
 
 @pytest.mark.parametrize("name", ["fused", "foreach", "capturable"])

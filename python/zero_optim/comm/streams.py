@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -158,6 +158,15 @@ def as_own_storage(view: Tensor) -> Tensor:
     start = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
     return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
+
+
+def own_storages(full: Tensor, views: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Do the same for many ``views`` of ``full``, faster."""
+    storage, itemsize = full.untyped_storage(), full.itemsize
+    for view in views:
+        start = view.storage_offset() * itemsize
+        part = storage[start : start + view.numel() * itemsize]
+        yield full.new_empty(0).set_(part, 0, view.shape, view.stride())
 
 
 class HostCopy:

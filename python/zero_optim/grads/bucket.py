@@ -77,7 +77,7 @@ class Bucket:
         self._labels = labels
         self.dtype, self.device = flat.dtype, flat.device
         self.reduce_dtype = sharding.reduce_dtype(self.dtype)
-        self.pieces = tuple(layout.pieces(sharding.shard_index))
+        self.pieces = flat.pieces if layout is flat.layout else tuple(layout.pieces(sharding.shard_index))
         self.speaks = sharding.speaks(cut=flat.cut)
         self.shared = {index for index, p in enumerate(self.params) if is_shared(p)}
         self.arrivals = Arrivals()

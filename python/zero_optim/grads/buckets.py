@@ -237,18 +237,23 @@ def buckets_by_size(
 ) -> list[Bucket]:
     """Build buckets for ``order``, as large as all parameters ``upto`` then allow."""
     known = {index: parameters[index] for index in upto}
-    kinds = {i: BucketKind(p.dtype, is_cut(p), shardings.of(i), rules.of(i)) for i, p in known.items()}
+    kinds: dict[int, BucketKind] = {}
+    made: dict[tuple[object, ...], BucketKind] = {}
+    for index, parameter in known.items():
+        own = parameter.dtype, is_cut(parameter), shardings.of(index), rules.of(index)
+        key = (*own[:2], *map(id, own[2:]))  # a sharding and a rule take long to hash
+        kinds[index] = made.get(key) or made.setdefault(key, BucketKind(*own))
     rooms = {index: room_of(parameter) for index, parameter in known.items()}
     numels = {index: local_of(parameter).numel() for index, parameter in known.items()}
     costs = {index: kinds[index].rule.cost(tuple(parameter.shape)) for index, parameter in known.items()}
-    made = []
+    buckets = []
     laid_out = layouts_by_size(rooms, kinds, bucket_cap_mb, order, costs)
     warn_of_padding(laid_out)
     for of, kind in laid_out:
         layout = of.holding(numels)
         flat = FlatParams(layout, [parameters[slot.param] for slot in layout.slots], kind.sharding)
-        made.append(Bucket(layout, flat, labels, kind.sharding))
-    return made
+        buckets.append(Bucket(layout, flat, labels, kind.sharding))
+    return buckets
 
 
 def layouts_by_size(
@@ -263,11 +268,17 @@ def layouts_by_size(
     ``numels``: elements of each. ``costs``: see ``build_layout``.
     """
     cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
-    policies: dict[Hashable, LayoutPolicy] = {kind: kind.rule.layout for kind in kinds.values()}
+    # Numbers stand for the kinds, which take long to hash and to compare: one object serves many parameters.
+    distinct = {id(kind): kind for kind in kinds.values()}
+    every = list(dict.fromkeys(distinct.values()))
+    number_of = {key: every.index(kind) for key, kind in distinct.items()}
+    numbers = {index: number_of[id(kind)] for index, kind in kinds.items()}
+    policies: dict[Hashable, LayoutPolicy] = {number: kind.rule.layout for number, kind in enumerate(every)}
     found: list[BucketLayout] = []
-    for sharding in dict.fromkeys(kind.sharding for kind in kinds.values()):
-        own = {index: kind for index, kind in kinds.items() if kind.sharding == sharding}
-        itemsizes = {kind: sharding.reduce_dtype(kind.dtype).itemsize for kind in own.values()}
+    for sharding in dict.fromkeys(kind.sharding for kind in every):
+        of_sharding = {number: kind.dtype for number, kind in enumerate(every) if kind.sharding == sharding}
+        own = {index: number for index, number in numbers.items() if number in of_sharding}
+        itemsizes = {number: sharding.reduce_dtype(dtype).itemsize for number, dtype in of_sharding.items()}
         capacities = bucket_capacities(numels, own, cap_bytes, itemsizes, sharding.shard_count)
         placed = [index for index in order if index in own]
         found += build_layout(numels, own, placed, capacities, sharding.shard_count, policies, costs)

@@ -104,8 +104,7 @@ class Reducer:
         self.rounds.complete_raised()
         new = self.layout.grow(indices)
         self._use_layout()
-        for index in indices:
-            self._hooks.register(index, self.parameters[index])
+        self._hooks.register({index: self.parameters[index] for index in indices})
         self._counts.forget(order=True)
         self._readiness.use(self.buckets)
         self.rounds.local()
@@ -468,18 +467,25 @@ class GradHooks:
         self._own: dict[int, int] = {}  # of each parameter: the id of ours
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
-    def register(self, index: int, parameter: Tensor) -> None:
-        trains = parameter.requires_grad
-        parameter.requires_grad_(True)  # one that has a gradient, and is frozen by now, would take no hooks
-        with torch.enable_grad():  # as get_gradient_edge does, in a quarter of the time
-            node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    @torch.enable_grad()
+    def register(self, parameters: Mapping[int, Tensor]) -> None:
+        for index, parameter in parameters.items():
+            if parameter.requires_grad:
+                self._register(index, parameter)
+                continue
+            parameter.requires_grad_(True)  # one that has a gradient, and is frozen by now, would take no hooks
+            self._register(index, parameter)
+            parameter.requires_grad_(False)
+
+    def _register(self, index: int, parameter: Tensor) -> None:
+        # As get_gradient_edge does, in a quarter of the time.
+        node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._nodes[index] = node
         handle = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
         self._post[index], self._own[index] = parameter._post_accumulate_grad_hooks, handle.id
         self._handles.append(handle)
         if self._before is not None:
             self._handles.append(node.register_prehook(partial(self._before, index)))
-        parameter.requires_grad_(trains)
 
     def followed_by_users(self, indices: Sequence[int]) -> bool:
         """True if a hook of the user's, which may change the gradient, runs after ours at one of these."""

@@ -1,9 +1,10 @@
-"""The memory of a running job: the plan of an optimizer that is there, and the same kinds measured."""
+"""The memory of a running job: the plan of its optimizer, the same kinds measured, and an allocation that failed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,12 +13,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..comm.streams import is_there
 from ..engine import Engine, open_engines
+from ..errors import OutOfMemoryError, ZeroOptimError
 from ..figures import SizeUnit, row, size, unit_for
 from ..params.tensor_slice import local_of
 from ..rules.update_rule import UpdateRule
+from ..stats import memory_by_kind
 from ..units.unit import Unit
 from .models import ModelShapes, ParameterShape, shape_of
 from .plan import ON_THE_HOST, Job, Plan, plan
+from .report import of_one, remedy
 
 
 class HasEngine(Protocol):
@@ -122,7 +126,7 @@ def _reshards(units: Sequence[Unit]) -> bool | int:
 def held(engine: Engine) -> dict[str, int]:
     """Bytes on the device now, by the kinds of a plan: ``stats()["memory"]``, with frozen parameters among the
     parameters."""
-    memory = engine.memory()
+    memory = memory_by_kind(engine)
     if engine.sharded_model is None:
         frozen = (p for index, p in enumerate(engine.parameters.all) if index not in engine.parameters.trained)
         memory["parameters"] += sum(local_of(parameter).nbytes for parameter in frozen)
@@ -245,3 +249,44 @@ def track() -> Tracker:
     ``beside_torch()`` what a GPU has in use beside it.
     """
     return Tracker()
+
+
+# -- an allocation that failed ---------------------------------------------------------------------------------------
+
+_OF_THE_CPU = ("can't allocate memory", "not enough memory")
+"""Words of torch's allocator of the CPU, in a RuntimeError: on Linux, and on other systems."""
+
+
+@contextmanager
+def explaining_out_of_memory(engine: Engine, doing: str) -> Iterator[None]:
+    """Until the first step is over, raise ``OutOfMemoryError`` with the plan, from what the allocator raised.
+
+    Later the optimizer takes no new memory, and whatever is raised passes. ``doing``: for people, as in "in step".
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if engine.steps or not ran_out(error):
+            raise
+        raise OutOfMemoryError(_message(engine, doing, error)) from error
+
+
+def ran_out(error: RuntimeError) -> bool:
+    """True if an allocator has raised it, for want of memory."""
+    if isinstance(error, ZeroOptimError):
+        return False  # it is explained already: perhaps another rank ran out
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OF_THE_CPU)
+
+
+def _message(engine: Engine, doing: str, error: RuntimeError) -> str:
+    device = engine.sharding.device
+    there = device_memory(device)
+    made = plan_of_engine(engine)
+    lines = [f"out of memory on {device}, {doing}: {str(error).splitlines()[0]}", "", of_one(made), ""]
+    if device.type == "cuda" and made.most <= there:
+        lines.append(
+            f"The plan takes {size(made.most)} of {size(there)}. Activations, other tensors or other processes "
+            f"have the rest: torch has {size(torch.cuda.memory_allocated(device))} in use. A smaller batch, or:"
+        )
+    lines.append(remedy(made, there))
+    return "\n".join(lines)

@@ -13,12 +13,12 @@ from torch import Tensor
 from ..comm.collectives import Comm
 from ..comm.handle import Handle, debug_options
 from ..comm.sharding import Sharding
-from ..comm.streams import allocate, as_own_storage, deallocate, keep_for_current_stream
+from ..comm.streams import allocate, as_own_storage, deallocate, keep_for_current_stream, own_storages
 from ..stores.host_memory import HostMemory
 from ..stores.lanes import Lanes
 from .layout import BucketLayout
 from .param_shard import ParamShard
-from .storage_order import as_stored, storage_order, view_of
+from .storage_order import as_stored, storage_order, strides_of, view_of
 from .tensor_slice import is_cut, local_of, put_together, slice_of
 
 _version_of = operator.attrgetter("_version")
@@ -64,10 +64,12 @@ class FlatParams:
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.shard = sharding.own_part(self.full)
         self._views = self.slot_views(self.full)
-        for local, view in zip(self.locals, self._views, strict=True):
-            view.copy_(local.data)
-            keep_for_current_stream(local.data)
-            local.data = as_own_storage(view)
+        locals = self.locals
+        before = [local.data for local in locals]
+        torch._foreach_copy_(self._views, before)
+        keep_for_current_stream(*before)
+        for local, own in zip(locals, own_storages(self.full, self._views), strict=True):
+            local.data = own
         self._locate(self.full)
 
     @property
@@ -87,8 +89,13 @@ class FlatParams:
 
     def slot_views(self, full: Tensor) -> list[Tensor]:
         """View ``full`` [numel] as each parameter, in the shape and the memory format that it has here."""
-        slots = zip(self.layout.slots, self.locals, self.orders, strict=True)
-        return [view_of(full.narrow(0, slot.offset, slot.numel), local.shape, order) for slot, local, order in slots]
+        kinds = [(local.shape, order) for local, order in zip(self.locals, self.orders, strict=True)]
+        strides = {kind: strides_of(*kind) for kind in set(kinds)}
+        start = full.storage_offset()
+        return [  # one call of torch for each parameter: narrow and view would be two
+            full.as_strided(kind[0], strides[kind], start + slot.offset)
+            for slot, kind in zip(self.layout.slots, kinds, strict=True)
+        ]
 
     def as_stored(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """View each parameter's tensor with its dimensions in its slot's order: contiguous where it lies so."""

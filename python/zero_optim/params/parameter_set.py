@@ -188,8 +188,9 @@ class ParameterSet:
     # -- one live optimizer a parameter --------------------------------------------------------------------------
 
     def claim(self, indices: Iterable[int]) -> None:
+        own = weakref.ref(self)
         for index in indices:
-            _set_of[self.all[index]] = weakref.ref(self)
+            _set_of[self.all[index]] = own
 
     def release(self) -> None:
         for parameter in self.all:
@@ -265,8 +266,9 @@ class Shardings:
 
 def check_free(parameters: Sequence[Tensor], labels: Sequence[str], own: ParameterSet | None = None) -> None:
     """Raise ParameterError for a parameter that another live optimizer than that of ``own`` has."""
-    if any(_other_of(parameter, own) for parameter in parameters):
-        gc.collect()  # an optimizer that was dropped may still be alive in a reference cycle
+    if not any(_other_of(parameter, own) for parameter in parameters):
+        return
+    gc.collect()  # an optimizer that was dropped may still be alive in a reference cycle
     for parameter, label in zip(parameters, labels, strict=True):
         if _other_of(parameter, own):
             raise ParameterError(
@@ -278,8 +280,9 @@ def check_free(parameters: Sequence[Tensor], labels: Sequence[str], own: Paramet
 
 
 def _other_of(parameter: Tensor, own: ParameterSet | None) -> ParameterSet | None:
-    other: ParameterSet | None = _set_of.get(parameter, lambda: None)()
-    return other if other is not own else None
+    other = _set_of.get(parameter)
+    alive: ParameterSet | None = None if other is None else other()
+    return alive if alive is not own else None
 
 
 def listed(params: Any) -> Any:
@@ -293,6 +296,15 @@ def listed(params: Any) -> Any:
         {**group, "params": list(group["params"])} if isinstance(group, dict) and _is_listable(group) else group
         for group in params
     ]
+
+
+def tensors_of(params: Any) -> list[Tensor]:
+    """List the tensors among ``params`` as ``listed`` gave them; what is none is left out, for torch to refuse."""
+    given = params if isinstance(params, list) else []
+    groups = [entry.get("params") if isinstance(entry, dict) else [entry] for entry in given]
+    entries = [entry for group in groups for entry in (group if isinstance(group, list) else [group])]
+    tensors = [entry[-1] if isinstance(entry, tuple) and entry else entry for entry in entries]
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 def check_listed(params: Any, first: int = 0) -> None:

@@ -143,8 +143,11 @@ class OptimizerState:
     # -- edits of parameters -------------------------------------------------------------------------------------
 
     def _record_versions(self) -> None:
-        mastered = {i: p for i, p in self.parameters.items() if has_master(self.rules.of(i), p.dtype)}
-        self._versions.record([*self.parameters.values()], mastered)
+        parameters = self.parameters
+        dtypes = {parameter.dtype for parameter in parameters.values()}
+        by_kind = {(id(rule), dtype): has_master(rule, dtype) for rule in self.rules.all for dtype in dtypes}
+        mastered = {i: p for i, p in parameters.items() if by_kind[id(self.rules.of(i)), p.dtype]}
+        self._versions.record([*parameters.values()], mastered)
 
     def refresh_edited(self) -> None:
         """Refresh the masters of parameters written in place since the last update, by their version counters.
