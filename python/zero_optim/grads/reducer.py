@@ -12,7 +12,7 @@ backward's reductions are launched when it ends, whichever optimizers it goes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
