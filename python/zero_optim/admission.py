@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import validate
 from .comm.collectives import Comm
-from .comm.topology import ExpertRanks, RowRanks, Topology, read_expert_ranks, told_each_other
+from .comm.topology import ExpertRanks, RowRanks, Topology, exchange_columns, read_expert_ranks
 from .errors import RankMismatchError
 from .params.layout import ROW
 from .params.parameter_set import ParameterSet, Shardings
@@ -30,8 +30,8 @@ class Admission:
     """The optimizer that parameters are to join, and the call that brings them.
 
     Attributes:
-        everyone, topology: all ranks that train together, and their places.
-        stage: what the ranks share.
+        world, topology: all ranks that train together, and their places.
+        stage: what is sharded.
         pipeline_stages: how many stages of a pipeline the model has; 1: it is in one piece.
         rules: of all groups, the new ones included.
         where: the call, for messages.
@@ -39,7 +39,7 @@ class Admission:
         state_offload: the optimizer's argument.
     """
 
-    everyone: Comm
+    world: Comm
     topology: Topology
     stage: int
     pipeline_stages: int
@@ -49,12 +49,12 @@ class Admission:
     state_offload: str | None = None
 
     def check(
-        self, parameters: ParameterSet, said: Mapping[int, Mapping[str, Any]], row: RowRanks | None = None
+        self, parameters: ParameterSet, expert_groups: Mapping[int, Mapping[str, Any]], row: RowRanks | None = None
     ) -> Experts:
         """Check the parameters and groups that this rank was given.
 
         Args:
-            said: what new groups say of experts, by the group's number.
+            expert_groups: the entries of new groups about experts, by the group's number.
             row: the tensor-parallel ranks that the optimizer was given; None: none.
 
         Raises ParameterError, ValueError or TypeError.
@@ -64,21 +64,21 @@ class Admission:
         validate.check_groups(self.rules.by_group[new], parameters.groups[new], self.first_group)
         for number, group in enumerate(parameters.groups[new], self.first_group):
             validate.warn_of_misspelt(self.rules.by_group[number], number, group)
-        validate.check_sharded(parameters, indices, self.stage, self.everyone, self.topology, row)
+        validate.check_sharded(parameters, indices, self.stage, self.world, self.topology, row)
         validate.check_rules_take(self.rules, parameters, indices, self.stage, self.state_offload)
         validate.check_parameters(parameters, indices)
-        if self.everyone.world_size == 1:
+        if self.world.world_size == 1:
             validate.check_private(parameters.all, parameters.labels)
         validate.check_master(self.rules, parameters, indices)
-        validate.check_backend(self.everyone, parameters.all[0].device)
-        averaging = self.topology.averaging(self.everyone)
-        experts = read_expert_ranks(said, averaging, beside_slices=self.topology.columns is not None)
+        validate.check_backend(self.world, parameters.all[0].device)
+        averaging = self.topology.averaging(self.world)
+        experts = read_expert_ranks(expert_groups, averaging, beside_slices=self.topology.columns is not None)
         if experts and self.stage >= 3:
             raise ValueError(
                 f"parameter group {next(iter(experts))} is of experts, and stage 3 gathers what all ranks have: train "
                 "the model at stage 2, without shard_module. Its experts are spread over the ranks already"
             )
-        validate.check_marked(parameters, indices, experts, self.everyone)
+        validate.check_marked(parameters, indices, experts, self.world)
         validate.check_other_marks(parameters, indices, experts, self.pipeline_stages, self.rules)
         validate.check_any_marked(parameters.all, parameters.labels, self.topology)
         dense = [index for index in indices if parameters.group_of[index] not in experts]
@@ -91,16 +91,16 @@ class Admission:
     def agree(self, parameters: ParameterSet, experts: Experts, options: Mapping[str, Any]) -> Experts:
         """Collective. Compare the new parameters, the topology, and ``options``, by name, with those of other ranks.
 
-        Returns the experts with the columns that all ranks have told. Raises RankMismatchError, ValueError or
+        Returns the experts with the columns of all ranks. Raises RankMismatchError, ValueError or
         ParameterError, on every rank.
         """
         rules = validate.described_rules(self.rules, self.first_group)
         described = {**options, **rules, **self.topology.described(), **validate.described_experts(experts)}
-        validate.check_agreement(self.everyone, parameters, self.first_group, described)
+        validate.check_agreement(self.world, parameters, self.first_group, described)
         if not experts:
             return experts
-        experts = told_each_other(experts, self.everyone, self.where)
-        with self.everyone.raising_together(self.where):
+        experts = exchange_columns(experts, self.world, self.where)
+        with self.world.raising_together(self.where):
             self._check_slices(parameters, experts)
         return experts
 
@@ -125,7 +125,7 @@ def check_order(parameters: ParameterSet, shardings: Shardings, indices: Sequenc
             kinds.setdefault(shardings.of(index).alike(cut=is_cut(parameters.all[index])), []).append(index)
     if not kinds:
         return
-    with shardings.main.everyone.raising_together(where):
+    with shardings.main.world.raising_together(where):
         misplaced = [_misplaced(comm, _digests(parameters, own), where) for comm, own in kinds.items()]
         for own, found in zip(kinds.values(), misplaced, strict=True):  # only now: other ranks take part in the others
             if found is not None:

@@ -124,8 +124,8 @@ class Asleep:
 
     def check(self, *, parameters: bool) -> None:
         """Collective. Raise where a sleep would lose something."""
-        check_same(self._sharding.everyone, [f"sleep(parameters={parameters})"], "sleep", "give sleep")
-        with self._sharding.everyone.raising_together("sleep"):
+        check_same(self._sharding.world, [f"sleep(parameters={parameters})"], "sleep", "give sleep")
+        with self._sharding.world.raising_together("sleep"):
             unapplied = self._reducer.unapplied()
             if unapplied:
                 others = f" and {len(unapplied) - 1} others" if len(unapplied) > 1 else ""
@@ -141,7 +141,7 @@ class Asleep:
     def sleep(self, *, parameters: bool) -> None:
         """Collective. Save everything, and free it. The caller has dropped all gradients, and nothing is under way."""
         flats = self._flats_there() if parameters else []
-        with self._sharding.everyone.raising_together("sleep"):
+        with self._sharding.world.raising_together("sleep"):
             for bucket in self._reducer.buckets:
                 bucket.leave_memory()
             moved = _storages([*map(_memory_of, flats), *self._store.residents()])
@@ -206,7 +206,7 @@ class Asleep:
         if self._mode.now is not Mode.ASLEEP:
             return
         try:
-            with self._sharding.everyone.raising_together("wake"):
+            with self._sharding.world.raising_together("wake"):
                 self._take_memory()
                 self._load(self._moved)
         except BaseException:

@@ -156,8 +156,8 @@ class ShardedSGD(ShardedOptimizer):
 
 class ShardedMuon(ShardedOptimizer):
     """``torch.optim.Muon``, sharded: for the matrices of hidden layers. From stage 1 on each matrix is made orthogonal
-    on one of the ranks that share it. A matrix that is cut over tensor-parallel ranks is made orthogonal on one of
-    these. The result does not depend on how many ranks there are, nor on the stage.
+    on one of the ranks over which it is sharded; one that is cut over tensor-parallel ranks, on one of these. The
+    result does not depend on how many ranks there are, nor on the stage.
 
     A parameter of three dimensions is a stack of matrices; of four and five, a convolution, [out, the rest]. ``view``
     of a parameter group cuts its matrices: None, or ``{"rows": blocks}`` or ``{"columns": blocks}``, where ``blocks``
@@ -179,7 +179,7 @@ class ShardedMuon(ShardedOptimizer):
             where it was measured to be faster. State loads from one into the other.
         ns_replicas: for all groups, whether ranks that hold the same matrices, as at stage 0, or as replicas of a mesh
             of two dimensions, "share" the work, and send each other the results, or "repeat" it, with the same bits.
-            With state off the device, below stage 3, they repeat it. See docs/muon.md for when sharing pays.
+            With state off the device, below stage 3, they repeat it. See docs/muon.md for when that pays.
 
     Raises what ``ShardedOptimizer`` raises; ParameterError also for a parameter that is no matrix, or has not the
     blocks of its view.

@@ -60,7 +60,7 @@ class Engine:
     """The parts of one optimizer, and the calls that join them. The parts know each other only through the constructor.
 
     Args:
-        shardings: which ranks share each parameter.
+        shardings: over which ranks each parameter is sharded.
         sharded_model: at stage 3, the model.
         settings: the options that the optimizer was given.
         store: where the state lives.
@@ -68,7 +68,7 @@ class Engine:
 
     Attributes:
         parameters: all parameters, their names, and which are trained.
-        sharding: who shares the parameters that are no experts.
+        sharding: of the parameters that are no experts.
         rules: the arithmetic of the updates, by parameter group.
         reducer: the buckets, and their gradients.
         states: the state of every shard.
@@ -147,7 +147,7 @@ class Engine:
                 f"state_offload={self.offload.tier.value!r}: such a step cannot be captured in a CUDA graph, since the "
                 "host takes part in it. Leave state_offload out, or capture forward and backward alone"
             )
-        self.sharding.everyone.check_alone()
+        self.sharding.world.check_alone()
         self.reducer.check_laid_out()
         self.parameters.check_groups_unedited(groups)
         self.mode.check("step")
@@ -188,7 +188,7 @@ class Engine:
             self.pipeline.check()
             fresh = self._finish_and_exchange(norm_type)
         scale = self.clip.inverse_loss_scale
-        self.exchange.share_with_stages(norm_type, fresh=fresh, stats=self._wants_stats, inverse_scale=scale)
+        self.exchange.combine_stages(norm_type, fresh=fresh, stats=self._wants_stats, inverse_scale=scale)
         try:
             self.pipeline.check_now(wait=self.store.may_lose)
         except ZeroOptimError:
@@ -272,11 +272,11 @@ class Engine:
         On several ranks this sends nothing: ranks without edits would not take part.
         """
         edits = self.reducer.follow_edits()
-        if self.sharding.everyone.world_size == 1:  # other stages of a pipeline take no part in its exchange
+        if self.sharding.world.world_size == 1:  # other stages of a pipeline take no part in its exchange
             if edits.assigned or edits.dropped or edits.written:
                 self.exchange.outdate()
             return
-        # After an exchange that failed the assignment is known already, and the next exchange tells all ranks of it.
+        # After an exchange that failed the assignment is known already, and the next exchange brings it to all ranks.
         if edits.assigned and not self.exchange.failed:
             raise GradientError(
                 "a gradient was assigned after clip_grad_norm_ had reduced them: assign it before, on every rank"
@@ -405,7 +405,7 @@ class Engine:
 
     def _allocating(self, where: str) -> AbstractContextManager[object]:
         """Collective. Make a context to allocate in: where memory or disk runs out on one rank, all ranks raise."""
-        return self.sharding.everyone.raising_together(where, self.sharding.device)
+        return self.sharding.world.raising_together(where, self.sharding.device)
 
     def keep_edits(self, *, unseen: bool = False) -> None:
         """Copy, at stage 3, edits of unsharded parameters into the shards. ``unseen``: also those without a version."""
@@ -422,7 +422,7 @@ class Engine:
 
     def begin_load(self, saved: SavedState) -> None:
         """Restart the state that ``saved`` lacks. Warn of state that was saved in more bits than are kept here."""
-        if saved.rounded and self.sharding.everyone.rank == 0:
+        if saved.rounded and self.sharding.world.rank == 0:
             names = ", ".join(sorted(saved.rounded))
             warnings.warn(f"{names}: saved in more bits than are kept here, and rounded (docs/state.md)", stacklevel=2)
         self.states.restart(set(self.parameters.trained) - set(saved.tensors))
@@ -434,7 +434,7 @@ class Engine:
     def end_load(self, saved: SavedState) -> None:
         """Go on from the loaded state, once its tensors are there."""
         self.hyper.take_over(saved)
-        self.states.distrust_masters()
+        self.states.mark_masters_stale()
         self.exchange.outdate()  # gradients may have been dropped
 
     def settle(self) -> None:
@@ -453,7 +453,7 @@ class Engine:
         if first is None:
             return None
         index, rank, step = first
-        number = None if rank is None else self.sharding.everyone.ranks[rank]
+        number = None if rank is None else self.sharding.world.ranks[rank]
         return {"parameter": None if index is None else self.parameters.name(index), "rank": number, "step": step}
 
     def begin_averages(self) -> None:
@@ -477,7 +477,7 @@ class Engine:
             self.states.close(wait=not self.reducer.rounds.out_of_step)
         finally:  # even where a disk fails, the parameters are free for another optimizer
             self.parameters.release()
-            self.sharding.everyone.close()
+            self.sharding.world.close()
             self.asleep.close()
 
     def _tell_last_alarm(self) -> None:

@@ -58,9 +58,9 @@ def size(nbytes: float) -> str:
     return f"{value:,.3g} {unit.name}" if value < 1000 else f"{value:,.0f} {unit.name}"
 
 
-def percent(share: float) -> str:
+def percent(fraction: float) -> str:
     """A change, signed: ``+0.12 %``."""
-    return f"{100 * share:+.2f}\N{NO-BREAK SPACE}%".replace("-", MINUS)
+    return f"{100 * fraction:+.2f}\N{NO-BREAK SPACE}%".replace("-", MINUS)
 
 
 def duration(seconds: float) -> str:

@@ -71,7 +71,7 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
     is raised on all.
     """
     sharded = resharded_between_steps(model, "full_model_state_dict")
-    everyone = sharded[0].sharding.everyone if sharded else None
+    world = sharded[0].sharding.world if sharded else None
     here, ranks = _place(sharded[0].sharding.savers if sharded else savers_of({*map(id, model.parameters())}))
     if rank is not None and rank not in range(ranks):
         raise ValueError(f"rank must be None or one of {ranks} ranks, got {rank!r}")
@@ -87,7 +87,7 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
                 wholes[id(parameter)] = whole.to("cpu")
         except (MemoryError, RuntimeError) as error:
             failure = error
-    with everyone.raising_together("full_model_state_dict") if everyone is not None else nullcontext():
+    with world.raising_together("full_model_state_dict") if world is not None else nullcontext():
         if failure is not None:
             raise failure
     return {key: _whole(value, wholes) for key, value in state.items()} if wanted else {}

@@ -37,15 +37,15 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
     every rank.
     """
     engine = _engine_of(opt)
-    everyone, savers = engine.sharding.everyone, engine.sharding.savers
+    world, savers = engine.sharding.world, engine.sharding.savers
     opt.settle()
-    with everyone.raising_together("full_state_dict"):
+    with world.raising_together("full_state_dict"):
         opt.check_usable()
         if rank is not None and rank not in range(savers.world_size):
             raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
         engine.shardings.check_whole("full_state_dict")
     wanted = rank is None or rank == savers.rank
-    with everyone.raising_together("full_state_dict"):
+    with world.raising_together("full_state_dict"):
         gathered = gather(engine, wanted=wanted, device=torch.device("cpu"))
     if not wanted:
         return {}
@@ -104,19 +104,19 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     changed, naming what does not fit; ParameterError for experts that are plain tensors; ClosedError.
     """
     engine = _engine_of(opt)
-    everyone, savers = engine.sharding.everyone, engine.sharding.savers
+    world, savers = engine.sharding.world, engine.sharding.savers
     tensors: Mapping[int, Mapping[str, Any]] = {}
     read = _OfRank0()
     opt.settle()
-    with everyone.raising_together("load_full_state_dict"):
+    with world.raising_together("load_full_state_dict"):
         opt.check_usable()
         engine.shardings.check_whole("load_full_state_dict")
         if savers.rank == 0:
             tensors, read = _read(engine, state)
-    every = everyone.gather_objects(read, "load_full_state_dict")
+    every = world.gather_objects(read, "load_full_state_dict")
     if (refused := next((of_rank.refusal for of_rank in every if of_rank.refusal is not None), None)) is not None:
         raise StateMismatchError(refused)
-    read = every[everyone.ranks.index(savers.ranks[0])]
+    read = every[world.ranks.index(savers.ranks[0])]
     engine.begin_load(read.state)
     engine.states.distribute(read.state.tensors, tensors)
     engine.end_load(read.state)

@@ -26,7 +26,7 @@ def _engine_of(optimizer: object) -> Engine | None:
 
 
 class GradScaler(TorchGradScaler):
-    """``torch.amp.GradScaler``'s interface and state dict, with overflow shared over ranks and no host sync.
+    """``torch.amp.GradScaler``'s interface and state dict, with overflow combined over ranks and no host sync.
 
     With a ``ShardedOptimizer``, ``unscale_`` divides gradients that are readable through ``.grad``, and hands a
     device scalar to the update for those that are sharded; ``step`` skips on the device, on every rank, where

@@ -34,7 +34,7 @@ class Mode(enum.Enum):
 
 
 class CurrentMode:
-    """The mode of one optimizer, which its parts share.
+    """The mode of one optimizer, which all its parts read.
 
     Attributes:
         now: the mode.

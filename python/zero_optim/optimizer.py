@@ -88,12 +88,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             sum of their gradients is divided by as ``grad_divisor``, an int or a group.
         rule: the update rule with its default options, such as ``rules.Lion(lr=1e-4)``, for all groups that bring none.
             A group's own options win; they are read at every step.
-        stage: what the ranks share: 0 nothing, 1 optimizer state, 2 optimizer state and gradients; 3, parameters too,
+        stage: what is sharded: 0 nothing, 1 optimizer state, 2 optimizer state and gradients; 3, parameters too,
             where ``zero_optim.shard_module`` was given the model before. None: 2, or 3 then.
         process_group: the ranks; None: those of the sharded model, else the default group where ``torch.distributed``
             is initialised, else one rank.
         mesh: a DeviceMesh, instead of ``process_group``. If it has two dimensions, ("replicate", "shard"), ranks along
-            the second share, and ranks along the first hold the same. If parameters are tensor-parallel ``DTensor``s,
+            the second shard, and ranks along the first replicate. If parameters are tensor-parallel ``DTensor``s,
             give the mesh of the data-parallel ranks alone, as ``mesh["dp"]``.
         tensor_parallel: for a model of plain slices, as Megatron's: the ranks that hold the other slices, as
             ``world_mesh["tp"]``, or a process group. A parameter's ``tensor_model_parallel`` and ``sequence_parallel``
@@ -184,7 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def stage(self) -> int:
-        """The stage, as given: what the ranks share."""
+        """The stage, as given: what is sharded."""
         return self.engine.sharding.stage
 
     @property
@@ -291,7 +291,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return False
         if self.engine.sharding.agrees:
             raise ZeroOptimError(
-                "torch.amp.GradScaler does not share overflows over ranks: use zero_optim.GradScaler(), same interface"
+                "torch.amp.GradScaler sees overflows of its own rank alone: use zero_optim.GradScaler(), same interface"
             )
         return True
 
@@ -452,7 +452,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
         rules = self.engine.rules
         admission = Admission(
-            sharding.everyone,
+            sharding.world,
             sharding.topology,
             self.stage,
             1 if self.engine.pipeline is None else self.engine.pipeline.stages,
@@ -464,7 +464,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         (param_group,), of_group = split_off([param_group])
         expert_groups = dict(zip([before], of_group.values(), strict=False))
         try:
-            with sharding.everyone.raising_together("add_param_group"):
+            with sharding.world.raising_together("add_param_group"):
                 check_listed([param_group], before)
                 rule = _add_group(self, parameters.with_names(param_group))
                 indices = parameters.read_groups()
@@ -541,7 +541,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.check_usable()
         self.settle()
-        with self.engine.sharding.everyone.raising_together("load_state_dict"):
+        with self.engine.sharding.world.raising_together("load_state_dict"):
             state: Any = copy.copy(state_dict)  # shallow, for the hooks to change
             for hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = hook(self, state)
@@ -572,8 +572,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def telemetry(self, over_ranks: bool = False) -> Telemetry:
         """Return numbers of the last step by parameter name: the norms of gradient, update and parameter, the largest
-        update, and the share of zeros in the gradient; see ``ParameterNumbers``. Its ``floats()`` gives a flat dict for
-        TensorBoard or Weights & Biases.
+        update, and the fraction of zeros in the gradient; see ``ParameterNumbers``. Its ``floats()`` gives a flat
+        dict for TensorBoard or Weights & Biases.
 
         The numbers are device tensors, and the host does not wait. After a skipped step all numbers are 0, ``updated``
         is False, and ``floats()`` is empty; the same holds before the first step and after ``wake()``.
@@ -692,11 +692,11 @@ def _group_and_topology(
     """Collective. Find the group and its topology: see ``read_topology``. A sharded model has both already; its grid
     counts even if a group is given."""
     if model is None:
-        return read_topology(dp_group, tp_row, told=explicit_tp)
-    of_model = replace(model.sharding.topology, told=True)  # ``shard_module`` has asked for it
+        return read_topology(dp_group, tp_row, explicit_tp=explicit_tp)
+    of_model = replace(model.sharding.topology, explicit_tp=True)  # ``shard_module`` has asked for it
     if dp_group is None:
         return model.process_group(), of_model
-    group, topology = read_topology(dp_group, tp_row, told=True)
+    group, topology = read_topology(dp_group, tp_row, explicit_tp=True)
     return group, replace(topology, rows=of_model.rows)
 
 
@@ -706,7 +706,7 @@ def _with_rows(
     """Add the rows of ``mesh``. A sharded model has them already, unless a mesh is given to compare with."""
     if model is not None and mesh is None:
         return topology
-    return replace(topology, rows=read_rows(mesh, shares=settings.stage != 0))
+    return replace(topology, rows=read_rows(mesh, shards=settings.stage != 0))
 
 
 def _admission(settings: Settings, ranks: _Ranks, topology: Topology, rules: GroupRules) -> Admission:
@@ -731,14 +731,14 @@ def _make_engine(
     stages: Comm,
 ) -> Engine:
     """Collective. Connect the admitted ranks, and make their engine; its buckets and state come later."""
-    comm, device = admission.everyone, parameters.all[0].device
+    comm, device = admission.world, parameters.all[0].device
     comm.separate()
     comm.connect(device)
     if settings.stage == 0:  # its gradients and the exchange of ``step`` are both summed by an all-reduce
         comm.take_channels(["all_reduce"], device, "the constructor")
     if model is not None:
         parameters.take_names(model.model)
-        comm.traffic = model.sharding.everyone.traffic
+        comm.traffic = model.sharding.world.traffic
     sharding = make_sharding(
         comm,
         settings.stage,
@@ -757,7 +757,7 @@ def _make_engine(
 
 def _store(offload: Offload, sharding: Sharding, *, params_on_host: bool) -> StateStore:
     """Collective. Make this rank's store of state."""
-    comm, threads = sharding.everyone, 1
+    comm, threads = sharding.world, 1
     if offload.tier is Tier.CPU:
         cores = comm.gather_objects(own_cores(), "the constructor")
         threads = threads_of(comm.rank, cores)

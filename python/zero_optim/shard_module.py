@@ -80,13 +80,13 @@ def shard_module(
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.
     """
     row = read_row(tensor_parallel, mesh_of(model.parameters()))
-    group, topology = read_topology(group_of(process_group, mesh), row, told=tensor_parallel is not None)
+    group, topology = read_topology(group_of(process_group, mesh), row, explicit_tp=tensor_parallel is not None)
     comm = make_comm(group, _nearest(model, device))
     plans: list[UnitPlan] = []
     with comm.raising_together("shard_module"):
         validate.check_group(process_group, mesh)
         topology = replace(topology, rows=read_rows(mesh))
-        _check_arguments(reshard_after_forward, prefetch, param_offload, topology.sharing(comm))
+        _check_arguments(reshard_after_forward, prefetch, param_offload, topology.shard_count(comm))
         plans = plan_units(model, units)
         _check_plans(plans, topology)
         if comm.world_size > 1:
@@ -105,11 +105,11 @@ def shard_module(
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
     sharding = make_sharding(comm, 3, target, topology)
-    sharers = sharding.sharers
+    shard_group = sharding.shard_group
     node = None
-    if 1 < ranks_of_node < sharers.world_size:
-        starts = range(0, sharers.world_size, ranks_of_node)
-        node = sharers.part([sharers.ranks[start : start + ranks_of_node] for start in starts], "by nodes")
+    if 1 < ranks_of_node < shard_group.world_size:
+        starts = range(0, shard_group.world_size, ranks_of_node)
+        node = shard_group.part([shard_group.ranks[start : start + ranks_of_node] for start in starts], "by nodes")
         node.connect(target)
     host_memory = None if param_offload is None else HostMemory(pinned=target.type == "cuda", device=target)
     lanes = None if param_offload is None else make_lanes(target)
@@ -122,12 +122,12 @@ def shard_module(
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
             _fill(made[-1], plan, sharding, host_memory, lanes)
         sizes = dict.fromkeys(flat.full.nbytes for unit in made for flat in unit.flats)
-        sharers.take_channels([*sizes][1:], target, "shard_module")  # the first size uses the group that is there
+        shard_group.take_channels([*sizes][1:], target, "shard_module")  # the first size uses the group that is there
     except BaseException:
         comm.close()
         raise
     for dtype, numel in largest_of((flat.layout.numel, flat.dtype) for unit in made for flat in unit.flats).items():
-        for ranks in (sharers, *([node] if node is not None else [])):
+        for ranks in (shard_group, *([node] if node is not None else [])):
             ranks.connect_for("all_gather", numel, dtype, target)
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
@@ -178,7 +178,7 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
     try:
         for unit in fresh:
             unit.gather()
-        with model.sharding.everyone.raising_together("gather_parameters") if writeback else nullcontext():
+        with model.sharding.world.raising_together("gather_parameters") if writeback else nullcontext():
             yield
             for unit in fresh if writeback else ():
                 unit.take_replaced()

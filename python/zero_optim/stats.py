@@ -37,7 +37,7 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "buckets": len(engine.reducer.buckets),
         "steps": engine.steps,
         "skipped_steps": int(engine.exchange.skipped),
-        "collectives": sharding.everyone.stats(),
+        "collectives": sharding.world.stats(),
         "memory": memory_by_kind(engine),
         "non_finite": engine.first_non_finite(),
         "state_offload": {**taken, **asdict(engine.store.copied)},

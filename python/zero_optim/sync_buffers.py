@@ -65,8 +65,8 @@ def _comm(model: nn.Module, process_group: dist.ProcessGroup | None) -> Comm:
     """Find the ranks of the buffers, over the group that was given and not over one of the optimizer's own."""
     if process_group is not None:
         return make_comm(process_group, _gpu_of(model))
-    known = [sharded.sharding.everyone for sharded in sharded_model_of(model.parameters())]
-    known += [opt.engine.sharding.everyone for opt in optimizers_of(model)]
+    known = [sharded.sharding.world for sharded in sharded_model_of(model.parameters())]
+    known += [opt.engine.sharding.world for opt in optimizers_of(model)]
     of_ranks = {tuple(comm.ranks): comm for comm in known}
     if len(of_ranks) > 1:
         raise ValueError(f"parts of the model are trained on ranks {list(of_ranks)}: give sync_buffers a process_group")

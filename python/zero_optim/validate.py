@@ -131,7 +131,7 @@ def check_rules_take(
 ) -> None:
     """Raise ParameterError for the first of ``indices`` that its rule cannot update.
 
-    ``state_offload``: where the state is, as the optimizer was told.
+    ``state_offload``: where the state is, as it was given to the optimizer.
     """
     for rule in rules.all if stage >= 3 else ():
         if not rule.layout.cuts and not rule.joins_parts:
@@ -198,8 +198,8 @@ def warn_of_misspelt(rule: UpdateRule, number: int, group: Mapping[str, Any]) ->
     for key in group:
         near = [] if key in options else difflib.get_close_matches(str(key), options, n=1, cutoff=NEARLY)
         if near:
-            said = f"parameter group {number} has {key!r}, which is not read: is {near[0]!r} meant?"
-            warnings.warn(said, stacklevel=2)
+            message = f"parameter group {number} has {key!r}, which is not read: is {near[0]!r} meant?"
+            warnings.warn(message, stacklevel=2)
 
 
 def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
@@ -246,7 +246,7 @@ def check_sharded(
     if len(models) > 1 or other is not None:
         odd = "several sharded models" if len(models) > 1 else f"{parameters.labels[other or 0]}, which is in none"
         raise ParameterError(f"an optimizer's parameters must be those of one sharded model; they are of {odd}")
-    ranks = models[0].sharding.everyone.ranks
+    ranks = models[0].sharding.world.ranks
     if ranks != comm.ranks:
         raise ValueError(f"the model was sharded over ranks {ranks}, the optimizer is of {comm.ranks}")
     of_model = models[0].sharding.topology
@@ -257,7 +257,7 @@ def check_sharded(
         )
     if row is not None and row.ranks != of_model.slices:
         raise ValueError(
-            f"{row.told}, and the model was sharded with slices on ranks {of_model.slices}: give the optimizer the "
+            f"{row.source}, and the model was sharded with slices on ranks {of_model.slices}: give the optimizer the "
             "same tensor_parallel as shard_module, or none"
         )
     own = {id(parameter) for parameter in parameters.all}
@@ -372,9 +372,9 @@ def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str
         )
 
 
-def described_experts(said: Mapping[int, ExpertRanks]) -> dict[str, Any]:
+def described_experts(groups: Mapping[int, ExpertRanks]) -> dict[str, Any]:
     """Describe the groups with experts, for all ranks to agree on: their ranks differ, but not how many there are."""
-    found = {number: (len(of_group.ranks), of_group.grad_divisor) for number, of_group in said.items()}
+    found = {number: (len(of_group.ranks), of_group.grad_divisor) for number, of_group in groups.items()}
     return {"experts: (ranks, grad_divisor) by group": found} if found else {}
 
 
@@ -392,7 +392,7 @@ def check_marked(parameters: ParameterSet, indices: Sequence[int], groups: Conta
 
 def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: Topology) -> None:
     """Raise ParameterError for the first with a mark that cannot be honoured. ``tensor_slice`` says what marks mean."""
-    plain, told = topology.plain, topology.told
+    plain, explicit_tp = topology.plain, topology.explicit_tp
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     for parameter, label in zip(parameters, labels, strict=True):
         if not (listed := marked(parameter)):
@@ -403,7 +403,7 @@ def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: T
                 f"{marks}: the gradient of a slice is no term of a sum over tensor-parallel ranks, which have other "
                 "slices. Set one of the two to False"
             )
-        if is_averaged(parameter) and (plain or not told) and not alone:
+        if is_averaged(parameter) and (plain or not explicit_tp) and not alone:
             raise ParameterError(
                 f"{marks}: the mean of a gradient over the tensor-parallel ranks is not made here. Divide it by their "
                 "number in a hook of the parameter, and mark it with sequence_parallel = True, which adds up"
@@ -416,7 +416,7 @@ def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: T
             raise ParameterError(
                 f"{marks}, and other parameters are DTensors: of those who have slices, all have to be of one kind"
             )
-        if not told and not alone:
+        if not explicit_tp and not alone:
             raise ParameterError(
                 f"{marks}, and which ranks have the other slices is not known: give the optimizer, or shard_module, "
                 "tensor_parallel=world_mesh['tp'], or a process group: of one rank, where nothing is cut"
@@ -500,7 +500,7 @@ def described_rules(rules: GroupRules, first_group: int) -> dict[str, Any]:
     """Describe the rules of groups from ``first_group`` on, for all ranks to agree on."""
     found: dict[str, Any] = {}
     for number, rule in enumerate(rules.by_group[first_group:], first_group):
-        of_rule = {"rule": rule.name, **rule.fixed, **rule.said, "state": stored_names(rule)}
+        of_rule = {"rule": rule.name, **rule.fixed, **rule.described, "state": stored_names(rule)}
         found |= {f"{name} of group {number}": value for name, value in of_rule.items()}
     return found
 

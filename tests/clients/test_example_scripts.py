@@ -55,7 +55,7 @@ def test_two_processes(launcher: list[str], name: str, options: list[str], sign:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(sign) == 1, done.stdout  # rank 0 alone speaks
+    assert done.stdout.count(sign) == 1, done.stdout  # rank 0 alone prints
     assert list(tmp_path.glob("out/**/rank-1.safetensors"))
 
 

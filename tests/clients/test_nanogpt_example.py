@@ -111,7 +111,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         command = [*launcher, str(FOLDER / f"{name}.py"), *_options(tmp_path / name, "float32")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count(f"step {STEPS}  train") == 1, done.stdout  # rank 0 alone speaks
+        assert done.stdout.count(f"step {STEPS}  train") == 1, done.stdout  # rank 0 alone prints
     _assert_alike(_load(tmp_path / "after"), _load(tmp_path / "before"), STEPS)
 
 

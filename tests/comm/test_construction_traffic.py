@@ -115,7 +115,7 @@ def _grow(rank: int, world_size: int) -> tuple[list[int], list[int], list[list[f
         parameter.data.add_(rank)  # the ranks have parted: what thaws is broadcast once more
         parameter.requires_grad_(True)
     linear_backward([*first, *added, *frozen], [torch.ones(ROWS)] * 24)
-    comm, thawing = opt.engine.sharding.everyone, []
+    comm, thawing = opt.engine.sharding.world, []
     broadcast = comm.broadcast
     comm.broadcast = lambda tensor: (thawing.append(tensor.nbytes), broadcast(tensor))
     opt.step()

@@ -300,7 +300,7 @@ def _slow_reductions(rank: int, world_size: int) -> float:
     torch.manual_seed(0)
     models = [nn.Linear(8, 8), nn.Linear(8, 8)]
     optimizers = [zero_optim.ShardedAdamW(model.parameters(), lr=0.1) for model in models]
-    slow, judged = optimizers[rank].engine.sharding.everyone.owner, False
+    slow, judged = optimizers[rank].engine.sharding.world.owner, False
     arrives_within = Handle.leg_arrives_within
 
     def arrives_late(handle: Handle, seconds: float) -> bool:
@@ -341,7 +341,7 @@ def _issued(rank: int, world_size: int, rule: str, stage: int, mesh: bool) -> di
         opt.clip_grad_norm_(1.0, parameters=model[0].weight)
         opt.step()
         opt.zero_grad()
-    comms = deadlock._with_others(opt.engine.sharding.everyone)
+    comms = deadlock._with_others(opt.engine.sharding.world)
     return {comm.owner: dict(comm.log.issued()) for comm in comms}
 
 

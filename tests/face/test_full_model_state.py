@@ -78,7 +78,7 @@ def only_trained(rank: int, world_size: int, stage: int) -> None:
     sharded = getattr(model, "_zero_optim_sharded", None)
 
     def gathers() -> float:
-        return sharded.sharding.everyone.stats()["gather_parameters"]["calls"] if sharded is not None else 0
+        return sharded.sharding.world.stats()["gather_parameters"]["calls"] if sharded is not None else 0
 
     before = gathers()
     state = full_model_state_dict(model, None, trained_only=True)

@@ -1,4 +1,4 @@
-"""The full state speaks ``torch.optim.AdamW``'s format: jobs move in and out, and over worlds and stages, exactly."""
+"""The full state in ``torch.optim.AdamW``'s format: jobs move in and out, and over worlds and stages, exactly."""
 
 from __future__ import annotations
 

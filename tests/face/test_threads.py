@@ -167,9 +167,9 @@ def _objects_of_different_optimizers(rank: int, world_size: int) -> str:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(zero_optim.RankMismatchError) as caught:
         patch.setattr(type(GLOO), "gather_objects", noted)
-        opts[rank].engine.sharding.everyone.gather_objects(None, "zero_grad")
+        opts[rank].engine.sharding.world.gather_objects(None, "zero_grad")
     assert locked == [True]  # another thread would wait
-    assert opts[0].engine.sharding.everyone.gather_objects(rank, "zero_grad") == [0, 1]
+    assert opts[0].engine.sharding.world.gather_objects(rank, "zero_grad") == [0, 1]
     for opt in opts:
         opt.close()
     return str(caught.value)

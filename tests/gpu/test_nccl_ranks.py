@@ -103,17 +103,17 @@ def _after_the_first_step(rank: int, world_size: int, program: OrderProgram) -> 
     before = [[id(parameter) for parameter in bucket.params] for bucket in buckets]
     run.step(0)
     buckets = run.optimizers[0].engine.reducer.buckets
-    under_way = sum(bucket.unsharding.pending is not None for bucket in buckets)
+    in_flight = sum(bucket.unsharding.pending is not None for bucket in buckets)
     moved = before != [[id(parameter) for parameter in bucket.params] for bucket in buckets]
     run.close()
-    return moved, under_way, len(buckets)
+    return moved, in_flight, len(buckets)
 
 
 @pytest.mark.parametrize(("what", "moves"), [("relaid", True), ("overlapped", False)])
 def test_programs_do_what_they_say(what: str, moves: bool) -> None:
-    for moved, under_way, buckets in _on_ranks(2, _after_the_first_step, OrderProgram(2, what, width=WIDTH)):
+    for moved, in_flight, buckets in _on_ranks(2, _after_the_first_step, OrderProgram(2, what, width=WIDTH)):
         assert moved == moves
-        assert under_way == buckets > 4
+        assert in_flight == buckets > 4
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

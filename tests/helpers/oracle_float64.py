@@ -237,7 +237,7 @@ class Watch:
 
     def report(self) -> Report:
         """Collective. The same on every rank; in a pipeline, of one stage."""
-        every = self._engine.sharding.everyone.gather_objects(self._found, "the report of the oracle")
+        every = self._engine.sharding.world.gather_objects(self._found, "the report of the oracle")
         of_matrices = [found.matrices for found in every if found.matrices is not None]
         return Report(
             max((found.elements for found in every), key=_by_bound),
@@ -262,9 +262,7 @@ class Watch:
         group = self._opt.param_groups[self._engine.parameters.group_of[index]]
         updates = bool(by.used[index]) and not bool(by.found_inf)
         elements, matrices = before.compare(group, float(self._engine.hyper.steps[index]) if updates else 0.0)
-        at = Found(
-            0.0, self._engine.parameters.name(index), self._engine.sharding.everyone.rank, self._engine.steps + 1
-        )
+        at = Found(0.0, self._engine.parameters.name(index), self._engine.sharding.world.rank, self._engine.steps + 1)
         found = self._found
         self._found = Report(
             max(found.elements, replace(at, of_bound=elements), key=_by_bound),
@@ -389,7 +387,7 @@ def _joined(own: Tensor, shard: ShardState, piece: SlotPiece) -> Tensor:
     [tensors, *shape], whole."""
     sharding, whole = shard.bucket.sharding, next(w for w in _wholes(shard) if w.param == piece.slot.param)
     if _cuts(shard):
-        parts = sharding.sharers.gather_objects((piece.in_param, own.cpu()), "the oracle")
+        parts = sharding.shard_group.gather_objects((piece.in_param, own.cpu()), "the oracle")
         own = torch.cat([part for _, part in sorted(parts, key=lambda part: part[0])], dim=1)
     slices = torch.stack([view_of(flat, whole.shape, whole.order) for flat in own.to(shard.bucket.device)])
     joint = _joint(shard, whole)
@@ -397,7 +395,7 @@ def _joined(own: Tensor, shard: ShardState, piece: SlotPiece) -> Tensor:
         return slices
     joined = slices.new_empty(len(own), *joint.shape)
     for rank, of_rank in enumerate(sharding.tensor_ranks.slices.gather_objects(slices.cpu(), "the oracle")):
-        for in_whole, in_slice, length in joint.shares(rank):
+        for in_whole, in_slice, length in joint.slices_of(rank):
             to = joined.narrow(1 + joint.dim, in_whole, length)
             to.copy_(of_rank.narrow(1 + joint.dim, in_slice, length))
     return joined

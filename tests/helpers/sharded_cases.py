@@ -204,18 +204,18 @@ def allocated(call: Callable[[], object]) -> Allocated:
     The collectives that ``call`` leaves under way arrive before the profiler stops. A thread of gloo that ends a work
     while the profiler stops crashes torch 2.13, or never lets go of the work (seen: 3 of 8 loops of 6000 broadcasts).
     """
-    under_way: weakref.WeakSet[Handle] = weakref.WeakSet()
+    in_flight: weakref.WeakSet[Handle] = weakref.WeakSet()
     start = Handle.__init__
 
     def noted(handle: Handle, *args: Any, **options: Any) -> None:
         start(handle, *args, **options)
-        under_way.add(handle)
+        in_flight.add(handle)
 
     with pytest.MonkeyPatch.context() as patch, torch.autograd.profiler.profile(profile_memory=True) as profiler:
         patch.setattr(torch.backends.mkldnn, "enabled", False)
         patch.setattr(Handle, "__init__", noted)
         call()
-        late = [handle for handle in under_way if not handle.arrives_within(20)]
+        late = [handle for handle in in_flight if not handle.arrives_within(20)]
         assert not late, "collectives did not arrive in 20 s"
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     left = peak = 0

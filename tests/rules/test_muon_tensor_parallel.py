@@ -476,6 +476,6 @@ def test_what_cannot_be_is_told_on_every_rank() -> None:
 
 def test_a_joint_knows_the_shares_of_each_rank() -> None:
     joint = Joint((16, 3), 0, ((3, 2, 0), (4, 4, 3)))
-    assert [*joint.shares(0)] == [(0, 0, 3), (5, 3, 4)]
-    assert [*joint.shares(1)] == [(3, 0, 2), (9, 2, 4)]
-    assert [*joint.shares(2)] == [(5, 0, 0), (13, 0, 3)]
+    assert [*joint.slices_of(0)] == [(0, 0, 3), (5, 3, 4)]
+    assert [*joint.slices_of(1)] == [(3, 0, 2), (9, 2, 4)]
+    assert [*joint.slices_of(2)] == [(5, 0, 0), (13, 0, 3)]

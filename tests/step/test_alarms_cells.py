@@ -259,10 +259,10 @@ def exchanged(comm: Any, norm_type: float, used: bytes, about: Mapping[str, set[
 )
 def test_what_many_ranks_use_and_name_is_exact(norm_type: float, order: str) -> None:
     """An alarm that all ranks have is quiet, and the step goes on by who uses what: parameter 0 is used by one rank."""
-    everyone = {"thawed": {0, 1, 2}}
+    world = {"thawed": {0, 1, 2}}
     usual = OneOfMany(None, order)
-    exchanged(usual, norm_type, b"\0\1\0", everyone)
-    carries = exchanged(OneOfMany(usual.sent, order), norm_type, b"\1\1\0", everyone)
+    exchanged(usual, norm_type, b"\0\1\0", world)
+    carries = exchanged(OneOfMany(usual.sent, order), norm_type, b"\1\1\0", world)
     assert carries.used.tolist() == [True, True, False]
     usual = OneOfMany(None, order)
     exchanged(usual, norm_type, b"\1\1\1", {})

@@ -111,10 +111,10 @@ def _train(rank: int, world_size: int, stage: int, dtype: torch.dtype, overlap: 
             opt.step()
             opt.zero_grad()
             losses.append(loss.item())
-        under_way = _under_way(opt, model)
+        in_flight = _under_way(opt, model)
         state = {name: value.clone() for name, value in model.state_dict().items()}
         opt.close()
-    return losses, state, under_way
+    return losses, state, in_flight
 
 
 def _under_way(opt: zero_optim.ShardedAdamW, model: nn.Module) -> dict[str, bool]:
@@ -138,20 +138,20 @@ def test_overlap_changes_no_bit(stage: int, world_size: int, dtype: torch.dtype)
 
 
 def test_called_modules_wait_for_themselves_and_step_for_the_others() -> None:
-    for _, _, under_way in run_ranks(2, _train, 2, torch.float32, True, "plain"):
-        assert under_way["attention.in_proj_weight"] and not under_way["again.weight"]
-        assert not under_way["attention.out_proj.weight"] and not under_way["direct.weight"]
-        assert not under_way["unused.weight"]
-    for _, _, under_way in run_ranks(2, _train, 2, torch.float32, False, "plain"):
-        assert not any(under_way.values())
+    for _, _, in_flight in run_ranks(2, _train, 2, torch.float32, True, "plain"):
+        assert in_flight["attention.in_proj_weight"] and not in_flight["again.weight"]
+        assert not in_flight["attention.out_proj.weight"] and not in_flight["direct.weight"]
+        assert not in_flight["unused.weight"]
+    for _, _, in_flight in run_ranks(2, _train, 2, torch.float32, False, "plain"):
+        assert not any(in_flight.values())
 
 
 def test_a_compiled_model_waits_at_its_door() -> None:
     plain = run_ranks(2, _train, 2, torch.float32, False, "plain")
     compiled = run_ranks(2, _train, 2, torch.float32, True, "compile")
-    for (losses, _, _), (same, _, under_way) in zip(plain, compiled, strict=True):
+    for (losses, _, _), (same, _, in_flight) in zip(plain, compiled, strict=True):
         assert losses == same
-        assert all(under_way.values())
+        assert all(in_flight.values())
 
 
 def _other_readers(rank: int, world_size: int) -> tuple:
@@ -181,23 +181,23 @@ def _other_readers(rank: int, world_size: int) -> tuple:
             "wait_for_parameters": lambda: opt.wait_for_parameters() or list(model.parameters()),
             "close": lambda: opt.close() or list(model.parameters()),
         }
-        finite, under_way = {}, {}
+        finite, in_flight = {}, {}
         saved = copy.deepcopy(model.state_dict())
         for step, (name, reader) in enumerate(read.items()):
             for micro in range(2):
                 model(_tokens(rank, step + micro)).backward()
                 opt.step()
                 opt.zero_grad()
-            under_way[name] = any(_under_way(opt, model).values())
+            in_flight[name] = any(_under_way(opt, model).values())
             with torch.no_grad():
                 values = reader()
             finite[name] = all(type(v) in (Tensor, nn.Parameter) and bool(v.isfinite().all()) for v in values)
-        return finite, under_way
+        return finite, in_flight
 
 
 def test_whoever_reads_waits() -> None:
-    for finite, under_way in run_ranks(2, _other_readers):
-        assert all(under_way.values()), under_way
+    for finite, in_flight in run_ranks(2, _other_readers):
+        assert all(in_flight.values()), in_flight
         assert all(finite.values()), finite
 
 

@@ -16,7 +16,7 @@ def _cores(mask: range, quota: float | None = None, machine: str = "a") -> Cores
 
 
 @pytest.mark.parametrize(
-    ("everyone", "expected"),
+    ("world", "expected"),
     [
         ([_cores(range(8))], [8]),
         ([_cores(range(8))] * 2, [4, 4]),
@@ -30,8 +30,8 @@ def _cores(mask: range, quota: float | None = None, machine: str = "a") -> Cores
         ([_cores(range(1))], [1]),
     ],
 )
-def test_cores_are_shared_with_the_ranks_of_a_machine(everyone: list[Cores], expected: list[int]) -> None:
-    assert [threads_of(rank, everyone) for rank in range(len(everyone))] == expected
+def test_cores_are_shared_with_the_ranks_of_a_machine(world: list[Cores], expected: list[int]) -> None:
+    assert [threads_of(rank, world) for rank in range(len(world))] == expected
 
 
 @pytest.mark.parametrize(

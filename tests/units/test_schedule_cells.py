@@ -109,7 +109,7 @@ class FakeComm:
     out_of_step = False
 
     @property
-    def everyone(self) -> FakeComm:
+    def world(self) -> FakeComm:
         return self
 
     def gather_objects(self, value: object, where: str) -> list[object]:

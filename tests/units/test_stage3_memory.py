@@ -364,7 +364,7 @@ def drop_amid_reductions(rank: int, world_size: int) -> list[bool]:
     model = zero_optim.shard_module(Net(), units=(Block,))
     opt = zero_optim.ShardedAdamW(model.named_parameters())
     loss_of(model, tokens(rank, step=0)).backward()
-    written = [bucket.grad_buffer for bucket in opt.engine.reducer.buckets if bucket.arrivals.under_way]
+    written = [bucket.grad_buffer for bucket in opt.engine.reducer.buckets if bucket.arrivals.in_flight]
     del opt
     gc.collect()
     there = [is_there(buffer) for buffer in written]

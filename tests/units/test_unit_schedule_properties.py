@@ -74,7 +74,7 @@ class FakeComm:
     meeting: threading.Barrier
 
     @property
-    def everyone(self) -> FakeComm:
+    def world(self) -> FakeComm:
         return self
 
     def gather_objects(self, report: object, where: str) -> list[object]:

@@ -129,7 +129,7 @@ class ShardedPart:
 
     def _described_by(self, rule: UpdateRule, steps: Mapping[str, float], order: Sequence[str]) -> SavedOptimizer:
         """Describe one rule. ``order``: of the parameters of all rules, as their buckets leave."""
-        groups = {number: {**self._groups[number], **rule.said} for number in self._groups_of(rule)}
+        groups = {number: {**self._groups[number], **rule.described} for number in self._groups_of(rule)}
         own = {self._names[index] for index in self._trained_by(rule)}
         counts = {name: count for name, count in steps.items() if name in own}
         codecs = {name: codec.name for name, codec in rule.codecs.items() if not codec.reads_parameter}

@@ -60,7 +60,7 @@ def pack_groups(groups: Groups) -> list[dict[str, Any]]:
 
 def with_torch_options(groups: Groups, rules: Sequence[UpdateRule]) -> list[dict[str, Any]]:
     """Add every option that groups of torch's counterpart have. ``rules``: of each group."""
-    return [{**rule.torch_options, **group, **rule.said} for rule, group in zip(rules, groups, strict=True)]
+    return [{**rule.torch_options, **group, **rule.described} for rule, group in zip(rules, groups, strict=True)]
 
 
 def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], steps: Tensor) -> dict[str, Any]:
@@ -255,13 +255,13 @@ def save_whole(engine: Engine, groups: Groups, *, on_rank_0: bool) -> dict[str, 
 
     ``on_rank_0``: rank 0 alone gets the state, on the CPU; else all ranks do, on the device.
     """
-    everyone = engine.sharding.everyone
-    with everyone.raising_together("get_optimizer_state_dict"):
+    world = engine.sharding.world
+    with world.raising_together("get_optimizer_state_dict"):
         engine.shardings.check_whole("torch.distributed.checkpoint")
         engine.shardings.check_joined("torch.distributed.checkpoint")
     device = torch.device("cpu") if on_rank_0 else engine.sharding.device
-    with everyone.raising_together("get_optimizer_state_dict"):
-        state = gather(engine, wanted=not on_rank_0 or everyone.ranks[everyone.rank] == 0, device=device)
+    with world.raising_together("get_optimizer_state_dict"):
+        state = gather(engine, wanted=not on_rank_0 or world.ranks[world.rank] == 0, device=device)
     return make_state_dict(_as_torch(engine, groups), state, engine.hyper.steps.float())
 
 
@@ -315,23 +315,23 @@ def _check_place(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     """Collective. Nothing is changed on any rank unless the state fits on all. The caller has settled the engine."""
-    everyone, parameters = engine.sharding.everyone, engine.parameters
+    world, parameters = engine.sharding.world, engine.parameters
     saved: dict[int, Mapping[str, Any]] = {}
     copies: list[Copy] = []
     own_parts: list[list[int]] = []
-    with everyone.raising_together("load_state_dict"):
+    with world.raising_together("load_state_dict"):
         saved = match_state(state_dict, parameters, engine.rules)
         _check_place(engine, state_dict)
         own_parts = _saved_parts(groups, state_dict, saved)
     # Keys stand in the order of the layout, unless they were sorted by group, as torch.distributed.checkpoint does.
     # A sorted state that fits needs no other layout.
     planned = _plan(engine, saved)
-    every = everyone.gather_objects((planned is not None, own_parts), "load_state_dict")
+    every = world.gather_objects((planned is not None, own_parts), "load_state_dict")
     fits, parts = zip(*every, strict=True)
     if parts[0] and not (all(fits) and all(part == sorted(part) for part in parts[0])):
         planned = None
         engine.reducer.restore_order(*parts[0])
-    with everyone.raising_together("load_state_dict"):
+    with world.raising_together("load_state_dict"):
         copies = plan_load(engine.states.shards, saved, parameters.labels) if planned is None else planned
     state = saved_state_of(saved, parameters, engine.rules)
     engine.begin_load(state)
@@ -373,7 +373,7 @@ def _plan(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> list[Copy] 
 def ema_state_dict(engine: Engine, groups: Groups, which: int, rank: int | None) -> dict[str | int, Tensor]:
     """See ``ShardedOptimizer.ema_state_dict``. The caller has settled the engine."""
     name, savers, keys = average_name(engine, which), engine.sharding.savers, state_keys(groups)
-    with engine.sharding.everyone.raising_together("ema_state_dict"):
+    with engine.sharding.world.raising_together("ema_state_dict"):
         if rank is not None and rank not in range(savers.world_size):
             raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
         engine.shardings.check_whole("ema_state_dict")

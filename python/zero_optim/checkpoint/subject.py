@@ -40,9 +40,9 @@ def make_subject(model: nn.Module, opt: Any, where: str) -> Subject:
 def _comm_of(model: Any, opt: Any) -> Comm:
     for one in each(opt):
         if is_sharded(one):
-            return one.engine.sharding.everyone
+            return one.engine.sharding.world
     for sharded in sharded_model_of(model.parameters()) if isinstance(model, nn.Module) else ():
-        return sharded.sharding.everyone
+        return sharded.sharding.world
     return make_comm(device=_device_of(model))
 
 

@@ -65,7 +65,7 @@ class Comm:
         self.traffic: dict[str, Traffic] = {}
 
     @property
-    def shared(self) -> bool:
+    def contended(self) -> bool:
         """Whether another optimizer communicates between some of the same ranks. Ranks need not agree on the answer."""
         return any((other := beside()) is not None and other in _reducing for beside in self._beside)
 

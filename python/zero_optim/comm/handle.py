@@ -238,7 +238,7 @@ class Arrivals:
         self._handles: deque[Handle] = deque()
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         return bool(self._handles)
 
     def expect(self, handle: Handle) -> None:

@@ -1,11 +1,11 @@
 """Collectives over the shard group and, for HSDP, the replicate group; and the scale of an average.
 
 By default one shard group spans all ranks. In a ``Grid`` (HSDP) the ranks of a row are the shard group, and reductions
-go on across the rows. What all ranks agree on, such as errors and orders, goes over ``everyone``: all ranks of the job.
+go on across the rows. What all ranks agree on, such as errors and orders, goes over ``world``: all ranks of the job.
 
-Where parameters are cut over tensor-parallel ranks, ``everyone`` is a matrix of ranks, and a column of it has the same
+Where parameters are cut over tensor-parallel ranks, ``world`` is a matrix of ranks, and a column of it has the same
 slices: its ranks average gradients, and shard. See ``TensorRanks``. Experts have a sharding of their own, with the same
-``everyone``: see ``ExpertRanks``.
+``world``: see ``ExpertRanks``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Sharding:
     A stage is a comparison: 0 nothing, >= 1 optimizer state, >= 2 gradients, >= 3 parameters.
 
     Attributes:
-        everyone: all ranks of the job: those that agree, and fail together.
+        world: all ranks of the job: those that agree, and fail together.
         grad_reduce_dtype: the dtype that gradients are communicated and added up in; None: their own.
         grad_accumulation_dtype: the dtype that their shards rest in, and later sums are added in; None: as reduced.
         device: where parameters, gradients and state are.
@@ -44,7 +44,7 @@ class Sharding:
         second_legs: under gloo, the second legs that wait for their first ones.
     """
 
-    everyone: Comm
+    world: Comm
     stage: int
     grad_reduce_dtype: torch.dtype | None
     device: torch.device
@@ -61,7 +61,7 @@ class Sharding:
     @property
     def data_parallel(self) -> Comm:
         """The ranks that gradients are averaged over."""
-        return self.everyone if self.tensor_ranks is None else self.tensor_ranks.data_parallel
+        return self.world if self.tensor_ranks is None else self.tensor_ranks.data_parallel
 
     @property
     def world_size(self) -> int:
@@ -69,7 +69,7 @@ class Sharding:
         return self.data_parallel.world_size
 
     @property
-    def sharers(self) -> Comm:
+    def shard_group(self) -> Comm:
         """The ranks that hold all shards among them, one each, this rank included."""
         return self.data_parallel if self.grid is None else self.grid.within
 
@@ -91,17 +91,17 @@ class Sharding:
     @property
     def savers(self) -> Comm:
         """The ranks that save one state together. With plain slices each column saves one of its own."""
-        return self.data_parallel if self.of_plain_slices else self.everyone
+        return self.data_parallel if self.of_plain_slices else self.world
 
     @property
     def shard_count(self) -> int:
         """Number of shards that state is split into."""
-        return self.sharers.world_size if self.stage >= 1 else 1
+        return self.shard_group.world_size if self.stage >= 1 else 1
 
     @property
     def shard_index(self) -> int:
         """The number of this rank's shard among these."""
-        return self.sharers.rank if self.stage >= 1 else 0
+        return self.shard_group.rank if self.stage >= 1 else 0
 
     @property
     def replicas(self) -> Comm | None:
@@ -133,7 +133,7 @@ class Sharding:
     @property
     def agrees(self) -> bool:
         """Whether several ranks have to agree in a step, those with other slices or pipeline stages included."""
-        return self.everyone.world_size > 1 or self.pipeline_stages > 1
+        return self.world.world_size > 1 or self.pipeline_stages > 1
 
     @property
     def grad_scale(self) -> float:
@@ -143,9 +143,9 @@ class Sharding:
     @property
     def host_waits(self) -> bool:
         """Whether the host itself waits for what is communicated."""
-        return self.everyone.host_waits(self.device)
+        return self.world.host_waits(self.device)
 
-    def speaks(self, *, cut: bool) -> bool:
+    def counted_in_norm(self, *, cut: bool) -> bool:
         """Whether this rank's gradients count in a norm: true on exactly one of the ranks that hold a replica."""
         return self.holders(cut=cut)[1] == 0
 
@@ -212,7 +212,7 @@ class Sharding:
             on_arrival = partial(out.add_ if accumulate else out.copy_, part)
         self.second_legs.issue_arrived(0)
         first = grid.within.reduce_scatter(full, part, lend, accumulate=False)
-        second = partial(grid.across.all_reduce, part, on_arrival, number=self.everyone.log.reserve())
+        second = partial(grid.across.all_reduce, part, on_arrival, number=self.world.log.reserve())
         if self.host_waits:
             return self.second_legs.add(first, second)
         return issue_behind(first, second, self.device)
@@ -222,7 +222,7 @@ class Sharding:
 
         ``own``: this rank's shard, a view of ``full``, where the caller has it at hand.
         """
-        return self.sharers.all_gather(full, kind, own) if self.shard_count > 1 else None
+        return self.shard_group.all_gather(full, kind, own) if self.shard_count > 1 else None
 
     def whole_of(self, shard: Tensor, kind: str) -> Tensor:
         """Collective. Gather the whole of which each rank gives its ``shard``; ``shard`` itself where it is all."""
@@ -254,11 +254,11 @@ class Sharding:
 
     def alike(self, *, cut: bool) -> Comm:
         """The ranks whose values of a parameter are the same. ``cut``: whether it is cut over tensor-parallel ranks."""
-        return self.data_parallel if cut or self.of_experts else self.everyone
+        return self.data_parallel if cut or self.of_experts else self.world
 
 
 def make_sharding(
-    everyone: Comm,
+    world: Comm,
     stage: int,
     device: torch.device,
     topology: Topology,
@@ -267,11 +267,11 @@ def make_sharding(
     grad_accumulation_dtype: torch.dtype | None = None,
     pipeline_stages: int = 1,
 ) -> Sharding:
-    """Collective. Make the sharding of ``everyone``, with communicators that are connected for ``device``."""
-    tensor_ranks = make_tensor_ranks(everyone, topology.columns, device, plain=topology.plain)
-    grid = make_grid(everyone if tensor_ranks is None else tensor_ranks.data_parallel, topology.rows, device)
+    """Collective. Make the sharding of ``world``, with communicators that are connected for ``device``."""
+    tensor_ranks = make_tensor_ranks(world, topology.columns, device, plain=topology.plain)
+    grid = make_grid(world if tensor_ranks is None else tensor_ranks.data_parallel, topology.rows, device)
     return Sharding(
-        everyone,
+        world,
         stage,
         grad_reduce_dtype,
         device,
@@ -287,7 +287,7 @@ def make_expert_shardings(main: Sharding, given: Mapping[int, ExpertRanks]) -> d
     """Collective. Make the shardings of these groups, by their number. ``main``: of all other parameters."""
     made: dict[Rows, Sharding] = {}
     for columns in dict.fromkeys(of_group.columns for of_group in given.values()):
-        ranks = make_tensor_ranks(main.everyone, columns, main.device)
+        ranks = make_tensor_ranks(main.world, columns, main.device)
         made[columns] = replace(main, grid=None, tensor_ranks=ranks)
     return {number: replace(made[of.columns], grad_divisor=of.grad_divisor) for number, of in given.items()}
 
@@ -299,15 +299,15 @@ def connect_for_buckets(sharding: Sharding, flats: Iterable[tuple[int, torch.dty
         flats: elements and dtype of each bucket.
         gathered: whether parameters are all-gathered, too.
     """
-    sharers, device = sharding.sharers, sharding.device
+    shard_group, device = sharding.shard_group, sharding.device
     kind = "reduce_scatter" if sharding.shard_count > 1 else "all_reduce"
     for dtype, numel in largest_of(flats).items():
         reduced = sharding.reduce_dtype(dtype)
-        sharers.connect_for(kind, numel, reduced, device)
+        shard_group.connect_for(kind, numel, reduced, device)
         if sharding.grid is not None:
             sharding.grid.across.connect_for("all_reduce", numel // sharding.shard_count, reduced, device)
         if gathered and sharding.shard_count > 1:
-            sharers.connect_for("all_gather", numel, dtype, device)
+            shard_group.connect_for("all_gather", numel, dtype, device)
 
 
 def broadcast_together(comm: Comm, tensors: Sequence[Tensor]) -> None:

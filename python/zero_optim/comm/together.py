@@ -154,9 +154,9 @@ def check_same(ranks: Ranks, description: Sequence[str], where: str, remedy: str
     digests = ranks.gather_objects(hashlib.sha256("\n".join(description).encode()).digest(), where)
     if len(set(digests)) == 1:
         return
-    everyone = ranks.gather_objects(list(description), where)
-    odd = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
-    pairs = itertools.zip_longest(everyone[0], everyone[odd], fillvalue="nothing more")
+    descriptions = ranks.gather_objects(list(description), where)
+    odd = next(rank for rank, other in enumerate(descriptions) if other != descriptions[0])
+    pairs = itertools.zip_longest(descriptions[0], descriptions[odd], fillvalue="nothing more")
     here, there = next(pair for pair in pairs if pair[0] != pair[1])
     first, other = ranks.ranks[0], ranks.ranks[odd]
     raise RankMismatchError(

@@ -104,20 +104,20 @@ class Grid:
     across: Comm
 
 
-def make_grid(everyone: Comm, rows: Rows | None, device: torch.device) -> Grid | None:
+def make_grid(world: Comm, rows: Rows | None, device: torch.device) -> Grid | None:
     """Collective. Make the communicators of a grid, connected for ``device``; None: there are no ``rows``."""
     if rows is None:
         return None
-    within = everyone.part(rows, "within a replica")
-    across = everyone.part(tuple(zip(*rows, strict=True)), "across replicas")
+    within = world.part(rows, "within a replica")
+    across = world.part(tuple(zip(*rows, strict=True)), "across replicas")
     within.connect(device)
     across.connect(device)
     return Grid(within, across)
 
 
-def read_rows(mesh: dist.DeviceMesh | None, *, shares: bool = True) -> Rows | None:
+def read_rows(mesh: dist.DeviceMesh | None, *, shards: bool = True) -> Rows | None:
     """Read the rows of a grid off a mesh. None: the mesh has one dimension, or replicates nothing, so that all its
-    ranks shard; or, without ``shares``, as at stage 0, none does.
+    ranks shard; or, without ``shards``, as at stage 0, none does.
 
     The dimension that replicates has "replicate" in its name, or the other has "shard"; else it is the first, as in
     FSDP2.
@@ -142,7 +142,7 @@ def read_rows(mesh: dist.DeviceMesh | None, *, shares: bool = True) -> Rows | No
     for line in (*rows, *zip(*rows, strict=True)):
         if list(line) != sorted(line):
             raise ValueError(f"the ranks of mesh along {names} are {list(line)}: give them in ascending order")
-    if len(rows) == 1 or not shares:
+    if len(rows) == 1 or not shards:
         return None
     if len(rows[0]) == 1:
         raise ValueError(
@@ -161,13 +161,13 @@ class RowRanks:
 
     Attributes:
         ranks: as the whole job numbers them, in the order of the slices.
-        told: where they were read, for messages.
+        source: where they were read, for messages.
         plain: whether slices are plain tensors, of which it is unknown how they make a whole; else ``DTensor``s.
     """
 
     group: dist.ProcessGroup
     ranks: list[int]
-    told: str
+    source: str
     plain: bool
 
 
@@ -181,8 +181,8 @@ def read_row(
     of_mesh = None
     if mesh is not None:
         along = f"dimension {mesh.mesh_dim_names[0]!r} of their mesh" if mesh.mesh_dim_names else "their mesh"
-        told = f"parameters are DTensors over ranks {_ranks(mesh)}, along {along}"
-        of_mesh = RowRanks(mesh.get_group(), _ranks(mesh), told, plain=False)
+        source = f"parameters are DTensors over ranks {_ranks(mesh)}, along {along}"
+        of_mesh = RowRanks(mesh.get_group(), _ranks(mesh), source, plain=False)
     if tensor_parallel is None:
         return of_mesh
     group = group_along(tensor_parallel, "tensor_parallel", "the slices", "mesh['tp']")
@@ -190,7 +190,9 @@ def read_row(
     given = RowRanks(group, ranks, f"tensor_parallel gives ranks {ranks}", plain=True)
     if of_mesh is not None:
         if given.ranks != of_mesh.ranks:
-            raise ValueError(f"{of_mesh.told}, and {given.told}: leave tensor_parallel out, as DTensors have a mesh")
+            raise ValueError(
+                f"{of_mesh.source}, and {given.source}: leave tensor_parallel out, as DTensors have a mesh"
+            )
         return of_mesh
     return given if len(given.ranks) > 1 else None
 
@@ -219,11 +221,11 @@ def _ranks(of: dist.DeviceMesh | dist.ProcessGroup) -> list[int]:
 
 def _check_rows(rows: list[list[int]], given: list[int], row: RowRanks, beside: list[list[int]]) -> None:
     """Check the rows. ``given``: the data-parallel ranks. ``beside``: all ranks, as each of this row lists them."""
-    told = f"{row.told}, and mesh, or process_group"
+    source = f"{row.source}, and mesh, or process_group"
     every = [rank for of_rank in rows for rank in of_rank]
     if len({*every}) < len(every):
         raise ValueError(
-            f"{told}, gives ranks {given} to average over, several of the same. Give the other dimension, as "
+            f"{source}, gives ranks {given} to average over, several of the same. Give the other dimension, as "
             "mesh=world_mesh['dp']. If they are experts, give them a parameter group of their own, with "
             "mesh=world_mesh['edp']. Parameters that are sharded over data-parallel ranks already, as by fully_shard, "
             "cannot be sharded again: give them as they were before"
@@ -231,24 +233,24 @@ def _check_rows(rows: list[list[int]], given: list[int], row: RowRanks, beside: 
     for line in (*rows, *zip(*rows, strict=False)):
         if len({len(of_rank) for of_rank in rows}) > 1 or list(line) != sorted(line):
             raise ValueError(
-                f"{told}, gives ranks {given}, whose parameters are over {rows}: as many on each are needed, and in "
+                f"{source}, gives ranks {given}, whose parameters are over {rows}: as many on each are needed, and in "
                 "ascending order along both dimensions"
             )
     if any(ranks != beside[0] for ranks in beside):
         raise ValueError(
-            f"{told}, gives each of these other ranks: together they make {beside}. Give all of them the same "
+            f"{source}, gives each of these other ranks: together they make {beside}. Give all of them the same "
             "dimension of one mesh, as mesh=world_mesh['dp']"
         )
 
 
 def make_tensor_ranks(
-    everyone: Comm, columns: Rows | None, device: torch.device, *, plain: bool = False
+    world: Comm, columns: Rows | None, device: torch.device, *, plain: bool = False
 ) -> TensorRanks | None:
     """Collective. Make the communicators of these ranks, connected for ``device``; None: parameters are not cut."""
     if columns is None:
         return None
-    data_parallel = everyone.part(columns, "data-parallel ranks")
-    slices = everyone.part(tuple(zip(*columns, strict=True)), "tensor-parallel ranks")
+    data_parallel = world.part(columns, "data-parallel ranks")
+    slices = world.part(tuple(zip(*columns, strict=True)), "tensor-parallel ranks")
     data_parallel.connect(device)
     slices.connect(device)
     return TensorRanks(data_parallel, slices, plain)
@@ -265,26 +267,26 @@ class Topology:
         rows: of the grid, see ``Grid``; None: all that average gradients shard, and none replicates.
         columns: the ranks with the same slices, see ``TensorRanks``; None: nothing is cut.
         plain: whether slices are plain tensors, see ``RowRanks``.
-        told: whether the user has passed which ranks have slices. Megatron marks slices also where nothing is cut.
+        explicit_tp: whether the user has passed the ranks that have slices. Megatron marks uncut parameters, too.
     """
 
     rows: Rows | None = None
     columns: Rows | None = None
     plain: bool = False
-    told: bool = False
+    explicit_tp: bool = False
 
     @property
     def slices(self) -> list[int]:
         """The ranks of this rank's row, one a slice; none where nothing is cut."""
         return own_row(self.columns or ())
 
-    def sharing(self, everyone: Comm) -> int:
+    def shard_count(self, world: Comm) -> int:
         """Count the ranks that one state is sharded over."""
-        return len(self.rows[0]) if self.rows else everyone.world_size // len(self.columns or [0])
+        return len(self.rows[0]) if self.rows else world.world_size // len(self.columns or [0])
 
-    def averaging(self, everyone: Comm) -> list[int]:
-        """List the ranks of ``everyone`` that average gradients with this rank."""
-        return next((list(column) for column in self.columns or () if dist.get_rank() in column), everyone.ranks)
+    def averaging(self, world: Comm) -> list[int]:
+        """List the ranks of ``world`` that average gradients with this rank."""
+        return next((list(column) for column in self.columns or () if dist.get_rank() in column), world.ranks)
 
     def described(self) -> dict[str, Any]:
         """Describe what all ranks have to agree on. Of a grid within a column that is its shape alone."""
@@ -295,19 +297,19 @@ class Topology:
 
 
 def read_topology(
-    averaging: dist.ProcessGroup | None, row: RowRanks | None, *, told: bool
+    averaging: dist.ProcessGroup | None, row: RowRanks | None, *, explicit_tp: bool
 ) -> tuple[dist.ProcessGroup | None, Topology]:
     """Collective. Make the group of all ranks that train together, and read their places, but for a grid.
 
     Args:
         averaging: the ranks that average gradients with this one; None: those of the default group.
         row: the ranks that have slices; None: nothing is cut.
-        told: whether the user has passed who has slices, or that nobody has.
+        explicit_tp: whether the user has passed which ranks have slices, or that none has.
 
     Raises ValueError where the two do not go together.
     """
     if row is None:
-        return averaging, Topology(told=told)
+        return averaging, Topology(explicit_tp=explicit_tp)
     ranks = make_comm(averaging)
     rows: list[list[int]] = ranks.gather_objects(row.ranks, _WHERE)  # raises where some ranks have plain parameters
     every = sorted(rank for of_rank in rows for rank in of_rank)
@@ -315,7 +317,9 @@ def read_topology(
     with ranks.raising_together(_WHERE):
         _check_rows(rows, ranks.ranks, row, beside)
     columns = tuple(zip(*rows, strict=True))
-    return group_of_ranks(every, row.group), Topology(columns=columns, plain=row.plain, told=told or row.plain)
+    return group_of_ranks(every, row.group), Topology(
+        columns=columns, plain=row.plain, explicit_tp=explicit_tp or row.plain
+    )
 
 
 def own_row(columns: Rows) -> list[int]:
@@ -445,11 +449,11 @@ def _divisor_of(given: Any, group: str) -> int | None:
     return given
 
 
-def told_each_other(given: Mapping[int, ExpertRanks], everyone: Comm, where: str) -> dict[int, ExpertRanks]:
+def exchange_columns(given: Mapping[int, ExpertRanks], world: Comm, where: str) -> dict[int, ExpertRanks]:
     """Collective. Fill in the columns. Raises ValueError, on every rank, where they are no matrix of ranks."""
-    every = everyone.gather_objects([of_group.ranks for of_group in given.values()], where) if given else []
+    every = world.gather_objects([of_group.ranks for of_group in given.values()], where) if given else []
     return {
-        number: replace(of_group, columns=_columns([of[place] for of in every], everyone.ranks, number))
+        number: replace(of_group, columns=_columns([of[place] for of in every], world.ranks, number))
         for place, (number, of_group) in enumerate(given.items())
     }
 

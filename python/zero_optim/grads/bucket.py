@@ -66,8 +66,8 @@ class Bucket:
         slots: the state of each parameter's gradient.
         packing: packs gradients for a reduction.
         unsharding: the all-gather of the parameters after a step.
-        speaks: whether this rank's part counts in a sum over ranks: of ranks that hold the same, one counts it.
-        shared: slots of parameters that another stage of the pipeline counts in a norm.
+        counted_in_norm: true on exactly one of the ranks that hold the same part: a sum over ranks counts it there.
+        duplicates: slots of parameters that another stage of the pipeline counts in a norm.
         follower: takes reduced gradients elsewhere; None: nobody does.
     """
 
@@ -78,8 +78,8 @@ class Bucket:
         self.dtype, self.device = flat.dtype, flat.device
         self.reduce_dtype = sharding.reduce_dtype(self.dtype)
         self.pieces = flat.pieces if layout is flat.layout else tuple(layout.pieces(sharding.shard_index))
-        self.speaks = sharding.speaks(cut=flat.cut)
-        self.shared = {index for index, p in enumerate(self.params) if is_shared(p)}
+        self.counted_in_norm = sharding.counted_in_norm(cut=flat.cut)
+        self.duplicates = {index for index, p in enumerate(self.params) if is_shared(p)}
         self.arrivals = Arrivals()
         self._writes_known = 0  # the count of the user's writes into gradients as ``note_writes`` was last called
         self.unsharding = Unsharding(layout, flat, labels, sharding)
@@ -156,7 +156,7 @@ class Bucket:
     @property
     def can_collect(self) -> bool:
         """True if this rank's own gradients can wait in ``grad_buffer``, readable through ``.grad``."""
-        return bool(self.shown.full) and self.state is not GradState.REDUCED and not self.arrivals.under_way
+        return bool(self.shown.full) and self.state is not GradState.REDUCED and not self.arrivals.in_flight
 
     def before_accumulate(self, index: int) -> None:
         """Take a reduced gradient out of slot ``index``'s ``.grad``, to which autograd is about to add."""
@@ -210,7 +210,7 @@ class Bucket:
         # Or nothing is there: the new sum takes the memory, unless somebody keeps a gradient in it.
         if accumulate:
             self._drop_stale()
-        elif self.arrivals.under_way:  # nothing is wanted of what arrives
+        elif self.arrivals.in_flight:  # nothing is wanted of what arrives
             self.arrivals.then(partial(_zero, self.grad_shard))
             accumulate = True
         else:
@@ -271,18 +271,18 @@ class Bucket:
 
     def counted(self) -> list[Tensor]:
         """List the parts of ``grad_shard`` that this rank counts in a norm: as a rule all of it. Gaps are zero."""
-        if not self.speaks:
+        if not self.counted_in_norm:
             return []
-        if not self.shared:
+        if not self.duplicates:
             return [self.grad_shard]
-        return [self._part_of(i) for i, piece in enumerate(self.pieces) if piece.numel and i not in self.shared]
+        return [self._part_of(i) for i, piece in enumerate(self.pieces) if piece.numel and i not in self.duplicates]
 
     def counted_elsewhere(self) -> list[Tensor]:
         """List the parts that another stage of the pipeline, or another tensor-parallel rank, counts in a norm. Its own
         should be the same, but was reduced separately. So whether this rank's is finite is checked here, too."""
-        if self.speaks:
-            return [self._part_of(index) for index in self.shared if self.pieces[index].numel]
-        return [self.grad_shard] if self.sharding.speaks(cut=True) else []
+        if self.counted_in_norm:
+            return [self._part_of(index) for index in self.duplicates if self.pieces[index].numel]
+        return [self.grad_shard] if self.sharding.counted_in_norm(cut=True) else []
 
     # -- what the user does to gradients ---------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class Bucket:
     def abandon(self) -> None:
         """Wait for nothing any more: the ranks have parted, or the optimizer is closed on this rank alone."""
         # At stage 3 ``clear`` frees memory. A reduction under way keeps the memory that it writes into.
-        if self.flat.sharded and self.arrivals.under_way:
+        if self.flat.sharded and self.arrivals.in_flight:
             self._allocate_gradients()
         self.arrivals.abandon()
         self.unsharding.end()

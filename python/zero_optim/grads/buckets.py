@@ -98,7 +98,7 @@ class Buckets:
         refused = self.refused  # the next step raises for them, whatever the layout is by then
         for bucket in self.all:
             bucket.let_go()
-        with self._sharding.everyone.raising_together("laying out the buckets", device):  # memory may be lacking
+        with self._sharding.world.raising_together("laying out the buckets", device):  # memory may be lacking
             upto = itertools.accumulate(map(list, parts), operator.add)
             self.use(parts, [bucket for part, of in zip(parts, upto, strict=True) for bucket in self._make(part, of)])
         self.nonfinite.copy_(marks[self.slot_params])
@@ -303,7 +303,7 @@ def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None
         taken = sum(slot.numel for slot in slots)
         padding = sum(layout.numel for layout, _ in of_sharding) - taken
         nbytes = padding * of_sharding[0][1].dtype.itemsize
-        if padding > MUCH_PADDING * taken and nbytes > MANY_BYTES and sharding.everyone.rank == 0:
+        if padding > MUCH_PADDING * taken and nbytes > MANY_BYTES and sharding.world.rank == 0:
             rule = of_sharding[0][1].rule.name
             warnings.warn(
                 f"{rule}: {sharding.shard_count} ranks shard few matrices ({len(slots)}), and cut none. So there is "

@@ -73,9 +73,9 @@ class Observation:
 
 def merged(own: Observation, sharding: Sharding, count: int) -> list[Observation]:
     """Collective. Merge the ranks' reports on ``count`` parameters into two, from which ``agree`` learns the same."""
-    sharding.everyone.gather_objects(None, "the first step")  # raises unless all ranks are here
-    vector = _vector(own, count, orders=sharding.everyone.rank == 0).to(sharding.device)
-    sharding.everyone.exchange(vector, maximum=True, kind="construction")
+    sharding.world.gather_objects(None, "the first step")  # raises unless all ranks are here
+    vector = _vector(own, count, orders=sharding.world.rank == 0).to(sharding.device)
+    sharding.world.exchange(vector, maximum=True, kind="construction")
     return _reports(vector, count)
 
 

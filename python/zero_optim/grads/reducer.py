@@ -113,10 +113,10 @@ class Reducer:
     def lay_out(self, *parts: Sequence[int]) -> None:
         """Build all buckets anew for ``parts`` of the parameters: see ``Buckets``. Collective where they hold reduced
         gradients, which move along."""
-        everyone = self.sharding.everyone
+        world = self.sharding.world
         try:
             self.layout.lay_out(*parts)
-            with everyone.raising_together("making the buffers", self.sharding.device):  # memory may be lacking
+            with world.raising_together("making the buffers", self.sharding.device):  # memory may be lacking
                 self._use_layout()
             for follow in self.on_layout:
                 follow(self.buckets)
@@ -431,7 +431,7 @@ class Reducer:
         self._hooks.remove()
         self.rounds.close()
         for bucket in self.buckets:
-            if bucket.arrivals.under_way or bucket.unsharding.pending is not None:
+            if bucket.arrivals.in_flight or bucket.unsharding.pending is not None:
                 self._abandon()
             bucket.abandon()
             bucket.clear()
@@ -444,9 +444,9 @@ class Reducer:
     def _abandon(self) -> None:
         """Note that a collective may not arrive any more."""
         if self.sharding.host_waits:
-            self.sharding.everyone.abandon()
+            self.sharding.world.abandon()
         else:
-            self.sharding.everyone.log.failed = True
+            self.sharding.world.log.failed = True
 
 
 class GradHooks:

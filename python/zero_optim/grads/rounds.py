@@ -185,7 +185,7 @@ class Rounds(RoundCounter):
 
     def begin(self) -> None:
         super().begin()
-        self._sharding.everyone.log.rounds += 1
+        self._sharding.world.log.rounds += 1
         self.next = 0
 
     def launch(self, *, rest: bool) -> None:
@@ -210,7 +210,7 @@ class Rounds(RoundCounter):
 
         At stage 0 it may: every rank has to meet such optimizers in one order, as each backward ends with a wait.
         """
-        return self._sharding.stage == 0 or not self._sharding.everyone.shared
+        return self._sharding.stage == 0 or not self._sharding.world.contended
 
     def complete_round(self, gathers: Callable[[], None]) -> None:
         """Launch the rest of the open round, or a whole round where none is open. It waits for nothing.
@@ -256,7 +256,7 @@ class Rounds(RoundCounter):
     def out_of_step(self) -> bool:
         """True if a collective has failed: the other ranks are at another one, and nothing can be completed."""
         schedule = self._schedule
-        return self._sharding.everyone.out_of_step or (schedule is not None and schedule.out_of_step)
+        return self._sharding.world.out_of_step or (schedule is not None and schedule.out_of_step)
 
     def all_dropped(self) -> bool:
         """True if gradients came, and the user has set every one to None since, as by ``module.zero_grad()``."""
@@ -272,7 +272,7 @@ class Rounds(RoundCounter):
         self._readiness.begin()
         if not self.open:
             return
-        self._sharding.everyone.log.check()
+        self._sharding.world.log.check()
         if self.out_of_step:
             raise RankMismatchError(
                 "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
@@ -336,7 +336,7 @@ class Rounds(RoundCounter):
         A backward that raised before its first gradient has left no trace here, and the others wait for its round. It
         is looked for where gradients are zeroed a second time, with no ``step`` between: every rank does that.
         """
-        missed = max(self._sharding.everyone.gather_objects(self.launched, "zero_grad")) - self.launched
+        missed = max(self._sharding.world.gather_objects(self.launched, "zero_grad")) - self.launched
         for _ in range(missed):
             self.complete_round(_nothing)
 

@@ -51,7 +51,7 @@ _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedTy
 def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
     """Collective. Make the ``mesh`` for ``ShardedOptimizer`` and ``shard_module`` from the ``ParallelismConfig``.
 
-    None without such a configuration: then all ranks share. The mesh has two dimensions with ``dp_replicate_size`` and
+    None without such a configuration: then all ranks shard. The mesh has two dimensions with ``dp_replicate_size`` and
     ``dp_shard_size``, else one. Where all ranks are tensor-parallel ones, each rank is alone in it.
 
     Raises ZeroOptimError for ``cp_size`` and ``sp_size``, which accelerate has only with FSDP and DeepSpeed.
@@ -160,10 +160,10 @@ class ShardedAccelerator(Accelerator):
                 f"parallelism_config has tp_size={chosen.tp_size}, and no parameter of the optimizer is cut: call "
                 "parallelize_module(model, accelerator.torch_device_mesh['tp'], plan) before it is made"
             )
-        columns = topology.columns or (tuple(sharding.everyone.ranks),)
+        columns = topology.columns or (tuple(sharding.world.ranks),)
         wanted = tuple(zip(*mesh.mesh.reshape(-1, chosen.tp_size).tolist(), strict=True))  # "tp" is the last dimension
         grid = mesh[tuple(chosen.dp_dim_names)] if len(chosen.dp_dim_names) == 2 else None
-        rows = read_rows(grid, shares=optimizer.stage != 0)
+        rows = read_rows(grid, shards=optimizer.stage != 0)
         if columns != wanted or topology.rows != rows:
             raise ValueError(
                 f"the optimizer is for ranks {topology.rows or columns}, and parallelism_config for {rows or wanted}: "

@@ -1,4 +1,4 @@
-"""Helpers that the integrations share: for required packages, models, optimizers and scalers."""
+"""Helpers of the integrations: for required packages, models, optimizers and scalers."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class ShardedTrainer(Trainer):
     stage.
 
     Args:
-        stage: what the ranks share, as in ``ShardedOptimizer``, for the optimizer that is made here. None: 2, or 3 with
+        stage: what is sharded, as in ``ShardedOptimizer``, for the optimizer that is made here. None: 2, or 3 with
             ``units``.
         units: stage 3: the classes, or their names, of the modules to gather one at a time, as ``("GPT2Block",)``.
             The model is given to ``zero_optim.shard_module`` once it is in its place. To choose more than that, move

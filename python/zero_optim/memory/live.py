@@ -71,7 +71,7 @@ def _shapes_of(engine: Engine) -> ModelShapes:
     shapes = [
         replace(
             shape_of(p, trained=index in trained or p.requires_grad),
-            sharers=_sharers(engine, index),
+            shard_group=_shard_group(engine, index),
             rule=_other_rule(engine, index),
         )
         for index, p in enumerate(engine.parameters.all)
@@ -88,9 +88,9 @@ def _other_rule(engine: Engine, index: int) -> UpdateRule | None:
     return None if rule is engine.rules.all[0] else rule
 
 
-def _sharers(engine: Engine, index: int) -> tuple[int, int] | None:
+def _shard_group(engine: Engine, index: int) -> tuple[int, int] | None:
     sharding = engine.shardings.of(index)
-    return (sharding.sharers.world_size, sharding.sharers.rank) if sharding.of_experts else None
+    return (sharding.shard_group.world_size, sharding.shard_group.rank) if sharding.of_experts else None
 
 
 def _units_by_name(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -117,7 +117,7 @@ def _shapes_of_units(engine: Engine, units: Sequence[Unit]) -> ModelShapes:
 
 
 def _reshards(units: Sequence[Unit]) -> bool | int:
-    """Read ``reshard_after_forward``, as ``shard_module`` was told, off a unit other than the root, which stays."""
+    """Read ``shard_module``'s ``reshard_after_forward`` off a unit other than the root, which stays."""
     for unit in units[1:]:
         return not unit.keep if unit.node is None else unit.node.world_size
     return True

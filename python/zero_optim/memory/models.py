@@ -137,7 +137,7 @@ class ParameterShape:
         trained: whether it has gradients and state.
         cut: whether the tensor-parallel ranks have a slice each.
         most: elements of the largest slice, by which buckets are laid out on all of them; None: as many as here.
-        sharers: of an expert, how many ranks its state is sharded over, and which of them this is; None: no expert.
+        shard_group: of an expert, how many ranks its state is sharded over, and which of them this is; None: no expert.
         rule: the rule that updates it; None: the job's.
         matrix: whether it is a matrix of a hidden layer, which Muon is for.
         shape: by which a rule tells the cost of its update; None: not known.
@@ -148,7 +148,7 @@ class ParameterShape:
     trained: bool = True
     cut: bool = False
     most: int | None = None
-    sharers: tuple[int, int] | None = None
+    shard_group: tuple[int, int] | None = None
     rule: UpdateRule | None = None
     matrix: bool = False
     shape: tuple[int, ...] | None = None

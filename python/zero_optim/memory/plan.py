@@ -52,9 +52,9 @@ class Job:
         world: ranks.
         tensor: tensor-parallel ranks, over which the model is cut into slices; see ``cut_over``.
         pipeline: stages that the model's layers are cut into; see ``of_stage``. Each slice of a stage is on
-            ``world / (tensor * pipeline)`` ranks, which average and share. The fullest stage is planned. All backwards
+            ``world / (tensor * pipeline)`` ranks, which average and shard. The fullest stage is planned. All backwards
             of a step are within ``no_sync``.
-        replicas: so many of these ranks hold each part of the state: the first dimension of a mesh. The others share.
+        replicas: so many of these ranks hold each part of the state: the first dimension of a mesh. The others shard.
         rank: which of the ranks with one slice is planned, counted row by row in a mesh; None: the mean of all. They
             differ in how much of their shards is padding, and in no sum.
         device_memory: bytes of a rank's device, which ``device_budget="auto"`` fills; None: the budget is then 0.
@@ -272,14 +272,14 @@ def _lay_out(model: ModelShapes, job: Job) -> _Laid:
     order = [index for index in every if parameters[index].trained]
     rooms = {index: parameters[index].room for index in order}
     numels = {index: parameters[index].numel for index in order}
-    of_sharers = {}
-    for sharers in {p.sharers for p in parameters if p.sharers}:  # of experts
-        ranks = TensorRanks(_AbsentComm(*sharers), _AbsentComm(1, 0))
-        of_sharers[sharers] = replace(sharding, grid=None, tensor_ranks=ranks, grad_divisor=1)
+    of_group = {}
+    for shard_group in {p.shard_group for p in parameters if p.shard_group}:  # of experts
+        ranks = TensorRanks(_AbsentComm(*shard_group), _AbsentComm(1, 0))
+        of_group[shard_group] = replace(sharding, grid=None, tensor_ranks=ranks, grad_divisor=1)
     kinds, costs = {}, {}
     for index in order:
         p, rule = parameters[index], job.rule_of(parameters[index])
-        kinds[index] = BucketKind(p.dtype, p.cut, of_sharers[p.sharers] if p.sharers else sharding, rule)
+        kinds[index] = BucketKind(p.dtype, p.cut, of_group[p.shard_group] if p.shard_group else sharding, rule)
         if p.shape is not None:
             costs[index] = rule.cost(p.shape)
     layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order, costs)

@@ -158,7 +158,7 @@ class CutAtRows:
 
 CUT_AT_ROWS = CutAtRows()
 MOST_PADDING = 0.05
-"""The most padding of a bucket of whole parameters, as a share of what they take. See ``WholeParameters``."""
+"""The most padding of a bucket of whole parameters, as a fraction of what they take. See ``WholeParameters``."""
 
 
 class WholeParameters:

@@ -300,7 +300,7 @@ class Joint:
         """Number of slices."""
         return len(self.blocks[0])
 
-    def shares(self, rank: int) -> Iterator[tuple[int, int, int]]:
+    def slices_of(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """List a rank's parts: the start in the whole, the start in the slice, and the length, along ``dim``."""
         in_whole = in_slice = 0
         for lengths in self.blocks:

@@ -129,11 +129,11 @@ def joined_slices(number: int, own: Whole, cost: int, rank: int) -> Joined:
     joint = own.joint
     assert joint is not None
     whole = own._replace(start=0, shape=torch.Size(joint.shape), order=None, joint=None)
-    here = [MatrixPiece(number, own, joint.dim, start, length) for _, start, length in joint.shares(rank) if length]
+    here = [MatrixPiece(number, own, joint.dim, start, length) for _, start, length in joint.slices_of(rank) if length]
     there = [
         (other, MatrixPiece(0, whole, joint.dim, start, length))
         for other in range(joint.ranks)
-        for start, _, length in joint.shares(other)
+        for start, _, length in joint.slices_of(other)
         if length
     ]
     return Joined(whole, cost, here, there)
@@ -217,7 +217,7 @@ class MatrixHomes:
         return self._ranks.all_to_all(message, sent.counts, received.counts, self._kind)
 
 
-class Shares:
+class WorkSplit:
     """How ranks that have the same whole parameters divide the work: each parameter is updated by one of them, chosen
     as in ``MatrixHomes``.
 

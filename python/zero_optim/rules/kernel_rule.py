@@ -116,7 +116,7 @@ class AdamW(KernelRule):
         self._use("amsgrad" if self.defaults["amsgrad"] else "adamw")
 
     @property
-    def said(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
         return {"decoupled_weight_decay": self.decoupled}
 
     def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:

@@ -21,7 +21,7 @@ from ..params.param_shard import plain_parameter
 from ..params.tensor_slice import DIM, STRIDE, Joint, is_plain_slice, says_blocks, whole_shape
 from . import newton_schulz
 from .codec import Begins, StateTensor
-from .homes import TENSOR_ALL_TO_ALL, MatrixHomes, Shares, joined_parts, joined_slices
+from .homes import TENSOR_ALL_TO_ALL, MatrixHomes, WorkSplit, joined_parts, joined_slices
 from .kernel_rule import KernelRule
 from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
 from .options import Fixed, Flag, Number
@@ -66,9 +66,9 @@ class _Places(NamedTuple):
     """
 
     over_shards: MatrixHomes | None
-    of_wholes: Shares
+    of_wholes: WorkSplit
     over_slices: MatrixHomes | None
-    of_slices: Shares
+    of_slices: WorkSplit
 
 
 SCALES = (None, "original", "match_rms_adamw", "spectral_unclamped")
@@ -152,7 +152,7 @@ class Muon(UpdateRule):
         return reason and f"ns_product='triton' needs Triton on a GPU, and {reason}: leave ns_product out"
 
     @property
-    def shares_work(self) -> bool:
+    def splits_work(self) -> bool:
         return bool(self.defaults["ns_replicas"] == SHARE)
 
     def needs_whole(self, joint: Joint) -> bool:
@@ -291,7 +291,7 @@ class Muon(UpdateRule):
             whole.shaped(flat).copy_(by_element)
         else:
             assert slices is not None
-            for in_whole, in_slice, length in joint.shares(slices.rank):
+            for in_whole, in_slice, length in joint.slices_of(slices.rank):
                 own = by_element.narrow(joint.dim, in_whole, length)
                 whole.shaped(flat).narrow(joint.dim, in_slice, length).copy_(own)
         return flat
@@ -318,7 +318,7 @@ class Muon(UpdateRule):
             over_slices = MatrixHomes(slices, ranks, TENSOR_ALL_TO_ALL) if slices else None
         wholes = [[whole for whole in of_tensor if not self._is_slice(whole)] for of_tensor in held]
         of_slices = [] if over_slices is None else [over_slices.wholes]
-        of_all, of_joined = (Shares(of, self._cost, shards[0].replicas) for of in (wholes, of_slices))
+        of_all, of_joined = (WorkSplit(of, self._cost, shards[0].replicas) for of in (wholes, of_slices))
         return _Places(over_shards, of_all, over_slices, of_joined)
 
     def cost(self, shape: tuple[int, ...]) -> int:
@@ -333,7 +333,7 @@ class Muon(UpdateRule):
         """Take the cost of the whole parameter also for a slice: so tensor-parallel ranks choose alike."""
         return self.cost(whole.shape if whole.joint is None else whole.joint.shape)
 
-    def _orthogonalize_replicated(self, tensors: Sequence[Tensor], shares: Shares) -> None:
+    def _orthogonalize_replicated(self, tensors: Sequence[Tensor], shares: WorkSplit) -> None:
         """Collective. ``_orthogonalize`` this rank's matrices, some at a time, and receive the other replicas'."""
         for tensor, wholes in zip(tensors, shares.own, strict=True):
             for run in _together([whole for whole in wholes if whole.numel], _most(tensor)):

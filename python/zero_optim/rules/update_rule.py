@@ -115,7 +115,7 @@ class ShardUpdate(NamedTuple):
     row_keys: Tensor | None = None
 
     @property
-    def shared(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def common(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """The tensors that are the same for all shards, as ``foreach_step`` takes them."""
         return self.hyper, self.grad_scale, self.found_inf, self.marks
 
@@ -197,7 +197,7 @@ class UpdateRule:
         return {option.name: self.defaults[option.name] for option in self.options if isinstance(option, Fixed)}
 
     @property
-    def said(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
         """Entries of a group's description beside its options: arguments of the constructor about the arithmetic."""
         return {}
 
@@ -211,7 +211,7 @@ class UpdateRule:
         return self
 
     @property
-    def shares_work(self) -> bool:
+    def splits_work(self) -> bool:
         """Whether ranks that have the same whole parameters divide the work of their update, by ``join``."""
         return False
 
@@ -332,7 +332,7 @@ class UpdateRule:
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         """Make one fused pass over each shard: unscale, clip, update, cast into the parameter.
 
-        Parameters have one dtype, and gradients one. ``shared`` and ``rates`` are the same for all shards.
+        Parameters have one dtype, and gradients one. ``common`` and ``rates`` are the same for all shards.
         """
         rule = _with_codecs(self._as_kernel(), self.codecs)
         lists = lists_of(shards, stored_master(self), rule.states, self.averages)
@@ -384,7 +384,7 @@ def lists_of(
         [shard.state[name] for shard in shards for name in states],
         [shard.parameter for shard in shards] if apart else [],
         [shard.row_slot for shard in shards],
-        *shards[0].shared,
+        *shards[0].common,
         [shard.state[name] for shard in shards for name in averages] or None,
         shards[0].rates,
         None if shards[0].row_stats is None else [shard.row_stats for shard in shards],

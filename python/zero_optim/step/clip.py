@@ -134,7 +134,7 @@ class Clip:
     def _norm_over_ranks(self, here: Norms | None, norm_type: float) -> Tensor:
         """Collective. [] float64, the norm over all ranks. ``here``: of this rank's gradients; None: it has none."""
         sharding = self.sharding
-        found = norms_over(sharding.everyone, here, norm_type, sharding.device)
+        found = norms_over(sharding.world, here, norm_type, sharding.device)
         if self._pipeline is not None:
             found = norms_over(self._pipeline.comm, found, norm_type, sharding.device)
         return found.norm(norm_type).reshape(())
@@ -146,7 +146,7 @@ class Clip:
 
     def _parts(self, buckets: Sequence[Bucket], norm_type: float, subset: Sequence[int] | None) -> Norms | None:
         """Measure the gradients of ``subset`` that this rank counts, each times its factor; None: there are none."""
-        held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY and bucket.speaks]
+        held = [bucket for bucket in buckets if bucket.state is not GradState.EMPTY and bucket.counted_in_norm]
         if subset is None and self.factor is None:  # whole shards: gaps between gradients are zero
             counted = [part for bucket in held for part in bucket.counted()]
             return Norms.of(counted, norm_type) if counted else None
@@ -155,7 +155,7 @@ class Clip:
             (bucket.grad_shard.narrow(0, piece.in_shard, piece.numel), piece.slot.param)
             for bucket in held
             for index, piece in enumerate(bucket.pieces)
-            if piece.slot.param in wanted and piece.numel and index not in bucket.shared
+            if piece.slot.param in wanted and piece.numel and index not in bucket.duplicates
         ]
         if not pieces:
             return None

@@ -114,7 +114,7 @@ class Exchange:
         self._pipeline, self._places = pipeline, places
         device = sharding.device
         self._alarms = alarms(by_units=by_units) if sharding.agrees else ()  # alone, a rank has none
-        self.nonfinite = NonFinite(sharding.everyone.rank, sharding.everyone.world_size, device)
+        self.nonfinite = NonFinite(sharding.world.rank, sharding.world.world_size, device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
         self.state = Exchanged.OUTDATED
@@ -179,7 +179,7 @@ class Exchange:
         vector.put_use(own.used)
         vector.name(set().union(*about.values()) if self._alarms else ())
         self.nonfinite.report(vector.reports, *own.flags)
-        self.sharding.everyone.exchange(vector.all, maximum=own.norm_type == math.inf)
+        self.sharding.world.exchange(vector.all, maximum=own.norm_type == math.inf)
         self._read_alarms(own.reasons, raised_here=any(about.values()))
         torch.gt(vector.use(), 0, out=self.used)
         self.state, self.norm_type = Exchanged.COUNTED if own.stats else Exchanged.USED, own.norm_type
@@ -195,7 +195,7 @@ class Exchange:
         elif raised_here:
             self._raised = self._vector.alarms.read_first_raised()
 
-    def share_with_stages(
+    def combine_stages(
         self, norm_type: float | None, *, fresh: bool, stats: bool, inverse_scale: Tensor | None
     ) -> None:
         """Collective over the stages of a pipeline. Make the totals of this stage those of all.

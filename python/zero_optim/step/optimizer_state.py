@@ -206,7 +206,7 @@ class OptimizerState:
     def raise_lost_together(self) -> None:
         """Collective where a store can lose a page."""
         if self._store.may_lose:
-            with self.sharding.everyone.raising_together("reading the state"):
+            with self.sharding.world.raising_together("reading the state"):
                 self.lost.check()
 
     # -- another layout ------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class OptimizerState:
         while old and not self.started:  # their state is as at construction, and is made anew
             old.pop().release()
         # Memory may be lacking on one rank, and what follows may be collective.
-        with self.sharding.everyone.raising_together("laying out the state", self.sharding.device):
+        with self.sharding.world.raising_together("laying out the state", self.sharding.device):
             self.shards = [self._shard_state(bucket) for bucket in buckets]
         places = {piece.slot.param: (shard, piece) for shard in self.shards for piece in shard.bucket.pieces}
         while old:
@@ -288,12 +288,12 @@ class OptimizerState:
     def set_aside(self) -> None:
         """Collective. Keep a copy of the parameters that this rank has, until ``put_back``."""
         self.refresh_edited()
-        with self.sharding.everyone.raising_together("swap_to_ema", self.sharding.device):
+        with self.sharding.world.raising_together("swap_to_ema", self.sharding.device):
             self._aside = [(shard.bucket, shard.bucket.param_shard.clone()) for shard in self.shards]
 
     def show(self, name: str) -> None:
         """Collective. Set the parameters to the average ``name``, rounded."""
-        with self.sharding.everyone.raising_together("swap_to_ema", self.sharding.device):
+        with self.sharding.world.raising_together("swap_to_ema", self.sharding.device):
             for shard in self.shards:
                 with self.lost.opened(shard) as state:
                     shard.bucket.param_shard.copy_(shard.values_named(name, state))
@@ -403,7 +403,7 @@ class OptimizerState:
             if pieces:
                 yield shard, pieces
 
-    def distrust_masters(self) -> None:
+    def mark_masters_stale(self) -> None:
         """Have the next step set masters to their parameters where they do not round to them. After a load: the model
         may be loaded later, and a master may be older than the parameters, if another optimizer carried it along."""
         self.started = True

@@ -141,7 +141,7 @@ class Measured:
         here: set[int] = set()
         for shard in self._states.shards:
             held = [piece for piece in shard.bucket.pieces if piece.numel]
-            if held and (shard.bucket.speaks or not over_ranks):
+            if held and (shard.bucket.counted_in_norm or not over_ranks):
                 indices = [piece.slot.param for piece in held]
                 numels = _on(device, [piece.numel for piece in held], torch.float64)
                 of_shard = torch.cat([self._sums_of(shard).to(device), numels[:, None]], dim=1)
@@ -184,11 +184,11 @@ class Measured:
         starts = itertools.accumulate((count for count, _ in places), initial=0)
         numbers = [start + number for start, (_, number) in zip(starts, places, strict=False)]
         own = _on(main.device, numbers, torch.int64)
-        everyone, total = main.everyone, sum(count for count, _ in places)
-        every = sums.new_zeros(everyone.world_size, total, _ELEMENTS + 1)
-        every[everyone.rank].index_copy_(0, own, sums)
-        if everyone.world_size > 1:
-            everyone.all_gather(every.view(-1), "telemetry").wait()
+        world, total = main.world, sum(count for count, _ in places)
+        every = sums.new_zeros(world.world_size, total, _ELEMENTS + 1)
+        every[world.rank].index_copy_(0, own, sums)
+        if world.world_size > 1:
+            world.all_gather(every.view(-1), "telemetry").wait()
         return _joined(every).index_select(0, own)
 
 

@@ -253,7 +253,7 @@ def to_join(
     sharding, cut = bucket.sharding, joins_shards(bucket, rule)
     # Alike on all tensor-parallel ranks, which have slices of the same parameters.
     sliced = not rule.layout.cuts and any(_is_joined(rule, joint) for joint in _joints(bucket))
-    replicas = sharding.replicas if rule.shares_work and (cut or sliced or keeps_views) else None
+    replicas = sharding.replicas if rule.splits_work and (cut or sliced or keeps_views) else None
     if not cut and not sliced and replicas is None:
         return None
     cuts: tuple[CutParameter, ...] = ()
@@ -261,7 +261,7 @@ def to_join(
         slots = zip(bucket.layout.slots, _from_zero(bucket, group), strict=True)
         cuts = tuple(CutParameter(whole, tuple(bucket.layout.parts(slot))) for slot, whole in slots)
     slices = sharding.tensor_ranks.slices if sharding.tensor_ranks is not None and sliced else None
-    return ToJoin(wholes, cuts, sharding.sharers if cut else None, slices, replicas)
+    return ToJoin(wholes, cuts, sharding.shard_group if cut else None, slices, replicas)
 
 
 def _from_zero(bucket: Bucket, group: Group) -> Iterator[Whole]:

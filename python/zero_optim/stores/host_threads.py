@@ -65,14 +65,14 @@ def _granted(group: Path) -> Iterator[float]:
             yield int(granted) / int(period)
 
 
-def threads_of(rank: int, everyone: Sequence[Cores]) -> int:
+def threads_of(rank: int, world: Sequence[Cores]) -> int:
     """Count this rank's threads, at least 1. A core in the masks of several ranks, and the quota of a machine, are
     split evenly over these ranks.
 
-    ``everyone``: what each rank may use, by rank.
+    ``world``: what each rank may use, by rank.
     """
-    own = everyone[rank]
-    beside = [cores for cores in everyone if cores.machine == own.machine]
+    own = world[rank]
+    beside = [cores for cores in world if cores.machine == own.machine]
     threads = sum(1 / sum(core in cores.mask for cores in beside) for core in own.mask)
     if own.quota is not None:
         threads = min(threads, own.quota / len(beside))

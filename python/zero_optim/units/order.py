@@ -61,7 +61,7 @@ class Orders:
         """Collective. Take rank 0's order, and add the units to it that only other ranks, or none, have used."""
         number = {unit: index for index, unit in enumerate(self._units)}
         report = ([number[unit] for unit in self._called], [(number[u], needed) for u, needed in self._ended])
-        reports = self._sharding.everyone.gather_objects(report, "the first forward")
+        reports = self._sharding.world.gather_objects(report, "the first forward")
         known = nested(self.forward)  # where an earlier forward was seen, in its order
         orders = [[self._units[index] for index in called] for called, _ in reports]
         self.forward = merged(orders, known)

@@ -84,7 +84,7 @@ class UnitSchedule:
     @property
     def out_of_step(self) -> bool:
         """True if a gather has failed: the other ranks are at another one."""
-        return self._sharding.everyone.out_of_step
+        return self._sharding.world.out_of_step
 
     # -- what modules and autograd call --------------------------------------------------------------------------
 

@@ -57,14 +57,14 @@ class ShardedModel:
         if self.sharded:
             register_hooks(units, schedule)
             watch_parts(units, schedule)
-            sync_generation(model, units, sharding.everyone.ranks)
+            sync_generation(model, units, sharding.world.ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model is an ordinary model."""
         return type(None), ()
 
     def __del__(self) -> None:
-        self.sharding.everyone.close()
+        self.sharding.world.close()
 
     @property
     def offload(self) -> bool:
