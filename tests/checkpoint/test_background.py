@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import slow
 from checkpoint_cases import Job, make_zoo, train_zoo
 from checkpoint_files import read_contents, read_tensors
 from harness import run_ranks
@@ -58,7 +59,7 @@ def save_both_ways(rank: int, world_size: int, folder: str, job: Job) -> list[in
     return sizes
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 0), (2, 2), (3, 3)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 2), pytest.param(2, 0, marks=slow), (2, 2), (3, 3)])
 def test_it_is_what_a_blocking_save_writes(tmp_path: Path, ranks: int, stage: int) -> None:
     for places in run_ranks(ranks, save_both_ways, str(tmp_path), Job(stage=stage, dtype=torch.bfloat16)):
         assert len(set(places)) == 1  # host memory is allocated once

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import zero_optim
+from cells import slow
 from client_cases import (
     EPS,
     as_torchrun,
@@ -81,7 +82,7 @@ def check(found: dict[str, list[Tensor]]) -> None:
         assert_bitwise(adapters, found["2"], f"stage {stage}")
 
 
-@pytest.mark.parametrize("kind", ["bf16", pytest.param("nf4", marks=needs("bitsandbytes"))])
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("nf4", marks=[needs("bitsandbytes"), slow])])
 def test_adapters_train_as_with_adamw_at_every_stage(kind: str) -> None:
     check(assert_ranks_alike(run_client_ranks(2, stages, kind)))
     check(stages(0, 1, kind))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zero_optim
+from cells import slow
 from guards import CollectiveLog
 from harness import run_ranks
 from torch import Tensor, nn
@@ -162,7 +163,7 @@ def _first_step(rank: int, world_size: int, stage: int, dtype: torch.dtype, opti
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "options"),
-    [(0, 2, {}), (1, 2, {}), (2, 2, {}), (3, 2, {}), (3, 4, {"reshard_after_forward": 2})],
+    [(0, 2, {}), pytest.param(1, 2, {}, marks=slow), (2, 2, {}), (3, 2, {}), (3, 4, {"reshard_after_forward": 2})],
 )
 def test_nccl_has_connected_for_the_sizes_of_a_step(stage, ranks, options):
     """It chooses an algorithm by size, and connects the ranks at its first use, while its host waits for all of them.

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import slow_where
 from harness import on_one_gpu
 from simulated_gpu.switch import ON_GPU_1
 from torch import nn
@@ -131,7 +132,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", slow_where("paged, as there is room".__eq__, OPTIONS))
 def test_training_uses_the_ranks_gpu(options: str) -> None:
     on_one_gpu(trained, *OPTIONS[options], simulated=ON_GPU_1)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cells import halves_of
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, accumulate, averages
 from torch import Tensor, nn
@@ -99,8 +100,7 @@ def _train(rank: int, world_size: int, stages: tuple[int, ...], micros: int) -> 
     return history
 
 
-@pytest.mark.parametrize("micros", [1, 2])
-@pytest.mark.parametrize("stages", [(0, 0, 0), (1, 1, 1), (2, 2, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize(("stages", "micros"), halves_of([(0, 0, 0), (1, 1, 1), (2, 2, 2), (2, 1, 2)], [1, 2]), ids=str)
 def test_each_rank_uses_other_parts_of_each_model_in_its_own_order(stages, micros):
     """Gradients of three optimizers become ready in turns, at stages 1 and 2 in an order that no two ranks share."""
     oracle = MasterAdamW(_parameters(), [Hyper(lr=RATES[of]) for of in OWNERS])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cells import halves_of
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, averages
 from torch import Tensor, nn
@@ -63,8 +64,7 @@ def _train_groups(rank: int, world_size: int, stage: int, cap: float) -> list[Te
     return copies(params)
 
 
-@pytest.mark.parametrize("cap", [TINY_CAP_MB, 25.0])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("cap", "world_size"), halves_of([TINY_CAP_MB, 25.0], [1, 2, 3]))
 def test_groups_over_dtypes_with_changing_hyper_parameters(world_size, cap):
     oracle = MasterAdamW(_mixed_parameters(), _hypers(len(SHAPES)))
     for step in range(4):

@@ -18,17 +18,17 @@ from zero_optim import ShardedAdamW, shard_module
 
 QUICK = {
     "AdamW": {
-        "flat": (0, 3),
-        "hybrid": (1, 3),
+        "flat": (0,),
+        "hybrid": (3,),
         "context parallel": (1,),
-        "tensor parallel": (2, 3),
+        "tensor parallel": (3,),
         "hybrid × tensor parallel": (2,),
-        "plain slices": (0, 3),
+        "plain slices": (0,),
         "plain slices alone": (1,),
         "experts": (2,),
         "experts as slices": (0,),
         "pipeline, GPipe": (1,),
-        "pipeline, 1F1B": (0, 2),
+        "pipeline, 1F1B": (2,),
         "pipeline, Interleaved1F1B": (3,),
         "pipeline × tensor parallel": (3,),
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cells import halves_of
 from harness import run_ranks
 from torch import Tensor, nn
 
@@ -30,8 +31,7 @@ def _read_at_once(rank: int, world_size: int, stage: int) -> list[tuple[Tensor, 
     return pairs
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("simulated", ["", "late"])
+@pytest.mark.parametrize(("simulated", "stage"), halves_of(["", "late"], [1, 2]))
 def test_it_is_reduced_when_backward_returns(stage: int, simulated: str) -> None:
     by_rank = run_ranks(2, _read_at_once, stage, simulated=simulated)
     assert sum(len(local) for pairs in by_rank for local, _ in pairs) == 3 * 4 * NUMEL

@@ -41,6 +41,13 @@ def pairs_of(cells: Iterable[tuple[Any, ...]]) -> list[Any]:
     return slow_where(lambda cell: cell not in needed, cells)
 
 
+def halves_of(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Every cell of two axes, every second one slow: each value of either axis stays."""
+    return slow_where(
+        lambda cell: (first.index(cell[0]) + second.index(cell[1])) % 2 == 1, itertools.product(first, second)
+    )
+
+
 def covering(cells: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Few of the cells, which have every pair of values that all cells have; of one axis, all of them.
 

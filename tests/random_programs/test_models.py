@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from cells import slow
 
 from random_programs.draw import check_drawn, programs
 from random_programs.draw_models import program
@@ -12,7 +13,7 @@ from random_programs.models import verdict
 from random_programs.run import Program, check
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=slow)])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_stages_2_and_3_compute_what_plain_torch_does(world, seed):
     check_drawn(programs(program, [world]), partial(check, judge=verdict), seed)

@@ -15,7 +15,7 @@ from random_programs.draw import AT_ONCE, check_drawn, programs
 from random_programs.draw_optimizers import FLAVOURS, program
 from random_programs.run import Program, check, verdict
 
-FEW, MORE = 6, range(1, 5)  # programs of a flavour in ``make test``, and the seeds of ten others each
+FEW, MORE = 4, range(1, 5)  # programs of a flavour in ``make test``, and the seeds of ten others each
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, FEW), *(pytest.param(seed, AT_ONCE, marks=slow) for seed in MORE)])

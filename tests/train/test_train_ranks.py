@@ -15,7 +15,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from cells import slow_after
+from cells import slow, slow_after
 from checkpoint_files import read_tensors, weights_in
 from training import (
     ENDLESS,
@@ -105,7 +105,7 @@ def test_a_resumed_run_repeats_the_whole_one(two_ranks: object, tmp_path: Path) 
     assert without_speed(read_log(tmp_path / "resumed")) == without_speed(whole[3:])
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(1, 4), (4, 1)])
+@pytest.mark.parametrize(("ranks", "batch"), [pytest.param(1, 4, marks=slow), (4, 1)])
 def test_a_run_resumes_with_fewer_and_with_more_ranks(
     two_ranks: object, tmp_path: Path, ranks: int, batch: int
 ) -> None:
