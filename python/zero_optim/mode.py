@@ -1,20 +1,4 @@
-"""The mode of an optimizer: whether its memory is on the device, and what its parameters are.
-
-================  ==========  ==========  ==========
-event             OWN         AVERAGE     ASLEEP
-================  ==========  ==========  ==========
-swap_to_ema       AVERAGE     raises      raises
-its end           --          OWN         --
-sleep             ASLEEP      raises      raises
-wake              OWN         AVERAGE     OWN
-step              OWN         raises      raises
-a save            OWN         raises      raises
-backward          OWN         AVERAGE     raises
-================  ==========  ==========  ==========
-
-- *wake* of an optimizer that is awake changes nothing: a loop may call it before every phase that trains.
-- A *sleep* or *wake* that fails on one rank is raised on all, and changes the mode of none.
-"""
+"""The mode of an optimizer: whether its memory is on the device, and what its parameters are."""
 
 from __future__ import annotations
 
@@ -26,7 +10,23 @@ ASLEEP = "the optimizer is asleep: call opt.wake()"
 
 
 class Mode(enum.Enum):
-    """Mode of an optimizer."""
+    """Mode of an optimizer.
+
+    ================  ==========  ==========  ==========
+    event             OWN         AVERAGE     ASLEEP
+    ================  ==========  ==========  ==========
+    swap_to_ema       AVERAGE     raises      raises
+    its end           --          OWN         --
+    sleep             ASLEEP      raises      raises
+    wake              OWN         AVERAGE     OWN
+    step              OWN         raises      raises
+    a save            OWN         raises      raises
+    backward          OWN         AVERAGE     raises
+    ================  ==========  ==========  ==========
+
+    - *wake* of an optimizer that is awake changes nothing: a loop may call it before every phase that trains.
+    - A *sleep* or *wake* that fails on one rank is raised on all, and changes the mode of none.
+    """
 
     OWN = enum.auto()  # the parameters are what was trained; everything is where it is used
     AVERAGE = enum.auto()  # within swap_to_ema(): the parameters are their average

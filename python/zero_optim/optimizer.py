@@ -32,7 +32,7 @@ from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.live import explaining_out_of_memory
 from .params.param_shard import plain_parameter
-from .params.parameter_set import ParameterSet, Shardings, check_listed, listed, model_behind, tensors_of
+from .params.parameter_set import ParameterSet, Shardings, check_listed, gc_paused, listed, model_behind, tensors_of
 from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
 from .rules.update_rule import UpdateRule, exported_for
@@ -140,6 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @shows_options
     @torch.inference_mode(False)  # tensors made here are written in every step
+    @gc_paused()
     def __init__(self, params: Iterable[Any], rule: UpdateRule, **options: Unpack[ShardingOptions]) -> None:
         self._closed = True  # until the constructor is through
         self._warned_of_narrow_sums = False
@@ -529,6 +530,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state = state if changed is None else changed
         return state
 
+    @gc_paused()
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -449,7 +449,7 @@ def test_closed_asleep_the_parameters_come_back(world_size: int) -> None:
 
 
 def test_every_cell_of_the_modes() -> None:
-    cells = tables.table(mode.__doc__, "event")
+    cells = tables.table(mode.Mode.__doc__, "event")
     assert {event for event, _ in cells} == {
         "swap_to_ema",
         "its end",

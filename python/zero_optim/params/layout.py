@@ -8,14 +8,7 @@ parameters::
     rows    |r0 |r1 |r2 |r3 |r4 |r5 |r6 |...                            |
     shards  | rank 0                | rank 1                            |
 
-A policy says where a shard may end. By ``CutAtRows`` it may end at any row: an update that goes element by element does
-not mind. By ``WholeParameters`` it cuts no parameter, for an update that needs whole matrices::
-
-    bucket  | slot 1 ............ | slot 3 .. |//| slot 0 ............... | slot 2 .. |
-    shards  | rank 0                             | rank 1                             |
-
-Such updates are dear, and the shards of a bucket differ in cost. So the dearest shard of a bucket goes to the rank that
-has least to do in the buckets before.
+A policy says where a shard may end: at any row by ``CutAtRows``; by ``WholeParameters`` it cuts no parameter.
 """
 
 from __future__ import annotations
