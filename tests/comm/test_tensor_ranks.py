@@ -16,7 +16,7 @@ def _sharding(rank: int, world_size: int, stage: int) -> tuple:
     from zero_optim.comm.topology import read_row, read_topology
 
     mesh = make_mesh(3, 2)
-    group, topology = read_topology(mesh["dp"].get_group(), read_row(None, mesh["tp"]), told=False)
+    group, topology = read_topology(mesh["dp"].get_group(), read_row(None, mesh["tp"]), explicit_tp=False)
     world = make_comm(group)
     world.separate()
     sharding = make_sharding(world, stage, torch.device("cpu"), topology)
@@ -55,7 +55,7 @@ def _summed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> flo
     from zero_optim.comm.topology import read_row, read_topology
 
     mesh = make_mesh(1, 4)
-    group, topology = read_topology(mesh["dp"].get_group(), read_row(None, mesh["tp"]), told=False)
+    group, topology = read_topology(mesh["dp"].get_group(), read_row(None, mesh["tp"]), explicit_tp=False)
     world = make_comm(group)
     world.separate()
     sharding = make_sharding(world, 2, torch.device("cpu"), topology, grad_reduce_dtype=reduce_dtype)
