@@ -162,9 +162,10 @@ class Engine:
         with self.failing_with_stages():
             self.param_gather.wait()
             self.keep_edits()  # first into the shards: masters are refreshed from them
-            if self.rules.averages and not self.states.started:  # weights may have been initialised since
-                self.begin_averages()
             self.states.refresh_edited()
+            if not self.states.started:  # weights may have been initialised since
+                for name in self.rules.averages:
+                    self.states.restart(set(self.parameters.trained), only=name)
             if not self.sharding.agrees:  # else all ranks raise together, in the exchange
                 self.states.lost.check()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
@@ -446,8 +447,6 @@ class Engine:
         self.exchange.check_alarms()
         self.states.raise_lost_together()  # a rank that lost state must not raise alone later, within a collective
 
-    # -- the end -------------------------------------------------------------------------------------------------
-
     def first_non_finite(self) -> dict[str, Any] | None:
         first = self.exchange.nonfinite.first()
         if first is None:
@@ -463,6 +462,8 @@ class Engine:
             begin = self.hyper.begins[:, number].nonzero().flatten().tolist()
             self.states.restart({*begin}, only=name)
 
+    # -- the end -------------------------------------------------------------------------------------------------
+
     @torch.no_grad()
     def close(self, *, collective: bool) -> None:
         """Let everything go. ``collective``: complete a raised backward, for the ranks on which it did not raise."""
@@ -471,7 +472,7 @@ class Engine:
             self.param_gather.wait()
             self.mode.now = Mode.OWN
         self.param_gather.close()
-        self._tell_last_alarm()
+        self._warn_of_last_alarm()
         try:
             self.reducer.close(collective=collective)
             self.states.close(wait=not self.reducer.rounds.out_of_step)
@@ -480,7 +481,7 @@ class Engine:
             self.sharding.world.close()
             self.asleep.close()
 
-    def _tell_last_alarm(self) -> None:
+    def _warn_of_last_alarm(self) -> None:
         """Warn of an error of the last step: there is no later step to raise it."""
         try:
             if not self.reducer.rounds.out_of_step:

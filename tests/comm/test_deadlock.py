@@ -78,7 +78,7 @@ def test_waiting_in_different_groups(ranks, options):
         assert text.startswith("RankMismatchError: the ranks wait for each other, in different places"), text
         assert re.search(r"rank 0 in (node_)?all_gather of unit '[01]' of a sharded model, rank 1 in ", text)
         assert "of an optimizer" in text
-    assert results[0][1].startswith("an earlier error has parted the ranks")
+    assert results[0][1].startswith("ranks are out of sync after an earlier error")
     assert len({total for *_, total in results}) == 1
 
 
@@ -477,7 +477,7 @@ def test_ranks_wait_in_vain_where_nobody_of_whom_they_wait_for_can_go_on(monkeyp
         store.set(record._key("wait", rank), json.dumps(wait) if wait else "")
         store.set(record._key("issued", rank), "{}")
     own = Wait([0, 1], "a group", 0, "a wait", given=True, call="the constructor")
-    found = [record.look(own, {}) for _ in range(deadlock.LOOKS + 2)][deadlock.LOOKS]
+    found = [record.look(own, dict) for _ in range(deadlock.LOOKS + 2)][deadlock.LOOKS]
     if not in_vain:
         assert found is None and record.end() is None
         return

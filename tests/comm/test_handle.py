@@ -274,3 +274,10 @@ def test_abandoned_legs_are_not_issued():
     reduction.legs.abandon()
     reduction.legs.issue_arrived(0)
     assert log == [] and reduction.state == "WITHIN"
+
+
+def test_where_a_stream_waits_the_error_names_the_call_too() -> None:
+    handle = Handle(FakeWork("failed"))
+    handle.traffic, handle.call = Traffic("exchange"), "full_state_dict"
+    with pytest.raises(CollectiveError, match="exchange did not complete.*every rank has to call full_state_dict"):
+        handle.wait()

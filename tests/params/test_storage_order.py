@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from zero_optim.params.storage_order import (
     StorageOrder,
     as_stored,
     flat_of,
-    is_storage_order,
     read_arranged,
     storage_order,
     stored_dims,
@@ -73,14 +71,6 @@ def test_dimensions_there_and_back() -> None:
     assert stored_dims((2, 3, 4, 5), NHWC) == (2, 4, 5, 3)
     assert tensor_dims((2, 4, 5, 3), NHWC) == (2, 3, 4, 5)
     assert stored_dims((2, 3), None) == tensor_dims((2, 3), None) == (2, 3)
-
-
-@pytest.mark.parametrize(
-    ("order", "dims", "known"),
-    [(None, 3, True), (NHWC, 4, True), (NDHWC, 5, True), (NHWC, 5, False), ((1, 0, 2, 3), 4, False), ([], 0, False)],
-)
-def test_orders_that_there_are(order: Any, dims: int, known: bool) -> None:
-    assert is_storage_order(order, dims) is known
 
 
 # -- slice by slice --------------------------------------------------------------------------------------------------

@@ -282,6 +282,8 @@ class _Generator(Draw):
                 self.clip(s)
             if s.pending == "step or zero" and self.chance(40):
                 self.zero(s)
+            elif self.settles_in_closure(s) and self.chance(40):
+                self.closure(s)
             else:
                 self.step(s)
 
@@ -310,21 +312,26 @@ class _Generator(Draw):
         self.lines.append(f"clip({s.name}, {most}, {kind}{some})")
         s.clipped, s.synced, s.raised = True, s.synced + 1, False
 
+    def settles_in_closure(self, s: State) -> bool:
+        """Whether a step with a closure may follow a backward that some ranks were left out of: at stage 3."""
+        alone = not any(other.pending for other in self.states if other is not s)
+        return s.stage == 3 and alone and not (self.scaled or s.clipped)
+
     def closure(self, s: State) -> None:
         """A step with a closure, hooks, or both."""
-        if s.raised or s.pending:
+        if s.raised and not s.pending:
             return
         more = ""
         if self.chance(70):
             outside, self.lines = self.lines, []
-            if self.chance(50):
+            if not s.pending and self.chance(50):
                 self.zero(s)
             self.backward([s], whole=True)
             inside, self.lines = self.lines, outside
             self.lines += ["def closure():", *(f"    {line}" for line in inside)]
             more = ", closure=closure"
         lr = f"set_lr({s.name}, {self.number(0, s.groups - 1)}, {self.pick((0.125, 0.25))})"
-        if before := self.pick(("", lr, "all_reduce(1.0)")):
+        if (before := self.pick(("", lr, "all_reduce(1.0)"))) and not s.pending:
             more += f", before=lambda: {before}"
         if after := self.pick(("", lr, "all_reduce(1.0)")):
             more += f", after=lambda: {after}"

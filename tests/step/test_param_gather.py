@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -322,3 +323,27 @@ def _unattached(rank: int, world_size: int) -> bool:
 
 def test_without_attach_step_waits() -> None:
     assert run_ranks(2, _unattached) == [False, False]
+
+
+def _layout_that_fails(rank: int, world_size: int) -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), overlap_param_gather=True, stage=1)
+    opt.attach(model)
+    reducer = opt.engine.reducer
+    with (
+        mock.patch.object(reducer, "_use_layout", side_effect=MemoryError("full")),
+        pytest.raises(Exception, match="full"),
+    ):
+        reducer.lay_out([3, 2, 1, 0])
+    model(torch.ones(2, 4))
+    model.eval()
+    opt.wait_for_parameters()
+    with pytest.raises(zero_optim.ZeroOptimError, match="make a new optimizer"):
+        opt.step()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def test_a_model_can_be_saved_after_buckets_could_not_be_made() -> None:
+    first, second = run_ranks(2, _layout_that_fails)
+    assert_bitwise(first, second)
+    assert all(bool(value.isfinite().all()) for value in first)

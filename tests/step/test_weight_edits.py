@@ -313,3 +313,23 @@ def test_an_fp32_master_overwrites_an_edit_that_it_does_not_see(world_size: int)
             oracle.step(averages([make_gradients(oracle.params, rank, step) for rank in range(world_size)]))
         assert_bitwise(trained["clamped"], oracle.params)
         assert not warned
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+def test_masters_follow_an_initialisation_once_and_shard_by_shard(ema_decay: float | None) -> None:
+    import zero_optim
+    from zero_optim.step import shard_state
+
+    params = make_parameters(SHAPES, torch.bfloat16)
+    opt = zero_optim.ShardedAdamW(named(params), master="fp32", ema_decay=ema_decay)
+    with torch.no_grad():
+        for parameter in params:
+            parameter.fill_(2.0)
+    followed = []
+    for step in range(3):
+        linear_backward(params, make_gradients(params, 0, step))
+        with mock.patch.object(shard_state, "_follow", wraps=shard_state._follow) as follow:
+            opt.step()
+        followed.append(follow.call_count)
+    assert followed == [len(opt.engine.states.shards), 0, 0]
+    opt.close()

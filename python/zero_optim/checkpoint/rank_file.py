@@ -68,7 +68,7 @@ def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
 
 
 def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]) -> tuple[str, list[SavedTensor]]:
-    """Write a file of ``portions``, synced to the  Returns the checksum of its header, and what it holds.
+    """Write a file of ``portions``, synced to the disk. Returns the checksum of its header, and what it holds.
 
     Args:
         values: of each portion [length], in the same order; each is written before the next is asked for.

@@ -82,7 +82,7 @@ def write_entries(
     see: Callable[[bytes], None] = lambda block: None,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, list[int]]:
-    """Write a new file, synced to the  Returns its header, and where each entry's values begin, in bytes.
+    """Write a new file, synced to the disk. Returns its header, and where each entry's values begin, in bytes.
 
     Args:
         values: of each entry, flat, in the same order; each is written before the next is asked for.

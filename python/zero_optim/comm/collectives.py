@@ -283,7 +283,8 @@ class Comm:
         """``alike``: whether ``tensor`` has one size on all ranks of the whole, and so distinguishes collectives."""
         number = self.log.issue(kind, tensor.nbytes if alike else 0, number)
         handle.traffic = self._count(kind, tensor)
-        handle.watch = Watch(self, number, call=call) if self.host_waits(tensor.device) else None
+        handle.call = call
+        handle.watch = Watch(self, number) if self.host_waits(tensor.device) else None
         return handle
 
     def _count(self, kind: str, tensor: Tensor) -> Traffic:
@@ -319,7 +320,7 @@ class Comm:
             if self.host_waits(ON_HOST):  # the detector can look in this wait, but not in torch's own that follow
                 meeting = self._transport(ON_HOST).barrier(group)
                 meeting.traffic = Traffic(f"the wait for the other ranks in {where}")
-                meeting.watch = Watch(self, given=True, call=where)
+                meeting.call, meeting.watch = where, Watch(self, given=True)
                 meeting.wait()
             with on_device(self.device):
                 reports = self._transport(ON_HOST).gather_objects((where, self.owner, value), group)

@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -149,11 +150,10 @@ class Watch:
     """Waits on the host for a collective of ``comm``, and raises where the ranks are deadlocked.
 
     ``number``: of the collective in the log. ``given``: whether it goes over the given group; else over the own one.
-    ``call``: see ``Wait``.
     """
 
-    def __init__(self, comm: Watched, number: int = 0, *, given: bool = False, call: str = "") -> None:
-        self.comm, self._number, self._given, self._call = comm, number, given, call
+    def __init__(self, comm: Watched, number: int = 0, *, given: bool = False) -> None:
+        self.comm, self._number, self._given = comm, number, given
 
     def hold(self, handle: Handle, work: Work) -> None:
         """Wait for the ``work`` of ``handle``. Raises RankMismatchError in a deadlock, CollectiveError where the
@@ -170,7 +170,7 @@ class Watch:
             # Another rank may have found it, and left: then the lost connection is not the cause.
             if found is not None:
                 raise self._stop(found) from error
-            raise CollectiveError(did_not_complete(handle.traffic.kind, error, self._call)) from error
+            raise CollectiveError(did_not_complete(handle.traffic.kind, error, handle.call)) from error
 
     def _hold(self, handle: Handle, work: Work) -> None:
         comm, record = self.comm, _record_of(self.comm)
@@ -179,8 +179,8 @@ class Watch:
         while not handle.leg_arrives_within(SECONDS):
             what = f"{handle.traffic.kind} of {comm.label if handle.of is None else f'{handle.of} of {comm.label}'}"
             ranks = comm.ranks if self._given else comm.whole.ranks
-            wait = Wait(ranks, comm.owner, comm.log.rounds, what, self._number, self._given, self._call)
-            if (found := record.look(wait, {of.owner: of.log.issued() for of in _with_others(comm)})) is not None:
+            wait = Wait(ranks, comm.owner, comm.log.rounds, what, self._number, self._given, handle.call)
+            if (found := record.look(wait, partial(_issued_of, comm))) is not None:
                 raise self._stop(found)
         work.wait()  # raises where it has failed: ``hold`` then looks for a deadlock that another rank has found
         # A rank that has found a deadlock still joins this meeting, so it may be complete for nothing: see ``_stop``.
@@ -210,6 +210,10 @@ def _with_others(comm: Watched) -> set[Watched]:
             return {comm.whole, *(of for of in [*_comms] if of.whole is of and of.groups.has_own)}
 
 
+def _issued_of(comm: Watched) -> dict[str, Issued]:
+    return {of.owner: of.log.issued() for of in _with_others(comm)}
+
+
 class Record:
     """This rank's entry in the job's store: where it waits. One for the main thread; another thread has one for its
     own optimizer, and looks at that of the same optimizer on other ranks: other threads' waits mean nothing for it."""
@@ -221,17 +225,18 @@ class Record:
         self._looks = 0
         self._written = False
 
-    def look(self, wait: Wait, issued: Mapping[str, Issued]) -> Deadlock | None:
+    def look(self, wait: Wait, issued: Callable[[], Mapping[str, Issued]]) -> Deadlock | None:
         """Write this rank's wait, and read the others'. Call it after every ``SECONDS`` of waiting.
 
-        ``issued``: by this rank, by owner. Returns the deadlock, on each of its ranks; None: there is none.
+        ``issued``: lists what this rank has issued, by owner. Returns the deadlock, on each of its ranks; None: there
+        is none.
         """
         store, rank = _store(), dist.get_rank()
         if (found := self._found()) is not None:
             return found
         if not self._written:
             self._number += 1
-            store.set(self._key("issued", rank), json.dumps(issued))
+            store.set(self._key("issued", rank), json.dumps(issued()))
             store.set(self._key("wait", rank), json.dumps([astuple(wait), self._number]))
             self._written = True
         now = self._waits()
@@ -292,7 +297,9 @@ _records: dict[str, Record] = {}
 
 def _record_of(comm: Watched) -> Record:
     owner = comm.owner if user_thread.is_beside() else ""
-    return _records.setdefault(owner, Record(owner))
+    if (record := _records.get(owner)) is None:
+        record = _records[owner] = Record(owner)
+    return record
 
 
 def _store() -> dist.Store:

@@ -68,6 +68,7 @@ class Handle:
         of: the unit that the collective is for, in messages; None: the whole optimizer or model.
         traffic: its account.
         watch: waits for it where the host waits; None: the current stream waits.
+        call: that every rank has to make, in messages; "": none in particular.
     """
 
     def __init__(self, work: Work, on_arrival: Callable[[], object] | None = None) -> None:
@@ -79,6 +80,7 @@ class Handle:
         self.of: str | None = None
         self.traffic = Traffic("a collective")
         self.watch: Watch | None = None
+        self.call = ""
 
     def then(self, action: Callable[[], object]) -> None:
         """Run ``action`` on arrival, after the actions before it."""
@@ -113,7 +115,7 @@ class Handle:
         """Order later work on the current stream after the collective, though another stream will ``wait`` for it.
         Returns False, and does nothing, where the host waits, or where something has to run on arrival."""
         # ``_work`` stays: the other stream has to wait for it as well.
-        if self.watch is not None or self.on_arrival is not None or self._work is None:
+        if self.watch is not None or self.on_arrival is not None or self._then or self._work is None:
             return False
         self._work.wait()
         return True
@@ -128,7 +130,7 @@ class Handle:
             try:
                 self._work.wait()  # the current stream waits; the host goes on
             except RuntimeError as error:
-                raise CollectiveError(did_not_complete(self.traffic.kind, error)) from error
+                raise CollectiveError(did_not_complete(self.traffic.kind, error, self.call)) from error
         self._work = None  # only now: after a time-out it has not arrived, however often one asks
         self.traffic.wait_seconds += time.perf_counter() - start
         on_arrival, self.on_arrival = self.on_arrival, None
@@ -141,7 +143,7 @@ class Handle:
         self._wait_for_leg()
         second = self._second()
         self._work, self.on_arrival, self.watch = second._work, second.on_arrival, second.watch
-        self.traffic, self._second = second.traffic, None
+        self.traffic, self.call, self._second = second.traffic, second.call, None
 
     def follow_with(self, second: Callable[[], Handle], legs: SecondLegs) -> None:
         """Have a second leg, which ``second`` issues, in the order of ``legs``."""

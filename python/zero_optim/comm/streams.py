@@ -155,9 +155,7 @@ def as_own_storage(view: Tensor) -> Tensor:
     Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
     without most parameters), and torch.save of a single one writes them all.
     """
-    start = view.storage_offset() * view.itemsize
-    storage = view.untyped_storage()[start : start + view.numel() * view.itemsize]
-    return view.new_empty(0).set_(storage, 0, view.shape, view.stride())
+    return next(own_storages(view, [view]))
 
 
 def own_storages(full: Tensor, views: Sequence[Tensor]) -> Iterator[Tensor]:

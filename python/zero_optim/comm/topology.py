@@ -104,15 +104,19 @@ class Grid:
     across: Comm
 
 
+def _make_matrix(world: Comm, lines: Rows, device: torch.device, along: str, across: str) -> tuple[Comm, Comm]:
+    """Collective. Make this rank's communicators along its line and across the lines, connected for ``device``."""
+    matrix = world.part(lines, along), world.part(tuple(zip(*lines, strict=True)), across)
+    for comm in matrix:
+        comm.connect(device)
+    return matrix
+
+
 def make_grid(world: Comm, rows: Rows | None, device: torch.device) -> Grid | None:
     """Collective. Make the communicators of a grid, connected for ``device``; None: there are no ``rows``."""
     if rows is None:
         return None
-    within = world.part(rows, "within a replica")
-    across = world.part(tuple(zip(*rows, strict=True)), "across replicas")
-    within.connect(device)
-    across.connect(device)
-    return Grid(within, across)
+    return Grid(*_make_matrix(world, rows, device, "within a replica", "across replicas"))
 
 
 def read_rows(mesh: dist.DeviceMesh | None, *, shards: bool = True) -> Rows | None:
@@ -249,11 +253,7 @@ def make_tensor_ranks(
     """Collective. Make the communicators of these ranks, connected for ``device``; None: parameters are not cut."""
     if columns is None:
         return None
-    data_parallel = world.part(columns, "data-parallel ranks")
-    slices = world.part(tuple(zip(*columns, strict=True)), "tensor-parallel ranks")
-    data_parallel.connect(device)
-    slices.connect(device)
-    return TensorRanks(data_parallel, slices, plain)
+    return TensorRanks(*_make_matrix(world, columns, device, "data-parallel ranks", "tensor-parallel ranks"), plain)
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------

@@ -149,7 +149,9 @@ class Bucket:
         """Drop parameters and gradients: their memory goes as the parameters move to other buckets."""
         keep_for_current_stream(self.flat.full, self.grad_buffer)
         del self.flat, self.params, self.slots
-        del self.grad_buffer, self.grad_shard, self.shown, self.packing, self.unsharding
+        del self.grad_buffer, self.grad_shard, self.shown, self.packing
+        # ``unsharding`` stays: where new buckets cannot be made, forwards still ask whether a gather is in flight.
+        del self.unsharding._flat
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -291,6 +291,7 @@ class Reducer:
         if self._schedule is not None:
             self.rounds.complete_all_backwards()
             self.rounds.complete_all_raised()
+            self.rounds.complete_missed("step")
             self.rounds.local()
 
     # -- step ------------------------------------------------------------------------------------------------------
@@ -393,7 +394,7 @@ class Reducer:
             self.rounds.complete_all_backwards()
         self.rounds.complete_all_raised()
         if zeroed_before:
-            self.rounds.complete_missed()
+            self.rounds.complete_missed("zero_grad")
         self.sharding.second_legs.issue()  # else ranks whose next backward has data wait for one that has none
         self.rounds.clear()
         self.rounds.came = False

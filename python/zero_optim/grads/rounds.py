@@ -192,13 +192,14 @@ class Rounds(RoundCounter):
         """Launch the buckets that are ready, in order; or the ``rest`` of the round, ready or not."""
         buckets = self._layout.all
         while self.next < len(buckets) and (rest or (self._overlap and self._readiness.may_launch(self.next))):
+            may_wait = self._may_wait
             # Under gloo, where the host waits anyway, a reduction at stage 3 waits for the one before: that saves
             # memory. On CUDA the host is ahead of both.
-            if self._schedule is not None and self._sharding.host_waits and self._may_wait:
+            if self._schedule is not None and self._sharding.host_waits and may_wait:
                 self.buffers.deallocate_once_arrived()
                 self._schedule.prefetch.reduction_begins(self)
             with torch.no_grad():
-                buckets[self.next].launch(self.buffers, self._streams, may_wait=self._may_wait)
+                buckets[self.next].launch(self.buffers, self._streams, may_wait=may_wait)
             self.next += 1
 
     @property
@@ -275,7 +276,7 @@ class Rounds(RoundCounter):
         self._sharding.world.log.check()
         if self.out_of_step:
             raise RankMismatchError(
-                "an earlier error has parted the ranks in a backward: make a new optimizer to go on"
+                "ranks are out of sync after an earlier error in a backward; make a new optimizer to go on"
             )
         dropped = self.all_dropped()
         # At stage 3 the schedule meets a new backward before we do, and it has ended the raised one's cycle then. The
@@ -330,13 +331,14 @@ class Rounds(RoundCounter):
             self.complete_raised()
             self._schedule.complete_all_backwards()
 
-    def complete_missed(self) -> None:
-        """Collective. Launch as many rounds as any rank has since the last ``zero_grad``, which drops the results.
+    def complete_missed(self, call: str) -> None:
+        """Collective. Launch as many rounds as any rank has since the last ``step`` or ``zero_grad``.
 
         A backward that raised before its first gradient has left no trace here, and the others wait for its round. It
-        is looked for where gradients are zeroed a second time, with no ``step`` between: every rank does that.
+        is looked for in a ``call`` that every rank makes: ``step`` with a closure at stage 3, and the second
+        ``zero_grad`` since the last ``step``.
         """
-        missed = max(self._sharding.world.gather_objects(self.launched, "zero_grad")) - self.launched
+        missed = max(self._sharding.world.gather_objects(self.launched, call)) - self.launched
         for _ in range(missed):
             self.complete_round(_nothing)
 

@@ -84,11 +84,6 @@ def described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}{memory_format.replace('torch.', '')}"
 
 
-def is_storage_order(order: object, dims: int) -> bool:
-    """True if a tensor of ``dims`` dimensions can have this ``order``."""
-    return order is None or (dims in CHANNELS_LAST and order == CHANNELS_LAST[dims][1])
-
-
 # -- slice by slice ------------------------------------------------------------------------------------------------
 
 Read = Callable[[Tensor, int], None]

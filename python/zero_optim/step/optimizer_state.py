@@ -156,9 +156,10 @@ class OptimizerState:
         """
         for shard in self.shards:
             shard.bucket.flat.take_assigned()
+        written = self._versions.written()
         if not self.started:  # models are often initialised through ``.data``
-            self.refresh_masters(set(self._versions.mastered))
-        elif written := self._versions.written():
+            written = set(self._versions.mastered)
+        if written:
             self.refresh_masters(written)
         if self._finds_edits and self.started:
             self._find_edits()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +94,7 @@ def state_tensor(entry: Mapping[str, Any], tensor: StateTensor, shape: Sequence[
 # -- the plan of a load, checked before anything is written ------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """One copy of a load: the result of ``values``, flat, goes into this piece of this tensor."""
 
     shard: ShardState

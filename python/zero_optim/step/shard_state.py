@@ -204,7 +204,7 @@ class ShardState:
         """Write ``values``, flat, where ``part`` reads them."""
         codec = self.rule.codecs.get(tensor.name)
         if codec is None:
-            self.part(tensor, state, piece).copy_(values)
+            state[tensor.name].narrow(0, *tensor.span(piece.in_shard, piece.numel)).copy_(values)
             return
         parts = self._stored_parts(codec, tensor, state, piece.in_shard, piece.numel)
         for part, encoded in zip(parts, codec.encode_flat(values.to(self.device)), strict=True):
@@ -278,6 +278,9 @@ class ShardState:
             return
         with self.opened() as state:
             master = self.master(state)
+            if len(pieces) == len(self.bucket.pieces):
+                _follow(master, self.bucket.param_shard.to(self.device))
+                return
             for piece in pieces:
                 _follow(master.narrow(0, piece.in_shard, piece.numel), self.parameter_of(piece))
 
