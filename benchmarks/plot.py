@@ -1,4 +1,5 @@
 """The plotter of every result: ``python benchmarks/plot.py FILE.json ...`` prints its table and writes a PNG beside it.
+With ``--update`` the PNG is the chart of README: one AdamW update by backend, of the largest size in the file.
 
 API: ``draw(record, path)`` draws a record, ``table_of(record)`` writes its table, ``read(path)`` reads one, of any
 schema from OLDEST on. Rows are drawn by the keys that they have (``KINDS``). A record with rows of several kinds has a
@@ -22,6 +23,7 @@ from zero_optim.errors import UsageError
 
 OLDEST = 2  # the oldest schema that is read; its rows lack some keys
 OURS = ("stage", "ours", "muon", "paged", "cpu", "nvme", "cuda", "triton", "None", "pages", "sleep", "wake")
+OURS += ("CUDA", "Triton")
 MIB = 2**20
 BYTES = ("memory", "held", "moved", "extra", "peak", "after", "written", "communicated")
 SPREADS = ("save", "load", "blocked")  # median, 20th and 80th percentile
@@ -227,6 +229,31 @@ def of_endurance(rows: Sequence[Row]) -> list[list[Panel]]:
     return panels
 
 
+UPDATES = {
+    "torch_pipeline": "torch: unscale, AdamW(fused=True), cast",
+    "cuda": "CUDA, fp32 masters",
+    "triton": "Triton, fp32 masters",
+    "cuda, split": "CUDA, split masters (the default)",
+    "triton, split": "Triton, split masters",
+    "cuda, split, int8": "CUDA, split masters, 8-bit moments",
+    "copy": "a copy of as many bytes as fp32 masters need",
+}
+"""The bars of README's chart, by backend."""
+
+
+def of_update(rows: Sequence[Row]) -> list[list[Panel]]:
+    """Draw milliseconds of one bf16 update of the largest size, by backend."""
+    updates = [row for row in rows if row.get("op") == "adam_step" and row["dtype"] == "bf16"]
+    largest = max((row["numel"] for row in updates), default=0)
+    by_backend = {row["backend"]: flat(row) for row in updates if row["numel"] == largest}
+    shown = [(label, by_backend[backend]) for backend, label in UPDATES.items() if backend in by_backend]
+    bars = [
+        Bar(label, row["ms"], f"{row['ms']:.2f} ms, {row['bytes']:g} B, {row['vs_torch']:.2f}x") for label, row in shown
+    ]
+    heading = f"AdamW's update of {largest:,} bf16 parameters"
+    return [[Panel(heading, "ms; bytes moved per parameter, and speed against torch", bars)]]
+
+
 KINDS: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[list[Panel]]]]] = {
     "roofline": ("gbps", of_bandwidth),
     "phases": ("phase", of_phases),
@@ -310,12 +337,16 @@ def _bars(axis: Any, bars: Sequence[Bar]) -> None:
     axis.invert_yaxis()
 
 
-def main(files: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Returns 1 where a file could not be read."""
     failures = 0
-    for path in map(Path, files):
+    for path in (Path(argument) for argument in arguments if argument != "--update"):
         try:
             record = read(path)
+            if "--update" in arguments:
+                target = path.with_name(f"{path.stem.removesuffix('-gpu')}-update.png")
+                _figure(of_update(record["rows"]), f"{title(record)}, {record['date']}", target)
+                continue
             written = draw(record, path.with_suffix(".png"))
             print(table_of(record) if written else f"{path}: skipped, as it has no rows to draw", *written, sep="\n")
         except UsageError as error:

@@ -1,4 +1,4 @@
-"""``examples/nanogpt``: both scripts train alike and go on from one another's files, and README shows the diff."""
+"""``examples/nanogpt``: both scripts train alike and go on from one another's files, and its README shows the diff."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from client_cases import EPS, EXAMPLES, as_torchrun, assert_like_adamw, load_exa
 from harness import run_ranks
 
 FOLDER = EXAMPLES / "nanogpt"
-README = EXAMPLES.parent / "README.md"
+README = FOLDER / "README.md"
 LR, STEPS = 1e-3, 4
 SIZES = ["--layers", "1", "--width", "32", "--window", "16", "--batch", "4"]
 OPTIONS = [*SIZES, "--steps", str(STEPS), "--lr", str(LR), "--data", str(FOLDER / "model.py")]
