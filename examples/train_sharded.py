@@ -48,17 +48,6 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-@torch.no_grad()
-def initialise(module: nn.Module) -> None:
-    """Give a module that has just got memory its first values."""
-    if isinstance(module, nn.LayerNorm):
-        module.reset_parameters()
-    else:
-        module.weight.normal_(0, 0.02)
-        if getattr(module, "bias", None) is not None:
-            module.bias.zero_()
-
-
 def loss_of(model: nn.Module, text: Tensor, device: torch.device) -> Tensor:
     """The mean loss on a batch of windows drawn from ``text``."""
     starts = torch.randint(text.numel() - WINDOW, (BATCH, 1))
@@ -68,7 +57,7 @@ def loss_of(model: nn.Module, text: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, text: Tensor, device: torch.device, batches: int = 4) -> float:
-    """Of all ranks. Each has to make as many forwards as the others: they gather parameters from one another."""
+    """The mean loss of all ranks. Each makes as many forwards: they gather parameters from one another."""
     model.eval()
     total = sum(loss_of(model, text, device) for _ in range(batches)) / batches
     model.train()
@@ -86,7 +75,6 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="such a folder to go on from, on as many ranks as you like")
     arguments = parser.parse_args()
 
-    # The ranks, where torchrun has started several; one rank needs none of this.
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -96,8 +84,8 @@ def main() -> None:
 
     with torch.device("meta"):  # no memory yet
         model = GPT().to(torch.bfloat16)
-    # Block after block gets memory and values, and keeps this rank's shard of rank 0's values.
-    zero_optim.shard_module(model, units=(Block,), device=device, init_fn=initialise)
+    # Block after block gets memory and values (by reset_parameters, or init_fn=), and keeps this rank's shard.
+    zero_optim.shard_module(model, units=(Block,), device=device)
     optimizer = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-3, weight_decay=0.1)
     done = 0
     if arguments.resume:

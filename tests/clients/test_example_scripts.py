@@ -1,4 +1,4 @@
-"""The examples as scripts: under torchrun, and in what they say of themselves."""
+"""The examples as scripts: under torchrun, in what they say of themselves, and in what they compute."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from cells import slow
-from client_cases import EXAMPLES, needs
+from client_cases import EXAMPLES, as_torchrun, load_example, needs
+from harness import run_ranks
 
 SCRIPTS = ("accelerate_loop", "compile_model", "hf_trainer", "lightning_module", "transformers_loop", "trl_sft")
+SCRIPTS += ("muon", "sleep_wake")
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -64,3 +66,33 @@ def test_a_script_says_how_to_run_it(name: str) -> None:
     text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
     assert f"python examples/{name}.py" in text
     assert f"torchrun --standalone --nproc-per-node 2 examples/{name}.py" in text
+
+
+# -- what they compute, on ranks of this process ----------------------------------------------------------------------
+
+
+def run_example(rank: int, world_size: int, name: str, *arguments: Any) -> Any:
+    with as_torchrun(rank, world_size):
+        return load_example(name).main(*arguments)
+
+
+def test_muon_learns() -> None:
+    for loss in run_ranks(2, run_example, "muon", ["--steps", "60"]):
+        assert loss < 0.5  # four classes: 1.386 at first
+
+
+def test_an_actor_that_sleeps_learns() -> None:
+    first, last = (run_ranks(2, run_example, "sleep_wake", ["--rounds", rounds]) for rounds in ("1", "12"))
+    assert max(first) < -2.5 and min(last) > -2  # the reward is the distance to 3, which begins at 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_tensor_parallel_learns(stage: int) -> None:
+    for loss in run_ranks(4, run_example, "tensor_parallel", ["--steps", "20", "--stage", str(stage)]):
+        assert loss < 1.2
+
+
+def test_the_memory_table_is_the_papers() -> None:
+    for rows in run_ranks(2, run_example, "memory_table"):
+        assert [by_formula for by_formula, _ in rows[:4]] == [16, 10, 9, 8]
+        assert [counted for _, counted in rows] == [by_formula for by_formula, _ in rows]
