@@ -81,6 +81,14 @@ browser:  ## Debian's chromium, for the test that opens a run's page in it; need
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 	  { apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium chromium-driver; }
 
+.PHONY: wheel
+wheel: .venv/installed  ## dist/: a wheel for Linux, any torch >= 2.10 and Python >= 3.10, with the CUDA library where nvcc is; and an sdist
+	@$(PIP) --requirement requirements-wheel.txt
+	@rm -rf build/wheel && mkdir -p build/wheel
+	@ZERO_KERNELS_CUDA=1 $(BIN)/python -m build --no-isolation --outdir build/wheel .
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_28_x86_64 --exclude 'libtorch*' --wheel-dir dist build/wheel/*.whl
+	@cp build/wheel/*.tar.gz dist/ && ls dist
+
 .PHONY: clean
 clean:  ## remove the environment, builds and caches; runs/ stays
 	rm -rf .venv build dist *.egg-info python/*.egg-info .pytest_cache .ruff_cache .mypy_cache

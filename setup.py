@@ -41,6 +41,7 @@ ISA_FLAGS = {
 }
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-w"]
 NVCC_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off,-w"]
+EXPORTS = f"--version-script={CSRC / 'exports.map'}"  # for the linker
 USUAL_CUDA = "/usr/local/cuda/bin"
 STAND_IN = "libtorch_cuda.so"
 NO_BUILD = "ZERO_KERNELS_NO_BUILD was set: the library was not built\n"
@@ -165,7 +166,8 @@ def cpu_library(torch: Path) -> Library:
     objects |= {f"kernels_{isa}": ("cxx", CSRC / "cpu/kernels.cpp", flags) for isa, flags in isas.items()}
     if DARWIN:
         return Library("cpu", objects, [*compiler(), "-dynamiclib", "-undefined", "dynamic_lookup"])
-    return Library("cpu", objects, [*compiler(), "-shared", f"-L{torch / 'lib'}", "-ltorch_cpu"])
+    objects["portable"] = ("cxx", CSRC / "portable.cpp", [])
+    return Library("cpu", objects, [*compiler(), "-shared", f"-Wl,{EXPORTS}", f"-L{torch / 'lib'}", "-ltorch_cpu"])
 
 
 def cuda_library(torch: Path) -> Library:
@@ -173,9 +175,10 @@ def cuda_library(torch: Path) -> Library:
     sources = sorted(path for path in (CSRC / "cuda").iterdir() if path.suffix in (".cu", ".cpp"))
     flags = ["-DUSE_CUDA", f'-DZK_CUDA_ARCHS="{" ".join(cuda_archs())}"', *of_torch(torch)]
     objects = {source.stem: ("nvcc", source, flags) for source in sources}
+    objects["portable"] = ("cxx", CSRC / "portable.cpp", [])
     # Linked against a stand-in: a torch without CUDA has no libtorch_cuda, and any torch's will do at load.
     link = [str(nvcc()), "-shared", "-cudart", "static", "-L.", f"-L{torch / 'lib'}", "-ltorch_cpu"]
-    return Library("cuda", objects, [*link, "-Xlinker", "--no-as-needed,-ltorch_cuda"])
+    return Library("cuda", objects, [*link, "-Xlinker", f"{EXPORTS},--no-as-needed,-ltorch_cuda"])
 
 
 def why_no_cuda(torch: Path) -> str | None:
