@@ -1,4 +1,4 @@
-"""Forms in which state is stored, in plain torch: the arithmetic that every backend repeats. docs/ops.md has it, too.
+"""Forms in which state is stored, in plain torch: the arithmetic that every backend repeats.
 
 Values are whole rows, fp32 [rows, 128]; the last row of a shard may come alone, and without what is behind its last
 element. A scale is one fp32 value a row, [rows, 1]. Each operation is rounded to fp32 on its own. Nothing is read on

@@ -306,7 +306,7 @@ def test_muon_is_for_the_matrices_of_layers(capsys):
 
 
 def test_replicas_of_shards(capsys):
-    """The formulas of docs/topologies.md, but for the padding of buckets."""
+    """The formulas of docs/parallelism.md, but for the padding of buckets."""
     flags = ["--params", "7.5e9", "--world", "64", "--replicate", "8"]
     for stage, within in ((1, 2), (2, 2), (3, 3)):
         (made,) = json.loads(command(capsys, *flags, "--stage", str(stage), "--json"))

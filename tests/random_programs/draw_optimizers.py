@@ -1,4 +1,4 @@
-"""Random programs about optimizers: legal by construction, as docs/step.md says what ranks may do.
+"""Random programs about optimizers: legal by construction, as docs/distributed-semantics.md says what ranks may do.
 
 - ``step``, ``zero_grad``, ``clip_grad_norm_``, state dicts and constructors are called by all ranks in one order.
 - A backward *reaches* an optimizer on a rank where it makes a gradient of a trained parameter there. One that is

@@ -314,7 +314,7 @@ def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None
             warnings.warn(
                 f"{rule}: {sharding.shard_count} ranks shard few matrices ({len(slots)}), and cut none. So there is "
                 f"{padding / taken:.0%} of padding in their buckets, {nbytes:,} bytes on each rank. Take stage=3, or "
-                "a mesh of two dimensions, with smaller shard groups (docs/topologies.md)",
+                "a mesh of two dimensions, with smaller shard groups (docs/parallelism.md)",
                 stacklevel=2,
             )
 

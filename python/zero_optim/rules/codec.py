@@ -252,7 +252,7 @@ class Split8(Split):
     What ``Split`` stores is rounded to 256ths, to nearest even, from -127 to 127. So a master is moved by 1/512 of a
     unit in the parameter's last place at most, and by 1/256 where it is within 1/512 of the middle between two
     parameters. The parameter is the master rounded to the nearest before that, and what is kept of the master is
-    rounded to it, too. ``docs/ops.md`` has the arithmetic, and what becomes of the largest numbers.
+    rounded to it, too. ``zero_kernels/codecs.py`` has the arithmetic, and what becomes of the largest numbers.
     """
 
     name = "split8"
