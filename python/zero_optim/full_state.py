@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,19 +50,14 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
         return {}
     steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")
     state = {index: {"step": step.clone(), **gathered[index]} for index, step in enumerate(steps) if step > 0}
-    return {"state": state, "param_groups": _torch_groups(opt)}
+    groups = pack_groups(with_torch_options(opt.param_groups, engine.rules.by_group))
+    return {"state": state, "param_groups": _on(torch.device("cpu"), groups)}
 
 
 def _engine_of(opt: ShardedOptimizer) -> Engine:
     if not isinstance(getattr(opt, "engine", None), Engine):
         raise TypeError(f"opt is a {type(opt).__name__}: give a ShardedOptimizer. One of torch's has state_dict()")
     return opt.engine
-
-
-def _torch_groups(opt: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Pack the groups with every option that torch's have; tensors are copies on the CPU."""
-    groups = with_torch_options(opt.param_groups, opt.engine.rules.by_group)
-    return _on(torch.device("cpu"), pack_groups(groups))
 
 
 def _on(device: torch.device, groups: Any) -> Any:
@@ -75,8 +69,10 @@ def _on(device: torch.device, groups: Any) -> Any:
             copies[id(tensor)] = tensor.detach().to(device, copy=True)
         return copies[id(tensor)]
 
-    copy_of = partial(tree_map_only, Tensor, copied)
-    return [{key: of if key == "params" else copy_of(of) for key, of in group.items()} for group in groups]
+    return [
+        {key: of if key == "params" else tree_map_only(Tensor, copied, of) for key, of in group.items()}
+        for group in groups
+    ]
 
 
 @dataclass(frozen=True)

@@ -59,16 +59,13 @@ def _by_name(state: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], Map
             raise StateMismatchError(_unnamed(f"parameter {key} of the state", "the optimizer that saves"))
         if group.get("maximize"):
             raise StateMismatchError(
-                f"{name} was trained with maximize=True, and Muon minimizes: its momentum is of no use"
+                f"{name} was trained with maximize=True: Muon minimizes, and cannot use its momentum"
             )
-        cut = next((kind for kind, value in entry.items() if isinstance(value, FlatShard)), None)
-        if cut is not None:
-            raise StateMismatchError(f"{cut} of {name} is a part: give the state that zero_optim.full_state_dict gave")
-        encoded = next((kind for kind in _MOMENTA if saved_codec(StateTensor(kind), entry, {}) is not None), None)
-        if encoded is not None:
-            raise StateMismatchError(
-                f"{encoded} of {name} is in fewer bits than fp32: give the state that zero_optim.full_state_dict gave"
-            )
+        problems = [f"{kind} of {name} is a part" for kind, value in entry.items() if isinstance(value, FlatShard)]
+        encoded = [kind for kind in _MOMENTA if saved_codec(StateTensor(kind), entry, {}) is not None]
+        problems += [f"{kind} of {name} is in fewer bits than fp32" for kind in encoded]
+        if problems:
+            raise StateMismatchError(f"{problems[0]}: give the state that zero_optim.full_state_dict gave")
         found[name] = group, entry
     return found
 

@@ -1,14 +1,13 @@
-"""The part of a model and its optimizers that a rank holds: named tensors, and which flat range of each is in its
-memory.
+"""What a rank holds of a model: named tensors, and the flat range of each that is in its memory.
 
 Saving reads them and loading writes them, both by way of ``values``. Stages differ in the ranges alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,24 +68,6 @@ class Columns:
         return self.of_experts.get(id(tensor), self.main)
 
 
-class Contents(Protocol):
-    """The tensors of a model, or of an optimizer.
-
-    Attributes:
-        specs: of all tensors, the same on every rank.
-        holdings: what this rank has of them.
-    """
-
-    @property
-    def specs(self) -> Sequence[TensorSpec]: ...
-
-    @property
-    def holdings(self) -> Sequence[Holding]: ...
-
-    def values(self) -> Generator[Tensor]:
-        """Give the elements [length] of each holding, in order: to be read or written before the next is asked for."""
-
-
 class Names:
     """Names of a model's parameters.
 
@@ -125,17 +106,20 @@ class Names:
 
 
 class TensorContents:
-    """Tensors by kind and name: whole on every rank, but for parameters that are sharded."""
+    """Tensors by kind and name: whole on every rank, but for parameters that are sharded.
+
+    Attributes:
+        specs: of all tensors, the same on every rank.
+        holdings: what this rank has of them.
+    """
 
     def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks, columns: Columns | None = None) -> None:
-        """Find the holdings. ``ranks``: all that have the tensors. ``columns``: None where slices are not known."""
+        """``ranks``: all that have the tensors. ``columns``: None where slices are not known."""
         column_of = (columns or Columns()).of
         self.holdings = [_holding(*key, tensor, ranks, column_of(tensor)) for key, tensor in tensors.items()]
         self._tensors = [local_of(tensor) for tensor in tensors.values()]
 
-    @property
-    def specs(self) -> list[TensorSpec]:
-        return [holding.spec for holding in self.holdings]
+        self.specs = [holding.spec for holding in self.holdings]
 
     def check_writable(self) -> None:
         """Raise ParameterError, before the first tensor is written, for one that torch would not write."""
@@ -152,25 +136,34 @@ class TensorContents:
                 )
 
     def values(self) -> Generator[Tensor]:
+        """Give the elements [length] of each holding, in order: to be read or written before the next is asked for."""
         for tensor in self._tensors:
             if isinstance(tensor, ParamShard):
-                yield from _shard_values(tensor)
+                if tensor.flat is not None:
+                    tensor.flat.wait_until_copied()  # the device may still read a shard that is in host memory
+                before = tensor.local._version
+                yield tensor.local
+                if tensor.local._version != before:
+                    # An optimizer with a master of the parameter has to see the edit.
+                    torch.autograd.graph.increment_version(tensor.plain)
+            elif tensor.is_contiguous():
+                yield tensor.detach().view(-1)
             else:
-                yield from _flat_values(tensor.detach())
+                flat = tensor.detach().contiguous().view(-1)
+                before = flat._version
+                yield flat
+                if flat._version != before:
+                    tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def contents_of_model(model: nn.Module, names: Names, ranks: Ranks, columns: Columns) -> TensorContents:
-    """Collect parameters, and the buffers that ``state_dict`` has. Rank 0's count, since ranks may differ in them."""
-    parameters = {(PARAMETER, name): parameter for name, parameter in names.parameters.items()}
-    buffers = {(BUFFER, name): buffer for name, buffer in _buffers(model)}
-    return TensorContents({**parameters, **buffers}, ranks, columns)
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Collect parameters, and the buffers that ``state_dict`` has."""
+    tensors = {(PARAMETER, name): parameter for name, parameter in names.parameters.items()}
     for prefix, module in model.named_modules():
         for own, buffer in module._buffers.items():
             if buffer is not None and own not in module._non_persistent_buffers_set:
-                yield plain_name(f"{prefix}.{own}" if prefix else own), buffer
+                tensors[BUFFER, plain_name(f"{prefix}.{own}" if prefix else own)] = buffer
+    return TensorContents(tensors, ranks, columns)
 
 
 def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRanks | None) -> Holding:
@@ -202,7 +195,7 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRank
             f"the {spec.label} is a {type(tensor).__name__} on {tensor.device}, {tensor.layout}: a checkpoint holds "
             "dense tensors with values. Give a model on meta memory by to_empty, or shard_module"
         )
-    held_by = Holders(ranks.world_size, ranks.rank, alike=kind != BUFFER)
+    held_by = Holders(ranks.world_size, ranks.rank, alike=kind != BUFFER)  # ranks may differ in buffers
     return Holding(spec, before if own is None else own.start, tensor.numel(), held_by)
 
 
@@ -215,28 +208,8 @@ def in_stack(spec: TensorSpec, stack: tuple[int, int]) -> tuple[TensorSpec, int]
     return (spec, 0) if count == 1 else (spec.as_stack(count), number * spec.numel)
 
 
-def _shard_values(shard: ParamShard) -> Iterator[Tensor]:
-    if shard.flat is not None:
-        shard.flat.wait_until_copied()
-    before = shard.local._version
-    yield shard.local
-    if shard.local._version != before:
-        torch.autograd.graph.increment_version(shard.plain)  # an optimizer with a master of it has to see the edit
-
-
-def _flat_values(tensor: Tensor) -> Iterator[Tensor]:
-    if tensor.is_contiguous():
-        yield tensor.view(-1)
-        return
-    flat = tensor.contiguous().view(-1)
-    before = flat._version
-    yield flat
-    if flat._version != before:
-        tensor.copy_(flat.view(tensor.shape))
-
-
 def _shares_elements(tensor: Tensor) -> bool:
-    """Whether several elements surely lie in the same memory, as in an expanded tensor."""
+    """True if several elements surely lie in the same memory, as in an expanded tensor."""
     sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     extent = 1 + sum((size - 1) * stride for size, stride in sizes)
     return tensor.numel() > 0 and (extent < tensor.numel() or any(stride == 0 for _, stride in sizes))

@@ -19,26 +19,16 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
 from ..figures import size
 from . import index
-from .index import (
-    BUFFER,
-    HEAD_BYTES,
-    PARAMETER,
-    Index,
-    SavedTensor,
-    decode,
-    dtype_name,
-    from_json,
-    number_from_json,
-    to_json,
-)
-from .rank_file import Files, blocks_of_rank, check_headers, crc32c
+from .index import BUFFER, PARAMETER, Index, SavedTensor, decode, dtype_name, from_json, number_from_json, to_json
+from .rank_file import Files, blocks_of_rank, check_headers
 
 _STEP = re.compile(r"(?:\.replaced-)?step-(0|[1-9][0-9]*)")
 _UNFINISHED = re.compile(r"\.(writing|replaced|removing)-step-[0-9]+")
@@ -62,15 +52,9 @@ def step_of(folder: Path) -> int | None:
 def checkpoints(path: Path) -> list[Path]:
     """List the checkpoints in ``path``, whole or not, the one that was saved last first.
 
-    One whose number cannot be read comes before all others, so that it is named. A ``.replaced-step-N`` counts where
-    ``step-N`` is missing.
+    A ``.replaced-step-N`` counts where ``step-N`` is missing.
     """
     return [folder for _, _, folder in _numbered(path)]
-
-
-def next_number(path: Path) -> int:
-    """Give the number of the next save into ``path``."""
-    return max((number for number, _, _ in _numbered(path)), default=0) + 1
 
 
 def _numbered(path: Path) -> list[tuple[int, int, Path]]:
@@ -86,6 +70,7 @@ def _numbered(path: Path) -> list[tuple[int, int, Path]]:
     there = [
         (_number_of(at), step, at) for at, step in found.items() if _in_place(at) == at or _in_place(at) not in found
     ]
+    # One whose number cannot be read comes before all others, so that a load names it.
     return sorted(there, key=lambda one: (one[0] == 0, *one), reverse=True)
 
 
@@ -98,7 +83,7 @@ def _number_of(folder: Path) -> int:
     """Read the save number from the first bytes of the index; 0 where it cannot be read."""
     try:
         with (folder / index.NAME).open("rb") as file:
-            return number_from_json(file.read(HEAD_BYTES), crc32c)
+            return number_from_json(file.read(index.HEAD_BYTES))
     except OSError:
         return 0
 
@@ -124,13 +109,17 @@ def writing_folder(path: Path, step: int) -> Path:
 
 def begin(path: Path, step: int) -> None:
     """Make the folder to write a checkpoint in, and clear away those that a job has died in."""
-    writing = writing_folder(path, step)
     try:
         path.mkdir(parents=True, exist_ok=True)
         for unfinished in sorted(path.iterdir(), reverse=True):
-            if _UNFINISHED.fullmatch(unfinished.name):
-                _clear(unfinished)
-        writing.mkdir()
+            if not _UNFINISHED.fullmatch(unfinished.name):
+                continue
+            if unfinished.name.startswith(_REPLACED) and not os.path.lexists(_in_place(unfinished)):
+                # It may be the only checkpoint of its step, so it stays, whether or not it can be read just now.
+                unfinished.rename(_in_place(unfinished))
+            else:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        writing_folder(path, step).mkdir()
         there = step_folder(path, step)
         if os.path.lexists(there) and not _is_checkpoint(there):
             raise CheckpointError(f"{there} is there already, and is no checkpoint: remove it, or give another step")
@@ -138,26 +127,17 @@ def begin(path: Path, step: int) -> None:
         raise CheckpointError(f"no checkpoint can be written to {path}: {error.strerror} ({error.filename})") from error
 
 
-def _clear(unfinished: Path) -> None:
-    """Remove a folder that a job has died in; or rename it back, where it is the only checkpoint of its step."""
-    folder = unfinished.with_name("step-" + unfinished.name.rpartition("-")[2])
-    # A ``.replaced-`` folder is put back whether or not it can be read just now.
-    if unfinished.name.startswith(_REPLACED) and not os.path.lexists(folder):
-        unfinished.rename(folder)
-    else:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
 def _is_checkpoint(folder: Path) -> bool:
-    """True for a checkpoint, whole or not. A link, or a folder without an index, is never removed."""
+    """True for a checkpoint, whole or not. Nothing else is removed: no link, and no folder without an index."""
     return not folder.is_symlink() and (folder / index.NAME).exists()
 
 
 def publish(writing: Path, written: Index) -> Path:
-    """Write the index, and give the folder its name: from then on the checkpoint is there, and whole."""
+    """Number the index, write it, and give the folder its name: from then on the checkpoint is there, and whole."""
     folder = step_folder(writing.parent, written.step)
+    number = max((number for number, _, _ in _numbered(writing.parent)), default=0) + 1
     try:
-        write_synced(writing / index.NAME, to_json(written, crc32c))
+        write_synced(writing / index.NAME, to_json(replace(written, number=number)))
         publish_folder(writing, folder)
     except OSError as error:
         raise gone(writing) or CheckpointError(f"{folder} could not be published: {error.strerror}") from error
@@ -216,13 +196,24 @@ def give_up(writing: Path) -> None:
     shutil.rmtree(writing, ignore_errors=True)
 
 
+@contextmanager
+def given_up_on_failure(writing: Path, rank: int = 0) -> Iterator[None]:
+    """Remove ``writing`` where something raises within, on rank 0 alone: all ranks see the same folder."""
+    try:
+        yield
+    except BaseException:
+        if rank == 0:
+            give_up(writing)
+        raise
+
+
 def keep_newest(path: Path, step: int, count: int) -> None:
-    """Keep the ``count`` whole checkpoints that were saved last. Remove those saved before them, of lower steps than
-    ``step``: higher ones are of a branch that somebody has left, and may want."""
+    """Keep the ``count`` whole checkpoints that were saved last. Remove those of lower steps saved before them."""
     there = sorted(_numbered(path), reverse=True)
     whole = (number for number, _, folder in there if problem_of(folder) is None)
     kept = list(itertools.islice(whole, count))
     for number, of, folder in there if len(kept) == count else ():
+        # Those of higher steps are of a branch that somebody has left, and may want.
         if number < kept[-1] and of < step and _is_checkpoint(folder):
             remove(folder)
 
@@ -236,7 +227,8 @@ def remove(folder: Path) -> None:
 
 
 def _rename_away(folder: Path, prefix: str) -> Path:
-    """Take its name from a checkpoint that has to go, by one rename: under its name it is never half there."""
+    """Take its name from a checkpoint that has to go."""
+    # One rename before ``rmtree``: under its name a checkpoint is never half there.
     aside = folder.with_name(prefix + _in_place(folder).name)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
@@ -263,7 +255,7 @@ def read_index(folder: Path) -> Index:
         raise CheckpointError(f"{folder} {why}: {path.name} is missing") from error
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    read = from_json(text, crc32c, path)
+    read = from_json(text, path)
     for name, nbytes in read.files.items():
         file = folder / name
         try:
@@ -347,51 +339,36 @@ def info(path: str | os.PathLike[str]) -> Info:
 # -- a checkpoint as a table, and a check of every checksum in it ------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Row:
-    name: str
-    shape: str
-    dtype: str
-    state: str
-    steps: str
-    nbytes: int
-
-
 def describe(folder: Path, index: Index) -> str:
     """Write a line for each parameter and buffer, and the rest below."""
-    rows = list(_rows(index))
-    head = _Row("name", "shape", "dtype", "state", "updates", 0)
-    widths = [max(len(getattr(row, field)) for row in (head, *rows)) for field in ("name", "shape", "dtype", "state")]
+    rows = [["name", "shape", "dtype", "state", "updates", "size"], *_rows(index)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{folder}: step {index.step}, {size(sum(index.files.values()))} in {len(index.files)} file(s)"]
     lines += [f"  {name}: {value}" for name, value in (*index.configuration.items(), *index.versions.items())]
-    lines.append(f"  saved: as number {index.number} in its folder")
-    lines += [""]
-    for row in (head, *rows):
-        fields = zip((row.name, row.shape, row.dtype, row.state), widths, strict=True)
-        shown = "size" if row is head else size(row.nbytes)
-        lines.append("  ".join(value.ljust(width) for value, width in fields) + f"  {row.steps:>8}  {shown:>9}")
-    lines += ["", *_others(index)]
-    return "\n".join(lines)
+    lines += [f"  saved: as number {index.number} in its folder", ""]
+    for row in rows:
+        cells = [value.ljust(width) for value, width in zip(row, widths, strict=True)]
+        cells[-2:] = [value.rjust(width) for value, width in zip(row[-2:], widths[-2:], strict=True)]
+        lines.append("  ".join(cells))
+    return "\n".join([*lines, "", *_others(index)])
 
 
-def _rows(index: Index) -> Iterator[_Row]:
+def _rows(index: Index) -> Iterator[list[str]]:
     steps = index.steps()
-    beside: dict[str, list[SavedTensor]] = {}
+    state: dict[str, list[SavedTensor]] = {}
     for (kind, name), tensor in index.tensors.items():
         if kind not in (PARAMETER, BUFFER):
-            beside.setdefault(name, []).append(tensor)
+            state.setdefault(name, []).append(tensor)
     for (kind, name), tensor in index.tensors.items():
-        if kind in (PARAMETER, BUFFER):
-            state = beside.get(name, []) if kind == PARAMETER else []
-            spec = tensor.spec
-            yield _Row(
-                name,
-                str(list(spec.shape)),
-                dtype_name(spec.dtype) if kind == PARAMETER else f"{dtype_name(spec.dtype)}, buffer",
-                ", ".join(f"{of.spec.kind} {dtype_name(of.spec.dtype)}" for of in state),
-                f"{steps[name]:g}" if name in steps and kind == PARAMETER else "",
-                sum(of.spec.numel * of.spec.dtype.itemsize for of in (tensor, *state)),
-            )
+        dtype = dtype_name(tensor.spec.dtype)
+        if kind == PARAMETER:
+            own = state.get(name, [])
+            kept = ", ".join(f"{of.spec.kind} {dtype_name(of.spec.dtype)}" for of in own)
+            updates = f"{steps[name]:g}" if name in steps else ""
+            nbytes = sum(of.spec.nbytes for of in (tensor, *own))
+            yield [name, str(list(tensor.spec.shape)), dtype, kept, updates, size(nbytes)]
+        elif kind == BUFFER:
+            yield [name, str(list(tensor.spec.shape)), f"{dtype}, buffer", "", "", size(tensor.spec.nbytes)]
 
 
 def _others(index: Index) -> Iterator[str]:

@@ -78,8 +78,9 @@ def export(
     """
     folder, index, _ = folders.newest(Path(path))
     index = decoded(index)
-    weights = list(_weights(index, dtype, _check_average(index, average)))
+    weights = list(_weights(index, dtype, average))
     shards = _split(weights, max_shard_bytes)
+    total = sum(weight.entry.nbytes for weight in weights)
     target = Path(out).absolute()
     writing = target.with_name(f".writing-{target.name}")
     try:
@@ -87,37 +88,27 @@ def export(
             raise CheckpointError(f"{target} is there already, and not empty: give another folder")
         folders.give_up(writing)  # left by a process that has died
         writing.mkdir(parents=True)
+        with folders.given_up_on_failure(writing):
+            with Files(folder) as files:
+                for name, shard in shards.items():
+                    own = {weight.entry.name for weight in shard}
+                    aliases = {alias: first for alias, first in index.aliases.items() if first in own}
+                    write_entries(writing / name, [w.entry for w in shard], _values(files, shard), metadata=aliases)
+            if len(shards) > 1:
+                place = {weight.entry.name: name for name, shard in shards.items() for weight in shard}
+                content = {"metadata": {"total_size": total}, "weight_map": place}
+                folders.write_synced(writing / _INDEX, json.dumps(content, indent=2).encode())
+            folders.publish_folder(writing, target)
     except OSError as error:
-        raise CheckpointError(f"{writing}: {error.strerror}") from error
-    try:
-        names = _file_names(len(shards))
-        with Files(folder) as files:
-            for name, shard in zip(names, shards, strict=True):
-                own = {weight.entry.name for weight in shard}
-                aliases = {alias: first for alias, first in index.aliases.items() if first in own}
-                write_entries(writing / name, [w.entry for w in shard], _values(files, shard), metadata=aliases)
-        total = sum(weight.entry.nbytes for weight in weights)
-        if len(shards) > 1:
-            _write_index(writing, names, shards, total)
-        folders.publish_folder(writing, target)
-    except OSError as error:
-        folders.give_up(writing)
         raise CheckpointError(f"{target} could not be written: {error.strerror}") from error
-    except BaseException:
-        folders.give_up(writing)
-        raise
-    return Exported(target, len(weights), total, names)
+    return Exported(target, len(weights), total, list(shards))
 
 
-def _check_average(index: Index, average: str | None) -> str | None:
+def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> Iterator[_Weight]:
     kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
     averages = [kind for kind in kinds if is_average(kind)]
     if average is not None and average not in averages:
         raise CheckpointError(f"there is no average {average!r} in the checkpoint: it has {averages or 'none'}")
-    return average
-
-
-def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> Iterator[_Weight]:
     for (kind, name), source in index.tensors.items():
         if kind not in (PARAMETER, BUFFER):
             continue
@@ -142,8 +133,8 @@ def _values(files: Files, weights: Sequence[_Weight]) -> Iterator[Tensor]:
         yield whole
 
 
-def _split(weights: Sequence[_Weight], most: int) -> list[list[_Weight]]:
-    """Split weights over files, in order, as many to a file as fit."""
+def _split(weights: Sequence[_Weight], most: int) -> dict[str, list[_Weight]]:
+    """Split weights over files, in order, as many to a file as fit. Returns them by file name."""
     shards: list[list[_Weight]] = [[]]
     size = 0
     for weight in weights:
@@ -152,19 +143,9 @@ def _split(weights: Sequence[_Weight], most: int) -> list[list[_Weight]]:
             size = 0
         shards[-1].append(weight)
         size += weight.entry.nbytes
-    return shards
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [_ONE_FILE]
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-
-
-def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[_Weight]], total: int) -> None:
-    place = {weight.entry.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
-    content = {"metadata": {"total_size": total}, "weight_map": place}
-    folders.write_synced(folder / _INDEX, json.dumps(content, indent=2).encode())
+    if len(shards) == 1:
+        return {_ONE_FILE: shards[0]}
+    return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -207,24 +188,21 @@ def _match(
     known = {holding.spec.name: names.equal_to(holding.spec.name) for holding in holdings}
     found = {name: next((stored[one] for one in of if one in stored), None) for name, of in known.items()}
     missing = [name for name, where in found.items() if where is None]
-    here = {one for of in known.values() for one in of}
-    unused = [name for name in stored if name not in here]
+    unused = set(stored).difference(*known.values())
     notes = []
     if missing:
         notes.append(f"missing in {path}: {count(len(missing), 'tensor')}, {listed(missing)}")
     if unused:
-        notes.append(f"left over in {path}: {count(len(unused), 'tensor')}, {listed(unused)}")
-    wrong = [
-        differs
-        for spec in (holding.spec for holding in holdings)
-        if (where := found[spec.name]) is not None
-        and (differs := shape_differs(spec, where.entry.shape, where.entry.dtype)) is not None
-    ]
-    if wrong:
+        notes.append(f"left over in {path}: {count(len(unused), 'tensor')}, {listed([*unused])}")
+    matched = {name: where for name, where in found.items() if where is not None}
+    specs = [holding.spec for holding in holdings if holding.spec.name in matched]
+    entries = [matched[spec.name].entry for spec in specs]
+    differences = [shape_differs(spec, of.shape, of.dtype) for spec, of in zip(specs, entries, strict=True)]
+    if wrong := [difference for difference in differences if difference is not None]:
         raise StateMismatchError(f"{path} does not fit: {listed(wrong)}")
     if strict and notes:
         raise StateMismatchError(f"the model does not fit: {'; '.join(notes)}. With strict=False the others are loaded")
-    return {name: where for name, where in found.items() if where is not None}, notes
+    return matched, notes
 
 
 def _find(path: Path) -> dict[str, Stored]:
@@ -251,25 +229,18 @@ def _find(path: Path) -> dict[str, Stored]:
 
 
 def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Iterator[Tensor]) -> None:
-    try:
-        with OpenFiles() as files:
-            for holding, flat in zip(holdings, values, strict=True):
-                where = stored.get(holding.spec.name)
-                if where is not None and holding.length:
-                    ways = (holding.spec.arrangement, WHOLE)  # tensors in a file are whole, dimensions as they are
-                    read = partial(_read_range, files.descriptor(where.path), where)
-                    read_arranged(flat, holding.start, holding.spec.shape, ways, read)
-    except OSError as error:
-        raise CheckpointError(f"weights cannot be read: {error.filename or ''} {error.strerror}") from error
+    with OpenFiles() as files:
+        for holding, flat in zip(holdings, values, strict=True):
+            where = stored.get(holding.spec.name)
+            if where is not None and holding.length:
+                ways = (holding.spec.arrangement, WHOLE)  # tensors in a file are whole, dimensions as they are
+                read_arranged(flat, holding.start, holding.spec.shape, ways, partial(_read_range, files, where))
 
 
-def _read_range(file: int, where: Stored, target: Tensor, start: int) -> None:
+def _read_range(files: OpenFiles, where: Stored, target: Tensor, start: int) -> None:
     dtype = where.entry.dtype
-    a_block = BLOCK_BYTES // dtype.itemsize
-    for first in range(0, target.numel(), a_block):
-        part = target[first : first + a_block]
-        nbytes = part.numel() * dtype.itemsize
-        data = os.pread(file, nbytes, where.offset + (start + first) * dtype.itemsize)
-        if len(data) < nbytes:
-            raise CheckpointError(f"{where.path} ends in the midst of {where.entry.name!r}: it was cut off")
+    for part in target.split(BLOCK_BYTES // dtype.itemsize):
+        offset = where.offset + start * dtype.itemsize
+        data = files.read(str(where.path), offset, part.numel() * dtype.itemsize, f"tensor {where.entry.name!r}")
         fill(part, dtype, data, 0)
+        start += part.numel()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack as Undo
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +27,12 @@ from ..comm.together import on_rank_0, together
 from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .background import wait
-from .contents import Contents, Names
-from .index import Index, decode
+from .contents import Names
+from .index import Index, crc32c, decode
 from .matching import Match
-from .rank_file import Files, check_headers, crc32c
-from .subject import LoadPlan, Subject, each, give_back, make_subject, read_random_states, set_random_states
+from .optimizers import Contents
+from .rank_file import Files, check_headers
+from .subject import LoadPlan, Subject, make_subject, read_random_states, set_random_states
 
 _WHERE = "checkpoint.load"
 
@@ -87,17 +88,15 @@ def load(
     Then the checkpoint before it is loaded. If there is none, model and optimizer are a mixture: make them anew.
     """
     wait()
-    subject = make_subject(model, opt, _WHERE)
-    others = _Others(each(scaler), each(scheduler), data)
-    given = {"path": str(path), "strict": strict, "scaler": len(others.scalers), "scheduler": len(others.schedulers)}
-    subject.check_same_call({**given, "data": data is not None}, _WHERE)
+    subject = make_subject(model, opt, _WHERE, scaler=scaler, scheduler=scheduler, data=data)
+    subject.check_same_call({"path": str(path), "strict": strict}, _WHERE)
     subject.come_to_rest()
     together(subject.comm, lambda: _check_subject(subject), _WHERE)
     problems: list[str] = []
     for folder in on_rank_0(subject.comm, lambda: folders.candidates(Path(path)), _WHERE):
         try:
             with span(_WHERE, folder):
-                loaded = _load(folder, subject, others, strict=strict)
+                loaded = _load(folder, subject, strict=strict)
         # All ranks come here, or none: see ``together``. So all go on to the same next one.
         except CheckpointError as error:
             problems.append(str(error))
@@ -115,68 +114,16 @@ def _check_subject(subject: Subject) -> None:
     subject.contents(Names(subject.model), stored=False)  # raises here what is no fault of a checkpoint
 
 
-@dataclass(frozen=True)
-class _Others:
-    """The objects that are loaded beside model and optimizers."""
-
-    scalers: Sequence[Any]
-    schedulers: Sequence[Any]
-    data: Any
-
-    def _beside(self, index: Index) -> Iterator[tuple[str, Sequence[Any], Sequence[Any]]]:
-        """Give a name, the objects that are given here, and the states that the checkpoint has for them."""
-        yield "scaler", self.scalers, index.scalers
-        yield "scheduler", self.schedulers, index.schedulers
-
-    def misfits(self, index: Index) -> list[str]:
-        """Tell where there are more or fewer saved states than objects given here, a sentence each."""
-        notes = [
-            f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here: give load {what}= "
-            "what save was given"
-            for what, here, there in self._beside(index)
-            if len(here) != len(there)
-        ]
-        has_data = any(of_rank["data"] is not None for of_rank in index.ranks)
-        if has_data != (self.data is not None):
-            positions, remedy = ("positions", "give load data=") if has_data else ("no positions", "leave out data=")
-            notes.append(f"the checkpoint has {positions} in data: {remedy}")
-        return notes
-
-    def load(self, index: Index, own: Mapping[str, Any] | None, undo: Undo) -> None:
-        """Load all of them. ``own``: random states and position in the data that this rank has saved."""
-        for what, here, there in self._beside(index):
-            for one, state in zip(here, map(decode, there), strict=False):
-                if state != {}:  # of a scaler that was not enabled
-                    _load_one(what, one, state, undo)
-        if own is not None and self.data is not None and own["data"] is not None:
-            _load_one("data", self.data, own["data"], undo)
-
-
-def _load_one(what: str, one: Any, state: Any, undo: Undo) -> None:
-    with contextlib.suppress(Exception):  # what cannot give its state cannot get it back
-        undo.callback(give_back, one.load_state_dict, one.state_dict())
-    try:
-        one.load_state_dict(state)
-    except Exception as error:
-        raise StateMismatchError(
-            f"the {what} does not take its state in the checkpoint: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> Loaded:
-    """Load one checkpoint: check what is going to be overwritten, load what can be undone, and then overwrite.
-
-    So damage, or an object that refuses its state, is found before the first tensor is overwritten. Objects that took
-    their state before that get the old one back.
-    """
+def _load(folder: Path, subject: Subject, *, strict: bool) -> Loaded:
+    """Load one checkpoint: check what is going to be overwritten, load what can be undone, and then overwrite."""
     comm = subject.comm
     index = together(comm, lambda: _read_index(folder, comm), _WHERE)
-    plan = together(comm, lambda: _plan(folder, index, subject, others, strict=strict), _WHERE)
+    plan = together(comm, lambda: _plan(folder, index, subject, strict=strict), _WHERE)
     own = together(comm, lambda: _own_of(folder, index, subject), _WHERE)
+    # Damage, or an object that refuses its state, is found before the first tensor is overwritten.
     together(comm, lambda: _verify(folder, comm, plan), _WHERE)
     with Undo() as undo:
-        together(comm, lambda: subject.set_options(plan, undo), _WHERE)
-        together(comm, lambda: others.load(index, own, undo), _WHERE)
+        together(comm, lambda: subject.load_others(plan, own, undo), _WHERE)
         subject.use_order(plan)
         together(comm, lambda: _read(folder, subject.to_fill_anew(plan, undo), plan.matched), _WHERE)
         undo.pop_all()  # from here on tensors are overwritten: there is no way back
@@ -187,7 +134,7 @@ def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> L
     if own is not None:
         set_random_states(own["random"], subject.device)
     else:
-        what = "random states" if others.data is None else "random states and positions in data"
+        what = "random states" if subject.data is None else "random states and positions in data"
         notes.append(f"{what} were saved by {len(index.ranks)} ranks, and are not loaded by {comm.world_size}")
     return Loaded(folder, index.step, decode(index.extra), tuple(notes))
 
@@ -229,20 +176,11 @@ def _verify(folder: Path, comm: Comm, plan: LoadPlan) -> None:
         files.verify(saved, comm.rank, comm.world_size)
 
 
-def _plan(folder: Path, index: Index, subject: Subject, others: _Others, *, strict: bool) -> LoadPlan:
+def _plan(folder: Path, index: Index, subject: Subject, *, strict: bool) -> LoadPlan:
     try:
-        plan = subject.plan(index)
+        return subject.plan(index, strict=strict)
     except StateMismatchError as error:
         raise StateMismatchError(f"{folder} does not fit: {error}") from None
-    misfits = plan.matched.misfits
-    if subject.optimizers:
-        misfits.extend(others.misfits(index))
-    if strict and misfits:
-        raise StateMismatchError(
-            f"{folder} does not fit: {'; '.join(misfits)}. With strict=False what fits is loaded, and state that is "
-            "missing begins anew"
-        )
-    return plan
 
 
 def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:

@@ -21,10 +21,10 @@ from ..rules.codec import Per, StateTensor
 from ..rules.options import EMA_DECAY, listed_decays
 from ..rules.update_rule import UpdateRule, exported_for, master_of, tensors_for
 from ..step.saved_state import SavedState, is_rounded
-from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
+from .contents import Holders, Holding, Names, TensorContents, in_stack
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec, decode, encode
 from .matching import Match, Wanted
-from .rank_file import codec_of
+from .rank_file import EncodedTensor
 from .rank_state import check_groups_fit, load_groups
 
 _SHARDED = "Sharded"
@@ -52,7 +52,6 @@ class ShardedPart:
     def __init__(self, opt: Sharded, names: Names, *, stored: bool) -> None:
         self._stored = stored
         self._engine, self._groups = opt.engine, opt.param_groups
-        self._specs: dict[tuple[int, str], tuple[TensorSpec, int]] = {}
         parameters = opt.engine.parameters
         parameters.check_groups_unedited(opt.param_groups)
         self._names = [names.of(p, label) for p, label in zip(parameters.all, parameters.labels, strict=True)]
@@ -73,12 +72,6 @@ class ShardedPart:
 
     def _spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
         """Give the spec of a saved tensor, and where the slice of this rank's column begins in it."""
-        key = index, tensor.name
-        if key not in self._specs:
-            self._specs[key] = self._make_spec(index, tensor)
-        return self._specs[key]
-
-    def _make_spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
         parameter = self._engine.parameters.all[index]
         bucket, _, slot = self._engine.reducer.layout.slot_of[index]
         own, order = bucket.flat.slices[slot], bucket.flat.orders[slot]
@@ -110,7 +103,7 @@ class ShardedPart:
 
     @property
     def is_new(self) -> bool:
-        """Whether its state may be filled by a load that can fail: ``begin_anew`` undoes that."""
+        """True if a load that may fail can fill its state: ``begin_anew`` undoes that."""
         return not self._engine.states.started
 
     def begin_anew(self) -> None:
@@ -125,16 +118,15 @@ class ShardedPart:
     def describe(self) -> list[SavedOptimizer]:
         """Give what the index holds beside tensors: an optimizer for each rule."""
         steps, order = self.steps(), [self._names[index] for index in self._engine.reducer.layout.order]
-        return [self._described_by(rule, steps, order) for rule in self._engine.rules.all]
-
-    def _described_by(self, rule: UpdateRule, steps: Mapping[str, float], order: Sequence[str]) -> SavedOptimizer:
-        """Describe one rule. ``order``: of the parameters of all rules, as their buckets leave."""
-        groups = {number: {**self._groups[number], **rule.described} for number in self._groups_of(rule)}
-        own = {self._names[index] for index in self._trained_by(rule)}
-        counts = {name: count for name, count in steps.items() if name in own}
-        codecs = {name: codec.name for name, codec in rule.codecs.items() if not codec.reads_parameter}
-        described = _described(groups, self._names_of_groups(rule))
-        return SavedOptimizer(f"{_SHARDED}{rule.name}", described, counts, master_of(rule), order, codecs)
+        found = []
+        for rule in self._engine.rules.all:
+            groups = {number: {**self._groups[number], **rule.described} for number in self._groups_of(rule)}
+            described = _described(groups, self._names_of_groups(rule))
+            counts = {self._names[index]: steps[self._names[index]] for index in self._trained_by(rule)}
+            codecs = {name: codec.name for name, codec in rule.codecs.items() if not codec.reads_parameter}
+            name = f"{_SHARDED}{rule.name}"
+            found.append(SavedOptimizer(name, described, counts, master_of(rule), order, codecs))
+        return found
 
     def _groups_of(self, rule: UpdateRule) -> list[int]:
         """List the numbers of the rule's groups."""
@@ -172,16 +164,13 @@ class ShardedPart:
             for number, group in zip(own, _chosen([groups[n] for n in own], of, chosen), strict=True):
                 groups[number] = group
         for group, before in zip(groups, self._groups, strict=True):
-            self._choose_decays(group, before)
+            # Where another number of averages was saved than there is here, the group keeps its own decays.
+            if EMA_DECAY in group and len(listed_decays(group[EMA_DECAY])) != len(self._engine.rules.averages):
+                del group[EMA_DECAY]
+            if EMA_DECAY in before:
+                group.setdefault(EMA_DECAY, before[EMA_DECAY])
         check_groups_fit(groups, self._groups, self._engine.rules.by_group)
         return groups
-
-    def _choose_decays(self, group: dict[str, Any], own: Mapping[str, Any]) -> None:
-        """Keep the group's own decays where another number of averages was saved than there is here."""
-        if EMA_DECAY in group and len(listed_decays(group[EMA_DECAY])) != len(self._engine.rules.averages):
-            del group[EMA_DECAY]
-        if EMA_DECAY in own:
-            group.setdefault(EMA_DECAY, own[EMA_DECAY])
 
     def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
         """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
@@ -191,34 +180,32 @@ class ShardedPart:
         self._engine.reducer.restore_order(order)
 
     def to_fill(self, matched: Match) -> Contents:
-        """Give what is to be filled. State that begins anew has its first values already."""
-        self._saved = self._saved_state(matched)
-        self._engine.begin_load(self._saved)
-        return self
-
-    def _saved_state(self, matched: Match) -> SavedState:
+        """Give what is to be filled. State that was not saved gets its first values now."""
         steps = [0.0] * len(self._names)
-        tensors, rounded = {}, set()
+        tensors: dict[int, list[str]] = {}
+        rounded: set[str] = set()
         for index, parameter in self._engine.parameters.trained.items():
             name, rule = self._names[index], self._engine.rules.of(index)
-            if name not in matched.fresh:
-                steps[index] = matched.steps.get(name, 0)
-                kinds = [tensor.name for tensor in tensors_for(rule, parameter.dtype)]
-                tensors[index] = [kind for kind in kinds if (kind, name) not in matched.begun]
-                saved = {kind: matched.source.get((kind, name)) for kind in tensors[index]}
-                rounded |= {
-                    kind
-                    for kind, source in saved.items()
-                    if source is not None and source.spec.dtype == torch.float32
-                    if is_rounded(kind, rule, codec_of(source))
-                }
-        return SavedState(tensors, torch.tensor(steps, dtype=torch.float64, device="cpu"), frozenset(rounded))
+            if name in matched.fresh:
+                continue
+            steps[index] = matched.steps.get(name, 0)
+            kinds = [tensor.name for tensor in tensors_for(rule, parameter.dtype)]
+            tensors[index] = [kind for kind in kinds if (kind, name) not in matched.begun]
+            for kind in tensors[index]:
+                source = matched.source.get((kind, name))
+                codec = source.codec if isinstance(source, EncodedTensor) else None
+                if source is not None and source.spec.dtype == torch.float32 and is_rounded(kind, rule, codec):
+                    rounded.add(kind)
+        counts = torch.tensor(steps, dtype=torch.float64, device="cpu")
+        self._saved = SavedState(tensors, counts, frozenset(rounded))
+        self._engine.begin_load(self._saved)
+        return self
 
     def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
         load_groups(self._groups, groups, self._engine.rules.by_group)
 
     def take_over(self, matched: Match) -> None:
-        """Take over the steps, once the tensors have been filled."""
+        """Take over the steps, once the tensors are filled."""
         self._engine.end_load(self._saved)
 
 
@@ -305,7 +292,10 @@ class TorchPart(TensorContents):
 
 
 OptimizerPart = ShardedPart | TorchPart
-"""An optimizer that is saved and loaded. As ``Contents`` it is the state to be saved."""
+"""An optimizer that is saved and loaded."""
+
+Contents = ShardedPart | TensorContents
+"""The tensors of a model, or of an optimizer: ``specs``, the same on every rank, and this rank's ``holdings``."""
 
 
 def make_part(opt: Any, names: Names, ranks: Ranks, *, stored: bool) -> OptimizerPart:
@@ -347,12 +337,7 @@ def _chosen(
         copy.copy(group) if number is None else {**there[number], "params": group["params"]}
         for group, number in zip(groups, numbers, strict=True)
     ]
-    _join_aliases(groups, chosen)
-    return chosen
-
-
-def _join_aliases(groups: Sequence[Mapping[str, Any]], chosen: Sequence[dict[str, Any]]) -> None:
-    """Make one tensor of options that are one in ``groups``, where their values are equal: JSON has no aliases."""
+    # JSON has no aliases: an option that is one tensor in several groups, as one rate of all, becomes one tensor again.
     first: dict[int, Tensor] = {}
     for group, options in zip(groups, chosen, strict=True):
         for option, value in options.items():
@@ -360,3 +345,4 @@ def _join_aliases(groups: Sequence[Mapping[str, Any]], chosen: Sequence[dict[str
                 known = first.setdefault(id(own), value)
                 if known.dtype == value.dtype and torch.equal(known, value):
                     options[option] = known
+    return chosen

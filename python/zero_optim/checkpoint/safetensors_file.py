@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import json
 import math
 import os
@@ -99,12 +98,12 @@ def write_entries(
             done += _write(file, header, 0)
             begun = 0  # bytes that the disk was made to begin with
             for offset, flat in zip(offsets, values, strict=True):
-                for block in _blocks_on_host(flat):
+                for block in _blocks(flat):
                     see(block)
                     done += _write(file, block, offset)
                     offset += len(block)
                     if done - begun > RUN_BYTES:
-                        start_writing(file, 0, 0)  # all there is: entries need not come in the file's order
+                        _start_writing(file)  # the disk works meanwhile, and ``fsync`` has less to wait for
                         begun = done
             os.fsync(file)
         finally:
@@ -147,11 +146,18 @@ def _write(file: int, data: bytes, offset: int) -> int:
     return done
 
 
-def _blocks_on_host(flat: Tensor) -> Iterator[bytes]:
+def _start_writing(file: int) -> None:
+    """Make the disk begin to write what the file has, where the system is Linux."""
+    sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if sync_file_range is not None:
+        everything = ctypes.c_int64(0), ctypes.c_int64(0)  # entries need not come in the file's order
+        sync_file_range(file, *everything, _SYNC_FILE_RANGE_WRITE)
+
+
+def _blocks(flat: Tensor) -> Iterator[bytes]:
     for part in _on_host(flat):
-        place, nbytes = part.data_ptr(), part.nbytes
-        for start in range(0, nbytes, BLOCK_BYTES):
-            yield ctypes.string_at(place + start, min(BLOCK_BYTES, nbytes - start))
+        for start in range(0, part.nbytes, BLOCK_BYTES):
+            yield ctypes.string_at(part.data_ptr() + start, min(BLOCK_BYTES, part.nbytes - start))
 
 
 def _on_host(flat: Tensor) -> Iterator[Tensor]:
@@ -163,16 +169,16 @@ def _on_host(flat: Tensor) -> Iterator[Tensor]:
     staging = [torch.empty(parts[0].numel(), dtype=torch.uint8, device="cpu", pin_memory=True) for _ in parts[:2]]
     copied = [torch.cuda.Event() for _ in staging]
 
-    def bring(place: int) -> None:
+    def start_copy(place: int) -> None:
         staging[place % 2][: parts[place].numel()].copy_(parts[place], non_blocking=True)
         copied[place % 2].record(torch.cuda.current_stream(flat.device))
 
-    bring(0)
+    start_copy(0)
     for place, part in enumerate(parts):
         if place + 1 < len(parts):
-            bring(place + 1)
+            start_copy(place + 1)
         with on_device(flat.device):
-            copied[place % 2].synchronize()
+            copied[place % 2].synchronize()  # the next part's copy stays in flight
         yield staging[place % 2][: part.numel()]
 
 
@@ -219,41 +225,35 @@ def _stored(path: Path, name: str, described: Mapping[str, Any], values: int, si
     return Stored(path, entry, values + begin)
 
 
-# -- making the disk work while the processor computes checksums -------------------------------------------------------
-
-
 class OpenFiles(contextlib.ExitStack):
     """Files to be read, each opened when it is needed. As a context it closes them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._descriptors: dict[str | Path, int] = {}
+        self._descriptors: dict[str, int] = {}
+        self._ahead: dict[int, int] = {}  # of open files, where the range ends that the disk is reading ahead
 
-    def descriptor(self, path: str | Path) -> int:
-        """Open the file, if it is not open. Raises OSError."""
-        if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-            self.callback(os.close, self._descriptors[path])
-        return self._descriptors[path]
+    def read(self, path: str, offset: int, nbytes: int, label: str) -> bytes:
+        """Read bytes of the tensor ``label``. Raises CheckpointError, naming file and tensor."""
+        try:
+            file = self._descriptors.get(path)
+            if file is None:
+                file = self._descriptors[path] = os.open(path, os.O_RDONLY)
+                self.callback(os.close, file)
+            self._read_ahead(file, offset)
+            data = os.pread(file, nbytes, offset)
+        except OSError as error:
+            raise CheckpointError(f"{path}, which holds the {label}: {error.strerror}") from error
+        if len(data) < nbytes:
+            raise CheckpointError(f"{path} ends in the midst of the {label}: it was cut off")
+        return data
 
-
-def start_writing(file: int, offset: int, nbytes: int) -> None:
-    """Make the disk begin to write this range, in place of waiting for ``fsync`` or for memory to run short."""
-    if (sync_file_range := _sync_file_range()) is not None:
-        sync_file_range(file, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
-
-
-def will_read(file: int, offset: int, nbytes: int) -> None:
-    """Make the disk read this range ahead."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-
-@functools.cache
-def _sync_file_range() -> Any:
-    """Find the function of Linux's C library. None on other systems."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return function
+    def _read_ahead(self, file: int, offset: int) -> None:
+        # The disk reads between a half and all of ``RUN_BYTES`` ahead while the processor computes checksums.
+        ahead = self._ahead.get(file, 0)
+        begin = ahead if offset <= ahead <= offset + RUN_BYTES else offset
+        if begin - offset <= RUN_BYTES // 2:
+            self._ahead[file] = offset + RUN_BYTES
+            if hasattr(os, "posix_fadvise"):
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(file, begin, offset + RUN_BYTES - begin, os.POSIX_FADV_WILLNEED)

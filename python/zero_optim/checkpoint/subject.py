@@ -1,4 +1,4 @@
-"""The subject of a save or a load: a model and its optimizers, on the ranks that have them."""
+"""The subject of a save or a load: a model, its optimizers and the objects beside them, on the ranks that have them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 import itertools
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack as Undo
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,20 +21,22 @@ from ..engine import check_whole
 from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.tensor_slice import is_distributed, is_slice
 from ..units.sharded_model import sharded_model_of
-from .contents import ColumnRanks, Columns, Contents, Names, TensorContents, contents_of_model, modules_with_state
+from .contents import ColumnRanks, Columns, Names, TensorContents, contents_of_model, modules_with_state
 from .index import Index, SavedOptimizer, decode, encode
 from .matching import Match, match, saved_names
-from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
+from .optimizers import Contents, OptimizerPart, Sharded, is_sharded, make_part
 from .rank_file import decoded
 
 
-def make_subject(model: nn.Module, opt: Any, where: str) -> Subject:
+def make_subject(
+    model: nn.Module, opt: Any, where: str, *, scaler: Any = None, scheduler: Any = None, data: Any = None
+) -> Subject:
     """Collective. Use the ranks of the first sharded optimizer, else of the sharded model, else the default group.
 
     Raises TypeError, ClosedError, or CheckpointError, on all ranks where it does so on one.
     """
     comm = _comm_of(model, opt)
-    return together(comm, lambda: Subject(model, opt, comm), where)
+    return together(comm, lambda: Subject(model, opt, comm, each(scaler), each(scheduler), data), where)
 
 
 def _comm_of(model: Any, opt: Any) -> Comm:
@@ -69,52 +71,51 @@ def _device_of(model: Any) -> torch.device:
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
-def _check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    seen: set[int] = set()
-    for number, one in enumerate(optimizers):
-        own = {id(parameter) for group in one.param_groups for parameter in group["params"]}
-        if own & seen:
-            raise CheckpointError(f"optimizer {number} has parameters that one before it has, too: give each one once")
-        seen |= own
-
-
 class Subject:
     """A model and its optimizers, as they are saved and loaded.
 
     Attributes:
         optimizers: sharded ones, or torch's.
         comm: the ranks that save and load together.
+        scalers, schedulers, data: objects whose states are saved and loaded, too.
         columns: the ranks with the same slices of parameters.
         device: where the training is.
     """
 
-    def __init__(self, model: nn.Module, opt: Any, comm: Comm) -> None:
+    def __init__(
+        self, model: nn.Module, opt: Any, comm: Comm, scalers: Sequence[Any], schedulers: Sequence[Any], data: Any
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: give a module")
         self.model, self.comm = model, comm
+        self.scalers, self.schedulers, self.data = scalers, schedulers, data
         self.optimizers = each(opt)
-        for one in self.optimizers:
+        seen: set[int] = set()
+        for number, one in enumerate(self.optimizers):
             if not isinstance(one, torch.optim.Optimizer):
                 raise TypeError(f"opt is a {type(one).__name__}: give an optimizer, or a list of them")
+            own = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+            if own & seen:
+                raise CheckpointError(f"optimizer {number} has parameters that one before it has, too: give each once")
+            seen |= own
         self._sharded: list[Sharded] = [one for one in self.optimizers if is_sharded(one)]
         for sharded in self._sharded:
             sharded.check_usable()
-        _check_apart(self.optimizers)
         check_whole("a checkpoint", {id(parameter) for parameter in model.parameters()})
         self._models = sharded_model_of(model.parameters())
         self.device = _device_of(model)
         self.columns = _columns_of(model, self.optimizers)
 
     def check_same_call(self, given: Mapping[str, Any], where: str) -> None:
-        """Collective. Raise RankMismatchError unless all ranks give the same classes of model and optimizers, as many
-        parameters, and the same ``given``."""
+        """Collective. Raise RankMismatchError unless ranks give objects of the same classes, and the same ``given``."""
         counts = [sum(len(group["params"]) for group in one.param_groups) for one in self.optimizers]
         kinds = [type(one).__name__ for one in self.optimizers]
         described = {"opt": list(zip(kinds, counts, strict=True)), "model": type(self.model).__name__, **given}
+        described |= {"scaler": len(self.scalers), "scheduler": len(self.schedulers), "data": self.data is not None}
         check_same(self.comm, [f"{name}={value!r}" for name, value in described.items()], where, f"give {where}")
 
     def come_to_rest(self) -> None:
-        """Collective. Finish what is under way, and reshard every unit."""
+        """Collective. Finish what is in flight, and reshard every unit."""
         for sharded in self._sharded:
             sharded.settle()
             sharded.engine.begin_averages()
@@ -141,10 +142,10 @@ class Subject:
                     f"parameter {name!r} has tensor_model_parallel = True, and which ranks have the same slice is not "
                     "known: give its optimizer, too"
                 )
-        others = [one for one in self.optimizers if not is_sharded(one)]
         if self.columns.main is None or self.columns.main.stack[0] == 1:
             return
-        for parameter in (p for one in others for group in one.param_groups for p in group["params"]):
+        of_torch = [group for one in self.optimizers if not is_sharded(one) for group in one.param_groups]
+        for parameter in (parameter for group in of_torch for parameter in group["params"]):
             if is_slice(parameter):
                 raise ParameterError(
                     f"parameter {names.of(parameter, 'a parameter')!r} has tensor_model_parallel = True, and is in an "
@@ -161,6 +162,8 @@ class Subject:
                 name: encode(module.get_extra_state(), f"the extra state of {name!r}")
                 for name, module in modules_with_state(self.model).items()
             },
+            "schedulers": [encode(one.state_dict(), "the scheduler") for one in self.schedulers],
+            "scalers": [encode(one.state_dict(), "the scaler") for one in self.scalers],
             "configuration": {
                 "world_size": self.comm.world_size,
                 "stages": [sharded.engine.sharding.stage for sharded in self._sharded],
@@ -175,8 +178,8 @@ class Subject:
         for model in self._models:
             model.schedule.check_not_gathered(what)
 
-    def plan(self, index: Index) -> LoadPlan:
-        """Match ``index`` with model and optimizers. Raises StateMismatchError where it cannot be loaded."""
+    def plan(self, index: Index, *, strict: bool) -> LoadPlan:
+        """Match ``index`` with what is here. Raises StateMismatchError where it cannot be loaded."""
         names = Names(self.model)
         model, optimizers = self.contents(names, stored=False)
         index = decoded(index)
@@ -186,13 +189,37 @@ class Subject:
         here, there = sorted(modules_with_state(self.model)), sorted(index.module_states)
         if here != there:
             matched.misfits.append(f"modules with a state of their own are {here} here, and {there} there")
+        if self.optimizers:
+            matched.misfits.extend(self._misfits_beside(index))
         numbers, known = iter(matched.groups), itertools.chain(index.optimizers, itertools.repeat(SavedOptimizer()))
         saved = [[next(known) for _ in of] for of in wanted]
         groups = [
             optimizer.groups_of(of, [next(numbers) for _ in of])
             for optimizer, of in zip(optimizers, saved, strict=True)
         ]
+        if strict and matched.misfits:
+            raise StateMismatchError(
+                f"{'; '.join(matched.misfits)}. With strict=False what fits is loaded, and state that is missing is "
+                "initialized"
+            )
         return LoadPlan(index, matched, model, optimizers, saved, groups)
+
+    def _states_beside(self, index: Index) -> Iterator[tuple[str, Sequence[Any], Sequence[Any]]]:
+        """Give a name, the objects that are given here, and the states that the checkpoint has for them."""
+        yield "scaler", self.scalers, index.scalers
+        yield "scheduler", self.schedulers, index.schedulers
+
+    def _misfits_beside(self, index: Index) -> Iterator[str]:
+        for what, here, there in self._states_beside(index):
+            if len(here) != len(there):
+                yield (
+                    f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here: give load "
+                    f"{what}= what save was given"
+                )
+        has_data = any(of_rank["data"] is not None for of_rank in index.ranks)
+        if has_data != (self.data is not None):
+            positions, remedy = ("positions", "give load data=") if has_data else ("no positions", "leave out data=")
+            yield f"the checkpoint has {positions} in data: {remedy}"
 
     def use_order(self, plan: LoadPlan) -> None:
         """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
@@ -210,16 +237,23 @@ class Subject:
         """Give all else that is to be filled. State that begins anew does so now."""
         return [plan.model, *(optimizer.to_fill(plan.matched) for optimizer in plan.optimizers if not optimizer.is_new)]
 
-    def set_options(self, plan: LoadPlan, undo: Undo) -> None:
-        """Set the options of parameter groups, and the state that modules have of their own."""
+    def load_others(self, plan: LoadPlan, own: Mapping[str, Any] | None, undo: Undo) -> None:
+        """Load all that is no tensor. ``own``: random states and position in the data that this rank has saved."""
         for one, optimizer, groups in zip(self.optimizers, plan.optimizers, plan.groups, strict=True):
             for group in one.param_groups:
-                undo.callback(_restore, group, dict(group))
+                undo.callback(group.update, dict(group))
+                undo.callback(group.clear)  # the last callback runs first
             optimizer.set_options(groups)
         for name, module in modules_with_state(self.model).items():
             if name in plan.index.module_states:
-                undo.callback(give_back, module.set_extra_state, module.get_extra_state())
-                _set_extra_state(name, module, decode(plan.index.module_states[name]))
+                state = decode(plan.index.module_states[name])
+                _load_one(f"module {name!r}", module, state, undo, "get_extra_state", "set_extra_state")
+        for what, here, there in self._states_beside(plan.index):
+            for one, state in zip(here, map(decode, there), strict=False):
+                if state != {}:  # of a scaler that was not enabled
+                    _load_one(what, one, state, undo)
+        if own is not None and self.data is not None and own["data"] is not None:
+            _load_one("data", self.data, own["data"], undo)
 
     def take_over(self, plan: LoadPlan) -> None:
         """Take over all else, once the tensors have been filled."""
@@ -229,24 +263,23 @@ class Subject:
             sharded.call_load_hooks()
 
 
-def _set_extra_state(name: str, module: nn.Module, state: Any) -> None:
+def _load_one(
+    label: str, one: Any, state: Any, undo: Undo, get: str = "state_dict", take: str = "load_state_dict"
+) -> None:
+    """Load the state of an object. ``get``, ``take``: its methods. ``undo`` gives it the old state back."""
+    with suppress(Exception):  # what cannot give its state cannot get it back
+        undo.callback(_give_back, getattr(one, take), getattr(one, get)())
     try:
-        module.set_extra_state(state)
+        getattr(one, take)(state)
     except Exception as error:
         raise StateMismatchError(
-            f"the module {name!r} does not take its extra state in the checkpoint: {type(error).__name__}: {error}"
+            f"the {label} does not take its state in the checkpoint: {type(error).__name__}: {error}"
         ) from error
 
 
-def give_back(take: Callable[[Any], object], state: Any) -> None:
-    """Undo a ``take`` that may have failed. It may fail once more; the first error is the one to be raised."""
-    with suppress(Exception):
+def _give_back(take: Callable[[Any], object], state: Any) -> None:
+    with suppress(Exception):  # an object that failed may fail once more: the first error is raised
         take(state)
-
-
-def _restore(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    group.clear()
-    group.update(options)
 
 
 @dataclass(frozen=True)
@@ -287,7 +320,7 @@ def _version() -> str:
 
 
 def read_random_states(device: torch.device) -> dict[str, Any]:
-    """Read the states, as plain values and tensors, by generator. ``device``: where the training is."""
+    """Read the states, as plain values and tensors, by generator."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
