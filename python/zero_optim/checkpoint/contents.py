@@ -16,7 +16,7 @@ from ..comm.together import Ranks
 from ..errors import CheckpointError, ParameterError
 from ..params.param_shard import ParamShard, plain_parameter
 from ..params.parameter_set import plain_name
-from ..params.storage_order import storage_order
+from ..params.storage_order import Cut, storage_order
 from ..params.tensor_slice import is_slice, local_of, slice_of
 from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
@@ -205,7 +205,14 @@ def in_stack(spec: TensorSpec, stack: tuple[int, int]) -> tuple[TensorSpec, int]
     ``stack``: how many slices there are, and which of them it is. A single one is a whole tensor.
     """
     count, number = stack
-    return (spec, 0) if count == 1 else (spec.as_stack(count), number * spec.numel)
+    if count == 1:
+        return spec, 0
+    if spec.order is not None:  # files know no such order of a stack's elements
+        raise ParameterError(
+            f"the {spec.label} is a slice in channels_last, and a checkpoint holds contiguous slices: make it "
+            "contiguous, or a DTensor"
+        )
+    return replace(spec, shape=(count, *spec.shape), cut=Cut(0, (1,) * count)), number * spec.numel
 
 
 def _shares_elements(tensor: Tensor) -> bool:

@@ -191,11 +191,6 @@ def publish_folder(writing: Path, folder: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def give_up(writing: Path) -> None:
-    """Remove what there is of a checkpoint that could not be written."""
-    shutil.rmtree(writing, ignore_errors=True)
-
-
 @contextmanager
 def given_up_on_failure(writing: Path, rank: int = 0) -> Iterator[None]:
     """Remove ``writing`` where something raises within, on rank 0 alone: all ranks see the same folder."""
@@ -203,7 +198,7 @@ def given_up_on_failure(writing: Path, rank: int = 0) -> Iterator[None]:
         yield
     except BaseException:
         if rank == 0:
-            give_up(writing)
+            shutil.rmtree(writing, ignore_errors=True)
         raise
 
 

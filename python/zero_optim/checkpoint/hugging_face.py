@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,7 +87,7 @@ def export(
     try:
         if target.exists() and any(target.iterdir()):
             raise CheckpointError(f"{target} is there already, and not empty: give another folder")
-        folders.give_up(writing)  # left by a process that has died
+        shutil.rmtree(writing, ignore_errors=True)  # left by a process that has died
         writing.mkdir(parents=True)
         with folders.given_up_on_failure(writing):
             with Files(folder) as files:

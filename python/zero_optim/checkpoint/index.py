@@ -19,15 +19,15 @@ import math
 import numbers
 import operator
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, ParameterError
+from ..errors import CheckpointError
 from ..params.storage_order import Arrangement, Cut, StorageOrder
 
 FORMAT, VERSION = "zero-optim checkpoint", 1
@@ -78,7 +78,7 @@ class TensorSpec:
 
     ``cut``: the slices of tensor-parallel ranks. Flat ranges are counted slice by slice, in each by ``order``. How
     plain slices make a whole is not known: they are saved as a stack along a new dimension 0, which is cut into single
-    ones. See ``as_stack``.
+    ones. See ``contents.in_stack``.
 
     ``rows_of``: of state with one value for a row of elements, the number of elements of each slice of the parameter,
     where there are several: each slice begins with a row of its own.
@@ -118,18 +118,6 @@ class TensorSpec:
         """The number of plain slices in a stack; None: it is a whole tensor."""
         return len(self.cut.sizes) if self.cut is not None and self.cut.dim == 0 else None
 
-    def as_stack(self, count: int) -> TensorSpec:
-        """Make the spec of a stack of ``count`` plain slices, of which this is one.
-
-        Raises ParameterError for one that is not contiguous: files know no such order of a stack's elements.
-        """
-        if self.order is not None:
-            raise ParameterError(
-                f"the {self.label} is a slice in channels_last, and a checkpoint holds contiguous slices: make it "
-                "contiguous, or a DTensor"
-            )
-        return replace(self, shape=(count, *self.shape), cut=Cut(0, (1,) * count))
-
     @property
     def is_of_rows(self) -> bool:
         """True if ``order`` is that of a parameter of another shape."""
@@ -155,18 +143,6 @@ class SavedTensor:
 
     spec: TensorSpec
     pieces: Sequence[Piece]
-
-    def ranges(self, start: int, length: int) -> Iterator[tuple[SavedTensor, int, int]]:
-        """Give what to read for ``length`` elements from ``start`` on: saved tensors, each with start and length."""
-        yield self, start, length
-
-    def read(self, target: Tensor, start: int, read: ReadRange) -> None:
-        """Fill ``target`` [length] with the elements from ``start`` on, counted as they were saved."""
-        read(self, target, start)
-
-
-ReadRange = Callable[[SavedTensor, Tensor, int], None]
-"""Fills a flat tensor with elements of a saved one, from the given element on."""
 
 
 @dataclass(frozen=True)

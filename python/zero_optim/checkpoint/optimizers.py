@@ -25,7 +25,7 @@ from .contents import Holders, Holding, Names, TensorContents, in_stack
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec, decode, encode
 from .matching import Match, Wanted
 from .rank_file import EncodedTensor
-from .rank_state import check_groups_fit, load_groups
+from .rank_state import check_groups_fit
 
 _SHARDED = "Sharded"
 """The prefix of the names of our optimizers in an index. The rule's name follows."""
@@ -110,19 +110,15 @@ class ShardedPart:
         """Make the state what it is at construction."""
         self._engine.states.restart({*self._engine.parameters.trained})
 
-    def steps(self) -> dict[str, float]:
-        """Updates that each parameter with state has had, by name. The host waits for the device."""
-        counts = self._engine.hyper.steps.tolist()
-        return {self._names[index]: counts[index] for index in self._engine.parameters.trained}
-
     def describe(self) -> list[SavedOptimizer]:
         """Give what the index holds beside tensors: an optimizer for each rule."""
-        steps, order = self.steps(), [self._names[index] for index in self._engine.reducer.layout.order]
+        steps = self._engine.hyper.steps.tolist()  # the host waits for the device
+        order = [self._names[index] for index in self._engine.reducer.layout.order]
         found = []
         for rule in self._engine.rules.all:
             groups = {number: {**self._groups[number], **rule.described} for number in self._groups_of(rule)}
             described = _described(groups, self._names_of_groups(rule))
-            counts = {self._names[index]: steps[self._names[index]] for index in self._trained_by(rule)}
+            counts = {self._names[index]: steps[index] for index in self._trained_by(rule)}
             codecs = {name: codec.name for name, codec in rule.codecs.items() if not codec.reads_parameter}
             name = f"{_SHARDED}{rule.name}"
             found.append(SavedOptimizer(name, described, counts, master_of(rule), order, codecs))
@@ -153,10 +149,7 @@ class ShardedPart:
     ) -> list[dict[str, Any]]:
         """Choose the options of each group: those of the saved group of that number; for None, its own.
 
-        Args:
-            saved, numbers: by rule; ``numbers`` are of the rule's groups.
-
-        Raises StateMismatchError for options that this optimizer cannot have.
+        ``saved``, ``numbers``: by rule. Raises StateMismatchError for options that this optimizer cannot have.
         """
         groups = list(self._groups)
         for rule, of, chosen in zip(self._engine.rules.all, saved, numbers, strict=True):
@@ -201,9 +194,6 @@ class ShardedPart:
         self._engine.begin_load(self._saved)
         return self
 
-    def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
-        load_groups(self._groups, groups, self._engine.rules.by_group)
-
     def take_over(self, matched: Match) -> None:
         """Take over the steps, once the tensors are filled."""
         self._engine.end_load(self._saved)
@@ -228,22 +218,18 @@ class TorchPart(TensorContents):
                     found[kind, names.of(parameter, "a parameter with state")] = value
         super().__init__(found, ranks)
 
-    @property
-    def is_new(self) -> bool:
-        """Always: a load fills new tensors beside its own, which it gets in ``take_over``."""
-        return True
+    is_new = True
+    """A load fills new tensors beside its own, which it gets in ``take_over``."""
 
     def begin_anew(self) -> None:
         """Do nothing: the optimizer's own tensors are as they were."""
 
-    def steps(self) -> dict[str, float]:
-        """Count updates, as a float where the optimizer has a tensor, as AdamW does, else as an int."""
-        counts = {self._names[id(p)]: entry["step"] for p, entry in self._opt.state.items() if "step" in entry}
-        return {name: float(count) if isinstance(count, Tensor) else int(count) for name, count in counts.items()}
-
     def describe(self) -> list[SavedOptimizer]:
         groups = _described(dict(enumerate(self._opt.param_groups)), self._names_of_groups())
-        return [SavedOptimizer(type(self._opt).__name__, groups, self.steps())]
+        counts = {self._names[id(p)]: entry["step"] for p, entry in self._opt.state.items() if "step" in entry}
+        # A float where the optimizer counts in a tensor, as AdamW does: ``take_over`` makes a tensor of it.
+        steps = {name: float(count) if isinstance(count, Tensor) else int(count) for name, count in counts.items()}
+        return [SavedOptimizer(type(self._opt).__name__, groups, steps)]
 
     def _names_of_groups(self) -> list[list[str]]:
         return [[self._names[id(parameter)] for parameter in group["params"]] for group in self._opt.param_groups]
@@ -264,9 +250,6 @@ class TorchPart(TensorContents):
     ) -> list[dict[str, Any]]:
         return _chosen(self._opt.param_groups, saved[0], numbers[0])
 
-    def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
-        pass
-
     def to_fill(self, matched: Match) -> Contents:
         place = {self._names[id(p)]: p.device for group in self._opt.param_groups for p in group["params"]}
         self._to_fill = {
@@ -276,9 +259,6 @@ class TorchPart(TensorContents):
         }
         return TensorContents(self._to_fill, self._ranks)
 
-    def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
-        load_groups(self._opt.param_groups, groups)
-
     def take_over(self, matched: Match) -> None:
         index_of = {name: index for index, name in enumerate(name for of in self._names_of_groups() for name in of)}
         state: dict[int, dict[str, Any]] = {}
@@ -286,8 +266,8 @@ class TorchPart(TensorContents):
             state.setdefault(index_of[name], {})[kind] = tensor
         for name, count in matched.steps.items():
             if index_of.get(name) in state:
-                counted = isinstance(count, float)  # in a tensor: see ``steps``
-                state[index_of[name]]["step"] = torch.tensor(count, device="cpu") if counted else count
+                in_tensor = isinstance(count, float)
+                state[index_of[name]]["step"] = torch.tensor(count, device="cpu") if in_tensor else count
         self._opt.load_state_dict({"state": state, "param_groups": self._opt.state_dict()["param_groups"]})
 
 
@@ -296,13 +276,6 @@ OptimizerPart = ShardedPart | TorchPart
 
 Contents = ShardedPart | TensorContents
 """The tensors of a model, or of an optimizer: ``specs``, the same on every rank, and this rank's ``holdings``."""
-
-
-def make_part(opt: Any, names: Names, ranks: Ranks, *, stored: bool) -> OptimizerPart:
-    """Wrap an optimizer. ``ranks``: all that save or load together. ``stored``: see ``ShardedPart``."""
-    if is_sharded(opt):
-        return ShardedPart(opt, names, stored=stored)
-    return TorchPart(opt, names, ranks)
 
 
 class Sharded(Protocol):

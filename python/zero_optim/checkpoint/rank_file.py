@@ -22,7 +22,7 @@ from zero_kernels import ROW
 from ..errors import CheckpointError
 from ..params.storage_order import WHOLE, Arrangement, read_arranged, slice_counts
 from ..rules.codec import CODECS, Codec, Per, StateTensor
-from .index import FlatRange, Index, Key, Piece, ReadRange, SavedTensor, TensorSpec, crc32c
+from .index import FlatRange, Index, Key, Piece, SavedTensor, TensorSpec, crc32c
 from .safetensors_file import BLOCK_BYTES, Entry, OpenFiles, write_entries
 
 
@@ -89,7 +89,7 @@ class Files(OpenFiles):
     def verify(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> None:
         """Read and check a ``ranks``-th of these. Raises CheckpointError, naming file and tensor."""
         # By the order in the files: much of this part the rank soon reads again.
-        parts = [part for tensor in tensors for part, _, _ in tensor.ranges(0, tensor.spec.numel)]
+        parts = [part for one in tensors for part in (one.stored if isinstance(one, EncodedTensor) else (one,))]
         for block in blocks_of_rank([*{part.spec.key: part for part in parts}.values()], rank, ranks):
             self.read_block(block)
 
@@ -101,7 +101,22 @@ class Files(OpenFiles):
         Every block that is read is checked. Raises CheckpointError, naming file and tensor.
         """
         ways = (arranged, tensor.spec.arrangement)
-        read_arranged(target, start, tensor.spec.shape, ways, partial(tensor.read, read=self._read_as_saved))
+        if isinstance(tensor, EncodedTensor):
+            read_arranged(target, start, tensor.spec.shape, ways, partial(self._read_encoded, tensor))
+        else:
+            read_arranged(target, start, tensor.spec.shape, ways, partial(self._read_as_saved, tensor))
+
+    def _read_encoded(self, tensor: EncodedTensor, target: Tensor, start: int) -> None:
+        state = StateTensor(tensor.spec.kind)
+        for low, high, row in tensor.runs(start, start + target.numel()):
+            flats = []
+            for part, of in zip(tensor.stored, tensor.codec.parts(state), strict=True):
+                first, length = (row, -(-(high - low) // ROW)) if of.per is Per.ROW else (low, high - low)
+                flats.append(torch.empty(length, dtype=part.spec.dtype, device="cpu"))
+                self._read_as_saved(part, flats[-1], first)
+            values = tensor.codec.decode_flat(state, flats)
+            first = max(start, low)
+            target[first - start : high - start].copy_(values[first - low :])
 
     def _read_as_saved(self, tensor: SavedTensor, target: Tensor, start: int) -> None:
         length = target.numel()
@@ -185,27 +200,7 @@ class EncodedTensor(SavedTensor):
     codec: Codec
     stored: Sequence[SavedTensor]
 
-    def ranges(self, start: int, length: int) -> Iterator[tuple[SavedTensor, int, int]]:
-        for low, high, row in self._runs(start, start + length):
-            yield from self._of_run(low, high, row)
-
-    def read(self, target: Tensor, start: int, read: ReadRange) -> None:
-        for low, high, row in self._runs(start, start + target.numel()):
-            flats = []
-            for part, first, length in self._of_run(low, high, row):
-                flats.append(torch.empty(length, dtype=part.spec.dtype, device="cpu"))
-                there = part.spec.arrangement
-                read_arranged(flats[-1], first, part.spec.shape, (there, there), partial(read, part))
-            values = self.codec.decode_flat(StateTensor(self.spec.kind), flats)
-            first = max(start, low)
-            target[first - start : high - start].copy_(values[first - low :])
-
-    def _of_run(self, low: int, high: int, row: int) -> Iterator[tuple[SavedTensor, int, int]]:
-        """Give what to read of each stored tensor for a run, whose first row is number ``row``."""
-        for part, of in zip(self.stored, self.codec.parts(StateTensor(self.spec.kind)), strict=True):
-            yield part, *((row, -(-(high - low) // ROW)) if of.per is Per.ROW else (low, high - low))
-
-    def _runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Give the runs that hold the elements ``start`` to ``end``, one a slice, each from the beginning of a row on:
         first element, end, and number of the first row."""
         of_rows = next((part.spec.rows_of for part in self.stored if part.spec.rows_of is not None), None)

@@ -138,7 +138,8 @@ def _prepare(subject: Subject, step: int | None, keep_last: int | None, extra: A
     model, optimizers = subject.contents(names, stored=True)
     parts = [model, *optimizers]
     own = {"random": read_random_states(subject.device), "data": None if data is None else data.state_dict()}
-    counts = [count for one in optimizers for count in one.steps().values()]
+    described = {**subject.describe(names, optimizers), "extra": encode(extra, "extra")}
+    counts = [count for saved in described["optimizers"] for count in saved.steps.values()]
     if step is None and not counts:
         raise ValueError("nothing here counts updates, so a checkpoint has no number: give save(..., step=)")
     holdings = [part.holdings for part in parts]
@@ -148,7 +149,7 @@ def _prepare(subject: Subject, step: int | None, keep_last: int | None, extra: A
         [spec for part in parts for spec in part.specs],
         [portion for of_part in portions for portion in of_part if portion.length],
         _values(parts, holdings, portions),
-        {**subject.describe(names, optimizers), "extra": encode(extra, "extra")},
+        described,
         encode(own, "data"),
         keep_last,
     )
@@ -191,17 +192,16 @@ def _cut_for_rank(holdings: Sequence[Holding]) -> list[FlatRange]:
 def _begin(comm: Comm, path: Path, step: int) -> Path:
     """Collective. Make the folder to write in, and check that every rank sees it."""
     writing = folders.writing_folder(path, step)
-    on_rank_0(comm, lambda: folders.begin(path, step), _WHERE)
-    # Folders of one name on different disks would each get a part of the checkpoint.
-    seen = gathered(comm, lambda: (writing.is_dir(), socket.gethostname()), _WHERE)
-    blind = [f"rank {rank} on {host}" for rank, (there, host) in zip(comm.ranks, seen, strict=True) if not there]
-    if blind:
-        if comm.rank == 0:
-            folders.give_up(writing)
-        raise CheckpointError(
-            f"{writing}, which rank {comm.ranks[0]} on {seen[0][1]} has made, is not there for {', '.join(blind[:5])}: "
-            "a checkpoint goes to one folder that all nodes share, not to one on each"
-        )
+    with folders.given_up_on_failure(writing, comm.rank):
+        on_rank_0(comm, lambda: folders.begin(path, step), _WHERE)
+        # Folders of one name on different disks would each get a part of the checkpoint.
+        seen = gathered(comm, lambda: (writing.is_dir(), socket.gethostname()), _WHERE)
+        blind = [f"rank {rank} on {host}" for rank, (there, host) in zip(comm.ranks, seen, strict=True) if not there]
+        if blind:
+            raise CheckpointError(
+                f"{writing}, which rank {comm.ranks[0]} on {seen[0][1]} has made, is not there for "
+                f"{', '.join(blind[:5])}: a checkpoint goes to one folder that all nodes share, not to one on each"
+            )
     return writing
 
 

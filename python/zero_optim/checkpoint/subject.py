@@ -24,8 +24,9 @@ from ..units.sharded_model import sharded_model_of
 from .contents import ColumnRanks, Columns, Names, TensorContents, contents_of_model, modules_with_state
 from .index import Index, SavedOptimizer, decode, encode
 from .matching import Match, match, saved_names
-from .optimizers import Contents, OptimizerPart, Sharded, is_sharded, make_part
+from .optimizers import Contents, OptimizerPart, Sharded, ShardedPart, TorchPart, is_sharded
 from .rank_file import decoded
+from .rank_state import load_groups
 
 
 def make_subject(
@@ -36,11 +37,12 @@ def make_subject(
     Raises TypeError, ClosedError, or CheckpointError, on all ranks where it does so on one.
     """
     comm = _comm_of(model, opt)
-    return together(comm, lambda: Subject(model, opt, comm, each(scaler), each(scheduler), data), where)
+    beside = {"scaler": _each(scaler), "scheduler": _each(scheduler)}
+    return together(comm, lambda: Subject(model, _each(opt), comm, beside, data), where)
 
 
 def _comm_of(model: Any, opt: Any) -> Comm:
-    for one in each(opt):
+    for one in _each(opt):
         if is_sharded(one):
             return one.engine.sharding.world
     for sharded in sharded_model_of(model.parameters()) if isinstance(model, nn.Module) else ():
@@ -77,19 +79,18 @@ class Subject:
     Attributes:
         optimizers: sharded ones, or torch's.
         comm: the ranks that save and load together.
-        scalers, schedulers, data: objects whose states are saved and loaded, too.
+        beside: lists of scalers and schedulers, whose states are saved and loaded, too, as is that of ``data``.
         columns: the ranks with the same slices of parameters.
         device: where the training is.
     """
 
     def __init__(
-        self, model: nn.Module, opt: Any, comm: Comm, scalers: Sequence[Any], schedulers: Sequence[Any], data: Any
+        self, model: nn.Module, optimizers: list[Any], comm: Comm, beside: Mapping[str, list[Any]], data: Any
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: give a module")
-        self.model, self.comm = model, comm
-        self.scalers, self.schedulers, self.data = scalers, schedulers, data
-        self.optimizers = each(opt)
+        self.model, self.optimizers, self.comm = model, optimizers, comm
+        self.beside, self.data = beside, data
         seen: set[int] = set()
         for number, one in enumerate(self.optimizers):
             if not isinstance(one, torch.optim.Optimizer):
@@ -111,7 +112,7 @@ class Subject:
         counts = [sum(len(group["params"]) for group in one.param_groups) for one in self.optimizers]
         kinds = [type(one).__name__ for one in self.optimizers]
         described = {"opt": list(zip(kinds, counts, strict=True)), "model": type(self.model).__name__, **given}
-        described |= {"scaler": len(self.scalers), "scheduler": len(self.schedulers), "data": self.data is not None}
+        described |= {**{what: len(those) for what, those in self.beside.items()}, "data": self.data is not None}
         check_same(self.comm, [f"{name}={value!r}" for name, value in described.items()], where, f"give {where}")
 
     def come_to_rest(self) -> None:
@@ -131,7 +132,10 @@ class Subject:
         """
         self._check_slices_known(names)
         model = contents_of_model(self.model, names, self.comm, self.columns)
-        return model, [make_part(one, names, self.comm, stored=stored) for one in self.optimizers]
+        return model, [
+            ShardedPart(one, names, stored=stored) if is_sharded(one) else TorchPart(one, names, self.comm)
+            for one in self.optimizers
+        ]
 
     def _check_slices_known(self, names: Names) -> None:
         """Raise ParameterError where slices would be saved, or loaded, as if they were wholes."""
@@ -162,8 +166,7 @@ class Subject:
                 name: encode(module.get_extra_state(), f"the extra state of {name!r}")
                 for name, module in modules_with_state(self.model).items()
             },
-            "schedulers": [encode(one.state_dict(), "the scheduler") for one in self.schedulers],
-            "scalers": [encode(one.state_dict(), "the scaler") for one in self.scalers],
+            **{f"{what}s": [encode(one.state_dict(), f"the {what}") for one in of] for what, of in self.beside.items()},
             "configuration": {
                 "world_size": self.comm.world_size,
                 "stages": [sharded.engine.sharding.stage for sharded in self._sharded],
@@ -204,17 +207,13 @@ class Subject:
             )
         return LoadPlan(index, matched, model, optimizers, saved, groups)
 
-    def _states_beside(self, index: Index) -> Iterator[tuple[str, Sequence[Any], Sequence[Any]]]:
-        """Give a name, the objects that are given here, and the states that the checkpoint has for them."""
-        yield "scaler", self.scalers, index.scalers
-        yield "scheduler", self.schedulers, index.schedulers
-
     def _misfits_beside(self, index: Index) -> Iterator[str]:
-        for what, here, there in self._states_beside(index):
-            if len(here) != len(there):
+        for what, here in self.beside.items():
+            there = len(getattr(index, f"{what}s"))
+            if len(here) != there:
                 yield (
-                    f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here: give load "
-                    f"{what}= what save was given"
+                    f"the checkpoint has the state of {there} {what}(s), and {len(here)} given here: give load {what}= "
+                    "what save was given"
                 )
         has_data = any(of_rank["data"] is not None for of_rank in index.ranks)
         if has_data != (self.data is not None):
@@ -224,7 +223,8 @@ class Subject:
     def use_order(self, plan: LoadPlan) -> None:
         """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
         for optimizer, of in zip(plan.optimizers, plan.saved, strict=True):
-            optimizer.use_order(of, plan.matched)
+            if isinstance(optimizer, ShardedPart):
+                optimizer.use_order(of, plan.matched)
 
     def to_fill_anew(self, plan: LoadPlan, undo: Undo) -> list[Contents]:
         """Give what is to be filled of new optimizers; see ``is_new``. ``undo`` makes their state anew."""
@@ -239,17 +239,17 @@ class Subject:
 
     def load_others(self, plan: LoadPlan, own: Mapping[str, Any] | None, undo: Undo) -> None:
         """Load all that is no tensor. ``own``: random states and position in the data that this rank has saved."""
-        for one, optimizer, groups in zip(self.optimizers, plan.optimizers, plan.groups, strict=True):
+        for one, groups in zip(self.optimizers, plan.groups, strict=True):
             for group in one.param_groups:
                 undo.callback(group.update, dict(group))
                 undo.callback(group.clear)  # the last callback runs first
-            optimizer.set_options(groups)
+            load_groups(one.param_groups, groups, one.engine.rules.by_group if is_sharded(one) else ())
         for name, module in modules_with_state(self.model).items():
             if name in plan.index.module_states:
                 state = decode(plan.index.module_states[name])
                 _load_one(f"module {name!r}", module, state, undo, "get_extra_state", "set_extra_state")
-        for what, here, there in self._states_beside(plan.index):
-            for one, state in zip(here, map(decode, there), strict=False):
+        for what, here in self.beside.items():
+            for one, state in zip(here, map(decode, getattr(plan.index, f"{what}s")), strict=False):
                 if state != {}:  # of a scaler that was not enabled
                     _load_one(what, one, state, undo)
         if own is not None and self.data is not None and own["data"] is not None:
@@ -304,7 +304,7 @@ class LoadPlan:
         return [self.model, *(optimizer for optimizer in self.optimizers if not optimizer.is_new)]
 
 
-def each(value: Any) -> list[Any]:
+def _each(value: Any) -> list[Any]:
     """List what a user gave: None, one, or several."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
