@@ -18,7 +18,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -295,12 +295,7 @@ def newest(path: Path) -> tuple[Path, Index, list[str]]:
             return folder, read_index(folder), problems
         except CheckpointError as error:
             problems.append(str(error))
-    raise no_checkpoint(path, problems)
-
-
-def no_checkpoint(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:
-    """Make the error of a path without a readable checkpoint: it names the problems of those that are there."""
-    return CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
+    raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
 
 
 @dataclass(frozen=True)

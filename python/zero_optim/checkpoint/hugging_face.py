@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,14 +46,6 @@ class Exported:
     files: Sequence[str]
 
 
-@dataclass(frozen=True)
-class _Weight:
-    """A tensor to be written, and the saved tensor with its values."""
-
-    entry: Entry
-    source: SavedTensor
-
-
 def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -79,9 +71,9 @@ def export(
     """
     folder, index, _ = folders.newest(Path(path))
     index = decoded(index)
-    weights = list(_weights(index, dtype, average))
+    weights = _weights(index, dtype, average)
     shards = _split(weights, max_shard_bytes)
-    total = sum(weight.entry.nbytes for weight in weights)
+    total = sum(entry.nbytes for entry in weights)
     target = Path(out).absolute()
     writing = target.with_name(f".writing-{target.name}")
     try:
@@ -92,11 +84,11 @@ def export(
         with folders.given_up_on_failure(writing):
             with Files(folder) as files:
                 for name, shard in shards.items():
-                    own = {weight.entry.name for weight in shard}
+                    own = {entry.name for entry in shard}
                     aliases = {alias: first for alias, first in index.aliases.items() if first in own}
-                    write_entries(writing / name, [w.entry for w in shard], _values(files, shard), metadata=aliases)
+                    write_entries(writing / name, shard, _values(files, shard, weights), metadata=aliases)
             if len(shards) > 1:
-                place = {weight.entry.name: name for name, shard in shards.items() for weight in shard}
+                place = {entry.name: name for name, shard in shards.items() for entry in shard}
                 content = {"metadata": {"total_size": total}, "weight_map": place}
                 folders.write_synced(writing / _INDEX, json.dumps(content, indent=2).encode())
             folders.publish_folder(writing, target)
@@ -105,11 +97,13 @@ def export(
     return Exported(target, len(weights), total, list(shards))
 
 
-def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> Iterator[_Weight]:
+def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> dict[Entry, SavedTensor]:
+    """Find what to write, and the saved tensor with the values of each."""
     kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
     averages = [kind for kind in kinds if is_average(kind)]
     if average is not None and average not in averages:
         raise CheckpointError(f"there is no average {average!r} in the checkpoint: it has {averages or 'none'}")
+    weights = {}
     for (kind, name), source in index.tensors.items():
         if kind not in (PARAMETER, BUFFER):
             continue
@@ -124,26 +118,27 @@ def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> It
             source = index.tensors[str(average), name]
         elif wanted != spec.dtype:
             source = index.precise(name) or source
-        yield _Weight(Entry(name, wanted, spec.shape), source)
+        weights[Entry(name, wanted, spec.shape)] = source
+    return weights
 
 
-def _values(files: Files, weights: Sequence[_Weight]) -> Iterator[Tensor]:
-    for weight in weights:
-        whole = torch.empty(weight.source.spec.numel, dtype=weight.entry.dtype, device="cpu")
-        files.read_into(whole, weight.source, 0)
+def _values(files: Files, entries: Sequence[Entry], weights: Mapping[Entry, SavedTensor]) -> Iterator[Tensor]:
+    for entry in entries:
+        whole = torch.empty(weights[entry].spec.numel, dtype=entry.dtype, device="cpu")
+        files.read_into(whole, weights[entry], 0)
         yield whole
 
 
-def _split(weights: Sequence[_Weight], most: int) -> dict[str, list[_Weight]]:
-    """Split weights over files, in order, as many to a file as fit. Returns them by file name."""
-    shards: list[list[_Weight]] = [[]]
+def _split(entries: Iterable[Entry], most: int) -> dict[str, list[Entry]]:
+    """Split tensors over files, in order, as many to a file as fit. Returns them by file name."""
+    shards: list[list[Entry]] = [[]]
     size = 0
-    for weight in weights:
-        if shards[-1] and size + weight.entry.nbytes > most:
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > most:
             shards.append([])
             size = 0
-        shards[-1].append(weight)
-        size += weight.entry.nbytes
+        shards[-1].append(entry)
+        size += entry.nbytes
     if len(shards) == 1:
         return {_ONE_FILE: shards[0]}
     return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}

@@ -27,10 +27,10 @@ from ..comm.together import on_rank_0, together
 from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .background import wait
-from .contents import Names
+from .contents import Names, TensorContents
 from .index import Index, crc32c, decode
 from .matching import Match
-from .optimizers import Contents
+from .optimizers import Contents, OptimizerPart, ShardedPart
 from .rank_file import Files, check_headers
 from .subject import LoadPlan, Subject, make_subject, read_random_states, set_random_states
 
@@ -105,7 +105,7 @@ def load(
             message = f"{folder} was loaded, and none that is newer: {'; '.join(problems)}"
             warnings.warn(message, stacklevel=2)
         return loaded
-    raise folders.no_checkpoint(path, problems)
+    raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
 
 
 def _check_subject(subject: Subject) -> None:
@@ -120,16 +120,23 @@ def _load(folder: Path, subject: Subject, *, strict: bool) -> Loaded:
     index = together(comm, lambda: _read_index(folder, comm), _WHERE)
     plan = together(comm, lambda: _plan(folder, index, subject, strict=strict), _WHERE)
     own = together(comm, lambda: _own_of(folder, index, subject), _WHERE)
+    matched = plan.matched
+    new = [part for part in plan.optimizers if part.is_new]
+    old = [part for part in plan.optimizers if not part.is_new]
     # Damage, or an object that refuses its state, is found before the first tensor is overwritten.
-    together(comm, lambda: _verify(folder, comm, plan), _WHERE)
+    together(comm, lambda: _verify(folder, comm, plan.model, old, matched), _WHERE)
     with Undo() as undo:
         together(comm, lambda: subject.load_others(plan, own, undo), _WHERE)
-        subject.use_order(plan)
-        together(comm, lambda: _read(folder, subject.to_fill_anew(plan, undo), plan.matched), _WHERE)
+        for part, saved in zip(plan.optimizers, plan.saved, strict=True):
+            if isinstance(part, ShardedPart):
+                part.use_order(saved, matched)
+        for part in new:
+            undo.callback(part.begin_anew)
+        together(comm, lambda: _read(folder, [part.to_fill(matched) for part in new], matched), _WHERE)
         undo.pop_all()  # from here on tensors are overwritten: there is no way back
-    together(comm, lambda: _read(folder, subject.to_overwrite(plan), plan.matched), _WHERE)
+    together(comm, lambda: _read(folder, [plan.model, *(part.to_fill(matched) for part in old)], matched), _WHERE)
     together(comm, lambda: subject.take_over(plan), _WHERE)
-    notes = [*plan.matched.misfits, *plan.matched.notes]
+    notes = [*matched.misfits, *matched.notes]
     # Last: what was done before may have drawn random numbers.
     if own is not None:
         set_random_states(own["random"], subject.device)
@@ -166,14 +173,12 @@ def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] |
     return own
 
 
-def _verify(folder: Path, comm: Comm, plan: LoadPlan) -> None:
+def _verify(folder: Path, comm: Comm, model: TensorContents, old: Sequence[OptimizerPart], matched: Match) -> None:
     """Check that tensors can be overwritten, and read what is going to overwrite them. The ranks split this work."""
-    plan.model.check_writable()
-    source = plan.matched.source
+    model.check_writable()
+    keys = [spec.key for part in (model, *old) for spec in part.specs]
     with Files(folder) as files:
-        specs = [spec for part in plan.overwritten for spec in part.specs]
-        saved = [source[spec.key] for spec in specs if spec.key in source]
-        files.verify(saved, comm.rank, comm.world_size)
+        files.verify([matched.source[key] for key in keys if key in matched.source], comm.rank, comm.world_size)
 
 
 def _plan(folder: Path, index: Index, subject: Subject, *, strict: bool) -> LoadPlan:
@@ -185,13 +190,12 @@ def _plan(folder: Path, index: Index, subject: Subject, *, strict: bool) -> Load
 
 def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
     """Fill this rank's holdings of ``parts``."""
-    source = matched.source
     with Files(folder) as files:
         for part in parts:
             # Closed at once where reading fails: until then a page of offloaded state is on the device.
             with contextlib.closing(part.values()) as values:
                 # ``strict`` asks once more after the last tensor: only then is that one copied to where it belongs.
                 for of, flat in zip(part.holdings, values, strict=True):
-                    saved = source.get(of.spec.key)
+                    saved = matched.source.get(of.spec.key)
                     if saved is not None and of.length:
                         files.read_into(flat, saved, of.start, of.spec.arrangement)

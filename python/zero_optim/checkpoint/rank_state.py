@@ -89,10 +89,14 @@ def match_state(
     unknown = [key for key in state_dict["state"] if key not in index_of]
     if unknown:
         raise StateMismatchError(f"the state holds {unknown[:5]}, which this optimizer does not train")
-    saved = {index_of[key]: _given(entry) for key, entry in state_dict["state"].items()}
-    saved = {index: entry for index, entry in saved.items() if entry != {}}
-    for index, entry in saved.items():
-        _check_entry(entry, labels[index], rules.of(index))
+    saved: dict[int, Mapping[str, Any]] = {}
+    for key, entry in state_dict["state"].items():
+        if isinstance(entry, Mapping):
+            # None are momentum buffers of torch's SGD before its first step. For absent ones see ``to_load_whole``.
+            entry = {name: v for name, v in entry.items() if v is not None and not hasattr(v, "zero_optim_absent")}
+        if entry != {}:
+            _check_entry(entry, labels[index_of[key]], rules.of(index_of[key]))
+            saved[index_of[key]] = entry
     ignored = [labels[index] for index in saved if index not in parameters.trained]
     if ignored:
         warnings.warn(f"the state of {', '.join(ignored[:5])} is not loaded: frozen here", stacklevel=2)
@@ -179,13 +183,6 @@ def index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
     for keys in (own, names, ids):
         index_of.update({key: index for index, key in enumerate(keys) if key is not None})
     return index_of
-
-
-def _given(entry: Any) -> Any:
-    """Drop values that are None, as torch's SGD had momentum buffers, or that ``to_load_whole`` has marked."""
-    if not isinstance(entry, Mapping):
-        return entry
-    return {name: v for name, v in entry.items() if v is not None and not hasattr(v, "zero_optim_absent")}
 
 
 def _check_entry(entry: Any, label: str, rule: UpdateRule) -> None:

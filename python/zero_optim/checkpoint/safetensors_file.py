@@ -206,23 +206,19 @@ def read_header(path: Path) -> dict[str, Stored]:
             if size < 8 or length > min(size - 8, _MOST_HEADER):
                 raise CheckpointError(f"{path} is no safetensors file, or was cut off")
             described: dict[str, Any] = json.loads(file.read(length))
-            return {
-                name: _stored(path, name, of, 8 + length, size)
-                for name, of in described.items()
-                if name != "__metadata__"
-            }
+        described.pop("__metadata__", None)
+        stored = {}
+        for name, of in described.items():
+            entry = Entry(name, _DTYPES[of["dtype"]], tuple(of["shape"]))
+            begin, end = of["data_offsets"]
+            if begin < 0 or end - begin != entry.nbytes or 8 + length + end > size:
+                raise CheckpointError(f"{path} was cut off, or is damaged: {name!r} is not in it")
+            stored[name] = Stored(path, entry, 8 + length + begin)
+        return stored
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is no safetensors file, or is damaged: {error}") from error
-
-
-def _stored(path: Path, name: str, described: Mapping[str, Any], values: int, size: int) -> Stored:
-    entry = Entry(name, _DTYPES[described["dtype"]], tuple(described["shape"]))
-    begin, end = described["data_offsets"]
-    if begin < 0 or end - begin != entry.nbytes or values + end > size:
-        raise CheckpointError(f"{path} was cut off, or is damaged: {name!r} is not in it")
-    return Stored(path, entry, values + begin)
 
 
 class OpenFiles(contextlib.ExitStack):

@@ -24,7 +24,7 @@ from ..units.sharded_model import sharded_model_of
 from .contents import ColumnRanks, Columns, Names, TensorContents, contents_of_model, modules_with_state
 from .index import Index, SavedOptimizer, decode, encode
 from .matching import Match, match, saved_names
-from .optimizers import Contents, OptimizerPart, Sharded, ShardedPart, TorchPart, is_sharded
+from .optimizers import OptimizerPart, Sharded, ShardedPart, TorchPart, is_sharded
 from .rank_file import decoded
 from .rank_state import load_groups
 
@@ -220,23 +220,6 @@ class Subject:
             positions, remedy = ("positions", "give load data=") if has_data else ("no positions", "leave out data=")
             yield f"the checkpoint has {positions} in data: {remedy}"
 
-    def use_order(self, plan: LoadPlan) -> None:
-        """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
-        for optimizer, of in zip(plan.optimizers, plan.saved, strict=True):
-            if isinstance(optimizer, ShardedPart):
-                optimizer.use_order(of, plan.matched)
-
-    def to_fill_anew(self, plan: LoadPlan, undo: Undo) -> list[Contents]:
-        """Give what is to be filled of new optimizers; see ``is_new``. ``undo`` makes their state anew."""
-        new = [optimizer for optimizer in plan.optimizers if optimizer.is_new]
-        for optimizer in new:
-            undo.callback(optimizer.begin_anew)
-        return [optimizer.to_fill(plan.matched) for optimizer in new]
-
-    def to_overwrite(self, plan: LoadPlan) -> list[Contents]:
-        """Give all else that is to be filled. State that begins anew does so now."""
-        return [plan.model, *(optimizer.to_fill(plan.matched) for optimizer in plan.optimizers if not optimizer.is_new)]
-
     def load_others(self, plan: LoadPlan, own: Mapping[str, Any] | None, undo: Undo) -> None:
         """Load all that is no tensor. ``own``: random states and position in the data that this rank has saved."""
         for one, groups in zip(self.optimizers, plan.groups, strict=True):
@@ -256,7 +239,7 @@ class Subject:
             _load_one("data", self.data, own["data"], undo)
 
     def take_over(self, plan: LoadPlan) -> None:
-        """Take over all else, once the tensors have been filled."""
+        """Take over all else, once the tensors are filled."""
         for optimizer in plan.optimizers:
             optimizer.take_over(plan.matched)
         for sharded in self._sharded:
@@ -297,11 +280,6 @@ class LoadPlan:
     optimizers: Sequence[OptimizerPart]
     saved: Sequence[Sequence[SavedOptimizer]]
     groups: Sequence[Sequence[dict[str, Any]]]
-
-    @property
-    def overwritten(self) -> list[Contents]:
-        """The parts whose values are lost as they are loaded."""
-        return [self.model, *(optimizer for optimizer in self.optimizers if not optimizer.is_new)]
 
 
 def _each(value: Any) -> list[Any]:
