@@ -53,11 +53,7 @@ class SaveBuffer:
         if self._memory.numel() < nbytes or (gpu is not None and not self._pinned):
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
             self._pinned = gpu is not None
-            if gpu is not None:
-                # torch's own pinned memory comes in powers of two.
-                self._memory = HostMemory(pinned=True, device=gpu).take(nbytes)
-            else:
-                self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self._memory = HostMemory(pinned=self._pinned, device=gpu).take(nbytes)
 
 
 def _once_arrived(copied: Sequence[Tensor], arrived: Sequence[torch.cuda.Event]) -> Iterator[Tensor]:

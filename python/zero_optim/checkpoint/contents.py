@@ -200,10 +200,8 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRank
 
 
 def in_stack(spec: TensorSpec, stack: tuple[int, int]) -> tuple[TensorSpec, int]:
-    """Make the spec that is saved where ``spec`` is one plain slice. Returns it, and where the slice begins in it.
-
-    ``stack``: how many slices there are, and which of them it is. A single one is a whole tensor.
-    """
+    """Make the spec that is saved of a plain slice. Returns it, and where the slice begins in it. ``stack``: how many
+    slices there are, and which of them it is. A single one is a whole tensor."""
     count, number = stack
     if count == 1:
         return spec, 0

@@ -28,7 +28,7 @@ from ..errors import CheckpointError
 from ..figures import size
 from . import index
 from .index import BUFFER, PARAMETER, Index, SavedTensor, decode, dtype_name, from_json, number_from_json, to_json
-from .rank_file import Files, blocks_of_rank, check_headers
+from .rank_file import Files, check_headers
 
 _STEP = re.compile(r"(?:\.replaced-)?step-(0|[1-9][0-9]*)")
 _UNFINISHED = re.compile(r"\.(writing|replaced|removing)-step-[0-9]+")
@@ -173,10 +173,8 @@ def write_atomically(path: Path, content: str) -> None:
 
 
 def publish_folder(writing: Path, folder: Path) -> None:
-    """Give ``writing``, whose files are synced, the name ``folder``. An old one is removed once that is on the disk.
-
-    At every instant one of the two is there and whole; see above.
-    """
+    """Give ``writing``, whose files are synced, the name ``folder``."""
+    # At every instant the old one or the new one is there and whole; see above.
     _sync_folder(writing)
     replaced = _rename_away(folder, _REPLACED) if folder.exists() else None
     try:
@@ -285,10 +283,8 @@ def problem_of(folder: Path) -> str | None:
 
 
 def newest(path: Path) -> tuple[Path, Index, list[str]]:
-    """Find the checkpoint that ``path`` is, or the newest whole one in it. Returns its folder and its index.
-
-    The third result is what is wrong with newer checkpoints, as sentences. Raises CheckpointError where there is none.
-    """
+    """Find the checkpoint that ``path`` is, or the newest whole one in it. Returns its folder, its index, and what is
+    wrong with newer ones, as sentences. Raises CheckpointError where there is none."""
     problems: list[str] = []
     for folder in candidates(path):
         try:
@@ -381,20 +377,12 @@ def verify(folder: Path, index: Index) -> list[str]:
         check_headers(folder, index, 0, 1)
     except CheckpointError as error:
         return [str(error)]
-    problems: list[str] = []
     with Files(folder) as files:
-        for block in blocks_of_rank([*index.tensors.values()], 0, 1):
-            try:
-                files.read_block(block)
-            except CheckpointError as error:
-                problems.append(str(error))
-    return problems
+        return [str(error) for error in files.damage(index.tensors.values(), 0, 1)]
 
 
 def inspect(path: Path, *, quick: bool) -> tuple[str, list[str]]:
     """Describe a checkpoint, or the newest whole one of several. Returns the text, and what is wrong, a line each.
-
-    ``quick``: without reading the tensors. Raises CheckpointError where there is none.
-    """
+    ``quick``: without reading the tensors. Raises CheckpointError where there is none."""
     folder, index, problems = newest(path)
     return describe(folder, index), problems + ([] if quick else verify(folder, index))

@@ -72,16 +72,14 @@ class Piece(NamedTuple):
 class TensorSpec:
     """A tensor by its name and kind, wherever its elements are.
 
-    ``order``: the order of dimensions in which flat ranges are counted; see ``storage_order``. Ranges of a sharded
-    channels_last tensor are of its elements as they lie in memory. None: dimensions as they are. State with one value
-    for a row of elements has the order of the parameter.
-
-    ``cut``: the slices of tensor-parallel ranks. Flat ranges are counted slice by slice, in each by ``order``. How
-    plain slices make a whole is not known: they are saved as a stack along a new dimension 0, which is cut into single
-    ones. See ``contents.in_stack``.
-
-    ``rows_of``: of state with one value for a row of elements, the number of elements of each slice of the parameter,
-    where there are several: each slice begins with a row of its own.
+    Attributes:
+        order: of dimensions, in which flat ranges are counted; see ``storage_order``. Ranges of a sharded channels_last
+            tensor are of its elements as they lie in memory. None: dimensions as they are. State with one value for a
+            row of elements has the order of the parameter.
+        cut: the slices of tensor-parallel ranks. Flat ranges are counted slice by slice, in each by ``order``. How
+            plain slices make a whole is not known: they are saved as a stack along a new dimension 0.
+        rows_of: of state with one value for a row of elements, the number of elements of each slice of the parameter,
+            where there are several: each slice begins with a row of its own.
     """
 
     name: str
@@ -210,10 +208,8 @@ class Index:
         return kind not in (PARAMETER, BUFFER, *self.masters)
 
     def precise(self, name: str) -> SavedTensor | None:
-        """Find the source of a parameter in another dtype: its master, so that values are rounded once, and not twice.
-
-        The parameter itself where it has no master; None where there is no such parameter.
-        """
+        """Find the source of a parameter in another dtype: its master, or itself; None: there is no such parameter."""
+        # The master first: its values are rounded once, the parameter's would be rounded twice.
         there = (self.tensors.get((kind, name)) for kind in (*self.masters, PARAMETER))
         return next((saved for saved in there if saved is not None), None)
 
@@ -229,10 +225,8 @@ class Index:
 
 
 def merge(specs: Iterable[TensorSpec], tensors: Iterable[SavedTensor]) -> dict[Key, SavedTensor]:
-    """Join the pieces that each rank has written into whole tensors, in the order of ``specs``: all there are.
-
-    Raises ValueError where ranks disagree, or where an element is in no piece, or in two.
-    """
+    """Join the pieces that each rank has written into whole tensors, in the order of ``specs``. Raises ValueError where
+    ranks disagree, or where an element is in no piece, or in two."""
     known = {spec.key: spec for spec in specs}
     pieces: dict[Key, list[Piece]] = {key: [] for key in known}
     for tensor in tensors:

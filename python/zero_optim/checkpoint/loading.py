@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack as Undo
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,7 +51,7 @@ class Loaded:
     folder: Path
     step: int
     extra: Any
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = ()
 
 
 def load(
@@ -153,14 +153,12 @@ def _read_index(folder: Path, comm: Comm) -> Index:
 
 
 def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] | None:
-    """Decode random states and position in the data of this rank; None where more or fewer ranks saved than load.
-
-    Raises CheckpointError where a generator does not take its state: before anything is overwritten.
-    """
+    """Decode random states and position in the data of this rank; None where more or fewer ranks saved than load."""
     if len(index.ranks) != subject.comm.world_size:
         return None
     own = cast(Mapping[str, Any], decode(index.ranks[subject.comm.rank]))
     before = read_random_states(subject.device)
+    # A generator that does not take its state has to raise before anything is overwritten.
     try:
         set_random_states(own["random"], subject.device)
     except Exception as error:
@@ -177,8 +175,10 @@ def _verify(folder: Path, comm: Comm, model: TensorContents, old: Sequence[Optim
     """Check that tensors can be overwritten, and read what is going to overwrite them. The ranks split this work."""
     model.check_writable()
     keys = [spec.key for part in (model, *old) for spec in part.specs]
+    saved = [matched.source[key] for key in keys if key in matched.source]
     with Files(folder) as files:
-        files.verify([matched.source[key] for key in keys if key in matched.source], comm.rank, comm.world_size)
+        for error in files.damage(saved, comm.rank, comm.world_size):
+            raise error
 
 
 def _plan(folder: Path, index: Index, subject: Subject, *, strict: bool) -> LoadPlan:

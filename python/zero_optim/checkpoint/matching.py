@@ -72,10 +72,7 @@ def match(
     optimizers: Sequence[Wanted],
 ) -> Match:
     """Match all tensors and groups. ``model``: parameters and buffers. ``saved_name``: what ``saved_names`` gave.
-
-    Raises StateMismatchError where a tensor has another shape, numbers of another kind, or rows in another order: that
-    is never loaded.
-    """
+    Raises StateMismatchError for a tensor of another shape, kind of numbers, or order of rows: none is ever loaded."""
     matched = Match(saved_name=saved_name)
     _match_model(index, names, model, matched)
     if optimizers:
@@ -206,10 +203,8 @@ def _whole_or_slices(spec: TensorSpec) -> str:
 
 
 def shape_differs(here: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    """Say why a saved tensor of this shape and dtype cannot be loaded; None: it can.
-
-    Floating types are cast into one another. Any other dtype loads from its own alone.
-    """
+    """Find why a saved tensor of this shape and dtype cannot be loaded; None: it can."""
+    # Floating types are cast into one another. Any other dtype loads from its own alone.
     casts = dtype == here.dtype or (dtype.is_floating_point and here.dtype.is_floating_point)
     if shape == here.shape and casts:
         return None

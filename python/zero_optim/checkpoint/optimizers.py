@@ -147,10 +147,8 @@ class ShardedPart:
     def groups_of(
         self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
     ) -> list[dict[str, Any]]:
-        """Choose the options of each group: those of the saved group of that number; for None, its own.
-
-        ``saved``, ``numbers``: by rule. Raises StateMismatchError for options that this optimizer cannot have.
-        """
+        """Choose the options of each group: those of the saved group of that number; for None, its own. ``saved``,
+        ``numbers``: by rule. Raises StateMismatchError for options that this optimizer cannot have."""
         groups = list(self._groups)
         for rule, of, chosen in zip(self._engine.rules.all, saved, numbers, strict=True):
             own = self._groups_of(rule)

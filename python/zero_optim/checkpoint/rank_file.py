@@ -42,12 +42,7 @@ def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
 
 def write_file(path: Path, portions: Sequence[FlatRange], values: Iterable[Tensor]) -> tuple[str, list[SavedTensor]]:
     """Write a file of ``portions``, synced to the disk. Returns the checksum of its header, and what it holds.
-
-    Args:
-        values: of each portion [length], in the same order; each is written before the next is asked for.
-
-    Raises CheckpointError where the system refuses, naming file and bytes.
-    """
+    ``values``: see ``write_entries``. Raises CheckpointError where the system refuses, naming file and bytes."""
     entries = [
         Entry(f"{portion.spec.kind}:{portion.spec.name}:{portion.start}", portion.spec.dtype, (portion.length,))
         for portion in portions
@@ -86,20 +81,19 @@ class Files(OpenFiles):
         super().__init__()
         self._prefix = f"{folder}/"  # to join paths for each block takes longer than to read it
 
-    def verify(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> None:
-        """Read and check a ``ranks``-th of these. Raises CheckpointError, naming file and tensor."""
+    def damage(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> Iterator[CheckpointError]:
+        """Read and check a ``ranks``-th of these. Yields the error of each damaged block, naming file and tensor."""
         # By the order in the files: much of this part the rank soon reads again.
         parts = [part for one in tensors for part in (one.stored if isinstance(one, EncodedTensor) else (one,))]
-        for block in blocks_of_rank([*{part.spec.key: part for part in parts}.values()], rank, ranks):
-            self.read_block(block)
+        for block in _blocks_of_rank([*{part.spec.key: part for part in parts}.values()], rank, ranks):
+            try:
+                self.read_block(block)
+            except CheckpointError as error:
+                yield error
 
     def read_into(self, target: Tensor, tensor: SavedTensor, start: int, arranged: Arrangement = WHOLE) -> None:
-        """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on.
-
-        They are counted as ``arranged``, however they were saved.
-
-        Every block that is read is checked. Raises CheckpointError, naming file and tensor.
-        """
+        """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on, counted
+        as ``arranged``. Every block that is read is checked. Raises CheckpointError, naming file and tensor."""
         ways = (arranged, tensor.spec.arrangement)
         if isinstance(tensor, EncodedTensor):
             read_arranged(target, start, tensor.spec.shape, ways, partial(self._read_encoded, tensor))
@@ -151,7 +145,7 @@ class ChecksumBlock(NamedTuple):
         return self.length * self.spec.dtype.itemsize
 
 
-def blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[ChecksumBlock]:
+def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[ChecksumBlock]:
     """Choose the blocks of ``tensors`` that begin in the ``rank``-th part of their bytes, in the order of files."""
     pieces = [(piece, tensor) for tensor in tensors for piece in tensor.pieces]
     pieces.sort(key=lambda pair: (len(pair[0].file), pair[0].file, pair[0].offset))
@@ -184,17 +178,13 @@ def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[ChecksumBl
 
 @dataclass(frozen=True)
 class EncodedTensor(SavedTensor):
-    """A tensor that was stored by a codec, read as the logical fp32 tensor, whose ``spec`` it has.
+    """The tensors ``stored`` by a codec, in its order, read as the logical fp32 tensor, whose ``spec`` this has.
 
     Rows are counted in each slice of a parameter from its first element on, as the elements lie in memory::
 
         exp_avg of a [3, 100], cut in two along dimension 1     slice 0: 150 elements, 2 rows     slice 1: 150, 2 rows
         exp_avg_int8     |<------ 150 ------>|<------ 150 ------>|
         exp_avg_scale    |  0  |  1          |  2  |  3          |
-
-    Attributes:
-        codec: the codec.
-        stored: the tensors that were saved, as the codec lists them.
     """
 
     codec: Codec

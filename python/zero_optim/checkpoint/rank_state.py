@@ -74,11 +74,8 @@ def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], step
 def match_state(
     state_dict: Mapping[str, Any], parameters: ParameterSet, rules: GroupRules
 ) -> dict[int, Mapping[str, Any]]:
-    """Give the saved state by parameter index, in its own order. Raises StateMismatchError where it does not fit.
-
-    Groups and step counts are checked, tensors are not. State of parameters that are not trained is left out, with a
-    warning.
-    """
+    """Give the saved state by parameter index, in its own order, without that of frozen parameters. Raises
+    StateMismatchError where groups or step counts do not fit; tensors are not checked."""
     _check_form(state_dict)
     groups, labels, saved_groups = parameters.groups, parameters.labels, state_dict["param_groups"]
     check_groups_fit(saved_groups, groups, rules.by_group)
@@ -122,10 +119,8 @@ def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: Parameter
 
 
 def load_groups(groups: Groups, saved: Groups, rules: Sequence[UpdateRule] = ()) -> None:
-    """Take over the options of saved parameter groups; the parameters and their names stay.
-
-    ``rules``: of each group; empty for an optimizer of torch's.
-    """
+    """Take over the options of saved parameter groups; the parameters and their names stay. ``rules``: of each group;
+    empty for an optimizer of torch's."""
     copies: dict[int, Any] = {}  # a tensor that several saved groups have, as one rate of all, stays one tensor
     for group, options, rule in itertools.zip_longest(groups, saved, rules):
         taken = options if rule is None else _taken(options, rule)
@@ -152,10 +147,7 @@ def _check_form(state_dict: Any) -> None:
 
 
 def check_groups_fit(saved: Groups, groups: Groups, rules: Sequence[UpdateRule]) -> None:
-    """Raise StateMismatchError for saved groups of other sizes, or with options that these cannot have.
-
-    ``rules``: of each group.
-    """
+    """Raise StateMismatchError for saved groups of other sizes, or with options that these cannot have."""
     sizes, expected = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes != expected:
         raise StateMismatchError(f"the state has parameter groups of sizes {sizes}, this optimizer {expected}")
@@ -259,9 +251,7 @@ def gather(engine: Engine, *, wanted: bool, device: torch.device) -> dict[int, d
 
 def save_whole(engine: Engine, groups: Groups, *, on_rank_0: bool) -> dict[str, Any]:
     """Collective. Make the state dict of whole tensors, as ``get_optimizer_state_dict(full_state_dict=True)`` has it.
-
-    ``on_rank_0``: rank 0 alone gets the state, on the CPU; else all ranks do, on the device.
-    """
+    ``on_rank_0``: rank 0 alone gets the state, on the CPU; else all ranks do, on the device."""
     world = engine.sharding.world
     with world.raising_together("get_optimizer_state_dict"):
         engine.shardings.check_whole("torch.distributed.checkpoint")
@@ -350,10 +340,7 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
 def _saved_parts(
     groups: Groups, state_dict: Mapping[str, Any], saved: Mapping[int, Mapping[str, Any]]
 ) -> list[list[int]]:
-    """Give the order of the layout that shards were saved in, by ``PARTS``; none for full tensors, which fit any.
-
-    ``saved``: by parameter index, without those that are not loaded.
-    """
+    """Give the order of the layout that shards were saved in, by ``PARTS``; none for full tensors, which fit any."""
     if not _has_shards(saved):
         return []
     index_of = index_by_key(state_dict["param_groups"], groups)

@@ -83,11 +83,8 @@ def write_entries(
 ) -> tuple[bytes, list[int]]:
     """Write a new file, synced to the disk. Returns its header, and where each entry's values begin, in bytes.
 
-    Args:
-        values: of each entry, flat, in the same order; each is written before the next is asked for.
-        see: called with every block, of ``BLOCK_BYTES`` but for the last of an entry.
-
-    Raises CheckpointError where the system refuses, naming file and bytes.
+    ``values``: of each entry, flat, in the same order; each is written before the next is asked for. ``see``: called
+    with every block, of ``BLOCK_BYTES`` but for the last of an entry. Raises CheckpointError where the system refuses.
     """
     header, offsets = _layout(entries, metadata or {})
     total = len(header) + sum(entry.nbytes for entry in entries)
@@ -114,10 +111,8 @@ def write_entries(
 
 
 def _layout(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """Make the file's beginning, up to the values. Returns also where the values of each entry begin.
-
-    Entries with larger elements come first, so that all are aligned.
-    """
+    """Make the file's beginning, up to the values. Returns also where the values of each entry begin."""
+    # Entries with larger elements come first, so that all are aligned.
     order = sorted(range(len(entries)), key=lambda place: -entries[place].dtype.itemsize)
     starts, end = [0] * len(entries), 0
     described: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
@@ -195,10 +190,7 @@ class Stored:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Read a file's entries, by name.
-
-    Raises CheckpointError for one that is damaged, cut off, or of another format.
-    """
+    """Read a file's entries, by name. Raises CheckpointError for one that is damaged, or of another format."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

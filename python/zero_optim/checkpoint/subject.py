@@ -33,9 +33,7 @@ def make_subject(
     model: nn.Module, opt: Any, where: str, *, scaler: Any = None, scheduler: Any = None, data: Any = None
 ) -> Subject:
     """Collective. Use the ranks of the first sharded optimizer, else of the sharded model, else the default group.
-
-    Raises TypeError, ClosedError, or CheckpointError, on all ranks where it does so on one.
-    """
+    Raises TypeError, ClosedError, or CheckpointError, on all ranks where it does so on one."""
     comm = _comm_of(model, opt)
     beside = {"scaler": _each(scaler), "scheduler": _each(scheduler)}
     return together(comm, lambda: Subject(model, _each(opt), comm, beside, data), where)
@@ -126,10 +124,7 @@ class Subject:
     # -- saving --------------------------------------------------------------------------------------------------
 
     def contents(self, names: Names, *, stored: bool) -> tuple[TensorContents, list[OptimizerPart]]:
-        """Collect the contents of the model, and of each optimizer. Call ``come_to_rest`` before.
-
-        ``stored``: see ``ShardedPart``.
-        """
+        """Collect what is in the model, and in each optimizer, at rest. ``stored``: see ``ShardedPart``."""
         self._check_slices_known(names)
         model = contents_of_model(self.model, names, self.comm, self.columns)
         return model, [
