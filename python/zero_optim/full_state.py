@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .checkpoint.rank_state import gather, load_groups, match_state, pack_groups, saved_state_of, with_torch_options
+from .comm.together import gathered
 from .engine import Engine
 from .errors import StateMismatchError
 from .optimizer import ShardedOptimizer
@@ -45,11 +46,11 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
         engine.shardings.check_whole("full_state_dict")
     wanted = rank is None or rank == savers.rank
     with world.raising_together("full_state_dict"):
-        gathered = gather(engine, wanted=wanted, device=torch.device("cpu"))
+        tensors = gather(engine, wanted=wanted, device=torch.device("cpu"))
     if not wanted:
         return {}
     steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")
-    state = {index: {"step": step.clone(), **gathered[index]} for index, step in enumerate(steps) if step > 0}
+    state = {index: {"step": step.clone(), **tensors[index]} for index, step in enumerate(steps) if step > 0}
     groups = pack_groups(with_torch_options(opt.param_groups, engine.rules.by_group))
     return {"state": state, "param_groups": _on(torch.device("cpu"), groups)}
 
@@ -77,11 +78,10 @@ def _on(device: torch.device, groups: Any) -> Any:
 
 @dataclass(frozen=True)
 class _OfRank0:
-    """The state that the first of these ranks has read, without its tensors. ``refusal``: why it is not loaded."""
+    """The state that the first of these ranks has read, without its tensors."""
 
-    refusal: str | None = None
-    state: SavedState = field(default_factory=lambda: SavedState({}, torch.empty(0, device="cpu")))
-    groups: Sequence[dict[str, Any]] = ()
+    state: SavedState
+    groups: Sequence[dict[str, Any]]
 
 
 @torch.no_grad()
@@ -101,36 +101,30 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     """
     engine = _engine_of(opt)
     world, savers = engine.sharding.world, engine.sharding.savers
-    tensors: Mapping[int, Mapping[str, Any]] = {}
-    read = _OfRank0()
-    opt.settle()
-    with world.raising_together("load_full_state_dict"):
+    tensors: dict[int, Mapping[str, Any]] = {}  # they stay on the rank that reads them
+
+    def read() -> _OfRank0 | None:
         opt.check_usable()
         engine.shardings.check_whole("load_full_state_dict")
-        if savers.rank == 0:
-            tensors, read = _read(engine, state)
-    every = world.gather_objects(read, "load_full_state_dict")
-    if (refused := next((of_rank.refusal for of_rank in every if of_rank.refusal is not None), None)) is not None:
-        raise StateMismatchError(refused)
-    read = every[world.ranks.index(savers.ranks[0])]
-    engine.begin_load(read.state)
-    engine.states.distribute(read.state.tensors, tensors)
-    engine.end_load(read.state)
-    load_groups(opt.param_groups, _on(opt.device, read.groups), engine.rules.by_group)
-    opt.call_load_hooks()
-
-
-def _read(engine: Engine, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], _OfRank0]:
-    try:
+        if savers.rank != 0:
+            return None
         if state is None:
             raise StateMismatchError("rank 0 was given None: it is the rank whose state is loaded")
-        saved = match_state(state, engine.parameters, engine.rules)
-        for index, entry in saved.items():
+        tensors.update(match_state(state, engine.parameters, engine.rules))
+        for index, entry in tensors.items():
             _check_whole(engine, index, entry)
-    except StateMismatchError as error:
-        return {}, _OfRank0(refusal=str(error))
-    groups = _on(torch.device("cpu"), [dict(group) for group in state["param_groups"]])
-    return saved, _OfRank0(None, saved_state_of(saved, engine.parameters, engine.rules), groups)
+        groups = _on(torch.device("cpu"), [dict(group) for group in state["param_groups"]])
+        return _OfRank0(saved_state_of(tensors, engine.parameters, engine.rules), groups)
+
+    opt.settle()
+    every = gathered(world, read, "load_full_state_dict")
+    of_rank_0 = every[world.ranks.index(savers.ranks[0])]
+    assert of_rank_0 is not None
+    engine.begin_load(of_rank_0.state)
+    engine.states.distribute(of_rank_0.state.tensors, tensors)
+    engine.end_load(of_rank_0.state)
+    load_groups(opt.param_groups, _on(opt.device, of_rank_0.groups), engine.rules.by_group)
+    opt.call_load_hooks()
 
 
 def _check_whole(engine: Engine, index: int, entry: Mapping[str, Any]) -> None:

@@ -78,21 +78,15 @@ def _converted(opt: ShardedOptimizer, index: int, group: Mapping[str, Any], entr
     rule = opt.engine.rules.of(index)
     tensors = tensors_for(rule, opt.engine.parameters.all[index].dtype)
     made = {tensor.name: entry[tensor.name] for tensor in tensors if entry.get(tensor.name) is not None}
-    if isinstance(rule, Muon) and (average := _average(group, entry)) is not None:
-        made[BUFFER] = average
+    momentum = entry.get("exp_avg", entry.get(BUFFER))
+    if isinstance(rule, Muon) and momentum is not None:
+        made[BUFFER] = momentum
+        if "exp_avg" not in entry and "dampening" in group:
+            # SGD keeps a sum of gradients, Muon their exponential average.
+            made[BUFFER] = momentum * ((1 - float(group["momentum"])) / (1 - float(group["dampening"])))
     lacking = [tensor for tensor in tensors if tensor.begins is Begins.ZERO and tensor.name not in made]
     whole = next(value for kind, value in entry.items() if kind != "step" and isinstance(value, Tensor))
     for tensor in lacking:
         shape = tensor.shape(whole.shape, whole.numel())
         made[tensor.name] = torch.zeros(shape, dtype=tensor.dtype, device=whole.device)
     return {**made, "step": 0.0 if lacking else float(entry.get("step", 1))}
-
-
-def _average(group: Mapping[str, Any], entry: Mapping[str, Any]) -> Tensor | None:
-    """Make the exponential average of gradients from ``entry``; None: it has none."""
-    if "exp_avg" in entry:
-        return entry["exp_avg"]
-    total = entry.get(BUFFER)
-    if total is None or "dampening" not in group:
-        return total
-    return total * ((1 - float(group["momentum"])) / (1 - float(group["dampening"])))

@@ -39,10 +39,6 @@ def step_folder(path: Path, step: int) -> Path:
     return path / f"step-{step}"
 
 
-def rank_file_name(rank: int) -> str:
-    return f"rank-{rank}.safetensors"
-
-
 def step_of(folder: Path) -> int | None:
     """Read the step off the name of a checkpoint's folder; None for another folder."""
     match = _STEP.fullmatch(folder.name)

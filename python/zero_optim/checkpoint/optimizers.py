@@ -31,14 +31,6 @@ _SHARDED = "Sharded"
 """The prefix of the names of our optimizers in an index. The rule's name follows."""
 
 
-def _same_state(name: str) -> frozenset[str]:
-    """List the optimizers with the same state as the one called ``name``, itself included."""
-    for own, rule in RULES.items():
-        if name in (f"{_SHARDED}{own}", *rule.counterparts):
-            return rule.counterparts | {f"{_SHARDED}{own}"}
-    return frozenset((name,))
-
-
 class ShardedPart:
     """A ``ShardedOptimizer``: the state that its update rules name, in the ranges that this rank holds.
 
@@ -241,7 +233,11 @@ class TorchPart(TensorContents):
         for name in self._names.values():
             there = [index.tensors.get((kind, saved_name[name])) for kind in kinds]
             specs += [TensorSpec(name, saved.spec.kind, saved.spec.shape, saved.spec.dtype) for saved in there if saved]
-        return [Wanted(specs, self._names_of_groups(), takes=_same_state(type(self._opt).__name__))]
+        own = type(self._opt).__name__
+        takes = {own}
+        for ours, rule in RULES.items():  # optimizers with the same state
+            takes |= {*rule.counterparts, f"{_SHARDED}{ours}"} if own in rule.counterparts else set()
+        return [Wanted(specs, self._names_of_groups(), takes=frozenset(takes))]
 
     def groups_of(
         self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]

@@ -118,6 +118,7 @@ class _Part:
 class _Written:
     """The report of a rank that has written ``nbytes`` to its file. ``header``: the checksum of the file's header."""
 
+    file: str
     nbytes: int
     header: str
     tensors: Sequence[SavedTensor]
@@ -212,10 +213,10 @@ def _save(ranks: Ranks, writing: Path, part: _Part) -> Path:
 
 def _write(writing: Path, rank: int, part: _Part) -> _Written:
     """Write this rank's file, synced to the disk."""
-    file = writing / folders.rank_file_name(rank)
+    file = writing / f"rank-{rank}.safetensors"
     try:
         header, tensors = write_file(file, part.portions, part.values)
-        return _Written(file.stat().st_size, header, tensors, part.own)
+        return _Written(file.name, file.stat().st_size, header, tensors, part.own)
     except (CheckpointError, FileNotFoundError) as error:
         if (removed := folders.gone(writing)) is None:
             raise
@@ -238,9 +239,8 @@ def _publish(writing: Path, written: Sequence[_Written], part: _Part) -> Path:
         tensors = merge(part.specs, (tensor for of_rank in written for tensor in of_rank.tensors))
     except ValueError as error:
         raise CheckpointError(f"{writing} was not written whole: {error}") from error
-    by_file = {folders.rank_file_name(rank): of_rank for rank, of_rank in enumerate(written)}
-    files = {name: of_rank.nbytes for name, of_rank in by_file.items()}
-    headers = {name: of_rank.header for name, of_rank in by_file.items()}
+    files = {of_rank.file: of_rank.nbytes for of_rank in written}
+    headers = {of_rank.file: of_rank.header for of_rank in written}
     ranks = [of_rank.own for of_rank in written]
     folder = folders.publish(writing, Index(part.step, tensors, files, headers, ranks=ranks, **part.described))
     if part.keep_last is not None:
