@@ -39,21 +39,17 @@ class SaveBuffer:
         place = 0
         gpus: set[torch.device] = set()
         for size, flat in zip(sizes, values, strict=True):
-            if flat.device.type == "cuda":
-                gpus.add(flat.device)
-            if not copied:
-                self._allocate(sum(sizes), next(iter(gpus), None))
+            gpu = flat.device if flat.device.type == "cuda" else None
+            # The host would wait for a GPU's copy to memory that is not pinned.
+            if not copied and (self._memory.numel() < sum(sizes) or (gpu is not None and not self._pinned)):
+                self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
+                self._pinned = gpu is not None
+                self._memory = HostMemory(pinned=self._pinned, device=gpu).take(sum(sizes))
+            gpus |= set() if gpu is None else {gpu}
             copied.append(self._memory.narrow(0, place, size))
             copied[-1].copy_(flat.detach().view(torch.uint8), non_blocking=True)
             place += size
         return _once_arrived(copied, [torch.cuda.current_stream(gpu).record_event() for gpu in gpus])
-
-    def _allocate(self, nbytes: int, gpu: torch.device | None) -> None:
-        # The host would wait for a GPU's copy to memory that is not pinned.
-        if self._memory.numel() < nbytes or (gpu is not None and not self._pinned):
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
-            self._pinned = gpu is not None
-            self._memory = HostMemory(pinned=self._pinned, device=gpu).take(nbytes)
 
 
 def _once_arrived(copied: Sequence[Tensor], arrived: Sequence[torch.cuda.Event]) -> Iterator[Tensor]:

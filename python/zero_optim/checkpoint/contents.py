@@ -23,10 +23,8 @@ from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that have the same elements: ``count`` of them, of which this one is the ``number``-th.
-
-    ``alike``: whether they surely have the same values. If not, those of the first rank count.
-    """
+    """The ranks that have the same elements: ``count`` of them, of which this one is the ``number``-th. ``alike``: they
+    surely have the same values. If not, those of the first rank count."""
 
     count: int = 1
     number: int = 0
@@ -118,7 +116,6 @@ class TensorContents:
         column_of = (columns or Columns()).of
         self.holdings = [_holding(*key, tensor, ranks, column_of(tensor)) for key, tensor in tensors.items()]
         self._tensors = [local_of(tensor) for tensor in tensors.values()]
-
         self.specs = [holding.spec for holding in self.holdings]
 
     def check_writable(self) -> None:
@@ -171,12 +168,11 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRank
         raise CheckpointError(f"{kind} of {name!r} is a {type(tensor).__name__}, and no tensor: it cannot be saved")
     spec = TensorSpec(name, kind, tuple(tensor.shape), tensor.dtype)
     if isinstance(tensor, ParamShard):
-        own = tensor.slice
+        own, flat = tensor.slice, tensor.flat
         spec = replace(spec, order=tensor.order, cut=None if own is None else own.arranged)
-        held_by = Holders() if tensor.flat is None else Holders(*tensor.flat.holders)
-        start = tensor.start + (0 if own is None else own.start)
-        spec, before = in_stack(spec, (1, 0) if tensor.flat is None else tensor.flat.stack)
-        return Holding(spec, before + start, tensor.local.numel(), held_by)
+        spec, before = in_stack(spec, (1, 0) if flat is None else flat.stack)
+        start = before + tensor.start + (0 if own is None else own.start)
+        return Holding(spec, start, tensor.local.numel(), Holders() if flat is None else Holders(*flat.holders))
     own, before = slice_of(tensor, spec.label), 0
     if own is not None and own.cut is not None and column is not None:
         spec, tensor, ranks = replace(spec, cut=own.arranged), local_of(tensor), column.ranks

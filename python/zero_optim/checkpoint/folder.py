@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,8 @@ def step_of(folder: Path) -> int | None:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """List the checkpoints in ``path``, whole or not, the one that was saved last first.
-
-    A ``.replaced-step-N`` counts where ``step-N`` is missing.
-    """
+    """List the checkpoints in ``path``, whole or not, the last save first. A ``.replaced-step-N`` counts where
+    ``step-N`` is missing."""
     return [folder for _, _, folder in _numbered(path)]
 
 
@@ -199,7 +197,7 @@ def given_up_on_failure(writing: Path, rank: int = 0) -> Iterator[None]:
 def keep_newest(path: Path, step: int, count: int) -> None:
     """Keep the ``count`` whole checkpoints that were saved last. Remove those of lower steps saved before them."""
     there = sorted(_numbered(path), reverse=True)
-    whole = (number for number, _, folder in there if problem_of(folder) is None)
+    whole = (number for number, _, folder in there if _is_whole(folder))
     kept = list(itertools.islice(whole, count))
     for number, of, folder in there if len(kept) == count else ():
         # Those of higher steps are of a branch that somebody has left, and may want.
@@ -238,26 +236,22 @@ def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint, and check the lengths of its files. Raises CheckpointError."""
     path = folder / index.NAME
     try:
-        text = path.read_bytes()
+        read = from_json(path.read_bytes(), path)
+        sizes = {name: (folder / name).stat().st_size for name in read.files}
     except FileNotFoundError as error:
-        why = "holds no checkpoint" if folder.is_dir() else "is not there"
-        raise CheckpointError(f"{folder} {why}: {path.name} is missing") from error
+        if Path(error.filename) == path:
+            why = "holds no checkpoint" if folder.is_dir() else "is not there"
+            raise CheckpointError(f"{folder} {why}: {path.name} is missing") from error
+        raise CheckpointError(
+            f"{error.filename} is missing. Every rank has to see the whole checkpoint: is its folder shared by all "
+            "nodes?"
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    read = from_json(text, path)
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
     for name, nbytes in read.files.items():
-        file = folder / name
-        try:
-            there = file.stat().st_size
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{file} is missing. Every rank has to see the whole checkpoint: is its folder shared by all nodes?"
-            ) from error
-        except OSError as error:
-            raise CheckpointError(f"{file}: {error.strerror}") from error
-        if there != nbytes:
+        if (there := sizes[name]) != nbytes:
             what = "was cut off" if there < nbytes else "is another file"
-            raise CheckpointError(f"{file} has {there:,} bytes, and was written with {nbytes:,}: it {what}")
+            raise CheckpointError(f"{folder / name} has {there:,} bytes, and was written with {nbytes:,}: it {what}")
     return read
 
 
@@ -266,16 +260,14 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
     Whole as far as the index and the lengths of files show. Where the last is not, the one saved before it counts.
     """
-    return next((folder for folder in checkpoints(Path(path)) if problem_of(folder) is None), None)
+    return next(filter(_is_whole, checkpoints(Path(path))), None)
 
 
-def problem_of(folder: Path) -> str | None:
-    """Find why a checkpoint is not whole, by its index and the lengths of files; None: it is."""
-    try:
+def _is_whole(folder: Path) -> bool:
+    with suppress(CheckpointError):
         read_index(folder)
-    except CheckpointError as error:
-        return str(error)
-    return None
+        return True
+    return False
 
 
 def newest(path: Path) -> tuple[Path, Index, list[str]]:
@@ -318,10 +310,10 @@ def info(path: str | os.PathLike[str]) -> Info:
     return Info(folder, index.step, decode(index.extra), index.configuration, index.versions)
 
 
-# -- a checkpoint as a table, and a check of every checksum in it ------------------------------------------------------
+# -- a checkpoint as a table, and a check of every checksum ------------------------------------------------------------
 
 
-def describe(folder: Path, index: Index) -> str:
+def _describe(folder: Path, index: Index) -> str:
     """Write a line for each parameter and buffer, and the rest below."""
     rows = [["name", "shape", "dtype", "state", "updates", "size"], *_rows(index)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -367,18 +359,15 @@ def _others(index: Index) -> Iterator[str]:
         yield f"extra: {decode(index.extra)}"
 
 
-def verify(folder: Path, index: Index) -> list[str]:
-    """Read every byte, file by file, and compare checksums. Returns what is wrong, a line each."""
-    try:
-        check_headers(folder, index, 0, 1)
-    except CheckpointError as error:
-        return [str(error)]
-    with Files(folder) as files:
-        return [str(error) for error in files.damage(index.tensors.values(), 0, 1)]
-
-
 def inspect(path: Path, *, quick: bool) -> tuple[str, list[str]]:
     """Describe a checkpoint, or the newest whole one of several. Returns the text, and what is wrong, a line each.
     ``quick``: without reading the tensors. Raises CheckpointError where there is none."""
     folder, index, problems = newest(path)
-    return describe(folder, index), problems + ([] if quick else verify(folder, index))
+    try:
+        if not quick:
+            check_headers(folder, index, 0, 1)
+            with Files(folder) as files:
+                problems += [str(error) for error in files.damage(index.tensors.values(), 0, 1)]
+    except CheckpointError as error:
+        problems.append(str(error))
+    return _describe(folder, index), problems

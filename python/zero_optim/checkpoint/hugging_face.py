@@ -31,6 +31,7 @@ from .safetensors_file import BLOCK_BYTES, Entry, OpenFiles, Stored, read_header
 from .subject import make_subject
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WHERE = "load_safetensors"
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -161,18 +162,17 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     Raises, on every rank and before anything is written: StateMismatchError, naming what does not fit; CheckpointError
     for files that are missing, cut off, or of another format.
     """
-    subject = make_subject(model, None, "load_safetensors")
+    subject = make_subject(model, None, _WHERE)
     subject.come_to_rest()
-    together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
+    together(subject.comm, lambda: subject.check_not_gathered(_WHERE), _WHERE)
     names = Names(model)
     # Which ranks have the same slice matters in saving alone. Without an optimizer it may not be known yet.
     columns = replace(subject.columns, main=subject.columns.main or ColumnRanks(subject.comm))
     contents = contents_of_model(model, names, subject.comm, columns)
-    stored, notes = together(
-        subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
-    )
-    together(subject.comm, contents.check_writable, "load_safetensors")
-    together(subject.comm, lambda: _read(stored, contents.holdings, contents.values()), "load_safetensors")
+    holdings = contents.holdings
+    stored, notes = together(subject.comm, lambda: _match(Path(path), names, holdings, strict=strict), _WHERE)
+    together(subject.comm, contents.check_writable, _WHERE)  # on all ranks before one of them writes
+    together(subject.comm, lambda: _read(stored, holdings, contents.values()), _WHERE)
     return notes
 
 

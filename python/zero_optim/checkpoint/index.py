@@ -32,15 +32,12 @@ from ..params.storage_order import Arrangement, Cut, StorageOrder
 
 FORMAT, VERSION = "zero-optim checkpoint", 1
 NAME = "index.json"
-HEAD_BYTES = 1024
-"""The bytes at the beginning of an index that hold its save number."""
+HEAD_BYTES = 1024  # enough of an index to read its save number
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensor, beside those that an update rule names."""
 
-MOST_BYTES = 2**20
-"""The largest tensor among plain values. A larger one belongs into the model, as a buffer, saved as a tensor."""
-
+MOST_BYTES = 2**20  # of a tensor among plain values: JSON is no place for a large one
 _DEEPEST = 100
 _MOST_BITS = 10_000  # Python reads no integer from a text of more than 4300 digits
 

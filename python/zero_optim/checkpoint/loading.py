@@ -102,8 +102,7 @@ def load(
             problems.append(str(error))
             continue
         if problems:
-            message = f"{folder} was loaded, and none that is newer: {'; '.join(problems)}"
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(f"{folder} was loaded, and none that is newer: {'; '.join(problems)}", stacklevel=2)
         return loaded
     raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
 
@@ -130,8 +129,8 @@ def _load(folder: Path, subject: Subject, *, strict: bool) -> Loaded:
         for part, saved in zip(plan.optimizers, plan.saved, strict=True):
             if isinstance(part, ShardedPart):
                 part.use_order(saved, matched)
-        for part in new:
-            undo.callback(part.begin_anew)
+                if part.is_new:
+                    undo.callback(part.begin_anew)
         together(comm, lambda: _read(folder, [part.to_fill(matched) for part in new], matched), _WHERE)
         undo.pop_all()  # from here on tensors are overwritten: there is no way back
     together(comm, lambda: _read(folder, [plan.model, *(part.to_fill(matched) for part in old)], matched), _WHERE)

@@ -47,11 +47,11 @@ class Match:
     Attributes:
         saved_name: of each parameter here, what the checkpoint calls it.
         source: by kind and name, the saved tensor that one here is loaded from; the others are not loaded.
-        fresh: names of parameters whose state begins anew.
+        fresh: names of parameters whose state starts fresh.
         begun: averages that were not saved, and begin at the parameters.
         steps: updates that each parameter has had, where that was counted.
         groups: of each optimizer, of each of its groups, the number of the saved one; None: it keeps its options.
-        misfits: a sentence each. ``notes``: sentences on what is no misfit, but worth telling.
+        misfits: a sentence each. ``notes``: sentences on what is no misfit, but worth a note.
     """
 
     saved_name: Mapping[str, str]
@@ -65,11 +65,7 @@ class Match:
 
 
 def match(
-    index: Index,
-    names: Names,
-    saved_name: Mapping[str, str],
-    model: Sequence[TensorSpec],
-    optimizers: Sequence[Wanted],
+    index: Index, names: Names, saved_name: Mapping[str, str], model: Sequence[TensorSpec], optimizers: Sequence[Wanted]
 ) -> Match:
     """Match all tensors and groups. ``model``: parameters and buffers. ``saved_name``: what ``saved_names`` gave.
     Raises StateMismatchError for a tensor of another shape, kind of numbers, or order of rows: none is ever loaded."""
@@ -141,7 +137,7 @@ def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
     matched.fresh |= set(lacking)
     if averages:
         matched.notes.append(f"not in the checkpoint: {', '.join(sorted(averages))}: averages begin at the parameters")
-    # Without all of its state a parameter begins anew; its master is loaded all the same.
+    # Without all of its state a parameter starts fresh; its master is loaded all the same.
     for spec in wanted.specs:
         if spec.name in lacking and spec.kind != wanted.master:
             matched.source.pop(spec.key, None)

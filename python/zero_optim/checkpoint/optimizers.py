@@ -27,8 +27,7 @@ from .matching import Match, Wanted
 from .rank_file import EncodedTensor
 from .rank_state import check_groups_fit
 
-_SHARDED = "Sharded"
-"""The prefix of the names of our optimizers in an index. The rule's name follows."""
+_SHARDED = "Sharded"  # the prefix of our optimizers' names in an index: the rule's name follows
 
 
 class ShardedPart:
@@ -99,7 +98,7 @@ class ShardedPart:
         return not self._engine.states.started
 
     def begin_anew(self) -> None:
-        """Make the state what it is at construction."""
+        """Reset the state to what it is at construction."""
         self._engine.states.restart({*self._engine.parameters.trained})
 
     def describe(self) -> list[SavedOptimizer]:
@@ -208,11 +207,7 @@ class TorchPart(TensorContents):
                     found[kind, names.of(parameter, "a parameter with state")] = value
         super().__init__(found, ranks)
 
-    is_new = True
-    """A load fills new tensors beside its own, which it gets in ``take_over``."""
-
-    def begin_anew(self) -> None:
-        """Do nothing: the optimizer's own tensors are as they were."""
+    is_new = True  # a load fills new tensors, which the optimizer gets in ``take_over``
 
     def describe(self) -> list[SavedOptimizer]:
         groups = _described(dict(enumerate(self._opt.param_groups)), self._names_of_groups())

@@ -33,7 +33,7 @@ def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
         where = target  # the bytes as they are
     else:
         where = torch.empty(target.numel(), dtype=dtype, device="cpu")
-    ctypes.memmove(where.data_ptr(), data[begin : begin + nbytes] if begin or nbytes < len(data) else data, nbytes)
+    ctypes.memmove(where.data_ptr(), data[begin : begin + nbytes], nbytes)  # all of ``data`` is not copied
     if where is target:
         torch.autograd.graph.increment_version(target)  # torch has not seen the write
     else:

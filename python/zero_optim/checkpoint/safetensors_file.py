@@ -24,15 +24,11 @@ from torch import Tensor
 from ..comm.streams import on_device
 from ..errors import CheckpointError
 
-BLOCK_BYTES = 2**20
-"""Bytes that are read or written at a time."""
-
-RUN_BYTES = 32 * 2**20
-"""Bytes that the disk is made to write, or to read ahead, at a time."""
+BLOCK_BYTES = 2**20  # read or written at a time, and the unit of checksums
+RUN_BYTES = 32 * 2**20  # the disk is made to write, or to read ahead, so much at a time
 _SYNC_FILE_RANGE_WRITE = 2
 
-_STAGED_BYTES = 16 * 2**20
-"""Bytes of a GPU's tensor that are copied to host memory at a time, while as many are written."""
+_STAGED_BYTES = 16 * 2**20  # of a GPU's tensor, copied to host memory while as many are written
 _MOST_HEADER = 2**30
 
 NAMES = {
@@ -90,8 +86,8 @@ def write_entries(
     total = len(header) + sum(entry.nbytes for entry in entries)
     done = 0
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
+        with path.open("xb", buffering=0) as opened:
+            file = opened.fileno()
             done += _write(file, header, 0)
             begun = 0  # bytes that the disk was made to begin with
             for offset, flat in zip(offsets, values, strict=True):
@@ -103,8 +99,6 @@ def write_entries(
                         _start_writing(file)  # the disk works meanwhile, and ``fsync`` has less to wait for
                         begun = done
             os.fsync(file)
-        finally:
-            os.close(file)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror} after {done:,} of {total:,} bytes") from error
     return header, offsets

@@ -61,8 +61,7 @@ def _columns_of(model: nn.Module, optimizers: Sequence[Any]) -> Columns:
     }
     if cut is None:
         return Columns(None, of_experts)
-    stack = (cut.slice_count, cut.slice_index) if cut.of_plain_slices else (1, 0)
-    return Columns(ColumnRanks(cut.data_parallel, stack), of_experts)
+    return Columns(ColumnRanks(cut.data_parallel, (cut.plain_slices, cut.slice_index)), of_experts)
 
 
 def _device_of(model: Any) -> torch.device:
@@ -262,12 +261,7 @@ def _give_back(take: Callable[[Any], object], state: Any) -> None:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The plan of a load.
-
-    Attributes:
-        saved: of each of ``optimizers``, the index's entry for it, by each of its rules.
-        groups: of each optimizer, the options that its groups get.
-    """
+    """The plan of a load. Each of ``optimizers`` has ``saved``, the index's entries for its rules, and ``groups``."""
 
     index: Index
     matched: Match
