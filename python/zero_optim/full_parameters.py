@@ -46,7 +46,7 @@ def iter_full_parameters(
         raise TypeError(f"opt is a {type(opt).__name__}: only a ShardedOptimizer has masters")
     if opt is not None:
         opt.check_usable()
-        opt.settle()
+        opt.settle()  # parameters of the last step may be in flight
     sharded = resharded_between_steps(model, "iter_full_parameters")
     return _parameters(model, sharded, opt, dtype)
 
@@ -119,7 +119,7 @@ def resharded_between_steps(model: nn.Module, what: str) -> list[ShardedModel]:
         raise ShardAccessError(f"{what} was called in a forward or backward: call it between steps")
     for of in sharded:
         of.schedule.check_not_gathered(what)
-        of.schedule.reshard_all()
+        of.schedule.reshard_all()  # gathers below start from shards, on all ranks
     return sharded
 
 

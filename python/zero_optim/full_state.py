@@ -45,7 +45,7 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
             raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
         engine.shardings.check_whole("full_state_dict")
     wanted = rank is None or rank == savers.rank
-    with world.raising_together("full_state_dict"):
+    with world.raising_together("full_state_dict"):  # memory may be short on one rank
         tensors = gather(engine, wanted=wanted, device=torch.device("cpu"))
     if not wanted:
         return {}
@@ -121,7 +121,7 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     of_rank_0 = every[world.ranks.index(savers.ranks[0])]
     assert of_rank_0 is not None
     engine.begin_load(of_rank_0.state)
-    engine.states.distribute(of_rank_0.state.tensors, tensors)
+    engine.states.distribute(of_rank_0.state.tensors, tensors)  # collective, one bucket of one tensor at a time
     engine.end_load(of_rank_0.state)
     load_groups(opt.param_groups, _on(opt.device, of_rank_0.groups), engine.rules.by_group)
     opt.call_load_hooks()

@@ -49,6 +49,7 @@ class SaveBuffer:
             copied.append(self._memory.narrow(0, place, size))
             copied[-1].copy_(flat.detach().view(torch.uint8), non_blocking=True)
             place += size
+        # Events order the writing thread after these copies, on the stream that made them.
         return _once_arrived(copied, [torch.cuda.current_stream(gpu).record_event() for gpu in gpus])
 
 
@@ -60,7 +61,7 @@ def _once_arrived(copied: Sequence[Tensor], arrived: Sequence[torch.cuda.Event])
     yield from copied
 
 
-SAVE_BUFFER = SaveBuffer()
+SAVE_BUFFER = SaveBuffer()  # one for the process, so that its memory is pinned once
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def wait() -> None:
         return
     running = _running
     try:
-        together(running.comm, running.check, "checkpoint.wait")
+        together(running.comm, running.check, "checkpoint.wait")  # all threads are done when the first rank goes on
     except Exception:
         forget_group(running.comm)  # a collective may have failed in the thread's group
         raise

@@ -149,7 +149,7 @@ class TensorContents:
                 flat = tensor.detach().contiguous().view(-1)
                 before = flat._version
                 yield flat
-                if flat._version != before:
+                if flat._version != before:  # a load wrote it
                     tensor.detach().copy_(flat.view(tensor.shape))
 
 

@@ -161,7 +161,7 @@ def write_atomically(path: Path, content: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(content)
-        os.replace(temporary, path)
+        os.replace(temporary, path)  # atomic, as both are in one folder
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -169,7 +169,7 @@ def write_atomically(path: Path, content: str) -> None:
 def publish_folder(writing: Path, folder: Path) -> None:
     """Give ``writing``, whose files are synced, the name ``folder``."""
     # At every instant the old one or the new one is there and whole; see above.
-    _sync_folder(writing)
+    _sync_folder(writing)  # the names of its files are on the disk before the folder has its name
     replaced = _rename_away(folder, _REPLACED) if folder.exists() else None
     try:
         # Between the two renames nothing has the name: ``candidates`` and ``checkpoints`` find the old one.
@@ -178,7 +178,7 @@ def publish_folder(writing: Path, folder: Path) -> None:
         if replaced is not None:
             replaced.rename(folder)
         raise
-    _sync_folder(folder.parent)
+    _sync_folder(folder.parent)  # the rename is on the disk before the old one goes
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
 

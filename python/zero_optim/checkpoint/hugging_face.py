@@ -118,7 +118,7 @@ def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> di
         if kind == PARAMETER and (average, name) in index.tensors:
             source = index.tensors[str(average), name]
         elif wanted != spec.dtype:
-            source = index.precise(name) or source
+            source = index.precise(name) or source  # rounded once, from the master
         weights[Entry(name, wanted, spec.shape)] = source
     return weights
 

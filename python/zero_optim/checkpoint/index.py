@@ -267,6 +267,7 @@ def to_json(index: Index) -> bytes:
     contents["tensors"] = [_tensor_to_json(tensor) for tensor in index.tensors.values()]
     contents["optimizers"] = [vars(optimizer) for optimizer in index.optimizers]
     text = _dumps(contents)
+    # A checksum of its own: the number is read without the contents.
     save = {"number": index.number, "crc32c": crc32c(_dumps(index.number))}
     head = {"format": FORMAT, "version": VERSION, "save": save, "crc32c": crc32c(text)}
     return _dumps(head)[:-1] + b',"contents":' + text + b"}"

@@ -128,7 +128,7 @@ def _load(folder: Path, subject: Subject, *, strict: bool) -> Loaded:
         together(comm, lambda: subject.load_others(plan, own, undo), _WHERE)
         for part, saved in zip(plan.optimizers, plan.saved, strict=True):
             if isinstance(part, ShardedPart):
-                part.use_order(saved, matched)
+                part.use_order(saved, matched)  # collective, as parts are the same on all ranks
                 if part.is_new:
                     undo.callback(part.begin_anew)
         together(comm, lambda: _read(folder, [part.to_fill(matched) for part in new], matched), _WHERE)
@@ -147,7 +147,7 @@ def _load(folder: Path, subject: Subject, *, strict: bool) -> Loaded:
 
 def _read_index(folder: Path, comm: Comm) -> Index:
     index = folders.read_index(folder)
-    check_headers(folder, index, comm.rank, comm.world_size)
+    check_headers(folder, index, comm.rank, comm.world_size)  # the ranks split this work
     return index
 
 

@@ -108,7 +108,7 @@ def _match_model(index: Index, names: Names, model: Sequence[TensorSpec], matche
             continue
         used.add((spec.kind, name))
         if spec.kind == PARAMETER and saved.spec.dtype != spec.dtype:
-            saved = index.precise(name) or saved
+            saved = index.precise(name) or saved  # rounded once, from the master
         matched.source[spec.key] = saved
     unused: dict[str, list[str]] = {PARAMETER: [], BUFFER: []}
     for kind, name in index.tensors:
@@ -127,7 +127,7 @@ def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
         name = matched.saved_name[spec.name]
         saved = index.precise(name) if spec.kind == wanted.master else index.tensors.get((spec.kind, name))
         if saved is None and spec.kind in wanted.averages:
-            saved = index.precise(name)
+            saved = index.precise(name)  # the master, so that the average is not of rounded values
             averages.add(spec.kind)
             matched.begun.add(spec.key)
         if saved is not None:

@@ -180,7 +180,7 @@ class ShardedPart:
                     rounded.add(kind)
         counts = torch.tensor(steps, dtype=torch.float64, device="cpu")
         self._saved = SavedState(tensors, counts, frozenset(rounded))
-        self._engine.begin_load(self._saved)
+        self._engine.begin_load(self._saved)  # restarts what was not saved
         return self
 
     def take_over(self, matched: Match) -> None:

@@ -30,14 +30,14 @@ def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
     """Give ``target`` [length] the values of ``dtype`` in ``data``, from element ``first`` on."""
     begin, nbytes = first * dtype.itemsize, target.numel() * dtype.itemsize
     if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-        where = target  # the bytes as they are
+        where = target  # in place: no second buffer
     else:
         where = torch.empty(target.numel(), dtype=dtype, device="cpu")
     ctypes.memmove(where.data_ptr(), data[begin : begin + nbytes], nbytes)  # all of ``data`` is not copied
     if where is target:
         torch.autograd.graph.increment_version(target)  # torch has not seen the write
     else:
-        target.copy_(where)
+        target.copy_(where)  # casts, or copies to the device: the host waits, as the memory is not pinned
 
 
 def write_file(path: Path, portions: Sequence[FlatRange], values: Iterable[Tensor]) -> tuple[str, list[SavedTensor]]:

@@ -257,7 +257,7 @@ def save_whole(engine: Engine, groups: Groups, *, on_rank_0: bool) -> dict[str, 
         engine.shardings.check_whole("torch.distributed.checkpoint")
         engine.shardings.check_joined("torch.distributed.checkpoint")
     device = torch.device("cpu") if on_rank_0 else engine.sharding.device
-    with world.raising_together("get_optimizer_state_dict"):
+    with world.raising_together("get_optimizer_state_dict"):  # memory may be short on one rank
         state = gather(engine, wanted=not on_rank_0 or world.ranks[world.rank] == 0, device=device)
     return make_state_dict(_as_torch(engine, groups), state, engine.hyper.steps.float())
 
@@ -325,14 +325,14 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     # A sorted state that fits needs no other layout.
     if parts[0] and not (all(fits) and all(part == sorted(part) for part in parts[0])):
         planned = None
-        engine.reducer.restore_order(*parts[0])
+        engine.reducer.restore_order(*parts[0])  # collective: all ranks take rank 0's order
     with world.raising_together("load_state_dict"):
         if planned is None:
             planned = plan_load(engine.states.shards, saved, parameters.labels)
     state = saved_state_of(saved, parameters, engine.rules)
     engine.begin_load(state)
     engine.states.load(planned or ())
-    engine.states.raise_lost_together()
+    engine.states.raise_lost_together()  # a rank whose disk failed must not raise alone
     engine.end_load(state)
     load_groups(groups, state_dict["param_groups"], engine.rules.by_group)
 
@@ -376,12 +376,12 @@ def ema_swapped(engine: Engine, which: int) -> Iterator[None]:
         engine.sharded_model.schedule.check_not_gathered("swap_to_ema")
     with torch.inference_mode(False), torch.no_grad():
         engine.begin_averages()
-        engine.states.set_aside()
+        engine.states.set_aside()  # the averages overwrite the parameters
     engine.mode.now = Mode.AVERAGE
     try:
         with torch.inference_mode(False), torch.no_grad():
             engine.states.show(name)
-            engine.param_gather.wait()
+            engine.param_gather.wait()  # averages are in flight to ranks that do not own them
         yield
     finally:
         if engine.mode.now is Mode.AVERAGE:  # else the optimizer was closed within
@@ -390,7 +390,7 @@ def ema_swapped(engine: Engine, which: int) -> Iterator[None]:
             finally:
                 with torch.inference_mode(False), torch.no_grad():
                     engine.states.put_back()
-                    engine.param_gather.wait()
+                    engine.param_gather.wait()  # so are the parameters on their way back
                 engine.mode.now = Mode.OWN
 
 

@@ -27,7 +27,6 @@ from ..errors import CheckpointError
 BLOCK_BYTES = 2**20  # read or written at a time, and the unit of checksums
 RUN_BYTES = 32 * 2**20  # the disk is made to write, or to read ahead, so much at a time
 _SYNC_FILE_RANGE_WRITE = 2
-
 _STAGED_BYTES = 16 * 2**20  # of a GPU's tensor, copied to host memory while as many are written
 _MOST_HEADER = 2**30
 
@@ -49,8 +48,6 @@ NAMES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-
-
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
@@ -98,7 +95,7 @@ def write_entries(
                     if done - begun > RUN_BYTES:
                         _start_writing(file)  # the disk works meanwhile, and ``fsync`` has less to wait for
                         begun = done
-            os.fsync(file)
+            os.fsync(file)  # an index may name the file only when all of it is on the disk
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror} after {done:,} of {total:,} bytes") from error
     return header, offsets
@@ -129,7 +126,7 @@ def _write(file: int, data: bytes, offset: int) -> int:
     done = 0
     while done < len(data):
         count = os.pwrite(file, data[done:] if done else data, offset + done)
-        if count == 0:
+        if count == 0:  # else this would never end
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         done += count
     return done
@@ -155,6 +152,7 @@ def _on_host(flat: Tensor) -> Iterator[Tensor]:
         yield flat.cpu()
         return
     parts = flat.detach().view(torch.uint8).split(_STAGED_BYTES)
+    # Pinned, as the host would wait for a copy to other memory. Two, as one is written while the other is filled.
     staging = [torch.empty(parts[0].numel(), dtype=torch.uint8, device="cpu", pin_memory=True) for _ in parts[:2]]
     copied = [torch.cuda.Event() for _ in staging]
 

@@ -82,7 +82,7 @@ def save(
     absolute = together(comm, lambda: Path(path).absolute(), _WHERE)  # a thread may write there, later
     subject.come_to_rest()
     part = together(comm, lambda: _prepare(subject, step, keep_last, extra), _WHERE)
-    writing = _begin(comm, absolute, part.step)
+    writing = _begin(comm, absolute, part.step)  # no rank writes before all see the folder
     if not background:
         with span(_WHERE, absolute):
             return _save(comm, writing, part)
@@ -207,6 +207,7 @@ def _begin(comm: Comm, path: Path, step: int) -> Path:
 def _save(ranks: Ranks, writing: Path, part: _Part) -> Path:
     """Collective. Write this rank's file; when all ranks have written theirs, publish."""
     with folders.given_up_on_failure(writing, ranks.rank):
+        # Rank 0 publishes after this gather: by then every file is synced to the disk.
         written = gathered(ranks, lambda: _write(writing, ranks.rank, part), _WHERE)
         return on_rank_0(ranks, lambda: _publish(writing, written, part), _WHERE)
 

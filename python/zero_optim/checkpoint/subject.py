@@ -115,10 +115,10 @@ class Subject:
     def come_to_rest(self) -> None:
         """Collective. Finish what is in flight, and reshard every unit."""
         for sharded in self._sharded:
-            sharded.settle()
+            sharded.settle()  # collective: reductions and gathers of the last step may be in flight
             sharded.engine.begin_averages()
         for model in self._models:
-            model.schedule.reshard_all()
+            model.schedule.reshard_all()  # a unit that stays gathered would hold stale values after a load
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ def read_random_states(device: torch.device) -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    if "numpy" in sys.modules:
+    if "numpy" in sys.modules:  # not imported for this: a program without NumPy has no such state
         kind, words, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = (kind, torch.from_numpy(words).clone(), *rest)
     return states
