@@ -27,7 +27,7 @@ def state_for_muon(opt: ShardedOptimizer, state: Mapping[str, Any]) -> dict[str,
     Muon's momentum is an exponential average of gradients. So is the ``exp_avg`` of Adam, AdamW and Lion, which becomes
     it. The ``momentum_buffer`` of SGD is a sum, and becomes an average as it is multiplied by
     (1 - momentum) / (1 - dampening). Where ``opt`` updates a parameter by another rule, the state of that rule stays;
-    state that was not saved begins anew. Masters stay. Groups and their options are those of ``opt``.
+    state that was not saved starts fresh. Masters stay. Groups and their options are those of ``opt``.
 
     Args:
         opt: a ``ShardedMuon``, with other rules in some groups perhaps. Parameters are matched by name.

@@ -1,7 +1,7 @@
 """Whole models in Hugging Face's layout: export of a checkpoint, offline, and loading, each rank its own ranges.
 
 The layout is one file ``model.safetensors``; or several, such as ``model-00001-of-00002.safetensors``, and
-``model.safetensors.index.json``, which says which tensor is in which file.
+``model.safetensors.index.json``, with the file of each tensor.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Loaded:
         folder: the checkpoint.
         step: of the training, as it was given to ``save``.
         extra: what the user had added.
-        notes: what was not loaded, and what began afresh, one sentence each. Empty where all of it fits.
+        notes: what was not loaded, and what started fresh, one sentence each. Empty where all of it fits.
     """
 
     folder: Path
@@ -84,8 +84,8 @@ def load(
 
     After an error model and optimizer are as they were. For that, values that overwrite others are read twice: all are
     checked before the first tensor is written. The state of an optimizer that has not stepped yet is read once, since
-    it can be made anew; that may drop gradients. There is one exception: a disk may fail at the second reading alone.
-    Then the checkpoint before it is loaded. If there is none, model and optimizer are a mixture: make them anew.
+    it can be initialized again; that may drop gradients. There is one exception: a disk may fail at the second reading alone.
+    Then the checkpoint before it is loaded. If there is none, model and optimizer are a mixture: re-create them.
     """
     wait()
     subject = make_subject(model, opt, _WHERE, scaler=scaler, scheduler=scheduler, data=data)
@@ -130,7 +130,7 @@ def _load(folder: Path, subject: Subject, *, strict: bool) -> Loaded:
             if isinstance(part, ShardedPart):
                 part.use_order(saved, matched)  # collective, as parts are the same on all ranks
                 if part.is_new:
-                    undo.callback(part.begin_anew)
+                    undo.callback(part.reset)
         together(comm, lambda: _read(folder, [part.to_fill(matched) for part in new], matched), _WHERE)
         undo.pop_all()  # from here on tensors are overwritten: there is no way back
     together(comm, lambda: _read(folder, [plan.model, *(part.to_fill(matched) for part in old)], matched), _WHERE)

@@ -94,10 +94,10 @@ class ShardedPart:
 
     @property
     def is_new(self) -> bool:
-        """True if a load that may fail can fill its state: ``begin_anew`` undoes that."""
+        """True if a load that may fail can fill its state: ``reset`` undoes that."""
         return not self._engine.states.started
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Reset the state to what it is at construction."""
         self._engine.states.restart({*self._engine.parameters.trained})
 
@@ -222,7 +222,7 @@ class TorchPart(TensorContents):
     # -- loading -------------------------------------------------------------------------------------------------
 
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
-        """Want all state that the checkpoint has: before its first step the optimizer has none to tell by."""
+        """Want all state that the checkpoint has: before its first step the optimizer has none to compare with."""
         kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
         specs = []
         for name in self._names.values():
