@@ -84,7 +84,7 @@ def load(
 
     After an error model and optimizer are as they were. For that, values that overwrite others are read twice: all are
     checked before the first tensor is written. The state of an optimizer that has not stepped yet is read once, since
-    it can be initialized again; that may drop gradients. There is one exception: a disk may fail at the second reading alone.
+    it can be reset; that may drop gradients. There is one exception: a disk may fail at the second reading alone.
     Then the checkpoint before it is loaded. If there is none, model and optimizer are a mixture: re-create them.
     """
     wait()
