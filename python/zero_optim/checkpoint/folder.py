@@ -247,7 +247,7 @@ def read_index(folder: Path) -> Index:
             "nodes?"
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+        raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error
     for name, nbytes in read.files.items():
         if (there := sizes[name]) != nbytes:
             what = "was cut off" if there < nbytes else "is another file"

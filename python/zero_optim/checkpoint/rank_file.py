@@ -33,7 +33,7 @@ def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
         where = target  # in place: no second buffer
     else:
         where = torch.empty(target.numel(), dtype=dtype, device="cpu")
-    ctypes.memmove(where.data_ptr(), data[begin : begin + nbytes], nbytes)  # all of ``data`` is not copied
+    ctypes.memmove(where.data_ptr(), data[begin : begin + nbytes], nbytes)  # a slice of all is no copy
     if where is target:
         torch.autograd.graph.increment_version(target)  # torch has not seen the write
     else:
