@@ -49,7 +49,7 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
         tensors = gather(engine, wanted=wanted, device=torch.device("cpu"))
     if not wanted:
         return {}
-    steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")
+    steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")  # the host waits
     state = {index: {"step": step.clone(), **tensors[index]} for index, step in enumerate(steps) if step > 0}
     groups = pack_groups(with_torch_options(opt.param_groups, engine.rules.by_group))
     return {"state": state, "param_groups": _on(torch.device("cpu"), groups)}
@@ -106,7 +106,7 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     def read() -> _OfRank0 | None:
         opt.check_usable()
         engine.shardings.check_whole("load_full_state_dict")
-        if savers.rank != 0:
+        if savers.rank != 0:  # with plain slices the first rank of each slice reads
             return None
         if state is None:
             raise StateMismatchError("rank 0 was given None: it is the rank whose state is loaded")

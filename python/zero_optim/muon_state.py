@@ -89,4 +89,5 @@ def _converted(opt: ShardedOptimizer, index: int, group: Mapping[str, Any], entr
     for tensor in lacking:
         shape = tensor.shape(whole.shape, whole.numel())
         made[tensor.name] = torch.zeros(shape, dtype=tensor.dtype, device=whole.device)
-    return {**made, "step": 0.0 if lacking else float(entry.get("step", 1))}
+    step = 0.0 if lacking else float(entry.get("step", 1))  # bias corrections start with state that starts at zero
+    return {**made, "step": step}

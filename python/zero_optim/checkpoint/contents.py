@@ -170,7 +170,7 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRank
     if isinstance(tensor, ParamShard):
         own, flat = tensor.slice, tensor.flat
         spec = replace(spec, order=tensor.order, cut=None if own is None else own.arranged)
-        spec, before = in_stack(spec, (1, 0) if flat is None else flat.stack)
+        spec, before = in_stack(spec, (1, 0) if flat is None else flat.stack)  # a plain slice is one of a stack
         start = before + tensor.start + (0 if own is None else own.start)
         return Holding(spec, start, tensor.local.numel(), Holders() if flat is None else Holders(*flat.holders))
     own, before = slice_of(tensor, spec.label), 0

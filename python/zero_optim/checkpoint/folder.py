@@ -90,7 +90,7 @@ def candidates(path: Path) -> list[Path]:
     except OSError as error:  # the system refuses to look
         raise CheckpointError(f"{path}: {error.strerror}") from error
     if step_of(path) is not None and not path.exists() and (aside := path.with_name(_REPLACED + path.name)).is_dir():
-        return [aside]
+        return [aside]  # a job died between the two renames of ``publish_folder``
     return checkpoints(path) or ([path] if step_of(path) is not None else [])
 
 

@@ -135,7 +135,7 @@ def _split(entries: Iterable[Entry], most: int) -> dict[str, list[Entry]]:
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
-        if shards[-1] and size + entry.nbytes > most:
+        if shards[-1] and size + entry.nbytes > most:  # a larger tensor has a file to itself
             shards.append([])
             size = 0
         shards[-1].append(entry)
@@ -209,7 +209,7 @@ def _find(path: Path) -> dict[str, Stored]:
     if (folder / _INDEX).exists():
         try:
             place: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-            files = {Path(name).name for name in place.values()}
+            files = {Path(name).name for name in place.values()}  # no name leads out of the folder
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / _INDEX} cannot be read: {type(error).__name__}: {error}") from error
         stored: dict[str, Stored] = {}

@@ -286,7 +286,7 @@ def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
         "dtype": dtype_name(spec.dtype),
         "pieces": [piece._asdict() for piece in tensor.pieces],
     }
-    if spec.order is not None:
+    if spec.order is not None:  # left out where it is None, as of most tensors: an index has many
         described["order"] = spec.order
     if spec.rows_of is not None:
         described["rows_of"] = spec.rows_of

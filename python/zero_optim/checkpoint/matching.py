@@ -143,7 +143,7 @@ def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
             matched.source.pop(spec.key, None)
     known = {name for optimizer in index.optimizers for group in optimizer.groups for name in group["params"]}
     trained = [name for name in lacking if name not in wanted.spared]
-    not_updated = known - index.updated()
+    not_updated = known - index.updated()  # their state was not made yet when they were saved
     never = [name for name in trained if matched.saved_name[name] in not_updated]
     if never:
         matched.notes.append(f"never updated before: {count(len(never), PARAMETER)}, {listed(never)}")

@@ -73,7 +73,7 @@ class ShardedPart:
             counts = slice_counts(parameter.shape, cut)
             rows = [-(-count // ROW) for count in counts]
             spec = replace(spec, shape=(sum(rows),), cut=None, rows_of=counts if cut is not None else None)
-            before = 0 if own is None or cut is None else sum(rows[: own.rank])
+            before = 0 if own is None or cut is None else sum(rows[: own.rank])  # a slice begins with a new row
         else:
             before = 0 if own is None else own.start
         spec, before_stack = in_stack(spec, bucket.flat.stack)
@@ -83,7 +83,7 @@ class ShardedPart:
     def holdings(self) -> list[Holding]:
         found = []
         held_by = {id(shard): Holders(*shard.bucket.flat.holders) for shard in self._engine.states.shards}
-        for own in self._engine.states.state_pieces(stored=self._stored):
+        for own in self._engine.states.state_pieces(stored=self._stored):  # as laid out now: see ``use_order``
             start, length = own.tensor.span(own.piece.in_param, own.piece.numel)
             spec, before = self._spec(own.piece.slot.param, own.tensor)
             found.append(Holding(spec, before + start, length, held_by[id(own.shard)]))
@@ -241,7 +241,7 @@ class TorchPart(TensorContents):
 
     def to_fill(self, matched: Match) -> Contents:
         place = {self._names[id(p)]: p.device for group in self._opt.param_groups for p in group["params"]}
-        self._to_fill = {
+        self._to_fill = {  # beside the optimizer's own state, which a failed load leaves as it is
             (kind, name): torch.empty(source.spec.shape, dtype=source.spec.dtype, device=place[name])
             for (kind, name), source in matched.source.items()
             if kind not in (PARAMETER, BUFFER) and name in place

@@ -150,7 +150,7 @@ def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> It
     pieces = [(piece, tensor) for tensor in tensors for piece in tensor.pieces]
     pieces.sort(key=lambda pair: (len(pair[0].file), pair[0].file, pair[0].offset))
     total = sum(piece.length * tensor.spec.dtype.itemsize for piece, tensor in pieces)
-    low, high = -(-total * rank // ranks), -(-total * (rank + 1) // ranks)
+    low, high = -(-total * rank // ranks), -(-total * (rank + 1) // ranks)  # rounded alike: each block is of one rank
     begin = 0
     for piece, tensor in pieces:
         nbytes = piece.length * tensor.spec.dtype.itemsize

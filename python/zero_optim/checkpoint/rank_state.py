@@ -172,7 +172,7 @@ def index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
             f"the state holds the same parameters in another order: {first!r} stands elsewhere. Give them in its order"
         )
     index_of: dict[Hashable, int] = {}
-    for keys in (own, names, ids):
+    for keys in (own, names, ids):  # the last count: keys as the state itself lists them
         index_of.update({key: index for index, key in enumerate(keys) if key is not None})
     return index_of
 

@@ -125,7 +125,7 @@ def _write(file: int, data: bytes, offset: int) -> int:
     """Write all of ``data``. Returns its length."""
     done = 0
     while done < len(data):
-        count = os.pwrite(file, data[done:] if done else data, offset + done)
+        count = os.pwrite(file, data[done:] if done else data, offset + done)  # a full disk may cut it short
         if count == 0:  # else this would never end
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         done += count

@@ -179,7 +179,7 @@ class Subject:
         """Match ``index`` with what is here. Raises StateMismatchError where it cannot be loaded."""
         names = Names(self.model)
         model, optimizers = self.contents(names, stored=False)
-        index = decoded(index)
+        index = decoded(index)  # from here on it does not matter in which form state was stored
         saved_name = saved_names(index, names)
         wanted = [optimizer.wanted(index, saved_name) for optimizer in optimizers]
         matched = match(index, names, saved_name, model.specs, [one for of in wanted for one in of])
