@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .checkpoint.contents import Names
+from .checkpoint.rank_state import collect
 from .comm.collectives import Comm
 from .comm.streams import deallocate
 from .engine import check_whole, savers_of
 from .errors import ShardAccessError
 from .optimizer import ShardedOptimizer
-from .params.flat_params import FlatParams
 from .params.param_shard import plain_parameter
 from .params.tensor_slice import is_distributed, whole_of
 from .units.schedule import in_backward
@@ -46,7 +46,7 @@ def iter_full_parameters(
         raise TypeError(f"opt is a {type(opt).__name__}: only a ShardedOptimizer has masters")
     if opt is not None:
         opt.check_usable()
-        opt.settle()
+        opt.settle()  # parameters of the last step may be in flight
     sharded = resharded_between_steps(model, "iter_full_parameters")
     return _parameters(model, sharded, opt, dtype)
 
@@ -76,20 +76,17 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
     if rank is not None and rank not in range(ranks):
         raise ValueError(f"rank must be None or one of {ranks} ranks, got {rank!r}")
     wanted = rank is None or rank == here
-    state = _chosen(model, trained_only)
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    state = model.state_dict(keep_vars=True)  # with parameters as modules hold them
+    state = {key: value for key, value in state.items() if not trained_only or id(value) in trained}
     ids = {id(plain_parameter(value)) for value in state.values() if isinstance(value, Tensor)}
-    wholes: dict[int, Tensor] = {}
-    failure: Exception | None = None
-    every = itertools.chain(gathered_one_by_one(sharded, ids), _put_together(state))
-    for parameter, whole in every:  # to the end, whatever fails here: the other ranks take part in each gather
-        try:
-            if wanted and failure is None:
-                wholes[id(parameter)] = whole.to("cpu")
-        except (MemoryError, RuntimeError) as error:
-            failure = error
+    cut = {id(value): value for value in state.values() if is_distributed(value)}
+    every = itertools.chain(
+        ((id(parameter), whole) for parameter, whole in gathered_one_by_one(sharded, ids)),
+        ((key, whole_of(value.detach())) for key, value in cut.items()),
+    )
     with world.raising_together("full_model_state_dict") if world is not None else nullcontext():
-        if failure is not None:
-            raise failure
+        wholes = collect(every, torch.device("cpu"), wanted=wanted, copy=False)
     return {key: _whole(value, wholes) for key, value in state.items()} if wanted else {}
 
 
@@ -98,20 +95,6 @@ def _place(ranks: Comm | None) -> tuple[int, int]:
     if ranks is not None:
         return ranks.rank, ranks.world_size
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _chosen(model: nn.Module, trained_only: bool) -> dict[str, Any]:
-    """Choose the entries of the state dict, with parameters as modules hold them."""
-    state = model.state_dict(keep_vars=True)
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    return {key: value for key, value in state.items() if not trained_only or id(value) in trained}
-
-
-def _put_together(state: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Collective. Yield each ``DTensor`` that modules hold, and the whole of it."""
-    cut = {id(value): value for value in state.values() if is_distributed(value)}
-    for value in cut.values():
-        yield value, whole_of(value.detach())
 
 
 def _whole(value: Any, wholes: dict[int, Tensor]) -> Any:
@@ -136,7 +119,7 @@ def resharded_between_steps(model: nn.Module, what: str) -> list[ShardedModel]:
         raise ShardAccessError(f"{what} was called in a forward or backward: call it between steps")
     for of in sharded:
         of.schedule.check_not_gathered(what)
-        of.schedule.reshard_all()
+        of.schedule.reshard_all()  # gathers below start from shards, on all ranks
     return sharded
 
 
@@ -149,7 +132,16 @@ def gathered_one_by_one(
     It takes memory for one unit. Flat tensors without such a parameter are not gathered.
     """
     for flat in (flat for of in sharded if of.sharded for unit in of.units for flat in unit.flats):
-        yield from _copies(flat, [parameter for parameter in flat.params if id(parameter) in wanted], dtype)
+        own = [parameter for parameter in flat.params if id(parameter) in wanted]
+        if not own:
+            continue
+        gathered = flat.gathered()
+        views = dict(zip(map(id, flat.params), flat.wholes(gathered), strict=True))
+        for parameter in own[:-1]:
+            yield parameter, views[id(parameter)].to(dtype or parameter.dtype, copy=True)
+        last = views[id(own[-1])].to(dtype or flat.dtype, copy=True)
+        deallocate(gathered)  # before the last is used: gloo's threads may keep the memory for a while
+        yield own[-1], last
 
 
 @torch.no_grad()
@@ -159,9 +151,12 @@ def _parameters(
     names = Names(model)
     given: set[int] = set()  # ids of plain parameters
     if opt is not None and dtype is not None:
-        for parameter, master in _masters(opt, dtype):
-            given.add(id(parameter))
-            yield names.of(parameter, "a parameter"), master
+        for masters in opt.engine.states.whole_masters():
+            for index, master in masters.items():
+                parameter = opt.engine.parameters.all[index]
+                if parameter.dtype != dtype:
+                    given.add(id(parameter))
+                    yield names.of(parameter, "a parameter"), master.to(dtype, copy=True)
     left = {id(plain_parameter(parameter)) for parameter in names.parameters.values()} - given
     for parameter, whole in gathered_one_by_one(sharded, left, dtype):
         given.add(id(parameter))
@@ -169,25 +164,3 @@ def _parameters(
     for name, parameter in names.parameters.items():
         if id(plain_parameter(parameter)) not in given:
             yield name, whole_of(parameter.detach()).to(dtype or parameter.dtype)
-
-
-def _copies(flat: FlatParams, wanted: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Collective. Yield these parameters of ``flat``, whole. The gathered memory is freed before the last of them."""
-    if not wanted:
-        return
-    gathered = flat.gathered()
-    views = dict(zip(map(id, flat.params), flat.wholes(gathered), strict=True))
-    for parameter in wanted[:-1]:
-        yield parameter, views[id(parameter)].to(dtype or parameter.dtype, copy=True)
-    last = views[id(wanted[-1])].to(dtype or flat.dtype, copy=True)
-    deallocate(gathered)  # gloo's threads may have it for a while
-    yield wanted[-1], last
-
-
-def _masters(opt: ShardedOptimizer, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the masters, in ``dtype``, of parameters that have one and are not of that dtype."""
-    parameters = opt.engine.parameters.all
-    for masters in opt.engine.states.whole_masters():
-        wanted = [index for index in masters if parameters[index].dtype != dtype]
-        for index in wanted:
-            yield parameters[index], masters[index].to(dtype, copy=True)

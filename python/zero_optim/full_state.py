@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .checkpoint.rank_state import gather, load_groups, match_state, pack_groups, saved_state_of, with_torch_options
+from .comm.together import gathered
 from .engine import Engine
 from .errors import StateMismatchError
 from .optimizer import ShardedOptimizer
@@ -45,25 +45,20 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
             raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
         engine.shardings.check_whole("full_state_dict")
     wanted = rank is None or rank == savers.rank
-    with world.raising_together("full_state_dict"):
-        gathered = gather(engine, wanted=wanted, device=torch.device("cpu"))
+    with world.raising_together("full_state_dict"):  # memory may be short on one rank
+        tensors = gather(engine, wanted=wanted, device=torch.device("cpu"))
     if not wanted:
         return {}
-    steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")
-    state = {index: {"step": step.clone(), **gathered[index]} for index, step in enumerate(steps) if step > 0}
-    return {"state": state, "param_groups": _torch_groups(opt)}
+    steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")  # the host waits
+    state = {index: {"step": step.clone(), **tensors[index]} for index, step in enumerate(steps) if step > 0}
+    groups = pack_groups(with_torch_options(opt.param_groups, engine.rules.by_group))
+    return {"state": state, "param_groups": _on(torch.device("cpu"), groups)}
 
 
 def _engine_of(opt: ShardedOptimizer) -> Engine:
     if not isinstance(getattr(opt, "engine", None), Engine):
         raise TypeError(f"opt is a {type(opt).__name__}: give a ShardedOptimizer. One of torch's has state_dict()")
     return opt.engine
-
-
-def _torch_groups(opt: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Pack the groups with every option that torch's have; tensors are copies on the CPU."""
-    groups = with_torch_options(opt.param_groups, opt.engine.rules.by_group)
-    return _on(torch.device("cpu"), pack_groups(groups))
 
 
 def _on(device: torch.device, groups: Any) -> Any:
@@ -75,17 +70,18 @@ def _on(device: torch.device, groups: Any) -> Any:
             copies[id(tensor)] = tensor.detach().to(device, copy=True)
         return copies[id(tensor)]
 
-    copy_of = partial(tree_map_only, Tensor, copied)
-    return [{key: of if key == "params" else copy_of(of) for key, of in group.items()} for group in groups]
+    return [
+        {key: of if key == "params" else tree_map_only(Tensor, copied, of) for key, of in group.items()}
+        for group in groups
+    ]
 
 
 @dataclass(frozen=True)
 class _OfRank0:
-    """The state that the first of these ranks has read, without its tensors. ``refusal``: why it is not loaded."""
+    """The state that the first of these ranks has read, without its tensors."""
 
-    refusal: str | None = None
-    state: SavedState = field(default_factory=lambda: SavedState({}, torch.empty(0, device="cpu")))
-    groups: Sequence[dict[str, Any]] = ()
+    state: SavedState
+    groups: Sequence[dict[str, Any]]
 
 
 @torch.no_grad()
@@ -105,36 +101,30 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     """
     engine = _engine_of(opt)
     world, savers = engine.sharding.world, engine.sharding.savers
-    tensors: Mapping[int, Mapping[str, Any]] = {}
-    read = _OfRank0()
-    opt.settle()
-    with world.raising_together("load_full_state_dict"):
+    tensors: dict[int, Mapping[str, Any]] = {}  # they stay on the rank that reads them
+
+    def read() -> _OfRank0 | None:
         opt.check_usable()
         engine.shardings.check_whole("load_full_state_dict")
-        if savers.rank == 0:
-            tensors, read = _read(engine, state)
-    every = world.gather_objects(read, "load_full_state_dict")
-    if (refused := next((of_rank.refusal for of_rank in every if of_rank.refusal is not None), None)) is not None:
-        raise StateMismatchError(refused)
-    read = every[world.ranks.index(savers.ranks[0])]
-    engine.begin_load(read.state)
-    engine.states.distribute(read.state.tensors, tensors)
-    engine.end_load(read.state)
-    load_groups(opt.param_groups, _on(opt.device, read.groups), engine.rules.by_group)
-    opt.call_load_hooks()
-
-
-def _read(engine: Engine, state: Any) -> tuple[Mapping[int, Mapping[str, Any]], _OfRank0]:
-    try:
+        if savers.rank != 0:  # with plain slices the first rank of each slice reads
+            return None
         if state is None:
             raise StateMismatchError("rank 0 was given None: it is the rank whose state is loaded")
-        saved = match_state(state, engine.parameters, engine.rules)
-        for index, entry in saved.items():
+        tensors.update(match_state(state, engine.parameters, engine.rules))
+        for index, entry in tensors.items():
             _check_whole(engine, index, entry)
-    except StateMismatchError as error:
-        return {}, _OfRank0(refusal=str(error))
-    groups = _on(torch.device("cpu"), [dict(group) for group in state["param_groups"]])
-    return saved, _OfRank0(None, saved_state_of(saved, engine.parameters, engine.rules), groups)
+        groups = _on(torch.device("cpu"), [dict(group) for group in state["param_groups"]])
+        return _OfRank0(saved_state_of(tensors, engine.parameters, engine.rules), groups)
+
+    opt.settle()
+    every = gathered(world, read, "load_full_state_dict")
+    of_rank_0 = every[world.ranks.index(savers.ranks[0])]
+    assert of_rank_0 is not None
+    engine.begin_load(of_rank_0.state)
+    engine.states.distribute(of_rank_0.state.tensors, tensors)  # collective, one bucket of one tensor at a time
+    engine.end_load(of_rank_0.state)
+    load_groups(opt.param_groups, _on(opt.device, of_rank_0.groups), engine.rules.by_group)
+    opt.call_load_hooks()
 
 
 def _check_whole(engine: Engine, index: int, entry: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ def state_for_muon(opt: ShardedOptimizer, state: Mapping[str, Any]) -> dict[str,
     Muon's momentum is an exponential average of gradients. So is the ``exp_avg`` of Adam, AdamW and Lion, which becomes
     it. The ``momentum_buffer`` of SGD is a sum, and becomes an average as it is multiplied by
     (1 - momentum) / (1 - dampening). Where ``opt`` updates a parameter by another rule, the state of that rule stays;
-    state that was not saved begins anew. Masters stay. Groups and their options are those of ``opt``.
+    state that was not saved starts fresh. Masters stay. Groups and their options are those of ``opt``.
 
     Args:
         opt: a ``ShardedMuon``, with other rules in some groups perhaps. Parameters are matched by name.
@@ -59,16 +59,13 @@ def _by_name(state: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], Map
             raise StateMismatchError(_unnamed(f"parameter {key} of the state", "the optimizer that saves"))
         if group.get("maximize"):
             raise StateMismatchError(
-                f"{name} was trained with maximize=True, and Muon minimizes: its momentum is of no use"
+                f"{name} was trained with maximize=True: Muon minimizes, and cannot use its momentum"
             )
-        cut = next((kind for kind, value in entry.items() if isinstance(value, FlatShard)), None)
-        if cut is not None:
-            raise StateMismatchError(f"{cut} of {name} is a part: give the state that zero_optim.full_state_dict gave")
-        encoded = next((kind for kind in _MOMENTA if saved_codec(StateTensor(kind), entry, {}) is not None), None)
-        if encoded is not None:
-            raise StateMismatchError(
-                f"{encoded} of {name} is in fewer bits than fp32: give the state that zero_optim.full_state_dict gave"
-            )
+        problems = [f"{kind} of {name} is a part" for kind, value in entry.items() if isinstance(value, FlatShard)]
+        encoded = [kind for kind in _MOMENTA if saved_codec(StateTensor(kind), entry, {}) is not None]
+        problems += [f"{kind} of {name} is in fewer bits than fp32" for kind in encoded]
+        if problems:
+            raise StateMismatchError(f"{problems[0]}: give the state that zero_optim.full_state_dict gave")
         found[name] = group, entry
     return found
 
@@ -81,21 +78,16 @@ def _converted(opt: ShardedOptimizer, index: int, group: Mapping[str, Any], entr
     rule = opt.engine.rules.of(index)
     tensors = tensors_for(rule, opt.engine.parameters.all[index].dtype)
     made = {tensor.name: entry[tensor.name] for tensor in tensors if entry.get(tensor.name) is not None}
-    if isinstance(rule, Muon) and (average := _average(group, entry)) is not None:
-        made[BUFFER] = average
+    momentum = entry.get("exp_avg", entry.get(BUFFER))
+    if isinstance(rule, Muon) and momentum is not None:
+        made[BUFFER] = momentum
+        if "exp_avg" not in entry and "dampening" in group:
+            # SGD keeps a sum of gradients, Muon their exponential average.
+            made[BUFFER] = momentum * ((1 - float(group["momentum"])) / (1 - float(group["dampening"])))
     lacking = [tensor for tensor in tensors if tensor.begins is Begins.ZERO and tensor.name not in made]
     whole = next(value for kind, value in entry.items() if kind != "step" and isinstance(value, Tensor))
     for tensor in lacking:
         shape = tensor.shape(whole.shape, whole.numel())
         made[tensor.name] = torch.zeros(shape, dtype=tensor.dtype, device=whole.device)
-    return {**made, "step": 0.0 if lacking else float(entry.get("step", 1))}
-
-
-def _average(group: Mapping[str, Any], entry: Mapping[str, Any]) -> Tensor | None:
-    """Make the exponential average of gradients from ``entry``; None: it has none."""
-    if "exp_avg" in entry:
-        return entry["exp_avg"]
-    total = entry.get(BUFFER)
-    if total is None or "dampening" not in group:
-        return total
-    return total * ((1 - float(group["momentum"])) / (1 - float(group["dampening"])))
+    step = 0.0 if lacking else float(entry.get("step", 1))  # bias corrections start with state that starts at zero
+    return {**made, "step": step}

@@ -1,8 +1,8 @@
 """Checkpoints that load on any number of ranks, at any stage; and the state dicts of one rank and of the whole.
 
-``safetensors_file`` ← ``plain`` ← ``index`` (what is where) ← ``rank_file`` (bytes) ← ``folder`` (publishing, and which
-is the newest) ← ``contents`` (what a rank holds) ← ``subject`` ← ``saving``, ``loading``. Apart from these,
-``state_dict`` and ``rank_state`` are what ``opt.state_dict()`` gives.
+``safetensors_file`` ← ``index`` (what is where) ← ``rank_file`` (bytes) ← ``folder`` (publishing, and which is the
+newest) ← ``contents``, ``optimizers`` (what a rank holds) ← ``subject`` ← ``saving``, ``loading``. Apart from these,
+``rank_state`` is what ``opt.state_dict()`` gives.
 """
 
 from .background import wait

@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy of what a rank writes, in host memory, and a thread that writes it.
+"""Background saves: copy this rank's values to host memory, and write them in a thread while training goes on.
 
 ::
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import atexit
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,130 +25,91 @@ from ..comm.together import together
 from ..errors import CheckpointError
 from ..stores.host_memory import HostMemory
 
-_WHERE = "checkpoint.wait"
-
 
 class SaveBuffer:
-    """Host memory for the values of one save, kept for the next. Where values come from a GPU it is pinned, by
-    ``HostMemory``: torch's own pinned memory would come in powers of two."""
+    """Host memory for the values of one save, reused by the next. It is pinned where values come from a GPU."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned = False
 
-    def hold(self, sizes: Sequence[int], values: Iterable[Tensor]) -> CopiedValues:
-        """Copy ``values``, of ``sizes`` bytes. Copies from a GPU may still be under way when this returns."""
+    def hold(self, sizes: Sequence[int], values: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Copy ``values``, of ``sizes`` bytes. Returns the copies, as bytes; to read the first waits for the GPU."""
         copied: list[Tensor] = []
         place = 0
         gpus: set[torch.device] = set()
         for size, flat in zip(sizes, values, strict=True):
-            if flat.device.type == "cuda":
-                gpus.add(flat.device)
-            if not copied:
-                self._allocate(sum(sizes), next(iter(gpus), None))
+            gpu = flat.device if flat.device.type == "cuda" else None
+            # The host would wait for a GPU's copy to memory that is not pinned.
+            if not copied and (self._memory.numel() < sum(sizes) or (gpu is not None and not self._pinned)):
+                self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
+                self._pinned = gpu is not None
+                self._memory = HostMemory(pinned=self._pinned, device=gpu).take(sum(sizes))
+            gpus |= set() if gpu is None else {gpu}
             copied.append(self._memory.narrow(0, place, size))
             copied[-1].copy_(flat.detach().view(torch.uint8), non_blocking=True)
             place += size
-        return CopiedValues(copied, [_reached(gpu) for gpu in gpus])
+        # Events order the writing thread after these copies, on the stream that made them.
+        return _once_arrived(copied, [torch.cuda.current_stream(gpu).record_event() for gpu in gpus])
 
-    def _allocate(self, nbytes: int, gpu: torch.device | None) -> None:
-        # The host would wait for a GPU's copy to memory that is not pinned.
-        if self._memory.numel() < nbytes or (gpu is not None and not self._pinned):
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old goes before the new comes
-            self._pinned = gpu is not None
-            if gpu is not None:
-                self._memory = HostMemory(pinned=True, device=gpu).take(nbytes)
-            else:
-                self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+def _once_arrived(copied: Sequence[Tensor], arrived: Sequence[torch.cuda.Event]) -> Iterator[Tensor]:
+    # The writing thread waits here: copies from a GPU are in flight when the save returns to the program.
+    for event in arrived:
+        with on_device(event.device):
+            event.synchronize()
+    yield from copied
+
+
+SAVE_BUFFER = SaveBuffer()  # one for the process, so that its memory is pinned once
 
 
 @dataclass(frozen=True)
-class CopiedValues:
-    """Values in the buffer, as bytes, once every event of ``arrived`` has passed."""
-
-    values: Sequence[Tensor]
-    arrived: Sequence[torch.cuda.Event]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for event in self.arrived:
-            with on_device(event.device):
-                event.synchronize()
-        return iter(self.values)
-
-
-def _reached(gpu: torch.device) -> torch.cuda.Event:
-    """Record an event that passes when all copies launched so far are over."""
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(gpu))
-    return event
-
-
-SAVE_BUFFER = SaveBuffer()
-
-
-class Saving:
+class _Running:
     """A save in the background. ``comm``: the program's, over which ranks learn how the save went."""
 
-    def __init__(self, comm: Comm, work: Callable[[], Path]) -> None:
-        self.comm = comm
-        self._work = work
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="zero_optim checkpoint")
-        self._thread.start()
+    comm: Comm
+    saved: Future[Path]
 
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> None:
+    def check(self) -> None:
         """Wait for the thread. Raises CheckpointError where it has failed."""
-        self._thread.join()
-        if self._error is not None:
-            raise CheckpointError(f"the save in the background has failed: {self._error}") from self._error
-
-    @property
-    def over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def report(self) -> None:
-        """Print what went wrong, at the end of a program that has not called ``wait``."""
-        self._thread.join()
-        if self._error is not None:
-            print(f"zero_optim: a save in the background has failed, and nobody asked: {self._error}", file=sys.stderr)
+        if (error := self.saved.exception()) is not None:
+            raise CheckpointError(f"the save in the background has failed: {error}") from error
 
 
-_saving: Saving | None = None
+_running: _Running | None = None
 
 
 def start(comm: Comm, work: Callable[[], Path]) -> None:
     """Do ``work`` in a thread. Call ``wait`` before, and before the buffer is filled."""
-    global _saving
-    _saving = Saving(comm, work)
+    global _running
+    executor = ThreadPoolExecutor(1, "zero_optim checkpoint")
+    _running = _Running(comm, executor.submit(work))
+    executor.shutdown(wait=False)  # the thread ends with this save
 
 
 def wait() -> None:
     """Collective. Wait until what ``save(..., background=True)`` began is published.
 
     Raises CheckpointError, on every rank, where it has failed; then earlier checkpoints are as they were. No effect
-    where nothing is under way.
+    where no save is in flight.
     """
-    global _saving
-    if _saving is None:
+    global _running
+    if _running is None:
         return
-    saving = _saving
+    running = _running
     try:
-        together(saving.comm, saving.result, _WHERE)
+        together(running.comm, running.check, "checkpoint.wait")  # all threads are done when the first rank goes on
     except Exception:
-        forget_group(saving.comm)  # a collective may have failed in the thread's group
+        forget_group(running.comm)  # a collective may have failed in the thread's group
         raise
     finally:
-        if saving.over:  # not where Ctrl-C has ended the wait: the thread still reads the buffer
-            _saving = None
+        if running.saved.done():  # not where Ctrl-C has ended the wait: the thread still reads the buffer
+            _running = None
 
 
 @atexit.register
 def _report() -> None:
-    if _saving is not None:
-        _saving.report()
+    """Print what went wrong, at the end of a program that has not called ``wait``."""
+    if _running is not None and (error := _running.saved.exception()) is not None:
+        print(f"zero_optim: a save in the background has failed, and nobody asked: {error}", file=sys.stderr)

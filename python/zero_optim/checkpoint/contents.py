@@ -1,14 +1,13 @@
-"""The part of a model and its optimizers that a rank holds: named tensors, and which flat range of each is in its
-memory.
+"""What a rank holds of a model: named tensors, and the flat range of each that is in its memory.
 
 Saving reads them and loading writes them, both by way of ``values``. Stages differ in the ranges alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +16,15 @@ from ..comm.together import Ranks
 from ..errors import CheckpointError, ParameterError
 from ..params.param_shard import ParamShard, plain_parameter
 from ..params.parameter_set import plain_name
-from ..params.storage_order import storage_order
+from ..params.storage_order import Cut, storage_order
 from ..params.tensor_slice import is_slice, local_of, slice_of
 from .index import BUFFER, PARAMETER, FlatRange, Key, TensorSpec
 
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that have the same elements: ``count`` of them, of which this one is the ``number``-th.
-
-    ``alike``: whether they surely have the same values. If not, those of the first rank count.
-    """
+    """The ranks that have the same elements: ``count`` of them, of which this one is the ``number``-th. ``alike``: they
+    surely have the same values. If not, those of the first rank count."""
 
     count: int = 1
     number: int = 0
@@ -69,24 +66,6 @@ class Columns:
         return self.of_experts.get(id(tensor), self.main)
 
 
-class Contents(Protocol):
-    """The tensors of a model, or of an optimizer.
-
-    Attributes:
-        specs: of all tensors, the same on every rank.
-        holdings: what this rank has of them.
-    """
-
-    @property
-    def specs(self) -> Sequence[TensorSpec]: ...
-
-    @property
-    def holdings(self) -> Sequence[Holding]: ...
-
-    def values(self) -> Generator[Tensor]:
-        """Give the elements [length] of each holding, in order: to be read or written before the next is asked for."""
-
-
 class Names:
     """Names of a model's parameters.
 
@@ -125,17 +104,19 @@ class Names:
 
 
 class TensorContents:
-    """Tensors by kind and name: whole on every rank, but for parameters that are sharded."""
+    """Tensors by kind and name: whole on every rank, but for parameters that are sharded.
+
+    Attributes:
+        specs: of all tensors, the same on every rank.
+        holdings: what this rank has of them.
+    """
 
     def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks, columns: Columns | None = None) -> None:
-        """Find the holdings. ``ranks``: all that have the tensors. ``columns``: None where slices are not known."""
+        """``ranks``: all that have the tensors. ``columns``: None where slices are not known."""
         column_of = (columns or Columns()).of
         self.holdings = [_holding(*key, tensor, ranks, column_of(tensor)) for key, tensor in tensors.items()]
         self._tensors = [local_of(tensor) for tensor in tensors.values()]
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        return [holding.spec for holding in self.holdings]
+        self.specs = [holding.spec for holding in self.holdings]
 
     def check_writable(self) -> None:
         """Raise ParameterError, before the first tensor is written, for one that torch would not write."""
@@ -152,25 +133,34 @@ class TensorContents:
                 )
 
     def values(self) -> Generator[Tensor]:
+        """Give the elements [length] of each holding, in order: to be read or written before the next is asked for."""
         for tensor in self._tensors:
             if isinstance(tensor, ParamShard):
-                yield from _shard_values(tensor)
+                if tensor.flat is not None:
+                    tensor.flat.wait_until_copied()  # the device may still read a shard that is in host memory
+                before = tensor.local._version
+                yield tensor.local
+                if tensor.local._version != before:
+                    # An optimizer with a master of the parameter has to see the edit.
+                    torch.autograd.graph.increment_version(tensor.plain)
+            elif tensor.is_contiguous():
+                yield tensor.detach().view(-1)
             else:
-                yield from _flat_values(tensor.detach())
+                flat = tensor.detach().contiguous().view(-1)
+                before = flat._version
+                yield flat
+                if flat._version != before:  # a load wrote it
+                    tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def contents_of_model(model: nn.Module, names: Names, ranks: Ranks, columns: Columns) -> TensorContents:
-    """Collect parameters, and the buffers that ``state_dict`` has. Rank 0's count, since ranks may differ in them."""
-    parameters = {(PARAMETER, name): parameter for name, parameter in names.parameters.items()}
-    buffers = {(BUFFER, name): buffer for name, buffer in _buffers(model)}
-    return TensorContents({**parameters, **buffers}, ranks, columns)
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Collect parameters, and the buffers that ``state_dict`` has."""
+    tensors = {(PARAMETER, name): parameter for name, parameter in names.parameters.items()}
     for prefix, module in model.named_modules():
         for own, buffer in module._buffers.items():
             if buffer is not None and own not in module._non_persistent_buffers_set:
-                yield plain_name(f"{prefix}.{own}" if prefix else own), buffer
+                tensors[BUFFER, plain_name(f"{prefix}.{own}" if prefix else own)] = buffer
+    return TensorContents(tensors, ranks, columns)
 
 
 def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRanks | None) -> Holding:
@@ -178,12 +168,11 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRank
         raise CheckpointError(f"{kind} of {name!r} is a {type(tensor).__name__}, and no tensor: it cannot be saved")
     spec = TensorSpec(name, kind, tuple(tensor.shape), tensor.dtype)
     if isinstance(tensor, ParamShard):
-        own = tensor.slice
+        own, flat = tensor.slice, tensor.flat
         spec = replace(spec, order=tensor.order, cut=None if own is None else own.arranged)
-        held_by = Holders() if tensor.flat is None else Holders(*tensor.flat.holders)
-        start = tensor.start + (0 if own is None else own.start)
-        spec, before = in_stack(spec, (1, 0) if tensor.flat is None else tensor.flat.stack)
-        return Holding(spec, before + start, tensor.local.numel(), held_by)
+        spec, before = in_stack(spec, (1, 0) if flat is None else flat.stack)  # a plain slice is one of a stack
+        start = before + tensor.start + (0 if own is None else own.start)
+        return Holding(spec, start, tensor.local.numel(), Holders() if flat is None else Holders(*flat.holders))
     own, before = slice_of(tensor, spec.label), 0
     if own is not None and own.cut is not None and column is not None:
         spec, tensor, ranks = replace(spec, cut=own.arranged), local_of(tensor), column.ranks
@@ -202,41 +191,26 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRank
             f"the {spec.label} is a {type(tensor).__name__} on {tensor.device}, {tensor.layout}: a checkpoint holds "
             "dense tensors with values. Give a model on meta memory by to_empty, or shard_module"
         )
-    held_by = Holders(ranks.world_size, ranks.rank, alike=kind != BUFFER)
+    held_by = Holders(ranks.world_size, ranks.rank, alike=kind != BUFFER)  # ranks may differ in buffers
     return Holding(spec, before if own is None else own.start, tensor.numel(), held_by)
 
 
 def in_stack(spec: TensorSpec, stack: tuple[int, int]) -> tuple[TensorSpec, int]:
-    """Make the spec that is saved where ``spec`` is one plain slice. Returns it, and where the slice begins in it.
-
-    ``stack``: how many slices there are, and which of them it is. A single one is a whole tensor.
-    """
+    """Make the spec that is saved of a plain slice. Returns it, and where the slice begins in it. ``stack``: how many
+    slices there are, and which of them it is. A single one is a whole tensor."""
     count, number = stack
-    return (spec, 0) if count == 1 else (spec.as_stack(count), number * spec.numel)
-
-
-def _shard_values(shard: ParamShard) -> Iterator[Tensor]:
-    if shard.flat is not None:
-        shard.flat.wait_until_copied()
-    before = shard.local._version
-    yield shard.local
-    if shard.local._version != before:
-        torch.autograd.graph.increment_version(shard.plain)  # an optimizer with a master of it has to see the edit
-
-
-def _flat_values(tensor: Tensor) -> Iterator[Tensor]:
-    if tensor.is_contiguous():
-        yield tensor.view(-1)
-        return
-    flat = tensor.contiguous().view(-1)
-    before = flat._version
-    yield flat
-    if flat._version != before:
-        tensor.copy_(flat.view(tensor.shape))
+    if count == 1:
+        return spec, 0
+    if spec.order is not None:  # files know no such order of a stack's elements
+        raise ParameterError(
+            f"the {spec.label} is a slice in channels_last, and a checkpoint holds contiguous slices: make it "
+            "contiguous, or a DTensor"
+        )
+    return replace(spec, shape=(count, *spec.shape), cut=Cut(0, (1,) * count)), number * spec.numel
 
 
 def _shares_elements(tensor: Tensor) -> bool:
-    """Whether several elements surely lie in the same memory, as in an expanded tensor."""
+    """True if several elements surely lie in the same memory, as in an expanded tensor."""
     sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     extent = 1 + sum((size - 1) * stride for size, stride in sizes)
     return tensor.numel() > 0 and (extent < tensor.numel() or any(stride == 0 for _, stride in sizes))

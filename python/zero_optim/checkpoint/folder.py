@@ -18,27 +18,17 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
 from ..figures import size
 from . import index
-from .index import (
-    BUFFER,
-    HEAD_BYTES,
-    PARAMETER,
-    Index,
-    SavedTensor,
-    decode,
-    dtype_name,
-    from_json,
-    number_from_json,
-    to_json,
-)
-from .rank_file import Files, blocks_of_rank, check_headers, crc32c
+from .index import BUFFER, PARAMETER, Index, SavedTensor, decode, dtype_name, from_json, number_from_json, to_json
+from .rank_file import Files, check_headers
 
 _STEP = re.compile(r"(?:\.replaced-)?step-(0|[1-9][0-9]*)")
 _UNFINISHED = re.compile(r"\.(writing|replaced|removing)-step-[0-9]+")
@@ -49,10 +39,6 @@ def step_folder(path: Path, step: int) -> Path:
     return path / f"step-{step}"
 
 
-def rank_file_name(rank: int) -> str:
-    return f"rank-{rank}.safetensors"
-
-
 def step_of(folder: Path) -> int | None:
     """Read the step off the name of a checkpoint's folder; None for another folder."""
     match = _STEP.fullmatch(folder.name)
@@ -60,17 +46,9 @@ def step_of(folder: Path) -> int | None:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """List the checkpoints in ``path``, whole or not, the one that was saved last first.
-
-    One whose number cannot be read comes before all others, so that it is named. A ``.replaced-step-N`` counts where
-    ``step-N`` is missing.
-    """
+    """List the checkpoints in ``path``, whole or not, the last save first. A ``.replaced-step-N`` counts where
+    ``step-N`` is missing."""
     return [folder for _, _, folder in _numbered(path)]
-
-
-def next_number(path: Path) -> int:
-    """Give the number of the next save into ``path``."""
-    return max((number for number, _, _ in _numbered(path)), default=0) + 1
 
 
 def _numbered(path: Path) -> list[tuple[int, int, Path]]:
@@ -86,6 +64,7 @@ def _numbered(path: Path) -> list[tuple[int, int, Path]]:
     there = [
         (_number_of(at), step, at) for at, step in found.items() if _in_place(at) == at or _in_place(at) not in found
     ]
+    # One whose number cannot be read comes before all others, so that a load names it.
     return sorted(there, key=lambda one: (one[0] == 0, *one), reverse=True)
 
 
@@ -98,7 +77,7 @@ def _number_of(folder: Path) -> int:
     """Read the save number from the first bytes of the index; 0 where it cannot be read."""
     try:
         with (folder / index.NAME).open("rb") as file:
-            return number_from_json(file.read(HEAD_BYTES), crc32c)
+            return number_from_json(file.read(index.HEAD_BYTES))
     except OSError:
         return 0
 
@@ -111,7 +90,7 @@ def candidates(path: Path) -> list[Path]:
     except OSError as error:  # the system refuses to look
         raise CheckpointError(f"{path}: {error.strerror}") from error
     if step_of(path) is not None and not path.exists() and (aside := path.with_name(_REPLACED + path.name)).is_dir():
-        return [aside]
+        return [aside]  # a job died between the two renames of ``publish_folder``
     return checkpoints(path) or ([path] if step_of(path) is not None else [])
 
 
@@ -124,13 +103,17 @@ def writing_folder(path: Path, step: int) -> Path:
 
 def begin(path: Path, step: int) -> None:
     """Make the folder to write a checkpoint in, and clear away those that a job has died in."""
-    writing = writing_folder(path, step)
     try:
         path.mkdir(parents=True, exist_ok=True)
         for unfinished in sorted(path.iterdir(), reverse=True):
-            if _UNFINISHED.fullmatch(unfinished.name):
-                _clear(unfinished)
-        writing.mkdir()
+            if not _UNFINISHED.fullmatch(unfinished.name):
+                continue
+            if unfinished.name.startswith(_REPLACED) and not os.path.lexists(_in_place(unfinished)):
+                # It may be the only checkpoint of its step, so it stays, whether or not it can be read just now.
+                unfinished.rename(_in_place(unfinished))
+            else:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        writing_folder(path, step).mkdir()
         there = step_folder(path, step)
         if os.path.lexists(there) and not _is_checkpoint(there):
             raise CheckpointError(f"{there} is there already, and is no checkpoint: remove it, or give another step")
@@ -138,26 +121,17 @@ def begin(path: Path, step: int) -> None:
         raise CheckpointError(f"no checkpoint can be written to {path}: {error.strerror} ({error.filename})") from error
 
 
-def _clear(unfinished: Path) -> None:
-    """Remove a folder that a job has died in; or rename it back, where it is the only checkpoint of its step."""
-    folder = unfinished.with_name("step-" + unfinished.name.rpartition("-")[2])
-    # A ``.replaced-`` folder is put back whether or not it can be read just now.
-    if unfinished.name.startswith(_REPLACED) and not os.path.lexists(folder):
-        unfinished.rename(folder)
-    else:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
 def _is_checkpoint(folder: Path) -> bool:
-    """True for a checkpoint, whole or not. A link, or a folder without an index, is never removed."""
+    """True for a checkpoint, whole or not. Nothing else is removed: no link, and no folder without an index."""
     return not folder.is_symlink() and (folder / index.NAME).exists()
 
 
 def publish(writing: Path, written: Index) -> Path:
-    """Write the index, and give the folder its name: from then on the checkpoint is there, and whole."""
+    """Number the index, write it, and give the folder its name: from then on the checkpoint is there, and whole."""
     folder = step_folder(writing.parent, written.step)
+    number = max((number for number, _, _ in _numbered(writing.parent)), default=0) + 1
     try:
-        write_synced(writing / index.NAME, to_json(written, crc32c))
+        write_synced(writing / index.NAME, to_json(replace(written, number=number)))
         publish_folder(writing, folder)
     except OSError as error:
         raise gone(writing) or CheckpointError(f"{folder} could not be published: {error.strerror}") from error
@@ -187,17 +161,15 @@ def write_atomically(path: Path, content: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(content)
-        os.replace(temporary, path)
+        os.replace(temporary, path)  # atomic, as both are in one folder
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def publish_folder(writing: Path, folder: Path) -> None:
-    """Give ``writing``, whose files are synced, the name ``folder``. An old one is removed once that is on the disk.
-
-    At every instant one of the two is there and whole; see above.
-    """
-    _sync_folder(writing)
+    """Give ``writing``, whose files are synced, the name ``folder``."""
+    # At every instant the old one or the new one is there and whole; see above.
+    _sync_folder(writing)  # the names of its files are on the disk before the folder has its name
     replaced = _rename_away(folder, _REPLACED) if folder.exists() else None
     try:
         # Between the two renames nothing has the name: ``candidates`` and ``checkpoints`` find the old one.
@@ -206,23 +178,29 @@ def publish_folder(writing: Path, folder: Path) -> None:
         if replaced is not None:
             replaced.rename(folder)
         raise
-    _sync_folder(folder.parent)
+    _sync_folder(folder.parent)  # the rename is on the disk before the old one goes
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def give_up(writing: Path) -> None:
-    """Remove what there is of a checkpoint that could not be written."""
-    shutil.rmtree(writing, ignore_errors=True)
+@contextmanager
+def given_up_on_failure(writing: Path, rank: int = 0) -> Iterator[None]:
+    """Remove ``writing`` where something raises within, on rank 0 alone: all ranks see the same folder."""
+    try:
+        yield
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(writing, ignore_errors=True)
+        raise
 
 
 def keep_newest(path: Path, step: int, count: int) -> None:
-    """Keep the ``count`` whole checkpoints that were saved last. Remove those saved before them, of lower steps than
-    ``step``: higher ones are of a branch that somebody has left, and may want."""
+    """Keep the ``count`` whole checkpoints that were saved last. Remove those of lower steps saved before them."""
     there = sorted(_numbered(path), reverse=True)
-    whole = (number for number, _, folder in there if problem_of(folder) is None)
+    whole = (number for number, _, folder in there if _is_whole(folder))
     kept = list(itertools.islice(whole, count))
     for number, of, folder in there if len(kept) == count else ():
+        # Those of higher steps are of a branch that somebody has left, and may want.
         if number < kept[-1] and of < step and _is_checkpoint(folder):
             remove(folder)
 
@@ -236,7 +214,8 @@ def remove(folder: Path) -> None:
 
 
 def _rename_away(folder: Path, prefix: str) -> Path:
-    """Take its name from a checkpoint that has to go, by one rename: under its name it is never half there."""
+    """Take its name from a checkpoint that has to go."""
+    # One rename before ``rmtree``: under its name a checkpoint is never half there.
     aside = folder.with_name(prefix + _in_place(folder).name)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
@@ -257,26 +236,22 @@ def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint, and check the lengths of its files. Raises CheckpointError."""
     path = folder / index.NAME
     try:
-        text = path.read_bytes()
+        read = from_json(path.read_bytes(), path)
+        sizes = {name: (folder / name).stat().st_size for name in read.files}
     except FileNotFoundError as error:
-        why = "holds no checkpoint" if folder.is_dir() else "is not there"
-        raise CheckpointError(f"{folder} {why}: {path.name} is missing") from error
+        if Path(error.filename) == path:
+            why = "holds no checkpoint" if folder.is_dir() else "is not there"
+            raise CheckpointError(f"{folder} {why}: {path.name} is missing") from error
+        raise CheckpointError(
+            f"{error.filename} is missing. Every rank has to see the whole checkpoint: is its folder shared by all "
+            "nodes?"
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    read = from_json(text, crc32c, path)
+        raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error
     for name, nbytes in read.files.items():
-        file = folder / name
-        try:
-            there = file.stat().st_size
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{file} is missing. Every rank has to see the whole checkpoint: is its folder shared by all nodes?"
-            ) from error
-        except OSError as error:
-            raise CheckpointError(f"{file}: {error.strerror}") from error
-        if there != nbytes:
+        if (there := sizes[name]) != nbytes:
             what = "was cut off" if there < nbytes else "is another file"
-            raise CheckpointError(f"{file} has {there:,} bytes, and was written with {nbytes:,}: it {what}")
+            raise CheckpointError(f"{folder / name} has {there:,} bytes, and was written with {nbytes:,}: it {what}")
     return read
 
 
@@ -285,35 +260,26 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
     Whole as far as the index and the lengths of files show. Where the last is not, the one saved before it counts.
     """
-    return next((folder for folder in checkpoints(Path(path)) if problem_of(folder) is None), None)
+    return next(filter(_is_whole, checkpoints(Path(path))), None)
 
 
-def problem_of(folder: Path) -> str | None:
-    """Find why a checkpoint is not whole, by its index and the lengths of files; None: it is."""
-    try:
+def _is_whole(folder: Path) -> bool:
+    with suppress(CheckpointError):
         read_index(folder)
-    except CheckpointError as error:
-        return str(error)
-    return None
+        return True
+    return False
 
 
 def newest(path: Path) -> tuple[Path, Index, list[str]]:
-    """Find the checkpoint that ``path`` is, or the newest whole one in it. Returns its folder and its index.
-
-    The third result is what is wrong with newer checkpoints, as sentences. Raises CheckpointError where there is none.
-    """
+    """Find the checkpoint that ``path`` is, or the newest whole one in it. Returns its folder, its index, and what is
+    wrong with newer ones, as sentences. Raises CheckpointError where there is none."""
     problems: list[str] = []
     for folder in candidates(path):
         try:
             return folder, read_index(folder), problems
         except CheckpointError as error:
             problems.append(str(error))
-    raise no_checkpoint(path, problems)
-
-
-def no_checkpoint(path: str | os.PathLike[str], problems: Sequence[str]) -> CheckpointError:
-    """Make the error of a path without a readable checkpoint: it names the problems of those that are there."""
-    return CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
+    raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
 
 
 @dataclass(frozen=True)
@@ -344,54 +310,39 @@ def info(path: str | os.PathLike[str]) -> Info:
     return Info(folder, index.step, decode(index.extra), index.configuration, index.versions)
 
 
-# -- a checkpoint as a table, and a check of every checksum in it ------------------------------------------------------
+# -- a checkpoint as a table, and a check of every checksum ------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Row:
-    name: str
-    shape: str
-    dtype: str
-    state: str
-    steps: str
-    nbytes: int
-
-
-def describe(folder: Path, index: Index) -> str:
+def _describe(folder: Path, index: Index) -> str:
     """Write a line for each parameter and buffer, and the rest below."""
-    rows = list(_rows(index))
-    head = _Row("name", "shape", "dtype", "state", "updates", 0)
-    widths = [max(len(getattr(row, field)) for row in (head, *rows)) for field in ("name", "shape", "dtype", "state")]
+    rows = [["name", "shape", "dtype", "state", "updates", "size"], *_rows(index)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{folder}: step {index.step}, {size(sum(index.files.values()))} in {len(index.files)} file(s)"]
     lines += [f"  {name}: {value}" for name, value in (*index.configuration.items(), *index.versions.items())]
-    lines.append(f"  saved: as number {index.number} in its folder")
-    lines += [""]
-    for row in (head, *rows):
-        fields = zip((row.name, row.shape, row.dtype, row.state), widths, strict=True)
-        shown = "size" if row is head else size(row.nbytes)
-        lines.append("  ".join(value.ljust(width) for value, width in fields) + f"  {row.steps:>8}  {shown:>9}")
-    lines += ["", *_others(index)]
-    return "\n".join(lines)
+    lines += [f"  saved: as number {index.number} in its folder", ""]
+    for row in rows:
+        cells = [value.ljust(width) for value, width in zip(row, widths, strict=True)]
+        cells[-2:] = [value.rjust(width) for value, width in zip(row[-2:], widths[-2:], strict=True)]
+        lines.append("  ".join(cells))
+    return "\n".join([*lines, "", *_others(index)])
 
 
-def _rows(index: Index) -> Iterator[_Row]:
+def _rows(index: Index) -> Iterator[list[str]]:
     steps = index.steps()
-    beside: dict[str, list[SavedTensor]] = {}
+    state: dict[str, list[SavedTensor]] = {}
     for (kind, name), tensor in index.tensors.items():
         if kind not in (PARAMETER, BUFFER):
-            beside.setdefault(name, []).append(tensor)
+            state.setdefault(name, []).append(tensor)
     for (kind, name), tensor in index.tensors.items():
-        if kind in (PARAMETER, BUFFER):
-            state = beside.get(name, []) if kind == PARAMETER else []
-            spec = tensor.spec
-            yield _Row(
-                name,
-                str(list(spec.shape)),
-                dtype_name(spec.dtype) if kind == PARAMETER else f"{dtype_name(spec.dtype)}, buffer",
-                ", ".join(f"{of.spec.kind} {dtype_name(of.spec.dtype)}" for of in state),
-                f"{steps[name]:g}" if name in steps and kind == PARAMETER else "",
-                sum(of.spec.numel * of.spec.dtype.itemsize for of in (tensor, *state)),
-            )
+        dtype = dtype_name(tensor.spec.dtype)
+        if kind == PARAMETER:
+            own = state.get(name, [])
+            kept = ", ".join(f"{of.spec.kind} {dtype_name(of.spec.dtype)}" for of in own)
+            updates = f"{steps[name]:g}" if name in steps else ""
+            nbytes = sum(of.spec.nbytes for of in (tensor, *own))
+            yield [name, str(list(tensor.spec.shape)), dtype, kept, updates, size(nbytes)]
+        elif kind == BUFFER:
+            yield [name, str(list(tensor.spec.shape)), f"{dtype}, buffer", "", "", size(tensor.spec.nbytes)]
 
 
 def _others(index: Index) -> Iterator[str]:
@@ -408,26 +359,15 @@ def _others(index: Index) -> Iterator[str]:
         yield f"extra: {decode(index.extra)}"
 
 
-def verify(folder: Path, index: Index) -> list[str]:
-    """Read every byte, file by file, and compare checksums. Returns what is wrong, a line each."""
-    try:
-        check_headers(folder, index, 0, 1)
-    except CheckpointError as error:
-        return [str(error)]
-    problems: list[str] = []
-    with Files(folder) as files:
-        for block in blocks_of_rank([*index.tensors.values()], 0, 1):
-            try:
-                files.read_block(block)
-            except CheckpointError as error:
-                problems.append(str(error))
-    return problems
-
-
 def inspect(path: Path, *, quick: bool) -> tuple[str, list[str]]:
     """Describe a checkpoint, or the newest whole one of several. Returns the text, and what is wrong, a line each.
-
-    ``quick``: without reading the tensors. Raises CheckpointError where there is none.
-    """
+    ``quick``: without reading the tensors. Raises CheckpointError where there is none."""
     folder, index, problems = newest(path)
-    return describe(folder, index), problems + ([] if quick else verify(folder, index))
+    try:
+        if not quick:
+            check_headers(folder, index, 0, 1)
+            with Files(folder) as files:
+                problems += [str(error) for error in files.damage(index.tensors.values(), 0, 1)]
+    except CheckpointError as error:
+        problems.append(str(error))
+    return _describe(folder, index), problems

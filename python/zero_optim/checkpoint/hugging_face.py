@@ -1,14 +1,15 @@
 """Whole models in Hugging Face's layout: export of a checkpoint, offline, and loading, each rank its own ranges.
 
 The layout is one file ``model.safetensors``; or several, such as ``model-00001-of-00002.safetensors``, and
-``model.safetensors.index.json``, which says which tensor is in which file.
+``model.safetensors.index.json``, with the file of each tensor.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from .safetensors_file import BLOCK_BYTES, Entry, OpenFiles, Stored, read_header
 from .subject import make_subject
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WHERE = "load_safetensors"
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -43,14 +45,6 @@ class Exported:
     tensors: int
     nbytes: int
     files: Sequence[str]
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A tensor to be written, and the saved tensor with its values."""
-
-    entry: Entry
-    source: SavedTensor
 
 
 def export(
@@ -78,46 +72,39 @@ def export(
     """
     folder, index, _ = folders.newest(Path(path))
     index = decoded(index)
-    weights = list(_weights(index, dtype, _check_average(index, average)))
+    weights = _weights(index, dtype, average)
     shards = _split(weights, max_shard_bytes)
+    total = sum(entry.nbytes for entry in weights)
     target = Path(out).absolute()
     writing = target.with_name(f".writing-{target.name}")
     try:
         if target.exists() and any(target.iterdir()):
             raise CheckpointError(f"{target} is there already, and not empty: give another folder")
-        folders.give_up(writing)  # left by a process that has died
+        shutil.rmtree(writing, ignore_errors=True)  # left by a process that has died
         writing.mkdir(parents=True)
+        with folders.given_up_on_failure(writing):
+            with Files(folder) as files:
+                for name, shard in shards.items():
+                    own = {entry.name for entry in shard}
+                    aliases = {alias: first for alias, first in index.aliases.items() if first in own}
+                    write_entries(writing / name, shard, _values(files, shard, weights), metadata=aliases)
+            if len(shards) > 1:
+                place = {entry.name: name for name, shard in shards.items() for entry in shard}
+                content = {"metadata": {"total_size": total}, "weight_map": place}
+                folders.write_synced(writing / _INDEX, json.dumps(content, indent=2).encode())
+            folders.publish_folder(writing, target)
     except OSError as error:
-        raise CheckpointError(f"{writing}: {error.strerror}") from error
-    try:
-        names = _file_names(len(shards))
-        with Files(folder) as files:
-            for name, shard in zip(names, shards, strict=True):
-                own = {weight.entry.name for weight in shard}
-                aliases = {alias: first for alias, first in index.aliases.items() if first in own}
-                write_entries(writing / name, [w.entry for w in shard], _values(files, shard), metadata=aliases)
-        total = sum(weight.entry.nbytes for weight in weights)
-        if len(shards) > 1:
-            _write_index(writing, names, shards, total)
-        folders.publish_folder(writing, target)
-    except OSError as error:
-        folders.give_up(writing)
         raise CheckpointError(f"{target} could not be written: {error.strerror}") from error
-    except BaseException:
-        folders.give_up(writing)
-        raise
-    return Exported(target, len(weights), total, names)
+    return Exported(target, len(weights), total, list(shards))
 
 
-def _check_average(index: Index, average: str | None) -> str | None:
+def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> dict[Entry, SavedTensor]:
+    """Find what to write, and the saved tensor with the values of each."""
     kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
     averages = [kind for kind in kinds if is_average(kind)]
     if average is not None and average not in averages:
         raise CheckpointError(f"there is no average {average!r} in the checkpoint: it has {averages or 'none'}")
-    return average
-
-
-def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> Iterator[_Weight]:
+    weights = {}
     for (kind, name), source in index.tensors.items():
         if kind not in (PARAMETER, BUFFER):
             continue
@@ -131,40 +118,31 @@ def _weights(index: Index, dtype: torch.dtype | None, average: str | None) -> It
         if kind == PARAMETER and (average, name) in index.tensors:
             source = index.tensors[str(average), name]
         elif wanted != spec.dtype:
-            source = index.precise(name) or source
-        yield _Weight(Entry(name, wanted, spec.shape), source)
+            source = index.precise(name) or source  # rounded once, from the master
+        weights[Entry(name, wanted, spec.shape)] = source
+    return weights
 
 
-def _values(files: Files, weights: Sequence[_Weight]) -> Iterator[Tensor]:
-    for weight in weights:
-        whole = torch.empty(weight.source.spec.numel, dtype=weight.entry.dtype, device="cpu")
-        files.read_into(whole, weight.source, 0)
+def _values(files: Files, entries: Sequence[Entry], weights: Mapping[Entry, SavedTensor]) -> Iterator[Tensor]:
+    for entry in entries:
+        whole = torch.empty(weights[entry].spec.numel, dtype=entry.dtype, device="cpu")
+        files.read_into(whole, weights[entry], 0)
         yield whole
 
 
-def _split(weights: Sequence[_Weight], most: int) -> list[list[_Weight]]:
-    """Split weights over files, in order, as many to a file as fit."""
-    shards: list[list[_Weight]] = [[]]
+def _split(entries: Iterable[Entry], most: int) -> dict[str, list[Entry]]:
+    """Split tensors over files, in order, as many to a file as fit. Returns them by file name."""
+    shards: list[list[Entry]] = [[]]
     size = 0
-    for weight in weights:
-        if shards[-1] and size + weight.entry.nbytes > most:
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > most:  # a larger tensor has a file to itself
             shards.append([])
             size = 0
-        shards[-1].append(weight)
-        size += weight.entry.nbytes
-    return shards
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [_ONE_FILE]
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-
-
-def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Sequence[_Weight]], total: int) -> None:
-    place = {weight.entry.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
-    content = {"metadata": {"total_size": total}, "weight_map": place}
-    folders.write_synced(folder / _INDEX, json.dumps(content, indent=2).encode())
+        shards[-1].append(entry)
+        size += entry.nbytes
+    if len(shards) == 1:
+        return {_ONE_FILE: shards[0]}
+    return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -184,18 +162,17 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     Raises, on every rank and before anything is written: StateMismatchError, naming what does not fit; CheckpointError
     for files that are missing, cut off, or of another format.
     """
-    subject = make_subject(model, None, "load_safetensors")
+    subject = make_subject(model, None, _WHERE)
     subject.come_to_rest()
-    together(subject.comm, lambda: subject.check_not_gathered("load_safetensors"), "load_safetensors")
+    together(subject.comm, lambda: subject.check_not_gathered(_WHERE), _WHERE)
     names = Names(model)
     # Which ranks have the same slice matters in saving alone. Without an optimizer it may not be known yet.
     columns = replace(subject.columns, main=subject.columns.main or ColumnRanks(subject.comm))
     contents = contents_of_model(model, names, subject.comm, columns)
-    stored, notes = together(
-        subject.comm, lambda: _match(Path(path), names, contents.holdings, strict=strict), "load_safetensors"
-    )
-    together(subject.comm, contents.check_writable, "load_safetensors")
-    together(subject.comm, lambda: _read(stored, contents.holdings, contents.values()), "load_safetensors")
+    holdings = contents.holdings
+    stored, notes = together(subject.comm, lambda: _match(Path(path), names, holdings, strict=strict), _WHERE)
+    together(subject.comm, contents.check_writable, _WHERE)  # on all ranks before one of them writes
+    together(subject.comm, lambda: _read(stored, holdings, contents.values()), _WHERE)
     return notes
 
 
@@ -207,24 +184,21 @@ def _match(
     known = {holding.spec.name: names.equal_to(holding.spec.name) for holding in holdings}
     found = {name: next((stored[one] for one in of if one in stored), None) for name, of in known.items()}
     missing = [name for name, where in found.items() if where is None]
-    here = {one for of in known.values() for one in of}
-    unused = [name for name in stored if name not in here]
+    unused = set(stored).difference(*known.values())
     notes = []
     if missing:
         notes.append(f"missing in {path}: {count(len(missing), 'tensor')}, {listed(missing)}")
     if unused:
-        notes.append(f"left over in {path}: {count(len(unused), 'tensor')}, {listed(unused)}")
-    wrong = [
-        differs
-        for spec in (holding.spec for holding in holdings)
-        if (where := found[spec.name]) is not None
-        and (differs := shape_differs(spec, where.entry.shape, where.entry.dtype)) is not None
-    ]
-    if wrong:
+        notes.append(f"left over in {path}: {count(len(unused), 'tensor')}, {listed([*unused])}")
+    matched = {name: where for name, where in found.items() if where is not None}
+    specs = [holding.spec for holding in holdings if holding.spec.name in matched]
+    entries = [matched[spec.name].entry for spec in specs]
+    differences = [shape_differs(spec, of.shape, of.dtype) for spec, of in zip(specs, entries, strict=True)]
+    if wrong := [difference for difference in differences if difference is not None]:
         raise StateMismatchError(f"{path} does not fit: {listed(wrong)}")
     if strict and notes:
         raise StateMismatchError(f"the model does not fit: {'; '.join(notes)}. With strict=False the others are loaded")
-    return {name: where for name, where in found.items() if where is not None}, notes
+    return matched, notes
 
 
 def _find(path: Path) -> dict[str, Stored]:
@@ -235,7 +209,7 @@ def _find(path: Path) -> dict[str, Stored]:
     if (folder / _INDEX).exists():
         try:
             place: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-            files = {Path(name).name for name in place.values()}
+            files = {Path(name).name for name in place.values()}  # no name leads out of the folder
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / _INDEX} cannot be read: {type(error).__name__}: {error}") from error
         stored: dict[str, Stored] = {}
@@ -251,25 +225,18 @@ def _find(path: Path) -> dict[str, Stored]:
 
 
 def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Iterator[Tensor]) -> None:
-    try:
-        with OpenFiles() as files:
-            for holding, flat in zip(holdings, values, strict=True):
-                where = stored.get(holding.spec.name)
-                if where is not None and holding.length:
-                    ways = (holding.spec.arrangement, WHOLE)  # tensors in a file are whole, dimensions as they are
-                    read = partial(_read_range, files.descriptor(where.path), where)
-                    read_arranged(flat, holding.start, holding.spec.shape, ways, read)
-    except OSError as error:
-        raise CheckpointError(f"weights cannot be read: {error.filename or ''} {error.strerror}") from error
+    with OpenFiles() as files:
+        for holding, flat in zip(holdings, values, strict=True):
+            where = stored.get(holding.spec.name)
+            if where is not None and holding.length:
+                ways = (holding.spec.arrangement, WHOLE)  # tensors in a file are whole, dimensions as they are
+                read_arranged(flat, holding.start, holding.spec.shape, ways, partial(_read_range, files, where))
 
 
-def _read_range(file: int, where: Stored, target: Tensor, start: int) -> None:
+def _read_range(files: OpenFiles, where: Stored, target: Tensor, start: int) -> None:
     dtype = where.entry.dtype
-    a_block = BLOCK_BYTES // dtype.itemsize
-    for first in range(0, target.numel(), a_block):
-        part = target[first : first + a_block]
-        nbytes = part.numel() * dtype.itemsize
-        data = os.pread(file, nbytes, where.offset + (start + first) * dtype.itemsize)
-        if len(data) < nbytes:
-            raise CheckpointError(f"{where.path} ends in the midst of {where.entry.name!r}: it was cut off")
+    for part in target.split(BLOCK_BYTES // dtype.itemsize):
+        offset = where.offset + start * dtype.itemsize
+        data = files.read(str(where.path), offset, part.numel() * dtype.itemsize, f"tensor {where.entry.name!r}")
         fill(part, dtype, data, 0)
+        start += part.numel()

@@ -19,31 +19,27 @@ import math
 import numbers
 import operator
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, ParameterError
+from ..errors import CheckpointError
 from ..params.storage_order import Arrangement, Cut, StorageOrder
 
 FORMAT, VERSION = "zero-optim checkpoint", 1
 NAME = "index.json"
-HEAD_BYTES = 1024
-"""So many bytes at the beginning of an index hold its save number."""
+HEAD_BYTES = 1024  # enough of an index to read its save number
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensor, beside those that an update rule names."""
 
-MOST_BYTES = 2**20
-"""The largest tensor among plain values. A larger one belongs into the model, as a buffer, saved as a tensor."""
-
+MOST_BYTES = 2**20  # of a tensor among plain values: JSON is no place for a large one
 _DEEPEST = 100
 _MOST_BITS = 10_000  # Python reads no integer from a text of more than 4300 digits
-_DICTS = (OrderedDict, Counter)
 
 Key = tuple[str, str]
 """Kind and name of a tensor."""
@@ -73,16 +69,14 @@ class Piece(NamedTuple):
 class TensorSpec:
     """A tensor by its name and kind, wherever its elements are.
 
-    ``order``: the order of dimensions in which flat ranges are counted; see ``storage_order``. Ranges of a sharded
-    channels_last tensor are of its elements as they lie in memory. None: dimensions as they are. State with one value
-    for a row of elements has the order of the parameter.
-
-    ``cut``: the slices of tensor-parallel ranks. Flat ranges are counted slice by slice, in each by ``order``. How
-    plain slices make a whole is not known: they are saved as a stack along a new dimension 0, which is cut into single
-    ones. See ``as_stack``.
-
-    ``rows_of``: of state with one value for a row of elements, the number of elements of each slice of the parameter,
-    where there are several: each slice begins with a row of its own.
+    Attributes:
+        order: of dimensions, in which flat ranges are counted; see ``storage_order``. Ranges of a sharded channels_last
+            tensor are of its elements as they lie in memory. None: dimensions as they are. State with one value for a
+            row of elements has the order of the parameter.
+        cut: the slices of tensor-parallel ranks. Flat ranges are counted slice by slice, in each by ``order``. How
+            plain slices make a whole is not known: they are saved as a stack along a new dimension 0.
+        rows_of: of state with one value for a row of elements, the number of elements of each slice of the parameter,
+            where there are several: each slice begins with a row of its own.
     """
 
     name: str
@@ -106,6 +100,10 @@ class TensorSpec:
         return math.prod(self.shape)
 
     @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
     def arrangement(self) -> Arrangement:
         """The way in which flat ranges are counted."""
         return Arrangement(self.order, self.cut)
@@ -114,18 +112,6 @@ class TensorSpec:
     def stacked(self) -> int | None:
         """The number of plain slices in a stack; None: it is a whole tensor."""
         return len(self.cut.sizes) if self.cut is not None and self.cut.dim == 0 else None
-
-    def as_stack(self, count: int) -> TensorSpec:
-        """Make the spec of a stack of ``count`` plain slices, of which this is one.
-
-        Raises ParameterError for one that is not contiguous: files know no such order of a stack's elements.
-        """
-        if self.order is not None:
-            raise ParameterError(
-                f"the {self.label} is a slice in channels_last, and a checkpoint holds contiguous slices: make it "
-                "contiguous, or a DTensor"
-            )
-        return replace(self, shape=(count, *self.shape), cut=Cut(0, (1,) * count))
 
     @property
     def is_of_rows(self) -> bool:
@@ -152,18 +138,6 @@ class SavedTensor:
 
     spec: TensorSpec
     pieces: Sequence[Piece]
-
-    def ranges(self, start: int, length: int) -> Iterator[tuple[SavedTensor, int, int]]:
-        """Give what to read for ``length`` elements from ``start`` on: saved tensors, each with start and length."""
-        yield self, start, length
-
-    def read(self, target: Tensor, start: int, read: ReadRange) -> None:
-        """Fill ``target`` [length] with the elements from ``start`` on, counted as they were saved."""
-        read(self, target, start)
-
-
-ReadRange = Callable[[SavedTensor, Tensor, int], None]
-"""Fills a flat tensor with elements of a saved one, from the given element on."""
 
 
 @dataclass(frozen=True)
@@ -231,10 +205,8 @@ class Index:
         return kind not in (PARAMETER, BUFFER, *self.masters)
 
     def precise(self, name: str) -> SavedTensor | None:
-        """Find the source of a parameter in another dtype: its master, so that values are rounded once, and not twice.
-
-        The parameter itself where it has no master; None where there is no such parameter.
-        """
+        """Find the source of a parameter in another dtype: its master, or itself; None: there is no such parameter."""
+        # The master first: its values are rounded once, the parameter's would be rounded twice.
         there = (self.tensors.get((kind, name)) for kind in (*self.masters, PARAMETER))
         return next((saved for saved in there if saved is not None), None)
 
@@ -249,24 +221,9 @@ class Index:
         return counted | {name for kind, name in self.tensors if self.is_state(kind) and name not in steps}
 
 
-def check_whole(tensor: SavedTensor) -> None:
-    """Raise ValueError unless the pieces are all of the tensor, each element once."""
-    end, spec = 0, tensor.spec
-    for piece in tensor.pieces:
-        if piece.start != end:
-            low, high = sorted((piece.start, end))
-            problem = "are in two pieces" if piece.start < end else "are in none"
-            raise ValueError(f"of the {spec.label}, elements {low} to {high} {problem}")
-        end = piece.end
-    if end != spec.numel:
-        raise ValueError(f"the {spec.label} has {spec.numel} elements, and its pieces {end}")
-
-
 def merge(specs: Iterable[TensorSpec], tensors: Iterable[SavedTensor]) -> dict[Key, SavedTensor]:
-    """Join the pieces that each rank has written into whole tensors, in the order of ``specs``: all there are.
-
-    Raises ValueError where ranks disagree, or where an element is in no piece, or in two.
-    """
+    """Join the pieces that each rank has written into whole tensors, in the order of ``specs``. Raises ValueError where
+    ranks disagree, or where an element is in no piece, or in two."""
     known = {spec.key: spec for spec in specs}
     pieces: dict[Key, list[Piece]] = {key: [] for key in known}
     for tensor in tensors:
@@ -276,23 +233,41 @@ def merge(specs: Iterable[TensorSpec], tensors: Iterable[SavedTensor]) -> dict[K
         if spec != tensor.spec:
             raise ValueError(f"the ranks disagree on the {spec.label}: {spec}, and {tensor.spec}")
         pieces[spec.key].extend(tensor.pieces)
-    merged = {
-        key: SavedTensor(known[key], tuple(sorted(of, key=operator.attrgetter("start")))) for key, of in pieces.items()
-    }
-    for tensor in merged.values():
-        check_whole(tensor)
-    return merged
+    for key, spec in known.items():
+        pieces[key].sort(key=operator.attrgetter("start"))
+        end = 0
+        for piece in pieces[key]:
+            if piece.start != end:
+                low, high = sorted((piece.start, end))
+                problem = "are in two pieces" if piece.start < end else "are in none"
+                raise ValueError(f"of the {spec.label}, elements {low} to {high} {problem}")
+            end = piece.end
+        if end != spec.numel:
+            raise ValueError(f"the {spec.label} has {spec.numel} elements, and its pieces {end}")
+    return {key: SavedTensor(spec, pieces[key]) for key, spec in known.items()}
 
 
 # -- as JSON -----------------------------------------------------------------------------------------------------------
 
 
-def to_json(index: Index, crc32c: Callable[[bytes], str]) -> bytes:
-    """Write the index as JSON. ``crc32c``: gives the checksum of bytes, in hexadecimal."""
+def crc32c(data: bytes) -> str:
+    """Compute a checksum, in hexadecimal. Raises CheckpointError where the package for it is missing."""
+    try:
+        from google_crc32c import value
+    except ImportError as error:
+        raise CheckpointError(
+            "checkpoints have checksums, for which google-crc32c is missing: pip install google-crc32c"
+        ) from error
+    return f"{value(data):08x}"
+
+
+def to_json(index: Index) -> bytes:
+    """Write the index as JSON, with checksums."""
     contents = {name: getattr(index, name) for name in index.__dataclass_fields__ if name != "number"}
     contents["tensors"] = [_tensor_to_json(tensor) for tensor in index.tensors.values()]
     contents["optimizers"] = [vars(optimizer) for optimizer in index.optimizers]
     text = _dumps(contents)
+    # A checksum of its own: the number is read without the contents.
     save = {"number": index.number, "crc32c": crc32c(_dumps(index.number))}
     head = {"format": FORMAT, "version": VERSION, "save": save, "crc32c": crc32c(text)}
     return _dumps(head)[:-1] + b',"contents":' + text + b"}"
@@ -309,9 +284,9 @@ def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
         "kind": spec.kind,
         "shape": spec.shape,
         "dtype": dtype_name(spec.dtype),
+        "pieces": [piece._asdict() for piece in tensor.pieces],
     }
-    described["pieces"] = [dict(zip(Piece._fields, piece, strict=True)) for piece in tensor.pieces]
-    if spec.order is not None:
+    if spec.order is not None:  # left out where it is None, as of most tensors: an index has many
         described["order"] = spec.order
     if spec.rows_of is not None:
         described["rows_of"] = spec.rows_of
@@ -320,7 +295,7 @@ def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
     return described
 
 
-def from_json(text: bytes, crc32c: Callable[[bytes], str], path: Path) -> Index:
+def from_json(text: bytes, path: Path) -> Index:
     """Read the index in ``text``, from ``path``. Raises CheckpointError for one that is damaged or foreign."""
     try:
         head, _, contents = text.partition(b',"contents":')
@@ -334,32 +309,28 @@ def from_json(text: bytes, crc32c: Callable[[bytes], str], path: Path) -> Index:
             )
         if crc32c(contents[:-1]) != read["crc32c"] or contents[-1:] != b"}" or head + b"}" != _dumps(read):
             raise CheckpointError(f"{path} is damaged: its checksum is not that of its contents")
-        return _from_contents(json.loads(contents[:-1]), _number(read, crc32c))
+        fields = json.loads(contents[:-1])
+        fields["tensors"] = {tensor.spec.key: tensor for tensor in map(_tensor_from_json, fields["tensors"])}
+        fields["optimizers"] = [SavedOptimizer(**optimizer) for optimizer in fields["optimizers"]]
+        return Index(**fields, number=_number(read))
     # The one place that answers for an index whose checksum is right and whose fields are not.
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, or no index: {type(error).__name__}: {str(error)[:1000]}") from error
 
 
-def number_from_json(text: bytes, crc32c: Callable[[bytes], str]) -> int:
+def number_from_json(text: bytes) -> int:
     """Read the number of the save alone, from the first ``HEAD_BYTES`` of an index. 0: it cannot be read."""
     try:
-        return _number(json.loads(text.partition(b',"contents":')[0] + b"}"), crc32c)
+        return _number(json.loads(text.partition(b',"contents":')[0] + b"}"))
     except (LookupError, TypeError, ValueError, RecursionError):
         return 0
 
 
-def _number(head: Mapping[str, Any], crc32c: Callable[[bytes], str]) -> int:
+def _number(head: Mapping[str, Any]) -> int:
     number = head["save"]["number"]
     if crc32c(_dumps(number)) != head["save"]["crc32c"]:
         raise ValueError("the checksum of its save number is another")
     return int(number)
-
-
-def _from_contents(contents: dict[str, Any], number: int) -> Index:
-    tensors = map(_tensor_from_json, contents["tensors"])
-    optimizers = [SavedOptimizer(**optimizer) for optimizer in contents["optimizers"]]
-    by_key = {tensor.spec.key: tensor for tensor in tensors}
-    return Index(**{**contents, "tensors": by_key, "optimizers": optimizers, "number": number})
 
 
 def _tensor_from_json(read: Mapping[str, Any]) -> SavedTensor:
@@ -392,9 +363,8 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
         b"ab"               {"$bytes": "YWI="}
         tensor([1, 2])      {"$tensor": "AQAAAAAAAAACAAAAAAAAAA==", "dtype": "int64", "shape": [2]}
 
-    ``where``: names the value in messages.
-
-    A subclass of a number or a string, such as an enum or NumPy's, is decoded as the plain value.
+    ``where`` names the value in messages. A subclass of a number or a string, such as an enum or NumPy's, is decoded as
+    the plain value.
     """
     if depth > _DEEPEST:
         raise TypeError(f"{where[:100]}... is nested more than {_DEEPEST} deep, or contains itself")
@@ -404,11 +374,10 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
         return str.__str__(value)  # of an enum: its value
     if isinstance(value, int | float) or type(value).__module__ == "numpy" and isinstance(value, numbers.Real):
         return _encode_number(value, where)
-    if type(value) is list:
-        return [encode(item, f"{where}[{place}]", depth + 1) for place, item in enumerate(value)]
-    if type(value) is tuple:
-        return {"$tuple": [encode(item, f"{where}[{place}]", depth + 1) for place, item in enumerate(value)]}
-    if type(value) in (dict, *_DICTS):
+    if type(value) in (list, tuple):
+        items = [encode(item, f"{where}[{place}]", depth + 1) for place, item in enumerate(value)]
+        return items if type(value) is list else {"$tuple": items}
+    if type(value) in (dict, OrderedDict, Counter):
         return _encode_dict(value, where, depth)
     if type(value) in (bytes, bytearray):
         return {f"${type(value).__name__}": base64.b64encode(value).decode()}
@@ -421,14 +390,12 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _encode_number(value: Any, where: str) -> Any:
-    if isinstance(value, numbers.Integral):
-        if int(value).bit_length() > _MOST_BITS:
-            raise TypeError(
-                f"{where} is an integer of {int(value).bit_length()} bits, and here {_MOST_BITS} are the most"
-            )
-        return int(value)
-    number = float(value)
-    return number if math.isfinite(number) else {"$float": repr(number)}
+    if not isinstance(value, numbers.Integral):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    bits = int(value).bit_length()
+    if bits > _MOST_BITS:
+        raise TypeError(f"{where} is an integer of {bits} bits, and here {_MOST_BITS} are the most")
+    return int(value)
 
 
 def _encode_dict(value: Mapping[Any, Any], where: str, depth: int) -> Any:
@@ -449,9 +416,8 @@ def _encode_tensor(value: Tensor, where: str) -> Any:
             "of the model"
         )
     flat = value.detach().resolve_conj().resolve_neg().to("cpu", copy=True).contiguous().reshape(-1)
-    data = ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
-    shape = list(value.shape)
-    return {"$tensor": base64.b64encode(data).decode(), "dtype": dtype_name(value.dtype), "shape": shape}
+    data = base64.b64encode(ctypes.string_at(flat.data_ptr(), flat.nbytes)).decode() if flat.nbytes else ""
+    return {"$tensor": data, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
 
 
 def decode(value: Any) -> Any:
@@ -461,7 +427,9 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "$tensor" in value:
-        return _decode_tensor(value)
+        dtype, data = dtype_named(value["dtype"]), bytearray(base64.b64decode(value["$tensor"]))
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+        return flat.reshape(value["shape"])
     if len(value) == 1 and (key := next(iter(value))).startswith("$"):
         if key not in _DECODERS:
             raise ValueError(f"a value of a kind that is not known here: {key}")
@@ -478,12 +446,6 @@ _DECODERS: dict[str, Any] = {
     "$bytes": base64.b64decode,
     "$bytearray": lambda text: bytearray(base64.b64decode(text)),
 }
-
-
-def _decode_tensor(value: Mapping[str, Any]) -> Tensor:
-    dtype, data = dtype_named(value["dtype"]), bytearray(base64.b64decode(value["$tensor"]))
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
-    return flat.reshape(value["shape"])
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack as Undo
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,11 +27,12 @@ from ..comm.together import on_rank_0, together
 from ..errors import CheckpointError, StateMismatchError
 from . import folder as folders
 from .background import wait
-from .contents import Contents, Names
-from .index import Index, decode
+from .contents import Names, TensorContents
+from .index import Index, crc32c, decode
 from .matching import Match
-from .rank_file import Files, check_headers, crc32c
-from .subject import LoadPlan, Subject, each, give_back, make_subject, read_random_states, set_random_states
+from .optimizers import Contents, OptimizerPart, ShardedPart
+from .rank_file import Files, check_headers
+from .subject import LoadPlan, Subject, make_subject, read_random_states, set_random_states
 
 _WHERE = "checkpoint.load"
 
@@ -44,13 +45,13 @@ class Loaded:
         folder: the checkpoint.
         step: of the training, as it was given to ``save``.
         extra: what the user had added.
-        notes: what was not loaded, and what began afresh, one sentence each. Empty where all of it fits.
+        notes: what was not loaded, and what started fresh, one sentence each. Empty where all of it fits.
     """
 
     folder: Path
     step: int
     extra: Any
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = ()
 
 
 def load(
@@ -83,30 +84,27 @@ def load(
 
     After an error model and optimizer are as they were. For that, values that overwrite others are read twice: all are
     checked before the first tensor is written. The state of an optimizer that has not stepped yet is read once, since
-    it can be made anew; that may drop gradients. There is one exception: a disk may fail at the second reading alone.
-    Then the checkpoint before it is loaded. If there is none, model and optimizer are a mixture: make them anew.
+    it can be reset; that may drop gradients. There is one exception: a disk may fail at the second reading alone.
+    Then the checkpoint before it is loaded. If there is none, model and optimizer are a mixture: re-create them.
     """
     wait()
-    subject = make_subject(model, opt, _WHERE)
-    others = _Others(each(scaler), each(scheduler), data)
-    given = {"path": str(path), "strict": strict, "scaler": len(others.scalers), "scheduler": len(others.schedulers)}
-    subject.check_same_call({**given, "data": data is not None}, _WHERE)
+    subject = make_subject(model, opt, _WHERE, scaler=scaler, scheduler=scheduler, data=data)
+    subject.check_same_call({"path": str(path), "strict": strict}, _WHERE)
     subject.come_to_rest()
     together(subject.comm, lambda: _check_subject(subject), _WHERE)
     problems: list[str] = []
     for folder in on_rank_0(subject.comm, lambda: folders.candidates(Path(path)), _WHERE):
         try:
             with span(_WHERE, folder):
-                loaded = _load(folder, subject, others, strict=strict)
+                loaded = _load(folder, subject, strict=strict)
         # All ranks come here, or none: see ``together``. So all go on to the same next one.
         except CheckpointError as error:
             problems.append(str(error))
             continue
         if problems:
-            message = f"{folder} was loaded, and none that is newer: {'; '.join(problems)}"
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(f"{folder} was loaded, and none that is newer: {'; '.join(problems)}", stacklevel=2)
         return loaded
-    raise folders.no_checkpoint(path, problems)
+    raise CheckpointError("; ".join(problems) or f"{path} holds no checkpoint")
 
 
 def _check_subject(subject: Subject) -> None:
@@ -115,98 +113,51 @@ def _check_subject(subject: Subject) -> None:
     subject.contents(Names(subject.model), stored=False)  # raises here what is no fault of a checkpoint
 
 
-@dataclass(frozen=True)
-class _Others:
-    """The objects that are loaded beside model and optimizers."""
-
-    scalers: Sequence[Any]
-    schedulers: Sequence[Any]
-    data: Any
-
-    def _beside(self, index: Index) -> Iterator[tuple[str, Sequence[Any], Sequence[Any]]]:
-        """Give a name, the objects that are given here, and the states that the checkpoint has for them."""
-        yield "scaler", self.scalers, index.scalers
-        yield "scheduler", self.schedulers, index.schedulers
-
-    def misfits(self, index: Index) -> list[str]:
-        """Tell where there are more or fewer saved states than objects given here, a sentence each."""
-        notes = [
-            f"the checkpoint has the state of {len(there)} {what}(s), and {len(here)} given here: give load {what}= "
-            "what save was given"
-            for what, here, there in self._beside(index)
-            if len(here) != len(there)
-        ]
-        has_data = any(of_rank["data"] is not None for of_rank in index.ranks)
-        if has_data != (self.data is not None):
-            positions, remedy = ("positions", "give load data=") if has_data else ("no positions", "leave out data=")
-            notes.append(f"the checkpoint has {positions} in data: {remedy}")
-        return notes
-
-    def load(self, index: Index, own: Mapping[str, Any] | None, undo: Undo) -> None:
-        """Load all of them. ``own``: random states and position in the data that this rank has saved."""
-        for what, here, there in self._beside(index):
-            for one, state in zip(here, map(decode, there), strict=False):
-                if state != {}:  # of a scaler that was not enabled
-                    _load_one(what, one, state, undo)
-        if own is not None and self.data is not None and own["data"] is not None:
-            _load_one("data", self.data, own["data"], undo)
-
-
-def _load_one(what: str, one: Any, state: Any, undo: Undo) -> None:
-    with contextlib.suppress(Exception):  # what cannot give its state cannot get it back
-        undo.callback(give_back, one.load_state_dict, one.state_dict())
-    try:
-        one.load_state_dict(state)
-    except Exception as error:
-        raise StateMismatchError(
-            f"the {what} does not take its state in the checkpoint: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _load(folder: Path, subject: Subject, others: _Others, *, strict: bool) -> Loaded:
-    """Load one checkpoint: check what is going to be overwritten, load what can be undone, and then overwrite.
-
-    So damage, or an object that refuses its state, is found before the first tensor is overwritten. Objects that took
-    their state before that get the old one back.
-    """
+def _load(folder: Path, subject: Subject, *, strict: bool) -> Loaded:
+    """Load one checkpoint: check what is going to be overwritten, load what can be undone, and then overwrite."""
     comm = subject.comm
     index = together(comm, lambda: _read_index(folder, comm), _WHERE)
-    plan = together(comm, lambda: _plan(folder, index, subject, others, strict=strict), _WHERE)
+    plan = together(comm, lambda: _plan(folder, index, subject, strict=strict), _WHERE)
     own = together(comm, lambda: _own_of(folder, index, subject), _WHERE)
-    together(comm, lambda: _verify(folder, comm, plan), _WHERE)
+    matched = plan.matched
+    new = [part for part in plan.optimizers if part.is_new]
+    old = [part for part in plan.optimizers if not part.is_new]
+    # Damage, or an object that refuses its state, is found before the first tensor is overwritten.
+    together(comm, lambda: _verify(folder, comm, plan.model, old, matched), _WHERE)
     with Undo() as undo:
-        together(comm, lambda: subject.set_options(plan, undo), _WHERE)
-        together(comm, lambda: others.load(index, own, undo), _WHERE)
-        subject.use_order(plan)
-        together(comm, lambda: _read(folder, subject.to_fill_anew(plan, undo), plan.matched), _WHERE)
+        together(comm, lambda: subject.load_others(plan, own, undo), _WHERE)
+        for part, saved in zip(plan.optimizers, plan.saved, strict=True):
+            if isinstance(part, ShardedPart):
+                part.use_order(saved, matched)  # collective, as parts are the same on all ranks
+                if part.is_new:
+                    undo.callback(part.reset)
+        together(comm, lambda: _read(folder, [part.to_fill(matched) for part in new], matched), _WHERE)
         undo.pop_all()  # from here on tensors are overwritten: there is no way back
-    together(comm, lambda: _read(folder, subject.to_overwrite(plan), plan.matched), _WHERE)
+    together(comm, lambda: _read(folder, [plan.model, *(part.to_fill(matched) for part in old)], matched), _WHERE)
     together(comm, lambda: subject.take_over(plan), _WHERE)
-    notes = [*plan.matched.misfits, *plan.matched.notes]
+    notes = [*matched.misfits, *matched.notes]
     # Last: what was done before may have drawn random numbers.
     if own is not None:
         set_random_states(own["random"], subject.device)
     else:
-        what = "random states" if others.data is None else "random states and positions in data"
+        what = "random states" if subject.data is None else "random states and positions in data"
         notes.append(f"{what} were saved by {len(index.ranks)} ranks, and are not loaded by {comm.world_size}")
     return Loaded(folder, index.step, decode(index.extra), tuple(notes))
 
 
 def _read_index(folder: Path, comm: Comm) -> Index:
     index = folders.read_index(folder)
-    check_headers(folder, index, comm.rank, comm.world_size)
+    check_headers(folder, index, comm.rank, comm.world_size)  # the ranks split this work
     return index
 
 
 def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] | None:
-    """Decode random states and position in the data of this rank; None where more or fewer ranks saved than load.
-
-    Raises CheckpointError where a generator does not take its state: before anything is overwritten.
-    """
+    """Decode random states and position in the data of this rank; None where more or fewer ranks saved than load."""
     if len(index.ranks) != subject.comm.world_size:
         return None
     own = cast(Mapping[str, Any], decode(index.ranks[subject.comm.rank]))
     before = read_random_states(subject.device)
+    # A generator that does not take its state has to raise before anything is overwritten.
     try:
         set_random_states(own["random"], subject.device)
     except Exception as error:
@@ -219,41 +170,31 @@ def _own_of(folder: Path, index: Index, subject: Subject) -> Mapping[str, Any] |
     return own
 
 
-def _verify(folder: Path, comm: Comm, plan: LoadPlan) -> None:
+def _verify(folder: Path, comm: Comm, model: TensorContents, old: Sequence[OptimizerPart], matched: Match) -> None:
     """Check that tensors can be overwritten, and read what is going to overwrite them. The ranks split this work."""
-    plan.model.check_writable()
-    source = plan.matched.source
+    model.check_writable()
+    keys = [spec.key for part in (model, *old) for spec in part.specs]
+    saved = [matched.source[key] for key in keys if key in matched.source]
     with Files(folder) as files:
-        specs = [spec for part in plan.overwritten for spec in part.specs]
-        saved = [source[spec.key] for spec in specs if spec.key in source]
-        files.verify(saved, comm.rank, comm.world_size)
+        for error in files.damage(saved, comm.rank, comm.world_size):
+            raise error
 
 
-def _plan(folder: Path, index: Index, subject: Subject, others: _Others, *, strict: bool) -> LoadPlan:
+def _plan(folder: Path, index: Index, subject: Subject, *, strict: bool) -> LoadPlan:
     try:
-        plan = subject.plan(index)
+        return subject.plan(index, strict=strict)
     except StateMismatchError as error:
         raise StateMismatchError(f"{folder} does not fit: {error}") from None
-    misfits = plan.matched.misfits
-    if subject.optimizers:
-        misfits.extend(others.misfits(index))
-    if strict and misfits:
-        raise StateMismatchError(
-            f"{folder} does not fit: {'; '.join(misfits)}. With strict=False what fits is loaded, and state that is "
-            "missing begins anew"
-        )
-    return plan
 
 
 def _read(folder: Path, parts: Sequence[Contents], matched: Match) -> None:
     """Fill this rank's holdings of ``parts``."""
-    source = matched.source
     with Files(folder) as files:
         for part in parts:
             # Closed at once where reading fails: until then a page of offloaded state is on the device.
             with contextlib.closing(part.values()) as values:
                 # ``strict`` asks once more after the last tensor: only then is that one copied to where it belongs.
                 for of, flat in zip(part.holdings, values, strict=True):
-                    saved = source.get(of.spec.key)
+                    saved = matched.source.get(of.spec.key)
                     if saved is not None and of.length:
                         files.read_into(flat, saved, of.start, of.spec.arrangement)

@@ -47,11 +47,11 @@ class Match:
     Attributes:
         saved_name: of each parameter here, what the checkpoint calls it.
         source: by kind and name, the saved tensor that one here is loaded from; the others are not loaded.
-        fresh: names of parameters whose state begins anew.
+        fresh: names of parameters whose state starts fresh.
         begun: averages that were not saved, and begin at the parameters.
         steps: updates that each parameter has had, where that was counted.
         groups: of each optimizer, of each of its groups, the number of the saved one; None: it keeps its options.
-        misfits: a sentence each. ``notes``: sentences on what is no misfit, but worth telling.
+        misfits: a sentence each. ``notes``: sentences on what is no misfit, but worth a note.
     """
 
     saved_name: Mapping[str, str]
@@ -65,31 +65,20 @@ class Match:
 
 
 def match(
-    index: Index,
-    names: Names,
-    saved_name: Mapping[str, str],
-    model: Sequence[TensorSpec],
-    optimizers: Sequence[Wanted],
+    index: Index, names: Names, saved_name: Mapping[str, str], model: Sequence[TensorSpec], optimizers: Sequence[Wanted]
 ) -> Match:
     """Match all tensors and groups. ``model``: parameters and buffers. ``saved_name``: what ``saved_names`` gave.
-
-    Raises StateMismatchError where a tensor has another shape, numbers of another kind, or rows in another order: that
-    is never loaded.
-    """
+    Raises StateMismatchError for a tensor of another shape, kind of numbers, or order of rows: none is ever loaded."""
     matched = Match(saved_name=saved_name)
-    _match_model(index, model, matched)
-    _note_leftover_weights(index, names, matched)
+    _match_model(index, names, model, matched)
     if optimizers:
         for number, wanted in enumerate(optimizers):
             _match_state(index, wanted, matched)
-            saved = index.optimizers[number] if number < len(index.optimizers) else None
-            matched.groups.append(_match_groups(number, wanted, saved, matched))
+            matched.groups.append(_match_groups(number, wanted, index.optimizers, matched))
         _note_leftover_state(index, matched)
         if len(index.optimizers) > len(optimizers):
-            misfit = (
-                f"the checkpoint has {count(len(index.optimizers), 'optimizer')}, and {len(optimizers)} are given here"
-            )
-            matched.misfits.append(misfit)
+            there = count(len(index.optimizers), "optimizer")
+            matched.misfits.append(f"the checkpoint has {there}, and {len(optimizers)} are given here")
     steps = index.steps()
     matched.steps = {name: steps[saved] for name, saved in saved_name.items() if saved in steps}
     _check_shapes([*model, *(spec for wanted in optimizers for spec in wanted.specs)], matched)
@@ -98,78 +87,69 @@ def match(
 
 def saved_names(index: Index, names: Names) -> dict[str, str]:
     """Find what the checkpoint calls each parameter: tied ones may be saved under another of their names."""
-    return {name: _saved_name(index, names, name) for name in names.parameters}
-
-
-def _saved_name(index: Index, names: Names, name: str) -> str:
-    for known in names.equal_to(name):
-        first = index.aliases.get(known, known)
-        if (PARAMETER, first) in index.tensors:
-            return first
-    return name
+    found = {}
+    for name in names.parameters:
+        there = (index.aliases.get(known, known) for known in names.equal_to(name))
+        found[name] = next((known for known in there if (PARAMETER, known) in index.tensors), name)
+    return found
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def _match_model(index: Index, model: Sequence[TensorSpec], matched: Match) -> None:
+def _match_model(index: Index, names: Names, model: Sequence[TensorSpec], matched: Match) -> None:
     missing: dict[str, list[str]] = {PARAMETER: [], BUFFER: []}
+    used: set[Key] = set()
     for spec in model:
         name = matched.saved_name.get(spec.name, spec.name) if spec.kind == PARAMETER else spec.name
         saved = index.tensors.get((spec.kind, name))
         if saved is None:
             missing[spec.kind].append(spec.name)
             continue
+        used.add((spec.kind, name))
         if spec.kind == PARAMETER and saved.spec.dtype != spec.dtype:
-            saved = index.precise(name) or saved
+            saved = index.precise(name) or saved  # rounded once, from the master
         matched.source[spec.key] = saved
-    for kind, those in missing.items():
-        if those:
-            matched.misfits.append(f"missing in the checkpoint: {count(len(those), kind)}, {listed(those)}")
+    unused: dict[str, list[str]] = {PARAMETER: [], BUFFER: []}
+    for kind, name in index.tensors:
+        if kind in unused and (kind, name) not in used:
+            unused[kind].append(name if name not in names.aliases else f"{name} (tied to {names.aliases[name]} here)")
+    for what, by_kind in (("missing in", missing), ("left over in", unused)):
+        for kind, those in by_kind.items():
+            if those:
+                matched.misfits.append(f"{what} the checkpoint: {count(len(those), kind)}, {listed(those)}")
 
 
 def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
     lacking: dict[str, list[str]] = {}
-    begun: set[str] = set()  # averages
+    averages: set[str] = set()
     for spec in wanted.specs:
         name = matched.saved_name[spec.name]
         saved = index.precise(name) if spec.kind == wanted.master else index.tensors.get((spec.kind, name))
         if saved is None and spec.kind in wanted.averages:
-            saved = index.precise(name)
-            begun.add(spec.kind)
+            saved = index.precise(name)  # the master, so that the average is not of rounded values
+            averages.add(spec.kind)
             matched.begun.add(spec.key)
         if saved is not None:
             matched.source[spec.key] = saved
         else:
             lacking.setdefault(spec.name, []).append(spec.kind)
     matched.fresh |= set(lacking)
-    if begun:
-        matched.notes.append(f"not in the checkpoint: {', '.join(sorted(begun))}: averages begin at the parameters")
-    # Without all of its state a parameter begins anew; its master is loaded all the same.
+    if averages:
+        matched.notes.append(f"not in the checkpoint: {', '.join(sorted(averages))}: averages begin at the parameters")
+    # Without all of its state a parameter starts fresh; its master is loaded all the same.
     for spec in wanted.specs:
         if spec.name in lacking and spec.kind != wanted.master:
             matched.source.pop(spec.key, None)
     known = {name for optimizer in index.optimizers for group in optimizer.groups for name in group["params"]}
-    updated = index.updated()
     trained = [name for name in lacking if name not in wanted.spared]
-    never = [name for name in trained if matched.saved_name[name] in known - updated]
+    not_updated = known - index.updated()  # their state was not made yet when they were saved
+    never = [name for name in trained if matched.saved_name[name] in not_updated]
     if never:
         matched.notes.append(f"never updated before: {count(len(never), PARAMETER)}, {listed(never)}")
     missed = [name for name in trained if name not in never]
     if missed:
         matched.misfits.append(f"missing in the checkpoint: {_state_of({name: lacking[name] for name in missed})}")
-
-
-def _note_leftover_weights(index: Index, names: Names, matched: Match) -> None:
-    used = {source.spec.name for key, source in matched.source.items() if key[0] == PARAMETER}
-    known = {key for key in matched.source if key[0] == BUFFER}
-    unused: dict[str, list[str]] = {PARAMETER: [], BUFFER: []}
-    for kind, name in index.tensors:
-        if (kind == PARAMETER and name not in used) or (kind == BUFFER and (kind, name) not in known):
-            unused[kind].append(name if name not in names.aliases else f"{name} (tied to {names.aliases[name]} here)")
-    for kind, those in unused.items():
-        if those:
-            matched.misfits.append(f"left over in the checkpoint: {count(len(those), kind)}, {listed(those)}")
 
 
 def _note_leftover_state(index: Index, matched: Match) -> None:
@@ -183,8 +163,8 @@ def _note_leftover_state(index: Index, matched: Match) -> None:
     if unused:
         averages = all(kind.startswith(EMA) for kinds in unused.values() for kind in kinds)
         remedy = " (averages: make the optimizer with ema_decay=, as it was)" if averages else ""
-        misfit = f"left over in the checkpoint, and not trained or not kept here: {_state_of(unused)}{remedy}"
-        matched.misfits.append(misfit)
+        there = "left over in the checkpoint, and not trained or not kept here"
+        matched.misfits.append(f"{there}: {_state_of(unused)}{remedy}")
 
 
 def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
@@ -219,10 +199,8 @@ def _whole_or_slices(spec: TensorSpec) -> str:
 
 
 def shape_differs(here: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    """Say why a saved tensor of this shape and dtype cannot be loaded; None: it can.
-
-    Floating types are cast into one another. Any other dtype loads from its own alone.
-    """
+    """Find why a saved tensor of this shape and dtype cannot be loaded; None: it can."""
+    # Floating types are cast into one another. Any other dtype loads from its own alone.
     casts = dtype == here.dtype or (dtype.is_floating_point and here.dtype.is_floating_point)
     if shape == here.shape and casts:
         return None
@@ -233,19 +211,21 @@ def shape_differs(here: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) 
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-def _match_groups(number: int, wanted: Wanted, saved: SavedOptimizer | None, matched: Match) -> list[int | None]:
+def _match_groups(
+    number: int, wanted: Wanted, optimizers: Sequence[SavedOptimizer], matched: Match
+) -> list[int | None]:
     """Find the saved group for each group: the one with the same parameters."""
-    if saved is None:
+    if number >= len(optimizers):
         matched.misfits.append(f"the checkpoint holds no options of optimizer {number}: it has fewer optimizers")
         return [None] * len(wanted.groups)
+    saved = optimizers[number]
     if wanted.takes is not None and saved.name not in wanted.takes:
         matched.misfits.append(f"optimizer {number} was saved by a {saved.name}, whose state it has no use for here")
     there = [frozenset(group["params"]) for group in saved.groups]
     here = [frozenset(matched.saved_name[name] for name in group) for group in wanted.groups]
     found: list[int | None] = [there.index(group) if group in there else None for group in here]
-    # Groups without parameters are told apart by their places alone.
     for place, group in enumerate(here):
-        if not group:
+        if not group:  # groups without parameters differ in their places alone
             found[place] = place if place < len(there) and not there[place] else None
     if None in found or len(here) != len(there):
         matched.misfits.append(_difference(here, there))
@@ -264,9 +244,6 @@ def _difference(here: Sequence[frozenset[str]], there: Sequence[frozenset[str]])
     gone = [f"{name!r} is in no group here" for name in place_there if name not in place_here]
     sizes = f"sizes {[len(group) for group in here]} here, {[len(group) for group in there]} there"
     return f"the parameter groups differ ({sizes}): {listed([*moved, *new, *gone] or ['their number'])}"
-
-
-# -- words -------------------------------------------------------------------------------------------------------------
 
 
 def _state_of(kinds: Mapping[str, Sequence[str]]) -> str:

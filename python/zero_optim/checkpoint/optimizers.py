@@ -21,22 +21,13 @@ from ..rules.codec import Per, StateTensor
 from ..rules.options import EMA_DECAY, listed_decays
 from ..rules.update_rule import UpdateRule, exported_for, master_of, tensors_for
 from ..step.saved_state import SavedState, is_rounded
-from .contents import Contents, Holders, Holding, Names, TensorContents, in_stack
+from .contents import Holders, Holding, Names, TensorContents, in_stack
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec, decode, encode
 from .matching import Match, Wanted
-from .rank_file import codec_of
-from .rank_state import check_groups_fit, load_groups
+from .rank_file import EncodedTensor
+from .rank_state import check_groups_fit
 
-_SHARDED = "Sharded"
-"""The prefix of the names of our optimizers in an index. The rule's name follows."""
-
-
-def _same_state(name: str) -> frozenset[str]:
-    """List the optimizers with the same state as the one called ``name``, itself included."""
-    for own, rule in RULES.items():
-        if name in (f"{_SHARDED}{own}", *rule.counterparts):
-            return rule.counterparts | {f"{_SHARDED}{own}"}
-    return frozenset((name,))
+_SHARDED = "Sharded"  # the prefix of our optimizers' names in an index: the rule's name follows
 
 
 class ShardedPart:
@@ -52,7 +43,6 @@ class ShardedPart:
     def __init__(self, opt: Sharded, names: Names, *, stored: bool) -> None:
         self._stored = stored
         self._engine, self._groups = opt.engine, opt.param_groups
-        self._specs: dict[tuple[int, str], tuple[TensorSpec, int]] = {}
         parameters = opt.engine.parameters
         parameters.check_groups_unedited(opt.param_groups)
         self._names = [names.of(p, label) for p, label in zip(parameters.all, parameters.labels, strict=True)]
@@ -73,12 +63,6 @@ class ShardedPart:
 
     def _spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
         """Give the spec of a saved tensor, and where the slice of this rank's column begins in it."""
-        key = index, tensor.name
-        if key not in self._specs:
-            self._specs[key] = self._make_spec(index, tensor)
-        return self._specs[key]
-
-    def _make_spec(self, index: int, tensor: StateTensor) -> tuple[TensorSpec, int]:
         parameter = self._engine.parameters.all[index]
         bucket, _, slot = self._engine.reducer.layout.slot_of[index]
         own, order = bucket.flat.slices[slot], bucket.flat.orders[slot]
@@ -89,7 +73,7 @@ class ShardedPart:
             counts = slice_counts(parameter.shape, cut)
             rows = [-(-count // ROW) for count in counts]
             spec = replace(spec, shape=(sum(rows),), cut=None, rows_of=counts if cut is not None else None)
-            before = 0 if own is None or cut is None else sum(rows[: own.rank])
+            before = 0 if own is None or cut is None else sum(rows[: own.rank])  # a slice begins with a new row
         else:
             before = 0 if own is None else own.start
         spec, before_stack = in_stack(spec, bucket.flat.stack)
@@ -99,7 +83,7 @@ class ShardedPart:
     def holdings(self) -> list[Holding]:
         found = []
         held_by = {id(shard): Holders(*shard.bucket.flat.holders) for shard in self._engine.states.shards}
-        for own in self._engine.states.state_pieces(stored=self._stored):
+        for own in self._engine.states.state_pieces(stored=self._stored):  # as laid out now: see ``use_order``
             start, length = own.tensor.span(own.piece.in_param, own.piece.numel)
             spec, before = self._spec(own.piece.slot.param, own.tensor)
             found.append(Holding(spec, before + start, length, held_by[id(own.shard)]))
@@ -110,31 +94,26 @@ class ShardedPart:
 
     @property
     def is_new(self) -> bool:
-        """Whether its state may be filled by a load that can fail: ``begin_anew`` undoes that."""
+        """True if a load that may fail can fill its state: ``reset`` undoes that."""
         return not self._engine.states.started
 
-    def begin_anew(self) -> None:
-        """Make the state what it is at construction."""
+    def reset(self) -> None:
+        """Reset the state to what it is at construction."""
         self._engine.states.restart({*self._engine.parameters.trained})
-
-    def steps(self) -> dict[str, float]:
-        """Updates that each parameter with state has had, by name. The host waits for the device."""
-        counts = self._engine.hyper.steps.tolist()
-        return {self._names[index]: counts[index] for index in self._engine.parameters.trained}
 
     def describe(self) -> list[SavedOptimizer]:
         """Give what the index holds beside tensors: an optimizer for each rule."""
-        steps, order = self.steps(), [self._names[index] for index in self._engine.reducer.layout.order]
-        return [self._described_by(rule, steps, order) for rule in self._engine.rules.all]
-
-    def _described_by(self, rule: UpdateRule, steps: Mapping[str, float], order: Sequence[str]) -> SavedOptimizer:
-        """Describe one rule. ``order``: of the parameters of all rules, as their buckets leave."""
-        groups = {number: {**self._groups[number], **rule.described} for number in self._groups_of(rule)}
-        own = {self._names[index] for index in self._trained_by(rule)}
-        counts = {name: count for name, count in steps.items() if name in own}
-        codecs = {name: codec.name for name, codec in rule.codecs.items() if not codec.reads_parameter}
-        described = _described(groups, self._names_of_groups(rule))
-        return SavedOptimizer(f"{_SHARDED}{rule.name}", described, counts, master_of(rule), order, codecs)
+        steps = self._engine.hyper.steps.tolist()  # the host waits for the device
+        order = [self._names[index] for index in self._engine.reducer.layout.order]
+        found = []
+        for rule in self._engine.rules.all:
+            groups = {number: {**self._groups[number], **rule.described} for number in self._groups_of(rule)}
+            described = _described(groups, self._names_of_groups(rule))
+            counts = {self._names[index]: steps[index] for index in self._trained_by(rule)}
+            codecs = {name: codec.name for name, codec in rule.codecs.items() if not codec.reads_parameter}
+            name = f"{_SHARDED}{rule.name}"
+            found.append(SavedOptimizer(name, described, counts, master_of(rule), order, codecs))
+        return found
 
     def _groups_of(self, rule: UpdateRule) -> list[int]:
         """List the numbers of the rule's groups."""
@@ -159,29 +138,21 @@ class ShardedPart:
     def groups_of(
         self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
     ) -> list[dict[str, Any]]:
-        """Choose the options of each group: those of the saved group of that number; for None, its own.
-
-        Args:
-            saved, numbers: by rule; ``numbers`` are of the rule's groups.
-
-        Raises StateMismatchError for options that this optimizer cannot have.
-        """
+        """Choose the options of each group: those of the saved group of that number; for None, its own. ``saved``,
+        ``numbers``: by rule. Raises StateMismatchError for options that this optimizer cannot have."""
         groups = list(self._groups)
         for rule, of, chosen in zip(self._engine.rules.all, saved, numbers, strict=True):
             own = self._groups_of(rule)
             for number, group in zip(own, _chosen([groups[n] for n in own], of, chosen), strict=True):
                 groups[number] = group
         for group, before in zip(groups, self._groups, strict=True):
-            self._choose_decays(group, before)
+            # Where another number of averages was saved than there is here, the group keeps its own decays.
+            if EMA_DECAY in group and len(listed_decays(group[EMA_DECAY])) != len(self._engine.rules.averages):
+                del group[EMA_DECAY]
+            if EMA_DECAY in before:
+                group.setdefault(EMA_DECAY, before[EMA_DECAY])
         check_groups_fit(groups, self._groups, self._engine.rules.by_group)
         return groups
-
-    def _choose_decays(self, group: dict[str, Any], own: Mapping[str, Any]) -> None:
-        """Keep the group's own decays where another number of averages was saved than there is here."""
-        if EMA_DECAY in group and len(listed_decays(group[EMA_DECAY])) != len(self._engine.rules.averages):
-            del group[EMA_DECAY]
-        if EMA_DECAY in own:
-            group.setdefault(EMA_DECAY, own[EMA_DECAY])
 
     def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
         """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
@@ -191,34 +162,29 @@ class ShardedPart:
         self._engine.reducer.restore_order(order)
 
     def to_fill(self, matched: Match) -> Contents:
-        """Give what is to be filled. State that begins anew has its first values already."""
-        self._saved = self._saved_state(matched)
-        self._engine.begin_load(self._saved)
-        return self
-
-    def _saved_state(self, matched: Match) -> SavedState:
+        """Give what is to be filled. State that was not saved gets its first values now."""
         steps = [0.0] * len(self._names)
-        tensors, rounded = {}, set()
+        tensors: dict[int, list[str]] = {}
+        rounded: set[str] = set()
         for index, parameter in self._engine.parameters.trained.items():
             name, rule = self._names[index], self._engine.rules.of(index)
-            if name not in matched.fresh:
-                steps[index] = matched.steps.get(name, 0)
-                kinds = [tensor.name for tensor in tensors_for(rule, parameter.dtype)]
-                tensors[index] = [kind for kind in kinds if (kind, name) not in matched.begun]
-                saved = {kind: matched.source.get((kind, name)) for kind in tensors[index]}
-                rounded |= {
-                    kind
-                    for kind, source in saved.items()
-                    if source is not None and source.spec.dtype == torch.float32
-                    if is_rounded(kind, rule, codec_of(source))
-                }
-        return SavedState(tensors, torch.tensor(steps, dtype=torch.float64, device="cpu"), frozenset(rounded))
-
-    def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
-        load_groups(self._groups, groups, self._engine.rules.by_group)
+            if name in matched.fresh:
+                continue
+            steps[index] = matched.steps.get(name, 0)
+            kinds = [tensor.name for tensor in tensors_for(rule, parameter.dtype)]
+            tensors[index] = [kind for kind in kinds if (kind, name) not in matched.begun]
+            for kind in tensors[index]:
+                source = matched.source.get((kind, name))
+                codec = source.codec if isinstance(source, EncodedTensor) else None
+                if source is not None and source.spec.dtype == torch.float32 and is_rounded(kind, rule, codec):
+                    rounded.add(kind)
+        counts = torch.tensor(steps, dtype=torch.float64, device="cpu")
+        self._saved = SavedState(tensors, counts, frozenset(rounded))
+        self._engine.begin_load(self._saved)  # restarts what was not saved
+        return self
 
     def take_over(self, matched: Match) -> None:
-        """Take over the steps, once the tensors have been filled."""
+        """Take over the steps, once the tensors are filled."""
         self._engine.end_load(self._saved)
 
 
@@ -241,22 +207,14 @@ class TorchPart(TensorContents):
                     found[kind, names.of(parameter, "a parameter with state")] = value
         super().__init__(found, ranks)
 
-    @property
-    def is_new(self) -> bool:
-        """Always: a load fills new tensors beside its own, which it gets in ``take_over``."""
-        return True
-
-    def begin_anew(self) -> None:
-        """Do nothing: the optimizer's own tensors are as they were."""
-
-    def steps(self) -> dict[str, float]:
-        """Count updates, as a float where the optimizer has a tensor, as AdamW does, else as an int."""
-        counts = {self._names[id(p)]: entry["step"] for p, entry in self._opt.state.items() if "step" in entry}
-        return {name: float(count) if isinstance(count, Tensor) else int(count) for name, count in counts.items()}
+    is_new = True  # a load fills new tensors, which the optimizer gets in ``take_over``
 
     def describe(self) -> list[SavedOptimizer]:
         groups = _described(dict(enumerate(self._opt.param_groups)), self._names_of_groups())
-        return [SavedOptimizer(type(self._opt).__name__, groups, self.steps())]
+        counts = {self._names[id(p)]: entry["step"] for p, entry in self._opt.state.items() if "step" in entry}
+        # A float where the optimizer counts in a tensor, as AdamW does: ``take_over`` makes a tensor of it.
+        steps = {name: float(count) if isinstance(count, Tensor) else int(count) for name, count in counts.items()}
+        return [SavedOptimizer(type(self._opt).__name__, groups, steps)]
 
     def _names_of_groups(self) -> list[list[str]]:
         return [[self._names[id(parameter)] for parameter in group["params"]] for group in self._opt.param_groups]
@@ -264,33 +222,31 @@ class TorchPart(TensorContents):
     # -- loading -------------------------------------------------------------------------------------------------
 
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
-        """Want all state that the checkpoint has: before its first step the optimizer has none to tell by."""
+        """Want all state that the checkpoint has: before its first step the optimizer has none to compare with."""
         kinds = dict.fromkeys(kind for kind, _ in index.tensors if index.is_state(kind))
         specs = []
         for name in self._names.values():
             there = [index.tensors.get((kind, saved_name[name])) for kind in kinds]
             specs += [TensorSpec(name, saved.spec.kind, saved.spec.shape, saved.spec.dtype) for saved in there if saved]
-        return [Wanted(specs, self._names_of_groups(), takes=_same_state(type(self._opt).__name__))]
+        own = type(self._opt).__name__
+        takes = {own}
+        for ours, rule in RULES.items():  # optimizers with the same state
+            takes |= {*rule.counterparts, f"{_SHARDED}{ours}"} if own in rule.counterparts else set()
+        return [Wanted(specs, self._names_of_groups(), takes=frozenset(takes))]
 
     def groups_of(
         self, saved: Sequence[SavedOptimizer], numbers: Sequence[Sequence[int | None]]
     ) -> list[dict[str, Any]]:
         return _chosen(self._opt.param_groups, saved[0], numbers[0])
 
-    def use_order(self, saved: Sequence[SavedOptimizer], matched: Match) -> None:
-        pass
-
     def to_fill(self, matched: Match) -> Contents:
         place = {self._names[id(p)]: p.device for group in self._opt.param_groups for p in group["params"]}
-        self._to_fill = {
+        self._to_fill = {  # beside the optimizer's own state, which a failed load leaves as it is
             (kind, name): torch.empty(source.spec.shape, dtype=source.spec.dtype, device=place[name])
             for (kind, name), source in matched.source.items()
             if kind not in (PARAMETER, BUFFER) and name in place
         }
         return TensorContents(self._to_fill, self._ranks)
-
-    def set_options(self, groups: Sequence[dict[str, Any]]) -> None:
-        load_groups(self._opt.param_groups, groups)
 
     def take_over(self, matched: Match) -> None:
         index_of = {name: index for index, name in enumerate(name for of in self._names_of_groups() for name in of)}
@@ -299,20 +255,16 @@ class TorchPart(TensorContents):
             state.setdefault(index_of[name], {})[kind] = tensor
         for name, count in matched.steps.items():
             if index_of.get(name) in state:
-                counted = isinstance(count, float)  # in a tensor: see ``steps``
-                state[index_of[name]]["step"] = torch.tensor(count, device="cpu") if counted else count
+                in_tensor = isinstance(count, float)
+                state[index_of[name]]["step"] = torch.tensor(count, device="cpu") if in_tensor else count
         self._opt.load_state_dict({"state": state, "param_groups": self._opt.state_dict()["param_groups"]})
 
 
 OptimizerPart = ShardedPart | TorchPart
-"""An optimizer that is saved and loaded. As ``Contents`` it is the state to be saved."""
+"""An optimizer that is saved and loaded."""
 
-
-def make_part(opt: Any, names: Names, ranks: Ranks, *, stored: bool) -> OptimizerPart:
-    """Wrap an optimizer. ``ranks``: all that save or load together. ``stored``: see ``ShardedPart``."""
-    if is_sharded(opt):
-        return ShardedPart(opt, names, stored=stored)
-    return TorchPart(opt, names, ranks)
+Contents = ShardedPart | TensorContents
+"""The tensors of a model, or of an optimizer: ``specs``, the same on every rank, and this rank's ``holdings``."""
 
 
 class Sharded(Protocol):
@@ -347,12 +299,7 @@ def _chosen(
         copy.copy(group) if number is None else {**there[number], "params": group["params"]}
         for group, number in zip(groups, numbers, strict=True)
     ]
-    _join_aliases(groups, chosen)
-    return chosen
-
-
-def _join_aliases(groups: Sequence[Mapping[str, Any]], chosen: Sequence[dict[str, Any]]) -> None:
-    """Make one tensor of options that are one in ``groups``, where their values are equal: JSON has no aliases."""
+    # JSON has no aliases: an option that is one tensor in several groups, as one rate of all, becomes one tensor again.
     first: dict[int, Tensor] = {}
     for group, options in zip(groups, chosen, strict=True):
         for option, value in options.items():
@@ -360,3 +307,4 @@ def _join_aliases(groups: Sequence[Mapping[str, Any]], chosen: Sequence[dict[str
                 known = first.setdefault(id(own), value)
                 if known.dtype == value.dtype and torch.equal(known, value):
                     options[option] = known
+    return chosen

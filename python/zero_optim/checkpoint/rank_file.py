@@ -7,7 +7,7 @@ check the headers, each rank those of a part of the files.
 from __future__ import annotations
 
 import ctypes
-import os
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,65 +22,37 @@ from zero_kernels import ROW
 from ..errors import CheckpointError
 from ..params.storage_order import WHOLE, Arrangement, read_arranged, slice_counts
 from ..rules.codec import CODECS, Codec, Per, StateTensor
-from .index import FlatRange, Index, Key, Piece, ReadRange, SavedTensor, TensorSpec
-from .safetensors_file import BLOCK_BYTES, NAMES, RUN_BYTES, Entry, OpenFiles, will_read, write_entries
-
-
-@dataclass(frozen=True)
-class Portion(FlatRange):
-    """The part of a tensor that a rank writes."""
-
-    @property
-    def key(self) -> str:
-        """The name of the entry in the file."""
-        return f"{self.spec.kind}:{self.spec.name}:{self.start}"
-
-
-def crc32c(data: bytes) -> str:
-    """Compute a checksum, in hexadecimal. Raises CheckpointError where the package for it is missing."""
-    try:
-        from google_crc32c import value
-    except ImportError as error:
-        raise CheckpointError(
-            "checkpoints have checksums, for which google-crc32c is missing: pip install google-crc32c"
-        ) from error
-    return f"{value(data):08x}"
-
-
-def check_dtype(spec: TensorSpec) -> None:
-    """Raise CheckpointError for a dtype that safetensors has no name for."""
-    if spec.dtype not in NAMES:
-        raise CheckpointError(f"the {spec.label} has {spec.dtype}, which safetensors cannot hold")
+from .index import FlatRange, Index, Key, Piece, SavedTensor, TensorSpec, crc32c
+from .safetensors_file import BLOCK_BYTES, Entry, OpenFiles, write_entries
 
 
 def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
     """Give ``target`` [length] the values of ``dtype`` in ``data``, from element ``first`` on."""
     begin, nbytes = first * dtype.itemsize, target.numel() * dtype.itemsize
     if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-        where = target  # the bytes as they are
+        where = target  # in place: no second buffer
     else:
         where = torch.empty(target.numel(), dtype=dtype, device="cpu")
-    ctypes.memmove(where.data_ptr(), data[begin : begin + nbytes] if begin or nbytes < len(data) else data, nbytes)
+    ctypes.memmove(where.data_ptr(), data[begin : begin + nbytes], nbytes)  # a slice of all is no copy
     if where is target:
         torch.autograd.graph.increment_version(target)  # torch has not seen the write
     else:
-        target.copy_(where)
+        target.copy_(where)  # casts, or copies to the device: the host waits, as the memory is not pinned
 
 
-def write_file(path: Path, portions: Sequence[Portion], values: Iterable[Tensor]) -> tuple[str, list[SavedTensor]]:
+def write_file(path: Path, portions: Sequence[FlatRange], values: Iterable[Tensor]) -> tuple[str, list[SavedTensor]]:
     """Write a file of ``portions``, synced to the disk. Returns the checksum of its header, and what it holds.
-
-    Args:
-        values: of each portion [length], in the same order; each is written before the next is asked for.
-
-    Raises CheckpointError where the system refuses, naming file and bytes.
-    """
-    entries = [Entry(portion.key, portion.spec.dtype, (portion.length,)) for portion in portions]
+    ``values``: see ``write_entries``. Raises CheckpointError where the system refuses, naming file and bytes."""
+    entries = [
+        Entry(f"{portion.spec.kind}:{portion.spec.name}:{portion.start}", portion.spec.dtype, (portion.length,))
+        for portion in portions
+    ]
     checksums: list[str] = []
     header, offsets = write_entries(path, entries, values, lambda block: checksums.append(crc32c(block)))
-    written, first = [], 0
+    left = iter(checksums)
+    written = []
     for portion, offset in zip(portions, offsets, strict=True):
-        own = checksums[first : (first := first - (-portion.nbytes // BLOCK_BYTES))]
+        own = list(itertools.islice(left, -(-portion.nbytes // BLOCK_BYTES)))
         written.append(SavedTensor(portion.spec, [Piece(path.name, portion.start, portion.length, offset, own)]))
     return crc32c(header), written
 
@@ -107,28 +79,38 @@ class Files(OpenFiles):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.folder = folder
         self._prefix = f"{folder}/"  # to join paths for each block takes longer than to read it
-        self._ahead: dict[int, int] = {}  # of open files, where the range ends that the disk is reading ahead
 
-    def verify(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> None:
-        """Read and check a ``ranks``-th of these, by the order in the files: much of it this rank soon reads again.
-
-        Raises CheckpointError, naming file and tensor.
-        """
-        parts = [part for tensor in tensors for part, _, _ in tensor.ranges(0, tensor.spec.numel)]
-        for block in blocks_of_rank([*{part.spec.key: part for part in parts}.values()], rank, ranks):
-            self.read_block(block)
+    def damage(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> Iterator[CheckpointError]:
+        """Read and check a ``ranks``-th of these. Yields the error of each damaged block, naming file and tensor."""
+        # By the order in the files: much of this part the rank soon reads again.
+        parts = [part for one in tensors for part in (one.stored if isinstance(one, EncodedTensor) else (one,))]
+        for block in _blocks_of_rank([*{part.spec.key: part for part in parts}.values()], rank, ranks):
+            try:
+                self.read_block(block)
+            except CheckpointError as error:
+                yield error
 
     def read_into(self, target: Tensor, tensor: SavedTensor, start: int, arranged: Arrangement = WHOLE) -> None:
-        """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on.
-
-        They are counted as ``arranged``, however they were saved.
-
-        Every block that is read is checked. Raises CheckpointError, naming file and tensor.
-        """
+        """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on, counted
+        as ``arranged``. Every block that is read is checked. Raises CheckpointError, naming file and tensor."""
         ways = (arranged, tensor.spec.arrangement)
-        read_arranged(target, start, tensor.spec.shape, ways, partial(tensor.read, read=self._read_as_saved))
+        if isinstance(tensor, EncodedTensor):
+            read_arranged(target, start, tensor.spec.shape, ways, partial(self._read_encoded, tensor))
+        else:
+            read_arranged(target, start, tensor.spec.shape, ways, partial(self._read_as_saved, tensor))
+
+    def _read_encoded(self, tensor: EncodedTensor, target: Tensor, start: int) -> None:
+        state = StateTensor(tensor.spec.kind)
+        for low, high, row in tensor.runs(start, start + target.numel()):
+            flats = []
+            for part, of in zip(tensor.stored, tensor.codec.parts(state), strict=True):
+                first, length = (row, -(-(high - low) // ROW)) if of.per is Per.ROW else (low, high - low)
+                flats.append(torch.empty(length, dtype=part.spec.dtype, device="cpu"))
+                self._read_as_saved(part, flats[-1], first)
+            values = tensor.codec.decode_flat(state, flats)
+            first = max(start, low)
+            target[first - start : high - start].copy_(values[first - low :])
 
     def _read_as_saved(self, tensor: SavedTensor, target: Tensor, start: int) -> None:
         length = target.numel()
@@ -139,65 +121,41 @@ class Files(OpenFiles):
             fill(part, tensor.spec.dtype, data, low - block.start)
 
     def read_block(self, block: ChecksumBlock) -> bytes:
-        """Read a block's bytes, and check them."""
-        name, nbytes, offset = block.piece.file, block.nbytes, block.offset
-        try:
-            file = self.descriptor(self._prefix + name)
-            self._read_ahead(file, offset)
-            data = os.pread(file, nbytes, offset)
-        except OSError as error:
-            path = self.folder / name
-            raise CheckpointError(f"{path}, which holds the {block.spec.label}: {error.strerror}") from error
-        if len(data) < nbytes:
-            raise CheckpointError(f"{self.folder / name} ends in the midst of the {block.spec.label}: it was cut off")
+        """Read a block's bytes, and check them. Raises CheckpointError, naming file and tensor."""
+        path = self._prefix + block.file
+        data = self.read(path, block.offset, block.nbytes, block.spec.label)
         if crc32c(data) != block.crc32c:
-            bytes_of = f"bytes {offset:,} to {offset + nbytes:,}, of the {block.spec.label}"
-            raise CheckpointError(f"{self.folder / name} is damaged: {bytes_of}, have another checksum")
+            bytes_of = f"bytes {block.offset:,} to {block.offset + block.nbytes:,}, of the {block.spec.label}"
+            raise CheckpointError(f"{path} is damaged: {bytes_of}, have another checksum")
         return data
-
-    def _read_ahead(self, file: int, offset: int) -> None:
-        """Keep the disk reading between a half and all of ``RUN_BYTES`` ahead of ``offset``."""
-        ahead = self._ahead.get(file, 0)
-        begin = ahead if offset <= ahead <= offset + RUN_BYTES else offset
-        if begin - offset <= RUN_BYTES // 2:
-            self._ahead[file] = offset + RUN_BYTES
-            will_read(file, begin, self._ahead[file] - begin)
 
 
 class ChecksumBlock(NamedTuple):
-    """A part of a piece with a checksum of its own, the piece's ``number``-th: ``length`` elements of the tensor from
-    ``start`` on."""
+    """The ``length`` elements of a tensor from ``start`` on, which have a checksum of their own."""
 
     spec: TensorSpec
     start: int
     length: int
-    piece: Piece
-    number: int
+    file: str
+    offset: int
+    crc32c: str
 
     @property
     def nbytes(self) -> int:
         return self.length * self.spec.dtype.itemsize
 
-    @property
-    def offset(self) -> int:
-        return self.piece.offset + self.number * BLOCK_BYTES
 
-    @property
-    def crc32c(self) -> str:
-        return self.piece.crc32c[self.number]
-
-
-def blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[ChecksumBlock]:
+def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[ChecksumBlock]:
     """Choose the blocks of ``tensors`` that begin in the ``rank``-th part of their bytes, in the order of files."""
     pieces = [(piece, tensor) for tensor in tensors for piece in tensor.pieces]
     pieces.sort(key=lambda pair: (len(pair[0].file), pair[0].file, pair[0].offset))
     total = sum(piece.length * tensor.spec.dtype.itemsize for piece, tensor in pieces)
-    low, high = -(-total * rank // ranks), -(-total * (rank + 1) // ranks)
+    low, high = -(-total * rank // ranks), -(-total * (rank + 1) // ranks)  # rounded alike: each block is of one rank
     begin = 0
     for piece, tensor in pieces:
         nbytes = piece.length * tensor.spec.dtype.itemsize
         for block in _blocks_of(tensor, piece.start, piece.end) if begin < high and begin + nbytes > low else ():
-            if low <= begin + block.number * BLOCK_BYTES < high:
+            if low <= begin + block.offset - piece.offset < high:
                 yield block
         begin += nbytes
 
@@ -206,14 +164,13 @@ def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[ChecksumBl
     """Cut out the blocks that hold elements from ``start`` to ``end``, in order."""
     most = BLOCK_BYTES // tensor.spec.dtype.itemsize
     for piece in tensor.pieces:
-        begin, length = piece.start, piece.length
-        if max(start, begin) >= min(end, begin + length):
+        if max(start, piece.start) >= min(end, piece.end):
             continue
-        if length <= most:  # as of most tensors of a large model
-            yield ChecksumBlock(tensor.spec, begin, length, piece, 0)
-            continue
-        for number in range(max(start - begin, 0) // most, -(-min(end - begin, length) // most)):
-            yield ChecksumBlock(tensor.spec, begin + number * most, min(most, length - number * most), piece, number)
+        for number in range(max(start - piece.start, 0) // most, -(-min(end - piece.start, piece.length) // most)):
+            first = piece.start + number * most
+            length = min(most, piece.end - first)
+            offset = piece.offset + number * BLOCK_BYTES
+            yield ChecksumBlock(tensor.spec, first, length, piece.file, offset, piece.crc32c[number])
 
 
 # -- state that was stored by a codec ----------------------------------------------------------------------------------
@@ -221,66 +178,29 @@ def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[ChecksumBl
 
 @dataclass(frozen=True)
 class EncodedTensor(SavedTensor):
-    """A tensor that was stored by a codec, read as the logical fp32 tensor, whose ``spec`` it has.
+    """The tensors ``stored`` by a codec, in its order, read as the logical fp32 tensor, whose ``spec`` this has.
 
     Rows are counted in each slice of a parameter from its first element on, as the elements lie in memory::
 
         exp_avg of a [3, 100], cut in two along dimension 1     slice 0: 150 elements, 2 rows     slice 1: 150, 2 rows
         exp_avg_int8     |<------ 150 ------>|<------ 150 ------>|
         exp_avg_scale    |  0  |  1          |  2  |  3          |
-
-    Attributes:
-        codec: the codec.
-        stored: the tensors that were saved, as the codec lists them.
     """
 
     codec: Codec
     stored: Sequence[SavedTensor]
 
-    def ranges(self, start: int, length: int) -> Iterator[tuple[SavedTensor, int, int]]:
-        for low, high, row in self._runs(start, start + length):
-            yield from self._of_run(low, high, row)
-
-    def read(self, target: Tensor, start: int, read: ReadRange) -> None:
-        for low, high, row in self._runs(start, start + target.numel()):
-            flats = []
-            for part, first, length in self._of_run(low, high, row):
-                flats.append(torch.empty(length, dtype=part.spec.dtype, device="cpu"))
-                there = part.spec.arrangement
-                read_arranged(flats[-1], first, part.spec.shape, (there, there), partial(read, part))
-            values = self.codec.decode_flat(self._tensor, flats)
-            first = max(start, low)
-            target[first - start : high - start].copy_(values[first - low :])
-
-    def _of_run(self, low: int, high: int, row: int) -> Iterator[tuple[SavedTensor, int, int]]:
-        """Give what to read of each stored tensor for a run, whose first row is number ``row``."""
-        for part, of in zip(self.stored, self.codec.parts(self._tensor), strict=True):
-            yield part, *((row, -(-(high - low) // ROW)) if of.per is Per.ROW else (low, high - low))
-
-    @property
-    def _tensor(self) -> StateTensor:
-        return StateTensor(self.spec.kind)
-
-    def _runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Give the runs that hold the elements ``start`` to ``end``, one a slice, each from the beginning of a row on:
         first element, end, and number of the first row."""
+        of_rows = next((part.spec.rows_of for part in self.stored if part.spec.rows_of is not None), None)
         begin, rows = 0, 0
-        for count in self._slices():
+        for count in of_rows or slice_counts(self.spec.shape, self.spec.cut):
             low, high = max(start, begin), min(end, begin + count)
             if low < high:
                 first = (low - begin) // ROW
                 yield begin + first * ROW, high, rows + first
             begin, rows = begin + count, rows + -(-count // ROW)
-
-    def _slices(self) -> Sequence[int]:
-        """Elements of each slice."""
-        of_rows = next((part.spec.rows_of for part in self.stored if part.spec.rows_of is not None), None)
-        return of_rows or slice_counts(self.spec.shape, self.spec.cut)
-
-
-def codec_of(saved: SavedTensor) -> Codec | None:
-    """Give the codec that ``saved`` was stored by; None: it holds the values themselves."""
-    return saved.codec if isinstance(saved, EncodedTensor) else None
 
 
 def decoded(index: Index) -> Index:

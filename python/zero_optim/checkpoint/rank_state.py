@@ -10,9 +10,9 @@ import copy
 import itertools
 import math
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from ..rules.update_rule import UpdateRule, tensors_for
 from ..step.saved_state import Copy, SavedState, is_rounded, plan_load, tensors_of
 from ..validate import check_groups
 
+T = TypeVar("T")
 Groups = Sequence[dict[str, Any]]
 
 # Fixed by the constructor: a saved group changes none of these, nor options with ``stays``.
@@ -36,8 +37,8 @@ _FIXED_OPTIONS = ("params", "param_names", "decoupled_weight_decay")
 PLACE = "place"
 """The key of a state dict, beside torch's two, where other ranks have other parameters under the same names."""
 PARTS = "parts"
-"""The key of how many parameters, in the order of the state, were laid out together. It is there from when
-parameters are thawed or added until the buckets are laid out anew."""
+"""The key of how many parameters, in the order of the state, were laid out together. It is there after parameters are
+thawed or added, until the next layout of buckets."""
 STAGE = "stage"
 """The key of the pipeline stage within ``PLACE``."""
 
@@ -73,11 +74,8 @@ def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], step
 def match_state(
     state_dict: Mapping[str, Any], parameters: ParameterSet, rules: GroupRules
 ) -> dict[int, Mapping[str, Any]]:
-    """Give the saved state by parameter index, in its own order. Raises StateMismatchError where it does not fit.
-
-    Groups and step counts are checked, tensors are not. State of parameters that are not trained is left out, with a
-    warning.
-    """
+    """Give the saved state by parameter index, in its own order, without that of frozen parameters. Raises
+    StateMismatchError where groups or step counts do not fit; tensors are not checked."""
     _check_form(state_dict)
     groups, labels, saved_groups = parameters.groups, parameters.labels, state_dict["param_groups"]
     check_groups_fit(saved_groups, groups, rules.by_group)
@@ -88,20 +86,23 @@ def match_state(
     unknown = [key for key in state_dict["state"] if key not in index_of]
     if unknown:
         raise StateMismatchError(f"the state holds {unknown[:5]}, which this optimizer does not train")
-    saved = {index_of[key]: _given(entry) for key, entry in state_dict["state"].items()}
-    saved = {index: entry for index, entry in saved.items() if entry != {}}
-    for index, entry in saved.items():
-        _check_entry(entry, labels[index], rules.of(index))
+    saved: dict[int, Mapping[str, Any]] = {}
+    for key, entry in state_dict["state"].items():
+        if isinstance(entry, Mapping):
+            # None are momentum buffers of torch's SGD before its first step. For absent ones see ``to_load_whole``.
+            entry = {name: v for name, v in entry.items() if v is not None and not hasattr(v, "zero_optim_absent")}
+        if entry != {}:
+            _check_entry(entry, labels[index_of[key]], rules.of(index_of[key]))
+            saved[index_of[key]] = entry
     ignored = [labels[index] for index in saved if index not in parameters.trained]
     if ignored:
         warnings.warn(f"the state of {', '.join(ignored[:5])} is not loaded: frozen here", stacklevel=2)
     return {index: entry for index, entry in saved.items() if index in parameters.trained}
 
 
-def saved_order(saved: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Give the order of the layout that shards were saved in; none for full tensors, which fit any."""
-    sharded = any(isinstance(value, FlatShard) for entry in saved.values() for value in entry.values())
-    return list(saved) if sharded else []
+def _has_shards(saved: Mapping[int, Mapping[str, Any]]) -> bool:
+    """True if the state fits one layout alone: full tensors fit any."""
+    return any(isinstance(value, FlatShard) for entry in saved.values() for value in entry.values())
 
 
 def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: ParameterSet, rules: GroupRules) -> SavedState:
@@ -118,12 +119,9 @@ def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: Parameter
 
 
 def load_groups(groups: Groups, saved: Groups, rules: Sequence[UpdateRule] = ()) -> None:
-    """Take over the options of saved parameter groups; the parameters and their names stay.
-
-    ``rules``: of each group; empty for an optimizer of torch's. A tensor that several saved groups have, as one rate of
-    all of them, is one tensor in the live groups, too.
-    """
-    copies: dict[int, Any] = {}
+    """Take over the options of saved parameter groups; the parameters and their names stay. ``rules``: of each group;
+    empty for an optimizer of torch's."""
+    copies: dict[int, Any] = {}  # a tensor that several saved groups have, as one rate of all, stays one tensor
     for group, options, rule in itertools.zip_longest(groups, saved, rules):
         taken = options if rule is None else _taken(options, rule)
         kept = {name: value for name, value in taken.items() if name not in _FIXED_OPTIONS}
@@ -149,10 +147,7 @@ def _check_form(state_dict: Any) -> None:
 
 
 def check_groups_fit(saved: Groups, groups: Groups, rules: Sequence[UpdateRule]) -> None:
-    """Raise StateMismatchError for saved groups of other sizes, or with options that these cannot have.
-
-    ``rules``: of each group.
-    """
+    """Raise StateMismatchError for saved groups of other sizes, or with options that these cannot have."""
     sizes, expected = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes != expected:
         raise StateMismatchError(f"the state has parameter groups of sizes {sizes}, this optimizer {expected}")
@@ -177,16 +172,9 @@ def index_by_key(saved: Groups, groups: Groups) -> dict[Hashable, int]:
             f"the state holds the same parameters in another order: {first!r} stands elsewhere. Give them in its order"
         )
     index_of: dict[Hashable, int] = {}
-    for keys in (own, names, ids):
+    for keys in (own, names, ids):  # the last count: keys as the state itself lists them
         index_of.update({key: index for index, key in enumerate(keys) if key is not None})
     return index_of
-
-
-def _given(entry: Any) -> Any:
-    """Drop values that are None, as torch's SGD had momentum buffers, or that ``to_load_whole`` has marked."""
-    if not isinstance(entry, Mapping):
-        return entry
-    return {name: v for name, v in entry.items() if v is not None and not hasattr(v, "zero_optim_absent")}
 
 
 def _check_entry(entry: Any, label: str, rule: UpdateRule) -> None:
@@ -227,56 +215,62 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
     if as_torch:
         return state_dict
     parts = engine.reducer.layout.parts
-    if len(parts) > 1 and engine.sharded_model is None and saved_order(exported):
+    if len(parts) > 1 and engine.sharded_model is None and _has_shards(exported):
         state_dict[PARTS] = [len(part) for part in parts]
     if place := _place(engine):
         state_dict[PLACE] = place
     return state_dict
 
 
-def gather(engine: Engine, *, wanted: bool, device: torch.device) -> dict[int, dict[str, Tensor]]:
-    """Collective. Gather the whole logical state on ``device``, by parameter index, where it is ``wanted``. Every rank
-    goes through all tensors, whatever fails on it."""
-    state: dict[int, dict[str, Tensor]] = {index: {} for index in engine.parameters.trained} if wanted else {}
+def collect(
+    tensors: Iterable[tuple[T, Tensor]], device: torch.device, *, wanted: bool, copy: bool = True
+) -> dict[T, Tensor]:
+    """Collective. Collect the tensors that an iterator of collectives gives with their keys, where ``wanted``."""
+    copies: dict[T, Tensor] = {}
     failure: Exception | None = None
-    for index, name, whole in engine.states.whole_tensors():
+    for key, tensor in tensors:
+        # To the end, whatever fails here: the other ranks wait for this one in each gather.
         if wanted and failure is None:
             try:
-                state[index][name] = whole.to(device, copy=True)
+                copies[key] = tensor.to(device, copy=copy)
             except (MemoryError, RuntimeError) as error:
                 failure = error
     if failure is not None:
         raise failure
+    return copies
+
+
+def gather(engine: Engine, *, wanted: bool, device: torch.device) -> dict[int, dict[str, Tensor]]:
+    """Collective. Gather the whole logical state on ``device``, by parameter index, where it is ``wanted``."""
+    tensors = (((index, name), whole) for index, name, whole in engine.states.whole_tensors())
+    state: dict[int, dict[str, Tensor]] = {index: {} for index in engine.parameters.trained} if wanted else {}
+    for (index, name), copied in collect(tensors, device, wanted=wanted).items():
+        state[index][name] = copied
     return state
 
 
 def save_whole(engine: Engine, groups: Groups, *, on_rank_0: bool) -> dict[str, Any]:
     """Collective. Make the state dict of whole tensors, as ``get_optimizer_state_dict(full_state_dict=True)`` has it.
-
-    ``on_rank_0``: rank 0 alone gets the state, on the CPU; else all ranks do, on the device.
-    """
+    ``on_rank_0``: rank 0 alone gets the state, on the CPU; else all ranks do, on the device."""
     world = engine.sharding.world
     with world.raising_together("get_optimizer_state_dict"):
         engine.shardings.check_whole("torch.distributed.checkpoint")
         engine.shardings.check_joined("torch.distributed.checkpoint")
     device = torch.device("cpu") if on_rank_0 else engine.sharding.device
-    with world.raising_together("get_optimizer_state_dict"):
+    with world.raising_together("get_optimizer_state_dict"):  # memory may be short on one rank
         state = gather(engine, wanted=not on_rank_0 or world.ranks[world.rank] == 0, device=device)
     return make_state_dict(_as_torch(engine, groups), state, engine.hyper.steps.float())
 
 
 def to_load_whole(engine: Engine, groups: Groups) -> dict[str, Any]:
-    """Make the state dict in which ``set_optimizer_state_dict(full_state_dict=True)`` puts whole tensors. Those that it
-    does not have stay marked: a load ignores them."""
+    """Make the state dict in which ``set_optimizer_state_dict(full_state_dict=True)`` puts whole tensors."""
     state: dict[int, dict[str, Tensor]] = {}
     for index, parameter in engine.parameters.trained.items():
         names = [tensor.name for tensor in tensors_for(engine.rules.of(index), parameter.dtype)]
         state[index] = {name: torch.empty(0, device=parameter.device) for name in names}
-        for tensor in state[index].values():
-            tensor.zero_optim_absent = True  # type: ignore[attr-defined]
     made = make_state_dict(_as_torch(engine, groups), state, engine.hyper.steps.float())
-    for entry in made["state"].values():
-        entry["step"].zero_optim_absent = True
+    for tensor in (tensor for entry in made["state"].values() for tensor in entry.values()):
+        tensor.zero_optim_absent = True  # where torch puts nothing in its place, ``match_state`` drops it
     return made
 
 
@@ -287,8 +281,8 @@ def _as_torch(engine: Engine, groups: Groups) -> Groups:
 
 
 def _place(engine: Engine) -> dict[str | int, list[int]]:
-    """Give what distinguishes this rank's state from others': the number of its pipeline stage, and by parameter index
-    of its slice or expert, each with how many there are. Empty where it is the same on all ranks."""
+    """Give the number of this rank's pipeline stage, and by parameter index of its slice or expert, each with how many
+    there are. Empty where the state is the same on all ranks."""
     place: dict[str | int, list[int]] = {}
     if engine.pipeline is not None:
         place[STAGE] = [engine.pipeline.stage, engine.pipeline.stages]
@@ -300,10 +294,10 @@ def _place(engine: Engine) -> dict[str | int, list[int]]:
 
 
 def _check_place(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Raise StateMismatchError where a state dict is of another stage, slice or expert. Where one of the two says
-    nothing, as an optimizer without ``pipeline=``, any fits."""
+    """Raise StateMismatchError where a state dict is of another stage, slice or expert."""
     own = _place(engine)
     for what, (number, count) in saved.get(PLACE, {}).items():
+        # Where one of the two has no number, as an optimizer without ``pipeline=``, any fits.
         if (here := own.get(what, [number, count])) != [number, count]:
             name = "the stage of a pipeline" if what == STAGE else f"the slice of {engine.parameters.labels[what]}"
             raise StateMismatchError(
@@ -317,26 +311,28 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     """Collective. Nothing is changed on any rank unless the state fits on all. The caller has settled the engine."""
     world, parameters = engine.sharding.world, engine.parameters
     saved: dict[int, Mapping[str, Any]] = {}
-    copies: list[Copy] = []
     own_parts: list[list[int]] = []
     with world.raising_together("load_state_dict"):
         saved = match_state(state_dict, parameters, engine.rules)
         _check_place(engine, state_dict)
         own_parts = _saved_parts(groups, state_dict, saved)
-    # Keys stand in the order of the layout, unless they were sorted by group, as torch.distributed.checkpoint does.
-    # A sorted state that fits needs no other layout.
-    planned = _plan(engine, saved)
+    planned: list[Copy] | None = None
+    with suppress(StateMismatchError):  # the saved ranges are not those that this rank has: see below
+        planned = plan_load(engine.states.shards, saved, parameters.labels)
     every = world.gather_objects((planned is not None, own_parts), "load_state_dict")
     fits, parts = zip(*every, strict=True)
+    # Keys stand in the order of the layout, unless they were sorted by group, as torch.distributed.checkpoint does.
+    # A sorted state that fits needs no other layout.
     if parts[0] and not (all(fits) and all(part == sorted(part) for part in parts[0])):
         planned = None
-        engine.reducer.restore_order(*parts[0])
+        engine.reducer.restore_order(*parts[0])  # collective: all ranks take rank 0's order
     with world.raising_together("load_state_dict"):
-        copies = plan_load(engine.states.shards, saved, parameters.labels) if planned is None else planned
+        if planned is None:
+            planned = plan_load(engine.states.shards, saved, parameters.labels)
     state = saved_state_of(saved, parameters, engine.rules)
     engine.begin_load(state)
-    engine.states.load(copies)
-    engine.states.raise_lost_together()
+    engine.states.load(planned or ())
+    engine.states.raise_lost_together()  # a rank whose disk failed must not raise alone
     engine.end_load(state)
     load_groups(groups, state_dict["param_groups"], engine.rules.by_group)
 
@@ -344,25 +340,14 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
 def _saved_parts(
     groups: Groups, state_dict: Mapping[str, Any], saved: Mapping[int, Mapping[str, Any]]
 ) -> list[list[int]]:
-    """Give the order of the layout that shards were saved in, by ``PARTS``; none for full tensors, which fit any.
-
-    ``saved``: by parameter index, without those that are not loaded.
-    """
-    if not saved_order(saved):
+    """Give the order of the layout that shards were saved in, by ``PARTS``; none for full tensors, which fit any."""
+    if not _has_shards(saved):
         return []
     index_of = index_by_key(state_dict["param_groups"], groups)
     order = iter([index_of[key] for key in state_dict["state"]])
     parts = [[*itertools.islice(order, length)] for length in state_dict.get(PARTS, ())]
     loaded = [[index for index in part if index in saved] for part in (*parts, [*order])]
     return [part for part in loaded if part]
-
-
-def _plan(engine: Engine, saved: Mapping[int, Mapping[str, Any]]) -> list[Copy] | None:
-    """Plan the load by the present layout; None where the saved ranges are not those that this rank has."""
-    try:
-        return plan_load(engine.states.shards, saved, engine.parameters.labels)
-    except StateMismatchError:
-        return None
 
 
 # -- averages ----------------------------------------------------------------------------------------------------------
@@ -377,13 +362,10 @@ def ema_state_dict(engine: Engine, groups: Groups, which: int, rank: int | None)
         if rank is not None and rank not in range(savers.world_size):
             raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
         engine.shardings.check_whole("ema_state_dict")
-    wanted = rank is None or rank == savers.rank
     engine.begin_averages()
-    found: dict[str | int, Tensor] = {}
-    for index, _, whole in engine.states.whole_tensors(only=name):
-        if wanted:
-            found[keys[index]] = whole.to("cpu", copy=True)
-    return found
+    tensors = ((keys[index], whole) for index, _, whole in engine.states.whole_tensors(only=name))
+    with engine.sharding.world.raising_together("ema_state_dict"):
+        return collect(tensors, torch.device("cpu"), wanted=rank is None or rank == savers.rank)
 
 
 @contextmanager
@@ -394,26 +376,22 @@ def ema_swapped(engine: Engine, which: int) -> Iterator[None]:
         engine.sharded_model.schedule.check_not_gathered("swap_to_ema")
     with torch.inference_mode(False), torch.no_grad():
         engine.begin_averages()
-        engine.states.set_aside()
+        engine.states.set_aside()  # the averages overwrite the parameters
     engine.mode.now = Mode.AVERAGE
     try:
         with torch.inference_mode(False), torch.no_grad():
             engine.states.show(name)
-            engine.param_gather.wait()
+            engine.param_gather.wait()  # averages are in flight to ranks that do not own them
         yield
     finally:
         if engine.mode.now is Mode.AVERAGE:  # else the optimizer was closed within
-            _put_back(engine)
-
-
-def _put_back(engine: Engine) -> None:
-    try:
-        engine.settle()  # units that a forward has gathered are resharded
-    finally:
-        with torch.inference_mode(False), torch.no_grad():
-            engine.states.put_back()
-            engine.param_gather.wait()
-        engine.mode.now = Mode.OWN
+            try:
+                engine.settle()  # units that a forward has gathered are resharded
+            finally:
+                with torch.inference_mode(False), torch.no_grad():
+                    engine.states.put_back()
+                    engine.param_gather.wait()  # so are the parameters on their way back
+                engine.mode.now = Mode.OWN
 
 
 def average_name(engine: Engine, which: int) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import json
 import math
 import os
@@ -25,15 +24,10 @@ from torch import Tensor
 from ..comm.streams import on_device
 from ..errors import CheckpointError
 
-BLOCK_BYTES = 2**20
-"""Bytes that are read or written at a time."""
-
-RUN_BYTES = 32 * 2**20
-"""Bytes that the disk is made to write, or to read ahead, at a time."""
+BLOCK_BYTES = 2**20  # read or written at a time, and the unit of checksums
+RUN_BYTES = 32 * 2**20  # the disk is made to write, or to read ahead, so much at a time
 _SYNC_FILE_RANGE_WRITE = 2
-
-_STAGED_BYTES = 16 * 2**20
-"""Bytes of a GPU's tensor that are copied to host memory at a time, while as many are written."""
+_STAGED_BYTES = 16 * 2**20  # of a GPU's tensor, copied to host memory while as many are written
 _MOST_HEADER = 2**30
 
 NAMES = {
@@ -54,8 +48,6 @@ NAMES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-
-
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
@@ -84,41 +76,34 @@ def write_entries(
 ) -> tuple[bytes, list[int]]:
     """Write a new file, synced to the disk. Returns its header, and where each entry's values begin, in bytes.
 
-    Args:
-        values: of each entry, flat, in the same order; each is written before the next is asked for.
-        see: called with every block, of ``BLOCK_BYTES`` but for the last of an entry.
-
-    Raises CheckpointError where the system refuses, naming file and bytes.
+    ``values``: of each entry, flat, in the same order; each is written before the next is asked for. ``see``: called
+    with every block, of ``BLOCK_BYTES`` but for the last of an entry. Raises CheckpointError where the system refuses.
     """
     header, offsets = _layout(entries, metadata or {})
     total = len(header) + sum(entry.nbytes for entry in entries)
     done = 0
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
+        with path.open("xb", buffering=0) as opened:
+            file = opened.fileno()
             done += _write(file, header, 0)
             begun = 0  # bytes that the disk was made to begin with
             for offset, flat in zip(offsets, values, strict=True):
-                for block in _blocks_on_host(flat):
+                for block in _blocks(flat):
                     see(block)
                     done += _write(file, block, offset)
                     offset += len(block)
                     if done - begun > RUN_BYTES:
-                        start_writing(file, 0, 0)  # all there is: entries need not come in the file's order
+                        _start_writing(file)  # the disk works meanwhile, and ``fsync`` has less to wait for
                         begun = done
-            os.fsync(file)
-        finally:
-            os.close(file)
+            os.fsync(file)  # an index may name the file only when all of it is on the disk
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror} after {done:,} of {total:,} bytes") from error
     return header, offsets
 
 
 def _layout(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """Make the file's beginning, up to the values. Returns also where the values of each entry begin.
-
-    Entries with larger elements come first, so that all are aligned.
-    """
+    """Make the file's beginning, up to the values. Returns also where the values of each entry begin."""
+    # Entries with larger elements come first, so that all are aligned.
     order = sorted(range(len(entries)), key=lambda place: -entries[place].dtype.itemsize)
     starts, end = [0] * len(entries), 0
     described: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
@@ -140,18 +125,25 @@ def _write(file: int, data: bytes, offset: int) -> int:
     """Write all of ``data``. Returns its length."""
     done = 0
     while done < len(data):
-        count = os.pwrite(file, data[done:] if done else data, offset + done)
-        if count == 0:
+        count = os.pwrite(file, data[done:] if done else data, offset + done)  # a full disk may cut it short
+        if count == 0:  # else this would never end
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         done += count
     return done
 
 
-def _blocks_on_host(flat: Tensor) -> Iterator[bytes]:
+def _start_writing(file: int) -> None:
+    """Make the disk begin to write what the file has, where the system is Linux."""
+    sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if sync_file_range is not None:
+        everything = ctypes.c_int64(0), ctypes.c_int64(0)  # entries need not come in the file's order
+        sync_file_range(file, *everything, _SYNC_FILE_RANGE_WRITE)
+
+
+def _blocks(flat: Tensor) -> Iterator[bytes]:
     for part in _on_host(flat):
-        place, nbytes = part.data_ptr(), part.nbytes
-        for start in range(0, nbytes, BLOCK_BYTES):
-            yield ctypes.string_at(place + start, min(BLOCK_BYTES, nbytes - start))
+        for start in range(0, part.nbytes, BLOCK_BYTES):
+            yield ctypes.string_at(part.data_ptr() + start, min(BLOCK_BYTES, part.nbytes - start))
 
 
 def _on_host(flat: Tensor) -> Iterator[Tensor]:
@@ -160,19 +152,20 @@ def _on_host(flat: Tensor) -> Iterator[Tensor]:
         yield flat.cpu()
         return
     parts = flat.detach().view(torch.uint8).split(_STAGED_BYTES)
+    # Pinned, as the host would wait for a copy to other memory. Two, as one is written while the other is filled.
     staging = [torch.empty(parts[0].numel(), dtype=torch.uint8, device="cpu", pin_memory=True) for _ in parts[:2]]
     copied = [torch.cuda.Event() for _ in staging]
 
-    def bring(place: int) -> None:
+    def start_copy(place: int) -> None:
         staging[place % 2][: parts[place].numel()].copy_(parts[place], non_blocking=True)
         copied[place % 2].record(torch.cuda.current_stream(flat.device))
 
-    bring(0)
+    start_copy(0)
     for place, part in enumerate(parts):
         if place + 1 < len(parts):
-            bring(place + 1)
+            start_copy(place + 1)
         with on_device(flat.device):
-            copied[place % 2].synchronize()
+            copied[place % 2].synchronize()  # the next part's copy stays in flight
         yield staging[place % 2][: part.numel()]
 
 
@@ -189,10 +182,7 @@ class Stored:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Read a file's entries, by name.
-
-    Raises CheckpointError for one that is damaged, cut off, or of another format.
-    """
+    """Read a file's entries, by name. Raises CheckpointError for one that is damaged, or of another format."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -200,26 +190,19 @@ def read_header(path: Path) -> dict[str, Stored]:
             if size < 8 or length > min(size - 8, _MOST_HEADER):
                 raise CheckpointError(f"{path} is no safetensors file, or was cut off")
             described: dict[str, Any] = json.loads(file.read(length))
-            return {
-                name: _stored(path, name, of, 8 + length, size)
-                for name, of in described.items()
-                if name != "__metadata__"
-            }
+        described.pop("__metadata__", None)
+        stored = {}
+        for name, of in described.items():
+            entry = Entry(name, _DTYPES[of["dtype"]], tuple(of["shape"]))
+            begin, end = of["data_offsets"]
+            if begin < 0 or end - begin != entry.nbytes or 8 + length + end > size:
+                raise CheckpointError(f"{path} was cut off, or is damaged: {name!r} is not in it")
+            stored[name] = Stored(path, entry, 8 + length + begin)
+        return stored
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is no safetensors file, or is damaged: {error}") from error
-
-
-def _stored(path: Path, name: str, described: Mapping[str, Any], values: int, size: int) -> Stored:
-    entry = Entry(name, _DTYPES[described["dtype"]], tuple(described["shape"]))
-    begin, end = described["data_offsets"]
-    if begin < 0 or end - begin != entry.nbytes or values + end > size:
-        raise CheckpointError(f"{path} was cut off, or is damaged: {name!r} is not in it")
-    return Stored(path, entry, values + begin)
-
-
-# -- making the disk work while the processor computes checksums -------------------------------------------------------
 
 
 class OpenFiles(contextlib.ExitStack):
@@ -227,33 +210,30 @@ class OpenFiles(contextlib.ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._descriptors: dict[str | Path, int] = {}
+        self._descriptors: dict[str, int] = {}
+        self._ahead: dict[int, int] = {}  # of open files, where the range ends that the disk is reading ahead
 
-    def descriptor(self, path: str | Path) -> int:
-        """Open the file, if it is not open. Raises OSError."""
-        if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-            self.callback(os.close, self._descriptors[path])
-        return self._descriptors[path]
+    def read(self, path: str, offset: int, nbytes: int, label: str) -> bytes:
+        """Read bytes of the tensor ``label``. Raises CheckpointError, naming file and tensor."""
+        try:
+            file = self._descriptors.get(path)
+            if file is None:
+                file = self._descriptors[path] = os.open(path, os.O_RDONLY)
+                self.callback(os.close, file)
+            self._read_ahead(file, offset)
+            data = os.pread(file, nbytes, offset)
+        except OSError as error:
+            raise CheckpointError(f"{path}, which holds the {label}: {error.strerror}") from error
+        if len(data) < nbytes:
+            raise CheckpointError(f"{path} ends in the midst of the {label}: it was cut off")
+        return data
 
-
-def start_writing(file: int, offset: int, nbytes: int) -> None:
-    """Make the disk begin to write this range, in place of waiting for ``fsync`` or for memory to run short."""
-    if (sync_file_range := _sync_file_range()) is not None:
-        sync_file_range(file, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
-
-
-def will_read(file: int, offset: int, nbytes: int) -> None:
-    """Make the disk read this range ahead."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-
-@functools.cache
-def _sync_file_range() -> Any:
-    """Find the function of Linux's C library. None on other systems."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return function
+    def _read_ahead(self, file: int, offset: int) -> None:
+        # The disk reads between a half and all of ``RUN_BYTES`` ahead while the processor computes checksums.
+        ahead = self._ahead.get(file, 0)
+        begin = ahead if offset <= ahead <= offset + RUN_BYTES else offset
+        if begin - offset <= RUN_BYTES // 2:
+            self._ahead[file] = offset + RUN_BYTES
+            if hasattr(os, "posix_fadvise"):
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(file, begin, offset + RUN_BYTES - begin, os.POSIX_FADV_WILLNEED)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,13 @@ from ..comm.spans import span
 from ..comm.together import Ranks, gathered, on_rank_0, together
 from ..errors import CheckpointError
 from . import folder as folders
-from .background import SAVE_BUFFER, SaveBuffer, start, wait
-from .contents import Contents, Holders, Holding, Names
-from .index import Index, SavedTensor, TensorSpec, encode, merge
-from .rank_file import Portion, check_dtype, crc32c, write_file
-from .subject import Subject, each, make_subject, read_random_states
+from .background import SAVE_BUFFER, start, wait
+from .contents import Holders, Holding, Names
+from .index import FlatRange, Index, SavedTensor, TensorSpec, crc32c, encode, merge
+from .optimizers import Contents
+from .rank_file import write_file
+from .safetensors_file import NAMES
+from .subject import Subject, make_subject, read_random_states
 
 _WHERE = "checkpoint.save"
 
@@ -74,23 +75,23 @@ def save(
     has died.
     """
     wait()
-    subject = make_subject(model, opt, _WHERE)
+    subject = make_subject(model, opt, _WHERE, scaler=scaler, scheduler=scheduler, data=data)
     comm = subject.comm
     given = {"path": str(path), "step": step, "keep_last": keep_last, "background": background}
-    given |= {"scaler": len(each(scaler)), "scheduler": len(each(scheduler))}
-    subject.check_same_call({**given, "data": data is not None}, _WHERE)
+    subject.check_same_call(given, _WHERE)
     absolute = together(comm, lambda: Path(path).absolute(), _WHERE)  # a thread may write there, later
     subject.come_to_rest()
-    part = together(comm, lambda: _prepare(subject, step, keep_last, scaler, scheduler, data, extra), _WHERE)
-    writing = _begin(comm, absolute, part.step)
+    part = together(comm, lambda: _prepare(subject, step, keep_last, extra), _WHERE)
+    writing = _begin(comm, absolute, part.step)  # no rank writes before all see the folder
     if not background:
         with span(_WHERE, absolute):
             return _save(comm, writing, part)
     # The thread agrees with those of other ranks over a group of its own: the program's collectives go on meanwhile.
-    with _given_up_on_failure(comm, writing):
-        copied = together(comm, lambda: part.with_values_copied(SAVE_BUFFER), _WHERE)
+    with folders.given_up_on_failure(writing, comm.rank):
+        sizes = [portion.nbytes for portion in part.portions]
+        copied = together(comm, lambda: SAVE_BUFFER.hold(sizes, part.values), _WHERE)
         ranks = HostRanks(comm)
-    start(comm, lambda: _save(ranks, writing, copied))
+    start(comm, lambda: _save(ranks, writing, replace(part, values=copied)))
     return folders.step_folder(absolute, part.step)
 
 
@@ -100,37 +101,32 @@ class _Part:
 
     Attributes:
         specs: of all tensors, whichever ranks write them.
-        portions: what this rank writes of the tensors. ``values``: gives the elements of each.
+        portions: what this rank writes of the tensors. ``values``: the elements of each, read as they are asked for.
         described: the index's entries beside tensors. ``own``: those of this rank.
     """
 
     step: int
     specs: Sequence[TensorSpec]
-    portions: Sequence[Portion]
-    values: Callable[[], Iterable[Tensor]]
+    portions: Sequence[FlatRange]
+    values: Iterable[Tensor]
     described: Mapping[str, Any]
     own: Mapping[str, Any]
     keep_last: int | None
-
-    def with_values_copied(self, buffer: SaveBuffer) -> _Part:
-        """Copy the values, and make a part of the copies: training may go on."""
-        copied = buffer.hold([portion.nbytes for portion in self.portions], self.values())
-        return replace(self, values=lambda: copied)
 
 
 @dataclass(frozen=True)
 class _Written:
     """The report of a rank that has written ``nbytes`` to its file. ``header``: the checksum of the file's header."""
 
+    file: str
     nbytes: int
     header: str
     tensors: Sequence[SavedTensor]
     own: Mapping[str, Any]
 
 
-def _prepare(
-    subject: Subject, step: int | None, keep_last: int | None, scaler: Any, scheduler: Any, data: Any, extra: Any
-) -> _Part:
+def _prepare(subject: Subject, step: int | None, keep_last: int | None, extra: Any) -> _Part:
+    data = subject.data
     crc32c(b"")  # its package may be missing
     subject.check_not_gathered(_WHERE)
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63):
@@ -143,22 +139,17 @@ def _prepare(
     model, optimizers = subject.contents(names, stored=True)
     parts = [model, *optimizers]
     own = {"random": read_random_states(subject.device), "data": None if data is None else data.state_dict()}
-    described = {
-        **subject.describe(names, optimizers),
-        "schedulers": [encode(one.state_dict(), "the scheduler") for one in each(scheduler)],
-        "scalers": [encode(one.state_dict(), "the scaler") for one in each(scaler)],
-        "extra": encode(extra, "extra"),
-    }
-    counts = [count for one in optimizers for count in one.steps().values()]
+    described = {**subject.describe(names, optimizers), "extra": encode(extra, "extra")}
+    counts = [count for saved in described["optimizers"] for count in saved.steps.values()]
     if step is None and not counts:
         raise ValueError("nothing here counts updates, so a checkpoint has no number: give save(..., step=)")
     holdings = [part.holdings for part in parts]
-    portions = [cut_for_rank(of_part) for of_part in holdings]
+    portions = [_cut_for_rank(of_part) for of_part in holdings]
     return _Part(
         int(max(counts)) if step is None else step,
         [spec for part in parts for spec in part.specs],
         [portion for of_part in portions for portion in of_part if portion.length],
-        lambda: _values(parts, holdings, portions),
+        _values(parts, holdings, portions),
         described,
         encode(own, "data"),
         keep_last,
@@ -168,20 +159,19 @@ def _prepare(
 # -- who writes what ---------------------------------------------------------------------------------------------------
 
 
-def cut_for_rank(holdings: Sequence[Holding]) -> list[Portion]:
-    """Choose what this rank writes of a part's holdings: of each a portion, empty where other ranks write all of it.
-
-    Holdings that several ranks have alike are divided among them, by bytes.
-    """
+def _cut_for_rank(holdings: Sequence[Holding]) -> list[FlatRange]:
+    """Choose what this rank writes of a part's holdings: of each a portion, empty where other ranks write all of it."""
+    # Holdings that several ranks have alike are divided among them, by bytes.
     total: dict[Holders, int] = {}
     for holding in holdings:
         if holding.held_by.count > 1:
             total[holding.held_by] = total.get(holding.held_by, 0) + holding.nbytes
     begin = dict.fromkeys(total, 0)  # bytes of the holdings before, of the same ranks
-    portions: list[Portion] = []
+    portions: list[FlatRange] = []
     for holding in holdings:
-        check_dtype(holding.spec)
-        ranks, size = holding.held_by, holding.spec.dtype.itemsize
+        spec, ranks, size = holding.spec, holding.held_by, holding.spec.dtype.itemsize
+        if spec.dtype not in NAMES:
+            raise CheckpointError(f"the {spec.label} has {spec.dtype}, which safetensors cannot hold")
         if ranks.count == 1:
             first, last = 0, holding.length
         elif ranks.alike:
@@ -191,7 +181,7 @@ def cut_for_rank(holdings: Sequence[Holding]) -> list[Portion]:
             begin[ranks] += holding.nbytes
         else:
             first, last = 0, holding.length if ranks.number == 0 else 0  # values may differ: the first rank's count
-        portions.append(Portion(holding.spec, holding.start + first, last - first))
+        portions.append(FlatRange(spec, holding.start + first, last - first))
     return portions
 
 
@@ -201,43 +191,33 @@ def cut_for_rank(holdings: Sequence[Holding]) -> list[Portion]:
 def _begin(comm: Comm, path: Path, step: int) -> Path:
     """Collective. Make the folder to write in, and check that every rank sees it."""
     writing = folders.writing_folder(path, step)
-    on_rank_0(comm, lambda: folders.begin(path, step), _WHERE)
-    # Folders of one name on different disks would each get a part of the checkpoint.
-    seen = gathered(comm, lambda: (writing.is_dir(), socket.gethostname()), _WHERE)
-    blind = [f"rank {rank} on {host}" for rank, (there, host) in zip(comm.ranks, seen, strict=True) if not there]
-    if blind:
-        if comm.rank == 0:
-            folders.give_up(writing)
-        raise CheckpointError(
-            f"{writing}, which rank {comm.ranks[0]} on {seen[0][1]} has made, is not there for {', '.join(blind[:5])}: "
-            "a checkpoint goes to one folder that all nodes share, not to one on each"
-        )
+    with folders.given_up_on_failure(writing, comm.rank):
+        on_rank_0(comm, lambda: folders.begin(path, step), _WHERE)
+        # Folders of one name on different disks would each get a part of the checkpoint.
+        seen = gathered(comm, lambda: (writing.is_dir(), socket.gethostname()), _WHERE)
+        blind = [f"rank {rank} on {host}" for rank, (there, host) in zip(comm.ranks, seen, strict=True) if not there]
+        if blind:
+            raise CheckpointError(
+                f"{writing}, which rank {comm.ranks[0]} on {seen[0][1]} has made, is not there for "
+                f"{', '.join(blind[:5])}: a checkpoint goes to one folder that all nodes share, not to one on each"
+            )
     return writing
-
-
-@contextmanager
-def _given_up_on_failure(ranks: Ranks, writing: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        if ranks.rank == 0:
-            folders.give_up(writing)
-        raise
 
 
 def _save(ranks: Ranks, writing: Path, part: _Part) -> Path:
     """Collective. Write this rank's file; when all ranks have written theirs, publish."""
-    with _given_up_on_failure(ranks, writing):
+    with folders.given_up_on_failure(writing, ranks.rank):
+        # Rank 0 publishes after this gather: by then every file is synced to the disk.
         written = gathered(ranks, lambda: _write(writing, ranks.rank, part), _WHERE)
         return on_rank_0(ranks, lambda: _publish(writing, written, part), _WHERE)
 
 
 def _write(writing: Path, rank: int, part: _Part) -> _Written:
     """Write this rank's file, synced to the disk."""
-    file = writing / folders.rank_file_name(rank)
+    file = writing / f"rank-{rank}.safetensors"
     try:
-        header, tensors = write_file(file, part.portions, part.values())
-        return _Written(file.stat().st_size, header, tensors, part.own)
+        header, tensors = write_file(file, part.portions, part.values)
+        return _Written(file.name, file.stat().st_size, header, tensors, part.own)
     except (CheckpointError, FileNotFoundError) as error:
         if (removed := folders.gone(writing)) is None:
             raise
@@ -245,7 +225,7 @@ def _write(writing: Path, rank: int, part: _Part) -> _Written:
 
 
 def _values(
-    parts: Sequence[Contents], holdings: Sequence[Sequence[Holding]], portions: Sequence[Sequence[Portion]]
+    parts: Sequence[Contents], holdings: Sequence[Sequence[Holding]], portions: Sequence[Sequence[FlatRange]]
 ) -> Iterator[Tensor]:
     """Give the values of each portion that is not empty."""
     for part, of_part, wanted in zip(parts, holdings, portions, strict=True):
@@ -260,14 +240,10 @@ def _publish(writing: Path, written: Sequence[_Written], part: _Part) -> Path:
         tensors = merge(part.specs, (tensor for of_rank in written for tensor in of_rank.tensors))
     except ValueError as error:
         raise CheckpointError(f"{writing} was not written whole: {error}") from error
-    by_file = {folders.rank_file_name(rank): of_rank for rank, of_rank in enumerate(written)}
-    files = {name: of_rank.nbytes for name, of_rank in by_file.items()}
-    headers = {name: of_rank.header for name, of_rank in by_file.items()}
+    files = {of_rank.file: of_rank.nbytes for of_rank in written}
+    headers = {of_rank.file: of_rank.header for of_rank in written}
     ranks = [of_rank.own for of_rank in written]
-    number = folders.next_number(writing.parent)
-    folder = folders.publish(
-        writing, Index(part.step, tensors, files, headers, ranks=ranks, number=number, **part.described)
-    )
+    folder = folders.publish(writing, Index(part.step, tensors, files, headers, ranks=ranks, **part.described))
     if part.keep_last is not None:
         folders.keep_newest(folder.parent, part.step, part.keep_last)
     return folder

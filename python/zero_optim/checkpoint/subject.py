@@ -1,4 +1,4 @@
-"""The subject of a save or a load: a model and its optimizers, on the ranks that have them."""
+"""The subject of a save or a load: a model, its optimizers and the objects beside them, on the ranks that have them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 import itertools
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack as Undo
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,24 +21,26 @@ from ..engine import check_whole
 from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.tensor_slice import is_distributed, is_slice
 from ..units.sharded_model import sharded_model_of
-from .contents import ColumnRanks, Columns, Contents, Names, TensorContents, contents_of_model, modules_with_state
+from .contents import ColumnRanks, Columns, Names, TensorContents, contents_of_model, modules_with_state
 from .index import Index, SavedOptimizer, decode, encode
 from .matching import Match, match, saved_names
-from .optimizers import OptimizerPart, Sharded, is_sharded, make_part
+from .optimizers import OptimizerPart, Sharded, ShardedPart, TorchPart, is_sharded
 from .rank_file import decoded
+from .rank_state import load_groups
 
 
-def make_subject(model: nn.Module, opt: Any, where: str) -> Subject:
+def make_subject(
+    model: nn.Module, opt: Any, where: str, *, scaler: Any = None, scheduler: Any = None, data: Any = None
+) -> Subject:
     """Collective. Use the ranks of the first sharded optimizer, else of the sharded model, else the default group.
-
-    Raises TypeError, ClosedError, or CheckpointError, on all ranks where it does so on one.
-    """
+    Raises TypeError, ClosedError, or CheckpointError, on all ranks where it does so on one."""
     comm = _comm_of(model, opt)
-    return together(comm, lambda: Subject(model, opt, comm), where)
+    beside = {"scaler": _each(scaler), "scheduler": _each(scheduler)}
+    return together(comm, lambda: Subject(model, _each(opt), comm, beside, data), where)
 
 
 def _comm_of(model: Any, opt: Any) -> Comm:
-    for one in each(opt):
+    for one in _each(opt):
         if is_sharded(one):
             return one.engine.sharding.world
     for sharded in sharded_model_of(model.parameters()) if isinstance(model, nn.Module) else ():
@@ -59,8 +61,7 @@ def _columns_of(model: nn.Module, optimizers: Sequence[Any]) -> Columns:
     }
     if cut is None:
         return Columns(None, of_experts)
-    stack = (cut.slice_count, cut.slice_index) if cut.of_plain_slices else (1, 0)
-    return Columns(ColumnRanks(cut.data_parallel, stack), of_experts)
+    return Columns(ColumnRanks(cut.data_parallel, (cut.plain_slices, cut.slice_index)), of_experts)
 
 
 def _device_of(model: Any) -> torch.device:
@@ -69,68 +70,66 @@ def _device_of(model: Any) -> torch.device:
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
-def _check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    seen: set[int] = set()
-    for number, one in enumerate(optimizers):
-        own = {id(parameter) for group in one.param_groups for parameter in group["params"]}
-        if own & seen:
-            raise CheckpointError(f"optimizer {number} has parameters that one before it has, too: give each one once")
-        seen |= own
-
-
 class Subject:
     """A model and its optimizers, as they are saved and loaded.
 
     Attributes:
         optimizers: sharded ones, or torch's.
         comm: the ranks that save and load together.
+        beside: lists of scalers and schedulers, whose states are saved and loaded, too, as is that of ``data``.
         columns: the ranks with the same slices of parameters.
         device: where the training is.
     """
 
-    def __init__(self, model: nn.Module, opt: Any, comm: Comm) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: list[Any], comm: Comm, beside: Mapping[str, list[Any]], data: Any
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: give a module")
-        self.model, self.comm = model, comm
-        self.optimizers = each(opt)
-        for one in self.optimizers:
+        self.model, self.optimizers, self.comm = model, optimizers, comm
+        self.beside, self.data = beside, data
+        seen: set[int] = set()
+        for number, one in enumerate(self.optimizers):
             if not isinstance(one, torch.optim.Optimizer):
                 raise TypeError(f"opt is a {type(one).__name__}: give an optimizer, or a list of them")
+            own = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+            if own & seen:
+                raise CheckpointError(f"optimizer {number} has parameters that one before it has, too: give each once")
+            seen |= own
         self._sharded: list[Sharded] = [one for one in self.optimizers if is_sharded(one)]
         for sharded in self._sharded:
             sharded.check_usable()
-        _check_apart(self.optimizers)
         check_whole("a checkpoint", {id(parameter) for parameter in model.parameters()})
         self._models = sharded_model_of(model.parameters())
         self.device = _device_of(model)
         self.columns = _columns_of(model, self.optimizers)
 
     def check_same_call(self, given: Mapping[str, Any], where: str) -> None:
-        """Collective. Raise RankMismatchError unless all ranks give the same classes of model and optimizers, as many
-        parameters, and the same ``given``."""
+        """Collective. Raise RankMismatchError unless ranks give objects of the same classes, and the same ``given``."""
         counts = [sum(len(group["params"]) for group in one.param_groups) for one in self.optimizers]
         kinds = [type(one).__name__ for one in self.optimizers]
         described = {"opt": list(zip(kinds, counts, strict=True)), "model": type(self.model).__name__, **given}
+        described |= {**{what: len(those) for what, those in self.beside.items()}, "data": self.data is not None}
         check_same(self.comm, [f"{name}={value!r}" for name, value in described.items()], where, f"give {where}")
 
     def come_to_rest(self) -> None:
-        """Collective. Finish what is under way, and reshard every unit."""
+        """Collective. Finish what is in flight, and reshard every unit."""
         for sharded in self._sharded:
-            sharded.settle()
+            sharded.settle()  # collective: reductions and gathers of the last step may be in flight
             sharded.engine.begin_averages()
         for model in self._models:
-            model.schedule.reshard_all()
+            model.schedule.reshard_all()  # a unit that stays gathered would hold stale values after a load
 
     # -- saving --------------------------------------------------------------------------------------------------
 
     def contents(self, names: Names, *, stored: bool) -> tuple[TensorContents, list[OptimizerPart]]:
-        """Collect the contents of the model, and of each optimizer. Call ``come_to_rest`` before.
-
-        ``stored``: see ``ShardedPart``.
-        """
+        """Collect what is in the model, and in each optimizer, at rest. ``stored``: see ``ShardedPart``."""
         self._check_slices_known(names)
         model = contents_of_model(self.model, names, self.comm, self.columns)
-        return model, [make_part(one, names, self.comm, stored=stored) for one in self.optimizers]
+        return model, [
+            ShardedPart(one, names, stored=stored) if is_sharded(one) else TorchPart(one, names, self.comm)
+            for one in self.optimizers
+        ]
 
     def _check_slices_known(self, names: Names) -> None:
         """Raise ParameterError where slices would be saved, or loaded, as if they were wholes."""
@@ -141,10 +140,10 @@ class Subject:
                     f"parameter {name!r} has tensor_model_parallel = True, and which ranks have the same slice is not "
                     "known: give its optimizer, too"
                 )
-        others = [one for one in self.optimizers if not is_sharded(one)]
         if self.columns.main is None or self.columns.main.stack[0] == 1:
             return
-        for parameter in (p for one in others for group in one.param_groups for p in group["params"]):
+        of_torch = [group for one in self.optimizers if not is_sharded(one) for group in one.param_groups]
+        for parameter in (parameter for group in of_torch for parameter in group["params"]):
             if is_slice(parameter):
                 raise ParameterError(
                     f"parameter {names.of(parameter, 'a parameter')!r} has tensor_model_parallel = True, and is in an "
@@ -161,6 +160,7 @@ class Subject:
                 name: encode(module.get_extra_state(), f"the extra state of {name!r}")
                 for name, module in modules_with_state(self.model).items()
             },
+            **{f"{what}s": [encode(one.state_dict(), f"the {what}") for one in of] for what, of in self.beside.items()},
             "configuration": {
                 "world_size": self.comm.world_size,
                 "stages": [sharded.engine.sharding.stage for sharded in self._sharded],
@@ -175,88 +175,93 @@ class Subject:
         for model in self._models:
             model.schedule.check_not_gathered(what)
 
-    def plan(self, index: Index) -> LoadPlan:
-        """Match ``index`` with model and optimizers. Raises StateMismatchError where it cannot be loaded."""
+    def plan(self, index: Index, *, strict: bool) -> LoadPlan:
+        """Match ``index`` with what is here. Raises StateMismatchError where it cannot be loaded."""
         names = Names(self.model)
         model, optimizers = self.contents(names, stored=False)
-        index = decoded(index)
+        index = decoded(index)  # from here on it does not matter in which form state was stored
         saved_name = saved_names(index, names)
         wanted = [optimizer.wanted(index, saved_name) for optimizer in optimizers]
         matched = match(index, names, saved_name, model.specs, [one for of in wanted for one in of])
         here, there = sorted(modules_with_state(self.model)), sorted(index.module_states)
         if here != there:
             matched.misfits.append(f"modules with a state of their own are {here} here, and {there} there")
+        if self.optimizers:
+            matched.misfits.extend(self._misfits_beside(index))
         numbers, known = iter(matched.groups), itertools.chain(index.optimizers, itertools.repeat(SavedOptimizer()))
         saved = [[next(known) for _ in of] for of in wanted]
         groups = [
             optimizer.groups_of(of, [next(numbers) for _ in of])
             for optimizer, of in zip(optimizers, saved, strict=True)
         ]
+        if strict and matched.misfits:
+            raise StateMismatchError(
+                f"{'; '.join(matched.misfits)}. With strict=False what fits is loaded, and state that is missing is "
+                "initialized"
+            )
         return LoadPlan(index, matched, model, optimizers, saved, groups)
 
-    def use_order(self, plan: LoadPlan) -> None:
-        """Collective. Lay buckets out as they were saved. Gradients may be dropped; nothing else is changed."""
-        for optimizer, of in zip(plan.optimizers, plan.saved, strict=True):
-            optimizer.use_order(of, plan.matched)
+    def _misfits_beside(self, index: Index) -> Iterator[str]:
+        for what, here in self.beside.items():
+            there = len(getattr(index, f"{what}s"))
+            if len(here) != there:
+                yield (
+                    f"the checkpoint has the state of {there} {what}(s), and {len(here)} given here: give load {what}= "
+                    "what save was given"
+                )
+        has_data = any(of_rank["data"] is not None for of_rank in index.ranks)
+        if has_data != (self.data is not None):
+            positions, remedy = ("positions", "give load data=") if has_data else ("no positions", "leave out data=")
+            yield f"the checkpoint has {positions} in data: {remedy}"
 
-    def to_fill_anew(self, plan: LoadPlan, undo: Undo) -> list[Contents]:
-        """Give what is to be filled of new optimizers; see ``is_new``. ``undo`` makes their state anew."""
-        new = [optimizer for optimizer in plan.optimizers if optimizer.is_new]
-        for optimizer in new:
-            undo.callback(optimizer.begin_anew)
-        return [optimizer.to_fill(plan.matched) for optimizer in new]
-
-    def to_overwrite(self, plan: LoadPlan) -> list[Contents]:
-        """Give all else that is to be filled. State that begins anew does so now."""
-        return [plan.model, *(optimizer.to_fill(plan.matched) for optimizer in plan.optimizers if not optimizer.is_new)]
-
-    def set_options(self, plan: LoadPlan, undo: Undo) -> None:
-        """Set the options of parameter groups, and the state that modules have of their own."""
-        for one, optimizer, groups in zip(self.optimizers, plan.optimizers, plan.groups, strict=True):
+    def load_others(self, plan: LoadPlan, own: Mapping[str, Any] | None, undo: Undo) -> None:
+        """Load all that is no tensor. ``own``: random states and position in the data that this rank has saved."""
+        for one, groups in zip(self.optimizers, plan.groups, strict=True):
             for group in one.param_groups:
-                undo.callback(_restore, group, dict(group))
-            optimizer.set_options(groups)
+                undo.callback(group.update, dict(group))
+                undo.callback(group.clear)  # the last callback runs first
+            load_groups(one.param_groups, groups, one.engine.rules.by_group if is_sharded(one) else ())
         for name, module in modules_with_state(self.model).items():
             if name in plan.index.module_states:
-                undo.callback(give_back, module.set_extra_state, module.get_extra_state())
-                _set_extra_state(name, module, decode(plan.index.module_states[name]))
+                state = decode(plan.index.module_states[name])
+                _load_one(f"module {name!r}", module, state, undo, "get_extra_state", "set_extra_state")
+        for what, here in self.beside.items():
+            for one, state in zip(here, map(decode, getattr(plan.index, f"{what}s")), strict=False):
+                if state != {}:  # of a scaler that was not enabled
+                    _load_one(what, one, state, undo)
+        if own is not None and self.data is not None and own["data"] is not None:
+            _load_one("data", self.data, own["data"], undo)
 
     def take_over(self, plan: LoadPlan) -> None:
-        """Take over all else, once the tensors have been filled."""
+        """Take over all else, once the tensors are filled."""
         for optimizer in plan.optimizers:
             optimizer.take_over(plan.matched)
         for sharded in self._sharded:
             sharded.call_load_hooks()
 
 
-def _set_extra_state(name: str, module: nn.Module, state: Any) -> None:
+def _load_one(
+    label: str, one: Any, state: Any, undo: Undo, get: str = "state_dict", take: str = "load_state_dict"
+) -> None:
+    """Load the state of an object. ``get``, ``take``: its methods. ``undo`` gives it the old state back."""
+    with suppress(Exception):  # what cannot give its state cannot get it back
+        undo.callback(_give_back, getattr(one, take), getattr(one, get)())
     try:
-        module.set_extra_state(state)
+        getattr(one, take)(state)
     except Exception as error:
         raise StateMismatchError(
-            f"the module {name!r} does not take its extra state in the checkpoint: {type(error).__name__}: {error}"
+            f"the {label} does not take its state in the checkpoint: {type(error).__name__}: {error}"
         ) from error
 
 
-def give_back(take: Callable[[Any], object], state: Any) -> None:
-    """Undo a ``take`` that may have failed. It may fail once more; the first error is the one to be raised."""
-    with suppress(Exception):
+def _give_back(take: Callable[[Any], object], state: Any) -> None:
+    with suppress(Exception):  # an object that failed may fail once more: the first error is raised
         take(state)
-
-
-def _restore(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    group.clear()
-    group.update(options)
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The plan of a load.
-
-    Attributes:
-        saved: of each of ``optimizers``, the index's entry for it, by each of its rules.
-        groups: of each optimizer, the options that its groups get.
-    """
+    """The plan of a load. Each of ``optimizers`` has ``saved``, the index's entries for its rules, and ``groups``."""
 
     index: Index
     matched: Match
@@ -265,13 +270,8 @@ class LoadPlan:
     saved: Sequence[Sequence[SavedOptimizer]]
     groups: Sequence[Sequence[dict[str, Any]]]
 
-    @property
-    def overwritten(self) -> list[Contents]:
-        """The parts whose values are lost as they are loaded."""
-        return [self.model, *(optimizer for optimizer in self.optimizers if not optimizer.is_new)]
 
-
-def each(value: Any) -> list[Any]:
+def _each(value: Any) -> list[Any]:
     """List what a user gave: None, one, or several."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
@@ -287,11 +287,11 @@ def _version() -> str:
 
 
 def read_random_states(device: torch.device) -> dict[str, Any]:
-    """Read the states, as plain values and tensors, by generator. ``device``: where the training is."""
+    """Read the states, as plain values and tensors, by generator."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    if "numpy" in sys.modules:
+    if "numpy" in sys.modules:  # not imported for this: a program without NumPy has no such state
         kind, words, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = (kind, torch.from_numpy(words).clone(), *rest)
     return states
