@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from ..comm.sharding import Sharding
 from ..comm.streams import keep_tensors_of
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
-from .alarms import About, Alarm, AlarmColumns, alarms, width
+from .alarms import Alarm, AlarmColumns, alarms
 from .pipeline import Pipeline
 
 
@@ -162,12 +162,8 @@ class Exchange:
         return self._vector.totals[0]
 
     def run(self, own: ToExchange) -> None:
-        """Collective. Fill in the norm and what is used.
-
-        Raises the errors of the alarms, on every rank, before anything is updated. On CUDA every rank raises one step
-        later, in the same call, and skips the step in between: so the host need not wait for the device. Only a rank
-        that has the alarm itself reads at once, since it must know whether to go on: see ``failed``.
-        """
+        """Collective. Fill in the norm and what is used. Raises the errors of the alarms, on every rank, before
+        anything is updated: on CUDA one step later, in the same call, and the step in between is skipped."""
         self.check_alarms()
         about, self._edited = {**own.about, "edited": self._edited}, set()
         vector = self._vector
@@ -177,23 +173,25 @@ class Exchange:
             vector.totals.zero_()
         vector.alarms.fill({name: len(of) for name, of in about.items()} | {"parted": own.order_code})
         vector.put_use(own.used)
-        vector.name(set().union(*about.values()) if self._alarms else ())
+        vector.named_counts.zero_()
+        for index in set().union(*about.values()) if self._alarms else ():
+            vector.named_counts[index].fill_(1.0)
         self.nonfinite.report(vector.reports, *own.flags)
         self.sharding.world.exchange(vector.all, maximum=own.norm_type == math.inf)
-        self._read_alarms(own.reasons, raised_here=any(about.values()))
+        if self._reads_alarms():
+            vector.alarms.on_host.send()
+            self._own_reasons = own.reasons
+            # The host does not wait for a GPU, but for one case: a rank that has an alarm itself must know whether to
+            # go on. The others raise when they read, in the next step; until then they skip by ``found_inf``.
+            if vector.alarms.on_host.immediate or self._at_once:
+                self.check_alarms()
+            elif any(about.values()):
+                self._raised = vector.alarms.read_first_raised()
         torch.gt(vector.use(), 0, out=self.used)
         self.state, self.norm_type = Exchanged.COUNTED if own.stats else Exchanged.USED, own.norm_type
 
-    def _read_alarms(self, reasons: Mapping[str, Sequence[str]], *, raised_here: bool) -> None:
-        """Send the exchanged alarms to the host, and raise what it can or must read at once."""
-        if not self._alarms or is_capturing(self.sharding.device):  # a replayed graph has no host to raise anything
-            return
-        self._vector.alarms.send()
-        self._own_reasons = reasons
-        if self._vector.alarms.immediate or self._at_once:
-            self.check_alarms()
-        elif raised_here:
-            self._raised = self._vector.alarms.read_first_raised()
+    def _reads_alarms(self) -> bool:
+        return bool(self._alarms) and not is_capturing(self.sharding.device)  # a replayed graph has no host to raise
 
     def combine_stages(
         self, norm_type: float | None, *, fresh: bool, stats: bool, inverse_scale: Tensor | None
@@ -223,15 +221,15 @@ class Exchange:
 
     def check_alarms(self) -> None:
         """Raise the last step's alarm, if any. A GPU's report has arrived; else the host is a step ahead and waits."""
-        if not self._alarms or is_capturing(self.sharding.device):
+        if not self._reads_alarms():
             return
         alarm, self._raised = self._raised or self._vector.alarms.read_first_raised(), None
         if alarm is not None:
-            named = self._vector.named()
+            named = [index for index, count in enumerate(self._vector.named_counts.tolist()) if count > 0]
             names = ", ".join(self.labels[index] for index in named) or "a parameter"
             dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
             self.outdate()
-            raise alarm.error(About(names, self._own_reasons.get(alarm.name, ()), " or ".join(sorted(dtypes))))
+            raise alarm.error(names, " or ".join(sorted(dtypes)), self._own_reasons.get(alarm.name, ()))
 
     def overflowed(self) -> Tensor:
         """[1] fp32: not 0 where a gradient of any rank is not finite."""
@@ -279,6 +277,7 @@ class ExchangeVector:
         totals: [2] the norm term and the non-finite count.
         alarms: their columns.
         used_counts: [parameters, and more of experts] how many ranks use each.
+        named_counts: [parameters] how many ranks have an alarm about each.
         reports: [reports]
     """
 
@@ -287,53 +286,42 @@ class ExchangeVector:
     ) -> None:
         counts = [count for count, _ in places]
         totals = 2  # the norm term and the non-finite count
-        sizes = [totals, width(of), sum(counts), len(places) if of else 0, reports]
+        sizes = [totals, sum(alarm.columns for alarm in of), sum(counts), len(places) if of else 0, reports]
         self.all = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self.totals, columns, self.used_counts, self._named_counts, self.reports = self.all.split(sizes)
+        self.totals, columns, self.used_counts, self.named_counts, self.reports = self.all.split(sizes)
         self.alarms = AlarmColumns(of, columns)
         self._own_use = torch.zeros(len(places), dtype=torch.float32, device=device)  # as last sent there
         self._sent = bytearray(len(places))
         self._own_counts: Tensor | None = None  # [parameters] int64, the places of this rank's counts; None: all
         if sum(counts) > len(places):
-            starts = itertools.accumulate(counts, initial=0)
-            own = [start + number for start, (_, number) in zip(starts, places, strict=False)]
-            self._own_counts = torch.tensor(own, dtype=torch.int64, device=device)
+            self._own_counts = torch.tensor(own_places(places), dtype=torch.int64, device=device)
 
     def put_use(self, used: bytearray) -> None:
-        """Write what this rank uses, a byte a parameter."""
-        here = self._on_device(used)
+        """Write what this rank uses, a byte a parameter. As a rule it is as in the step before: nothing is sent."""
+        here = self._own_use
+        if is_capturing(self.all.device):
+            # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
+            here = torch.ones_like(here)
+            for index in (index for index, flag in enumerate(used) if not flag):
+                here[index].zero_()
+        elif used != self._sent:
+            host = torch.frombuffer(used, dtype=torch.uint8).float()
+            here.copy_(host.pin_memory() if here.is_cuda else host, non_blocking=True)
+            self._sent = bytearray(used)
         if self._own_counts is None:
             self.used_counts.copy_(here)
         else:
             self.used_counts.zero_().index_copy_(0, self._own_counts, here)
 
-    def _on_device(self, used: bytearray) -> Tensor:
-        """[parameters] fp32. As a rule use is as in the step before: nothing is copied."""
-        if is_capturing(self.all.device):
-            # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
-            flags = torch.ones_like(self._own_use)
-            for index in (index for index, flag in enumerate(used) if not flag):
-                flags[index].zero_()
-            return flags
-        if used != self._sent:
-            host = torch.frombuffer(used, dtype=torch.uint8).float()
-            self._own_use.copy_(host.pin_memory() if self._own_use.is_cuda else host, non_blocking=True)
-            self._sent = bytearray(used)
-        return self._own_use
-
     def use(self) -> Tensor:
         """[parameters] fp32, the number of ranks that use each of this rank's parameters."""
         return self.used_counts if self._own_counts is None else self.used_counts.index_select(0, self._own_counts)
 
-    def name(self, parameters: Iterable[int]) -> None:
-        """Name the parameters that this rank's alarms are about, by index."""
-        self._named_counts.zero_()
-        for index in parameters:
-            self._named_counts[index].fill_(1.0)
 
-    def named(self) -> list[int]:
-        """List the parameters that any rank has named. Reads device values: for an alarm that is raised."""
-        return [index for index, count in enumerate(self._named_counts.tolist()) if count > 0]
+def own_places(places: Sequence[tuple[int, int]]) -> list[int]:
+    """Find this rank's entry of each parameter in a vector of all. ``places``: see ``Exchange``."""
+    starts = itertools.accumulate((count for count, _ in places), initial=0)
+    return [start + number for start, (_, number) in zip(starts, places, strict=False)]
 
 
 class NonFinite:

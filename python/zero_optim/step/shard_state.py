@@ -15,7 +15,6 @@ from torch import Tensor
 from zero_kernels import ROW, ROW_STATS
 from zero_kernels.codecs import row_keys
 
-from ..comm.collectives import Comm
 from ..comm.streams import keep_for_current_stream
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
@@ -143,24 +142,13 @@ class ShardState:
         """Discard the page: the update has failed."""
         self._store.discard(self.page)
 
-    def is_updated_like(self, other: ShardState) -> bool:
-        """True if one call may update both: their pages stay where they are updated, and their rules and dtypes are the
-        same."""
-        return self.keeps_views and self.is_joined_like(other)
-
-    def is_joined_like(self, other: ShardState) -> bool:
-        """True if the same ranks make their parameters whole, where any do, and their rules and dtypes are the same."""
-        own, its = (
-            (shard.rule, shard.bucket.dtype, shard.bucket.grad_shard.dtype, shard.joining) for shard in (self, other)
-        )
-        return own == its
-
     @property
-    def joining(self) -> tuple[Comm | None, Comm | None, Comm | None]:
-        """The ranks that make its parameters whole together, of parts and of slices, and those that divide that work;
-        None: there are none."""
+    def kind(self) -> tuple[object, ...]:
+        """Shards of one kind may be updated in one call. The ranks that join parts and slices, and those that divide
+        the work, count: all of them take part in it."""
         of = self.to_join
-        return (None, None, None) if of is None else (of.ranks, of.slices, of.replicas)
+        ranks = (None, None, None) if of is None else (of.ranks, of.slices, of.replicas)
+        return self.rule, self.bucket.dtype, self.bucket.grad_shard.dtype, *ranks
 
     # -- its parts -----------------------------------------------------------------------------------------------
 
