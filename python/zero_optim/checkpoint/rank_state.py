@@ -291,7 +291,7 @@ def _place(engine: Engine) -> dict[str | int, list[int]]:
     of its slice or expert, each with how many there are. Empty where it is the same on all ranks."""
     place: dict[str | int, list[int]] = {}
     if engine.pipeline is not None:
-        place[STAGE] = [engine.pipeline.stage, engine.pipeline.stages]
+        place[STAGE] = [engine.pipeline.comm.rank, engine.pipeline.comm.world_size]
     for index in range(len(engine.parameters.labels)):
         number, count = engine.shardings.slice_of(index)
         if count > 1:

@@ -294,7 +294,7 @@ class ExchangeVector:
         self._sent = bytearray(len(places))
         self._own_counts: Tensor | None = None  # [parameters] int64, the places of this rank's counts; None: all
         if sum(counts) > len(places):
-            self._own_counts = torch.tensor(own_places(places), dtype=torch.int64, device=device)
+            self._own_counts = to_device(device, own_places(places), torch.int64)
 
     def put_use(self, used: bytearray) -> None:
         """Write what this rank uses, a byte a parameter. As a rule it is as in the step before: nothing is sent."""
@@ -316,6 +316,12 @@ class ExchangeVector:
     def use(self) -> Tensor:
         """[parameters] fp32, the number of ranks that use each of this rank's parameters."""
         return self.used_counts if self._own_counts is None else self.used_counts.index_select(0, self._own_counts)
+
+
+def to_device(device: torch.device, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+    """Make a tensor of ``values`` on ``device``. The host does not wait for the copy."""
+    host = torch.tensor(values, dtype=dtype, device="cpu")
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def own_places(places: Sequence[tuple[int, int]]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,17 +56,22 @@ class Coefficients:
         )
 
 
-class Workplace(Protocol):
-    """Brings together what the update of one shard needs."""
+class OnDevice:
+    """Brings together what the update of one shard needs: on the device everything is there, or visits with the page."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
 
     def prefetch(self) -> None:
         """Start copies: the update will follow soon."""
 
     def gradient(self) -> Tensor:
         """[shard_numel] the reduced gradient."""
+        return self._bucket.gradient_to_apply()
 
     def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
         """[shard_numel] the parameters, to be written; with their values, unless the update writes all of them."""
+        return state.get(PARAMETER, self._bucket.param_shard)
 
     def updated(self) -> None:
         """Send the parameters to the device: the update has been launched."""
@@ -74,34 +79,7 @@ class Workplace(Protocol):
     def release(self) -> None: ...
 
 
-class OnDevice:
-    """Updates on the device: everything is there, or visits with the page."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-
-    def prefetch(self) -> None: ...
-
-    def gradient(self) -> Tensor:
-        return self._bucket.gradient_to_apply()
-
-    def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
-        return state.get(PARAMETER, self._bucket.param_shard)
-
-    def updated(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Taken:
-    """The gradient that the host has: the tensor that it was copied from, and the count of writes into that."""
-
-    source: Tensor
-    written: tuple[int, int]
-
-
-class OnHost:
+class OnHost(OnDevice):
     """Updates on the host: gradients are copied there as reductions arrive, during backward, and parameters back.
 
     Args:
@@ -109,16 +87,17 @@ class OnHost:
     """
 
     def __init__(self, bucket: Bucket, store: HostStore, *, reads_parameters: bool) -> None:
-        self._bucket, self._store, self._reads_parameters = bucket, store, reads_parameters
-        memory, lanes = store.memory, store.lanes
-        numel = bucket.layout.shard_numel
+        super().__init__(bucket)
+        self._store, self._reads_parameters = store, reads_parameters
+        memory, lanes, numel = store.memory, store.lanes, bucket.layout.shard_numel
         self._grad_run = memory.take(numel * bucket.grad_shard.element_size())
         self._grad = self._grad_run.view(bucket.grad_shard.dtype)
         self._param_run = None if bucket.flat.offloaded else memory.take(numel * bucket.dtype.itemsize)
         self._param = None if self._param_run is None else self._param_run.view(bucket.dtype).zero_()
-        self._taken, self._brought, self._sent = lanes.mark(), lanes.mark(), lanes.mark()
-        self._now = lanes.mark()
-        self._has: Taken | None = None  # None: nothing, or what is outdated
+        # Set when: the host has the gradient; it has the parameters; the device has them back; just now.
+        self._taken, self._brought, self._sent, self._now = (lanes.mark() for _ in range(4))
+        self._source: Tensor | None = None  # what the host's gradient is a copy of; None: it is outdated
+        self._source_written = (0, 0)  # the writes into that, as of the copy
         # At stage 0, and alone, the user may edit gradients up to the step. So none is taken before that.
         self._users_may_edit = bucket.sharding.stage == 0 or not bucket.sharding.reduces
         if not self._users_may_edit:
@@ -135,9 +114,10 @@ class OnHost:
     # -- the gradient --------------------------------------------------------------------------------------------
 
     def reduction_begins(self) -> None:
-        self._has = None
+        self._source = None
 
     def reduction_launched(self, handle: Handle) -> bool:
+        # The copy waits for the sum on its own stream, beside the rest of backward.
         with self._store.lanes.to_host.as_current():
             ordered = handle.order_current()
         if ordered:
@@ -149,7 +129,7 @@ class OnHost:
         self.after_taking()
 
     def after_taking(self) -> None:
-        self._taken.order_current()
+        self._taken.order_current()  # the user may zero the gradient: not before it is copied
 
     def _take_from_current(self) -> None:
         self._now.set()
@@ -161,30 +141,29 @@ class OnHost:
         lane.copy(self._grad, source)
         lane.set(self._taken)
         self._store.copied.to_host += source.nbytes
-        self._has = Taken(source, self._written())
+        self._source, self._source_written = source, self._written()
 
     def prefetch(self) -> None:
-        has, source = self._has, self._bucket.gradient_to_apply()
-        current = has is not None and has.source is source and has.written == self._written()
-        if self._users_may_edit or not current:
+        is_copied = self._source is self._bucket.gradient_to_apply() and self._source_written == self._written()
+        if self._users_may_edit or not is_copied:
             self._take_from_current()
         if self._reads_parameters:
             self._bring_parameters()
 
     def _written(self) -> tuple[int, int]:
-        """Count how often the gradient was written. A ``zero_`` of what ``.grad`` shows counts no version up: it runs
-        within the tensor subclass, where torch does not."""
+        # A ``zero_`` of what ``.grad`` shows counts no version up: it runs within the tensor subclass, where torch does
+        # not count.
         return self._bucket.grad_shard._version, self._bucket.arrivals.zeroed
 
     def gradient(self) -> Tensor:
-        self._taken.wait()
+        self._taken.wait()  # the host reads it next
         return self._grad
 
     # -- the parameters ------------------------------------------------------------------------------------------
 
     def _bring_parameters(self) -> None:
         if self._param is not None:
-            self._sent.wait()
+            self._sent.wait()  # the copy of the last step still reads ``_param``
             self._now.set()
             lane = self._store.lanes.to_host
             lane.after(self._now)
@@ -198,7 +177,7 @@ class OnHost:
             return self._bucket.param_shard
         if not by.writes_all and not self._reads_parameters:
             self._bring_parameters()
-        self._brought.wait()
+        self._brought.wait()  # the host reads and writes it next
         self._sent.wait()
         return self._param
 
@@ -210,7 +189,7 @@ class OnHost:
         lanes.to_device.after(self._now)
         lanes.to_device.copy(self._bucket.param_shard, self._param)
         lanes.to_device.set(self._sent)
-        self._sent.order_current()
+        self._sent.order_current()  # the all-gather that comes next on this stream reads the shard
         self._store.copied.to_device += self._param.nbytes
 
 
