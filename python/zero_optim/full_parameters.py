@@ -21,6 +21,7 @@ from .optimizer import ShardedOptimizer
 from .params.flat_params import FlatParams
 from .params.param_shard import plain_parameter
 from .params.tensor_slice import is_distributed, whole_of
+from .rules.codec import Begins
 from .units.schedule import in_backward
 from .units.sharded_model import ShardedModel, sharded_model_of
 
@@ -187,7 +188,6 @@ def _copies(flat: FlatParams, wanted: Sequence[Tensor], dtype: torch.dtype | Non
 def _masters(opt: ShardedOptimizer, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the masters, in ``dtype``, of parameters that have one and are not of that dtype."""
     parameters = opt.engine.parameters.all
-    for masters in opt.engine.states.whole_masters():
-        wanted = [index for index in masters if parameters[index].dtype != dtype]
-        for index in wanted:
-            yield parameters[index], masters[index].to(dtype, copy=True)
+    for index, _, master in opt.engine.states.whole_tensors(lambda tensor: tensor.begins is Begins.PARAMETER):
+        if parameters[index].dtype != dtype:
+            yield parameters[index], master.to(dtype, copy=True)

@@ -380,7 +380,7 @@ def ema_state_dict(engine: Engine, groups: Groups, which: int, rank: int | None)
     wanted = rank is None or rank == savers.rank
     engine.begin_averages()
     found: dict[str | int, Tensor] = {}
-    for index, _, whole in engine.states.whole_tensors(only=name):
+    for index, _, whole in engine.states.whole_tensors(lambda tensor: tensor.name == name):
         if wanted:
             found[keys[index]] = whole.to("cpu", copy=True)
     return found

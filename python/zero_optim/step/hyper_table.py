@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,10 +89,6 @@ class HyperTable:
             columns.append((*numbers[:own], *(0.0,) * lacking, *numbers[own:]) if lacking else numbers)
         return columns
 
-    def _name(self, group: int, row: int) -> str:
-        """Name the number in a row of ``_by_group``, as the group's rule does."""
-        return self._averages[row - self._width] if row >= self._width else self._rules[group].coefficients[row]
-
     def take_over(self, saved: SavedState) -> None:
         """Take over loaded steps. Averages that were not brought, or had no update yet, begin with the next one: the
         model may be loaded until then."""
@@ -116,12 +112,8 @@ class HyperTable:
             self.rates.copy_(torch.where(self.begins, 1.0, rates))
             self.begins &= ~active[:, None]
         if factor is not None:
-            for rule in self.tables:
-                self.grad_factors(rule).mul_(factor)
-
-    def grad_factors(self, rule: UpdateRule) -> Tensor:
-        """[parameters] fp32, a view of the rule's table: what multiplies the gradients of each of its parameters."""
-        return self.tables[rule][:, rule.columns.index("grad_factor")]
+            for rule, table in self.tables.items():
+                table[:, rule.columns.index("grad_factor")].mul_(factor)
 
     def _on_device(self, rows: Sequence[tuple[Any, ...]]) -> Tensor:
         """The groups' coefficients, [coefficients, groups]. Numbers are sent when they change, tensors every time."""
@@ -130,18 +122,20 @@ class HyperTable:
         # every replay, memory that is long gone.
         by_group = torch.empty_like(self._by_group) if capturing else self._by_group
         numbers = _numbers(rows)
-        if capturing:
-            for group, column, value in _entries(numbers):
-                by_group[column, group].fill_(value or 0.0)
-        elif numbers != self._sent:
+        if not capturing and numbers != self._sent:
             columns = [[value or 0.0 for value in column] for column in zip(*numbers, strict=True)]
             host = torch.tensor(columns, dtype=torch.float64, device="cpu", pin_memory=by_group.is_cuda)
             by_group.copy_(host, non_blocking=True)
             self._sent = numbers
-        for group, column, value in _entries(rows):
-            if isinstance(value, Tensor):
-                name = self._name(group, column)
+        for group, row in enumerate(rows):
+            for column, value in enumerate(row):
+                if not isinstance(value, Tensor):
+                    if capturing:
+                        by_group[column, group].fill_(float(value))
+                    continue
                 if capturing and not value.is_cuda:
+                    own = column < self._width
+                    name = self._rules[group].coefficients[column] if own else self._averages[column - self._width]
                     raise ValueError(
                         f"{name} of group {group} is a tensor on {value.device}, which a captured step cannot read: "
                         f"move it to {by_group.device}"
@@ -153,7 +147,3 @@ class HyperTable:
 def _numbers(rows: Sequence[tuple[Any, ...]]) -> list[tuple[float | None, ...]]:
     """The coefficients that are Python numbers; None for tensors."""
     return [tuple(None if isinstance(value, Tensor) else float(value) for value in row) for row in rows]
-
-
-def _entries(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, Any]]:
-    return ((group, column, value) for group, row in enumerate(rows) for column, value in enumerate(row))

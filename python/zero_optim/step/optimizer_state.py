@@ -20,7 +20,7 @@ from ..errors import OffloadError
 from ..grads.bucket import Bucket
 from ..params.layout import SlotPiece
 from ..params.tensor_slice import put_together
-from ..rules.codec import Begins, StateTensor
+from ..rules.codec import StateTensor
 from ..rules.group_rules import GroupRules
 from ..rules.update_rule import has_master
 from ..stores.host_threads import host_threads
@@ -264,14 +264,15 @@ class OptimizerState:
         ``stored``: of the tensors of a state dict, else of the logical ones.
         """
         for shard in self.shards:
-            yield from _state_pieces(shard, stored=stored)
+            for tensor in shard.in_state_dict if stored else shard.tensors:
+                yield from (StatePiece(shard, tensor, piece) for piece in shard.bucket.pieces if piece.numel)
 
     def values(self, *, stored: bool) -> Generator[Tensor]:
         """Give the values of each of ``state_pieces``, in their order, flat: read or write them before the next."""
-        for shard in self.shards:
+        for shard, pieces in itertools.groupby(self.state_pieces(stored=stored), lambda own: own.shard):
             with self.lost.opened(shard) as state:
-                for own in _state_pieces(shard, stored=stored):
-                    part = shard.part(own.tensor, state, own.piece)
+                for own in pieces:
+                    part = shard.values(own.tensor, state, own.piece)
                     before = part._version
                     yield part
                     if own.tensor.name in shard.rule.codecs and part._version != before:
@@ -297,7 +298,8 @@ class OptimizerState:
         with self.sharding.world.raising_together("swap_to_ema", self.sharding.device):
             for shard in self.shards:
                 with self.lost.opened(shard) as state:
-                    shard.bucket.param_shard.copy_(shard.values_named(name, state))
+                    average = next(tensor for tensor in shard.tensors if tensor.name == name)
+                    shard.bucket.param_shard.copy_(shard.values(average, state))
         self._send_out()
 
     def put_back(self, *, collective: bool = True) -> None:
@@ -317,32 +319,22 @@ class OptimizerState:
 
     # -- whole tensors ---------------------------------------------------------------------------------------------
 
-    def whole_tensors(self, only: str | None = None) -> Iterator[tuple[int, str, Tensor]]:
-        """Collective. Every parameter's whole tensors, by index and name: those of one bucket at a time.
+    def whole_tensors(
+        self, wanted: Callable[[StateTensor], bool] = lambda tensor: True
+    ) -> Iterator[tuple[int, str, Tensor]]:
+        """Collective. Every parameter's whole tensors of the ``wanted`` ones, by index and name.
 
-        ``only``: those of that name; None: all.
+        A tensor is valid until the next is asked for.
         """
         self.refresh_edited()
         for shard in self.shards:
-            for tensor in (tensor for tensor in shard.tensors if only in (None, tensor.name)):
-                for index, whole in _wholes(shard, tensor, self._gathered(shard, tensor)).items():
+            for tensor in filter(wanted, shard.tensors):
+                full = self._gathered(shard, tensor)
+                for index, whole in _wholes(shard, tensor, full).items():
                     yield index, tensor.name, whole
-        self.raise_lost_together()
-
-    def whole_masters(self) -> Iterator[dict[int, Tensor]]:
-        """Collective. Give the whole masters, by parameter index, of those parameters that have one, bucket by bucket.
-
-        They are valid until the next bucket is asked for.
-        """
-        self.refresh_edited()
-        for shard in self.shards:
-            for tensor in shard.tensors:
-                if tensor.begins is Begins.PARAMETER:
-                    full = self._gathered(shard, tensor)
-                    yield _wholes(shard, tensor, full)
-                    # Here ``full`` is a copy. Its memory is freed now, as gloo's threads may still refer to it.
-                    if shard.bucket.sharding.shard_count > 1:
-                        deallocate(full)
+                # Here ``full`` is a copy. Its memory is freed now, as gloo's threads may still refer to it.
+                if shard.bucket.sharding.shard_count > 1:
+                    deallocate(full)
         self.raise_lost_together()
 
     def _gathered(self, shard: ShardState, tensor: StateTensor, kind: str = "state") -> Tensor:
@@ -368,34 +360,25 @@ class OptimizerState:
             names: by parameter index, the names of the tensors that are given; the same on every rank.
             tensors: on rank 0, the tensors, by parameter index and name.
         """
-        for shard in self.shards:
-            for tensor in shard.tensors:
-                given = [piece for piece in shard.bucket.pieces if tensor.name in names.get(piece.slot.param, ())]
-                if given:
-                    self._distribute(shard, tensor, given, tensors)
+        savers = self.sharding.savers
+        for shard, tensor in ((of, tensor) for of in self.shards for tensor in of.tensors):
+            flat, sharding, pieces = shard.bucket.flat, shard.bucket.sharding, shard.bucket.pieces
+            given = [(n, piece) for n, piece in enumerate(pieces) if tensor.name in names.get(piece.slot.param, ())]
+            if not given:
+                continue
+            slices, (_, numel) = sharding.slice_count if flat.joined else 1, tensor.span(0, shard.bucket.layout.numel)
+            every = torch.empty(slices, numel, dtype=tensor.dtype, device=flat.device)
+            for number, piece in given if savers.rank == 0 else ():
+                whole, own = tensors[piece.slot.param][tensor.name], flat.slices[number]
+                for rank, full in enumerate(every.unbind()):
+                    part = whole if own is None else own.on(rank).of(whole)
+                    shard.view_in(full, tensor, number, rank).copy_(part)
+            # Rank 0 alone has the tensors: every slice goes to every rank.
+            savers.broadcast(as_sent(every), "state")
+            with self.lost.recording(shard):
+                own_slice = every[sharding.slice_index if flat.joined else 0]
+                _fill(shard, tensor, own_slice, [(piece, piece.slot.offset) for _, piece in given])
         self.raise_lost_together()
-
-    def _distribute(
-        self,
-        shard: ShardState,
-        tensor: StateTensor,
-        given: Sequence[SlotPiece],
-        tensors: Mapping[int, Mapping[str, Tensor]],
-    ) -> None:
-        _, numel = tensor.span(0, shard.bucket.layout.numel)
-        flat, names, sharding = shard.bucket.flat, {piece.slot.param for piece in given}, shard.bucket.sharding
-        every = torch.empty(sharding.slice_count if flat.joined else 1, numel, dtype=tensor.dtype, device=flat.device)
-        fulls = every.unbind() if self.sharding.savers.rank == 0 else ()
-        for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
-            for rank, full in enumerate(fulls if slot.param in names else ()):
-                whole = tensors[slot.param][tensor.name]
-                part = whole if own is None else own.on(rank).of(whole)
-                shard.view_in(full, tensor, number, rank).copy_(part)
-        # Rank 0 alone has the tensors: every slice goes to every rank.
-        self.sharding.savers.broadcast(as_sent(every), "state")
-        with self.lost.recording(shard):
-            own_slice = every[sharding.slice_index if flat.joined else 0]
-            _fill(shard, tensor, own_slice, [(piece, piece.slot.offset) for piece in given])
 
     def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, list[SlotPiece]]]:
         """Find the pieces of these parameters, by shard; shards without any are left out."""
@@ -432,10 +415,3 @@ def _fill(shard: ShardState, tensor: StateTensor, full: Tensor, parts: Sequence[
         for piece, offset in parts:
             source = full.narrow(0, *tensor.span(offset + piece.in_param, piece.numel))
             shard.set_part(tensor, state, piece, source)
-
-
-def _state_pieces(shard: ShardState, *, stored: bool) -> Iterator[StatePiece]:
-    for tensor in shard.in_state_dict if stored else shard.tensors:
-        for piece in shard.bucket.pieces:
-            if piece.numel:
-                yield StatePiece(shard, tensor, piece)

@@ -152,10 +152,6 @@ def _values_of(codec: Codec, tensor: StateTensor, parts: Sequence[Callable[[], T
     return codec.decode_flat(tensor, [of_part() for of_part in parts])
 
 
-def _local(shard: FlatShard) -> Tensor:
-    return shard.local
-
-
 def _describe(tensor: Tensor) -> str:
     if is_distributed(tensor):
         return f"a slice of shape {tuple(local_of(tensor).shape)}{placed(tensor)}"
@@ -181,7 +177,8 @@ def _values(
     if not isinstance(saved, FlatShard) and slice_of(saved, label) in (None, own):
         return partial(_flat_part, saved, target, own)  # deferred: in another memory format it makes a copy
     if isinstance(target, FlatShard) and isinstance(saved, FlatShard) and saved.same_range(target):
-        return partial(_local, saved)
+        local = saved.local
+        return lambda: local
     raise StateMismatchError(
         f"{tensor.name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(target)}: load it with "
         "as many ranks, on the same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved; or "

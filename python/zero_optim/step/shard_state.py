@@ -21,7 +21,7 @@ from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import StorageOrder, strides_of, view_of
 from ..params.tensor_slice import shown_as
-from ..rules.codec import Begins, Codec, Per, StateTensor
+from ..rules.codec import Begins, Per, StateTensor
 from ..rules.update_rule import (
     ShardUpdate,
     UpdateRule,
@@ -31,7 +31,7 @@ from ..rules.update_rule import (
     tensors_for,
 )
 from ..stores.state_store import HostStore, StateStore
-from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, Workplace, to_join, wholes_in
+from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, to_join, wholes_in
 
 _CHUNK = 2**22
 """Elements that are compared at once: bounds the memory for it to some 50 MB."""
@@ -71,12 +71,11 @@ class ShardState:
         self.device, self.keeps_views, self.lookahead = store.works_on, store.keeps_views, store.lookahead
         self.tensors, self.stored = tensors_for(rule, bucket.dtype), stored_for(rule, bucket.dtype)
         self.in_state_dict = exported_for(rule, bucket.dtype)
-        self._place: Workplace = OnDevice(bucket)
-        visiting = {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}
+        self._has_master = has_master(rule, bucket.dtype)
+        self._place, visiting = OnDevice(bucket), {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}
         if isinstance(store, HostStore):
-            self._place = OnHost(bucket, store, reads_parameters=not has_master(rule, bucket.dtype))
-            visiting = {}
-        self.page = store.allocate({t.name: self._first(t, self.device) for t in self.stored}, visiting)
+            self._place, visiting = OnHost(bucket, store, reads_parameters=not self._has_master), {}
+        self.page = store.allocate({tensor.name: self._first(tensor) for tensor in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=self.device)
         self.wholes = wholes_in(bucket, rule, group)
@@ -87,11 +86,11 @@ class ShardState:
         if measures:
             self.row_stats = torch.zeros(len(rows), len(ROW_STATS), dtype=torch.float32, device=self.device)
 
-    def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
+    def _first(self, tensor: StateTensor) -> Tensor:
         if tensor.begins is not Begins.ZERO:
-            return self.bucket.param_shard.to(device, tensor.dtype, copy=True)
-        _, numel = tensor.span(0, self.bucket.layout.shard_numel)
-        return torch.zeros(numel, dtype=tensor.dtype, device=device)
+            return self.bucket.param_shard.to(self.device, tensor.dtype, copy=True)
+        _, numel = tensor.span(0, self.numel)
+        return torch.zeros(numel, dtype=tensor.dtype, device=self.device)
 
     def release(self) -> None:
         """Release the page and all else that is held: nothing needs this state any more."""
@@ -107,8 +106,7 @@ class ShardState:
         self._store.prefetch(self.page)
 
     def begin_update(self, by: Coefficients) -> ShardUpdate:
-        """Fetch the page, until ``end_pass``, ``end_update`` or ``give_up_update``, and give the tensors of the update,
-        or of one pass of it."""
+        """Fetch the page, until ``end_pass``, ``end_update`` or ``give_up_update``, for the update or a pass of it."""
         state = self._store.fetch(self.page)
         try:
             return ShardUpdate(
@@ -166,42 +164,25 @@ class ShardState:
             (self._store.commit if written else self._store.discard)(self.page)
             self._store.wait_for_visitors(self.page)
 
-    def part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
-        """Give a piece's values of one of ``tensors``, or of ``stored``, flat: a view of ``state``, or a decoded copy
-        where the tensor has a codec."""
-        return self._values(tensor, state, piece.in_shard, piece.numel)
-
-    def values(self, tensor: StateTensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Give the values for all of the shard, as ``part`` does for a piece."""
-        return self._values(tensor, state, 0, self.numel)
-
-    def values_named(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
-        """Give the values of the tensor of that name, as ``values`` does."""
-        return self.values(next(tensor for tensor in self.tensors if tensor.name == name), state)
-
-    def _values(self, tensor: StateTensor, state: Mapping[str, Tensor], start: int, numel: int) -> Tensor:
+    def values(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece | None = None) -> Tensor:
+        """Give the values of one of ``tensors``, or of ``stored``, flat: a view of ``state``, or a decoded copy where
+        the tensor has a codec. ``piece``: its values; None: those of all the shard."""
+        start, numel = (0, self.numel) if piece is None else (piece.in_shard, piece.numel)
         codec = self.rule.codecs.get(tensor.name)
         if codec is None:
             return state[tensor.name].narrow(0, *tensor.span(start, numel))
-        parts = self._stored_parts(codec, tensor, state, start, numel)
+        parts = [state[part.name].narrow(0, *part.span(start, numel)) for part in codec.parts(tensor)]
         if codec.reads_parameter:
             parts.append(state.get(PARAMETER, self.bucket.param_shard).narrow(0, start, numel).to(self.device))
         return codec.decode_flat(tensor, parts)
 
     def set_part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece, values: Tensor) -> None:
-        """Write ``values``, flat, where ``part`` reads them."""
+        """Write a piece's ``values``, flat."""
         codec = self.rule.codecs.get(tensor.name)
-        if codec is None:
-            state[tensor.name].narrow(0, *tensor.span(piece.in_shard, piece.numel)).copy_(values)
-            return
-        parts = self._stored_parts(codec, tensor, state, piece.in_shard, piece.numel)
-        for part, encoded in zip(parts, codec.encode_flat(values.to(self.device)), strict=True):
-            part.copy_(encoded)
-
-    def _stored_parts(
-        self, codec: Codec, tensor: StateTensor, state: Mapping[str, Tensor], start: int, numel: int
-    ) -> list[Tensor]:
-        return [state[part.name].narrow(0, *part.span(start, numel)) for part in codec.parts(tensor)]
+        parts = [tensor] if codec is None else codec.parts(tensor)
+        written = [values] if codec is None else codec.encode_flat(values.to(self.device))
+        for part, encoded in zip(parts, written, strict=True):
+            state[part.name].narrow(0, *part.span(piece.in_shard, piece.numel)).copy_(encoded)
 
     def parameter_of(self, piece: SlotPiece) -> Tensor:
         """[piece.numel] the parameter's values: a view, or a copy where it is updated on another device."""
@@ -260,9 +241,8 @@ class ShardState:
         return view_of(part, tensor.shape(shape, numel), tensor.order(flat.orders[index]))
 
     def refresh_masters(self, pieces: Sequence[SlotPiece]) -> None:
-        """Take a user's writes to these parameters over into the masters; unwritten elements keep their precision. A
-        master that has its parameter as a part follows by itself."""
-        if not has_master(self.rule, self.bucket.dtype):
+        """Take a user's writes to these parameters over into the masters; unwritten elements keep their precision."""
+        if not self._has_master:  # a split master has its parameter as a part, and follows by itself
             return
         with self.opened() as state:
             master = self.master(state)
@@ -274,7 +254,7 @@ class ShardState:
 
     def edited(self) -> list[int]:
         """List the slots whose parameters are not the roundings of their fp32 masters."""
-        if not has_master(self.rule, self.bucket.dtype):
+        if not self._has_master:
             return []
         with self.opened() as state:
             master = self.master(state)
@@ -288,14 +268,13 @@ class ShardState:
             return  # and no page is fetched for nothing
         with self.opened() as state:
             for tensor, piece in itertools.product(tensors, pieces):
-                self.set_part(tensor, state, piece, self._first_part(tensor, state, piece))
-
-    def _first_part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
-        if tensor.begins is Begins.ZERO:
-            return torch.zeros(tensor.span(0, piece.numel)[1], dtype=tensor.dtype, device=self.device)
-        if tensor.begins is Begins.PARAMETER:
-            return self.parameter_of(piece)
-        return self.master(state).narrow(0, piece.in_shard, piece.numel).to(self.device)
+                if tensor.begins is Begins.ZERO:
+                    first = torch.zeros(tensor.span(0, piece.numel)[1], dtype=tensor.dtype, device=self.device)
+                elif tensor.begins is Begins.PARAMETER:
+                    first = self.parameter_of(piece)
+                else:
+                    first = self.master(state).narrow(0, piece.in_shard, piece.numel).to(self.device)
+                self.set_part(tensor, state, piece, first)
 
 
 def _keys_of(bucket: Bucket, rows: int) -> Tensor:

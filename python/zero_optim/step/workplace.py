@@ -57,7 +57,7 @@ class Coefficients:
 
 
 class OnDevice:
-    """Brings together what the update of one shard needs: on the device everything is there, or visits with the page."""
+    """Brings together what the update of one shard needs. On the device all is there, or visits with the page."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -90,10 +90,10 @@ class OnHost(OnDevice):
         super().__init__(bucket)
         self._store, self._reads_parameters = store, reads_parameters
         memory, lanes, numel = store.memory, store.lanes, bucket.layout.shard_numel
-        self._grad_run = memory.take(numel * bucket.grad_shard.element_size())
-        self._grad = self._grad_run.view(bucket.grad_shard.dtype)
-        self._param_run = None if bucket.flat.offloaded else memory.take(numel * bucket.dtype.itemsize)
-        self._param = None if self._param_run is None else self._param_run.view(bucket.dtype).zero_()
+        self._grad = memory.take(numel * bucket.grad_shard.element_size()).view(bucket.grad_shard.dtype)
+        self._param: Tensor | None = None  # None: the update is where the parameters are
+        if not bucket.flat.offloaded:
+            self._param = memory.take(numel * bucket.dtype.itemsize).view(bucket.dtype).zero_()
         # Set when: the host has the gradient; it has the parameters; the device has them back; just now.
         self._taken, self._brought, self._sent, self._now = (lanes.mark() for _ in range(4))
         self._source: Tensor | None = None  # what the host's gradient is a copy of; None: it is outdated
@@ -106,10 +106,10 @@ class OnHost(OnDevice):
     def release(self) -> None:
         self._bucket.follower = None
         for mark in (self._taken, self._brought, self._sent):
-            mark.wait()
-        for run in (self._grad_run, self._param_run):
-            if run is not None:
-                self._store.memory.give_back(run)
+            mark.wait()  # a copy still uses the memory, which another tensor takes next
+        for tensor in (self._grad, self._param):
+            if tensor is not None:
+                self._store.memory.give_back(tensor.view(torch.uint8))
 
     # -- the gradient --------------------------------------------------------------------------------------------
 
