@@ -12,6 +12,7 @@ failure leaves every rank as it was. Storages are emptied and filled in place: t
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from .params.layout import round_up
 from .params.parameter_set import ParameterSet
 from .step.telemetry import Measured
 from .stores.host_memory import ALIGNMENT, HostMemory
-from .stores.lanes import Lane, make_lanes
+from .stores.lanes import Lane, Lanes, make_lanes
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
@@ -38,16 +39,15 @@ MOVES_STORAGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 class Rest:
-    """One run of host memory, pinned where a GPU copies, in which tensors lie one after another.
-
-    Args:
-        device: of what is saved.
-    """
+    """One run of host memory, pinned where a GPU copies, in which tensors lie one after another."""
 
     def __init__(self, device: torch.device) -> None:
-        self._memory = HostMemory(pinned=device.type == "cuda", device=device)
-        self._lanes = make_lanes(device)
+        self._device, self._memory = device, HostMemory(pinned=device.type == "cuda", device=device)
         self._run = self._memory.take(0)
+
+    @cached_property
+    def _lanes(self) -> Lanes:
+        return make_lanes(self._device)
 
     def save(self, flats: Sequence[Tensor]) -> None:
         """Copy all ``flats``, in place of what was saved before. Raises OffloadError; ``flats`` are not changed."""
@@ -62,14 +62,13 @@ class Rest:
         self._copy(self._lanes.to_device, flats, self._places(flats))
 
     def _copy(self, lane: Lane, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-        """Copy, after earlier work of the device, which may use the memory. The host waits until it is over."""
         now, over = self._lanes.mark(), self._lanes.mark()
         now.set()
-        lane.after(now)
+        lane.after(now)  # earlier work of the device may use the memory
         for target, source in zip(targets, sources, strict=True):
             lane.copy(target, source)
         lane.set(over)
-        over.wait()
+        over.wait()  # the memory of the sources is freed next
 
     def _places(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
         start = 0
@@ -84,9 +83,8 @@ class Rest:
 
     def close(self) -> None:
         """Give everything back."""
-        run, self._run = self._run, self._memory.take(0)
-        self._memory.give_back(run)
-        del run
+        self._memory.give_back(self._run)
+        self._run = self._memory.take(0)  # a slab goes back to the system with its last view
         self._memory.trim()
 
 
@@ -94,6 +92,7 @@ class Asleep:
     """The memory that one optimizer has put to rest. Its mode says whether it sleeps.
 
     Attributes:
+        rest: the host memory kept for sleeping.
         flats: the parameters that are asleep; empty where they stay awake.
     """
 
@@ -105,20 +104,14 @@ class Asleep:
         reducer: Reducer,
         store: StateStore,
         sharded_model: ShardedModel | None,
-        measured: Measured | None = None,
+        measured: Measured | None,
     ) -> None:
         self._mode, self._parameters, self._sharding = mode, parameters, sharding
-        self._reducer, self._store, self._sharded_model = reducer, store, sharded_model
-        self._measured = measured
-        self._rest: Rest | None = None  # made by the first sleep
+        self._reducer, self._store, self._sharded_model, self._measured = reducer, store, sharded_model, measured
+        self.rest = Rest(sharding.device)
         self._moved: list[Tensor] = []  # [bytes] uint8 each, those of ``flats`` first
         self.flats: list[FlatParams] = []
         self._forwards: Any = None  # the handle of the hook that refuses forwards
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory kept for sleeping."""
-        return 0 if self._rest is None else self._rest.nbytes
 
     # -- to sleep ------------------------------------------------------------------------------------------------
 
@@ -139,19 +132,22 @@ class Asleep:
                 self._check_in_place()
 
     def sleep(self, *, parameters: bool) -> None:
-        """Collective. Save everything, and free it. The caller has dropped all gradients, and nothing is under way."""
+        """Collective. Save everything, and free it. The caller has dropped all gradients, and nothing is in flight."""
         flats = self._flats_there() if parameters else []
         with self._sharding.world.raising_together("sleep"):
             for bucket in self._reducer.buckets:
                 bucket.leave_memory()
             moved = _storages([*map(_memory_of, flats), *self._store.residents()])
-            self._rest = self._rest or Rest(self._sharding.device)
-            self._rest.save(moved)
+            self.rest.save(moved)
+        # Every rank has its copies now.
         self._moved, self.flats = moved, flats
         for flat in self._plain_flats:
             flat.put_away()
         self._free()
-        self._refuse_forwards()
+        if asleep := {id(parameter) for flat in self._plain_flats for parameter in flat.params}:
+            self._forwards = register_module_forward_pre_hook(_refuser(asleep))
+        if flats and self._sharded_model is not None:
+            self._sharded_model.schedule.sleeping.add(self)
         self._mode.now = Mode.ASLEEP
 
     def _flats_there(self) -> list[FlatParams]:
@@ -192,13 +188,6 @@ class Asleep:
             with on_device(device):
                 torch.cuda.empty_cache()  # other processes are to have it
 
-    def _refuse_forwards(self) -> None:
-        if plain := self._plain_flats:
-            asleep = {id(parameter) for flat in plain for parameter in flat.params}
-            self._forwards = register_module_forward_pre_hook(_refuser(asleep))
-        if self.flats and self._sharded_model is not None:
-            self._sharded_model.schedule.sleeping.add(self)
-
     # -- awake again -----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
@@ -208,7 +197,7 @@ class Asleep:
         try:
             with self._sharding.world.raising_together("wake"):
                 self._take_memory()
-                self._load(self._moved)
+                self.rest.load(self._moved)
         except BaseException:
             self._free()
             raise
@@ -239,11 +228,6 @@ class Asleep:
                 "call opt.wake() again"
             ) from error
 
-    def _load(self, tensors: Sequence[Tensor]) -> None:
-        """Load ``tensors``, the first of those that were moved."""
-        assert self._rest is not None
-        self._rest.load(tensors)
-
     def _show_parameters(self) -> None:
         for flat in self._plain_flats:
             flat.bring_back()
@@ -255,19 +239,17 @@ class Asleep:
         self.flats = []
 
     def close(self) -> None:
-        """Give everything back. Parameters keep their values, so those that are asleep come back: raises where that
-        fails."""
+        """Give everything back. Parameters that are asleep come back: raises where that fails."""
         try:
             if self._mode.now is Mode.ASLEEP and self.flats:
                 of_flats = self._moved[: len(self.flats)]
                 for tensor in of_flats:
                     allocate(tensor)
-                self._load(of_flats)
+                self.rest.load(of_flats)
                 self._show_parameters()
         finally:
-            if self._rest is not None:
-                self._rest.close()
-            self._moved, self._rest = [], None
+            self.rest.close()
+            self._moved = []
             self._mode.now = Mode.OWN
 
 

@@ -182,7 +182,7 @@ def joined_batch(shards: list[Shard]) -> tuple[JoinedBatch, LostState]:
     return JoinedBatch(shards, lost), lost
 
 
-BY = Coefficients({}, None, None, *[torch.zeros(1)] * 4)
+BY = Coefficients({}, None, *[torch.zeros(1)] * 3)
 
 
 def test_pages_come_before_parameters_are_whole_and_after():

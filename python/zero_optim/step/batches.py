@@ -52,25 +52,15 @@ class LostState:
         self.parameters: set[int] = set()
         self.reasons: list[str] = []
 
-    def record(self, parameters: Sequence[int], error: OffloadError) -> None:
-        self.parameters |= set(parameters)
-        if str(error) not in self.reasons:
-            self.reasons.append(str(error))
-            warnings.warn(f"{error}. The next step will raise, on every rank", stacklevel=2)
-
-    def recording(self, of: ShardState | ShardBatch) -> _Recording:
+    def recording(self, of: ShardState | ShardBatch, *, raises: bool = False) -> _Recording:
         """Make a context that records an OffloadError within it as a loss of these parameters' state."""
-        return _Recording(self, of)
+        return _Recording(self, of, raises)
 
     @contextmanager
     def opened(self, shard: ShardState) -> Iterator[Mapping[str, Tensor]]:
         """Open ``shard``. An OffloadError is recorded, and raised."""
-        try:
-            with shard.opened() as state:
-                yield state
-        except OffloadError as error:
-            self.record(shard.parameters, error)
-            raise
+        with self.recording(shard, raises=True), shard.opened() as state:
+            yield state
 
     def check(self) -> None:
         """Raise OffloadError where state is lost."""
@@ -81,8 +71,8 @@ class LostState:
 class _Recording:
     """See ``LostState.recording``. A class adds no frame between ``step`` and an update's kernel."""
 
-    def __init__(self, lost: LostState, of: ShardState | ShardBatch) -> None:
-        self._lost, self._of = lost, of
+    def __init__(self, lost: LostState, of: ShardState | ShardBatch, raises: bool) -> None:
+        self._lost, self._of, self._raises = lost, of, raises
 
     def __enter__(self) -> None:
         pass
@@ -90,8 +80,11 @@ class _Recording:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, OffloadError):
             return False
-        self._lost.record(self._of.parameters, error)
-        return True
+        self._lost.parameters |= set(self._of.parameters)
+        if str(error) not in self._lost.reasons:
+            self._lost.reasons.append(str(error))
+            warnings.warn(f"{error}. The next step will raise, on every rank", stacklevel=2)
+        return not self._raises
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ class Clip:
         if not self.clipped:
             self.coefficient.fill_(1.0)
         if subset is None and not self.clipped and norm_type == exchange.norm_type:
-            norm = root(exchange.total, norm_type)
+            norm = root(exchange.totals[0], norm_type)
         else:
             found = norms_over(self.sharding.world, self._parts(buckets, norm_type, subset), norm_type, device)
             if self._pipeline is not None:

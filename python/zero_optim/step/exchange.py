@@ -157,9 +157,10 @@ class Exchange:
         self._edited |= dropped | written
 
     @property
-    def total(self) -> Tensor:
-        """[] fp32: the sum of |g|^p of all gradients, or their largest; of the ``norm_type`` exchanged."""
-        return self._vector.totals[0]
+    def totals(self) -> Tensor:
+        """[2] fp32: the sum of |g|^p of all gradients, or their largest, of the ``norm_type`` exchanged; and the number
+        of values that are not finite."""
+        return self._vector.totals
 
     def run(self, own: ToExchange) -> None:
         """Collective. Fill in the norm and what is used. Raises the errors of the alarms, on every rank, before
@@ -230,10 +231,6 @@ class Exchange:
             dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
             self.outdate()
             raise alarm.error(names, " or ".join(sorted(dtypes)), self._own_reasons.get(alarm.name, ()))
-
-    def overflowed(self) -> Tensor:
-        """[1] fp32: not 0 where a gradient of any rank is not finite."""
-        return (self._vector.totals[1:] > 0).float()
 
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in ``found_inf``. A raised alarm always skips the step; a non-finite gradient does if asked."""

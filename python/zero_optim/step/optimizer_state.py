@@ -125,16 +125,14 @@ class OptimizerState:
         self._record_versions()
 
     def _follow_shards(self) -> None:
-        """Batch the shards anew, after they have changed."""
         # In the order in which the next forward wants the parameters.
         self._batches = batches_of(self.shards[::-1], self.lost)
 
     def close(self, *, wait: bool = True) -> None:
-        """Release all state. ``wait``: for copies to and from the host. Not where ranks are out of sync: a copy may
-        come after a reduction that never ends."""
-        old, self.shards = self.shards, []
-        self._follow_shards()
+        """Release all state. ``wait``: for copies to and from the host."""
+        old, self.shards, self._batches = self.shards, [], []
         try:
+            # Not where ranks are out of sync: a copy may come after a reduction that never ends.
             while old and wait:
                 old.pop().release()
         finally:
@@ -214,8 +212,7 @@ class OptimizerState:
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Follow the parameters into new buckets. State that was started moves over, one old bucket at a time."""
-        old, self.shards = self.shards, []
-        self._follow_shards()
+        old, self.shards, self._batches = self.shards, [], []
         while old and not self.started:  # their state is as at construction, and is made anew
             old.pop().release()
         # Memory may be lacking on one rank, and what follows may be collective.
@@ -224,7 +221,7 @@ class OptimizerState:
         places = {piece.slot.param: (shard, piece) for shard in self.shards for piece in shard.bucket.pieces}
         while old:
             self._move(old[-1], places)
-            old.pop().release()
+            old.pop().release()  # before the next moves: not all old state and all new state is there together
         self._follow_shards()
         self._store.use_room()  # old pages and new ones were there together
         self.raise_lost_together()

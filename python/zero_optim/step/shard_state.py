@@ -15,7 +15,7 @@ from torch import Tensor
 from zero_kernels import ROW, ROW_STATS
 from zero_kernels.codecs import row_keys
 
-from ..comm.streams import keep_for_current_stream
+from ..comm.streams import keep_tensors_of
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
@@ -94,7 +94,7 @@ class ShardState:
 
     def release(self) -> None:
         """Release the page and all else that is held: nothing needs this state any more."""
-        keep_for_current_stream(*(t for t in (self.row_slot, self.row_keys, self.row_stats) if t is not None))
+        keep_tensors_of(self)
         self._place.release()
         self._store.release(self.page)
 

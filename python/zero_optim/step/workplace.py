@@ -26,7 +26,6 @@ class Coefficients:
     Attributes:
         hyper: by rule, [parameters, columns] fp32.
         used: [parameters] bool, which have a gradient.
-        updates: whether anything is updated, as far as the host knows.
         writes_all: whether each update writes every parameter of its shard, as far as the host knows.
         rates: see ``ShardUpdate``.
     """
@@ -36,22 +35,19 @@ class Coefficients:
     found_inf: Tensor
     marks: Tensor
     used: Tensor
-    updates: bool = True
     writes_all: bool = False
     rates: Tensor | None = None
 
     def on_host(self) -> Coefficients:
         """Copy all to host memory, with marks of its own. The host waits for the device."""
         found_inf, used = self.found_inf.cpu(), self.used.cpu()
-        updates = bool(found_inf == 0)
         return Coefficients(
             {rule: table.cpu() for rule, table in self.hyper.items()},
             None if self.grad_scale is None else self.grad_scale.cpu(),
             found_inf,
             torch.zeros_like(self.marks, device="cpu"),
             used,
-            updates=updates,
-            writes_all=updates and bool(used.all()),
+            writes_all=bool(found_inf == 0) and bool(used.all()),
             rates=None if self.rates is None else self.rates.cpu(),
         )
 
