@@ -135,7 +135,7 @@ class Exchange:
     def resize(self) -> None:
         """Make room for as many parameters as there are labels."""
         self.outdate()
-        for holder in (self, self._vector):  # kernels of another stream may still use what they had
+        for holder in (self, self._vector, self._vector.alarms):  # kernels of another stream may still use their memory
             keep_tensors_of(holder)
         self._make_room()
 

@@ -59,30 +59,28 @@ class Versions:
     def record(self, parameters: Sequence[Tensor], mastered: Mapping[int, Tensor]) -> None:
         """Take these parameters, as they are now, as unwritten."""
         self._all, self.mastered = list(parameters), dict(mastered)
-        self._look()
+        self.mark_stale()
+        self.written()
 
-    def _look(self) -> None:
-        self._versions, self._updates = list(map(_version_of, self.mastered.values())), 0
-        self._total = sum(self._versions)
+    def mark_stale(self) -> None:
+        """Have the next ``written`` return all parameters with a master."""
+        self._versions, self._updates, self._total = [-1] * len(self.mastered), 0, -1
 
     def written(self) -> set[int]:
         """Find the parameters with a master that were written since the last call, by index."""
         if sum(map(_version_of, self.mastered.values())) == self._total:
             return set()
-        before, updates = self._versions, self._updates
-        self._look()
-        pairs = zip(self.mastered, self._versions, before, strict=True)
-        return {index for index, now, then in pairs if now != then + updates}
+        expected = [version + self._updates for version in self._versions]
+        self._versions, self._updates = list(map(_version_of, self.mastered.values())), 0
+        self._total = sum(self._versions)
+        pairs = zip(self.mastered, self._versions, expected, strict=True)
+        return {index for index, now, then in pairs if now != then}
 
     def count_update(self) -> None:
         """Count up all versions: a backward through a graph older than this update must raise."""
         torch.autograd.graph.increment_version(self._all)
         self._updates += 1
         self._total += len(self.mastered)
-
-    def mark_stale(self) -> None:
-        """Have the next ``written`` return all parameters with a master."""
-        self._versions, self._updates, self._total = [-1] * len(self._versions), 0, -1
 
 
 class OptimizerState:
@@ -220,19 +218,16 @@ class OptimizerState:
             self.shards = [self._shard_state(bucket) for bucket in buckets]
         places = {piece.slot.param: (shard, piece) for shard in self.shards for piece in shard.bucket.pieces}
         while old:
-            self._move(old[-1], places)
+            for tensor in old[-1].stored:
+                full = self._gathered(old[-1], tensor, "construction")
+                for shard, slots in itertools.groupby(old[-1].bucket.layout.slots, lambda slot: places[slot.param][0]):
+                    parts = [(places[slot.param][1], slot.offset) for slot in slots]
+                    with self.lost.recording(shard):
+                        _fill(shard, tensor, full, parts)
             old.pop().release()  # before the next moves: not all old state and all new state is there together
         self._follow_shards()
         self._store.use_room()  # old pages and new ones were there together
         self.raise_lost_together()
-
-    def _move(self, old: ShardState, places: Mapping[int, tuple[ShardState, SlotPiece]]) -> None:
-        for tensor in old.stored:
-            full = self._gathered(old, tensor, "construction")
-            for shard, slots in itertools.groupby(old.bucket.layout.slots, lambda slot: places[slot.param][0]):
-                parts = [(places[slot.param][1], slot.offset) for slot in slots]
-                with self.lost.recording(shard):
-                    _fill(shard, tensor, full, parts)
 
     # -- state dicts ---------------------------------------------------------------------------------------------
 

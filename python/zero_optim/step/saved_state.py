@@ -19,11 +19,11 @@ from zero_kernels import ROW
 from ..errors import StateMismatchError
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
-from ..params.storage_order import StorageOrder, flat_of, storage_order
+from ..params.storage_order import StorageOrder, flat_of, storage_order, strides_of
 from ..params.tensor_slice import TensorSlice, is_distributed, local_of, placed, slice_of
 from ..rules.codec import Begins, Codec, Per, StateTensor, saved_codec
 from ..rules.update_rule import UpdateRule, tensors_for
-from .shard_state import ShardState
+from .shard_state import Extent, ShardState
 
 
 @dataclass(frozen=True)
@@ -120,32 +120,19 @@ def plan_load(
 
 
 def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: str) -> Iterator[Copy]:
-    piece, flat, own = shard.bucket.pieces[number], shard.bucket.flat, shard.rule.codecs
+    piece, own = shard.bucket.pieces[number], shard.rule.codecs
     forms = tensors_of(entry, shard.rule, shard.bucket.dtype)
     saved = {tensor.name: (tensor,) if codec is None else codec.parts(tensor) for tensor, codec in forms}
-    check_rows([part for parts in saved.values() for part in parts], entry, flat.orders[number], label)
-    target_of = partial(_target, shard, number, {})
+    check_rows([part for parts in saved.values() for part in parts], entry, shard.bucket.flat.orders[number], label)
     for tensor, codec in forms:
         parts = saved[tensor.name]
-        values = [_values(entry, part, target_of(part), flat.slices[number], label) for part in parts]
+        values = [_values(shard, number, entry, part, label) for part in parts]
         if codec is None:
             yield Copy(shard, tensor, piece, values[0])
         elif codec == own.get(tensor.name):
             yield from (Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=True))
         else:
             yield Copy(shard, tensor, piece, partial(_values_of, codec, tensor, values))
-
-
-def _target(
-    shard: ShardState, number: int, known: dict[tuple[Per, torch.dtype], Tensor], tensor: StateTensor
-) -> Tensor:
-    """Show where ``tensor`` goes, without values. Tensors of a slot that differ in their name alone have one."""
-    key = tensor.per, tensor.dtype
-    if key not in known:
-        known[key] = shard.shape(number, tensor)
-    elif isinstance(target := known[key], FlatShard):
-        target.label = f"{tensor.name} of {shard.bucket.label(number)}"
-    return known[key]
 
 
 def _values_of(codec: Codec, tensor: StateTensor, parts: Sequence[Callable[[], Tensor]]) -> Tensor:
@@ -158,29 +145,31 @@ def _describe(tensor: Tensor) -> str:
     return repr(tensor) if isinstance(tensor, FlatShard) else f"a whole tensor of shape {tuple(tensor.shape)}"
 
 
-def _flat_part(saved: Tensor, target: Tensor, own: TensorSlice | None) -> Tensor:
+def _flat_part(saved: Tensor, extent: Extent, own: TensorSlice | None) -> Tensor:
     """Flatten this rank's part of ``saved``, which is the whole tensor, or the slice ``own`` of it that is here."""
     whole = own is not None and not is_distributed(saved) and saved.shape == own.shape
     here = own.of(saved) if own is not None and whole else local_of(saved)
-    flat = flat_of(here, storage_order(target))
-    return flat.narrow(0, target.start, target.local.numel()) if isinstance(target, FlatShard) else flat
+    flat = flat_of(here, extent.order)
+    return flat if extent.whole else flat.narrow(0, extent.start, extent.numel)
 
 
 def _values(
-    entry: Mapping[str, Any], tensor: StateTensor, target: Tensor, own: TensorSlice | None, label: str
+    shard: ShardState, number: int, entry: Mapping[str, Any], tensor: StateTensor, label: str
 ) -> Callable[[], Tensor]:
-    """Make a function that returns the part of ``tensor`` in ``entry`` that belongs into ``target``, flat.
-
-    ``own``: the slice that ``target`` is a part of.
-    """
-    saved = state_tensor(entry, tensor, target.shape, label)
-    if not isinstance(saved, FlatShard) and slice_of(saved, label) in (None, own):
-        return partial(_flat_part, saved, target, own)  # deferred: in another memory format it makes a copy
-    if isinstance(target, FlatShard) and isinstance(saved, FlatShard) and saved.same_range(target):
+    """Make a function that returns the part of ``tensor`` in ``entry`` that belongs into slot ``number``, flat."""
+    extent, own = shard.extent(number, tensor), shard.bucket.flat.slices[number]
+    saved = state_tensor(entry, tensor, extent.shape, label)
+    if not isinstance(saved, FlatShard):
+        if slice_of(saved, label) in (None, own):
+            return partial(_flat_part, saved, extent, own)  # deferred: in another memory format it makes a copy
+    elif not extent.whole and saved.slice == own and saved.stride() == strides_of(extent.shape, extent.order):
         local = saved.local
-        return lambda: local
+        if (saved.start, local.numel()) == (extent.start, extent.numel):
+            return lambda: local
+    _, numel = tensor.span(0, shard.numel)
+    wanted = shard.shown(number, tensor, torch.empty(numel, dtype=tensor.dtype, device="meta"))
     raise StateMismatchError(
-        f"{tensor.name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(target)}: load it with "
+        f"{tensor.name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(wanted)}: load it with "
         "as many ranks, on the same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved; or "
         "save zero_optim.full_state_dict(opt), which loads anywhere"
     )

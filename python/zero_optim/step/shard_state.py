@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from ..comm.streams import keep_tensors_of
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
-from ..params.storage_order import StorageOrder, strides_of, view_of
+from ..params.storage_order import StorageOrder, view_of
 from ..params.tensor_slice import shown_as
 from ..rules.codec import Begins, Per, StateTensor
 from ..rules.update_rule import (
@@ -35,6 +34,21 @@ from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, to_join, whole
 
 _CHUNK = 2**22
 """Elements that are compared at once: bounds the memory for it to some 50 MB."""
+
+
+class Extent(NamedTuple):
+    """A part of a state tensor: elements of the tensor, flat, as they lie in memory in ``order``.
+
+    Attributes:
+        shape: of the tensor of a parameter; state for rows of a slice is a tensor of its own.
+        whole: whether the part is all of it.
+    """
+
+    shape: tuple[int, ...]
+    order: StorageOrder
+    start: int
+    numel: int
+    whole: bool
 
 
 class ShardState:
@@ -203,30 +217,28 @@ class ShardState:
         }
         return state if self.keeps_views else {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
 
-    def shape(self, index: int, tensor: StateTensor) -> Tensor:
-        """Show slot ``index`` of a tensor as ``shown`` does, without values: no page is fetched."""
-        flat = self.bucket.flat
-        if self.bucket.sharding.shard_count == 1 and flat.slices[index] is None:
-            parameter = self.bucket.params[index]
-            return _empty(tensor.shape(parameter.shape, parameter.numel()), tensor.order(flat.orders[index]))
-        _, numel = tensor.span(0, self.numel)
-        return self.shown(index, tensor, torch.empty(numel, dtype=tensor.dtype, device="meta"))
+    def extent(self, index: int, tensor: StateTensor) -> Extent:
+        """Find where this rank's part of slot ``index`` lies in a state tensor."""
+        bucket, piece, own = self.bucket, self.bucket.pieces[index], self.bucket.flat.slices[index]
+        parameter, order = bucket.params[index], tensor.order(bucket.flat.orders[index])
+        start, _ = tensor.span(piece.in_param, 0)
+        _, held = tensor.span(piece.in_shard, piece.numel)
+        if tensor.per is Per.ROW and own is not None and own.cut is not None:
+            return Extent(tensor.shape(parameter.shape, prod(own.local_shape)), order, start, held, False)
+        shape = tensor.shape(parameter.shape, parameter.numel())
+        return Extent(shape, order, start, held, bucket.sharding.shard_count == 1)
 
     def shown(self, index: int, tensor: StateTensor, of_shard: Tensor) -> Tensor:
         """Show slot ``index`` of ``of_shard``, a tensor along the shard: a plain view where this rank holds the whole,
         else a ``FlatShard``. Rows of a slice are shown as those of that slice alone."""
-        bucket, piece, own = self.bucket, self.bucket.pieces[index], self.bucket.flat.slices[index]
-        rows_of_slice = tensor.per is Per.ROW and own is not None and own.cut is not None
-        if bucket.sharding.shard_count == 1 and not rows_of_slice:
+        bucket, extent = self.bucket, self.extent(index, tensor)
+        if extent.whole:
             view = self.view_in(of_shard, tensor, index)
             return view if tensor.per is Per.ROW else shown_as(bucket.params[index], view)
-        local = of_shard.narrow(0, *tensor.span(piece.in_shard, piece.numel))
-        parameter, order = bucket.params[index], tensor.order(bucket.flat.orders[index])
-        numel = prod(own.local_shape) if rows_of_slice and own is not None else parameter.numel()
-        shape = tensor.shape(parameter.shape, numel)
-        start, _ = tensor.span(piece.in_param, 0)
+        start, _ = tensor.span(bucket.pieces[index].in_shard, 0)
+        local, own = of_shard.narrow(0, start, extent.numel), bucket.flat.slices[index]
         label = f"{tensor.name} of {bucket.label(index)}"
-        return FlatShard(local, start, torch.Size(shape), label, None, order, own)
+        return FlatShard(local, extent.start, torch.Size(extent.shape), label, None, extent.order, own)
 
     def view_in(self, full: Tensor, tensor: StateTensor, index: int, rank: int | None = None) -> Tensor:
         """View slot ``index`` in ``full``, a tensor of a whole bucket, in the slot's shape and memory format.
@@ -291,9 +303,3 @@ def _follow(master: Tensor, parameter: Tensor) -> None:
     for own, edited in zip(master.split(_CHUNK), parameter.split(_CHUNK), strict=True):
         kept = own.to(edited.dtype) == edited
         torch.where(kept, own, edited, out=own)
-
-
-@lru_cache(maxsize=1024)
-def _empty(shape: tuple[int, ...], order: StorageOrder) -> Tensor:
-    """Make a tensor without values, which parameters of one shape have in common: it shows where a whole state goes."""
-    return torch.empty_strided(shape, strides_of(shape, order), device="meta")
