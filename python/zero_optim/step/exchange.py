@@ -122,7 +122,7 @@ class Exchange:
         self._edited: set[int] = set()  # parameters, since the last exchange
         self._raised: Alarm | None = None  # known on this rank; raised in the next step, when the other ranks know it
         self._own_reasons: Mapping[str, Sequence[str]] = {}  # by alarm, of the last exchange
-        self._own_totals, self._totals_of_all = torch.zeros(2, 2, dtype=torch.float32, device=sharding.device)
+        self._own_totals = torch.zeros(2, dtype=torch.float32, device=device)  # of this stage of a pipeline
         self._make_room()
 
     def _make_room(self) -> None:
@@ -144,14 +144,12 @@ class Exchange:
         return self.state is Exchanged.COUNTED or (self.state is Exchanged.USED and not stats)
 
     def outdate(self) -> None:
-        """Note, on all ranks alike, that gradients change or have gone: the last exchange no longer describes them."""
+        """Record, on all ranks alike, that gradients change or have gone: the last exchange is stale."""
         self.state = Exchanged.OUTDATED
 
     def follow_edits(self, dropped: Set[int], written: Set[int]) -> None:
-        """Note the gradients, by parameter index, that the user has dropped or written since they were exchanged.
-
-        Parameters of dropped ones are unused on this rank. The next exchange shows whether all ranks have edited.
-        """
+        """Record the gradients, by parameter index, that the user has dropped or written since they were exchanged. The
+        next exchange shows whether all ranks have."""
         for index in dropped:
             self.used[index].fill_(False)
         self._edited |= dropped | written
@@ -197,23 +195,20 @@ class Exchange:
     def combine_stages(
         self, norm_type: float | None, *, fresh: bool, stats: bool, inverse_scale: Tensor | None
     ) -> None:
-        """Collective over the stages of a pipeline. Make the totals of this stage those of all.
+        """Collective over the stages of a pipeline: see ``Pipeline.combine``. Make this stage's totals those of all.
 
-        Args:
-            fresh: whether this stage has exchanged since the last call. Another stage may have, where gradients were
-                edited: then its count of non-finite values is another, while the norm of the clip stays.
-            inverse_scale: the inverse of the loss scale of this step; None: there is none. See ``Pipeline.combine``.
+        ``fresh``: whether this stage has exchanged since the last call.
         """
         assert self._pipeline is not None
-        totals = self._vector.totals
         if fresh:
-            self._own_totals.copy_(totals)
-        of_all = self._totals_of_all.copy_(self._own_totals) if norm_type is not None or stats else None
-        self._pipeline.combine(of_all, norm_type, self._vector.alarms.raised_on_device(), inverse_scale)
-        if of_all is not None and fresh:
-            totals.copy_(of_all)
-        elif of_all is not None:
-            totals[1:].copy_(of_all[1:])
+            self._own_totals.copy_(self.totals)
+        own = self._own_totals if norm_type is not None or stats else None
+        of_all = self._pipeline.combine(own, norm_type, self._vector.alarms.raised_on_device(), inverse_scale)
+        # Another stage may have exchanged again, where gradients were edited: then its count of non-finite values is
+        # another, while the norm of the clip stays.
+        first = 0 if fresh else 1
+        if own is not None:
+            self.totals[first:].copy_(of_all[first:])
 
     @property
     def failed(self) -> bool:

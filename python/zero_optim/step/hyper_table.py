@@ -55,11 +55,7 @@ class HyperTable:
         self._described: list[tuple[str, ...]] = []
 
     def grow(self, group_of: Sequence[int], rules: Sequence[UpdateRule]) -> None:
-        """Make room for parameters and groups appended at the end; those that were there keep their steps.
-
-        Args:
-            group_of, rules: of all there are now, old and new.
-        """
+        """Make room for parameters and groups appended at the end of ``group_of`` and ``rules``."""
         keep_tensors_of(self)
         keep_for_current_stream(*self.tables.values())
         steps, begins = self.steps, self.begins
@@ -68,10 +64,8 @@ class HyperTable:
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError for a number that was set out of range since the last step, where it would make weights NaN,
-        and for a description of parameters, such as ``view``, that a group's parameters do not fit.
-
-        Tensors are not read: that would be a host sync.
-        """
+        and for a description of parameters, such as ``view``, that a group's parameters do not fit."""
+        # Tensors are not read: that would be a host sync.
         numbers = _numbers(self._read(groups))
         described = [rule.describe(group) for rule, group in zip(self._rules, groups, strict=True)]
         if (numbers, described) != (self._checked, self._described):
@@ -90,19 +84,16 @@ class HyperTable:
         return columns
 
     def take_over(self, saved: SavedState) -> None:
-        """Take over loaded steps. Averages that were not brought, or had no update yet, begin with the next one: the
-        model may be loaded until then."""
+        """Take over loaded steps."""
         self.steps.copy_(saved.steps)
+        # Averages that were not brought, or had no update yet, begin with the next one: the model may be loaded first.
         brought = [saved.tensors.get(index, ()) if step else () for index, step in enumerate(saved.steps.tolist())]
         begins = [[name not in names for name in self._averages] for names in brought]
         self.begins.copy_(torch.tensor(begins, dtype=torch.bool, device="cpu").view_as(self.begins))
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:
-        """Count a step for every ``active`` parameter ([parameters] bool) and make the tables for it.
-
-        ``factor``, [parameters] fp32 on the tables' device, multiplies the gradient of each parameter: clipping that
-        leaves some of them out takes no pass over memory.
-        """
+        """Count a step for every ``active`` parameter ([parameters] bool) and make the tables for it. ``factor``,
+        [parameters] fp32, multiplies the gradient of each: clipping some of them takes no pass over memory."""
         self.steps += active
         by_group = self._on_device(self._read(groups))
         for rule, table in self.tables.items():

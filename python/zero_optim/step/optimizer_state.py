@@ -235,12 +235,16 @@ class OptimizerState:
         """State by parameter index. Tensors are views of live state, or copies in host memory where the store does not
         keep it in one place. Split masters are copies."""
         self.refresh_edited()
-        exported = {}
+        exported: dict[int, dict[str, Tensor]] = {}
         for shard in self.shards:
-            with self.lost.opened(shard) as opened:
-                state = shard.exported(opened)
-                for number, slot in enumerate(shard.bucket.layout.slots):
-                    exported[slot.param] = {t.name: shard.shown(number, t, state[t.name]) for t in shard.in_state_dict}
+            exported |= {slot.param: {} for slot in shard.bucket.layout.slots}
+            with self.lost.opened(shard) as state:
+                for tensor in shard.in_state_dict:
+                    values = state[tensor.name] if tensor in shard.stored else shard.values(tensor, state)
+                    if not shard.keeps_views:
+                        values = values.to("cpu", copy=True)
+                    for number, slot in enumerate(shard.bucket.layout.slots):
+                        exported[slot.param][tensor.name] = shard.shown(number, tensor, values)
         return exported
 
     def load(self, copies: Sequence[Copy]) -> None:
@@ -252,9 +256,7 @@ class OptimizerState:
 
     def state_pieces(self, *, stored: bool) -> Iterator[StatePiece]:
         """List what this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out.
-
-        ``stored``: of the tensors of a state dict, else of the logical ones.
-        """
+        ``stored``: of the tensors of a state dict, else of the logical ones."""
         for shard in self.shards:
             for tensor in shard.in_state_dict if stored else shard.tensors:
                 yield from (StatePiece(shard, tensor, piece) for piece in shard.bucket.pieces if piece.numel)

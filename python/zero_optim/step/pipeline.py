@@ -64,13 +64,13 @@ class Pipeline:
 
     def combine(
         self, totals: Tensor | None, norm_type: float | None, alarm: Tensor, inverse_scale: Tensor | None
-    ) -> None:
-        """Collective. Combine the ``totals`` of all stages, in place.
+    ) -> Tensor:
+        """Collective. Combine the ``totals`` of all stages: [2] fp32, the norm term and the non-finite count.
 
         Args:
-            totals: [2] fp32, the norm term and the count of values that are not finite; None: nobody asks for them.
+            totals: of this stage, as they are returned; None: nobody asks for them.
             norm_type: of the norm term; None: there is none.
-            alarm: [1] fp32, above 0 where this stage takes no step.
+            alarm: [1] fp32, 1 where this stage takes no step, else 0.
             inverse_scale: [1] fp32, the inverse of the loss scale of this step; None: the loss is not scaled.
         """
         self._vector.zero_()
@@ -79,13 +79,12 @@ class Pipeline:
         self._flags[self.comm.rank].copy_(alarm.reshape(()))
         self._scales[self.comm.rank].copy_(1.0 if inverse_scale is None else inverse_scale.reshape(()))
         self.comm.exchange(self._vector, maximum=norm_type == math.inf)
-        if totals is not None:
-            totals.copy_(self._totals)
         self.failed.copy_(self._flags.sum() + (self._scales.amax() != self._scales.amin()))
         if not is_capturing(self._vector.device):
             if all(report.unread for report in self._reports):
                 self._read()
             next(report for report in self._reports if not report.unread).send()
+        return self._totals
 
     def fail(self, error: Exception) -> None:
         """Collective. Let the other stages skip the step that they are in, and raise, as ``error`` has come up here."""
@@ -97,11 +96,9 @@ class Pipeline:
         self.comm.exchange(self._vector)
 
     def check(self) -> None:
-        """Raise RankMismatchError where another stage has failed in the last step, or its loss scale was another one.
-
-        On CUDA all stages raise one step later, in the same call, as with alarms: the host does not wait for a step. So
-        only the first call of a step reads.
-        """
+        """Raise RankMismatchError where another stage has failed in the last step, or had another loss scale."""
+        # On CUDA all stages raise one step later, in the same call, as with alarms: the host does not wait for a step.
+        # So only the first call of a step reads.
         if not self._checked:
             self._read()
             self._checked = True

@@ -208,15 +208,6 @@ class ShardState:
         tensor = next((tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER), None)
         return state.get(PARAMETER, self.bucket.param_shard) if tensor is None else self.values(tensor, state)
 
-    def exported(self, opened: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a state dict, along the shard: live ones where the store keeps them in one place, else copies
-        in host memory. A split master is joined to fp32, which makes a copy."""
-        state = {
-            tensor.name: opened[tensor.name] if tensor in self.stored else self.values(tensor, opened)
-            for tensor in self.in_state_dict
-        }
-        return state if self.keeps_views else {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
-
     def extent(self, index: int, tensor: StateTensor) -> Extent:
         """Find where this rank's part of slot ``index`` lies in a state tensor."""
         bucket, piece, own = self.bucket, self.bucket.pieces[index], self.bucket.flat.slices[index]

@@ -145,9 +145,11 @@ class Measured:
         updated = torch.zeros(count, dtype=torch.bool, device=device)
         if self._updated is not None:  # without the parameters that were added since that step
             updated[: len(self._updated)].copy_(self._updated)
+        numbers = torch.cat([sums[:, :_LARGEST].sqrt(), sums[:, _LARGEST:_ELEMENTS]], dim=1)
+        numbers[:, _ZEROS] /= sums[:, _ELEMENTS].clamp(min=1)
         wanted = sorted(here)
         at, names = to_device(device, wanted, torch.int64), [self._parameters.name(index) for index in wanted]
-        return Telemetry(names, _numbers(sums).index_select(0, at), updated.index_select(0, at))
+        return Telemetry(names, numbers.float().index_select(0, at), updated.index_select(0, at))
 
     def _sums_of(self, shard: ShardState) -> Tensor:
         """[parameters that it has a piece of, 5] float64."""
@@ -164,10 +166,8 @@ class Measured:
         return values
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
-        """Collective: one small message. Add up the sums of all ranks, in the order of their numbers.
-
-        Where ranks have different experts under one name, each of these has a place of its own.
-        """
+        """Collective: one small message. Add up the sums of all ranks, in the order of their numbers."""
+        # Where ranks have different experts under one name, each of these has a place of its own.
         world, places = self._shardings.main.world, [self._shardings.places_of_use(index) for index in range(len(sums))]
         own = to_device(sums.device, own_places(places), torch.int64)
         every = sums.new_zeros(world.world_size, sum(count for count, _ in places), _ELEMENTS + 1)
@@ -175,13 +175,6 @@ class Measured:
         if world.world_size > 1:
             world.all_gather(every.view(-1), "telemetry").wait()
         return _joined(every).index_select(0, own)
-
-
-def _numbers(sums: Tensor) -> Tensor:
-    """[n, 5] fp32, in the order of ``ParameterNumbers``."""
-    numbers = torch.cat([sums[:, :_LARGEST].sqrt(), sums[:, _LARGEST:_ELEMENTS]], dim=1)
-    numbers[:, _ZEROS] /= sums[:, _ELEMENTS].clamp(min=1)
-    return numbers.float()
 
 
 def _joined(parts: Tensor) -> Tensor:
