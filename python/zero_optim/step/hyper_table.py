@@ -32,10 +32,16 @@ class HyperTable:
     """
 
     def __init__(self, group_of: Sequence[int], rules: Sequence[UpdateRule], device: torch.device) -> None:
-        self._allocate(group_of, rules, device)
+        self.steps = torch.zeros(0, dtype=torch.float64, device=device)
+        self.tables: dict[UpdateRule, Tensor] = {}
+        self.begins = torch.ones(0, len(rules[0].averages) if rules else 0, dtype=torch.bool, device=device)
+        self.grow(group_of, rules)
 
-    def _allocate(self, group_of: Sequence[int], rules: Sequence[UpdateRule], device: torch.device) -> None:
-        count = len(group_of)
+    def grow(self, group_of: Sequence[int], rules: Sequence[UpdateRule]) -> None:
+        """Make room for parameters and groups appended at the end of ``group_of`` and ``rules``."""
+        keep_tensors_of(self)
+        keep_for_current_stream(*self.tables.values())
+        steps, begins, count, device = self.steps, self.begins, len(group_of), self.steps.device
         self._rules, self._own = list(rules), {rule: len(rule.coefficients) for rule in rules}
         self._averages = rules[0].averages if rules else ()
         self.steps = torch.zeros(count, dtype=torch.float64, device=device)
@@ -53,13 +59,6 @@ class HyperTable:
         self._sent: list[tuple[float | None, ...]] = []
         self._checked: list[tuple[float | None, ...]] = []
         self._described: list[tuple[str, ...]] = []
-
-    def grow(self, group_of: Sequence[int], rules: Sequence[UpdateRule]) -> None:
-        """Make room for parameters and groups appended at the end of ``group_of`` and ``rules``."""
-        keep_tensors_of(self)
-        keep_for_current_stream(*self.tables.values())
-        steps, begins = self.steps, self.begins
-        self._allocate(group_of, rules, steps.device)
         self.steps[: len(steps)], self.begins[: len(steps)] = steps, begins
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:

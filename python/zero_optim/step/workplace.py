@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,29 +226,23 @@ def to_join(
             state on the host would go to the device and back.
     """
     sharding, cut = bucket.sharding, joins_shards(bucket, rule)
+    every = [] if rule.layout.cuts else _from_zero(bucket, group)
     # Alike on all tensor-parallel ranks, which have slices of the same parameters.
-    sliced = not rule.layout.cuts and any(_is_joined(rule, joint) for joint in _joints(bucket))
+    sliced = any(_is_joined(rule, whole.joint) for whole in every)
     replicas = sharding.replicas if rule.splits_work and (cut or sliced or keeps_views) else None
     if not cut and not sliced and replicas is None:
         return None
-    cuts: tuple[CutParameter, ...] = ()
-    if cut:
-        slots = zip(bucket.layout.slots, _from_zero(bucket, group), strict=True)
-        cuts = tuple(CutParameter(whole, tuple(bucket.layout.parts(slot))) for slot, whole in slots)
+    slots = zip(bucket.layout.slots, every, strict=True) if cut else ()
+    cuts = [CutParameter(whole, tuple(bucket.layout.parts(slot))) for slot, whole in slots]
     slices = sharding.tensor_ranks.slices if sharding.tensor_ranks is not None and sliced else None
     return ToJoin(wholes, cuts, sharding.shard_group if cut else None, slices, replicas)
 
 
-def _from_zero(bucket: Bucket, group: Group) -> Iterator[Whole]:
-    """The parameters of the bucket, each as if it began a shard."""
-    flat, slots = bucket.flat, bucket.layout.slots
-    for slot, local, order, joint in zip(slots, flat.locals, flat.orders, _joints(bucket), strict=True):
-        yield Whole(slot.param, 0, local.shape, order, group(slot.param), joint)
-
-
-def _joints(bucket: Bucket) -> list[Joint | None]:
-    """Read, for each parameter of the bucket, how its slices make a whole."""
-    return [joint_of(parameter, bucket.sharding.plain_slices) for parameter in bucket.params]
+def _from_zero(bucket: Bucket, group: Group) -> list[Whole]:
+    """List the parameters of the bucket, each as if it began a shard."""
+    joints = [joint_of(parameter, bucket.sharding.plain_slices) for parameter in bucket.params]
+    slots = zip(bucket.layout.slots, bucket.flat.locals, bucket.flat.orders, joints, strict=True)
+    return [Whole(slot.param, 0, local.shape, order, group(slot.param), joint) for slot, local, order, joint in slots]
 
 
 def _is_joined(rule: UpdateRule, joint: Joint | None) -> bool:
