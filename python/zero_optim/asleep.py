@@ -42,8 +42,8 @@ class Rest:
     """One run of host memory, pinned where a GPU copies, in which tensors lie one after another."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._memory = device, HostMemory(pinned=device.type == "cuda", device=device)
-        self._run = self._memory.take(0)
+        self._device, self.memory = device, HostMemory(pinned=device.type == "cuda", device=device)
+        self._run = self.memory.take(0)
 
     @cached_property
     def _lanes(self) -> Lanes:
@@ -54,7 +54,7 @@ class Rest:
         needed = sum(round_up(flat.nbytes, ALIGNMENT) for flat in flats)
         if self._run.nbytes < needed:
             self.close()  # before more is taken: host memory need not hold both
-            self._run = self._memory.take(needed)
+            self._run = self.memory.take(needed)
         self._copy(self._lanes.to_host, self._places(flats), flats)
 
     def load(self, flats: Sequence[Tensor]) -> None:
@@ -76,16 +76,11 @@ class Rest:
             yield self._run[start : start + flat.nbytes]
             start += round_up(flat.nbytes, ALIGNMENT)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory taken."""
-        return self._memory.in_use
-
     def close(self) -> None:
         """Give everything back."""
-        self._memory.give_back(self._run)
-        self._run = self._memory.take(0)  # a slab goes back to the system with its last view
-        self._memory.trim()
+        self.memory.give_back(self._run)
+        self._run = self.memory.take(0)  # a slab goes back to the system with its last view
+        self.memory.trim()
 
 
 class Asleep:
@@ -128,8 +123,19 @@ class Asleep:
                 )
             if self._sharded_model is not None:
                 self._sharded_model.schedule.check_not_gathered("sleep")
-            if parameters:
-                self._check_in_place()
+            plain = [flat for flat in self._flats_there() if not flat.sharded] if parameters else []
+            if plain and not MOVES_STORAGES:
+                raise ZeroOptimError(
+                    f"sleep(parameters=True) at stages 0 to 2 needs torch 2.13, not {torch.__version__}"
+                )
+            # Where a parameter is no view of its flat tensor any more, its memory would not be freed.
+            moved = {id(flat.params[number]) for flat in plain for number in flat.elsewhere()}
+            for index, parameter in enumerate(self._parameters.all):
+                if id(parameter) in moved:
+                    raise ParameterError(
+                        f"{self._parameters.name(index)} was moved, cast or given new data after the optimizer was "
+                        "made: sleep cannot take it along. Write into it instead, or make a new optimizer"
+                    )
 
     def sleep(self, *, parameters: bool) -> None:
         """Collective. Save everything, and free it. The caller has dropped all gradients, and nothing is in flight."""
@@ -156,19 +162,6 @@ class Asleep:
         units = [] if self._sharded_model is None else self._sharded_model.units
         flats += [flat for unit in units for flat in unit.flats if not flat.trained]
         return [flat for flat in dict.fromkeys(flats) if not flat.offloaded and is_there(_memory_of(flat))]
-
-    def _check_in_place(self) -> None:
-        """Raise where a parameter is no view of its flat tensor any more: its memory would not be freed."""
-        plain = [flat for flat in self._flats_there() if not flat.sharded]
-        if plain and not MOVES_STORAGES:
-            raise ZeroOptimError(f"sleep(parameters=True) at stages 0 to 2 needs torch 2.13, not {torch.__version__}")
-        moved = {id(flat.params[number]) for flat in plain for number in flat.elsewhere()}
-        for index, parameter in enumerate(self._parameters.all):
-            if id(parameter) in moved:
-                raise ParameterError(
-                    f"{self._parameters.name(index)} was moved, cast or given new data after the optimizer was made: "
-                    "sleep cannot take it along. Write into it instead, or make a new optimizer"
-                )
 
     @property
     def _plain_flats(self) -> list[FlatParams]:

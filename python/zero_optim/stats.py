@@ -41,7 +41,7 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "memory": memory_by_kind(engine),
         "non_finite": engine.first_non_finite(),
         "state_offload": {**taken, **asdict(engine.store.copied)},
-        "sleep": {"mode": engine.mode.now.name, "host": engine.asleep.rest.nbytes},
+        "sleep": {"mode": engine.mode.now.name, "host": engine.asleep.rest.memory.in_use},
     }
 
 

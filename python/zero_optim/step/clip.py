@@ -131,10 +131,8 @@ class Clip:
         if subset is None:
             self.coefficient.mul_(coefficient)
         else:
-            before = (
-                torch.ones(len(self.labels), dtype=torch.float32, device=device) if self.factor is None else self.factor
-            )
-            self.factor = before * torch.where(self._mask(subset), coefficient, 1.0)
+            factor = torch.where(self._mask(subset), coefficient, 1.0)
+            self.factor = factor if self.factor is None else self.factor * factor
         self.clipped = True
         return norm
 

@@ -157,12 +157,8 @@ class OptimizerState:
             written = set(self._versions.mastered)
         if written:
             self.refresh_masters(written)
-        if self._finds_edits and self.started:
-            self._find_edits()
-
-    def _find_edits(self) -> None:
-        """Compare all parameters with their fp32 masters, and warn of edits that no version counter shows."""
-        for shard in self.shards:
+        # A comparison with the fp32 masters shows edits that no version counter does.
+        for shard in self.shards if self._finds_edits and self.started else ():
             for number in shard.edited():
                 warnings.warn(
                     f"{shard.bucket.label(number)} was edited in a way that its version counter does not show, such as "

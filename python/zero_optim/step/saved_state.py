@@ -6,7 +6,7 @@ A saved state comes from ``opt.state_dict()``, from ``full_state_dict`` or from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -111,28 +111,24 @@ def plan_load(
     Shards must cut parameters where this layout does; full tensors always fit. Raises StateMismatchError.
     """
     copies: list[Copy] = []
-    for shard in shards:
-        for number, piece in enumerate(shard.bucket.pieces):
-            index = piece.slot.param
-            if index in saved:
-                copies += _plan_slot(shard, number, saved[index], labels[index])
+    slots = ((shard, number) for shard in shards for number in range(len(shard.bucket.pieces)))
+    for shard, number in slots:
+        piece, own = shard.bucket.pieces[number], shard.rule.codecs
+        if piece.slot.param not in saved:
+            continue
+        entry, label = saved[piece.slot.param], labels[piece.slot.param]
+        forms = tensors_of(entry, shard.rule, shard.bucket.dtype)
+        stored = [(tensor,) if codec is None else codec.parts(tensor) for tensor, codec in forms]
+        check_rows([part for parts in stored for part in parts], entry, shard.bucket.flat.orders[number], label)
+        for (tensor, codec), parts in zip(forms, stored, strict=True):
+            values = [_values(shard, number, entry, part, label) for part in parts]
+            if codec is None:
+                copies.append(Copy(shard, tensor, piece, values[0]))
+            elif codec == own.get(tensor.name):
+                copies += [Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=True)]
+            else:  # stored in another form than here: decoded, and encoded again as it is written
+                copies.append(Copy(shard, tensor, piece, partial(_values_of, codec, tensor, values)))
     return copies
-
-
-def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: str) -> Iterator[Copy]:
-    piece, own = shard.bucket.pieces[number], shard.rule.codecs
-    forms = tensors_of(entry, shard.rule, shard.bucket.dtype)
-    saved = {tensor.name: (tensor,) if codec is None else codec.parts(tensor) for tensor, codec in forms}
-    check_rows([part for parts in saved.values() for part in parts], entry, shard.bucket.flat.orders[number], label)
-    for tensor, codec in forms:
-        parts = saved[tensor.name]
-        values = [_values(shard, number, entry, part, label) for part in parts]
-        if codec is None:
-            yield Copy(shard, tensor, piece, values[0])
-        elif codec == own.get(tensor.name):
-            yield from (Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=True))
-        else:
-            yield Copy(shard, tensor, piece, partial(_values_of, codec, tensor, values))
 
 
 def _values_of(codec: Codec, tensor: StateTensor, parts: Sequence[Callable[[], Tensor]]) -> Tensor:
