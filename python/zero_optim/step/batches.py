@@ -137,6 +137,7 @@ class ShardBatch:
                 with span("step.update", self.shards[0].bucket):
                     self._rule.update(updates)
             except BaseException:
+                # A store lets two pages be fetched at a time: none may stay so after an error.
                 for shard in self.shards[: len(updates)]:
                     shard.give_up_update()
                 raise
@@ -207,11 +208,12 @@ def batches_of(shards: Sequence[ShardState], lost: LostState) -> list[ShardBatch
 
 
 def _parts(shards: Sequence[ShardState]) -> Iterator[list[ShardState]]:
-    """Cut shards to join into batches. Below stage 3 a shard has only some of its bucket's parameters."""
+    """Cut shards to join into batches."""
     bucket, to_join = shards[0].bucket, shards[0].to_join
     assert to_join is not None
     # Replicas divide the work, too; but with more parameters for them a batch would take more memory.
     ranks = prod(ranks.world_size for ranks in (to_join.ranks, to_join.slices) if ranks is not None)
+    # Below stage 3 a shard has only some of its bucket's parameters.
     shards_of = bucket.layout.shards if to_join.ranks is None else 1
     sizes = [Size(shard.numel, len(shard.parameters)) for shard in shards]
     rest = iter(shards)

@@ -185,8 +185,8 @@ class OptimizerState:
         return ShardState(bucket, rule, self._store, group=self._group, measures=self._measures)
 
     def to_update(self, by: Coefficients) -> Iterator[tuple[ShardBatch, Coefficients]]:
-        """Give all batches, in the order in which the next forward wants the parameters, and what each is to be updated
-        by before the next is asked for. The state of later batches is prefetched meanwhile."""
+        """Yield all batches, and what each is to be updated by before the next is asked for. The state of later batches
+        is prefetched meanwhile."""
         host = self._store if isinstance(self._store, HostStore) else None
         here = by if host is None else by.on_host()
         with nullcontext() if host is None else host_threads(host.threads):
@@ -207,7 +207,7 @@ class OptimizerState:
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Follow the parameters into new buckets. State that was started moves over, one old bucket at a time."""
         old, self.shards, self._batches = self.shards, [], []
-        while old and not self.started:  # their state is as at construction, and is made anew
+        while old and not self.started:  # their state is as at construction, and is made again
             old.pop().release()
         # Memory may be lacking on one rank, and what follows may be collective.
         with self.sharding.world.raising_together("laying out the state", self.sharding.device):
@@ -328,10 +328,7 @@ class OptimizerState:
         self.raise_lost_together()
 
     def _gathered(self, shard: ShardState, tensor: StateTensor, kind: str = "state") -> Tensor:
-        """Collective. Gather a tensor of a whole bucket: a copy, unless this rank has all of it anyway.
-
-        A rank that has lost its page gives zeros: the caller makes all ranks raise in the end.
-        """
+        """Collective. Gather a tensor of a whole bucket: a copy, unless this rank has all of it anyway."""
         _, numel = tensor.span(0, shard.bucket.layout.shard_numel)
         here = torch.zeros(0, dtype=tensor.dtype, device=self.sharding.device)
         try:
@@ -339,7 +336,7 @@ class OptimizerState:
                 here = shard.values(tensor, state).to(self.sharding.device)
                 if not shard.keeps_views:
                     here = here.clone()
-        except OffloadError:
+        except OffloadError:  # the other ranks wait in the collective: the caller makes all ranks raise in the end
             here = here.new_zeros(numel)
         return shard.bucket.sharding.whole_of(here, kind)
 
@@ -360,14 +357,15 @@ class OptimizerState:
             every = torch.empty(slices, numel, dtype=tensor.dtype, device=flat.device)
             for number, piece in given if savers.rank == 0 else ():
                 whole, own = tensors[piece.slot.param][tensor.name], flat.slices[number]
-                for rank, full in enumerate(every.unbind()):
+                for rank in range(slices):
                     part = whole if own is None else own.on(rank).of(whole)
-                    shard.view_in(full, tensor, number, rank).copy_(part)
+                    shard.view_in(every[rank], tensor, number, rank).copy_(part)
             # Rank 0 alone has the tensors: every slice goes to every rank.
             savers.broadcast(as_sent(every), "state")
             with self.lost.recording(shard):
-                own_slice = every[sharding.slice_index if flat.joined else 0]
-                _fill(shard, tensor, own_slice, [(piece, piece.slot.offset) for _, piece in given])
+                own_slice = sharding.slice_index if flat.joined else 0
+                _fill(shard, tensor, every[own_slice], [(piece, piece.slot.offset) for _, piece in given])
+            del every  # before the next is allocated: one whole tensor of a bucket is there at a time
         self.raise_lost_together()
 
     def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, list[SlotPiece]]]:
@@ -378,8 +376,8 @@ class OptimizerState:
                 yield shard, pieces
 
     def mark_masters_stale(self) -> None:
-        """Have the next step set masters to their parameters where they do not round to them. After a load: the model
-        may be loaded later, and a master may be older than the parameters, if another optimizer carried it along."""
+        """Have the next step set masters to their parameters where they do not round to them, after a load."""
+        # The model may be loaded later, and a master may be older than the parameters, if another optimizer carried it.
         self.started = True
         self._versions.mark_stale()
 

@@ -31,7 +31,7 @@ class SavedState:
     """A saved state that fits the parameters here.
 
     Attributes:
-        tensors: by parameter index, the names of the tensors that it has. All others begin anew.
+        tensors: by parameter index, the names of the tensors that it has. All others are reset.
         steps: [parameters] float64 on the CPU, the updates that each has had.
         rounded: names of tensors that were saved with more bits than are kept here.
     """

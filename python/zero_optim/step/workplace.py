@@ -129,7 +129,7 @@ class OnHost(OnDevice):
 
     def _take_from_current(self) -> None:
         self._now.set()
-        self._store.lanes.to_host.after(self._now)
+        self._store.lanes.to_host.after(self._now)  # the gradient is written on the current stream
         self._take()
 
     def _take(self) -> None:
@@ -173,7 +173,7 @@ class OnHost(OnDevice):
             return self._bucket.param_shard
         if not by.writes_all and not self._reads_parameters:
             self._bring_parameters()
-        self._brought.wait()  # the host reads and writes it next
+        self._brought.wait()  # the host reads and writes it next: no copy in either direction may be in flight
         self._sent.wait()
         return self._param
 
@@ -182,7 +182,7 @@ class OnHost(OnDevice):
             return
         lanes = self._store.lanes
         self._now.set()
-        lanes.to_device.after(self._now)
+        lanes.to_device.after(self._now)  # earlier work of the current stream may read the old parameters
         lanes.to_device.copy(self._bucket.param_shard, self._param)
         lanes.to_device.set(self._sent)
         self._sent.order_current()  # the all-gather that comes next on this stream reads the shard
