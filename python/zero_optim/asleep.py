@@ -12,6 +12,7 @@ failure leaves every rank as it was. Storages are emptied and filled in place: t
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from .params.layout import round_up
 from .params.parameter_set import ParameterSet
 from .step.telemetry import Measured
 from .stores.host_memory import ALIGNMENT, HostMemory
-from .stores.lanes import Lane, make_lanes
+from .stores.lanes import Lane, Lanes, make_lanes
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
@@ -38,23 +39,22 @@ MOVES_STORAGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
 class Rest:
-    """One run of host memory, pinned where a GPU copies, in which tensors lie one after another.
-
-    Args:
-        device: of what is saved.
-    """
+    """One run of host memory, pinned where a GPU copies, in which tensors lie one after another."""
 
     def __init__(self, device: torch.device) -> None:
-        self._memory = HostMemory(pinned=device.type == "cuda", device=device)
-        self._lanes = make_lanes(device)
-        self._run = self._memory.take(0)
+        self._device, self.memory = device, HostMemory(pinned=device.type == "cuda", device=device)
+        self._run = self.memory.take(0)
+
+    @cached_property
+    def _lanes(self) -> Lanes:
+        return make_lanes(self._device)
 
     def save(self, flats: Sequence[Tensor]) -> None:
         """Copy all ``flats``, in place of what was saved before. Raises OffloadError; ``flats`` are not changed."""
         needed = sum(round_up(flat.nbytes, ALIGNMENT) for flat in flats)
         if self._run.nbytes < needed:
             self.close()  # before more is taken: host memory need not hold both
-            self._run = self._memory.take(needed)
+            self._run = self.memory.take(needed)
         self._copy(self._lanes.to_host, self._places(flats), flats)
 
     def load(self, flats: Sequence[Tensor]) -> None:
@@ -62,14 +62,13 @@ class Rest:
         self._copy(self._lanes.to_device, flats, self._places(flats))
 
     def _copy(self, lane: Lane, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-        """Copy, after earlier work of the device, which may use the memory. The host waits until it is over."""
         now, over = self._lanes.mark(), self._lanes.mark()
         now.set()
-        lane.after(now)
+        lane.after(now)  # earlier work of the device may use the memory
         for target, source in zip(targets, sources, strict=True):
             lane.copy(target, source)
         lane.set(over)
-        over.wait()
+        over.wait()  # the memory of the sources is freed next
 
     def _places(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
         start = 0
@@ -77,23 +76,18 @@ class Rest:
             yield self._run[start : start + flat.nbytes]
             start += round_up(flat.nbytes, ALIGNMENT)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory taken."""
-        return self._memory.in_use
-
     def close(self) -> None:
         """Give everything back."""
-        run, self._run = self._run, self._memory.take(0)
-        self._memory.give_back(run)
-        del run
-        self._memory.trim()
+        self.memory.give_back(self._run)
+        self._run = self.memory.take(0)  # a slab goes back to the system with its last view
+        self.memory.trim()
 
 
 class Asleep:
     """The memory that one optimizer has put to rest. Its mode says whether it sleeps.
 
     Attributes:
+        rest: the host memory kept for sleeping.
         flats: the parameters that are asleep; empty where they stay awake.
     """
 
@@ -105,20 +99,14 @@ class Asleep:
         reducer: Reducer,
         store: StateStore,
         sharded_model: ShardedModel | None,
-        measured: Measured | None = None,
+        measured: Measured | None,
     ) -> None:
         self._mode, self._parameters, self._sharding = mode, parameters, sharding
-        self._reducer, self._store, self._sharded_model = reducer, store, sharded_model
-        self._measured = measured
-        self._rest: Rest | None = None  # made by the first sleep
+        self._reducer, self._store, self._sharded_model, self._measured = reducer, store, sharded_model, measured
+        self.rest = Rest(sharding.device)
         self._moved: list[Tensor] = []  # [bytes] uint8 each, those of ``flats`` first
         self.flats: list[FlatParams] = []
         self._forwards: Any = None  # the handle of the hook that refuses forwards
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory kept for sleeping."""
-        return 0 if self._rest is None else self._rest.nbytes
 
     # -- to sleep ------------------------------------------------------------------------------------------------
 
@@ -135,23 +123,37 @@ class Asleep:
                 )
             if self._sharded_model is not None:
                 self._sharded_model.schedule.check_not_gathered("sleep")
-            if parameters:
-                self._check_in_place()
+            plain = [flat for flat in self._flats_there() if not flat.sharded] if parameters else []
+            if plain and not MOVES_STORAGES:
+                raise ZeroOptimError(
+                    f"sleep(parameters=True) at stages 0 to 2 needs torch 2.13, not {torch.__version__}"
+                )
+            # Where a parameter is no view of its flat tensor any more, its memory would not be freed.
+            moved = {id(flat.params[number]) for flat in plain for number in flat.elsewhere()}
+            for index, parameter in enumerate(self._parameters.all):
+                if id(parameter) in moved:
+                    raise ParameterError(
+                        f"{self._parameters.name(index)} was moved, cast or given new data after the optimizer was "
+                        "made: sleep cannot take it along. Write into it instead, or make a new optimizer"
+                    )
 
     def sleep(self, *, parameters: bool) -> None:
-        """Collective. Save everything, and free it. The caller has dropped all gradients, and nothing is under way."""
+        """Collective. Save everything, and free it. The caller has dropped all gradients, and nothing is in flight."""
         flats = self._flats_there() if parameters else []
         with self._sharding.world.raising_together("sleep"):
             for bucket in self._reducer.buckets:
                 bucket.leave_memory()
             moved = _storages([*map(_memory_of, flats), *self._store.residents()])
-            self._rest = self._rest or Rest(self._sharding.device)
-            self._rest.save(moved)
+            self.rest.save(moved)
+        # Every rank has its copies now.
         self._moved, self.flats = moved, flats
         for flat in self._plain_flats:
             flat.put_away()
         self._free()
-        self._refuse_forwards()
+        if asleep := {id(parameter) for flat in self._plain_flats for parameter in flat.params}:
+            self._forwards = register_module_forward_pre_hook(_refuser(asleep))
+        if flats and self._sharded_model is not None:
+            self._sharded_model.schedule.sleeping.add(self)
         self._mode.now = Mode.ASLEEP
 
     def _flats_there(self) -> list[FlatParams]:
@@ -160,19 +162,6 @@ class Asleep:
         units = [] if self._sharded_model is None else self._sharded_model.units
         flats += [flat for unit in units for flat in unit.flats if not flat.trained]
         return [flat for flat in dict.fromkeys(flats) if not flat.offloaded and is_there(_memory_of(flat))]
-
-    def _check_in_place(self) -> None:
-        """Raise where a parameter is no view of its flat tensor any more: its memory would not be freed."""
-        plain = [flat for flat in self._flats_there() if not flat.sharded]
-        if plain and not MOVES_STORAGES:
-            raise ZeroOptimError(f"sleep(parameters=True) at stages 0 to 2 needs torch 2.13, not {torch.__version__}")
-        moved = {id(flat.params[number]) for flat in plain for number in flat.elsewhere()}
-        for index, parameter in enumerate(self._parameters.all):
-            if id(parameter) in moved:
-                raise ParameterError(
-                    f"{self._parameters.name(index)} was moved, cast or given new data after the optimizer was made: "
-                    "sleep cannot take it along. Write into it instead, or make a new optimizer"
-                )
 
     @property
     def _plain_flats(self) -> list[FlatParams]:
@@ -192,13 +181,6 @@ class Asleep:
             with on_device(device):
                 torch.cuda.empty_cache()  # other processes are to have it
 
-    def _refuse_forwards(self) -> None:
-        if plain := self._plain_flats:
-            asleep = {id(parameter) for flat in plain for parameter in flat.params}
-            self._forwards = register_module_forward_pre_hook(_refuser(asleep))
-        if self.flats and self._sharded_model is not None:
-            self._sharded_model.schedule.sleeping.add(self)
-
     # -- awake again -----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
@@ -208,7 +190,7 @@ class Asleep:
         try:
             with self._sharding.world.raising_together("wake"):
                 self._take_memory()
-                self._load(self._moved)
+                self.rest.load(self._moved)
         except BaseException:
             self._free()
             raise
@@ -229,19 +211,15 @@ class Asleep:
             if self._sharded_model is None:  # else they have memory while gradients are reduced
                 self._reducer.rounds.buffers.reallocate()
             self._store.make_frames()
-            if self._measured is not None:
-                self._measured.take_memory()
+            for stats in [] if self._measured is None else self._measured.row_stats(on_host=False):
+                allocate(stats)
+                stats.zero_()
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"wake needs {sum(tensor.nbytes for tensor in self._moved):,} bytes on {self._sharding.device}, and "
                 f"some for gradients: {str(error).splitlines()[0]}. It is still asleep: free what uses the device, and "
                 "call opt.wake() again"
             ) from error
-
-    def _load(self, tensors: Sequence[Tensor]) -> None:
-        """Load ``tensors``, the first of those that were moved."""
-        assert self._rest is not None
-        self._rest.load(tensors)
 
     def _show_parameters(self) -> None:
         for flat in self._plain_flats:
@@ -254,19 +232,17 @@ class Asleep:
         self.flats = []
 
     def close(self) -> None:
-        """Give everything back. Parameters keep their values, so those that are asleep come back: raises where that
-        fails."""
+        """Give everything back. Parameters that are asleep come back: raises where that fails."""
         try:
             if self._mode.now is Mode.ASLEEP and self.flats:
                 of_flats = self._moved[: len(self.flats)]
                 for tensor in of_flats:
                     allocate(tensor)
-                self._load(of_flats)
+                self.rest.load(of_flats)
                 self._show_parameters()
         finally:
-            if self._rest is not None:
-                self._rest.close()
-            self._moved, self._rest = [], None
+            self.rest.close()
+            self._moved = []
             self._mode.now = Mode.OWN
 
 

@@ -80,14 +80,6 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing if number == 1 else thing + 's'}"
 
 
-def elements(numel: int) -> str:
-    """``64 Mi`` where that is exact, else rounded to millions or in full."""
-    for unit, size in (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)):
-        if numel % size == 0 and numel < 10_000 * size:
-            return f"{numel // size:,} {unit}"
-    return f"{numel / 1e6:,.1f} M" if numel >= 10**7 else f"{numel:,}"
-
-
 def row(name: str, cells: Sequence[str]) -> str:
     """A line of a table in a terminal."""
     return f"  {name:<28}" + "".join(f"{cell:>12}" for cell in cells)

@@ -21,6 +21,7 @@ from .errors import ShardAccessError
 from .optimizer import ShardedOptimizer
 from .params.param_shard import plain_parameter
 from .params.tensor_slice import is_distributed, whole_of
+from .rules.codec import Begins
 from .units.schedule import in_backward
 from .units.sharded_model import ShardedModel, sharded_model_of
 
@@ -151,12 +152,11 @@ def _parameters(
     names = Names(model)
     given: set[int] = set()  # ids of plain parameters
     if opt is not None and dtype is not None:
-        for masters in opt.engine.states.whole_masters():
-            for index, master in masters.items():
-                parameter = opt.engine.parameters.all[index]
-                if parameter.dtype != dtype:
-                    given.add(id(parameter))
-                    yield names.of(parameter, "a parameter"), master.to(dtype, copy=True)
+        for index, _, master in opt.engine.states.whole_tensors(lambda tensor: tensor.begins is Begins.PARAMETER):
+            parameter = opt.engine.parameters.all[index]
+            if parameter.dtype != dtype:
+                given.add(id(parameter))
+                yield names.of(parameter, "a parameter"), master.to(dtype, copy=True)
     left = {id(plain_parameter(parameter)) for parameter in names.parameters.values()} - given
     for parameter, whole in gathered_one_by_one(sharded, left, dtype):
         given.add(id(parameter))

@@ -18,11 +18,14 @@ from .engine import Engine
 from .optimizer import ShardedOptimizer
 
 
-def _engine_of(optimizer: object) -> Engine | None:
-    """The engine of an optimizer that unscales and skips on the device: a ``ShardedOptimizer``, or a client's wrapper
-    of one. None: torch handles it."""
+def _sharded_of(optimizer: object) -> ShardedOptimizer | None:
+    """Find the optimizer, of which ``optimizer`` may be a client's wrapper. None: torch handles it."""
     engine = getattr(optimizer, "engine", None)
-    return engine if isinstance(engine, Engine) else None
+    if not isinstance(engine, Engine):
+        return None
+    opt = engine.optimizer()
+    assert isinstance(opt, ShardedOptimizer)
+    return opt
 
 
 class GradScaler(TorchGradScaler):
@@ -62,8 +65,8 @@ class GradScaler(TorchGradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        engine = _engine_of(optimizer)
-        if not self._enabled or engine is None:
+        opt = _sharded_of(optimizer)
+        if not self._enabled or opt is None:
             return super().unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
@@ -71,15 +74,15 @@ class GradScaler(TorchGradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is called after step(); call update() between")
         self._sharded[id(optimizer)] = weakref.ref(optimizer)
-        _opt_of(engine).check_usable()
+        opt.check_usable()
         with torch.inference_mode(False), torch.no_grad():
-            engine.unscale(self._inverse_scale(engine))
+            opt.engine.unscale(self._inverse_scale(opt.engine))
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call ``optimizer.step()``; unscale if nobody has. The device skips the step if a gradient is not finite."""
-        engine = _engine_of(optimizer)
-        if not self._enabled or engine is None:
+        opt = _sharded_of(optimizer)
+        if not self._enabled or opt is None:
             return super().step(optimizer, *args, **kwargs)
         if any(argument is not None for argument in (*args, *kwargs.values())):  # accelerate gives a closure of None
             raise RuntimeError("a closure cannot be used with a GradScaler: it would run before gradients are checked")
@@ -87,10 +90,11 @@ class GradScaler(TorchGradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
         self._sharded[id(optimizer)] = weakref.ref(optimizer)
+        engine = opt.engine
         if state["stage"] is OptState.READY:  # else ``unscale_`` has set it, or has divided the gradients
             engine.clip.inverse_scale = engine.clip.inverse_loss_scale = self._inverse_scale(engine)
         engine.clip.scaled = True
-        result = _opt_of(engine).step()
+        result = opt.step()
         state["found_inf_per_device"] = {engine.sharding.device: engine.exchange.found_inf.clone()}
         state["stage"] = OptState.STEPPED
         return result
@@ -99,8 +103,12 @@ class GradScaler(TorchGradScaler):
         if self._enabled:
             for key, state in self._per_optimizer_states.items():
                 optimizer = self._met(key)
-                if optimizer is not None and state["stage"] is OptState.UNSCALED:  # and no step was made
-                    state["found_inf_per_device"] = _overflow_without_step(optimizer.engine)
+                if optimizer is not None and state["stage"] is OptState.UNSCALED:
+                    engine = optimizer.engine  # no step was made, whose exchange would show an overflow
+                    with torch.inference_mode(False), torch.no_grad():
+                        engine.finish_and_exchange(None)
+                        overflow = (engine.exchange.totals[1:] > 0).float()
+                    state["found_inf_per_device"] = {engine.sharding.device: overflow}
         super().update(new_scale)
         if self._enabled:
             self._watch_scale()
@@ -110,30 +118,28 @@ class GradScaler(TorchGradScaler):
         return reference() if reference is not None else None
 
     def _watch_scale(self) -> None:
-        """Warn when the scale has fallen below 1. Of a GPU the host knows the scale of an earlier update."""
+        """Warn when the scale has fallen below 1, and name the first gradient of each optimizer that was not finite."""
         scale = self._scale
         if scale is None or is_capturing(scale.device):
             return
         if self._host_scale is None or self._host_scale.source is not scale:
             self._host_scale = HostCopy(scale)
+        # Of a GPU the host reads the scale that an earlier update has sent, and never waits for one.
         if self._host_scale.immediate:
             self._host_scale.send()
         seen = self._host_scale.read(wait=False)
-        if seen is not None:
-            if seen[0] < 1.0 <= self._last_scale:
-                self._warn(seen[0])
-            self._last_scale = seen[0]
-        if not self._host_scale.immediate:
-            self._host_scale.send()
-
-    def _warn(self, scale: float) -> None:
-        firsts = [optimizer.first_non_finite() for optimizer in map(self._met, self._sharded) if optimizer is not None]
-        named = ["{parameter} on rank {rank} in step {step}".format(**first) for first in firsts if first is not None]
-        warnings.warn(
-            f"the loss scale fell to {scale:g}: gradients are not finite whatever the scale. The first was that of "
-            f"{', '.join(named) or 'a parameter of another optimizer'}",
-            stacklevel=3,
-        )
+        self._host_scale.send()
+        if seen is None:
+            return
+        before, self._last_scale = self._last_scale, seen[0]
+        if seen[0] < 1.0 <= before:
+            firsts = [opt.first_non_finite() for opt in map(self._met, self._sharded) if opt is not None]
+            named = ["{parameter} on rank {rank} in step {step}".format(**first) for first in firsts if first]
+            warnings.warn(
+                f"the loss scale fell to {seen[0]:g}: gradients are not finite whatever the scale. The first was that "
+                f"of {', '.join(named) or 'a parameter of another optimizer'}",
+                stacklevel=3,
+            )
 
     def _inverse_scale(self, engine: Engine) -> Tensor:
         """[1] fp32: 1 / scale, divided in float64."""
@@ -143,18 +149,3 @@ class GradScaler(TorchGradScaler):
             self._lazy_init_scale_growth_tracker(engine.sharding.device)
         scale, _ = self._check_scale_growth_tracker("unscale_")
         return scale.double().reciprocal().float().reshape(1)
-
-
-def _opt_of(engine: Engine) -> ShardedOptimizer:
-    """The optimizer itself, not a client's wrapper of it."""
-    opt = engine.optimizer()
-    assert isinstance(opt, ShardedOptimizer)
-    return opt
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _overflow_without_step(engine: Engine) -> dict[torch.device, Tensor]:
-    """[1] fp32 by device, not 0 where a gradient is not finite: for ``update`` after ``unscale_`` alone."""
-    engine.finish_and_exchange(None)
-    return {engine.sharding.device: engine.exchange.overflowed()}

@@ -456,7 +456,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             sharding.world,
             sharding.topology,
             self.stage,
-            1 if self.engine.pipeline is None else self.engine.pipeline.stages,
+            1 if self.engine.pipeline is None else self.engine.pipeline.comm.world_size,
             rules,
             "add_param_group",
             first_group=before,

@@ -30,7 +30,7 @@ def stats_of(engine: Engine) -> dict[str, Any]:
     """See ``ShardedOptimizer.stats``."""
     sharding, taken = engine.sharding, dict(engine.store.footprint())
     if engine.measured is not None:  # telemetry in host memory counts, too
-        taken["host"] += engine.measured.nbytes(on_host=True)
+        taken["host"] += sum(t.nbytes for t in engine.measured.row_stats(on_host=True))
     return {
         "stage": sharding.stage,
         "world_size": sharding.world_size,
@@ -41,7 +41,7 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "memory": memory_by_kind(engine),
         "non_finite": engine.first_non_finite(),
         "state_offload": {**taken, **asdict(engine.store.copied)},
-        "sleep": {"mode": engine.mode.now.name, "host": engine.asleep.nbytes},
+        "sleep": {"mode": engine.mode.now.name, "host": engine.asleep.rest.memory.in_use},
     }
 
 
@@ -72,7 +72,7 @@ def memory_by_kind(engine: Engine) -> dict[str, int]:
     if engine.sharded_model is not None:
         memory["unsharded"] = sum(flat.nbytes() for unit in engine.sharded_model.units for flat in unit.flats)
     if engine.measured is not None:
-        memory[TELEMETRY] = engine.measured.nbytes(on_host=False)
+        memory[TELEMETRY] = sum(t.nbytes for t in engine.measured.row_stats(on_host=False) if is_there(t))
     return memory
 
 

@@ -333,7 +333,11 @@ class _Before:
 
     def _live(self, name: str) -> Tensor:
         with self.shard.opened() as state:
-            of_shard = self.shard.master(state) if name == self.master else self.shard.values_named(name, state)
+            tensor = next((tensor for tensor in self.shard.tensors if tensor.name == name), None)
+            if name == self.master or tensor is None:
+                of_shard = self.shard.master(state)
+            else:
+                of_shard = self.shard.values(tensor, state)
             return self._part(of_shard)
 
 

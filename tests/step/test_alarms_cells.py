@@ -14,12 +14,11 @@ from torch import Tensor
 from zero_optim.comm.sharding import Sharding
 from zero_optim.errors import GradientError, OffloadError, RankMismatchError, ZeroOptimError
 from zero_optim.step import exchange
-from zero_optim.step.alarms import About, Alarm, AlarmColumns, Combine, alarms, width
+from zero_optim.step.alarms import Alarm, AlarmColumns, Combine, alarms
 
 TABLE = table(Combine.__doc__, "combine")
 EXCHANGED = table(exchange.Exchanged.__doc__, "event")
 CODES = 4
-ABOUT = About("weight", dtypes="torch.float32")
 
 
 def situation(numbers: Sequence[int]) -> str:
@@ -36,7 +35,18 @@ def over_ranks(vectors: Sequence[Tensor], maximum: bool) -> Tensor:
 
 
 def invented(combine: Combine, name: str = "invented") -> Alarm:
-    return Alarm(name, combine, lambda about: GradientError(f"{about.names} is {name}"), CODES)
+    return Alarm(name, combine, GradientError, f"{{names}} is {name}", CODES)
+
+
+def width(of: Sequence[Alarm]) -> int:
+    return sum(alarm.columns for alarm in of)
+
+
+def first_raised(of: Sequence[Alarm], columns: Tensor) -> Alarm | None:
+    """What the host raises by these columns."""
+    read = AlarmColumns(of, columns)
+    read.on_host.send()
+    return read.read_first_raised()
 
 
 def filled(of: Sequence[Alarm], counts: Mapping[str, int]) -> Tensor:
@@ -64,8 +74,8 @@ def test_a_cell(rule: str, column: str, cell: str, ranks: int, maximum: bool):
     assert every
     for numbers in every:
         columns = over_ranks([torch.tensor(alarm.entry(number)) for number in numbers], maximum)
-        assert alarm.raised(columns.tolist()) is (cell == "raised"), numbers
-        on_device = alarm.raised_on_device(columns)
+        assert first_raised([alarm], columns) is (alarm if cell == "raised" else None), numbers
+        on_device = AlarmColumns([alarm], columns).raised_on_device()
         assert on_device.shape == (1,) and on_device.dtype == torch.float32
         assert bool(on_device > 0) is (cell == "raised"), numbers
 
@@ -104,8 +114,7 @@ def test_a_new_alarm_is_one_entry_of_the_list(
             vector[start : start + new.columns] = torch.tensor(new.entry(number))
         together = over_ranks(vectors, maximum)
         raises = TABLE[rule.name, situation(numbers)] == "raised"
-        first = AlarmColumns(longer, together).first_raised(together.tolist())
-        assert first is (new if raises else None)
+        assert first_raised(longer, together) is (new if raises else None)
         assert bool(AlarmColumns(longer, together).raised_on_device() > 0) is raises
 
 
@@ -114,25 +123,25 @@ def test_of_several_alarms_the_first_in_the_list_is_raised(of: tuple[Alarm, ...]
     """Rank 0 has two alarms, rank 1 none: whatever their rules, that raises both."""
     for earlier, later in itertools.combinations(of, 2):
         vectors = [filled(of, {later.name: 1, earlier.name: 1}), filled(of, {})]
-        assert AlarmColumns(of, vectors[0]).first_raised(over_ranks(vectors, False).tolist()) is earlier
+        assert first_raised(of, over_ranks(vectors, False)) is earlier
 
 
 @pytest.mark.parametrize("of", LISTS)
 def test_what_each_alarm_raises_has_a_type_and_names_what_it_is_about(of: tuple[Alarm, ...]):
     assert len({alarm.name for alarm in of}) == len(of)
     for alarm in of:
-        error = alarm.error(ABOUT)
+        error = alarm.error("weight", "torch.float32", ())
         kinds = {"offload": OffloadError, **dict.fromkeys(("parted", "thawed", "edited"), RankMismatchError)}
         assert isinstance(error, kinds.get(alarm.name, GradientError))
         assert ("units" if alarm.name == "parted" else "weight") in str(error)
     refused = next(alarm for alarm in of if alarm.name == "refused")
-    assert str(refused.error(About("weight", own=["mine", "too"]))) == "mine; too"
+    assert str(refused.error("weight", "torch.float32", ["mine", "too"])) == "mine; too"
 
 
 def test_without_alarms_nothing_is_raised():
     columns = AlarmColumns((), torch.zeros(0))
     columns.fill({"late": 1})
-    assert columns.first_raised([]) is None and float(columns.raised_on_device()) == 0
+    assert first_raised((), torch.zeros(0)) is None and float(columns.raised_on_device()) == 0
 
 
 # -- through the exchange ----------------------------------------------------------------------------------------------

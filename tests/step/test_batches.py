@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ class Rule:
             tensor.neg_()
 
     def after_joining(self, shard: Shard, to_join: Any, joined: torch.Tensor) -> None:
-        assert to_join is shard
+        assert to_join == shard.to_join
         self.updated.append(joined.tolist())
 
 
@@ -63,6 +63,14 @@ class Ranks:
 
 
 NOBODY = (None, None, None)
+
+
+class ToJoin(NamedTuple):
+    """As much of the rules' ``ToJoin`` as a batch asks for."""
+
+    ranks: Ranks | None
+    slices: Ranks | None
+    replicas: Ranks | None
 
 
 @dataclass
@@ -79,9 +87,11 @@ class Shard:
     lookahead: int = 0
     done: list[str] = field(default_factory=list)
 
+    keeps_views = True
+
     @property
-    def to_join(self) -> object | None:
-        return None if self.joining == NOBODY else self
+    def to_join(self) -> ToJoin | None:
+        return None if self.joining == NOBODY else ToJoin(*self.joining)
 
     @property
     def bucket(self) -> Any:
@@ -96,11 +106,9 @@ class Shard:
         if self.fails == "lost early":
             raise OffloadError("gone")
 
-    def is_joined_like(self, other: Shard) -> bool:
-        return (self.dtypes, self.joining) == (other.dtypes, other.joining)
-
-    def is_updated_like(self, other: Shard) -> bool:
-        return self.dtypes == other.dtypes
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self.dtypes, *self.joining
 
     def begin_update(self, by: Any) -> Any:
         self.done.append("begin")
@@ -174,7 +182,7 @@ def joined_batch(shards: list[Shard]) -> tuple[JoinedBatch, LostState]:
     return JoinedBatch(shards, lost), lost
 
 
-BY = Coefficients({}, None, None, *[torch.zeros(1)] * 4)
+BY = Coefficients({}, None, *[torch.zeros(1)] * 3)
 
 
 def test_pages_come_before_parameters_are_whole_and_after():

@@ -285,7 +285,7 @@ def _place(engine: Engine) -> dict[str | int, list[int]]:
     there are. Empty where the state is the same on all ranks."""
     place: dict[str | int, list[int]] = {}
     if engine.pipeline is not None:
-        place[STAGE] = [engine.pipeline.stage, engine.pipeline.stages]
+        place[STAGE] = [engine.pipeline.comm.rank, engine.pipeline.comm.world_size]
     for index in range(len(engine.parameters.labels)):
         number, count = engine.shardings.slice_of(index)
         if count > 1:
@@ -363,7 +363,7 @@ def ema_state_dict(engine: Engine, groups: Groups, which: int, rank: int | None)
             raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
         engine.shardings.check_whole("ema_state_dict")
     engine.begin_averages()
-    tensors = ((keys[index], whole) for index, _, whole in engine.states.whole_tensors(only=name))
+    tensors = ((keys[index], whole) for index, _, whole in engine.states.whole_tensors(lambda tensor: tensor.name == name))
     with engine.sharding.world.raising_together("ema_state_dict"):
         return collect(tensors, torch.device("cpu"), wanted=rank is None or rank == savers.rank)
 

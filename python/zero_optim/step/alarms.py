@@ -10,7 +10,7 @@ As a rule it is 0.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,8 @@ class Combine(enum.Enum):
     - *equal*, *unequal*: no rank's number is 0.
     - *codes*: one column for each code.
 
-    Columns are summed over the ranks, or maximised with the infinity norm. The table holds under both.
+    So a rule needs a number above 0 in one column, or in two. Columns are summed over the ranks, or maximised with the
+    infinity norm: the table holds under both.
     """
 
     ANY = enum.auto()
@@ -45,26 +46,28 @@ class Combine(enum.Enum):
 
 
 @dataclass(frozen=True)
-class About:
-    """Material for a message: the parameters' names, joined; this rank's own reasons; the parameters' dtypes."""
-
-    names: str
-    own: Sequence[str] = ()
-    dtypes: str = ""
-
-
-@dataclass(frozen=True)
 class Alarm:
-    """An alarm. ``codes``: their number, where it is DIFFERENT. ``error``: makes the error that every rank raises."""
+    """An alarm, and the error that every rank raises.
+
+    Attributes:
+        message: of the error, with ``{names}`` of parameters and their ``{dtypes}``.
+        codes: their number, where it is DIFFERENT.
+    """
 
     name: str
     combine: Combine
-    error: Callable[[About], ZeroOptimError]
+    kind: type[ZeroOptimError]
+    message: str
     codes: int = 0
 
     @property
     def columns(self) -> int:
         return {Combine.ANY: 1, Combine.DIVIDED: 2, Combine.DIFFERENT: self.codes}[self.combine]
+
+    @property
+    def needed(self) -> int:
+        """The columns that are above 0 where it is raised."""
+        return 1 if self.combine is Combine.ANY else 2
 
     def entry(self, count: int) -> list[float]:
         """Make the columns of a rank's ``count``: of parameters, or the code of a DIFFERENT alarm."""
@@ -74,86 +77,68 @@ class Alarm:
             return [float(count > 0), float(count == 0)]
         return [float(code == count) for code in range(self.codes)]
 
-    def raised(self, columns: Sequence[float]) -> bool:
-        """True if it is raised, by the ``columns`` that came back, on the host."""
-        if self.combine is Combine.DIVIDED:
-            return columns[0] > 0 and columns[1] > 0
-        return sum(column > 0 for column in columns) >= (2 if self.combine is Combine.DIFFERENT else 1)
-
-    def raised_on_device(self, columns: Tensor) -> Tensor:
-        """[1] fp32: more than 0 where it is raised."""
-        if self.combine is Combine.ANY:
-            return columns
-        if self.combine is Combine.DIVIDED:
-            return columns[:1] * columns[1:]
-        return ((columns > 0).sum() > 1).float().reshape(1)
-
-
-def _late(about: About) -> ZeroOptimError:
-    return GradientError(
-        f"a gradient of {about.names} arrived after its bucket had been reduced: it became ready more often than in "
-        "the backward that was observed. Nothing was updated. Call opt.zero_grad(), and opt.observe() before a "
-        "backward that uses parameters another number of times"
-    )
-
-
-def _late_for_its_unit(about: About) -> ZeroOptimError:
-    return GradientError(
-        f"a gradient of {about.names} arrived after the backward of its unit. Nothing was updated. Gradients "
-        "must come into a unit through what its forward returns: tensors in lists, tuples, dicts or dataclasses"
-    )
-
-
-def _refused(about: About) -> ZeroOptimError:
-    other = f"the gradient of {about.names} on another rank cannot be used; expected a dense {about.dtypes}"
-    return GradientError("; ".join(about.own or [other]))
-
-
-def _thawed(about: About) -> ZeroOptimError:
-    return RankMismatchError(
-        f"{about.names} is frozen, with no gradient, on some ranks, and requires or has one on others: call "
-        "requires_grad_() on every rank before the same step. Nothing was updated"
-    )
-
-
-def _leftover(about: About) -> ZeroOptimError:
-    return GradientError(
-        f"a gradient of {about.names} was assigned on some ranks, and not on others, after backward had reduced it: "
-        "assign it on every rank, or before. Nothing was updated"
-    )
-
-
-def _edited(about: About) -> ZeroOptimError:
-    return RankMismatchError(
-        f"the gradients of {about.names} were dropped or written in place on some ranks, and not on others, between "
-        "clip_grad_norm_ and the last step, which has updated them differently. Edit gradients on every rank alike. To "
-        "go on, load a checkpoint. Nothing was updated now"
-    )
-
-
-def _offload(about: About) -> ZeroOptimError:
-    other = f"another rank has lost the state of {about.names} to an I/O error: its own error has the cause"
-    return OffloadError("; ".join(about.own or [f"{other}. Make a new optimizer and load a checkpoint"]))
-
-
-def _parted(about: About) -> ZeroOptimError:
-    return RankMismatchError(
-        "the ranks have gathered units in different orders, and may have computed with wrong values: each must "
-        "run as many forwards and backwards of the sharded model, in the same order. Nothing was updated"
-    )
+    def error(self, names: str, dtypes: str, own: Sequence[str]) -> ZeroOptimError:
+        """Make the error, of this rank's ``own`` reasons where it has any."""
+        return self.kind("; ".join(own) or self.message.format(names=names, dtypes=dtypes))
 
 
 def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
     """List the alarms of a step, the one that is raised first in front. ``by_units``: at stage 3."""
-    parted = (Alarm("parted", Combine.DIFFERENT, _parted, ORDER_CODES),) if by_units else ()
+    parted = Alarm(
+        "parted",
+        Combine.DIFFERENT,
+        RankMismatchError,
+        "the ranks have gathered units in different orders, and may have computed with wrong values: each must "
+        "run as many forwards and backwards of the sharded model, in the same order. Nothing was updated",
+        ORDER_CODES,
+    )
+    late_for_its_unit = (
+        "a gradient of {names} arrived after the backward of its unit. Nothing was updated. Gradients "
+        "must come into a unit through what its forward returns: tensors in lists, tuples, dicts or dataclasses"
+    )
+    late = (
+        "a gradient of {names} arrived after its bucket had been reduced: it became ready more often than in "
+        "the backward that was observed. Nothing was updated. Call opt.zero_grad(), and opt.observe() before a "
+        "backward that uses parameters another number of times"
+    )
     return (
-        *parted,
-        Alarm("late", Combine.ANY, _late_for_its_unit if by_units else _late),
-        Alarm("offload", Combine.ANY, _offload),
-        Alarm("refused", Combine.ANY, _refused),
-        Alarm("thawed", Combine.DIVIDED, _thawed),
-        Alarm("leftover", Combine.DIVIDED, _leftover),
-        Alarm("edited", Combine.DIVIDED, _edited),
+        *((parted,) if by_units else ()),
+        Alarm("late", Combine.ANY, GradientError, late_for_its_unit if by_units else late),
+        Alarm(
+            "offload",
+            Combine.ANY,
+            OffloadError,
+            "another rank has lost the state of {names} to an I/O error: its own error has the cause. Make a new "
+            "optimizer and load a checkpoint",
+        ),
+        Alarm(
+            "refused",
+            Combine.ANY,
+            GradientError,
+            "the gradient of {names} on another rank cannot be used; expected a dense {dtypes}",
+        ),
+        Alarm(
+            "thawed",
+            Combine.DIVIDED,
+            RankMismatchError,
+            "{names} is frozen, with no gradient, on some ranks, and requires or has one on others: call "
+            "requires_grad_() on every rank before the same step. Nothing was updated",
+        ),
+        Alarm(
+            "leftover",
+            Combine.DIVIDED,
+            GradientError,
+            "a gradient of {names} was assigned on some ranks, and not on others, after backward had reduced it: "
+            "assign it on every rank, or before. Nothing was updated",
+        ),
+        Alarm(
+            "edited",
+            Combine.DIVIDED,
+            RankMismatchError,
+            "the gradients of {names} were dropped or written in place on some ranks, and not on others, between "
+            "clip_grad_norm_ and the last step, which has updated them differently. Edit gradients on every rank "
+            "alike. To go on, load a checkpoint. Nothing was updated now",
+        ),
     )
 
 
@@ -162,57 +147,40 @@ class AlarmColumns:
 
     Args:
         columns: [width] fp32, a view of the vector.
+
+    Attributes:
+        on_host: the columns as the host reads them.
     """
 
     def __init__(self, of: Sequence[Alarm], columns: Tensor) -> None:
-        self._alarms = of
+        self._alarms, self._all, self.on_host = of, columns, HostCopy(columns)
         self._views = columns.split([alarm.columns for alarm in of]) if of else ()
         quiet = [value for alarm in of for value in alarm.entry(0)]
         self._quiet = torch.tensor(quiet, dtype=torch.float32, device=columns.device)
-        self._all = columns
-        self._on_host = HostCopy(columns) if of else None
+        # [alarms, width] what a column above 0 adds: an alarm is raised where that comes to 1.
+        weights = [torch.full((1, alarm.columns), 1 / alarm.needed, device=columns.device) for alarm in of]
+        self._weights = torch.block_diag(*weights) if of else columns
 
     def fill(self, counts: Mapping[str, int]) -> None:
         """Write this rank's columns. As a rule it has no alarm, and one copy does it."""
         self._all.copy_(self._quiet)
         for alarm, view in zip(self._alarms, self._views, strict=True):
             count = counts.get(alarm.name, 0)
-            if count:
-                entry, quiet = alarm.entry(count), alarm.entry(0)
-                for place in (place for place in range(alarm.columns) if entry[place] != quiet[place]):
-                    view[place].fill_(entry[place])
+            # Numbers go into kernels: a copy from the host would read memory that is gone when a graph is replayed.
+            for place, value in enumerate(alarm.entry(count) if count else ()):
+                view[place].fill_(value)
 
     def raised_on_device(self) -> Tensor:
-        """[1] fp32: more than 0 where one is raised."""
-        total = self._all.new_zeros(1)
-        for alarm, view in zip(self._alarms, self._views, strict=True):
-            total = total + alarm.raised_on_device(view)
-        return total
-
-    def send(self) -> None:
-        """Send the columns to the host, which reads them when they have arrived."""
-        if self._on_host is not None:
-            self._on_host.send()
-
-    @property
-    def immediate(self) -> bool:
-        """True if what is sent can be read at once, as on a CPU."""
-        return self._on_host is not None and self._on_host.immediate
+        """[1] fp32: 1 where one is raised, else 0."""
+        if not self._alarms:  # a rank alone
+            return self._all.new_zeros(1)
+        return (self._weights * (self._all > 0)).sum(1).amax(0, keepdim=True).ge(1).float()
 
     def read_first_raised(self) -> Alarm | None:
-        """Read the columns that were sent last, once, and pick the alarm; None also without any. The host waits."""
-        values = self._on_host.read(wait=True) if self._on_host is not None else None
-        return None if values is None else self.first_raised(values)
-
-    def first_raised(self, values: Sequence[float]) -> Alarm | None:
-        """Pick the alarm to raise, by the columns as the host has read them."""
-        start = 0
+        """Read the columns that were sent last, once, and pick the alarm to raise. The host waits for them."""
+        values, start = self.on_host.read(wait=True) or [], 0
         for alarm in self._alarms:
-            if alarm.raised(values[start : start + alarm.columns]):
+            if sum(column > 0 for column in values[start : start + alarm.columns]) >= alarm.needed:
                 return alarm
             start += alarm.columns
         return None
-
-
-def width(of: Sequence[Alarm]) -> int:
-    return sum(alarm.columns for alarm in of)

@@ -13,12 +13,11 @@ messages take memory. Its pages are fetched twice: before the parameters are joi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from math import prod
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -38,13 +37,6 @@ measured that. On two threads of a processor 2^20 elements took 290 µs, so 2^16
 # -- state that an I/O error has lost ----------------------------------------------------------------------------------
 
 
-class Holder(Protocol):
-    """Has the state of some parameters, by index: a shard, or a batch of shards."""
-
-    @property
-    def parameters(self) -> list[int]: ...
-
-
 class LostState:
     """The record of what this rank has lost. It is never cleared: only a new optimizer has whole state.
 
@@ -60,25 +52,15 @@ class LostState:
         self.parameters: set[int] = set()
         self.reasons: list[str] = []
 
-    def record(self, parameters: Sequence[int], error: OffloadError) -> None:
-        self.parameters |= set(parameters)
-        if str(error) not in self.reasons:
-            self.reasons.append(str(error))
-            warnings.warn(f"{error}. The next step will raise, on every rank", stacklevel=2)
-
-    def recording(self, of: Holder) -> _Recording:
+    def recording(self, of: ShardState | ShardBatch, *, raises: bool = False) -> _Recording:
         """Make a context that records an OffloadError within it as a loss of these parameters' state."""
-        return _Recording(self, of)
+        return _Recording(self, of, raises)
 
     @contextmanager
     def opened(self, shard: ShardState) -> Iterator[Mapping[str, Tensor]]:
         """Open ``shard``. An OffloadError is recorded, and raised."""
-        try:
-            with shard.opened() as state:
-                yield state
-        except OffloadError as error:
-            self.record(shard.parameters, error)
-            raise
+        with self.recording(shard, raises=True), shard.opened() as state:
+            yield state
 
     def check(self) -> None:
         """Raise OffloadError where state is lost."""
@@ -89,8 +71,8 @@ class LostState:
 class _Recording:
     """See ``LostState.recording``. A class adds no frame between ``step`` and an update's kernel."""
 
-    def __init__(self, lost: LostState, of: Holder) -> None:
-        self._lost, self._of = lost, of
+    def __init__(self, lost: LostState, of: ShardState | ShardBatch, raises: bool) -> None:
+        self._lost, self._of, self._raises = lost, of, raises
 
     def __enter__(self) -> None:
         pass
@@ -98,19 +80,17 @@ class _Recording:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, OffloadError):
             return False
-        self._lost.record(self._of.parameters, error)
-        return True
+        self._lost.parameters |= set(self._of.parameters)
+        if str(error) not in self._lost.reasons:
+            self._lost.reasons.append(str(error))
+            warnings.warn(f"{error}. The next step will raise, on every rank", stacklevel=2)
+        return not self._raises
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-class Prefetched(Holder, Protocol):
-    def prefetch(self) -> None: ...
-
-
-T = TypeVar("T", bound=Prefetched)
-Done = TypeVar("Done")
+T = TypeVar("T", "ShardState", "ShardBatch")
 
 
 def in_turn(things: Sequence[T], ahead: int, lost: LostState) -> Iterator[T]:
@@ -157,6 +137,7 @@ class ShardBatch:
                 with span("step.update", self.shards[0].bucket):
                     self._rule.update(updates)
             except BaseException:
+                # A store lets two pages be fetched at a time: none may stay so after an error.
                 for shard in self.shards[: len(updates)]:
                     shard.give_up_update()
                 raise
@@ -176,72 +157,64 @@ class JoinedBatch(ShardBatch):
         """Do nothing: pages are fetched one by one within ``update``."""
 
     def update(self, by: Coefficients) -> None:
-        rule = self._rule
-        begun = [self._pass(shard, by, rule.before_joining, shard.end_pass) for shard in self._in_turn()]
-        held = [_on_device(shard, tensor) for shard, tensor in zip(self.shards, begun, strict=True)]
-        with span("step.join", self.shards[0].bucket):
+        rule, bucket = self._rule, self.shards[0].bucket
+        device = bucket.sharding.device
+        begun: dict[int, Tensor] = {}
+        for number, shard in enumerate(self._in_turn()):
+            with self._lost.recording(shard):
+                with _begun(shard, by) as update:
+                    to_send = rule.before_joining(update)
+                shard.end_pass()
+                begun[number] = to_send.to(device)
+        # Where a page is lost zeros go to the other ranks, which wait in the collective.
+        held = [
+            begun[number] if number in begun else torch.zeros(shard.numel, dtype=rule.joined_in, device=device)
+            for number, shard in enumerate(self.shards)
+        ]
+        with span("step.join", bucket):
             rule.join(held, self._to_join)
-        for shard, to_join, tensor, before in zip(self._in_turn(), self._to_join, held, begun, strict=True):
-            if before is not None:
-                after = partial(rule.after_joining, to_join=to_join, joined=tensor.to(shard.device))
-                self._pass(shard, by, after, shard.end_update)
+        for number, shard in enumerate(self._in_turn()):
+            if number in begun:
+                with self._lost.recording(shard):
+                    with _begun(shard, by) as update:
+                        rule.after_joining(update, self._to_join[number], held[number].to(shard.device))
+                    shard.end_update()
 
     def _in_turn(self) -> Iterator[ShardState]:
         return in_turn(self.shards, self.shards[0].lookahead, self._lost)
 
-    def _pass(
-        self, shard: ShardState, by: Coefficients, do: Callable[[ShardUpdate], Done], end: Callable[[], None]
-    ) -> Done | None:
-        """Fetch a shard's page for a pass, ``do`` it and ``end`` it. None: the page is lost."""
-        with self._lost.recording(shard):
-            update = shard.begin_update(by)
-            try:
-                done = do(update)
-            except BaseException:
-                shard.give_up_update()
-                raise
-            end()
-            return done
-        return None
 
-
-def _on_device(shard: ShardState, tensor: Tensor | None) -> Tensor:
-    """Bring a shard's ``tensor`` to where ranks exchange it; zeros where it was lost (None), so that none waits."""
-    device = shard.bucket.sharding.device
-    if tensor is None:
-        return torch.zeros(shard.numel, dtype=shard.rule.joined_in, device=device)
-    return tensor.to(device)
+@contextmanager
+def _begun(shard: ShardState, by: Coefficients) -> Iterator[ShardUpdate]:
+    update = shard.begin_update(by)
+    try:
+        yield update
+    except BaseException:
+        shard.give_up_update()
+        raise
 
 
 def batches_of(shards: Sequence[ShardState], lost: LostState) -> list[ShardBatch]:
-    """Cut ``shards`` into batches: first the shards to join, then the others in their order."""
-    joining = [shard for shard in shards if shard.to_join is not None]
+    """Cut ``shards`` into batches: first the shards to join, alike ones together, then the others in their order."""
+    joining: dict[object, list[ShardState]] = {}
+    for shard in shards:
+        if shard.to_join is not None:
+            joining.setdefault(shard.kind, []).append(shard)
     others = [shard for shard in shards if shard.to_join is None]
-    joined = (part for alike in _alike(joining) for part in _parts(alike))
     return [
-        *(JoinedBatch(batch, lost) for batch in joined),
+        *(JoinedBatch(batch, lost) for alike in joining.values() for batch in _parts(alike)),
         *(ShardBatch(batch, lost) for batch in _neighbours(others)),
     ]
 
 
-def _alike(shards: Sequence[ShardState]) -> list[list[ShardState]]:
-    """Group the shards that can be joined together, wherever they are."""
-    found: list[list[ShardState]] = []
-    for shard in shards:
-        batch = next((batch for batch in found if shard.is_joined_like(batch[0])), None)
-        if batch is None:
-            found.append([shard])
-        else:
-            batch.append(shard)
-    return found
-
-
 def _parts(shards: Sequence[ShardState]) -> Iterator[list[ShardState]]:
-    """Cut shards to join into batches. Below stage 3 a shard has only some of its bucket's parameters."""
-    first, bucket = shards[0], shards[0].bucket
-    of_parts, of_slices, _ = first.joining  # with more parameters for replicas a batch would take more memory
-    ranks = prod(ranks.world_size for ranks in (of_parts, of_slices) if ranks is not None)
-    shards_of = bucket.layout.shards if first.joining[0] is None else 1
+    """Cut shards to join into batches."""
+    bucket, to_join = shards[0].bucket, shards[0].to_join
+    assert to_join is not None
+    # Replicas divide the work, too; but with more parameters for them a batch would take more memory.
+    ranks = prod(ranks.world_size for ranks in (to_join.ranks, to_join.slices) if ranks is not None)
+    # Below stage 3 a shard has only some of its bucket's parameters.
+    shards_of = bucket.layout.shards if to_join.ranks is None else 1
     sizes = [Size(shard.numel, len(shard.parameters)) for shard in shards]
     rest = iter(shards)
     for length in batch_lengths(sizes, ranks * shards_of, bucket.sharding.device):
@@ -254,8 +227,8 @@ def _neighbours(shards: Sequence[ShardState]) -> list[list[ShardState]]:
     for shard in shards:
         numel += shard.numel
         most = ON_A_PROCESSOR if shard.device.type == "cpu" else ON_A_GPU
-        together = batches and shard.is_updated_like(batches[-1][-1]) and numel <= most
-        if together:
+        # Pages that move are fetched one by one.
+        if batches and shard.keeps_views and shard.kind == batches[-1][-1].kind and numel <= most:
             batches[-1].append(shard)
         else:
             batches.append([shard])

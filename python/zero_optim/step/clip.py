@@ -17,7 +17,7 @@ from ..comm.collectives import Comm
 from ..comm.sharding import Sharding
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
-from .exchange import Exchange
+from .exchange import Exchange, to_device
 from .pipeline import Pipeline
 
 KERNEL_NORMS = (1.0, 2.0, math.inf)
@@ -44,9 +44,9 @@ def unscale_in_place(buffers: Sequence[Tensor], inverse_scale: Tensor, found_inf
 
 
 def multiply_in_parts(buffer: Tensor, factor: Tensor) -> None:
-    """Multiply ``buffer`` [numel] by ``factor``, in place. Each product is in fp32 and rounded once."""
+    """Multiply ``buffer`` [numel] by ``factor``, in place."""
     for part in buffer.split(PART):
-        part.copy_(part.float().mul_(factor))
+        part.copy_(part.float().mul_(factor))  # each product is rounded once, from fp32
 
 
 class Clip:
@@ -113,12 +113,16 @@ class Clip:
 
         Returns the norm before this call and after earlier calls of the step; unscaled if asked for. [] fp32.
         """
+        device = self.sharding.device
         if not self.clipped:
             self.coefficient.fill_(1.0)
         if subset is None and not self.clipped and norm_type == exchange.norm_type:
-            norm = root(exchange.total, norm_type)
+            norm = root(exchange.totals[0], norm_type)
         else:
-            norm = self._norm_over_ranks(self._parts(buckets, norm_type, subset), norm_type)
+            found = norms_over(self.sharding.world, self._parts(buckets, norm_type, subset), norm_type, device)
+            if self._pipeline is not None:
+                found = norms_over(self._pipeline.comm, found, norm_type, device)
+            norm = found.norm(norm_type).reshape(())
         norm = norm * self.coefficient.reshape(())
         if self.inverse_scale is not None:
             norm = norm * self.inverse_scale.reshape(())
@@ -127,22 +131,10 @@ class Clip:
         if subset is None:
             self.coefficient.mul_(coefficient)
         else:
-            self.factor = self._factors() * torch.where(self._mask(subset), coefficient, 1.0)
+            factor = torch.where(self._mask(subset), coefficient, 1.0)
+            self.factor = factor if self.factor is None else self.factor * factor
         self.clipped = True
         return norm
-
-    def _norm_over_ranks(self, here: Norms | None, norm_type: float) -> Tensor:
-        """Collective. [] float64, the norm over all ranks. ``here``: of this rank's gradients; None: it has none."""
-        sharding = self.sharding
-        found = norms_over(sharding.world, here, norm_type, sharding.device)
-        if self._pipeline is not None:
-            found = norms_over(self._pipeline.comm, found, norm_type, sharding.device)
-        return found.norm(norm_type).reshape(())
-
-    def _factors(self) -> Tensor:
-        if self.factor is None:
-            return torch.ones(len(self.labels), dtype=torch.float32, device=self.sharding.device)
-        return self.factor
 
     def _parts(self, buckets: Sequence[Bucket], norm_type: float, subset: Sequence[int] | None) -> Norms | None:
         """Measure the gradients of ``subset`` that this rank counts, each times its factor; None: there are none."""
@@ -162,25 +154,18 @@ class Clip:
         parts = Norms.of([piece for piece, _ in pieces], norm_type)
         if self.factor is None:
             return parts
-        factors = self.factor.index_select(0, self._to_device([index for _, index in pieces]))
-        return Norms(parts.largest * factors, parts.total)
+        indices = to_device(self.factor.device, [index for _, index in pieces], torch.int64)
+        return Norms(parts.largest * self.factor.index_select(0, indices), parts.total)
 
     def _mask(self, subset: Sequence[int]) -> Tensor:
         """[parameters] bool, True in ``subset``."""
         key = tuple(subset)
         if key not in self._subsets:
             members = set(subset)
-            mask = self._to_device([index in members for index in range(len(self.labels))])
+            every = [index in members for index in range(len(self.labels))]
+            mask = to_device(self.sharding.device, every, torch.bool)
             self._subsets = {**self._subsets, key: mask} if len(self._subsets) < 64 else {key: mask}
         return self._subsets[key]
-
-    def _to_device(self, values: Sequence[int]) -> Tensor:
-        host = torch.tensor(values, device="cpu")
-        return (
-            host.pin_memory().to(self.sharding.device, non_blocking=True)
-            if self.sharding.device.type == "cuda"
-            else host
-        )
 
 
 # -- norms over ranks --------------------------------------------------------------------------------------------------
@@ -218,8 +203,12 @@ class Norms:
         if in_kernel:
             largest = root(stats, norm_type)
             return cls(largest, torch.ones_like(largest))
-        divisors = _divisor(stats)
-        return cls(stats, torch.stack([_powers(g, divisors[i], norm_type) for i, g in enumerate(gradients)]))
+        totals = [
+            # [] float64, the sum of (|g| / largest)^p, some elements at a time
+            torch.stack([(part.double().abs() / divisor).pow(norm_type).sum() for part in g.split(_CHUNK)]).sum()
+            for g, divisor in zip(gradients, _divisor(stats), strict=True)
+        ]
+        return cls(stats, torch.stack(totals))
 
     def together(self, norm_type: float) -> Norms:
         """Combine all parts into one: [1] each."""
@@ -246,12 +235,6 @@ def norms_over(comm: Comm, here: Norms | None, norm_type: float, device: torch.d
     comm.exchange(vector)
     largest, total = vector.double()
     return Norms(largest, total).together(norm_type)
-
-
-def _powers(gradient: Tensor, divisor: Tensor, norm_type: float) -> Tensor:
-    """[] float64: the sum of (|g| / divisor)^p."""
-    sums = [(part.double().abs() / divisor).pow(norm_type).sum() for part in gradient.split(_CHUNK)]
-    return torch.stack(sums).sum()
 
 
 def _divisor(largest: Tensor) -> Tensor:

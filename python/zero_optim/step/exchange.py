@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from ..comm.sharding import Sharding
 from ..comm.streams import keep_tensors_of
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
-from .alarms import About, Alarm, AlarmColumns, alarms, width
+from .alarms import Alarm, AlarmColumns, alarms
 from .pipeline import Pipeline
 
 
@@ -122,7 +122,7 @@ class Exchange:
         self._edited: set[int] = set()  # parameters, since the last exchange
         self._raised: Alarm | None = None  # known on this rank; raised in the next step, when the other ranks know it
         self._own_reasons: Mapping[str, Sequence[str]] = {}  # by alarm, of the last exchange
-        self._own_totals, self._totals_of_all = torch.zeros(2, 2, dtype=torch.float32, device=sharding.device)
+        self._own_totals = torch.zeros(2, dtype=torch.float32, device=device)  # of this stage of a pipeline
         self._make_room()
 
     def _make_room(self) -> None:
@@ -135,7 +135,7 @@ class Exchange:
     def resize(self) -> None:
         """Make room for as many parameters as there are labels."""
         self.outdate()
-        for holder in (self, self._vector):  # kernels of another stream may still use what they had
+        for holder in (self, self._vector, self._vector.alarms):  # kernels of another stream may still use their memory
             keep_tensors_of(holder)
         self._make_room()
 
@@ -144,30 +144,25 @@ class Exchange:
         return self.state is Exchanged.COUNTED or (self.state is Exchanged.USED and not stats)
 
     def outdate(self) -> None:
-        """Note, on all ranks alike, that gradients change or have gone: the last exchange no longer describes them."""
+        """Record, on all ranks alike, that gradients change or have gone: the last exchange is stale."""
         self.state = Exchanged.OUTDATED
 
     def follow_edits(self, dropped: Set[int], written: Set[int]) -> None:
-        """Note the gradients, by parameter index, that the user has dropped or written since they were exchanged.
-
-        Parameters of dropped ones are unused on this rank. The next exchange shows whether all ranks have edited.
-        """
+        """Record the gradients, by parameter index, that the user has dropped or written since they were exchanged. The
+        next exchange shows whether all ranks have."""
         for index in dropped:
             self.used[index].fill_(False)
         self._edited |= dropped | written
 
     @property
-    def total(self) -> Tensor:
-        """[] fp32: the sum of |g|^p of all gradients, or their largest; of the ``norm_type`` exchanged."""
-        return self._vector.totals[0]
+    def totals(self) -> Tensor:
+        """[2] fp32: the sum of |g|^p of all gradients, or their largest, of the ``norm_type`` exchanged; and the number
+        of values that are not finite."""
+        return self._vector.totals
 
     def run(self, own: ToExchange) -> None:
-        """Collective. Fill in the norm and what is used.
-
-        Raises the errors of the alarms, on every rank, before anything is updated. On CUDA every rank raises one step
-        later, in the same call, and skips the step in between: so the host need not wait for the device. Only a rank
-        that has the alarm itself reads at once, since it must know whether to go on: see ``failed``.
-        """
+        """Collective. Fill in the norm and what is used. Raises the errors of the alarms, on every rank, before
+        anything is updated: on CUDA one step later, in the same call, and the step in between is skipped."""
         self.check_alarms()
         about, self._edited = {**own.about, "edited": self._edited}, set()
         vector = self._vector
@@ -177,44 +172,43 @@ class Exchange:
             vector.totals.zero_()
         vector.alarms.fill({name: len(of) for name, of in about.items()} | {"parted": own.order_code})
         vector.put_use(own.used)
-        vector.name(set().union(*about.values()) if self._alarms else ())
+        vector.named_counts.zero_()
+        for index in set().union(*about.values()) if self._alarms else ():
+            vector.named_counts[index].fill_(1.0)
         self.nonfinite.report(vector.reports, *own.flags)
         self.sharding.world.exchange(vector.all, maximum=own.norm_type == math.inf)
-        self._read_alarms(own.reasons, raised_here=any(about.values()))
+        if self._reads_alarms():
+            vector.alarms.on_host.send()
+            self._own_reasons = own.reasons
+            # The host does not wait for a GPU, but for one case: a rank that has an alarm itself must know whether to
+            # go on. The others raise when they read, in the next step; until then they skip by ``found_inf``.
+            if vector.alarms.on_host.immediate or self._at_once:
+                self.check_alarms()
+            elif any(about.values()):
+                self._raised = vector.alarms.read_first_raised()
         torch.gt(vector.use(), 0, out=self.used)
         self.state, self.norm_type = Exchanged.COUNTED if own.stats else Exchanged.USED, own.norm_type
 
-    def _read_alarms(self, reasons: Mapping[str, Sequence[str]], *, raised_here: bool) -> None:
-        """Send the exchanged alarms to the host, and raise what it can or must read at once."""
-        if not self._alarms or is_capturing(self.sharding.device):  # a replayed graph has no host to raise anything
-            return
-        self._vector.alarms.send()
-        self._own_reasons = reasons
-        if self._vector.alarms.immediate or self._at_once:
-            self.check_alarms()
-        elif raised_here:
-            self._raised = self._vector.alarms.read_first_raised()
+    def _reads_alarms(self) -> bool:
+        return bool(self._alarms) and not is_capturing(self.sharding.device)  # a replayed graph has no host to raise
 
     def combine_stages(
         self, norm_type: float | None, *, fresh: bool, stats: bool, inverse_scale: Tensor | None
     ) -> None:
-        """Collective over the stages of a pipeline. Make the totals of this stage those of all.
+        """Collective over the stages of a pipeline: see ``Pipeline.combine``. Make this stage's totals those of all.
 
-        Args:
-            fresh: whether this stage has exchanged since the last call. Another stage may have, where gradients were
-                edited: then its count of non-finite values is another, while the norm of the clip stays.
-            inverse_scale: the inverse of the loss scale of this step; None: there is none. See ``Pipeline.combine``.
+        ``fresh``: whether this stage has exchanged since the last call.
         """
         assert self._pipeline is not None
-        totals = self._vector.totals
         if fresh:
-            self._own_totals.copy_(totals)
-        of_all = self._totals_of_all.copy_(self._own_totals) if norm_type is not None or stats else None
-        self._pipeline.combine(of_all, norm_type, self._vector.alarms.raised_on_device(), inverse_scale)
-        if of_all is not None and fresh:
-            totals.copy_(of_all)
-        elif of_all is not None:
-            totals[1:].copy_(of_all[1:])
+            self._own_totals.copy_(self.totals)
+        own = self._own_totals if norm_type is not None or stats else None
+        of_all = self._pipeline.combine(own, norm_type, self._vector.alarms.raised_on_device(), inverse_scale)
+        # Another stage may have exchanged again, where gradients were edited: then its count of non-finite values is
+        # another, while the norm of the clip stays.
+        first = 0 if fresh else 1
+        if own is not None:
+            self.totals[first:].copy_(of_all[first:])
 
     @property
     def failed(self) -> bool:
@@ -223,19 +217,15 @@ class Exchange:
 
     def check_alarms(self) -> None:
         """Raise the last step's alarm, if any. A GPU's report has arrived; else the host is a step ahead and waits."""
-        if not self._alarms or is_capturing(self.sharding.device):
+        if not self._reads_alarms():
             return
         alarm, self._raised = self._raised or self._vector.alarms.read_first_raised(), None
         if alarm is not None:
-            named = self._vector.named()
+            named = [index for index, count in enumerate(self._vector.named_counts.tolist()) if count > 0]
             names = ", ".join(self.labels[index] for index in named) or "a parameter"
             dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
             self.outdate()
-            raise alarm.error(About(names, self._own_reasons.get(alarm.name, ()), " or ".join(sorted(dtypes))))
-
-    def overflowed(self) -> Tensor:
-        """[1] fp32: not 0 where a gradient of any rank is not finite."""
-        return (self._vector.totals[1:] > 0).float()
+            raise alarm.error(names, " or ".join(sorted(dtypes)), self._own_reasons.get(alarm.name, ()))
 
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in ``found_inf``. A raised alarm always skips the step; a non-finite gradient does if asked."""
@@ -279,6 +269,7 @@ class ExchangeVector:
         totals: [2] the norm term and the non-finite count.
         alarms: their columns.
         used_counts: [parameters, and more of experts] how many ranks use each.
+        named_counts: [parameters] how many ranks have an alarm about each.
         reports: [reports]
     """
 
@@ -287,53 +278,48 @@ class ExchangeVector:
     ) -> None:
         counts = [count for count, _ in places]
         totals = 2  # the norm term and the non-finite count
-        sizes = [totals, width(of), sum(counts), len(places) if of else 0, reports]
+        sizes = [totals, sum(alarm.columns for alarm in of), sum(counts), len(places) if of else 0, reports]
         self.all = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self.totals, columns, self.used_counts, self._named_counts, self.reports = self.all.split(sizes)
+        self.totals, columns, self.used_counts, self.named_counts, self.reports = self.all.split(sizes)
         self.alarms = AlarmColumns(of, columns)
         self._own_use = torch.zeros(len(places), dtype=torch.float32, device=device)  # as last sent there
         self._sent = bytearray(len(places))
         self._own_counts: Tensor | None = None  # [parameters] int64, the places of this rank's counts; None: all
         if sum(counts) > len(places):
-            starts = itertools.accumulate(counts, initial=0)
-            own = [start + number for start, (_, number) in zip(starts, places, strict=False)]
-            self._own_counts = torch.tensor(own, dtype=torch.int64, device=device)
+            self._own_counts = to_device(device, own_places(places), torch.int64)
 
     def put_use(self, used: bytearray) -> None:
-        """Write what this rank uses, a byte a parameter."""
-        here = self._on_device(used)
+        """Write what this rank uses, a byte a parameter. As a rule it is as in the step before: nothing is sent."""
+        here = self._own_use
+        if is_capturing(self.all.device):
+            # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
+            here = torch.ones_like(here)
+            for index in (index for index, flag in enumerate(used) if not flag):
+                here[index].zero_()
+        elif used != self._sent:
+            host = torch.frombuffer(used, dtype=torch.uint8).float()
+            here.copy_(host.pin_memory() if here.is_cuda else host, non_blocking=True)
+            self._sent = bytearray(used)
         if self._own_counts is None:
             self.used_counts.copy_(here)
         else:
             self.used_counts.zero_().index_copy_(0, self._own_counts, here)
 
-    def _on_device(self, used: bytearray) -> Tensor:
-        """[parameters] fp32. As a rule use is as in the step before: nothing is copied."""
-        if is_capturing(self.all.device):
-            # A copy from the host would read, at every replay, memory that is long gone: the values go into kernels.
-            flags = torch.ones_like(self._own_use)
-            for index in (index for index, flag in enumerate(used) if not flag):
-                flags[index].zero_()
-            return flags
-        if used != self._sent:
-            host = torch.frombuffer(used, dtype=torch.uint8).float()
-            self._own_use.copy_(host.pin_memory() if self._own_use.is_cuda else host, non_blocking=True)
-            self._sent = bytearray(used)
-        return self._own_use
-
     def use(self) -> Tensor:
         """[parameters] fp32, the number of ranks that use each of this rank's parameters."""
         return self.used_counts if self._own_counts is None else self.used_counts.index_select(0, self._own_counts)
 
-    def name(self, parameters: Iterable[int]) -> None:
-        """Name the parameters that this rank's alarms are about, by index."""
-        self._named_counts.zero_()
-        for index in parameters:
-            self._named_counts[index].fill_(1.0)
 
-    def named(self) -> list[int]:
-        """List the parameters that any rank has named. Reads device values: for an alarm that is raised."""
-        return [index for index, count in enumerate(self._named_counts.tolist()) if count > 0]
+def to_device(device: torch.device, values: Sequence[object], dtype: torch.dtype) -> Tensor:
+    """Make a tensor of ``values`` on ``device``. The host does not wait for the copy."""
+    host = torch.tensor(values, dtype=dtype, device="cpu")
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def own_places(places: Sequence[tuple[int, int]]) -> list[int]:
+    """Find this rank's entry of each parameter in a vector of all. ``places``: see ``Exchange``."""
+    starts = itertools.accumulate((count for count, _ in places), initial=0)
+    return [start + number for start, (_, number) in zip(starts, places, strict=False)]
 
 
 class NonFinite:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,16 @@ class HyperTable:
     """
 
     def __init__(self, group_of: Sequence[int], rules: Sequence[UpdateRule], device: torch.device) -> None:
-        self._allocate(group_of, rules, device)
+        self.steps = torch.zeros(0, dtype=torch.float64, device=device)
+        self.tables: dict[UpdateRule, Tensor] = {}
+        self.begins = torch.ones(0, len(rules[0].averages) if rules else 0, dtype=torch.bool, device=device)
+        self.grow(group_of, rules)
 
-    def _allocate(self, group_of: Sequence[int], rules: Sequence[UpdateRule], device: torch.device) -> None:
-        count = len(group_of)
+    def grow(self, group_of: Sequence[int], rules: Sequence[UpdateRule]) -> None:
+        """Make room for parameters and groups appended at the end of ``group_of`` and ``rules``."""
+        keep_tensors_of(self)
+        keep_for_current_stream(*self.tables.values())
+        steps, begins, count, device = self.steps, self.begins, len(group_of), self.steps.device
         self._rules, self._own = list(rules), {rule: len(rule.coefficients) for rule in rules}
         self._averages = rules[0].averages if rules else ()
         self.steps = torch.zeros(count, dtype=torch.float64, device=device)
@@ -53,25 +59,12 @@ class HyperTable:
         self._sent: list[tuple[float | None, ...]] = []
         self._checked: list[tuple[float | None, ...]] = []
         self._described: list[tuple[str, ...]] = []
-
-    def grow(self, group_of: Sequence[int], rules: Sequence[UpdateRule]) -> None:
-        """Make room for parameters and groups appended at the end; those that were there keep their steps.
-
-        Args:
-            group_of, rules: of all there are now, old and new.
-        """
-        keep_tensors_of(self)
-        keep_for_current_stream(*self.tables.values())
-        steps, begins = self.steps, self.begins
-        self._allocate(group_of, rules, steps.device)
         self.steps[: len(steps)], self.begins[: len(steps)] = steps, begins
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError for a number that was set out of range since the last step, where it would make weights NaN,
-        and for a description of parameters, such as ``view``, that a group's parameters do not fit.
-
-        Tensors are not read: that would be a host sync.
-        """
+        and for a description of parameters, such as ``view``, that a group's parameters do not fit."""
+        # Tensors are not read: that would be a host sync.
         numbers = _numbers(self._read(groups))
         described = [rule.describe(group) for rule, group in zip(self._rules, groups, strict=True)]
         if (numbers, described) != (self._checked, self._described):
@@ -89,24 +82,17 @@ class HyperTable:
             columns.append((*numbers[:own], *(0.0,) * lacking, *numbers[own:]) if lacking else numbers)
         return columns
 
-    def _name(self, group: int, row: int) -> str:
-        """Name the number in a row of ``_by_group``, as the group's rule does."""
-        return self._averages[row - self._width] if row >= self._width else self._rules[group].coefficients[row]
-
     def take_over(self, saved: SavedState) -> None:
-        """Take over loaded steps. Averages that were not brought, or had no update yet, begin with the next one: the
-        model may be loaded until then."""
+        """Take over loaded steps."""
         self.steps.copy_(saved.steps)
+        # Averages that were not brought, or had no update yet, begin with the next one: the model may be loaded first.
         brought = [saved.tensors.get(index, ()) if step else () for index, step in enumerate(saved.steps.tolist())]
         begins = [[name not in names for name in self._averages] for names in brought]
         self.begins.copy_(torch.tensor(begins, dtype=torch.bool, device="cpu").view_as(self.begins))
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:
-        """Count a step for every ``active`` parameter ([parameters] bool) and make the tables for it.
-
-        ``factor``, [parameters] fp32 on the tables' device, multiplies the gradient of each parameter: clipping that
-        leaves some of them out takes no pass over memory.
-        """
+        """Count a step for every ``active`` parameter ([parameters] bool) and make the tables for it. ``factor``,
+        [parameters] fp32, multiplies the gradient of each: clipping some of them takes no pass over memory."""
         self.steps += active
         by_group = self._on_device(self._read(groups))
         for rule, table in self.tables.items():
@@ -116,12 +102,8 @@ class HyperTable:
             self.rates.copy_(torch.where(self.begins, 1.0, rates))
             self.begins &= ~active[:, None]
         if factor is not None:
-            for rule in self.tables:
-                self.grad_factors(rule).mul_(factor)
-
-    def grad_factors(self, rule: UpdateRule) -> Tensor:
-        """[parameters] fp32, a view of the rule's table: what multiplies the gradients of each of its parameters."""
-        return self.tables[rule][:, rule.columns.index("grad_factor")]
+            for rule, table in self.tables.items():
+                table[:, rule.columns.index("grad_factor")].mul_(factor)
 
     def _on_device(self, rows: Sequence[tuple[Any, ...]]) -> Tensor:
         """The groups' coefficients, [coefficients, groups]. Numbers are sent when they change, tensors every time."""
@@ -130,18 +112,20 @@ class HyperTable:
         # every replay, memory that is long gone.
         by_group = torch.empty_like(self._by_group) if capturing else self._by_group
         numbers = _numbers(rows)
-        if capturing:
-            for group, column, value in _entries(numbers):
-                by_group[column, group].fill_(value or 0.0)
-        elif numbers != self._sent:
+        if not capturing and numbers != self._sent:
             columns = [[value or 0.0 for value in column] for column in zip(*numbers, strict=True)]
             host = torch.tensor(columns, dtype=torch.float64, device="cpu", pin_memory=by_group.is_cuda)
             by_group.copy_(host, non_blocking=True)
             self._sent = numbers
-        for group, column, value in _entries(rows):
-            if isinstance(value, Tensor):
-                name = self._name(group, column)
+        for group, row in enumerate(rows):
+            for column, value in enumerate(row):
+                if not isinstance(value, Tensor):
+                    if capturing:
+                        by_group[column, group].fill_(float(value))
+                    continue
                 if capturing and not value.is_cuda:
+                    own = column < self._width
+                    name = self._rules[group].coefficients[column] if own else self._averages[column - self._width]
                     raise ValueError(
                         f"{name} of group {group} is a tensor on {value.device}, which a captured step cannot read: "
                         f"move it to {by_group.device}"
@@ -153,7 +137,3 @@ class HyperTable:
 def _numbers(rows: Sequence[tuple[Any, ...]]) -> list[tuple[float | None, ...]]:
     """The coefficients that are Python numbers; None for tensors."""
     return [tuple(None if isinstance(value, Tensor) else float(value) for value in row) for row in rows]
-
-
-def _entries(rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, int, Any]]:
-    return ((group, column, value) for group, row in enumerate(rows) for column, value in enumerate(row))

@@ -20,7 +20,7 @@ from ..errors import OffloadError
 from ..grads.bucket import Bucket
 from ..params.layout import SlotPiece
 from ..params.tensor_slice import put_together
-from ..rules.codec import Begins, StateTensor
+from ..rules.codec import StateTensor
 from ..rules.group_rules import GroupRules
 from ..rules.update_rule import has_master
 from ..stores.host_threads import host_threads
@@ -59,30 +59,28 @@ class Versions:
     def record(self, parameters: Sequence[Tensor], mastered: Mapping[int, Tensor]) -> None:
         """Take these parameters, as they are now, as unwritten."""
         self._all, self.mastered = list(parameters), dict(mastered)
-        self._look()
+        self.mark_stale()
+        self.written()
 
-    def _look(self) -> None:
-        self._versions, self._updates = list(map(_version_of, self.mastered.values())), 0
-        self._total = sum(self._versions)
+    def mark_stale(self) -> None:
+        """Have the next ``written`` return all parameters with a master."""
+        self._versions, self._updates, self._total = [-1] * len(self.mastered), 0, -1
 
     def written(self) -> set[int]:
         """Find the parameters with a master that were written since the last call, by index."""
         if sum(map(_version_of, self.mastered.values())) == self._total:
             return set()
-        before, updates = self._versions, self._updates
-        self._look()
-        pairs = zip(self.mastered, self._versions, before, strict=True)
-        return {index for index, now, then in pairs if now != then + updates}
+        expected = [version + self._updates for version in self._versions]
+        self._versions, self._updates = list(map(_version_of, self.mastered.values())), 0
+        self._total = sum(self._versions)
+        pairs = zip(self.mastered, self._versions, expected, strict=True)
+        return {index for index, now, then in pairs if now != then}
 
     def count_update(self) -> None:
         """Count up all versions: a backward through a graph older than this update must raise."""
         torch.autograd.graph.increment_version(self._all)
         self._updates += 1
         self._total += len(self.mastered)
-
-    def mark_stale(self) -> None:
-        """Have the next ``written`` return all parameters with a master."""
-        self._versions, self._updates, self._total = [-1] * len(self._versions), 0, -1
 
 
 class OptimizerState:
@@ -125,16 +123,14 @@ class OptimizerState:
         self._record_versions()
 
     def _follow_shards(self) -> None:
-        """Batch the shards anew, after they have changed."""
         # In the order in which the next forward wants the parameters.
         self._batches = batches_of(self.shards[::-1], self.lost)
 
     def close(self, *, wait: bool = True) -> None:
-        """Release all state. ``wait``: for copies to and from the host. Not where ranks are out of sync: a copy may
-        come after a reduction that never ends."""
-        old, self.shards = self.shards, []
-        self._follow_shards()
+        """Release all state. ``wait``: for copies to and from the host."""
+        old, self.shards, self._batches = self.shards, [], []
         try:
+            # Not where ranks are out of sync: a copy may come after a reduction that never ends.
             while old and wait:
                 old.pop().release()
         finally:
@@ -161,12 +157,8 @@ class OptimizerState:
             written = set(self._versions.mastered)
         if written:
             self.refresh_masters(written)
-        if self._finds_edits and self.started:
-            self._find_edits()
-
-    def _find_edits(self) -> None:
-        """Compare all parameters with their fp32 masters, and warn of edits that no version counter shows."""
-        for shard in self.shards:
+        # A comparison with the fp32 masters shows edits that no version counter does.
+        for shard in self.shards if self._finds_edits and self.started else ():
             for number in shard.edited():
                 warnings.warn(
                     f"{shard.bucket.label(number)} was edited in a way that its version counter does not show, such as "
@@ -193,8 +185,8 @@ class OptimizerState:
         return ShardState(bucket, rule, self._store, group=self._group, measures=self._measures)
 
     def to_update(self, by: Coefficients) -> Iterator[tuple[ShardBatch, Coefficients]]:
-        """Give all batches, in the order in which the next forward wants the parameters, and what each is to be updated
-        by before the next is asked for. The state of later batches is prefetched meanwhile."""
+        """Yield all batches, and what each is to be updated by before the next is asked for. The state of later batches
+        is prefetched meanwhile."""
         host = self._store if isinstance(self._store, HostStore) else None
         here = by if host is None else by.on_host()
         with nullcontext() if host is None else host_threads(host.threads):
@@ -214,28 +206,24 @@ class OptimizerState:
 
     def lay_out(self, buckets: Sequence[Bucket]) -> None:
         """Follow the parameters into new buckets. State that was started moves over, one old bucket at a time."""
-        old, self.shards = self.shards, []
-        self._follow_shards()
-        while old and not self.started:  # their state is as at construction, and is made anew
+        old, self.shards, self._batches = self.shards, [], []
+        while old and not self.started:  # their state is as at construction, and is made again
             old.pop().release()
         # Memory may be lacking on one rank, and what follows may be collective.
         with self.sharding.world.raising_together("laying out the state", self.sharding.device):
             self.shards = [self._shard_state(bucket) for bucket in buckets]
         places = {piece.slot.param: (shard, piece) for shard in self.shards for piece in shard.bucket.pieces}
         while old:
-            self._move(old[-1], places)
-            old.pop().release()
+            for tensor in old[-1].stored:
+                full = self._gathered(old[-1], tensor, "construction")
+                for shard, slots in itertools.groupby(old[-1].bucket.layout.slots, lambda slot: places[slot.param][0]):
+                    parts = [(places[slot.param][1], slot.offset) for slot in slots]
+                    with self.lost.recording(shard):
+                        _fill(shard, tensor, full, parts)
+            old.pop().release()  # before the next moves: not all old state and all new state is there together
         self._follow_shards()
         self._store.use_room()  # old pages and new ones were there together
         self.raise_lost_together()
-
-    def _move(self, old: ShardState, places: Mapping[int, tuple[ShardState, SlotPiece]]) -> None:
-        for tensor in old.stored:
-            full = self._gathered(old, tensor, "construction")
-            for shard, slots in itertools.groupby(old.bucket.layout.slots, lambda slot: places[slot.param][0]):
-                parts = [(places[slot.param][1], slot.offset) for slot in slots]
-                with self.lost.recording(shard):
-                    _fill(shard, tensor, full, parts)
 
     # -- state dicts ---------------------------------------------------------------------------------------------
 
@@ -243,12 +231,16 @@ class OptimizerState:
         """State by parameter index. Tensors are views of live state, or copies in host memory where the store does not
         keep it in one place. Split masters are copies."""
         self.refresh_edited()
-        exported = {}
+        exported: dict[int, dict[str, Tensor]] = {}
         for shard in self.shards:
-            with self.lost.opened(shard) as opened:
-                state = shard.exported(opened)
-                for number, slot in enumerate(shard.bucket.layout.slots):
-                    exported[slot.param] = {t.name: shard.shown(number, t, state[t.name]) for t in shard.in_state_dict}
+            exported |= {slot.param: {} for slot in shard.bucket.layout.slots}
+            with self.lost.opened(shard) as state:
+                for tensor in shard.in_state_dict:
+                    values = state[tensor.name] if tensor in shard.stored else shard.values(tensor, state)
+                    if not shard.keeps_views:
+                        values = values.to("cpu", copy=True)
+                    for number, slot in enumerate(shard.bucket.layout.slots):
+                        exported[slot.param][tensor.name] = shard.shown(number, tensor, values)
         return exported
 
     def load(self, copies: Sequence[Copy]) -> None:
@@ -260,18 +252,17 @@ class OptimizerState:
 
     def state_pieces(self, *, stored: bool) -> Iterator[StatePiece]:
         """List what this rank holds, shard by shard: each parameter's part of every tensor, empty parts left out.
-
-        ``stored``: of the tensors of a state dict, else of the logical ones.
-        """
+        ``stored``: of the tensors of a state dict, else of the logical ones."""
         for shard in self.shards:
-            yield from _state_pieces(shard, stored=stored)
+            for tensor in shard.in_state_dict if stored else shard.tensors:
+                yield from (StatePiece(shard, tensor, piece) for piece in shard.bucket.pieces if piece.numel)
 
     def values(self, *, stored: bool) -> Generator[Tensor]:
         """Give the values of each of ``state_pieces``, in their order, flat: read or write them before the next."""
-        for shard in self.shards:
+        for shard, pieces in itertools.groupby(self.state_pieces(stored=stored), lambda own: own.shard):
             with self.lost.opened(shard) as state:
-                for own in _state_pieces(shard, stored=stored):
-                    part = shard.part(own.tensor, state, own.piece)
+                for own in pieces:
+                    part = shard.values(own.tensor, state, own.piece)
                     before = part._version
                     yield part
                     if own.tensor.name in shard.rule.codecs and part._version != before:
@@ -297,7 +288,8 @@ class OptimizerState:
         with self.sharding.world.raising_together("swap_to_ema", self.sharding.device):
             for shard in self.shards:
                 with self.lost.opened(shard) as state:
-                    shard.bucket.param_shard.copy_(shard.values_named(name, state))
+                    average = next(tensor for tensor in shard.tensors if tensor.name == name)
+                    shard.bucket.param_shard.copy_(shard.values(average, state))
         self._send_out()
 
     def put_back(self, *, collective: bool = True) -> None:
@@ -317,39 +309,26 @@ class OptimizerState:
 
     # -- whole tensors ---------------------------------------------------------------------------------------------
 
-    def whole_tensors(self, only: str | None = None) -> Iterator[tuple[int, str, Tensor]]:
-        """Collective. Every parameter's whole tensors, by index and name: those of one bucket at a time.
+    def whole_tensors(
+        self, wanted: Callable[[StateTensor], bool] = lambda tensor: True
+    ) -> Iterator[tuple[int, str, Tensor]]:
+        """Collective. Every parameter's whole tensors of the ``wanted`` ones, by index and name.
 
-        ``only``: those of that name; None: all.
+        A tensor is valid until the next is asked for.
         """
         self.refresh_edited()
         for shard in self.shards:
-            for tensor in (tensor for tensor in shard.tensors if only in (None, tensor.name)):
-                for index, whole in _wholes(shard, tensor, self._gathered(shard, tensor)).items():
+            for tensor in filter(wanted, shard.tensors):
+                full = self._gathered(shard, tensor)
+                for index, whole in _wholes(shard, tensor, full).items():
                     yield index, tensor.name, whole
-        self.raise_lost_together()
-
-    def whole_masters(self) -> Iterator[dict[int, Tensor]]:
-        """Collective. Give the whole masters, by parameter index, of those parameters that have one, bucket by bucket.
-
-        They are valid until the next bucket is asked for.
-        """
-        self.refresh_edited()
-        for shard in self.shards:
-            for tensor in shard.tensors:
-                if tensor.begins is Begins.PARAMETER:
-                    full = self._gathered(shard, tensor)
-                    yield _wholes(shard, tensor, full)
-                    # Here ``full`` is a copy. Its memory is freed now, as gloo's threads may still refer to it.
-                    if shard.bucket.sharding.shard_count > 1:
-                        deallocate(full)
+                # Here ``full`` is a copy. Its memory is freed now, as gloo's threads may still refer to it.
+                if shard.bucket.sharding.shard_count > 1:
+                    deallocate(full)
         self.raise_lost_together()
 
     def _gathered(self, shard: ShardState, tensor: StateTensor, kind: str = "state") -> Tensor:
-        """Collective. Gather a tensor of a whole bucket: a copy, unless this rank has all of it anyway.
-
-        A rank that has lost its page gives zeros: the caller makes all ranks raise in the end.
-        """
+        """Collective. Gather a tensor of a whole bucket: a copy, unless this rank has all of it anyway."""
         _, numel = tensor.span(0, shard.bucket.layout.shard_numel)
         here = torch.zeros(0, dtype=tensor.dtype, device=self.sharding.device)
         try:
@@ -357,7 +336,7 @@ class OptimizerState:
                 here = shard.values(tensor, state).to(self.sharding.device)
                 if not shard.keeps_views:
                     here = here.clone()
-        except OffloadError:
+        except OffloadError:  # the other ranks wait in the collective: the caller makes all ranks raise in the end
             here = here.new_zeros(numel)
         return shard.bucket.sharding.whole_of(here, kind)
 
@@ -368,34 +347,26 @@ class OptimizerState:
             names: by parameter index, the names of the tensors that are given; the same on every rank.
             tensors: on rank 0, the tensors, by parameter index and name.
         """
-        for shard in self.shards:
-            for tensor in shard.tensors:
-                given = [piece for piece in shard.bucket.pieces if tensor.name in names.get(piece.slot.param, ())]
-                if given:
-                    self._distribute(shard, tensor, given, tensors)
+        savers = self.sharding.savers
+        for shard, tensor in ((of, tensor) for of in self.shards for tensor in of.tensors):
+            flat, sharding, pieces = shard.bucket.flat, shard.bucket.sharding, shard.bucket.pieces
+            given = [(n, piece) for n, piece in enumerate(pieces) if tensor.name in names.get(piece.slot.param, ())]
+            if not given:
+                continue
+            slices, (_, numel) = sharding.slice_count if flat.joined else 1, tensor.span(0, shard.bucket.layout.numel)
+            every = torch.empty(slices, numel, dtype=tensor.dtype, device=flat.device)
+            for number, piece in given if savers.rank == 0 else ():
+                whole, own = tensors[piece.slot.param][tensor.name], flat.slices[number]
+                for rank in range(slices):
+                    part = whole if own is None else own.on(rank).of(whole)
+                    shard.view_in(every[rank], tensor, number, rank).copy_(part)
+            # Rank 0 alone has the tensors: every slice goes to every rank.
+            savers.broadcast(as_sent(every), "state")
+            with self.lost.recording(shard):
+                own_slice = sharding.slice_index if flat.joined else 0
+                _fill(shard, tensor, every[own_slice], [(piece, piece.slot.offset) for _, piece in given])
+            del every  # before the next is allocated: one whole tensor of a bucket is there at a time
         self.raise_lost_together()
-
-    def _distribute(
-        self,
-        shard: ShardState,
-        tensor: StateTensor,
-        given: Sequence[SlotPiece],
-        tensors: Mapping[int, Mapping[str, Tensor]],
-    ) -> None:
-        _, numel = tensor.span(0, shard.bucket.layout.numel)
-        flat, names, sharding = shard.bucket.flat, {piece.slot.param for piece in given}, shard.bucket.sharding
-        every = torch.empty(sharding.slice_count if flat.joined else 1, numel, dtype=tensor.dtype, device=flat.device)
-        fulls = every.unbind() if self.sharding.savers.rank == 0 else ()
-        for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
-            for rank, full in enumerate(fulls if slot.param in names else ()):
-                whole = tensors[slot.param][tensor.name]
-                part = whole if own is None else own.on(rank).of(whole)
-                shard.view_in(full, tensor, number, rank).copy_(part)
-        # Rank 0 alone has the tensors: every slice goes to every rank.
-        self.sharding.savers.broadcast(as_sent(every), "state")
-        with self.lost.recording(shard):
-            own_slice = every[sharding.slice_index if flat.joined else 0]
-            _fill(shard, tensor, own_slice, [(piece, piece.slot.offset) for piece in given])
 
     def _pieces(self, indices: set[int]) -> Iterator[tuple[ShardState, list[SlotPiece]]]:
         """Find the pieces of these parameters, by shard; shards without any are left out."""
@@ -405,8 +376,8 @@ class OptimizerState:
                 yield shard, pieces
 
     def mark_masters_stale(self) -> None:
-        """Have the next step set masters to their parameters where they do not round to them. After a load: the model
-        may be loaded later, and a master may be older than the parameters, if another optimizer carried it along."""
+        """Have the next step set masters to their parameters where they do not round to them, after a load."""
+        # The model may be loaded later, and a master may be older than the parameters, if another optimizer carried it.
         self.started = True
         self._versions.mark_stale()
 
@@ -432,10 +403,3 @@ def _fill(shard: ShardState, tensor: StateTensor, full: Tensor, parts: Sequence[
         for piece, offset in parts:
             source = full.narrow(0, *tensor.span(offset + piece.in_param, piece.numel))
             shard.set_part(tensor, state, piece, source)
-
-
-def _state_pieces(shard: ShardState, *, stored: bool) -> Iterator[StatePiece]:
-    for tensor in shard.in_state_dict if stored else shard.tensors:
-        for piece in shard.bucket.pieces:
-            if piece.numel:
-                yield StatePiece(shard, tensor, piece)

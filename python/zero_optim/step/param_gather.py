@@ -27,6 +27,7 @@ class _OwningModule:
     @torch.compiler.disable
     def __call__(self, *_: Any) -> None:
         self.called = True
+        # The forward may run on another stream than the step: it waits for the all-gathers of its own parameters.
         self.wait()
 
     def wait(self, *_: Any) -> None:
@@ -38,7 +39,7 @@ class _OwningModule:
 
 
 class ParamGather:
-    """Knows the modules of the parameters, and which buckets ``step`` may leave under way."""
+    """Knows the modules of the parameters, and which buckets ``step`` may leave in flight."""
 
     def __init__(self, overlap: bool) -> None:
         self.overlap = overlap
@@ -46,7 +47,7 @@ class ParamGather:
         self._owners: list[_OwningModule] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._observed = False
-        self._under_way: set[Bucket] = set()  # buckets that only called modules use
+        self._in_flight: set[Bucket] = set()  # buckets that only called modules use
 
     def use(self, buckets: Sequence[Bucket]) -> None:
         """Follow the parameters into ``buckets``, all that there are."""
@@ -55,13 +56,13 @@ class ParamGather:
         for owner in self._owners:
             of_owner = [bucket_of[index] for index in owner.parameters if index in bucket_of]
             owner.buckets = tuple(dict.fromkeys(of_owner))
-        self._choose_under_way()
+        self._choose_in_flight()
 
     def attach(self, model: nn.Module, index_of: dict[int, int]) -> None:
         """Hook into the modules of ``model`` that own parameters. ``index_of``: by ``id`` of the parameter."""
         self.wait()
         self.close()
-        for module, parameters in _owners(model):
+        for module, parameters in _owners(model, set()):
             owner = _OwningModule([index_of[id(p)] for p in parameters if id(p) in index_of])
             if owner.parameters:
                 self._owners.append(owner)
@@ -83,9 +84,9 @@ class ParamGather:
         """Wait for the buckets that no module waits for."""
         if not self._observed and any(owner.called for owner in self._owners):
             self._observed = True
-            self._choose_under_way()
+            self._choose_in_flight()
         for bucket in self._buckets:
-            if bucket in self._under_way:
+            if bucket in self._in_flight:
                 bucket.unsharding.guard()
             else:
                 bucket.unsharding.wait()
@@ -94,23 +95,20 @@ class ParamGather:
         for bucket in self._buckets:
             bucket.unsharding.wait()
 
-    def _choose_under_way(self) -> None:
-        used = {bucket for owner in self._owners if owner.called for bucket in owner.buckets}
+    def _choose_in_flight(self) -> None:
         covered = {index for owner in self._owners if owner.called for index in owner.parameters}
         covered -= {index for owner in self._owners if not owner.called for index in owner.parameters}
-        waited = {b for b in self._buckets if any(slot.param not in covered for slot in b.layout.slots)}
-        self._under_way = used - waited if self.overlap and self._observed else set()
+        free = {b for b in self._buckets if all(slot.param in covered for slot in b.layout.slots)}
+        self._in_flight = free if self.overlap and self._observed else set()
 
 
-def _owners(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
-    """List the modules that own parameters, each with these. A compiled module owns all that is below it: hooks within
-    would break its graph. A module compiled in place would have its own hook in the graph: it is left out, with all
-    below."""
-    seen = set() if seen is None else seen
+def _owners(module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+    """List the modules that own parameters, each with these."""
+    # Compiled in place, a module would have its own hook in the graph: it is left out, with all below.
     if module in seen or module._compiled_call_impl is not None:
         return
     seen.add(module)
-    if isinstance(module, torch._dynamo.OptimizedModule):
+    if isinstance(module, torch._dynamo.OptimizedModule):  # hooks within would break its graph
         yield module, list(module.parameters())
         return
     own = list(module.parameters(recurse=False))

@@ -16,8 +16,8 @@ A parameter that two stages have, as a tied embedding, is marked ``shared`` on o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ from ..params.tensor_slice import is_shared
 
 _FAILED, _FAILED_LATE = 1.0, 0.5
 """Flags of a stage that takes no step: for a reason that the others do not know yet, and for one that they know."""
-
 
 _MOST_CALLS = 4
 """Calls of a step that exchange, as ``unscale_``, ``clip_grad_norm_`` and ``step``. With more the host waits once."""
@@ -63,56 +62,43 @@ class Pipeline:
         self._checked = False  # whether this step has read them
         self._known: RankMismatchError | None = None  # the failure that ``check`` has raised last
 
-    @property
-    def stages(self) -> int:
-        """Number of stages."""
-        return self.comm.world_size
-
-    @property
-    def stage(self) -> int:
-        """The number of this rank's stage."""
-        return self.comm.rank
-
     def combine(
         self, totals: Tensor | None, norm_type: float | None, alarm: Tensor, inverse_scale: Tensor | None
-    ) -> None:
-        """Collective. Combine the ``totals`` of all stages, in place.
+    ) -> Tensor:
+        """Collective. Combine the ``totals`` of all stages: [2] fp32, the norm term and the non-finite count.
 
         Args:
-            totals: [2] fp32, the norm term and the count of values that are not finite; None: nobody asks for them.
+            totals: of this stage, as they are returned; None: nobody asks for them.
             norm_type: of the norm term; None: there is none.
-            alarm: [1] fp32, above 0 where this stage takes no step.
+            alarm: [1] fp32, 1 where this stage takes no step, else 0.
             inverse_scale: [1] fp32, the inverse of the loss scale of this step; None: the loss is not scaled.
         """
         self._vector.zero_()
         if totals is not None:
             self._totals.copy_(totals)
-        self._flags[self.stage].copy_(alarm.reshape(()))
-        self._scales[self.stage].copy_(1.0 if inverse_scale is None else inverse_scale.reshape(()))
+        self._flags[self.comm.rank].copy_(alarm.reshape(()))
+        self._scales[self.comm.rank].copy_(1.0 if inverse_scale is None else inverse_scale.reshape(()))
         self.comm.exchange(self._vector, maximum=norm_type == math.inf)
-        if totals is not None:
-            totals.copy_(self._totals)
         self.failed.copy_(self._flags.sum() + (self._scales.amax() != self._scales.amin()))
         if not is_capturing(self._vector.device):
             if all(report.unread for report in self._reports):
                 self._read()
             next(report for report in self._reports if not report.unread).send()
+        return self._totals
 
     def fail(self, error: Exception) -> None:
         """Collective. Let the other stages skip the step that they are in, and raise, as ``error`` has come up here."""
         for report in self._reports:
             report.read(wait=True)  # its contents of this step are known here
         self._vector.zero_()
-        self._flags[self.stage].fill_(_FAILED_LATE if error is self._known else _FAILED)
+        self._flags[self.comm.rank].fill_(_FAILED_LATE if error is self._known else _FAILED)
         self._scales.fill_(1.0)
         self.comm.exchange(self._vector)
 
     def check(self) -> None:
-        """Raise RankMismatchError where another stage has failed in the last step, or its loss scale was another one.
-
-        On CUDA all stages raise one step later, in the same call, as with alarms: the host does not wait for a step. So
-        only the first call of a step reads.
-        """
+        """Raise RankMismatchError where another stage has failed in the last step, or had another loss scale."""
+        # On CUDA all stages raise one step later, in the same call, as with alarms: the host does not wait for a step.
+        # So only the first call of a step reads.
         if not self._checked:
             self._read()
             self._checked = True
@@ -124,29 +110,24 @@ class Pipeline:
     def _read(self) -> None:
         if is_capturing(self._vector.device):
             return
-        read = [report.read(wait=True) for report in self._reports]
-        for values in read:
-            if values is not None:
-                self._judge(values)
-
-    def _judge(self, values: Sequence[float]) -> None:
-        flags, scales = values[: self.stages], values[self.stages :]
-        failed = [stage for stage, flag in enumerate(flags) if flag >= _FAILED]
-        if any(flags):
-            others = [stage for stage in failed if stage != self.stage]
-            if self.stage not in failed and others:  # this stage's own alarm has the reason
-                self._raise(f"stage {others[0]} of the pipeline has failed, and its ranks have raised the reason")
-        elif min(scales) != max(scales):
-            odd = next(stage for stage, scale in enumerate(scales) if scale != scales[0])
-            self._raise(
-                f"the stages of the pipeline have different loss scales: {_scale(scales[0])} on stage 0, "
-                f"{_scale(scales[odd])} on stage {odd}. Give every stage a zero_optim.GradScaler with the same options "
-                "and state, and call scaler.step(opt) and scaler.update() on all of them"
-            )
-
-    def _raise(self, message: str) -> NoReturn:
-        self._known = RankMismatchError(f"{message}. This rank has updated nothing")
-        raise self._known
+        own, stages = self.comm.rank, self.comm.world_size
+        read = [report.read(wait=True) for report in self._reports]  # all of them, before one raises
+        for flags, scales in ((values[:stages], values[stages:]) for values in read if values is not None):
+            failed = [stage for stage, flag in enumerate(flags) if flag >= _FAILED]
+            message = ""
+            if failed and own not in failed:  # else this stage's own alarm has the reason
+                message = f"stage {failed[0]} of the pipeline has failed, and its ranks have raised the reason"
+            elif not any(flags) and min(scales) != max(scales):
+                odd = next(stage for stage, scale in enumerate(scales) if scale != scales[0])
+                first, other = (f"{1 / inverse:g}" if inverse else "inf" for inverse in (scales[0], scales[odd]))
+                message = (
+                    f"the stages of the pipeline have different loss scales: {first} on stage 0, {other} on stage "
+                    f"{odd}. Give every stage a zero_optim.GradScaler with the same options and state, and call "
+                    "scaler.step(opt) and scaler.update() on all of them"
+                )
+            if message:
+                self._known = RankMismatchError(f"{message}. This rank has updated nothing")
+                raise self._known
 
     def check_now(self, *, wait: bool) -> None:
         """``check`` what was just exchanged, where the host has it already, or is to ``wait`` for it."""
@@ -173,10 +154,6 @@ def make_pipeline(
     _check_shared(comm, parameters)
     comm.connect_for("all_reduce", comm.world_size, torch.float32, device)
     return Pipeline(comm, device)
-
-
-def _scale(inverse: float) -> str:
-    return f"{1 / inverse:g}" if inverse else "inf"
 
 
 def _check_shared(comm: Comm, parameters: Mapping[str, Tensor]) -> None:

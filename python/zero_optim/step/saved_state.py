@@ -6,7 +6,7 @@ A saved state comes from ``opt.state_dict()``, from ``full_state_dict`` or from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ from zero_kernels import ROW
 from ..errors import StateMismatchError
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
-from ..params.storage_order import StorageOrder, flat_of, storage_order
+from ..params.storage_order import StorageOrder, flat_of, storage_order, strides_of
 from ..params.tensor_slice import TensorSlice, is_distributed, local_of, placed, slice_of
 from ..rules.codec import Begins, Codec, Per, StateTensor, saved_codec
 from ..rules.update_rule import UpdateRule, tensors_for
-from .shard_state import ShardState
+from .shard_state import Extent, ShardState
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SavedState:
     """A saved state that fits the parameters here.
 
     Attributes:
-        tensors: by parameter index, the names of the tensors that it has. All others begin anew.
+        tensors: by parameter index, the names of the tensors that it has. All others are reset.
         steps: [parameters] float64 on the CPU, the updates that each has had.
         rounded: names of tensors that were saved with more bits than are kept here.
     """
@@ -111,49 +111,28 @@ def plan_load(
     Shards must cut parameters where this layout does; full tensors always fit. Raises StateMismatchError.
     """
     copies: list[Copy] = []
-    for shard in shards:
-        for number, piece in enumerate(shard.bucket.pieces):
-            index = piece.slot.param
-            if index in saved:
-                copies += _plan_slot(shard, number, saved[index], labels[index])
+    slots = ((shard, number) for shard in shards for number in range(len(shard.bucket.pieces)))
+    for shard, number in slots:
+        piece, own = shard.bucket.pieces[number], shard.rule.codecs
+        if piece.slot.param not in saved:
+            continue
+        entry, label = saved[piece.slot.param], labels[piece.slot.param]
+        forms = tensors_of(entry, shard.rule, shard.bucket.dtype)
+        stored = [(tensor,) if codec is None else codec.parts(tensor) for tensor, codec in forms]
+        check_rows([part for parts in stored for part in parts], entry, shard.bucket.flat.orders[number], label)
+        for (tensor, codec), parts in zip(forms, stored, strict=True):
+            values = [_values(shard, number, entry, part, label) for part in parts]
+            if codec is None:
+                copies.append(Copy(shard, tensor, piece, values[0]))
+            elif codec == own.get(tensor.name):
+                copies += [Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=True)]
+            else:  # stored in another form than here: decoded, and encoded again as it is written
+                copies.append(Copy(shard, tensor, piece, partial(_values_of, codec, tensor, values)))
     return copies
-
-
-def _plan_slot(shard: ShardState, number: int, entry: Mapping[str, Any], label: str) -> Iterator[Copy]:
-    piece, flat, own = shard.bucket.pieces[number], shard.bucket.flat, shard.rule.codecs
-    forms = tensors_of(entry, shard.rule, shard.bucket.dtype)
-    saved = {tensor.name: (tensor,) if codec is None else codec.parts(tensor) for tensor, codec in forms}
-    check_rows([part for parts in saved.values() for part in parts], entry, flat.orders[number], label)
-    target_of = partial(_target, shard, number, {})
-    for tensor, codec in forms:
-        parts = saved[tensor.name]
-        values = [_values(entry, part, target_of(part), flat.slices[number], label) for part in parts]
-        if codec is None:
-            yield Copy(shard, tensor, piece, values[0])
-        elif codec == own.get(tensor.name):
-            yield from (Copy(shard, part, piece, of_part) for part, of_part in zip(parts, values, strict=True))
-        else:
-            yield Copy(shard, tensor, piece, partial(_values_of, codec, tensor, values))
-
-
-def _target(
-    shard: ShardState, number: int, known: dict[tuple[Per, torch.dtype], Tensor], tensor: StateTensor
-) -> Tensor:
-    """Show where ``tensor`` goes, without values. Tensors of a slot that differ in their name alone have one."""
-    key = tensor.per, tensor.dtype
-    if key not in known:
-        known[key] = shard.shape(number, tensor)
-    elif isinstance(target := known[key], FlatShard):
-        target.label = f"{tensor.name} of {shard.bucket.label(number)}"
-    return known[key]
 
 
 def _values_of(codec: Codec, tensor: StateTensor, parts: Sequence[Callable[[], Tensor]]) -> Tensor:
     return codec.decode_flat(tensor, [of_part() for of_part in parts])
-
-
-def _local(shard: FlatShard) -> Tensor:
-    return shard.local
 
 
 def _describe(tensor: Tensor) -> str:
@@ -162,28 +141,31 @@ def _describe(tensor: Tensor) -> str:
     return repr(tensor) if isinstance(tensor, FlatShard) else f"a whole tensor of shape {tuple(tensor.shape)}"
 
 
-def _flat_part(saved: Tensor, target: Tensor, own: TensorSlice | None) -> Tensor:
+def _flat_part(saved: Tensor, extent: Extent, own: TensorSlice | None) -> Tensor:
     """Flatten this rank's part of ``saved``, which is the whole tensor, or the slice ``own`` of it that is here."""
     whole = own is not None and not is_distributed(saved) and saved.shape == own.shape
     here = own.of(saved) if own is not None and whole else local_of(saved)
-    flat = flat_of(here, storage_order(target))
-    return flat.narrow(0, target.start, target.local.numel()) if isinstance(target, FlatShard) else flat
+    flat = flat_of(here, extent.order)
+    return flat if extent.whole else flat.narrow(0, extent.start, extent.numel)
 
 
 def _values(
-    entry: Mapping[str, Any], tensor: StateTensor, target: Tensor, own: TensorSlice | None, label: str
+    shard: ShardState, number: int, entry: Mapping[str, Any], tensor: StateTensor, label: str
 ) -> Callable[[], Tensor]:
-    """Make a function that returns the part of ``tensor`` in ``entry`` that belongs into ``target``, flat.
-
-    ``own``: the slice that ``target`` is a part of.
-    """
-    saved = state_tensor(entry, tensor, target.shape, label)
-    if not isinstance(saved, FlatShard) and slice_of(saved, label) in (None, own):
-        return partial(_flat_part, saved, target, own)  # deferred: in another memory format it makes a copy
-    if isinstance(target, FlatShard) and isinstance(saved, FlatShard) and saved.same_range(target):
-        return partial(_local, saved)
+    """Make a function that returns the part of ``tensor`` in ``entry`` that belongs into slot ``number``, flat."""
+    extent, own = shard.extent(number, tensor), shard.bucket.flat.slices[number]
+    saved = state_tensor(entry, tensor, extent.shape, label)
+    if not isinstance(saved, FlatShard):
+        if slice_of(saved, label) in (None, own):
+            return partial(_flat_part, saved, extent, own)  # deferred: in another memory format it makes a copy
+    elif not extent.whole and saved.slice == own and saved.stride() == strides_of(extent.shape, extent.order):
+        local = saved.local
+        if (saved.start, local.numel()) == (extent.start, extent.numel):
+            return lambda: local
+    _, numel = tensor.span(0, shard.numel)
+    wanted = shard.shown(number, tensor, torch.empty(numel, dtype=tensor.dtype, device="meta"))
     raise StateMismatchError(
-        f"{tensor.name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(target)}: load it with "
+        f"{tensor.name} of {label} was saved as {_describe(saved)}, this rank needs {_describe(wanted)}: load it with "
         "as many ranks, on the same rank, at the same stage, bucket_cap_mb and grad_reduce_dtype as it was saved; or "
         "save zero_optim.full_state_dict(opt), which loads anywhere"
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +14,13 @@ from torch import Tensor
 from zero_kernels import ROW, ROW_STATS
 from zero_kernels.codecs import row_keys
 
-from ..comm.collectives import Comm
-from ..comm.streams import keep_for_current_stream
+from ..comm.streams import keep_tensors_of
 from ..grads.bucket import Bucket
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
-from ..params.storage_order import StorageOrder, strides_of, view_of
+from ..params.storage_order import StorageOrder, view_of
 from ..params.tensor_slice import shown_as
-from ..rules.codec import Begins, Codec, Per, StateTensor
+from ..rules.codec import Begins, Per, StateTensor
 from ..rules.update_rule import (
     ShardUpdate,
     UpdateRule,
@@ -32,10 +30,25 @@ from ..rules.update_rule import (
     tensors_for,
 )
 from ..stores.state_store import HostStore, StateStore
-from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, Workplace, to_join, wholes_in
+from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, to_join, wholes_in
 
 _CHUNK = 2**22
 """Elements that are compared at once: bounds the memory for it to some 50 MB."""
+
+
+class Extent(NamedTuple):
+    """A part of a state tensor: elements of the tensor, flat, as they lie in memory in ``order``.
+
+    Attributes:
+        shape: of the tensor of a parameter; state for rows of a slice is a tensor of its own.
+        whole: whether the part is all of it.
+    """
+
+    shape: tuple[int, ...]
+    order: StorageOrder
+    start: int
+    numel: int
+    whole: bool
 
 
 class ShardState:
@@ -72,12 +85,11 @@ class ShardState:
         self.device, self.keeps_views, self.lookahead = store.works_on, store.keeps_views, store.lookahead
         self.tensors, self.stored = tensors_for(rule, bucket.dtype), stored_for(rule, bucket.dtype)
         self.in_state_dict = exported_for(rule, bucket.dtype)
-        self._place: Workplace = OnDevice(bucket)
-        visiting = {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}
+        self._has_master = has_master(rule, bucket.dtype)
+        self._place, visiting = OnDevice(bucket), {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}
         if isinstance(store, HostStore):
-            self._place = OnHost(bucket, store, reads_parameters=not has_master(rule, bucket.dtype))
-            visiting = {}
-        self.page = store.allocate({t.name: self._first(t, self.device) for t in self.stored}, visiting)
+            self._place, visiting = OnHost(bucket, store, reads_parameters=not self._has_master), {}
+        self.page = store.allocate({tensor.name: self._first(tensor) for tensor in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=self.device)
         self.wholes = wholes_in(bucket, rule, group)
@@ -88,15 +100,15 @@ class ShardState:
         if measures:
             self.row_stats = torch.zeros(len(rows), len(ROW_STATS), dtype=torch.float32, device=self.device)
 
-    def _first(self, tensor: StateTensor, device: torch.device) -> Tensor:
+    def _first(self, tensor: StateTensor) -> Tensor:
         if tensor.begins is not Begins.ZERO:
-            return self.bucket.param_shard.to(device, tensor.dtype, copy=True)
-        _, numel = tensor.span(0, self.bucket.layout.shard_numel)
-        return torch.zeros(numel, dtype=tensor.dtype, device=device)
+            return self.bucket.param_shard.to(self.device, tensor.dtype, copy=True)
+        _, numel = tensor.span(0, self.numel)
+        return torch.zeros(numel, dtype=tensor.dtype, device=self.device)
 
     def release(self) -> None:
         """Release the page and all else that is held: nothing needs this state any more."""
-        keep_for_current_stream(*(t for t in (self.row_slot, self.row_keys, self.row_stats) if t is not None))
+        keep_tensors_of(self)
         self._place.release()
         self._store.release(self.page)
 
@@ -108,8 +120,7 @@ class ShardState:
         self._store.prefetch(self.page)
 
     def begin_update(self, by: Coefficients) -> ShardUpdate:
-        """Fetch the page, until ``end_pass``, ``end_update`` or ``give_up_update``, and give the tensors of the update,
-        or of one pass of it."""
+        """Fetch the page, until ``end_pass``, ``end_update`` or ``give_up_update``, for the update or a pass of it."""
         state = self._store.fetch(self.page)
         try:
             return ShardUpdate(
@@ -143,24 +154,13 @@ class ShardState:
         """Discard the page: the update has failed."""
         self._store.discard(self.page)
 
-    def is_updated_like(self, other: ShardState) -> bool:
-        """True if one call may update both: their pages stay where they are updated, and their rules and dtypes are the
-        same."""
-        return self.keeps_views and self.is_joined_like(other)
-
-    def is_joined_like(self, other: ShardState) -> bool:
-        """True if the same ranks make their parameters whole, where any do, and their rules and dtypes are the same."""
-        own, its = (
-            (shard.rule, shard.bucket.dtype, shard.bucket.grad_shard.dtype, shard.joining) for shard in (self, other)
-        )
-        return own == its
-
     @property
-    def joining(self) -> tuple[Comm | None, Comm | None, Comm | None]:
-        """The ranks that make its parameters whole together, of parts and of slices, and those that divide that work;
-        None: there are none."""
+    def kind(self) -> tuple[object, ...]:
+        """Shards of one kind may be updated in one call. The ranks that join parts and slices, and those that divide
+        the work, count: all of them take part in it."""
         of = self.to_join
-        return (None, None, None) if of is None else (of.ranks, of.slices, of.replicas)
+        ranks = (None, None, None) if of is None else (of.ranks, of.slices, of.replicas)
+        return self.rule, self.bucket.dtype, self.bucket.grad_shard.dtype, *ranks
 
     # -- its parts -----------------------------------------------------------------------------------------------
 
@@ -178,42 +178,25 @@ class ShardState:
             (self._store.commit if written else self._store.discard)(self.page)
             self._store.wait_for_visitors(self.page)
 
-    def part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
-        """Give a piece's values of one of ``tensors``, or of ``stored``, flat: a view of ``state``, or a decoded copy
-        where the tensor has a codec."""
-        return self._values(tensor, state, piece.in_shard, piece.numel)
-
-    def values(self, tensor: StateTensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Give the values for all of the shard, as ``part`` does for a piece."""
-        return self._values(tensor, state, 0, self.numel)
-
-    def values_named(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
-        """Give the values of the tensor of that name, as ``values`` does."""
-        return self.values(next(tensor for tensor in self.tensors if tensor.name == name), state)
-
-    def _values(self, tensor: StateTensor, state: Mapping[str, Tensor], start: int, numel: int) -> Tensor:
+    def values(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece | None = None) -> Tensor:
+        """Give the values of one of ``tensors``, or of ``stored``, flat: a view of ``state``, or a decoded copy where
+        the tensor has a codec. ``piece``: its values; None: those of all the shard."""
+        start, numel = (0, self.numel) if piece is None else (piece.in_shard, piece.numel)
         codec = self.rule.codecs.get(tensor.name)
         if codec is None:
             return state[tensor.name].narrow(0, *tensor.span(start, numel))
-        parts = self._stored_parts(codec, tensor, state, start, numel)
+        parts = [state[part.name].narrow(0, *part.span(start, numel)) for part in codec.parts(tensor)]
         if codec.reads_parameter:
             parts.append(state.get(PARAMETER, self.bucket.param_shard).narrow(0, start, numel).to(self.device))
         return codec.decode_flat(tensor, parts)
 
     def set_part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece, values: Tensor) -> None:
-        """Write ``values``, flat, where ``part`` reads them."""
+        """Write a piece's ``values``, flat."""
         codec = self.rule.codecs.get(tensor.name)
-        if codec is None:
-            state[tensor.name].narrow(0, *tensor.span(piece.in_shard, piece.numel)).copy_(values)
-            return
-        parts = self._stored_parts(codec, tensor, state, piece.in_shard, piece.numel)
-        for part, encoded in zip(parts, codec.encode_flat(values.to(self.device)), strict=True):
-            part.copy_(encoded)
-
-    def _stored_parts(
-        self, codec: Codec, tensor: StateTensor, state: Mapping[str, Tensor], start: int, numel: int
-    ) -> list[Tensor]:
-        return [state[part.name].narrow(0, *part.span(start, numel)) for part in codec.parts(tensor)]
+        parts = [tensor] if codec is None else codec.parts(tensor)
+        written = [values] if codec is None else codec.encode_flat(values.to(self.device))
+        for part, encoded in zip(parts, written, strict=True):
+            state[part.name].narrow(0, *part.span(piece.in_shard, piece.numel)).copy_(encoded)
 
     def parameter_of(self, piece: SlotPiece) -> Tensor:
         """[piece.numel] the parameter's values: a view, or a copy where it is updated on another device."""
@@ -225,39 +208,28 @@ class ShardState:
         tensor = next((tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER), None)
         return state.get(PARAMETER, self.bucket.param_shard) if tensor is None else self.values(tensor, state)
 
-    def exported(self, opened: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a state dict, along the shard: live ones where the store keeps them in one place, else copies
-        in host memory. A split master is joined to fp32, which makes a copy."""
-        state = {
-            tensor.name: opened[tensor.name] if tensor in self.stored else self.values(tensor, opened)
-            for tensor in self.in_state_dict
-        }
-        return state if self.keeps_views else {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
-
-    def shape(self, index: int, tensor: StateTensor) -> Tensor:
-        """Show slot ``index`` of a tensor as ``shown`` does, without values: no page is fetched."""
-        flat = self.bucket.flat
-        if self.bucket.sharding.shard_count == 1 and flat.slices[index] is None:
-            parameter = self.bucket.params[index]
-            return _empty(tensor.shape(parameter.shape, parameter.numel()), tensor.order(flat.orders[index]))
-        _, numel = tensor.span(0, self.numel)
-        return self.shown(index, tensor, torch.empty(numel, dtype=tensor.dtype, device="meta"))
+    def extent(self, index: int, tensor: StateTensor) -> Extent:
+        """Find where this rank's part of slot ``index`` lies in a state tensor."""
+        bucket, piece, own = self.bucket, self.bucket.pieces[index], self.bucket.flat.slices[index]
+        parameter, order = bucket.params[index], tensor.order(bucket.flat.orders[index])
+        start, _ = tensor.span(piece.in_param, 0)
+        _, held = tensor.span(piece.in_shard, piece.numel)
+        if tensor.per is Per.ROW and own is not None and own.cut is not None:
+            return Extent(tensor.shape(parameter.shape, prod(own.local_shape)), order, start, held, False)
+        shape = tensor.shape(parameter.shape, parameter.numel())
+        return Extent(shape, order, start, held, bucket.sharding.shard_count == 1)
 
     def shown(self, index: int, tensor: StateTensor, of_shard: Tensor) -> Tensor:
         """Show slot ``index`` of ``of_shard``, a tensor along the shard: a plain view where this rank holds the whole,
         else a ``FlatShard``. Rows of a slice are shown as those of that slice alone."""
-        bucket, piece, own = self.bucket, self.bucket.pieces[index], self.bucket.flat.slices[index]
-        rows_of_slice = tensor.per is Per.ROW and own is not None and own.cut is not None
-        if bucket.sharding.shard_count == 1 and not rows_of_slice:
+        bucket, extent = self.bucket, self.extent(index, tensor)
+        if extent.whole:
             view = self.view_in(of_shard, tensor, index)
             return view if tensor.per is Per.ROW else shown_as(bucket.params[index], view)
-        local = of_shard.narrow(0, *tensor.span(piece.in_shard, piece.numel))
-        parameter, order = bucket.params[index], tensor.order(bucket.flat.orders[index])
-        numel = prod(own.local_shape) if rows_of_slice and own is not None else parameter.numel()
-        shape = tensor.shape(parameter.shape, numel)
-        start, _ = tensor.span(piece.in_param, 0)
+        start, _ = tensor.span(bucket.pieces[index].in_shard, 0)
+        local, own = of_shard.narrow(0, start, extent.numel), bucket.flat.slices[index]
         label = f"{tensor.name} of {bucket.label(index)}"
-        return FlatShard(local, start, torch.Size(shape), label, None, order, own)
+        return FlatShard(local, extent.start, torch.Size(extent.shape), label, None, extent.order, own)
 
     def view_in(self, full: Tensor, tensor: StateTensor, index: int, rank: int | None = None) -> Tensor:
         """View slot ``index`` in ``full``, a tensor of a whole bucket, in the slot's shape and memory format.
@@ -272,9 +244,8 @@ class ShardState:
         return view_of(part, tensor.shape(shape, numel), tensor.order(flat.orders[index]))
 
     def refresh_masters(self, pieces: Sequence[SlotPiece]) -> None:
-        """Take a user's writes to these parameters over into the masters; unwritten elements keep their precision. A
-        master that has its parameter as a part follows by itself."""
-        if not has_master(self.rule, self.bucket.dtype):
+        """Take a user's writes to these parameters over into the masters; unwritten elements keep their precision."""
+        if not self._has_master:  # a split master has its parameter as a part, and follows by itself
             return
         with self.opened() as state:
             master = self.master(state)
@@ -286,7 +257,7 @@ class ShardState:
 
     def edited(self) -> list[int]:
         """List the slots whose parameters are not the roundings of their fp32 masters."""
-        if not has_master(self.rule, self.bucket.dtype):
+        if not self._has_master:
             return []
         with self.opened() as state:
             master = self.master(state)
@@ -300,14 +271,13 @@ class ShardState:
             return  # and no page is fetched for nothing
         with self.opened() as state:
             for tensor, piece in itertools.product(tensors, pieces):
-                self.set_part(tensor, state, piece, self._first_part(tensor, state, piece))
-
-    def _first_part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
-        if tensor.begins is Begins.ZERO:
-            return torch.zeros(tensor.span(0, piece.numel)[1], dtype=tensor.dtype, device=self.device)
-        if tensor.begins is Begins.PARAMETER:
-            return self.parameter_of(piece)
-        return self.master(state).narrow(0, piece.in_shard, piece.numel).to(self.device)
+                if tensor.begins is Begins.ZERO:
+                    first = torch.zeros(tensor.span(0, piece.numel)[1], dtype=tensor.dtype, device=self.device)
+                elif tensor.begins is Begins.PARAMETER:
+                    first = self.parameter_of(piece)
+                else:
+                    first = self.master(state).narrow(0, piece.in_shard, piece.numel).to(self.device)
+                self.set_part(tensor, state, piece, first)
 
 
 def _keys_of(bucket: Bucket, rows: int) -> Tensor:
@@ -324,9 +294,3 @@ def _follow(master: Tensor, parameter: Tensor) -> None:
     for own, edited in zip(master.split(_CHUNK), parameter.split(_CHUNK), strict=True):
         kept = own.to(edited.dtype) == edited
         torch.where(kept, own, edited, out=own)
-
-
-@lru_cache(maxsize=1024)
-def _empty(shape: tuple[int, ...], order: StorageOrder) -> Tensor:
-    """Make a tensor without values, which parameters of one shape have in common: it shows where a whole state goes."""
-    return torch.empty_strided(shape, strides_of(shape, order), device="meta")

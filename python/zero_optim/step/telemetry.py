@@ -17,8 +17,9 @@ from torch import Tensor
 
 from zero_kernels import ROW, ROW_STATS
 
-from ..comm.streams import allocate, deallocate, is_there
+from ..comm.streams import deallocate
 from ..params.parameter_set import ParameterSet, Shardings
+from .exchange import own_places, to_device
 from .optimizer_state import OptimizerState
 from .shard_state import ShardState
 
@@ -111,28 +112,17 @@ class Measured:
         """Record which parameters the step has updated: [parameters] bool."""
         self._updated = updated
 
-    # -- memory ----------------------------------------------------------------------------------------------------
-
-    def _row_stats(self) -> list[Tensor]:
+    def row_stats(self, *, on_host: bool) -> list[Tensor]:
+        """List the measurements on the device, or in host memory."""
+        if on_host != self._on_host:
+            return []
         return [shard.row_stats for shard in self._states.shards if shard.row_stats is not None]
 
-    def nbytes(self, *, on_host: bool) -> int:
-        """Bytes of the measurements on the device, or in host memory."""
-        return sum(t.nbytes for t in self._row_stats() if is_there(t)) if on_host == self._on_host else 0
-
     def free(self) -> None:
-        """Give the device's memory back: the optimizer falls asleep. The measurements are forgotten."""
+        """Free the device's memory: the optimizer falls asleep. The measurements are lost."""
         self._updated = None
-        for stats in () if self._on_host else self._row_stats():
+        for stats in self.row_stats(on_host=False):
             deallocate(stats)
-
-    def take_memory(self) -> None:
-        """Take again what ``free`` gave back."""
-        for stats in () if self._on_host else self._row_stats():
-            allocate(stats)
-            stats.zero_()
-
-    # -- the numbers -----------------------------------------------------------------------------------------------
 
     def read(self, *, over_ranks: bool) -> Telemetry:
         """Collective with ``over_ranks``. See ``ShardedOptimizer.telemetry``."""
@@ -143,60 +133,48 @@ class Measured:
             held = [piece for piece in shard.bucket.pieces if piece.numel]
             if held and (shard.bucket.counted_in_norm or not over_ranks):
                 indices = [piece.slot.param for piece in held]
-                numels = _on(device, [piece.numel for piece in held], torch.float64)
+                numels = to_device(device, [piece.numel for piece in held], torch.float64)
                 of_shard = torch.cat([self._sums_of(shard).to(device), numels[:, None]], dim=1)
                 # No row has two pieces. The gap behind a piece in its last row has zero gradients: not counted.
-                between = _on(device, [-piece.numel % ROW for piece in held], torch.float64)
+                between = to_device(device, [-piece.numel % ROW for piece in held], torch.float64)
                 of_shard[:, _ZEROS].sub_(between).clamp_(min=0)
-                sums.index_copy_(0, _on(device, indices, torch.int64), of_shard)
+                sums.index_copy_(0, to_device(device, indices, torch.int64), of_shard)
                 here.update(indices)
         if over_ranks:
             sums, here = self._over_ranks(sums), set(self._parameters.trained)
-        wanted = sorted(here)
-        at, updated = _on(device, wanted, torch.int64), self._updated_of(count, device)
-        names = [self._parameters.name(index) for index in wanted]
-        return Telemetry(names, _numbers(sums).index_select(0, at), updated.index_select(0, at))
-
-    def _updated_of(self, count: int, device: torch.device) -> Tensor:
-        """[count] bool. Parameters that were added since the last step were not updated by it."""
         updated = torch.zeros(count, dtype=torch.bool, device=device)
-        if self._updated is not None:
+        if self._updated is not None:  # without the parameters that were added since that step
             updated[: len(self._updated)].copy_(self._updated)
-        return updated
+        numbers = torch.cat([sums[:, :_LARGEST].sqrt(), sums[:, _LARGEST:_ELEMENTS]], dim=1)
+        numbers[:, _ZEROS] /= sums[:, _ELEMENTS].clamp(min=1)
+        wanted = sorted(here)
+        at, names = to_device(device, wanted, torch.int64), [self._parameters.name(index) for index in wanted]
+        return Telemetry(names, numbers.float().index_select(0, at), updated.index_select(0, at))
 
     def _sums_of(self, shard: ShardState) -> Tensor:
         """[parameters that it has a piece of, 5] float64."""
         assert shard.row_stats is not None
         if shard not in self._chunks:
             self._chunks[shard] = _chunks_of(shard)
-        values = shard.row_stats
+        values, place = shard.row_stats, torch.arange(_TOGETHER, device=shard.device)[:, None]
         for starts, counts in self._chunks[shard]:
-            values = _added(values, starts, counts)
+            zeros = len(values)  # the place of a row of zeros behind all others, which fills up short chunks
+            index = torch.where(place < counts, starts + place, zeros)  # [32, chunks]
+            padded = torch.cat([values, values.new_zeros(1, len(ROW_STATS))])
+            # Twice as fast on a CPU as padded[index], for a table.
+            values = _joined(padded.index_select(0, index.view(-1)).view(*index.shape, len(ROW_STATS)))
         return values
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
-        """Collective: one small message. Add up the sums of all ranks, in the order of their numbers.
-
-        Where ranks have different experts under one name, each of these has a place of its own.
-        """
-        main = self._shardings.main
-        places = [self._shardings.places_of_use(index) for index in range(len(sums))]
-        starts = itertools.accumulate((count for count, _ in places), initial=0)
-        numbers = [start + number for start, (_, number) in zip(starts, places, strict=False)]
-        own = _on(main.device, numbers, torch.int64)
-        world, total = main.world, sum(count for count, _ in places)
-        every = sums.new_zeros(world.world_size, total, _ELEMENTS + 1)
+        """Collective: one small message. Add up the sums of all ranks, in the order of their numbers."""
+        # Where ranks have different experts under one name, each of these has a place of its own.
+        world, places = self._shardings.main.world, [self._shardings.places_of_use(index) for index in range(len(sums))]
+        own = to_device(sums.device, own_places(places), torch.int64)
+        every = sums.new_zeros(world.world_size, sum(count for count, _ in places), _ELEMENTS + 1)
         every[world.rank].index_copy_(0, own, sums)
         if world.world_size > 1:
             world.all_gather(every.view(-1), "telemetry").wait()
         return _joined(every).index_select(0, own)
-
-
-def _numbers(sums: Tensor) -> Tensor:
-    """[n, 5] fp32, in the order of ``ParameterNumbers``."""
-    numbers = torch.cat([sums[:, :_LARGEST].sqrt(), sums[:, _LARGEST:_ELEMENTS]], dim=1)
-    numbers[:, _ZEROS] /= sums[:, _ELEMENTS].clamp(min=1)
-    return numbers.float()
 
 
 def _joined(parts: Tensor) -> Tensor:
@@ -204,16 +182,6 @@ def _joined(parts: Tensor) -> Tensor:
     joined = parts.sum(0, dtype=torch.float64)
     joined[:, _LARGEST] = parts[:, :, _LARGEST].amax(0)
     return joined
-
-
-def _added(values: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-    """Add up each chunk of ``values`` [n, 5], ``counts`` rows from ``starts`` on: [chunks, 5] float64."""
-    place = torch.arange(_TOGETHER, device=values.device)[:, None]
-    nothing = len(values)
-    index = torch.where(place < counts, starts + place, nothing)  # [32, chunks]
-    with_nothing = torch.cat([values, values.new_zeros(1, len(ROW_STATS))])
-    # Twice as fast on a CPU as with_nothing[index], for a table.
-    return _joined(with_nothing.index_select(0, index.view(-1)).view(*index.shape, len(ROW_STATS)))
 
 
 def _chunks_of(shard: ShardState) -> list[tuple[Tensor, Tensor]]:
@@ -224,14 +192,8 @@ def _chunks_of(shard: ShardState) -> list[tuple[Tensor, Tensor]]:
         starts = [range(first, first + count, _TOGETHER) for first, count in runs]
         ends = [first + count for first, count in runs]
         flat = [(start, min(_TOGETHER, end - start)) for of, end in zip(starts, ends, strict=True) for start in of]
-        table = _on(shard.device, flat, torch.int64).view(-1, 2)
+        table = to_device(shard.device, flat, torch.int64).view(-1, 2)
         levels.append((table[:, 0], table[:, 1]))
         sizes = [len(of) for of in starts]
         runs = list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
     return levels
-
-
-def _on(device: torch.device, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-    """Make a tensor of ``values`` on ``device``, without waiting for the copy."""
-    host = torch.tensor(values, dtype=dtype, device="cpu")
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

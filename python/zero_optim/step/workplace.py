@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ class Coefficients:
     Attributes:
         hyper: by rule, [parameters, columns] fp32.
         used: [parameters] bool, which have a gradient.
-        updates: whether anything is updated, as far as the host knows.
         writes_all: whether each update writes every parameter of its shard, as far as the host knows.
         rates: see ``ShardUpdate``.
     """
@@ -36,37 +35,39 @@ class Coefficients:
     found_inf: Tensor
     marks: Tensor
     used: Tensor
-    updates: bool = True
     writes_all: bool = False
     rates: Tensor | None = None
 
     def on_host(self) -> Coefficients:
         """Copy all to host memory, with marks of its own. The host waits for the device."""
         found_inf, used = self.found_inf.cpu(), self.used.cpu()
-        updates = bool(found_inf == 0)
         return Coefficients(
             {rule: table.cpu() for rule, table in self.hyper.items()},
             None if self.grad_scale is None else self.grad_scale.cpu(),
             found_inf,
             torch.zeros_like(self.marks, device="cpu"),
             used,
-            updates=updates,
-            writes_all=updates and bool(used.all()),
+            writes_all=bool(found_inf == 0) and bool(used.all()),
             rates=None if self.rates is None else self.rates.cpu(),
         )
 
 
-class Workplace(Protocol):
-    """Brings together what the update of one shard needs."""
+class OnDevice:
+    """Brings together what the update of one shard needs. On the device all is there, or visits with the page."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
 
     def prefetch(self) -> None:
         """Start copies: the update will follow soon."""
 
     def gradient(self) -> Tensor:
         """[shard_numel] the reduced gradient."""
+        return self._bucket.gradient_to_apply()
 
     def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
         """[shard_numel] the parameters, to be written; with their values, unless the update writes all of them."""
+        return state.get(PARAMETER, self._bucket.param_shard)
 
     def updated(self) -> None:
         """Send the parameters to the device: the update has been launched."""
@@ -74,34 +75,7 @@ class Workplace(Protocol):
     def release(self) -> None: ...
 
 
-class OnDevice:
-    """Updates on the device: everything is there, or visits with the page."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-
-    def prefetch(self) -> None: ...
-
-    def gradient(self) -> Tensor:
-        return self._bucket.gradient_to_apply()
-
-    def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
-        return state.get(PARAMETER, self._bucket.param_shard)
-
-    def updated(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Taken:
-    """The gradient that the host has: the tensor that it was copied from, and the count of writes into that."""
-
-    source: Tensor
-    written: tuple[int, int]
-
-
-class OnHost:
+class OnHost(OnDevice):
     """Updates on the host: gradients are copied there as reductions arrive, during backward, and parameters back.
 
     Args:
@@ -109,16 +83,17 @@ class OnHost:
     """
 
     def __init__(self, bucket: Bucket, store: HostStore, *, reads_parameters: bool) -> None:
-        self._bucket, self._store, self._reads_parameters = bucket, store, reads_parameters
-        memory, lanes = store.memory, store.lanes
-        numel = bucket.layout.shard_numel
-        self._grad_run = memory.take(numel * bucket.grad_shard.element_size())
-        self._grad = self._grad_run.view(bucket.grad_shard.dtype)
-        self._param_run = None if bucket.flat.offloaded else memory.take(numel * bucket.dtype.itemsize)
-        self._param = None if self._param_run is None else self._param_run.view(bucket.dtype).zero_()
-        self._taken, self._brought, self._sent = lanes.mark(), lanes.mark(), lanes.mark()
-        self._now = lanes.mark()
-        self._has: Taken | None = None  # None: nothing, or what is outdated
+        super().__init__(bucket)
+        self._store, self._reads_parameters = store, reads_parameters
+        memory, lanes, numel = store.memory, store.lanes, bucket.layout.shard_numel
+        self._grad = memory.take(numel * bucket.grad_shard.element_size()).view(bucket.grad_shard.dtype)
+        self._param: Tensor | None = None  # None: the update is where the parameters are
+        if not bucket.flat.offloaded:
+            self._param = memory.take(numel * bucket.dtype.itemsize).view(bucket.dtype).zero_()
+        # Set when: the host has the gradient; it has the parameters; the device has them back; just now.
+        self._taken, self._brought, self._sent, self._now = (lanes.mark() for _ in range(4))
+        self._source: Tensor | None = None  # what the host's gradient is a copy of; None: it is outdated
+        self._source_written = (0, 0)  # the writes into that, as of the copy
         # At stage 0, and alone, the user may edit gradients up to the step. So none is taken before that.
         self._users_may_edit = bucket.sharding.stage == 0 or not bucket.sharding.reduces
         if not self._users_may_edit:
@@ -127,17 +102,18 @@ class OnHost:
     def release(self) -> None:
         self._bucket.follower = None
         for mark in (self._taken, self._brought, self._sent):
-            mark.wait()
-        for run in (self._grad_run, self._param_run):
-            if run is not None:
-                self._store.memory.give_back(run)
+            mark.wait()  # a copy still uses the memory, which another tensor takes next
+        for tensor in (self._grad, self._param):
+            if tensor is not None:
+                self._store.memory.give_back(tensor.view(torch.uint8))
 
     # -- the gradient --------------------------------------------------------------------------------------------
 
     def reduction_begins(self) -> None:
-        self._has = None
+        self._source = None
 
     def reduction_launched(self, handle: Handle) -> bool:
+        # The copy waits for the sum on its own stream, beside the rest of backward.
         with self._store.lanes.to_host.as_current():
             ordered = handle.order_current()
         if ordered:
@@ -149,11 +125,11 @@ class OnHost:
         self.after_taking()
 
     def after_taking(self) -> None:
-        self._taken.order_current()
+        self._taken.order_current()  # the user may zero the gradient: not before it is copied
 
     def _take_from_current(self) -> None:
         self._now.set()
-        self._store.lanes.to_host.after(self._now)
+        self._store.lanes.to_host.after(self._now)  # the gradient is written on the current stream
         self._take()
 
     def _take(self) -> None:
@@ -161,30 +137,29 @@ class OnHost:
         lane.copy(self._grad, source)
         lane.set(self._taken)
         self._store.copied.to_host += source.nbytes
-        self._has = Taken(source, self._written())
+        self._source, self._source_written = source, self._written()
 
     def prefetch(self) -> None:
-        has, source = self._has, self._bucket.gradient_to_apply()
-        current = has is not None and has.source is source and has.written == self._written()
-        if self._users_may_edit or not current:
+        is_copied = self._source is self._bucket.gradient_to_apply() and self._source_written == self._written()
+        if self._users_may_edit or not is_copied:
             self._take_from_current()
         if self._reads_parameters:
             self._bring_parameters()
 
     def _written(self) -> tuple[int, int]:
-        """Count how often the gradient was written. A ``zero_`` of what ``.grad`` shows counts no version up: it runs
-        within the tensor subclass, where torch does not."""
+        # A ``zero_`` of what ``.grad`` shows counts no version up: it runs within the tensor subclass, where torch does
+        # not count.
         return self._bucket.grad_shard._version, self._bucket.arrivals.zeroed
 
     def gradient(self) -> Tensor:
-        self._taken.wait()
+        self._taken.wait()  # the host reads it next
         return self._grad
 
     # -- the parameters ------------------------------------------------------------------------------------------
 
     def _bring_parameters(self) -> None:
         if self._param is not None:
-            self._sent.wait()
+            self._sent.wait()  # the copy of the last step still reads ``_param``
             self._now.set()
             lane = self._store.lanes.to_host
             lane.after(self._now)
@@ -198,7 +173,7 @@ class OnHost:
             return self._bucket.param_shard
         if not by.writes_all and not self._reads_parameters:
             self._bring_parameters()
-        self._brought.wait()
+        self._brought.wait()  # the host reads and writes it next: no copy in either direction may be in flight
         self._sent.wait()
         return self._param
 
@@ -207,10 +182,10 @@ class OnHost:
             return
         lanes = self._store.lanes
         self._now.set()
-        lanes.to_device.after(self._now)
+        lanes.to_device.after(self._now)  # earlier work of the current stream may read the old parameters
         lanes.to_device.copy(self._bucket.param_shard, self._param)
         lanes.to_device.set(self._sent)
-        self._sent.order_current()
+        self._sent.order_current()  # the all-gather that comes next on this stream reads the shard
         self._store.copied.to_device += self._param.nbytes
 
 
@@ -251,29 +226,23 @@ def to_join(
             state on the host would go to the device and back.
     """
     sharding, cut = bucket.sharding, joins_shards(bucket, rule)
+    every = [] if rule.layout.cuts else _from_zero(bucket, group)
     # Alike on all tensor-parallel ranks, which have slices of the same parameters.
-    sliced = not rule.layout.cuts and any(_is_joined(rule, joint) for joint in _joints(bucket))
+    sliced = any(_is_joined(rule, whole.joint) for whole in every)
     replicas = sharding.replicas if rule.splits_work and (cut or sliced or keeps_views) else None
     if not cut and not sliced and replicas is None:
         return None
-    cuts: tuple[CutParameter, ...] = ()
-    if cut:
-        slots = zip(bucket.layout.slots, _from_zero(bucket, group), strict=True)
-        cuts = tuple(CutParameter(whole, tuple(bucket.layout.parts(slot))) for slot, whole in slots)
+    slots = zip(bucket.layout.slots, every, strict=True) if cut else ()
+    cuts = [CutParameter(whole, tuple(bucket.layout.parts(slot))) for slot, whole in slots]
     slices = sharding.tensor_ranks.slices if sharding.tensor_ranks is not None and sliced else None
     return ToJoin(wholes, cuts, sharding.shard_group if cut else None, slices, replicas)
 
 
-def _from_zero(bucket: Bucket, group: Group) -> Iterator[Whole]:
-    """The parameters of the bucket, each as if it began a shard."""
-    flat, slots = bucket.flat, bucket.layout.slots
-    for slot, local, order, joint in zip(slots, flat.locals, flat.orders, _joints(bucket), strict=True):
-        yield Whole(slot.param, 0, local.shape, order, group(slot.param), joint)
-
-
-def _joints(bucket: Bucket) -> list[Joint | None]:
-    """Read, for each parameter of the bucket, how its slices make a whole."""
-    return [joint_of(parameter, bucket.sharding.plain_slices) for parameter in bucket.params]
+def _from_zero(bucket: Bucket, group: Group) -> list[Whole]:
+    """List the parameters of the bucket, each as if it began a shard."""
+    joints = [joint_of(parameter, bucket.sharding.plain_slices) for parameter in bucket.params]
+    slots = zip(bucket.layout.slots, bucket.flat.locals, bucket.flat.orders, joints, strict=True)
+    return [Whole(slot.param, 0, local.shape, order, group(slot.param), joint) for slot, local, order, joint in slots]
 
 
 def _is_joined(rule: UpdateRule, joint: Joint | None) -> bool:
