@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .rules.codec import MASTERS, STATE_DTYPES, codecs_for, default_master
-from .rules.options import EMA_DECAY, Decays, listed_decays
+from .rules.options import EMA_DECAY, Decays, check_choice, listed_decays
 from .rules.update_rule import UpdateRule
 from .stores.offload import Offload, read_offload
 from .validate import PARAMETER_DTYPES
@@ -93,10 +93,8 @@ class Settings:
         self._check_accumulation()
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be None or positive, got {self.max_grad_norm!r}")
-        masters = (None, *MASTERS)
-        for name, value, known in (("master", self.master, masters), ("state_dtype", self.state_dtype, STATE_DTYPES)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        check_choice("master", self.master, (None, *MASTERS))
+        check_choice("state_dtype", self.state_dtype, STATE_DTYPES)
         if not isinstance(self.telemetry, bool):
             raise ValueError(f"telemetry must be True or False, got {self.telemetry!r}")
         read_offload(self.state_offload, self.device_budget)
@@ -131,10 +129,11 @@ class Settings:
 
         ``plain_slices``: see ``UpdateRule``.
         """
-        rule = rule.for_groups(groups).with_plain_slices(plain_slices)
+        rule = rule.for_groups(groups)
         master = self.master or default_master(tensor.dtype for group in groups for tensor in group["params"])
         codecs = codecs_for(rule.tensors, rule.nonnegative, master, self.state_dtype)
-        rule = rule.with_codecs(codecs | {**rule.codecs})
+        rule = rule.with_codecs(codecs | {**rule.codecs})  # a copy
+        rule.plain_slices = plain_slices
         if self.ema_decay is not None:
             rule = rule.with_averages(Decays(EMA_DECAY, listed_decays(self.ema_decay)))
         rule.check()

@@ -24,7 +24,9 @@ from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
 from .params.tensor_slice import (
-    is_averaged,
+    AVERAGED,
+    SLICE,
+    TERM,
     is_cut,
     is_distributed,
     is_plain_slice,
@@ -37,7 +39,6 @@ from .params.tensor_slice import (
     partition,
     placed,
     refuse_partition,
-    says_anything,
     slice_of,
 )
 from .rules import RULES
@@ -403,7 +404,7 @@ def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: T
                 f"{marks}: the gradient of a slice is no term of a sum over tensor-parallel ranks, which have other "
                 "slices. Set one of the two to False"
             )
-        if is_averaged(parameter) and (plain or not explicit_tp) and not alone:
+        if getattr(parameter, AVERAGED, False) and (plain or not explicit_tp) and not alone:
             raise ParameterError(
                 f"{marks}: the mean of a gradient over the tensor-parallel ranks is not made here. Divide it by their "
                 "number in a hook of the parameter, and mark it with sequence_parallel = True, which adds up"
@@ -425,7 +426,7 @@ def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: T
 
 def check_any_marked(parameters: Sequence[Tensor], labels: Sequence[str], topology: Topology) -> None:
     """Raise ParameterError where tensor-parallel ranks are given for plain slices, and no parameter has a mark."""
-    if topology.plain and not any(map(says_anything, parameters)):
+    if topology.plain and not any(hasattr(p, SLICE) or hasattr(p, TERM) for p in parameters):  # of copies, too
         raise ParameterError(
             f"tensor_parallel is given, and none of the parameters has a mark, {labels[0]} for one: all would get the "
             "values of rank 0. Set tensor_model_parallel = True on slices, and to False on copies"

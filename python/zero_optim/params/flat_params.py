@@ -144,19 +144,15 @@ class FlatParams:
         if node is not None and self._node_part is not None:
             node.own_part(self.full).copy_(self._node_part)
             return node.all_gather(self.full, "node_all_gather")
-        if self._lanes is not None:
-            return self._unshard_from_host(self._lanes)
-        self._sharding.own_part(self.full).copy_(self.shard)
-        return self._sharding.all_gather(self.full)
-
-    def _unshard_from_host(self, lanes: Lanes) -> Handle | None:
-        """Copy on a lane beside the computation: the unit in use must not wait for the copy of the next one. The gather
-        from all ranks follows on the lane::
-
-            computing   allocate ── mark a    the unit in use ............... wait for b    this unit
-            lane                              wait for a; copy; gather ── mark b
-        """
-        lane = lanes.to_device
+        if self._lanes is None:
+            self._sharding.own_part(self.full).copy_(self.shard)
+            return self._sharding.all_gather(self.full)
+        # From host memory it is copied on a lane, and the gather follows there: the unit in use must not wait for the
+        # copy of the next one.
+        #
+        #   computing   allocate ── mark a    the unit in use ............... wait for b    this unit
+        #   lane                              wait for a; copy; gather ── mark b
+        lane = self._lanes.to_device
         self._allocated.set()  # the computing stream may still use the memory that ``full`` has been given
         lane.after(self._allocated)
         lane.copy(self._sharding.own_part(self.full), self.shard)
@@ -201,9 +197,8 @@ class FlatParams:
         return kinds.index(False) if False in kinds else None
 
     def moved(self) -> list[Tensor]:
-        """List the ``params`` that were cast or given other memory while they were shown, and show them anew."""
-        here = zip(self.params, self.locals, self.addresses, strict=True)
-        moved = [p for p, local, place in here if local.dtype != self.dtype or local.data_ptr() != place]
+        """List the ``params`` that were cast or given other memory while they were shown, and show them again."""
+        moved = [self.params[number] for number in self.elsewhere()]
         if moved:
             self.show()
         return moved
@@ -233,8 +228,10 @@ class FlatParams:
 
     def nbytes(self) -> int:
         """Bytes in use beside the shard."""
-        part = self._node_part.nbytes if self.sharded and self._node_part is not None else 0
-        return part + (self.full.untyped_storage().nbytes() if self.sharded else 0)
+        if not self.sharded:
+            return 0
+        part = 0 if self._node_part is None else self._node_part.nbytes
+        return part + self.full.untyped_storage().nbytes()
 
     # -- for the user to read and write --------------------------------------------------------------------------
 
@@ -282,9 +279,9 @@ class FlatParams:
         self.shard.copy_(new)
 
     def elsewhere(self) -> list[int]:
-        """List the numbers of ``params`` that are no views of ``full`` any more, by their addresses."""
+        """List the numbers of ``params`` that are no views of ``full`` any more."""
         here = enumerate(zip(self.locals, self.addresses, strict=True))
-        return [number for number, (local, place) in here if local.numel() and local.data_ptr() != place]
+        return [n for n, (local, place) in here if local.dtype != self.dtype or local.data_ptr() != place]
 
     def take_assigned(self) -> None:
         """Copy tensors that were assigned to ``.data``, as ``vector_to_parameters`` does, into their places in
@@ -298,13 +295,8 @@ class FlatParams:
 
     def _is_assigned(self, number: int) -> bool:
         """Whether the tensor of a parameter that is elsewhere differs from its place in values alone."""
-        local, view = self.locals[number], self._views[number]
-        return not self.sharded and (local.shape, local.stride(), local.dtype, local.device) == (
-            view.shape,
-            view.stride(),
-            view.dtype,
-            view.device,
-        )
+        kinds = [(t.shape, t.stride(), t.dtype, t.device) for t in (self.locals[number], self._views[number])]
+        return not self.sharded and kinds[0] == kinds[1]
 
     def take_replaced(self, whole: Tensor) -> Tensor | None:
         """Copy tensors that were assigned to ``.data`` since ``copy_out`` gave ``whole`` into that. Returns the first

@@ -8,7 +8,7 @@ parameters::
     rows    |r0 |r1 |r2 |r3 |r4 |r5 |r6 |...                            |
     shards  | rank 0                | rank 1                            |
 
-A policy says where a shard may end: at any row by ``CutAtRows``; by ``WholeParameters`` it cuts no parameter.
+A policy says where a shard may end: at any row by default; by ``WholeParameters`` it cuts no parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from zero_kernels import ROW
 
@@ -38,9 +38,9 @@ class SlotPiece(NamedTuple):
     """A shard's part of a slot: ``numel`` elements, from ``in_param`` of the parameter, at ``in_shard``."""
 
     slot: Slot
-    in_param: int
-    in_shard: int
-    numel: int
+    in_param: int = 0
+    in_shard: int = 0
+    numel: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,6 @@ class BucketLayout:
 
     def holding(self, numels: Mapping[int, int]) -> BucketLayout:
         """Give the same places to parameters with fewer elements here than they were given room for: ``numels``."""
-        if all(slot.numel == numels[slot.param] for slot in self.slots):
-            return self
         return replace(self, slots=tuple(slot._replace(numel=numels[slot.param]) for slot in self.slots))
 
     def shard_of(self, slot: Slot) -> int:
@@ -80,22 +78,17 @@ class BucketLayout:
 
     def pieces(self, shard: int) -> Iterator[SlotPiece]:
         """Cut out the piece that ``shard`` holds of every slot, empty pieces included."""
-        low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
-        for slot in self.slots:
-            _, offset, numel = slot
-            if low <= offset and offset + numel <= high and numel:  # most often the whole slot
-                yield SlotPiece(slot, 0, offset - low, numel)
-                continue
-            start, end = max(offset, low), min(offset + numel, high)
-            yield SlotPiece(slot, start - offset, start - low, end - start) if start < end else SlotPiece(slot, 0, 0, 0)
+        return (self._piece(slot, shard) for slot in self.slots)
 
     def parts(self, slot: Slot) -> Iterator[tuple[int, SlotPiece]]:
         """Cut ``slot`` into the pieces that shards hold, each with the number of its shard."""
         first, end = slot.offset // self.shard_numel, -(-(slot.offset + slot.numel) // self.shard_numel)
-        for shard in range(first, end if slot.numel else first):
-            low = shard * self.shard_numel
-            start, stop = max(slot.offset, low), min(slot.offset + slot.numel, low + self.shard_numel)
-            yield shard, SlotPiece(slot, start - slot.offset, start - low, stop - start)
+        return ((shard, self._piece(slot, shard)) for shard in range(first, end if slot.numel else first))
+
+    def _piece(self, slot: Slot, shard: int) -> SlotPiece:
+        low = shard * self.shard_numel
+        start, end = max(slot.offset, low), min(slot.offset + slot.numel, low + self.shard_numel)
+        return SlotPiece(slot, start - slot.offset, start - low, end - start) if start < end else SlotPiece(slot)
 
     def row_slot(self, shard: int) -> list[int]:
         """List, for each row of ``shard``, the index of the parameter that owns it; -1 for padding."""
@@ -107,30 +100,20 @@ class BucketLayout:
         return rows
 
 
-class LayoutPolicy(Protocol):
+class LayoutPolicy:
     """Decides which parameters share a bucket, where they lie in it, and so where shards cut them.
+
+    By default one after another, and a shard may end at any row. Only rows, and the bucket's end, are padded.
 
     Attributes:
         cuts: whether a shard may end within a parameter.
     """
 
-    cuts: bool
-
-    def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
-        """Cut ``params``, in their order, into buckets of about ``capacity`` elements."""
-
-    def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
-        """Place ``params`` in a bucket. Returns the offset of each, in order and on a row, and the bucket's elements:
-        ``shards`` equal parts of whole rows, at least one row each."""
-
-
-class CutAtRows:
-    """Lays parameters one after another; a shard may end at any row. Only rows, and the bucket's end, are padded."""
-
     cuts = True
 
     def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
-        """No bucket holds more than ``capacity``; a larger parameter has one to itself."""
+        """Cut ``params``, in their order, into buckets of about ``capacity`` elements. By default none holds more, and
+        a larger parameter has one to itself."""
         buckets: list[list[int]] = []
         taken = 0  # in whole rows
         for param in params:
@@ -142,6 +125,8 @@ class CutAtRows:
         return buckets
 
     def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
+        """Place ``params`` in a bucket. Returns the offset of each, in order and on a row, and the bucket's elements:
+        ``shards`` equal parts of whole rows, at least one row each."""
         offsets, end = [], 0
         for param in params:
             offsets.append(round_up(end, ROW))
@@ -149,12 +134,12 @@ class CutAtRows:
         return offsets, round_up(max(end, 1), shards * ROW)
 
 
-CUT_AT_ROWS = CutAtRows()
+CUT_AT_ROWS = LayoutPolicy()
 MOST_PADDING = 0.05
 """The most padding of a bucket of whole parameters, as a fraction of what they take. See ``WholeParameters``."""
 
 
-class WholeParameters:
+class WholeParameters(LayoutPolicy):
     """Cuts no parameter. The largest come first, each goes to the shard that has least, and all shards are as long as
     the fullest. So a bucket grows until it has parameters for all shards: its padding is ``MOST_PADDING`` of what they
     take at most, but for the last bucket. Which shard a parameter is in does not depend on the order of ``params``."""
@@ -163,7 +148,7 @@ class WholeParameters:
 
     def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
         if shards == 1:  # then nothing is cut
-            return CUT_AT_ROWS.split(params, numels, capacity, shards)
+            return super().split(params, numels, capacity, shards)
         buckets: list[list[int]] = [[]]
         taken = look_at = 0
         for param in params:
@@ -179,8 +164,8 @@ class WholeParameters:
                 look_at = len(bucket) + 1 + len(bucket) // 32
         last = buckets.pop()
         if last and buckets:
-            apart = sum(self._numel(bucket, numels, shards) for bucket in (buckets[-1], last))
-            if self._numel(buckets[-1] + last, numels, shards) <= apart and apart > 0:
+            apart = self._numel(buckets[-1], numels, shards) + self._numel(last, numels, shards)
+            if self._numel(buckets[-1] + last, numels, shards) <= apart:
                 last = buckets.pop() + last
         return [*buckets, last] if last else buckets
 
@@ -189,7 +174,7 @@ class WholeParameters:
 
     def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
         if shards == 1:  # then nothing is cut
-            return CUT_AT_ROWS.place(params, numels, shards)
+            return super().place(params, numels, shards)
         loads = [0] * shards
         home: dict[int, tuple[int, int]] = {}  # of each, its shard, and where it begins there
         for param in sorted(params, key=lambda param: (-numels[param], param)):
@@ -280,9 +265,7 @@ def _deal(layout: BucketLayout, costs: Mapping[int, int], to_do: list[int]) -> B
 
 def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:
     """Lay all parameters out in one bucket, as a unit has them."""
-    indexed = dict(enumerate(numels))
-    (layout,) = build_layout(indexed, dict.fromkeys(indexed, 0), list(indexed), {0: 2**63}, shards)
-    return layout
+    return _layout(range(len(numels)), dict(enumerate(numels)), shards, CUT_AT_ROWS)
 
 
 def _layout(params: Sequence[int], numels: Mapping[int, int], shards: int, policy: LayoutPolicy) -> BucketLayout:

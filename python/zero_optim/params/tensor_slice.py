@@ -196,10 +196,10 @@ def local_gradient(parameter: Any, grad: Any) -> tuple[Tensor, bool]:
 
 # -- plain slices: Megatron's attributes --------------------------------------------------------------------------
 
-_SLICE = "tensor_model_parallel"  # True: each tensor-parallel rank has another slice; else all have the same copy
-_TERM = "sequence_parallel"  # a copy, of whose gradient each of them has a term of the sum
+SLICE = "tensor_model_parallel"  # True: each tensor-parallel rank has another slice; else all have the same copy
+TERM = "sequence_parallel"  # a copy, of whose gradient each of them has a term of the sum
 _SHARED = "shared"  # a second copy of a parameter that another pipeline stage has, and counts
-_AVERAGED = "average_gradients_across_tp_domain"  # a copy whose gradient is to be averaged: refused
+AVERAGED = "average_gradients_across_tp_domain"  # a copy whose gradient is to be averaged: refused
 DIM = "partition_dim"  # the dimension that is cut
 STRIDE = "partition_stride"  # how many equal blocks of the whole each rank has a part of; 1: slices follow each other
 SIZES = "partition_sizes"  # the lengths of these parts in a slice, where blocks are not equal
@@ -207,12 +207,12 @@ SIZES = "partition_sizes"  # the lengths of these parts in a slice, where blocks
 
 def is_slice(parameter: Tensor) -> bool:
     """Whether it is marked as one of several slices."""
-    return bool(getattr(parameter, _SLICE, False))
+    return bool(getattr(parameter, SLICE, False))
 
 
 def is_term(parameter: Tensor) -> bool:
     """Whether its gradient is marked as a term of a sum over the tensor-parallel ranks."""
-    return bool(getattr(parameter, _TERM, False))
+    return bool(getattr(parameter, TERM, False))
 
 
 def is_shared(parameter: Tensor) -> bool:
@@ -220,31 +220,16 @@ def is_shared(parameter: Tensor) -> bool:
     return bool(getattr(parameter, _SHARED, False))
 
 
-def is_averaged(parameter: Tensor) -> bool:
-    """Whether the tensor-parallel ranks are to average its gradient."""
-    return bool(getattr(parameter, _AVERAGED, False))
-
-
 def is_plain_slice(parameter: Tensor) -> bool:
     """Whether a parameter is a slice by its mark, and no ``DTensor``."""
     return is_slice(parameter) and not is_distributed(parameter)
-
-
-def says_anything(parameter: Tensor) -> bool:
-    """Whether the parameter was marked at all. Megatron marks copies, too, as no slices."""
-    return hasattr(parameter, _SLICE) or hasattr(parameter, _TERM)
-
-
-def says_blocks(parameter: Tensor) -> bool:
-    """Whether attributes of a plain slice give the number of blocks."""
-    return hasattr(parameter, STRIDE) or hasattr(parameter, SIZES)
 
 
 def marked(parameter: Tensor) -> str:
     """List the marks of a parameter, for messages; empty where it has none."""
     if type(parameter) is nn.Parameter and not parameter.__dict__:
         return ""
-    found = [name for name in (_SLICE, _TERM, _SHARED, _AVERAGED) if getattr(parameter, name, False)]
+    found = [name for name in (SLICE, TERM, _SHARED, AVERAGED) if getattr(parameter, name, False)]
     return "".join(f", {name} = True" for name in found)
 
 

@@ -42,17 +42,13 @@ class MatrixView(Option):
     def check(self, value: Any, owner: str) -> None:
         if value is None:
             return
-        one = isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in _DIMS
-        if not one or not _are_blocks(next(iter(value.values()))):
+        cut, blocks = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else (None, ())
+        lengths = blocks if isinstance(blocks, tuple | list) else [blocks]
+        if cut not in _DIMS or not lengths or not all(type(length) is int and length > 0 for length in lengths):
             raise ValueError(
                 f"{self.name} of {owner} must be None, {{'rows': blocks}} or {{'columns': blocks}}, and blocks the "
                 f"number of equal ones, or the length of each; got {value!r}"
             )
-
-
-def _are_blocks(blocks: Any) -> bool:
-    lengths = blocks if isinstance(blocks, tuple | list) else [blocks]
-    return len(lengths) > 0 and all(type(length) is int and length > 0 for length in lengths)
 
 
 def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:

@@ -18,13 +18,13 @@ from zero_kernels import ROW
 from ..comm.collectives import Comm
 from ..params.layout import WholeParameters, round_up
 from ..params.param_shard import plain_parameter
-from ..params.tensor_slice import DIM, STRIDE, Joint, is_plain_slice, says_blocks, whole_shape
+from ..params.tensor_slice import DIM, SIZES, STRIDE, Joint, is_plain_slice, whole_shape
 from . import newton_schulz
 from .codec import Begins, StateTensor
 from .homes import TENSOR_ALL_TO_ALL, MatrixHomes, WorkSplit, joined_parts, joined_slices
 from .kernel_rule import KernelRule
 from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
-from .options import Fixed, Flag, Number
+from .options import Fixed, Flag, Number, check_choice
 from .update_rule import MASTER, ShardUpdate, ToJoin, UpdateRule, Whole, parts_of
 
 BUFFER = "momentum_buffer"
@@ -129,12 +129,8 @@ class Muon(UpdateRule):
     def check(self) -> None:
         super().check()
         newton_schulz.check(*(self.defaults[name] for name in newton_schulz.OPTIONS))
-        if self.defaults["adjust_lr_fn"] not in SCALES:
-            known = ", ".join(map(repr, SCALES))
-            raise ValueError(f"adjust_lr_fn must be one of {known}, got {self.defaults['adjust_lr_fn']!r}")
-        if self.defaults["ns_replicas"] not in REPLICAS:
-            known = ", ".join(map(repr, REPLICAS))
-            raise ValueError(f"ns_replicas must be one of {known}, got {self.defaults['ns_replicas']!r}")
+        check_choice("adjust_lr_fn", self.defaults["adjust_lr_fn"], SCALES)
+        check_choice("ns_replicas", self.defaults["ns_replicas"], REPLICAS)
 
     def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
         foreign = next((name for name in ("betas", "dampening") if name in group), None)
@@ -167,8 +163,10 @@ class Muon(UpdateRule):
             return f"{reason}. It is a slice of shape {tuple(parameter.shape)}, and a view is of the whole"
         if reason is not None or view is None:
             return reason
-        known = self.plain_slices == 1 or not is_plain_slice(parameter) or says_blocks(parameter)
-        if known or getattr(parameter, DIM) not in dims_of(view, parameter.dim()):
+        known = hasattr(parameter, STRIDE) or hasattr(parameter, SIZES)  # the number of blocks
+        if self.plain_slices == 1 or not is_plain_slice(parameter) or known:
+            return None
+        if getattr(parameter, DIM) not in dims_of(view, parameter.dim()):
             return None
         return (
             f"is a slice along dimension {getattr(parameter, DIM)}, which view={dict(view)!r} of its group splits: "
@@ -228,7 +226,14 @@ class Muon(UpdateRule):
 
     def after_joining(self, shard: ShardUpdate, to_join: ToJoin, joined: Tensor) -> None:
         """Subtract orthogonal ``joined``, [shard_numel], from the masters."""
-        self._subtract(shard, [*_parts_of(to_join)], joined.float(), to_join.slices)
+        parts = [_Part(whole, whole.start, 0, whole.numel) for whole in to_join.wholes]
+        parts += [
+            _Part(cut.whole, piece.in_shard, piece.in_param, piece.numel)
+            for cut in to_join.cuts
+            for rank, piece in cut.parts
+            if to_join.ranks is not None and rank == to_join.ranks.rank
+        ]
+        self._subtract(shard, parts, joined.float(), to_join.slices)
 
     def _run(self, shard: ShardUpdate, wholes: Sequence[Whole]) -> ShardUpdate:
         """View the part of ``shard`` that has ``wholes``, which follow each other in it."""
@@ -370,11 +375,8 @@ class Muon(UpdateRule):
         """Orthogonalize matrices of one shape in place."""
         together = torch.cat([*blocks]) if len(blocks) > 1 else blocks[0]
         options = [self.defaults[name] for name in newton_schulz.OPTIONS]
-        if len(together) == 1:
-            made = newton_schulz.orthogonalized(together[0], *options).unsqueeze(0)
-        else:
-            made = newton_schulz.orthogonalized(together, *options)
-        torch._foreach_copy_([*blocks], made.split([len(block) for block in blocks]))
+        made = newton_schulz.orthogonalized(together.squeeze(0), *options)  # one matrix by mm, as torch's Muon has it
+        torch._foreach_copy_([*blocks], made.expand_as(together).split([len(block) for block in blocks]))
 
 
 def _most(tensor: Tensor) -> int:
@@ -394,16 +396,6 @@ def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
         numel += whole.numel
     if run:
         yield run
-
-
-def _parts_of(to_join: ToJoin) -> Iterator[_Part]:
-    """List this rank's parts of the parameters of a shard."""
-    for whole in to_join.wholes:
-        yield _Part(whole, whole.start, 0, whole.numel)
-    for cut in to_join.cuts:
-        for rank, piece in cut.parts:
-            if to_join.ranks is not None and rank == to_join.ranks.rank:
-                yield _Part(cut.whole, piece.in_shard, piece.in_param, piece.numel)
 
 
 def scale_of(shape: Sequence[int], adjust_lr_fn: str | None) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zero_kernels
 
-from .options import is_number
+from .options import check_choice, is_number
 
 Step = tuple[float, float, float]
 """(a, b, c) of a step X <- a X + (b A + c A A) X, A being X X^T."""
@@ -66,8 +66,7 @@ def check(coefficients: Any, steps: Any, eps: Any, gram: Any, product: Any) -> N
         raise ValueError(f"eps must be a number above 0, got {eps!r}")
     if type(gram) is not bool:
         raise ValueError(f"ns_gram must be True or False, got {gram!r}")
-    if product not in PRODUCTS:
-        raise ValueError(f"ns_product must be one of {', '.join(map(repr, PRODUCTS))}, got {product!r}")
+    check_choice("ns_product", product, PRODUCTS)
 
 
 def orthogonalized(

@@ -24,7 +24,7 @@ from ..params.layout import CUT_AT_ROWS, LayoutPolicy, SlotPiece
 from ..params.storage_order import StorageOrder, view_of
 from ..params.tensor_slice import Joint
 from .codec import Begins, Codec, StateTensor, check_codecs
-from .options import EMA_DECAY, Decays, Fixed, Option, coefficients_of
+from .options import EMA_DECAY, Decays, Fixed, Option
 
 MASTER = "master"
 """The name of the master, of which the parameters are roundings, in the rules of the package."""
@@ -135,6 +135,8 @@ class UpdateRule:
         own_columns: names of the numbers that ``update_rows`` reads of a parameter, beside its gradient and state.
         counterparts: names of the classes whose state is alike, such as torch's. Checkpoints go from one to the other.
         torch_options: options that torch's groups have in addition, and their defaults.
+        own_option, foreign_options: a saved group with one of the latter, and without the former, is of another
+            optimizer. Other options decide nothing, since schedulers and users add options of their own.
         needs_steps: whether state is of no use without the number of updates that it has had.
         compiled: arguments of ``torch.compile``, which fuses ``update_rows``; its bits are the compiler's then. None:
             torch's ops run one after another.
@@ -156,6 +158,8 @@ class UpdateRule:
     own_columns: tuple[str, ...] = ()
     counterparts: frozenset[str] = frozenset()
     torch_options: Mapping[str, Any] = MappingProxyType({})
+    own_option = ""
+    foreign_options: tuple[str, ...] = ()
     needs_steps = True
     compiled: Mapping[str, Any] | None = None
     nonnegative: frozenset[str] = frozenset()
@@ -181,7 +185,8 @@ class UpdateRule:
     @property
     def coefficients(self) -> tuple[str, ...]:
         """Names of the numbers that a parameter group gives to the rule itself."""
-        return coefficients_of([option for option in self.options if not isinstance(option, Decays)])
+        own = [option for option in self.options if not isinstance(option, Decays)]
+        return tuple(name for option in own for name in option.coefficients)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -235,12 +240,6 @@ class UpdateRule:
         made.codecs = {**self.codecs, **codecs}
         return made
 
-    def with_plain_slices(self, ranks: int) -> UpdateRule:
-        """Give this rule for parameters of which ``ranks`` tensor-parallel ranks have plain slices."""
-        made = copy.copy(self)
-        made.plain_slices = ranks
-        return made
-
     def needs_whole(self, joint: Joint) -> bool:
         """Whether it needs all slices of such a parameter together."""
         return not self.layout.cuts
@@ -249,7 +248,9 @@ class UpdateRule:
         """Raise ValueError for an option of a parameter group that is out of range, or cannot be followed."""
         owner = f"parameter group {number}"
         for option in self.options:
-            option.check(option.value_in(group, owner), owner)
+            if option.name not in group and not option.optional:
+                raise ValueError(f"{owner} has no {option.name}")
+            option.check(group.get(option.name, option.default), owner)
         if group.get(EMA_DECAY) is not None and not self.averages:
             raise ValueError(f"{EMA_DECAY} of {owner}: the optimizer keeps no averages: give it {EMA_DECAY}, too")
         for option in (option for option in self.options if isinstance(option, Fixed)):
@@ -274,8 +275,14 @@ class UpdateRule:
 
     def refuse_options(self, number: int, group: Mapping[str, Any]) -> str | None:
         """Say that a state dict with these options is of another optimizer. None: it is not. In a checkpoint the state
-        tensors tell, and may be left out."""
-        return None
+        tensors show it, and may be left out."""
+        found = [name for name in self.foreign_options if name in group]
+        if self.own_option in group or not found:
+            return None
+        return (
+            f"the state is of another optimizer: its parameter group {number} has {', '.join(found)}, and no "
+            f"{self.own_option}. Load the model alone, and let the optimizer begin anew"
+        )
 
     def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """Read numbers, or tensors of one element, in the order of ``coefficients``; the decays of averages follow."""
@@ -334,8 +341,9 @@ class UpdateRule:
 
         Parameters have one dtype, and gradients one. ``common`` and ``rates`` are the same for all shards.
         """
-        rule = _with_codecs(self._as_kernel(), self.codecs)
-        lists = lists_of(shards, stored_master(self), rule.states, self.averages)
+        rule, master = _with_codecs(self._as_kernel(), self.codecs), master_of(self)
+        stored = None if master is None else parts_of(self.codecs, StateTensor(master))[0].name
+        lists = lists_of(shards, stored, rule.states, self.averages)
         zero_kernels.update_rows(rule.update, rule.columns, *lists)
 
     def before_joining(self, shard: ShardUpdate) -> Tensor:
@@ -388,13 +396,8 @@ def lists_of(
         [shard.state[name] for shard in shards for name in averages] or None,
         shards[0].rates,
         None if shards[0].row_stats is None else [shard.row_stats for shard in shards],
-        keys_of(shards),
+        None if shards[0].row_keys is None else [shard.row_keys for shard in shards],
     )
-
-
-def keys_of(shards: Sequence[ShardUpdate]) -> list[Tensor] | None:
-    """List the keys of the rows of each shard; None: nothing is rounded by noise."""
-    return None if shards[0].row_keys is None else [shard.row_keys for shard in shards]  # type: ignore[misc]
 
 
 def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_kernels.Rule:
@@ -405,7 +408,7 @@ def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_k
     def update(g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         given = iter(stored)
         own = {name: [next(given) for _ in of] for name, of in parts.items()}
-        decoded = [codecs[name].decode(of) if name in codecs else of[0] for name, of in own.items()]
+        decoded = [codecs[name].decode(*of) if name in codecs else of[0] for name, of in own.items()]
         new, changed = rule.update(g, p, decoded, c)
         encoded = [
             codecs[name].encode_in_update(value, c, number) if name in codecs else (value,)
@@ -456,9 +459,3 @@ def has_master(rule: UpdateRule, dtype: torch.dtype) -> bool:
 def master_of(rule: UpdateRule) -> str | None:
     """Find the name of the master, of which parameters are roundings. None: there is none."""
     return next((tensor.name for tensor in rule.tensors if tensor.begins is Begins.PARAMETER), None)
-
-
-def stored_master(rule: UpdateRule) -> str | None:
-    """Find the name of the tensor that is stored of the master, beside the parameter. None: there is none."""
-    name = master_of(rule)
-    return None if name is None else parts_of(rule.codecs, StateTensor(name))[0].name
