@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from ..errors import ParameterError, ShardAccessError
 from .flat_shard import FlatShard, Use
 from .storage_order import flat_of, storage_order
 from .tensor_slice import is_distributed, local_of, slice_of
-
-if TYPE_CHECKING:
-    from .flat_params import FlatParams
 
 aten = torch.ops.aten
 _PIPELINE_BACKWARD = "torch.distributed.pipelining._backward"
@@ -56,7 +53,7 @@ class ParamShard(_Unsaved):
     """
 
     plain: Tensor
-    flat: FlatParams | None
+    flat: Any  # ``FlatParams``, whose module imports this one; None until they are split
 
     @staticmethod
     def __new__(cls, local: Tensor, start: int, plain: Tensor, name: str) -> ParamShard:

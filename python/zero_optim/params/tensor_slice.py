@@ -14,7 +14,7 @@ shape, and has no ``TensorSlice``; a rule that needs whole parameters joins slic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ParameterError
-from .storage_order import Cut, slice_counts
+from .storage_order import Cut, StorageOrder, flat_of, slice_counts, view_of
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,19 @@ class TensorSlice:
     rank: int
 
     @property
+    def dim(self) -> int:
+        """The dimension of the cut; 0 without one."""
+        return 0 if self.cut is None else self.cut.dim
+
+    @property
     def offset(self) -> int:
-        """The row at which the slice begins, along the dimension of the cut."""
+        """The row at which the slice begins, along ``dim``."""
         return 0 if self.cut is None else self.cut.start(self.rank)
+
+    @property
+    def end(self) -> int:
+        """The row behind its last one, along ``dim``."""
+        return self.offset + self.local_shape[self.dim]
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -192,6 +202,72 @@ def local_gradient(parameter: Any, grad: Any) -> tuple[Tensor, bool]:
     if grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
     return grad._local_tensor, False
+
+
+# -- slice by slice ------------------------------------------------------------------------------------------------
+
+Read = Callable[[Tensor, int], None]
+"""Fills a flat tensor with the elements from a number on."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """``order``: of each slice, see ``storage_order``. ``cut``: None: the tensor is one slice."""
+
+    order: StorageOrder = None
+    cut: Cut | None = None
+
+    def slices(self, shape: Sequence[int]) -> list[TensorSlice]:
+        """List the slices of a tensor of ``shape``."""
+        ranks = 1 if self.cut is None else len(self.cut.sizes)
+        return [TensorSlice(tuple(shape), self.cut, ranks, rank) for rank in range(ranks)]
+
+
+WHOLE = Arrangement()
+"""The arrangement of a contiguous whole, as in a file of one whole tensor."""
+
+
+def read_arranged(
+    target: Tensor, start: int, shape: Sequence[int], arranged: tuple[Arrangement, Arrangement], read: Read
+) -> None:
+    """Fill ``target``, a flat range of a tensor in one arrangement, from the tensor in another.
+
+    Args:
+        target: [length] the elements from ``start`` on.
+        shape: of the whole tensor.
+        arranged: the arrangement of ``target``, and that in which ``read`` counts.
+    """
+    here, there = arranged
+    if here == there or not target.numel():
+        read(target, start)
+        return
+    for wanted in here.slices(shape):
+        first_number, row = wanted.start, prod(wanted.local_shape[1:])
+        low, high = max(start, first_number), min(start + target.numel(), first_number + prod(wanted.local_shape))
+        if low >= high:
+            continue
+        first, end = (low - first_number) // row, -(-(high - first_number) // row)
+        flat = flat_of(_read_rows(wanted, first, end, there, target, read), here.order)
+        target[low - start : high - start].copy_(flat.narrow(0, low - first_number - first * row, high - low))
+
+
+def _read_rows(wanted: TensorSlice, first: int, end: int, there: Arrangement, like: Tensor, read: Read) -> Tensor:
+    """Read rows ``first`` to ``end`` of dimension 0 of a slice: in every order, whole rows are a flat range."""
+    slices = [of for of in there.slices(wanted.shape) if prod(of.local_shape[1:])]
+    same_cut = slices[0].dim == wanted.dim
+    if same_cut:
+        slices = [of for of in slices if of.end > wanted.offset and of.offset < wanted.end]
+    parts = []
+    for of in slices:
+        row = prod(of.local_shape[1:])
+        flat = like.new_empty((end - first) * row)
+        read(flat, of.start + first * row)
+        parts.append(view_of(flat, (end - first, *of.local_shape[1:]), there.order))
+    rows = torch.cat(parts, slices[0].dim) if len(parts) > 1 else parts[0]
+    if not wanted.dim:
+        return rows
+    skipped = slices[0].offset if same_cut else 0
+    return rows.narrow(wanted.dim, wanted.offset - skipped, wanted.local_shape[wanted.dim])
 
 
 # -- plain slices: Megatron's attributes --------------------------------------------------------------------------

@@ -92,8 +92,6 @@ class Codec:
         stochastic: whether updates round by noise, for which they are given keys of rows.
         encode: encodes whole rows, [rows, 128] fp32: into [rows, 128], and [rows, 1] of a scale. The last row of a
             parameter may come alone, and without what is behind its last element.
-        decode: decodes such parts to [rows, 128] fp32: the values that were encoded, as the codec has rounded them. An
-            element depends on what is stored of it and of its row alone.
     """
 
     name = ""
@@ -103,7 +101,7 @@ class Codec:
     reads_parameter = False
     stochastic = False
     encode: Callable[[Tensor], Sequence[Tensor]]
-    decode: Callable[..., Tensor]
+    _decode: Callable[..., Tensor]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and other.name == self.name
@@ -115,6 +113,11 @@ class Codec:
         """The tensors that are stored in place of ``tensor``, under other names; the first has a value an element."""
         stored = StateTensor(f"{tensor.name}_{self.suffix}", dtype=self.dtype)
         return (stored, StateTensor(f"{tensor.name}_scale", per=Per.ROW)) if self.scaled else (stored,)
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """Decode to [rows, 128] fp32: the values that were encoded, as the codec has rounded them. An element depends
+        on what is stored of it and of its row alone."""
+        return self._decode(*parts)
 
     def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
         """Encode ``values`` that an update has made. ``columns``: of the table, [rows, 1], and the keys of rows;
@@ -134,7 +137,7 @@ class Codec:
         numel, stored = parts[0].numel(), self.parts(tensor)
         of_rows = [of.per is Per.ROW for of in stored] + [False] * self.reads_parameter
         shaped = [part.view(-1, 1) if one else _rows_of(part) for one, part in zip(of_rows, parts, strict=True)]
-        return self.decode(*shaped).reshape(-1)[:numel]
+        return self.decode(shaped).reshape(-1)[:numel]
 
     def encode_flat(self, values: Tensor) -> list[Tensor]:
         """Encode a flat range that begins with a row, ``values`` [numel] of any floating dtype, into flat parts."""
@@ -159,7 +162,7 @@ class Int8(Codec):
     name = suffix = "int8"
     dtype, scaled = torch.int8, True
     encode = staticmethod(encode_int8)
-    decode = staticmethod(decode_int8)
+    _decode = staticmethod(decode_int8)
 
 
 class Root8(Codec):
@@ -173,7 +176,7 @@ class Root8(Codec):
     name = suffix = "root8"
     dtype, scaled = torch.uint8, True
     encode = staticmethod(encode_root8)
-    decode = staticmethod(decode_root8)
+    _decode = staticmethod(decode_root8)
 
 
 class Bf16(Codec):
@@ -188,7 +191,7 @@ class Bf16(Codec):
     name = suffix = "bf16"
     dtype, stochastic = torch.bfloat16, True
     encode = staticmethod(encode_bf16)
-    decode = staticmethod(decode_bf16)
+    _decode = staticmethod(decode_bf16)
 
     def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
         return encode_stochastic_in_update(values, columns, state)
@@ -213,7 +216,7 @@ class Split(Codec):
     def encode(self, values: Tensor) -> Sequence[Tensor]:
         return split_master(values, self.dtype)[1:]
 
-    def decode(self, low: Tensor, parameter: Tensor) -> Tensor:
+    def _decode(self, low: Tensor, parameter: Tensor) -> Tensor:
         return join_master(parameter, low)
 
 

@@ -408,7 +408,7 @@ def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_k
     def update(g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         given = iter(stored)
         own = {name: [next(given) for _ in of] for name, of in parts.items()}
-        decoded = [codecs[name].decode(*of) if name in codecs else of[0] for name, of in own.items()]
+        decoded = [codecs[name].decode(of) if name in codecs else of[0] for name, of in own.items()]
         new, changed = rule.update(g, p, decoded, c)
         encoded = [
             codecs[name].encode_in_update(value, c, number) if name in codecs else (value,)
