@@ -233,9 +233,7 @@ class Split8(Split):
     dtype = torch.int8
 
 
-_ALL = (Bf16(), Int8(), Root8(), Split(), Split8())
-
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in _ALL}
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Bf16(), Int8(), Root8(), Split(), Split8())}
 """The codecs of the package, by name."""
 
 
@@ -266,13 +264,14 @@ def codecs_for(
     """
     chosen: dict[str, Codec] = {}
     for tensor in tensors:
-        codec = MASTERS[master]
-        if tensor.begins is Begins.PARAMETER and codec is not None:
-            chosen[tensor.name] = codec
-        plain = tensor.begins is Begins.ZERO and tensor.per is Per.ELEMENT and tensor.dtype == torch.float32
-        if plain and state_dtype != "fp32":
+        codec: Codec | None = None
+        if tensor.begins is Begins.PARAMETER:
+            codec = MASTERS[master]
+        elif tensor.begins is Begins.ZERO and tensor.per is Per.ELEMENT and tensor.dtype == torch.float32:
             eight = Root8() if tensor.name in nonnegative else Int8()
-            chosen[tensor.name] = eight if state_dtype == "int8" else CODECS[state_dtype]
+            codec = {"fp32": None, "bf16": Bf16(), "int8": eight}[state_dtype]
+        if codec is not None:
+            chosen[tensor.name] = codec
     return chosen
 
 
@@ -291,8 +290,8 @@ def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) ->
     that it cannot store; TypeError for what is no codec of the package."""
     known = {tensor.name: tensor for tensor in tensors}
     for name, codec in codecs.items():
-        if type(codec) not in map(type, _ALL):
-            ours = ", ".join(f"{type(one).__name__}()" for one in _ALL)
+        if type(codec) not in map(type, CODECS.values()):
+            ours = ", ".join(f"{type(one).__name__}()" for one in CODECS.values())
             raise TypeError(f"the codec of {name!r} is a {type(codec).__name__}: give one of {ours}")
         tensor = known.get(name)
         if tensor is None:

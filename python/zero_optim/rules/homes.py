@@ -14,7 +14,6 @@ are both, flat ranges are joined first, into whole slices. Replicas then divide 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -52,20 +51,15 @@ def batch_lengths(shards: Sequence[Size], ranks: int, device: torch.device) -> I
     ``ranks``: number of those that shard the parameters. ``device``: where parameters are made whole.
     """
     least = Size(JOINED_ON_A_PROCESSOR if device.type == "cpu" else JOINED_ON_A_GPU, PARAMETERS_A_RANK * ranks)
-    left = _total(shards)
-    taken: list[Size] = []
-    for shard in shards:
-        taken.append(shard)
-        here = _total(taken)
-        rest = Size(left.numel - here.numel, left.parameters - here.parameters)
-        if all(map(operator.ge, here, least)) and all(map(operator.ge, rest, least)):
-            yield len(taken)
-            left, taken = rest, []
-    yield len(taken)
-
-
-def _total(sizes: Sequence[Size]) -> Size:
-    return Size(sum(size.numel for size in sizes), sum(size.parameters for size in sizes))
+    rest = Size(sum(shard.numel for shard in shards), sum(shard.parameters for shard in shards))
+    here, length = Size(0, 0), 0
+    for numel, parameters in shards:
+        here, length = Size(here.numel + numel, here.parameters + parameters), length + 1
+        rest = Size(rest.numel - numel, rest.parameters - parameters)
+        if all(size.numel >= least.numel and size.parameters >= least.parameters for size in (here, rest)):
+            yield length
+            here, length = Size(0, 0), 0
+    yield length
 
 
 class MatrixPiece(NamedTuple):

@@ -58,11 +58,6 @@ def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
     return (1, shape[0], math.prod(shape[1:]))
 
 
-def are_stacked(dims: int, dim: int) -> bool:
-    """Whether a parameter of so many dimensions is a stack of matrices along ``dim``."""
-    return dims == 3 and dim == 0
-
-
 def dims_of(view: Mapping[str, Any], dims: int) -> range:
     """The dimensions that ``view`` cuts of a parameter that has so many."""
     first = 1 if dims == 3 else 0  # of the rows

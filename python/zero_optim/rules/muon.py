@@ -23,7 +23,7 @@ from . import newton_schulz
 from .codec import Begins, StateTensor
 from .homes import TENSOR_ALL_TO_ALL, MatrixHomes, WorkSplit, joined_parts, joined_slices
 from .kernel_rule import KernelRule
-from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
+from .matrix_view import VIEW, MatrixView, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
 from .options import Fixed, Flag, Number, check_choice
 from .update_rule import MASTER, ShardUpdate, ToJoin, UpdateRule, Whole, parts_of
 
@@ -153,7 +153,7 @@ class Muon(UpdateRule):
 
     def needs_whole(self, joint: Joint) -> bool:
         """False for a stack that is sliced between its matrices: each slice has whole ones."""
-        return not are_stacked(len(joint.shape), joint.dim)
+        return len(joint.shape) != 3 or joint.dim != 0
 
     def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
         """A view is of the whole matrix, also where this rank has a slice of it."""
