@@ -28,7 +28,7 @@ Experts = dict[int, ExpertRanks]
 
 @dataclass(frozen=True)
 class Admission:
-    """The optimizer that parameters are to join, and the call that brings them.
+    """The optimizer that parameters are to join, and the call that adds them.
 
     Attributes:
         world, topology: all ranks that train together, and their places.

@@ -365,7 +365,7 @@ def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str
 
 
 def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: Topology) -> None:
-    """Raise ParameterError for the first with a mark that cannot be honoured. ``tensor_slice`` says what marks mean."""
+    """Raise ParameterError for the first with a mark that cannot be honoured. ``tensor_slice`` lists the marks."""
     plain, explicit_tp = topology.plain, topology.explicit_tp
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     for parameter, label in zip(parameters, labels, strict=True):
@@ -383,7 +383,7 @@ def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: T
                 "number in a hook of the parameter, and mark it with sequence_parallel = True, which adds up"
             )
         if is_distributed(parameter) and is_term(parameter):
-            raise ParameterError(f"{marks}, and is a DTensor, whose gradient says that by its placement: unmark it")
+            raise ParameterError(f"{marks}, and is a DTensor, whose gradient has that in its placement: unmark it")
         if plain or is_distributed(parameter) or not (is_slice(parameter) or is_term(parameter)):
             continue
         if topology.columns is not None:

@@ -67,7 +67,7 @@ class FlatParams:
         locals = self.locals
         before = [local.data for local in locals]
         torch._foreach_copy_(self._views, before)
-        keep_for_current_stream(*before)
+        keep_for_current_stream(*before)  # the copy may still read them when the loop below drops the last reference
         for local, own in zip(locals, own_storages(self.full, self._views), strict=True):
             local.data = own
         self._locate(self.full)
@@ -99,7 +99,7 @@ class FlatParams:
 
     def as_stored(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """View each parameter's tensor with its dimensions in its slot's order: contiguous where it lies so."""
-        if not self.permuted:  # as a rule: nothing is done for each
+        if not self.permuted:  # by default: no work for each parameter
             return tensors
         return [as_stored(tensor, order) for tensor, order in zip(tensors, self.orders, strict=True)]
 
@@ -166,9 +166,8 @@ class FlatParams:
             self._copied.order_current()
 
     def wait_until_copied(self) -> None:
-        """Wait before the shard is written. Where it is in pinned host memory, the host waits until the device
-        has read it."""
-        if self._lanes is not None:
+        """Wait before the shard is written."""
+        if self._lanes is not None:  # the host writes pinned memory at once, whatever the device still reads of it
             self._copied.wait()
 
     def show(self) -> None:
@@ -177,7 +176,7 @@ class FlatParams:
             local.data = view
         self._locate(self.full)
         self.shown = True
-        self._versions = list(map(_version_of, self.params))
+        self._versions = list(map(_version_of, self.params))  # edits from here on are the user's
 
     def first_moved(self) -> int | None:
         """Find the first slot with a gradient whose parameter was cast, moved or given other strides; at stage 3, also
@@ -215,13 +214,13 @@ class FlatParams:
     def reshard(self, node: Comm | None = None) -> None:
         """Empty ``full``. With ``node``, keep what this rank needs to fill it again from the ranks of its node."""
         if self.shown:
-            self.keep_edits()
+            self.keep_edits()  # the gathered copy is lost below
         if node is not None and self._node_part is None:
             self._node_part = node.own_part(self.full).clone()
         elif node is None:
             self._node_part = None
         self.hide()
-        if self._poison:
+        if self._poison:  # a kernel that still reads freed memory would see valid numbers, most often
             self.full.fill_(torch.nan)
         else:
             deallocate(self.full)
@@ -317,7 +316,7 @@ class FlatParams:
         self._storages = [local.untyped_storage() for local in self.locals]
         self._nothing = _nothing(self.dtype, self.device)
         self.hide()
-        for storage in self._storages:
+        for storage in self._storages:  # of the user's views, too, which would keep the memory alive
             storage._swap_data_ptr_(self.full.new_empty(0).untyped_storage())  # type: ignore[attr-defined]
         deallocate(self.full)
 

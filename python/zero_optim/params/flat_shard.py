@@ -139,7 +139,7 @@ class FlatShard(Tensor):
         )
 
     def what_is_here(self) -> str:
-        """Say how much of it this rank holds, for messages."""
+        """Describe how much of it this rank holds, for messages."""
         here, whole = self._local.numel(), self.numel()
         if not whole:
             return "it has no elements"

@@ -71,7 +71,7 @@ class BucketLayout:
         """The shard in which ``slot`` begins."""
         return min(slot.offset // self.shard_numel, self.shards - 1)  # an empty slot may lie at the very end
 
-    def dealt(self, ranks: Sequence[int]) -> BucketLayout:
+    def reordered(self, ranks: Sequence[int]) -> BucketLayout:
         """Put the shards into another order: ``ranks`` has the new number of each. No shard may cut a slot."""
         moved = {slot: (ranks[self.shard_of(slot)] - self.shard_of(slot)) * self.shard_numel for slot in self.slots}
         return replace(self, slots=_in_order(slot._replace(offset=slot.offset + by) for slot, by in moved.items()))
@@ -177,6 +177,7 @@ class WholeParameters(LayoutPolicy):
             return super().place(params, numels, shards)
         loads = [0] * shards
         home: dict[int, tuple[int, int]] = {}  # of each, its shard, and where it begins there
+        # Ties are broken by number: the shard of a parameter must not depend on the order of ``params``.
         for param in sorted(params, key=lambda param: (-numels[param], param)):
             shard = loads.index(min(loads))
             home[param] = shard, loads[shard]
@@ -246,21 +247,21 @@ def build_layout(
     for params in buckets:
         policy = policies.get(kinds[params[0]], CUT_AT_ROWS)
         layout = _layout(params, numels, shards, policy)
-        layouts.append(layout if policy.cuts else _deal(layout, costs, to_do))
+        layouts.append(layout if policy.cuts else _assign(layout, costs, to_do))
     return layouts
 
 
-def _deal(layout: BucketLayout, costs: Mapping[int, int], to_do: list[int]) -> BucketLayout:
-    """Give the dearest shard to the rank that has least ``to_do``, and so on; adds the costs to ``to_do``."""
+def _assign(layout: BucketLayout, costs: Mapping[int, int], to_do: list[int]) -> BucketLayout:
+    """Assign the most expensive shard to the rank with the least ``to_do``, and so on; add the costs to ``to_do``."""
     takes = [0] * layout.shards
     for slot in layout.slots:
         takes[layout.shard_of(slot)] += costs.get(slot.param, slot.numel)
     every = range(layout.shards)
-    dearest, idlest = sorted(every, key=lambda shard: -takes[shard]), sorted(every, key=to_do.__getitem__)
-    rank_of = dict(zip(dearest, idlest, strict=True))
+    shards, ranks = sorted(every, key=lambda shard: -takes[shard]), sorted(every, key=to_do.__getitem__)
+    rank_of = dict(zip(shards, ranks, strict=True))
     for shard, rank in rank_of.items():
         to_do[rank] += takes[shard]
-    return layout.dealt([rank_of[shard] for shard in every])
+    return layout.reordered([rank_of[shard] for shard in every])
 
 
 def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:

@@ -147,8 +147,9 @@ class ParameterSet:
         """Warn of parameters without a gradient that the model does not have any more, where the model is known.
 
         Each parameter is looked for once, in the first step without its gradient. ``used``: a byte for each parameter,
-        1 where this rank has a gradient for it; as a rule what it was in the step before.
+        1 where this rank has a gradient for it.
         """
+        # By default it is what it was in the step before: then the model is not walked.
         model = None if used == self._used or self._model is None else self._model()
         self._used = bytes(used)
         if model is None:
@@ -185,7 +186,7 @@ class ParameterSet:
     # -- one live optimizer a parameter --------------------------------------------------------------------------
 
     def claim(self, indices: Iterable[int]) -> None:
-        own = weakref.ref(self)
+        own = weakref.ref(self)  # a dropped optimizer must not keep its parameters claimed
         for index in indices:
             _set_of[self.all[index]] = own
 

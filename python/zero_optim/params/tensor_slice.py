@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ParameterError
 from .storage_order import Cut, StorageOrder, flat_of, slice_counts, view_of
@@ -303,8 +303,6 @@ def is_plain_slice(parameter: Tensor) -> bool:
 
 def marked(parameter: Tensor) -> str:
     """List the marks of a parameter, for messages; empty where it has none."""
-    if type(parameter) is nn.Parameter and not parameter.__dict__:
-        return ""
     found = [name for name in (SLICE, TERM, _SHARED, AVERAGED) if getattr(parameter, name, False)]
     return "".join(f", {name} = True" for name in found)
 

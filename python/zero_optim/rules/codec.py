@@ -81,10 +81,10 @@ class Codec:
     """A form in which state is stored. A codec is one of the subclasses below.
 
     Three things hold for each. Zeros are stored as zeros. Decoded values do not change when they are encoded and
-    decoded again: so state may be loaded as often as one likes. NaN stays NaN.
+    decoded again: so state may be loaded any number of times. NaN stays NaN.
 
     Attributes:
-        name: by which a checkpoint knows it again.
+        name: as checkpoints record it.
         suffix, dtype: of the tensor that is stored in place of another, with a value an element.
         scaled: whether one fp32 scale a row is stored beside it.
         reads_parameter: whether the parameter is a part of the stored form, which is a master's then; ``decode`` gets

@@ -6,7 +6,7 @@ By its shape, first::
     3               [experts, rows, columns]       one for each expert
     4 and 5         [out, in, height, width]       a convolution: one of [out, in * height * width]
 
-A parameter group may say by ``view`` that each of them is several, side by side::
+By ``view`` of a parameter group each of them is several, side by side::
 
     {"params": q, "view": {"rows": 12}}                  12 equal blocks of rows, such as heads
     {"params": qkv, "view": {"rows": (768, 256, 256)}}   blocks of so many rows
@@ -65,7 +65,7 @@ def dims_of(view: Mapping[str, Any], dims: int) -> range:
 
 
 def refuse_view(shape: Sequence[int], view: Mapping[str, Any] | None) -> str | None:
-    """Say why a parameter of this shape has no such matrices, and what to do. None: it has."""
+    """Return why a parameter of this shape has no such matrices, and what to do. None: it has."""
     if not 2 <= len(shape) <= 5:
         return (
             f"has {len(shape)} dimensions, and Muon makes matrices orthogonal: give it to a group with another rule, "

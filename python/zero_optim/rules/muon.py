@@ -212,6 +212,7 @@ class Muon(UpdateRule):
         """Collective. Send shards of matrices to their homes in the shard group, then slices to theirs among the
         tensor-parallel ranks. Replicas split the matrices that they all have then, and orthogonalize them. The results
         go back the same way."""
+        # Each of the exchanges below happens on all ranks of its group or on none: the layout decides, which is common.
         if self._places is None:
             self._places = self._places_of(shards)
         over_shards, of_wholes, over_slices, of_slices = self._places
@@ -261,6 +262,7 @@ class Muon(UpdateRule):
         ahead = torch.empty_like(shard.grad, dtype=torch.float32)
         momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(BUFFER))}
         look_ahead, _ = self._passes or self._make_passes()
+        # Averages and measurements wait for the pass that writes the master.
         look_ahead.update([shard._replace(parameter=ahead, state=momentum, rates=None, row_stats=None)])
         return ahead
 
@@ -278,6 +280,7 @@ class Muon(UpdateRule):
                 scale = scale.narrow(0, in_param, numel)
             direction.narrow(0, start, numel).mul_(shard.hyper[whole.param, lr] * scale)
         _, subtract = self._passes or self._make_passes()
+        # The first pass has marked the gradients that are not finite. This one does not read them.
         subtract.update([shard._replace(state={**shard.state, _DIRECTION: direction}, marks=None)])
 
     def _scale(self, whole: Whole, device: torch.device, slices: Comm | None) -> float | Tensor:

@@ -34,8 +34,7 @@ class Option:
     """Whether a group may be without, as those of older checkpoints, and has the default then."""
 
     stays: ClassVar[bool] = False
-    """Whether a load leaves it as it is, whatever was saved: such an option says what a parameter is, or how something
-    is computed, and nothing about the training."""
+    """Whether a load leaves it as it is, whatever was saved: it describes a parameter, or how something is computed."""
 
     name: str
     default: Any
@@ -57,7 +56,7 @@ class Option:
 class Number(Option):
     """A number from ``least`` on and below ``below``.
 
-    ``rate``: it may also be a tensor of one element, and as small as one likes: 0 in fp32 does no harm.
+    ``rate``: it may also be a tensor of one element, of any size: 0 in fp32 does no harm.
     """
 
     least: float = 0.0

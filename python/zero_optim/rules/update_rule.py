@@ -93,7 +93,7 @@ class ShardUpdate(NamedTuple):
         hyper: [parameters, columns] fp32, a row of coefficients a parameter.
         grad_scale: [1] fp32, multiplies every gradient; None: nothing does.
         found_inf: [1] fp32; not 0: nothing is updated.
-        marks: [parameters] int32, get 1 where a skipped gradient is not finite; None: nobody asks.
+        marks: [parameters] int32, get 1 where a skipped gradient is not finite; None: they are not wanted.
         rates: [parameters, averages] fp32, how far each average goes towards the new master; None: there are none.
         row_stats: [shard_numel / ROW, 5] fp32, receives what ``zero_kernels.ROW_STATS`` names of each row; None: it is
             not wanted.
@@ -145,10 +145,10 @@ class UpdateRule:
         averages: the exponential averages of the master that are kept beside the rule's own state, the last of
             ``tensors``; see ``with_averages``.
         layout: where in a bucket parameters lie, at stages 0 to 2. ``WholeParameters`` is for a rule that needs whole
-            matrices. Such a rule brings an ``update`` of its own.
+            matrices. Such a rule has an ``update`` of its own.
         joins_parts: whether such a rule works at stage 3, too, where all parameters are cut over ranks, and where
-            tensor-parallel ranks have slices of them. It brings ``before_joining``, ``join`` and ``after_joining``
-            then, which take the place of ``update`` there.
+            tensor-parallel ranks have slices of them. It has ``before_joining``, ``join`` and ``after_joining`` then,
+            which take the place of ``update`` there.
         joined_in: the dtype in which ranks exchange parts to be made whole.
         plain_slices: number of tensor-parallel ranks that have plain slices of a cut parameter, one each.
     """
@@ -179,7 +179,7 @@ class UpdateRule:
 
     @property
     def name(self) -> str:
-        """The class's name, by which a checkpoint knows it again."""
+        """The class's name, which checkpoints record."""
         return type(self).__name__
 
     @property
@@ -262,20 +262,20 @@ class UpdateRule:
                 )
 
     def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
-        """Say why this parameter of ``group`` cannot be updated by the rule, and what to do. None: it can."""
+        """Return why the rule cannot update this parameter of ``group``, and what to do. None: it can."""
         return None
 
     def refuse_device(self, device: torch.device) -> str | None:
-        """Say why it cannot update where state is on ``device``, and what to do. None: it can."""
+        """Return why it cannot update where state is on ``device``, and what to do. None: it can."""
         return None
 
     def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
-        """Say why state of a group with these options means something else here. None: it does not."""
+        """Return why state of a group with these options means something else here. None: it does not."""
         return None
 
     def refuse_options(self, number: int, group: Mapping[str, Any]) -> str | None:
-        """Say that a state dict with these options is of another optimizer. None: it is not. In a checkpoint the state
-        tensors show it, and may be left out."""
+        """Return that a state dict with these options is of another optimizer. None: it is not."""
+        # Checkpoints are not asked: their state tensors show it, and may be left out.
         found = [name for name in self.foreign_options if name in group]
         if self.own_option in group or not found:
             return None
