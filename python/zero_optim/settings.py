@@ -138,24 +138,19 @@ class Settings:
         return {name: value for name, value in given.items() if name not in _LEFT_OUT_WHERE_NONE or value is not None}
 
 
-def _option_parameters() -> list[inspect.Parameter]:
-    """The options as keyword-only parameters, with types and defaults."""
-    defaults = {field.name: field.default for field in fields(Settings) if field.name != "stage"}
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return [
-        inspect.Parameter(name, kind, default=defaults.get(name), annotation=getattr(hint, "__forward_arg__", hint))
-        for name, hint in ShardingOptions.__annotations__.items()
-    ]
-
-
 def shows_options(init: Init, base: type | None = None) -> Init:
     """Show in the signature of a constructor, for ``help`` and editors, what it takes as ``**kwargs``: the options, or
     the keyword-only arguments of the class ``base``, options included."""
     *own, kwargs = inspect.signature(init).parameters.values()
+    kind, names = inspect.Parameter.KEYWORD_ONLY, {parameter.name for parameter in own}
     assert kwargs.kind is inspect.Parameter.VAR_KEYWORD
-    more = _option_parameters() if base is None else inspect.signature(base).parameters.values()
-    names = {parameter.name for parameter in own}
-    shown = [p for p in more if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in names]
+    defaults = {field.name: field.default for field in fields(Settings) if field.name != "stage"}
+    options = [
+        inspect.Parameter(name, kind, default=defaults.get(name), annotation=getattr(hint, "__forward_arg__", hint))
+        for name, hint in ShardingOptions.__annotations__.items()
+    ]
+    more = options if base is None else inspect.signature(base).parameters.values()
+    shown = [parameter for parameter in more if parameter.kind is kind and parameter.name not in names]
     init.__signature__ = inspect.Signature([*own, *shown], return_annotation="None")  # type: ignore[attr-defined]
     return init
 

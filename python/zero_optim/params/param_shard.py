@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,15 @@ class StateDictShard(_Unsaved):
 
     It loads into the same rank's shard again, and ``torch.distributed.checkpoint`` takes it.
     """
+
+
+def _of_plain(name: str) -> Any:
+    """Make an attribute of ``ParamShard`` that is its plain parameter's."""
+    return property(
+        lambda shard: getattr(shard.plain, name),
+        lambda shard, value: setattr(shard.plain, name, value),
+        lambda shard: setattr(shard.plain, name, None),
+    )
 
 
 class ParamShard(_Unsaved):
@@ -83,30 +92,11 @@ class ParamShard(_Unsaved):
             "stage 2"
         )
 
-    # Of a ``DTensor``.
-    device_mesh = property(lambda self: self.plain.device_mesh)
-    placements = property(lambda self: self.plain.placements)
-
     # Python code finds these; torch's own code in C++ does not.
-    @property
-    def grad(self) -> Tensor | None:
-        return self.plain.grad
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self.plain.grad = value
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.plain.grad = None
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.plain.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.plain.requires_grad = value
+    grad, requires_grad = _of_plain("grad"), _of_plain("requires_grad")
+    register_hook = _of_plain("register_hook")
+    register_post_accumulate_grad_hook = _of_plain("register_post_accumulate_grad_hook")
+    device_mesh, placements = _of_plain("device_mesh"), _of_plain("placements")  # of a ``DTensor``
 
     @property
     def data(self) -> Tensor:
@@ -120,12 +110,6 @@ class ParamShard(_Unsaved):
     def requires_grad_(self, requires_grad: bool = True) -> ParamShard:
         self.plain.requires_grad_(requires_grad)
         return self
-
-    def register_hook(self, hook: Any) -> Any:
-        return self.plain.register_hook(hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        return self.plain.register_post_accumulate_grad_hook(hook)
 
     def _moved(self, options: Mapping[str, Any]) -> FlatShard:
         raise ParameterError(
@@ -182,14 +166,8 @@ def plain_parameter(parameter: Tensor) -> Tensor:
     return parameter.plain if isinstance(parameter, ParamShard) else parameter
 
 
-class Arrives(Protocol):
-    """A bucket whose parameters may be in flight."""
-
-    def order_reader(self) -> None: ...
-
-
-arriving: dict[int, Arrives] = {}
-"""The bucket of each parameter that is in flight, by the parameter's ``id``."""
+arriving: dict[int, Any] = {}
+"""The ``Bucket`` of each parameter that is in flight, by the parameter's ``id``."""
 
 _FIELDS = ("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "_version")
 _GRAD: Any = Tensor.grad
