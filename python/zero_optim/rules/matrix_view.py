@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +37,8 @@ class MatrixView(Option):
     """``view`` of a parameter group: None, or ``{"rows": blocks}`` or ``{"columns": blocks}``, where ``blocks`` is the
     number of equal ones, or the length of each."""
 
-    optional = stays = True
+    stays: bool = field(default=True, kw_only=True)
+    optional = True
 
     def check(self, value: Any, owner: str) -> None:
         if value is None:

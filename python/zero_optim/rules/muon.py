@@ -88,12 +88,6 @@ class _Scale(Fixed):
         return (value or "original") == (other or "original")
 
 
-class _Way(Fixed):
-    """A way to compute the iteration. State from another way loads: it differs by rounding alone, if at all."""
-
-    stays = True
-
-
 class Muon(UpdateRule):
     """One momentum, 4 bytes a parameter less than AdamW; for matrices alone.
 
@@ -112,8 +106,9 @@ class Muon(UpdateRule):
         Fixed("eps", 1e-7),
         Fixed("ns_steps", 5),
         Fixed("ns_gram", True),
-        _Way("ns_product", newton_schulz.TORCH),
-        _Way("ns_replicas", SHARE),
+        # State from another way to compute the iteration loads: it differs by rounding alone, if at all.
+        Fixed("ns_product", newton_schulz.TORCH, stays=True),
+        Fixed("ns_replicas", SHARE, stays=True),
         _Scale("adjust_lr_fn", None),
         MatrixView(VIEW, None),
     )

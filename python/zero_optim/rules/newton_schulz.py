@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +90,14 @@ def orthogonalized(
     Returns bf16 of the same shape, in another memory format perhaps.
     """
     of_steps = listed(coefficients, steps)
-    of = _products(matrix, product)
+    multiply, add_product = (torch.mm, torch.addmm) if matrix.dim() == 2 else (torch.bmm, torch.baddbmm)
+
+    def of_torch(a: Tensor, b: Tensor, d: Tensor | None = None, **factors: Any) -> Tensor:
+        return multiply(a, b) if d is None else add_product(d, a, b, **factors)
+
+    # a b, or beta d + alpha a b, where that is symmetric in exact arithmetic.
+    fused = product == TRITON and min(matrix.shape[-2:]) >= TRITON_FROM
+    symmetric = zero_kernels.symmetric_product if fused else of_torch
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.to(torch.bfloat16, copy=True)
     rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -98,29 +105,29 @@ def orthogonalized(
     x = x.mT if tall else x
     x = x / norm.clamp(min=eps)
     for phase in phases(matrix.shape[-2], matrix.shape[-1], of_steps, gram):
-        square = of.symmetric(x, x.mT)
+        square = symmetric(x, x.mT)
         if len(phase) > 1:
-            x = of.product(_polynomial(square, phase, of), x)
+            x = multiply(_polynomial(square, phase, symmetric), x)
         else:
             ((a, b, c),) = phase
-            x = of.added(x, of.symmetric(square, square, square, beta=b, alpha=c), x, beta=a)
+            x = add_product(x, symmetric(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
-def _polynomial(square: Tensor, phase: Sequence[Step], of: _Products) -> Tensor:
+def _polynomial(square: Tensor, phase: Sequence[Step], symmetric: Callable[..., Tensor]) -> Tensor:
     """Make the matrix that these steps multiply X by, of ``square`` = X X^T."""
-    made = factor = _factor(square, phase[0], of)
+    made = factor = _factor(square, phase[0], symmetric)
     for step in phase[1:]:
-        square = of.symmetric(of.symmetric(square, factor), factor)
-        factor = _factor(square, step, of)
-        made = of.symmetric(factor, made)
+        square = symmetric(symmetric(square, factor), factor)
+        factor = _factor(square, step, symmetric)
+        made = symmetric(factor, made)
     return made
 
 
-def _factor(square: Tensor, step: Step, of: _Products) -> Tensor:
+def _factor(square: Tensor, step: Step, symmetric: Callable[..., Tensor]) -> Tensor:
     """a I + b A + c A A, of A = ``square``."""
     a, b, c = step
-    made = of.symmetric(square, square, square, beta=b, alpha=c)
+    made = symmetric(square, square, square, beta=b, alpha=c)
     diagonal = made.diagonal(dim1=-2, dim2=-1)
     diagonal.copy_(diagonal.float() + a)  # added to bf16, torch would round a itself first
     return made
@@ -162,26 +169,6 @@ def multiplications(rows: int, columns: int, coefficients: Sequence[Any], steps:
 def listed(coefficients: Sequence[Any], steps: int) -> list[Step]:
     """List the coefficients of each step."""
     return [(a, b, c) for a, b, c in ([coefficients] * steps if _are_three(coefficients) else coefficients)]
-
-
-class _Products(NamedTuple):
-    """``product(a, b)``; ``added(d, a, b, beta=, alpha=)``; ``symmetric(a, b)`` or ``symmetric(a, b, d, beta=,
-    alpha=)``, where that is symmetric in exact arithmetic."""
-
-    product: Callable[..., Tensor]
-    added: Callable[..., Tensor]
-    symmetric: Callable[..., Tensor]
-
-
-def _products(matrix: Tensor, backend: str) -> _Products:
-    """Choose the products for one matrix, or for several."""
-    product, added = (torch.mm, torch.addmm) if matrix.dim() == 2 else (torch.bmm, torch.baddbmm)
-
-    def symmetric(a: Tensor, b: Tensor, d: Tensor | None = None, **factors: Any) -> Tensor:
-        return product(a, b) if d is None else added(d, a, b, **factors)
-
-    fused = backend == TRITON and min(matrix.shape[-2:]) >= TRITON_FROM
-    return _Products(product, added, zero_kernels.symmetric_product if fused else symmetric)
 
 
 def _are_three(numbers: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -28,16 +28,16 @@ class Option:
     Attributes:
         name: as in ``param_groups``.
         default: where nothing is given.
+        stays: whether a load leaves it as it is, whatever was saved: it describes a parameter, or how something is
+            computed.
     """
 
     optional: ClassVar[bool] = False
     """Whether a group may be without, as those of older checkpoints, and has the default then."""
 
-    stays: ClassVar[bool] = False
-    """Whether a load leaves it as it is, whatever was saved: it describes a parameter, or how something is computed."""
-
     name: str
     default: Any
+    stays: bool = field(default=False, kw_only=True)
 
     @property
     def coefficients(self) -> tuple[str, ...]:
