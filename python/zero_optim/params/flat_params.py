@@ -19,7 +19,7 @@ from ..stores.lanes import Lanes
 from .layout import BucketLayout
 from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, strides_of, view_of
-from .tensor_slice import is_cut, local_of, put_together, slice_of
+from .tensor_slice import is_cut, local_of, slice_of
 
 _version_of = operator.attrgetter("_version")
 
@@ -254,7 +254,7 @@ class FlatParams:
             shapes = [own.on(rank).local_shape for rank in range(own.ranks)]
             flats = [row.narrow(0, slot.offset, prod(shape)) for row, shape in zip(every, shapes, strict=True)]
             slices = [view_of(flat, shape, order) for flat, shape in zip(flats, shapes, strict=True)]
-            found.append(put_together(own, slices))
+            found.append(torch.cat(slices, own.dim))
         return found
 
     def copy_out(self) -> Tensor:

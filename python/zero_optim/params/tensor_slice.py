@@ -112,17 +112,16 @@ def slice_of(parameter: Any, label: str = "a parameter") -> TensorSlice | None:
             "fully_shard does it, to this optimizer"
         )
     (placement,) = parameter.placements
-    ranks, rank = mesh.size(), mesh.get_local_rank()
-    found = TensorSlice(shape, None, ranks, rank)
+    ranks, rank, cut = mesh.size(), mesh.get_local_rank(), None
     if type(placement).__name__ == "Shard":
         dim = placement.dim % len(shape)
         rows = -(-shape[dim] // ranks)
-        sizes = tuple(max(0, min(rows, shape[dim] - rows * other)) for other in range(ranks))
-        found = TensorSlice(shape, Cut(dim, sizes), ranks, rank)
+        cut = Cut(dim, tuple(max(0, min(rows, shape[dim] - rows * other)) for other in range(ranks)))
     elif not placement.is_replicate():
         raise ParameterError(
             f"{label} is a DTensor placed as {placement}: the optimizer takes Shard(dim) and Replicate()"
         )
+    found = TensorSlice(shape, cut, ranks, rank)
     if tuple(local_of(parameter).shape) != found.local_shape:
         raise ParameterError(
             f"{label} is a DTensor of shape {shape}, placed as {placement} over {ranks} ranks, and number {rank} of "
@@ -146,12 +145,6 @@ def is_cut(parameter: Any) -> bool:
 def whole_of(tensor: Any) -> Tensor:
     """Gather a whole ``DTensor``, by torch's own means: collective then. A plain tensor is whole."""
     return tensor.full_tensor() if is_distributed(tensor) else tensor
-
-
-def put_together(own: TensorSlice, slices: Sequence[Tensor]) -> Tensor:
-    """Make the whole tensor of all its slices, which come in their shapes, in the order of the ranks."""
-    assert own.cut is not None
-    return torch.cat([*slices], own.cut.dim)
 
 
 def room_of(parameter: Tensor) -> int:

@@ -250,16 +250,15 @@ class UpdateRule:
         for option in self.options:
             if option.name not in group and not option.optional:
                 raise ValueError(f"{owner} has no {option.name}")
-            option.check(group.get(option.name, option.default), owner)
+            value, own = group.get(option.name, option.default), self.defaults.get(option.name)
+            option.check(value, owner)
+            if isinstance(option, Fixed) and option.name in group and not option.same(value, own):
+                raise ValueError(
+                    f"{option.name} of {owner} is {value!r}, and the optimizer was made with {own!r}, which is one for "
+                    f"all groups: make it with {option.name}={value!r}"
+                )
         if group.get(EMA_DECAY) is not None and not self.averages:
             raise ValueError(f"{EMA_DECAY} of {owner}: the optimizer keeps no averages: give it {EMA_DECAY}, too")
-        for option in (option for option in self.options if isinstance(option, Fixed)):
-            given, own = group.get(option.name, self.defaults[option.name]), self.defaults[option.name]
-            if not option.same(given, own):
-                raise ValueError(
-                    f"{option.name} of {owner} is {given!r}, and the optimizer was made with {own!r}, which is one for "
-                    f"all groups: make it with {option.name}={given!r}"
-                )
 
     def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
         """Return why the rule cannot update this parameter of ``group``, and what to do. None: it can."""
