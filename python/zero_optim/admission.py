@@ -115,7 +115,9 @@ class Admission:
     def _check_slices(self, parameters: ParameterSet, experts: Experts) -> None:
         new = self._new(parameters)
         given, labels = [parameters.all[index] for index in new], [parameters.labels[index] for index in new]
-        validate.check_slices(given, labels, self.topology, [parameters.group_of[index] for index in new], experts)
+        numbers = enumerate(parameters.group_of[index] for index in new)
+        of_experts = {place: experts[number] for place, number in numbers if number in experts}
+        validate.check_slices(given, labels, self.topology, of_experts)
 
 
 def check_order(parameters: ParameterSet, shardings: Shardings, indices: Sequence[int], where: str) -> None:

@@ -6,6 +6,7 @@ import difflib
 import itertools
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -184,8 +185,8 @@ def check_described(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, A
                 raise ValueError(f"{name} {reason}")
 
 
+# The least ratio of ``difflib`` that is warned of: "weigth_decay" has more, torch's "max_momentum" less.
 NEARLY = 0.85
-"""The least ratio of ``difflib`` that is warned of: "weigth_decay" has more, torch's "max_momentum" less."""
 
 
 def warn_of_misspelt(rule: UpdateRule, number: int, group: Mapping[str, Any]) -> None:
@@ -452,26 +453,19 @@ def check_slices(
     parameters: Sequence[Tensor],
     labels: Sequence[str],
     topology: Topology,
-    group_of: Sequence[int] | None = None,
-    experts: Mapping[int, ExpertRanks] | None = None,
+    experts: Mapping[int, ExpertRanks] = MappingProxyType({}),
 ) -> None:
     """Raise ParameterError for the first of ``parameters`` that is cut over other ranks than ``topology`` has.
 
-    Args:
-        group_of: of each parameter, the number of its group; None: there are no experts.
-        experts: by the number of a group of experts, its ranks.
+    ``experts``: the ranks of those parameters that are experts, by their place in ``parameters``.
     """
-    own = {number: own_row(of_group.columns) for number, of_group in (experts or {}).items()}
-    slices = topology.slices
     for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):
-        if not is_distributed(parameter):
-            continue
-        number = -1 if group_of is None else group_of[place]
-        mesh, wanted = mesh_of([parameter]), own.get(number, slices)
+        mesh, of_experts = mesh_of([parameter]), experts.get(place)
+        wanted = topology.slices if of_experts is None else own_row(of_experts.columns)
         if mesh is None or (not wanted and mesh.size() == 1):
             continue
         ranks = mesh.mesh.flatten().tolist()
-        if number in own and not (ranks == wanted and is_cut(parameter)):
+        if of_experts is not None and not (ranks == wanted and is_cut(parameter)):
             raise ParameterError(
                 f"{label} is a DTensor over ranks {ranks}{placed(parameter)}, and by its parameter group the experts "
                 f"are spread over ranks {wanted}: make it over these, cut, as Shard(0) over mesh['ep']"

@@ -135,8 +135,8 @@ class LayoutPolicy:
 
 
 CUT_AT_ROWS = LayoutPolicy()
+# The most padding of a bucket of whole parameters, as a fraction of what they take. See ``WholeParameters``.
 MOST_PADDING = 0.05
-"""The most padding of a bucket of whole parameters, as a fraction of what they take. See ``WholeParameters``."""
 
 
 class WholeParameters(LayoutPolicy):
@@ -187,9 +187,9 @@ class WholeParameters(LayoutPolicy):
 
 
 CAP_BYTES = 25 * 2**20
+# Rows that a bucket may hold for each shard, at least. Two neighbouring buckets together hold more than one may, so a
+# bucket has 64 rows a shard or more on average. Its padding is half a row a shard on average: less than 1 % of that.
 ROWS_A_SHARD = 128
-"""Rows that a bucket may hold for each shard, at least. Two neighbouring buckets together hold more than one may, so a
-bucket has 64 rows a shard or more on average. Its padding is half a row a shard on average: less than 1 % of that."""
 
 
 def bucket_capacities(

@@ -148,8 +148,9 @@ def whole_of(tensor: Any) -> Tensor:
 
 
 def room_of(parameter: Tensor) -> int:
-    """Count the elements of the largest slice. Every tensor-parallel rank gives a parameter that much room: so all have
-    the same buckets, and walk through them together."""
+    """Count the elements of the largest slice."""
+    # Every tensor-parallel rank gives a parameter that much room: so all have the same buckets, and launch their
+    # collectives in the same order.
     own = slice_of(parameter)
     return parameter.numel() if own is None else prod(own.on(0).local_shape)  # torch makes the first the largest
 
@@ -182,16 +183,12 @@ def shown_as(parameter: Any, local: Tensor, *, term: bool = False) -> Tensor:
 
 @torch.no_grad()
 def local_gradient(parameter: Any, grad: Any) -> tuple[Tensor, bool]:
-    """Take this rank's slice of a gradient, and whether it is only a term of the sum over tensor-parallel ranks.
-
-    Under sequence parallelism the gradient of a parameter that all of these ranks have is such a term. A gradient with
-    yet another placement is redistributed here, by torch.
-    """
+    """Take this rank's slice of a gradient, and whether it is only a term of the sum over tensor-parallel ranks."""
     if not is_distributed(grad):
         return grad, False
     placement, wanted = grad.placements[0], parameter.placements[0]
     if placement.is_partial() and getattr(placement, "reduce_op", "sum") == "sum" and wanted.is_replicate():
-        return grad._local_tensor, True
+        return grad._local_tensor, True  # sequence parallelism, of a parameter that all of these ranks have
     if grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
     return grad._local_tensor, False

@@ -28,13 +28,13 @@ TENSOR_ALL_TO_ALL = "tensor_all_to_all"
 REPLICA_ALL_REDUCE = "replica_all_reduce"
 """The kind of messages between replicas there."""
 
+# Elements of a rank that are made whole together, at least. Muon's take 8 bytes each meanwhile. On a GPU nobody has
+# measured how long small messages take.
 JOINED_ON_A_GPU, JOINED_ON_A_PROCESSOR = 2**24, 2**20
-"""Elements of a rank that are made whole together, at least. Muon's take 8 bytes each meanwhile. On a GPU nobody has
-measured how long small messages take."""
 
+# Parameters that are made whole together, at least, for each rank. With one a rank, a parameter that is twice as dear
+# would keep the other ranks waiting.
 PARAMETERS_A_RANK = 4
-"""Parameters that are made whole together, at least, for each rank. With one a rank, a parameter that is twice as dear
-would keep the other ranks waiting."""
 
 
 class Size(NamedTuple):

@@ -35,14 +35,14 @@ _DIRECTION = "direction"
 _LOOK_AHEAD = zero_kernels.RULES["muon_look_ahead"]
 """The first kernel. The second reads the same table."""
 
+# The least rows and columns of matrices that are batched with those of other parameters, on a CPU. Products of bf16
+# matrices of this size were seen to have the same bits whatever the number of matrices. For smaller ones torch chooses
+# the algorithm by the elements of all of them together. Not tested on a GPU.
 LEAST_TOGETHER = 17
-"""The least rows and columns of matrices that are batched with those of other parameters, on a CPU. Products of
-bf16 matrices of this size were seen to have the same bits whatever the number of matrices. For smaller ones torch
-chooses the algorithm by the elements of all of them together. Not tested on a GPU."""
 
+# The most elements that are updated together, unless one parameter has more. On a processor they stay in its cache. On
+# a GPU they are more, since each launch takes time (not measured).
 ON_A_PROCESSOR, ON_A_GPU = 2**18, 2**22
-"""The most elements that are updated together, unless one parameter has more. On a processor they stay in its cache. On
-a GPU they are more, since each launch takes time (not measured)."""
 
 
 class _Part(NamedTuple):
@@ -344,12 +344,7 @@ class Muon(UpdateRule):
         shares.exchange(tensors)
 
     def _orthogonalize(self, step: Tensor, wholes: Sequence[Whole]) -> None:
-        """Orthogonalize each matrix in ``step``, flat, in place.
-
-        Matrices of one shape are batched, by default those of one parameter. A matrix's bits must not
-        depend on those beside it, since the number of ranks decides which are on a rank. So matrices of several
-        parameters go together only where each has the bits that it has alone; see ``LEAST_TOGETHER``.
-        """
+        """Orthogonalize each matrix in ``step``, flat, in place. Matrices of one shape are batched."""
         batches: dict[tuple[int, ...], list[Tensor]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         for whole in wholes:
@@ -359,6 +354,8 @@ class Muon(UpdateRule):
                 copies.append((shaped, matrices))
             for block in blocks_of(matrices, whole.group.get(VIEW)):
                 alike = tuple(block.shape[1:])
+                # A matrix's bits must not depend on those beside it: the number of ranks decides which are here. So
+                # matrices of several parameters are batched only where each has the bits that it has alone.
                 alone = step.device.type != "cpu" or min(alike) < LEAST_TOGETHER
                 first, *others = block.split(max(1, _most(step) // block[0].numel()))
                 batches.setdefault((*alike, whole.param) if alone else alike, []).append(first)

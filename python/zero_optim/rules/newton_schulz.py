@@ -39,18 +39,18 @@ OPTIONS = ("ns_coefficients", "ns_steps", "eps", "ns_gram", "ns_product")
 TORCH, TRITON = PRODUCTS = ("torch", "triton")
 """The makers of symmetric products: torch makes all of each, or a kernel half of it, where that is faster."""
 
+# Rows or columns, whichever are fewer, from which on the kernel is faster. On an H200 it made the iteration of 4096 x
+# 4096 and 4096 x 11008 1.13 to 1.16 times as fast; squares of 2048 and less took longer than torch's.
 TRITON_FROM = 4096
-"""Rows or columns, whichever are fewer, from which on the kernel is faster. On an H200 it made the iteration of 4096 x
-4096 and 4096 x 11008 1.13 to 1.16 times as fast; squares of 2048 and less took longer than torch's."""
 
+# Above so many columns a row, or rows a column, matrices go by the Gram form. From 1.5 on it takes fewer
+# multiplications, up to 2 less than a tenth.
 GRAM_FROM = 2
-"""Above so many columns a row, or rows a column, matrices go by the Gram form. From 1.5 on it takes fewer
-multiplications, up to 2 less than a tenth."""
 
+# A phase takes in another step while a direction that is all rounding has grown by this at most. It is chosen for
+# torch's steps, each of which makes 11.9 of 1: two are together. With three, 82 of 10,000 matrices that
+# ``tests/rules/test_newton_schulz.py`` makes had a singular value above 1.25, up to 400.
 MOST_GROWTH = 12
-"""A phase takes in another step while a direction that is all rounding has grown by this at most. It is chosen for
-torch's steps, each of which makes 11.9 of 1: two are together. With three, 82 of 10,000 matrices that
-``tests/rules/test_newton_schulz.py`` makes had a singular value above 1.25, up to 400."""
 
 
 def check(coefficients: Any, steps: Any, eps: Any, gram: Any, product: Any) -> None:
@@ -135,11 +135,7 @@ def _factor(square: Tensor, step: Step, symmetric: Callable[..., Tensor]) -> Ten
 
 def phases(rows: int, columns: int, of_steps: Sequence[Step], gram: bool) -> list[list[Step]]:
     """Cut the steps for a matrix into phases, each of which multiplies X once. Without ``gram``, and where the matrix
-    is not long, each step is one phase.
-
-    Within a phase X X^T is not recomputed. So a direction that X does not have, but that rounding has put into
-    X X^T, grows by the square of each a, as a small singular value would.
-    """
+    is not long, each step is one phase."""
     if not gram or not is_long(rows, columns):
         return [[step] for step in of_steps]
     cut: list[list[Step]] = []
@@ -149,6 +145,8 @@ def phases(rows: int, columns: int, of_steps: Sequence[Step], gram: bool) -> lis
             cut.append([])
             growth = 1.0
         cut[-1].append(step)
+        # Within a phase X X^T is not recomputed. So a direction that X does not have, but that rounding has put into
+        # X X^T, grows by the square of each a, as a small singular value would.
         growth *= step[0] ** 2
     return cut
 

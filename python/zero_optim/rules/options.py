@@ -17,8 +17,8 @@ EMA = "ema"
 EMA_DECAY = "ema_decay"
 """The option that asks for averages."""
 
+# The largest positive number that is 0 in fp32.
 SMALLEST = 2.0**-150
-"""The largest positive number that is 0 in fp32."""
 
 
 @dataclass(frozen=True)
