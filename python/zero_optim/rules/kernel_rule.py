@@ -8,9 +8,9 @@ Algorithms", 2023). SGD with momentum, of Nesterov's kind or not, as ``torch.opt
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,21 +22,6 @@ from .options import Betas, Differentiable, Fixed, Flag, Number
 from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of
 
 
-class _Stored(NamedTuple):
-    """The names of the stored tensors that a kernel is given.
-
-    Attributes:
-        master: of the stored master, as ``states`` are.
-        scales: of the states that have one.
-        by_noise: whether some state is rounded by noise. Given keys of rows, a kernel rounds all bf16 so.
-    """
-
-    master: str
-    states: list[str]
-    scales: list[str]
-    by_noise: bool
-
-
 class KernelRule(UpdateRule):
     """A rule whose table and update are those of a kernel.
 
@@ -44,11 +29,16 @@ class KernelRule(UpdateRule):
         kernel: its name in ``zero_kernels.RULES``, which lists the state beside the master.
     """
 
+    # Set by ``prepared``: the op, names of the stored tensors that it is given, and whether one is rounded by noise.
+    _step: zero_kernels.Prepared
+    _master: str
+    _states: list[str]
+    _scales: list[str]
+    _by_noise: bool
+
     def __init__(self, kernel: str, **values: Any) -> None:
         super().__init__(**values)
         self._use(kernel)
-        self._step: Callable[..., None] = zero_kernels.foreach_step
-        self._stored: _Stored | None = None  # made in ``prepared``
 
     def _use(self, kernel: str) -> None:
         self.kernel, self._of_kernel = kernel, zero_kernels.RULES[kernel]
@@ -68,27 +58,21 @@ class KernelRule(UpdateRule):
     def prepared(self) -> KernelRule:
         made = copy.copy(self)
         made._step = zero_kernels.Prepared("foreach_step")
-        made._stored = self._as_stored()
+        names = (MASTER, *self._of_kernel.states)
+        (master, *_), *states = (parts_of(self.codecs, StateTensor(name)) for name in names)
+        made._master, made._states = master.name, [parts[0].name for parts in states]
+        made._scales = [part.name for parts in states for part in parts[1:]]
+        made._by_noise = any(codec.stochastic for codec in self.codecs.values())
         return made
 
     def _as_kernel(self) -> zero_kernels.Rule:
         return self._of_kernel
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        stored = self._stored or self._as_stored()
-        *lists, row_keys = lists_of(shards, stored.master, stored.states, self.averages)
-        scales = [shard.state[name] for shard in shards for name in stored.scales]
-        self._step(self.kernel, *lists, scales or None, row_keys if stored.by_noise else None)
-
-    def _as_stored(self) -> _Stored:
-        names = (MASTER, *self._of_kernel.states)
-        master, *states = (parts_of(self.codecs, StateTensor(name)) for name in names)
-        return _Stored(
-            master[0].name,
-            [parts[0].name for parts in states],
-            [part.name for of in states for part in of[1:]],
-            any(codec.stochastic for codec in self.codecs.values()),
-        )
+        *lists, row_keys = lists_of(shards, self._master, self._states, self.averages)
+        scales = [shard.state[name] for shard in shards for name in self._scales]
+        # Given keys of rows, a kernel rounds all bf16 by noise.
+        self._step(self.kernel, *lists, scales or None, row_keys if self._by_noise else None)
 
 
 class AdamW(KernelRule):

@@ -119,7 +119,8 @@ class Muon(UpdateRule):
     joins_parts, joined_in = True, torch.bfloat16
     # Found in the first update of a prepared rule.
     _places: _Places | None = None
-    _passes: tuple[KernelRule, KernelRule] | None = None  # made in ``prepared``
+    # The kernels that go over a shard, before its matrices are orthogonalized and after. Made in ``prepared``.
+    _passes: tuple[KernelRule, KernelRule]
 
     def check(self) -> None:
         super().check()
@@ -178,16 +179,12 @@ class Muon(UpdateRule):
 
     def prepared(self) -> Muon:
         made = copy.copy(self)
-        made._passes = self._make_passes()
-        return made
-
-    def _make_passes(self) -> tuple[KernelRule, KernelRule]:
-        """The kernels that go over a shard: before its matrices are orthogonalized, and after."""
         look_ahead, subtract = (KernelRule(name) for name in (_LOOK_AHEAD.name, "muon_subtract"))
         look_ahead.codecs = {name: codec for name, codec in self.codecs.items() if name == BUFFER}
         subtract.codecs = {name: codec for name, codec in self.codecs.items() if name != BUFFER}
         subtract.averages = self.averages
-        return look_ahead.prepared(), subtract.prepared()
+        made._passes = (look_ahead.prepared(), subtract.prepared())
+        return made
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         """In three passes: the momentum, what is subtracted from each matrix, the subtraction. Some matrices at a
@@ -256,7 +253,7 @@ class Muon(UpdateRule):
         undefined in it: nothing is subtracted from them either."""
         ahead = torch.empty_like(shard.grad, dtype=torch.float32)
         momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(BUFFER))}
-        look_ahead, _ = self._passes or self._make_passes()
+        look_ahead, _ = self._passes
         # Averages and measurements wait for the pass that writes the master.
         look_ahead.update([shard._replace(parameter=ahead, state=momentum, rates=None, row_stats=None)])
         return ahead
@@ -274,7 +271,7 @@ class Muon(UpdateRule):
             if isinstance(scale, Tensor):
                 scale = scale.narrow(0, in_param, numel)
             direction.narrow(0, start, numel).mul_(shard.hyper[whole.param, lr] * scale)
-        _, subtract = self._passes or self._make_passes()
+        _, subtract = self._passes
         # The first pass has marked the gradients that are not finite. This one does not read them.
         subtract.update([shard._replace(state={**shard.state, _DIRECTION: direction}, marks=None)])
 

@@ -329,7 +329,7 @@ class UpdateRule:
 
     def prepared(self) -> UpdateRule:
         """This rule, for updates of the same shards: their tensors keep dtypes and sizes, and what was checked and
-        prepared for the first update holds for the others."""
+        prepared for the first update holds for the others. ``update`` is called on such a rule alone."""
         made = copy.copy(self)
         if self.compiled is not None:
             made.update_rows = torch.compile(self.update_rows, **self.compiled)  # type: ignore[method-assign]
