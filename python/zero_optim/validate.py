@@ -460,6 +460,8 @@ def check_slices(
     ``experts``: the ranks of those parameters that are experts, by their place in ``parameters``.
     """
     for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):
+        if not is_distributed(parameter):
+            continue
         mesh, of_experts = mesh_of([parameter]), experts.get(place)
         wanted = topology.slices if of_experts is None else own_row(of_experts.columns)
         if mesh is None or (not wanted and mesh.size() == 1):

@@ -78,17 +78,15 @@ class BucketLayout:
 
     def pieces(self, shard: int) -> Iterator[SlotPiece]:
         """Cut out the piece that ``shard`` holds of every slot, empty pieces included."""
-        return (self._piece(slot, shard) for slot in self.slots)
+        low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
+        return (_piece(slot, low, high) for slot in self.slots)
 
     def parts(self, slot: Slot) -> Iterator[tuple[int, SlotPiece]]:
         """Cut ``slot`` into the pieces that shards hold, each with the number of its shard."""
-        first, end = slot.offset // self.shard_numel, -(-(slot.offset + slot.numel) // self.shard_numel)
-        return ((shard, self._piece(slot, shard)) for shard in range(first, end if slot.numel else first))
-
-    def _piece(self, slot: Slot, shard: int) -> SlotPiece:
-        low = shard * self.shard_numel
-        start, end = max(slot.offset, low), min(slot.offset + slot.numel, low + self.shard_numel)
-        return SlotPiece(slot, start - slot.offset, start - low, end - start) if start < end else SlotPiece(slot)
+        length = self.shard_numel
+        first, end = slot.offset // length, -(-(slot.offset + slot.numel) // length)
+        shards = range(first, end if slot.numel else first)
+        return ((shard, _piece(slot, shard * length, (shard + 1) * length)) for shard in shards)
 
     def row_slot(self, shard: int) -> list[int]:
         """List, for each row of ``shard``, the index of the parameter that owns it; -1 for padding."""
@@ -98,6 +96,12 @@ class BucketLayout:
             count = -(-piece.numel // ROW)
             rows[first : first + count] = [piece.slot.param] * count
         return rows
+
+
+def _piece(slot: Slot, low: int, high: int) -> SlotPiece:
+    """Cut out what a shard from ``low`` to ``high`` holds of ``slot``."""
+    start, end = max(slot.offset, low), min(slot.offset + slot.numel, high)
+    return SlotPiece(slot, start - slot.offset, start - low, end - start) if start < end else SlotPiece(slot)
 
 
 class LayoutPolicy:
