@@ -20,6 +20,7 @@ from .params.parameter_set import ParameterSet, Shardings
 from .params.storage_order import storage_order
 from .params.tensor_slice import is_cut, local_of
 from .rules.group_rules import GroupRules
+from .rules.update_rule import stored_names
 
 Experts = dict[int, ExpertRanks]
 """The ranks of experts, by the number of their parameter group."""
@@ -27,7 +28,7 @@ Experts = dict[int, ExpertRanks]
 
 @dataclass(frozen=True)
 class Admission:
-    """The optimizer that parameters are to join, and the call that brings them.
+    """The optimizer that parameters are to join, and the call that adds them.
 
     Attributes:
         world, topology: all ranks that train together, and their places.
@@ -69,7 +70,6 @@ class Admission:
         validate.check_parameters(parameters, indices)
         if self.world.world_size == 1:
             validate.check_private(parameters.all, parameters.labels)
-        validate.check_master(self.rules, parameters, indices)
         validate.check_backend(self.world, parameters.all[0].device)
         averaging = self.topology.averaging(self.world)
         experts = read_expert_ranks(expert_groups, averaging, beside_slices=self.topology.columns is not None)
@@ -78,8 +78,8 @@ class Admission:
                 f"parameter group {next(iter(experts))} is of experts, and stage 3 gathers what all ranks have: train "
                 "the model at stage 2, without shard_module. Its experts are spread over the ranks already"
             )
-        validate.check_marked(parameters, indices, experts, self.world)
-        validate.check_other_marks(parameters, indices, experts, self.pipeline_stages, self.rules)
+        ranks, stages = self.world.world_size, self.pipeline_stages
+        validate.check_other_marks(parameters, indices, experts, ranks, stages, self.rules)
         validate.check_any_marked(parameters.all, parameters.labels, self.topology)
         dense = [index for index in indices if parameters.group_of[index] not in experts]
         given, labels = [parameters.all[index] for index in dense], [parameters.labels[index] for index in dense]
@@ -94,8 +94,13 @@ class Admission:
         Returns the experts with the columns of all ranks. Raises RankMismatchError, ValueError or
         ParameterError, on every rank.
         """
-        rules = validate.described_rules(self.rules, self.first_group)
-        described = {**options, **rules, **self.topology.described(), **validate.described_experts(experts)}
+        described = {**options, **self.topology.described()}
+        for number, rule in enumerate(self.rules.by_group[self.first_group :], self.first_group):
+            of_rule = {"rule": rule.name, **rule.fixed, **rule.described, "state": stored_names(rule)}
+            described |= {f"{name} of group {number}": value for name, value in of_rule.items()}
+        if experts:  # their ranks differ, but not how many there are
+            counts = {number: (len(of_group.ranks), of_group.grad_divisor) for number, of_group in experts.items()}
+            described["experts: (ranks, grad_divisor) by group"] = counts
         validate.check_agreement(self.world, parameters, self.first_group, described)
         if not experts:
             return experts
@@ -110,7 +115,9 @@ class Admission:
     def _check_slices(self, parameters: ParameterSet, experts: Experts) -> None:
         new = self._new(parameters)
         given, labels = [parameters.all[index] for index in new], [parameters.labels[index] for index in new]
-        validate.check_slices(given, labels, self.topology, [parameters.group_of[index] for index in new], experts)
+        numbers = enumerate(parameters.group_of[index] for index in new)
+        of_experts = {place: experts[number] for place, number in numbers if number in experts}
+        validate.check_slices(given, labels, self.topology, of_experts)
 
 
 def check_order(parameters: ParameterSet, shardings: Shardings, indices: Sequence[int], where: str) -> None:

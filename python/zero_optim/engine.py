@@ -364,7 +364,7 @@ class Engine:
     def to_train(self, indices: Sequence[int]) -> list[int]:
         """List the parameters that need a slot and state: those that require a gradient. At stage 3 frozen ones in a
         trained flat tensor do, too, as a bucket is a whole flat tensor."""
-        wanted = self.parameters.requiring_grad(indices)
+        wanted = [index for index in indices if self.parameters.all[index].requires_grad]
         if self.sharded_model is None:
             return wanted
         beside = {id(p) for flat in self.sharded_model.trained_flats() for p in flat.params}

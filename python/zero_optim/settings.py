@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .rules.codec import MASTERS, STATE_DTYPES, codecs_for, default_master
-from .rules.options import EMA_DECAY, Decays, listed_decays
+from .rules.options import EMA_DECAY, Decays, check_choice, listed_decays
 from .rules.update_rule import UpdateRule
 from .stores.offload import Offload, read_offload
 from .validate import PARAMETER_DTYPES
@@ -82,39 +82,30 @@ class Settings:
 
     def check(self) -> None:
         """Raise ValueError for the first option that is out of range."""
-        if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}")
-        if self.bucket_cap_mb is not None and not 0 < self.bucket_cap_mb < math.inf:
-            raise ValueError(f"bucket_cap_mb must be None or positive (MiB), got {self.bucket_cap_mb!r}")
-        if self.grad_reduce_dtype not in (None, *PARAMETER_DTYPES):
-            raise ValueError(
-                f"grad_reduce_dtype must be None or one of {PARAMETER_DTYPES}, got {self.grad_reduce_dtype!r}"
-            )
-        self._check_accumulation()
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be None or positive, got {self.max_grad_norm!r}")
-        masters = (None, *MASTERS)
-        for name, value, known in (("master", self.master, masters), ("state_dtype", self.state_dtype, STATE_DTYPES)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-        if not isinstance(self.telemetry, bool):
-            raise ValueError(f"telemetry must be True or False, got {self.telemetry!r}")
-        read_offload(self.state_offload, self.device_budget)
-
-    def _check_accumulation(self) -> None:
-        if self.grad_accumulation_dtype not in (None, torch.float32):
-            raise ValueError(
-                f"grad_accumulation_dtype must be None or torch.float32, got {self.grad_accumulation_dtype!r}"
-            )
-        if self.grad_accumulation_dtype is not None and self.stage == 0:
+        cap, norm, accumulation_dtype = self.bucket_cap_mb, self.max_grad_norm, self.grad_accumulation_dtype
+        self._check("stage", type(self.stage) is int and 0 <= self.stage <= 3, "0, 1, 2 or 3")
+        self._check("bucket_cap_mb", cap is None or 0 < cap < math.inf, "None or positive (MiB)")
+        reduced_in = (None, *PARAMETER_DTYPES)
+        self._check("grad_reduce_dtype", self.grad_reduce_dtype in reduced_in, f"None or one of {PARAMETER_DTYPES}")
+        self._check("grad_accumulation_dtype", accumulation_dtype in (None, torch.float32), "None or torch.float32")
+        self._check("max_grad_norm", norm is None or norm > 0, "None or positive")
+        self._check("telemetry", isinstance(self.telemetry, bool), "True or False")
+        if accumulation_dtype is not None and self.stage == 0:
             raise ValueError(
                 "grad_accumulation_dtype: at stage 0 gradients add up in .grad; leave it out, or take stage=1"
             )
-        if self.grad_accumulation_dtype is not None and self.stage == 1 and not self.overlap_grad_reduce:
+        if accumulation_dtype is not None and self.stage == 1 and not self.overlap_grad_reduce:
             raise ValueError(
                 "grad_accumulation_dtype: at stage 1 with overlap_grad_reduce=False gradients add up in .grad until "
                 "step; leave one of the two out, or take stage=2"
             )
+        check_choice("master", self.master, (None, *MASTERS))
+        check_choice("state_dtype", self.state_dtype, STATE_DTYPES)
+        read_offload(self.state_offload, self.device_budget)
+
+    def _check(self, name: str, fits: bool, range_of_values: str) -> None:
+        if not fits:
+            raise ValueError(f"{name} must be {range_of_values}, got {getattr(self, name)!r}")
 
     @property
     def offload(self) -> Offload:
@@ -131,10 +122,11 @@ class Settings:
 
         ``plain_slices``: see ``UpdateRule``.
         """
-        rule = rule.for_groups(groups).with_plain_slices(plain_slices)
+        rule = rule.for_groups(groups)
         master = self.master or default_master(tensor.dtype for group in groups for tensor in group["params"])
         codecs = codecs_for(rule.tensors, rule.nonnegative, master, self.state_dtype)
-        rule = rule.with_codecs(codecs | {**rule.codecs})
+        rule = rule.with_codecs(codecs | {**rule.codecs})  # a copy
+        rule.plain_slices = plain_slices
         if self.ema_decay is not None:
             rule = rule.with_averages(Decays(EMA_DECAY, listed_decays(self.ema_decay)))
         rule.check()
@@ -146,38 +138,31 @@ class Settings:
         return {name: value for name, value in given.items() if name not in _LEFT_OUT_WHERE_NONE or value is not None}
 
 
-def _option_parameters() -> list[inspect.Parameter]:
-    """The options as keyword-only parameters, with types and defaults."""
-    defaults = {field.name: field.default for field in fields(Settings) if field.name != "stage"}
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return [
-        inspect.Parameter(name, kind, default=defaults.get(name), annotation=getattr(hint, "__forward_arg__", hint))
-        for name, hint in ShardingOptions.__annotations__.items()
-    ]
-
-
 def shows_options(init: Init, base: type | None = None) -> Init:
     """Show in the signature of a constructor, for ``help`` and editors, what it takes as ``**kwargs``: the options, or
     the keyword-only arguments of the class ``base``, options included."""
     *own, kwargs = inspect.signature(init).parameters.values()
+    kind, names = inspect.Parameter.KEYWORD_ONLY, {parameter.name for parameter in own}
     assert kwargs.kind is inspect.Parameter.VAR_KEYWORD
-    more = _option_parameters() if base is None else inspect.signature(base).parameters.values()
-    names = {parameter.name for parameter in own}
-    shown = [p for p in more if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in names]
+    defaults = {field.name: field.default for field in fields(Settings) if field.name != "stage"}
+    options = [
+        inspect.Parameter(name, kind, default=defaults.get(name), annotation=getattr(hint, "__forward_arg__", hint))
+        for name, hint in ShardingOptions.__annotations__.items()
+    ]
+    more = options if base is None else inspect.signature(base).parameters.values()
+    shown = [parameter for parameter in more if parameter.kind is kind and parameter.name not in names]
     init.__signature__ = inspect.Signature([*own, *shown], return_annotation="None")  # type: ignore[attr-defined]
     return init
 
 
 def check_keywords(optimizer: type, base: type, given: Iterable[str]) -> None:
     """Raise TypeError for the first keyword argument that none of ``optimizer``'s classes, up to ``base``, has."""
-    if all(keyword in ShardingOptions.__annotations__ for keyword in given):
+    unknown = next((keyword for keyword in given if keyword not in ShardingOptions.__annotations__), None)
+    if unknown is None:
         return
     classes = [cls for cls in optimizer.__mro__ if issubclass(cls, base)]
-    shown = [name for cls in classes for name in inspect.signature(cls).parameters]
-    known = list(dict.fromkeys(shown))
-    for keyword in given:
-        if keyword not in ShardingOptions.__annotations__:
-            near = difflib.get_close_matches(keyword, known, n=1)
-            meant = [*near, *(other for other in known if other.endswith(f"_{keyword}"))][:1]
-            hint = f"; did you mean {meant[0]}?" if meant else ""
-            raise TypeError(f"{optimizer.__name__} has no argument {keyword!r}{hint}")
+    known = [*dict.fromkeys(name for cls in classes for name in inspect.signature(cls).parameters)]
+    near = difflib.get_close_matches(unknown, known, n=1)
+    meant = [*near, *(other for other in known if other.endswith(f"_{unknown}"))][:1]
+    hint = f"; did you mean {meant[0]}?" if meant else ""
+    raise TypeError(f"{optimizer.__name__} has no argument {unknown!r}{hint}")

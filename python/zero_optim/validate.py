@@ -6,12 +6,14 @@ import difflib
 import itertools
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 import zero_kernels
 
@@ -24,7 +26,9 @@ from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
 from .params.storage_order import described, storage_order
 from .params.tensor_slice import (
-    is_averaged,
+    AVERAGED,
+    SLICE,
+    TERM,
     is_cut,
     is_distributed,
     is_plain_slice,
@@ -37,13 +41,12 @@ from .params.tensor_slice import (
     partition,
     placed,
     refuse_partition,
-    says_anything,
     slice_of,
 )
 from .rules import RULES
 from .rules.group_rules import GroupRules
 from .rules.options import is_number
-from .rules.update_rule import UpdateRule, stored_names
+from .rules.update_rule import UpdateRule
 from .units.sharded_model import ShardedModel, sharded_model_of
 from .units.unit import Unit
 
@@ -115,17 +118,6 @@ def check_rule(rule: object, where: str = "") -> None:
         )
 
 
-def check_master(rules: GroupRules, parameters: ParameterSet, indices: Sequence[int]) -> None:
-    """Raise ParameterError where masters are split, and one of ``indices`` cannot be the upper half of its master."""
-    splitting = [rule for rule in rules.all if any(codec.reads_parameter for codec in rule.codecs.values())]
-    for index in indices if splitting else ():
-        if rules.of(index) in splitting and parameters.all[index].dtype == torch.float16:
-            raise ParameterError(
-                f"{parameters.labels[index]} is fp16, and a split master is a bf16 parameter and the rest: make the "
-                'model bf16, or make the optimizer with master="fp32"'
-            )
-
-
 def check_rules_take(
     rules: GroupRules, parameters: ParameterSet, indices: Sequence[int], stage: int, state_offload: str | None = None
 ) -> None:
@@ -139,25 +131,30 @@ def check_rules_take(
                 f"{rule.name} needs whole parameters, and stage 3 cuts them at rows: take stage=2, without shard_module"
             )
     for index in indices:
-        parameter, label, rule = parameters.all[index], parameters.labels[index], rules.of(index)
-        where = torch.device("cpu") if state_offload == "cpu" else parameter.device
-        if (reason := rule.refuse_device(where)) is not None:
-            raise ParameterError(f"{label} cannot be updated by {rule.name}: {reason}")
-        if not rule.layout.cuts and is_cut(parameter):
-            _check_joins(rule, parameter, label)
-        if (reason := rule.refuse_parameter(parameter, parameters.group(index))) is not None:
-            raise ParameterError(f"{label} {reason}")
+        parameter = parameters.all[index]
+        state_on = torch.device("cpu") if state_offload == "cpu" else parameter.device
+        if (reason := _refuse(parameter, rules.of(index), parameters.group(index), state_on)) is not None:
+            raise ParameterError(f"{parameters.labels[index]} {reason}")
 
 
-def _check_joins(rule: UpdateRule, parameter: Tensor, label: str) -> None:
-    """Raise ParameterError where ``rule``, which needs whole parameters, cannot have all slices of this one."""
-    other = 'give it to a group with another rule, as {"params": others, "rule": rules.AdamW()}'
-    if not rule.joins_parts:
-        raise ParameterError(
-            f"{label} is cut over the tensor-parallel ranks, and {rule.name} needs whole parameters: {other}"
+def _refuse(parameter: Tensor, rule: UpdateRule, group: Mapping[str, Any], state_on: torch.device) -> str | None:
+    """Return why ``rule`` cannot update this parameter of ``group``, and what to do. None: it can."""
+    if (reason := rule.refuse_device(state_on)) is not None:
+        return f"cannot be updated by {rule.name}: {reason}"
+    if parameter.dtype == torch.float16 and any(codec.reads_parameter for codec in rule.codecs.values()):
+        return (
+            "is fp16, and a split master is a bf16 parameter and the rest: make the model bf16, or make the optimizer "
+            'with master="fp32"'
         )
-    if rule.plain_slices > 1 and is_plain_slice(parameter) and (reason := refuse_partition(parameter)) is not None:
-        raise ParameterError(f"{label} {reason}")
+    if not rule.layout.cuts and is_cut(parameter):
+        if not rule.joins_parts:
+            return (
+                f"is cut over the tensor-parallel ranks, and {rule.name} needs whole parameters: give it to a group "
+                'with another rule, as {"params": others, "rule": rules.AdamW()}'
+            )
+        if rule.plain_slices > 1 and is_plain_slice(parameter) and (reason := refuse_partition(parameter)) is not None:
+            return reason
+    return rule.refuse_parameter(parameter, group)
 
 
 def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:
@@ -188,8 +185,8 @@ def check_described(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, A
                 raise ValueError(f"{name} {reason}")
 
 
+# The least ratio of ``difflib`` that is warned of: "weigth_decay" has more, torch's "max_momentum" less.
 NEARLY = 0.85
-"""The least ratio of ``difflib`` that is warned of: "weigth_decay" has more, torch's "max_momentum" less."""
 
 
 def warn_of_misspelt(rule: UpdateRule, number: int, group: Mapping[str, Any]) -> None:
@@ -302,9 +299,13 @@ def check_memory(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
 
     Each gets a place of its own: parameters that were tied through their memory would silently come apart.
     """
-    locals = map(local_of, parameters)
-    spans = sorted(_span(p, label) for p, label in zip(locals, labels, strict=True) if p.numel())
-    for (_, end, label), (start, _, other) in itertools.pairwise(spans):
+    spans = []
+    for local, label in zip(map(local_of, parameters), labels, strict=True):
+        # A tensor with gaps counts by its first element alone, as others may lie in the gaps.
+        numel = local.numel() if local.is_contiguous() or storage_order(local) else 1
+        if local.numel():
+            spans.append((local.data_ptr(), local.data_ptr() + numel * local.itemsize, label))
+    for (_, end, label), (start, _, other) in itertools.pairwise(sorted(spans)):
         if start < end:
             raise ParameterError(
                 f"{label} and {_place(other)} share memory, which would end: tie them by giving both modules the same "
@@ -336,14 +337,6 @@ def warn_of_narrow_sums(grad_accumulation_dtype: torch.dtype | None, parameters:
         )
 
 
-def _span(parameter: Tensor, label: str) -> tuple[int, int, str]:
-    """Find the first address and the one after the last. A tensor with gaps counts by its first element alone, as
-    others may lie in the gaps."""
-    numel = parameter.numel() if parameter.is_contiguous() or storage_order(parameter) else 1
-    start = parameter.data_ptr()
-    return start, start + numel * parameter.itemsize, label
-
-
 def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str, *, meta: bool = False) -> None:
     """Raise ParameterError for a kind of tensor that cannot be held, GradientError for one whose gradients cannot be.
     ``meta``: it may be on the meta device."""
@@ -372,26 +365,8 @@ def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str
         )
 
 
-def described_experts(groups: Mapping[int, ExpertRanks]) -> dict[str, Any]:
-    """Describe the groups with experts, for all ranks to agree on: their ranks differ, but not how many there are."""
-    found = {number: (len(of_group.ranks), of_group.grad_divisor) for number, of_group in groups.items()}
-    return {"experts: (ranks, grad_divisor) by group": found} if found else {}
-
-
-def check_marked(parameters: ParameterSet, indices: Sequence[int], groups: Container[int], comm: Comm) -> None:
-    """Raise ParameterError for the first of ``indices`` that is marked as an expert, and whose group does not name the
-    ranks that have it. ``groups``: numbers of the groups that do."""
-    for index in indices if comm.world_size > 1 else ():
-        if getattr(parameters.all[index], "allreduce", True) is False and parameters.group_of[index] not in groups:
-            raise ParameterError(
-                f"{parameters.labels[index]} has allreduce = False, which marks experts: averaged over all ranks, it "
-                "would be lost. Give it a parameter group that says which ranks have the same experts: "
-                '{"params": experts, "process_group": those_ranks, "grad_divisor": data_parallel_size}'
-            )
-
-
 def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: Topology) -> None:
-    """Raise ParameterError for the first with a mark that cannot be honoured. ``tensor_slice`` says what marks mean."""
+    """Raise ParameterError for the first with a mark that cannot be honoured. ``tensor_slice`` lists the marks."""
     plain, explicit_tp = topology.plain, topology.explicit_tp
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     for parameter, label in zip(parameters, labels, strict=True):
@@ -403,13 +378,13 @@ def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: T
                 f"{marks}: the gradient of a slice is no term of a sum over tensor-parallel ranks, which have other "
                 "slices. Set one of the two to False"
             )
-        if is_averaged(parameter) and (plain or not explicit_tp) and not alone:
+        if getattr(parameter, AVERAGED, False) and (plain or not explicit_tp) and not alone:
             raise ParameterError(
                 f"{marks}: the mean of a gradient over the tensor-parallel ranks is not made here. Divide it by their "
                 "number in a hook of the parameter, and mark it with sequence_parallel = True, which adds up"
             )
         if is_distributed(parameter) and is_term(parameter):
-            raise ParameterError(f"{marks}, and is a DTensor, whose gradient says that by its placement: unmark it")
+            raise ParameterError(f"{marks}, and is a DTensor, whose gradient has that in its placement: unmark it")
         if plain or is_distributed(parameter) or not (is_slice(parameter) or is_term(parameter)):
             continue
         if topology.columns is not None:
@@ -425,7 +400,7 @@ def check_marks(parameters: Sequence[Tensor], labels: Sequence[str], topology: T
 
 def check_any_marked(parameters: Sequence[Tensor], labels: Sequence[str], topology: Topology) -> None:
     """Raise ParameterError where tensor-parallel ranks are given for plain slices, and no parameter has a mark."""
-    if topology.plain and not any(map(says_anything, parameters)):
+    if topology.plain and not any(hasattr(p, SLICE) or hasattr(p, TERM) for p in parameters):  # of copies, too
         raise ParameterError(
             f"tensor_parallel is given, and none of the parameters has a mark, {labels[0]} for one: all would get the "
             "values of rank 0. Set tensor_model_parallel = True on slices, and to False on copies"
@@ -433,26 +408,39 @@ def check_any_marked(parameters: Sequence[Tensor], labels: Sequence[str], topolo
 
 
 def check_other_marks(
-    parameters: ParameterSet, indices: Sequence[int], experts: Container[int], stages: int, rules: GroupRules
+    parameters: ParameterSet,
+    indices: Sequence[int],
+    experts: Container[int],
+    ranks: int,
+    stages: int,
+    rules: GroupRules,
 ) -> None:
     """Raise ParameterError for the first of ``indices`` with a mark that has no meaning where it is.
 
     Args:
-        experts: numbers of the groups of experts. ``stages``: of the pipeline. ``rules``: of the groups.
+        experts: numbers of the groups of experts, which name the ranks that have the same ones.
+        ranks, stages: how many ranks train together, and stages of the pipeline there are.
+        rules: of the groups.
     """
     for index in indices:
-        parameter, label = parameters.all[index], parameters.labels[index]
+        parameter, label, rule = parameters.all[index], parameters.labels[index], rules.of(index)
+        in_experts = parameters.group_of[index] in experts
+        if ranks > 1 and not in_experts and getattr(parameter, "allreduce", True) is False:
+            raise ParameterError(
+                f"{label} has allreduce = False, which marks experts: averaged over all ranks, it would be lost. Give "
+                "it a parameter group that says which ranks have the same experts: "
+                '{"params": experts, "process_group": those_ranks, "grad_divisor": data_parallel_size}'
+            )
         if is_shared(parameter) and stages == 1:
             raise ParameterError(
                 f"{label} has shared = True, which marks a second copy of what another stage counts, and there is no "
                 "other stage: it would count in no norm. Give the optimizer pipeline=world_mesh['pp'], or unmark it"
             )
-        if is_term(parameter) and parameters.group_of[index] in experts:
+        if is_term(parameter) and in_experts:
             raise ParameterError(
                 f"{label} has sequence_parallel = True, and is in a group of experts, of which tensor-parallel ranks "
                 "are not known: set it to False, and sum its gradient in a hook of the parameter where it is a term"
             )
-        rule, in_experts = rules.of(index), parameters.group_of[index] in experts
         if in_experts and is_plain_slice(parameter) and rule.plain_slices > 1 and not rule.layout.cuts:
             raise ParameterError(
                 f"{label} has tensor_model_parallel = True, and is in a group of experts, of which tensor-parallel "
@@ -465,26 +453,21 @@ def check_slices(
     parameters: Sequence[Tensor],
     labels: Sequence[str],
     topology: Topology,
-    group_of: Sequence[int] | None = None,
-    experts: Mapping[int, ExpertRanks] | None = None,
+    experts: Mapping[int, ExpertRanks] = MappingProxyType({}),
 ) -> None:
     """Raise ParameterError for the first of ``parameters`` that is cut over other ranks than ``topology`` has.
 
-    Args:
-        group_of: of each parameter, the number of its group; None: there are no experts.
-        experts: by the number of a group of experts, its ranks.
+    ``experts``: the ranks of those parameters that are experts, by their place in ``parameters``.
     """
-    own = {number: own_row(of_group.columns) for number, of_group in (experts or {}).items()}
-    slices = topology.slices
     for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):
         if not is_distributed(parameter):
             continue
-        number = -1 if group_of is None else group_of[place]
-        mesh, wanted = mesh_of([parameter]), own.get(number, slices)
+        mesh, of_experts = mesh_of([parameter]), experts.get(place)
+        wanted = topology.slices if of_experts is None else own_row(of_experts.columns)
         if mesh is None or (not wanted and mesh.size() == 1):
             continue
         ranks = mesh.mesh.flatten().tolist()
-        if number in own and not (ranks == wanted and is_cut(parameter)):
+        if of_experts is not None and not (ranks == wanted and is_cut(parameter)):
             raise ParameterError(
                 f"{label} is a DTensor over ranks {ranks}{placed(parameter)}, and by its parameter group the experts "
                 f"are spread over ranks {wanted}: make it over these, cut, as Shard(0) over mesh['ep']"
@@ -496,15 +479,6 @@ def check_slices(
             )
 
 
-def described_rules(rules: GroupRules, first_group: int) -> dict[str, Any]:
-    """Describe the rules of groups from ``first_group`` on, for all ranks to agree on."""
-    found: dict[str, Any] = {}
-    for number, rule in enumerate(rules.by_group[first_group:], first_group):
-        of_rule = {"rule": rule.name, **rule.fixed, **rule.described, "state": stored_names(rule)}
-        found |= {f"{name} of group {number}": value for name, value in of_rule.items()}
-    return found
-
-
 def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, options: dict[str, Any]) -> None:
     """Collective. Compare parameters and options by a hash, of groups from ``first_group`` on.
 
@@ -514,29 +488,21 @@ def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, opti
     dtypes = sorted({str(parameter.dtype) for parameter, number in new if number >= first_group})
     description = [f"dtypes={dtypes}", *(f"{name}={value}" for name, value in options.items())]
     for number, group in enumerate(parameters.groups[first_group:], first_group):
-        left_out = ("params", "param_names", *(key for key, value in group.items() if _has_tensor(value)))
-        values = {key: value for key, value in group.items() if key not in left_out}
+        values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for key, value in [*values.items()]:
+            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                del values[key]  # to compare it would be a host sync
         description.append(f"group {number} with {values}")
     kinds = parameters.group_of, parameters.all, parameters.names, parameters.labels
-    description += [
-        f"{_place(label)}: {_kind_of(p)}{f' of group {number}' if name else ''}{'' if p.requires_grad else ', frozen'}"
-        for number, p, name, label in zip(*kinds, strict=True)
-        if number >= first_group
-    ]
+    for number, parameter, name, label in zip(*kinds, strict=True):
+        if number >= first_group:
+            marks = marked(parameter)  # a plain slice has one
+            kind = f"{described(parameter)}{placed(parameter)}{marks}{partition(parameter) if marks else ''}"
+            place = f" of group {number}" if name else ""
+            description.append(f"{_place(label)}: {kind}{place}{'' if parameter.requires_grad else ', frozen'}")
     check_same(comm, description, "the constructor", "give the optimizer the same parameters, in the same order, with")
 
 
 def _place(label: str) -> str:
     """Leave the shape out of the label of a parameter without a name."""
     return label.partition(" (shape ")[0]
-
-
-def _kind_of(parameter: Tensor) -> str:
-    """Describe a parameter, for all ranks to agree on."""
-    marks = marked(parameter)  # a plain slice has one
-    return f"{described(parameter)}{placed(parameter)}{marks}{partition(parameter) if marks else ''}"
-
-
-def _has_tensor(value: Any) -> bool:
-    """True if ``value`` is a tensor or has one: these are not compared, as that would be a host sync."""
-    return any(isinstance(one, Tensor) for one in (value if isinstance(value, list | tuple) else (value,)))

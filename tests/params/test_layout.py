@@ -157,9 +157,9 @@ class _TwoByTwo(WholeParameters):
         return [[*params[start : start + 2]] for start in range(0, len(params), 2)]
 
 
-def test_a_shard_with_an_empty_parameter_at_its_end_is_dealt():
+def test_a_shard_with_an_empty_parameter_at_its_end_is_moved():
     layout = BucketLayout((Slot(0, 0, ROW), Slot(1, ROW, 7), Slot(2, 2 * ROW, 0)), 2, 2 * ROW)
-    assert layout.dealt([1, 0]).slots == (Slot(1, 0, 7), Slot(2, ROW, 0), Slot(0, ROW, ROW))
+    assert layout.reordered([1, 0]).slots == (Slot(1, 0, 7), Slot(2, ROW, 0), Slot(0, ROW, ROW))
 
 
 @pytest.mark.parametrize(("shards", "most"), [(2, 1.01), (3, 1.01), (4, 1.01), (8, 1.01), (16, 1.02), (32, 1.06)])

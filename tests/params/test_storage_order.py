@@ -8,18 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 from zero_optim.params.storage_order import (
-    Arrangement,
     Cut,
     StorageOrder,
     as_stored,
     flat_of,
-    read_arranged,
     storage_order,
     stored_dims,
     strides_of,
     tensor_dims,
     view_of,
 )
+from zero_optim.params.tensor_slice import Arrangement, read_arranged
 
 NHWC, NDHWC = (0, 2, 3, 1), (0, 2, 3, 4, 1)
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d

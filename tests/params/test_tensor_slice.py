@@ -20,7 +20,6 @@ def _slices(rank: int, world_size: int) -> None:
         is_cut,
         local_gradient,
         local_of,
-        put_together,
         room_of,
         shown_as,
         slice_of,
@@ -36,7 +35,7 @@ def _slices(rank: int, world_size: int) -> None:
             assert torch.equal(own.of(whole), local_of(parameter))
             assert own.local_shape == tuple(local_of(parameter).shape)
             slices = [own.on(other).of(whole) for other in range(world_size)]
-            assert torch.equal(put_together(own, slices), whole)
+            assert torch.equal(torch.cat(slices, own.dim), whole)
             assert own.start == sum(one.numel() for one in slices[:rank])
             assert room_of(parameter) == max(one.numel() for one in slices)
             assert (own.arranged is None) == (own.cut.dim == 0)

@@ -216,7 +216,8 @@ def test_a_skipped_update_marks_who_is_not_finite() -> None:
     grad[200] = torch.inf
     parameter, state = torch.ones(256), {"momentum_buffer": torch.zeros(256)}
     rows = torch.tensor([0, 1], dtype=torch.int32)
-    rule.update([ShardUpdate(grad, parameter, state, rows, table, None, torch.ones(1), marks, wholes=wholes)])
+    prepared = rule.prepared()
+    prepared.update([ShardUpdate(grad, parameter, state, rows, table, None, torch.ones(1), marks, wholes=wholes)])
     assert marks.tolist() == [0, 1]
     assert not state["momentum_buffer"].any() and torch.equal(parameter, torch.ones(256))
 

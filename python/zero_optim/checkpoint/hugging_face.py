@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..comm.together import together
 from ..errors import CheckpointError, StateMismatchError
 from ..figures import count
-from ..params.storage_order import WHOLE, read_arranged
+from ..params.tensor_slice import WHOLE, read_arranged
 from ..rules.options import is_average
 from . import folder as folders
 from .contents import ColumnRanks, Holding, Names, contents_of_model

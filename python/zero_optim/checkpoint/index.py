@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..params.storage_order import Arrangement, Cut, StorageOrder
+from ..params.storage_order import Cut, StorageOrder
+from ..params.tensor_slice import Arrangement
 
 FORMAT, VERSION = "zero-optim checkpoint", 1
 NAME = "index.json"

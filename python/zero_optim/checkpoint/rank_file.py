@@ -20,7 +20,8 @@ from torch import Tensor
 from zero_kernels import ROW
 
 from ..errors import CheckpointError
-from ..params.storage_order import WHOLE, Arrangement, read_arranged, slice_counts
+from ..params.storage_order import slice_counts
+from ..params.tensor_slice import WHOLE, Arrangement, read_arranged
 from ..rules.codec import CODECS, Codec, Per, StateTensor
 from .index import FlatRange, Index, Key, Piece, SavedTensor, TensorSpec, crc32c
 from .safetensors_file import BLOCK_BYTES, Entry, OpenFiles, write_entries

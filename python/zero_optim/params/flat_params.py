@@ -19,7 +19,7 @@ from ..stores.lanes import Lanes
 from .layout import BucketLayout
 from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, strides_of, view_of
-from .tensor_slice import is_cut, local_of, put_together, slice_of
+from .tensor_slice import is_cut, local_of, slice_of
 
 _version_of = operator.attrgetter("_version")
 
@@ -67,7 +67,7 @@ class FlatParams:
         locals = self.locals
         before = [local.data for local in locals]
         torch._foreach_copy_(self._views, before)
-        keep_for_current_stream(*before)
+        keep_for_current_stream(*before)  # the copy may still read them when the loop below drops the last reference
         for local, own in zip(locals, own_storages(self.full, self._views), strict=True):
             local.data = own
         self._locate(self.full)
@@ -99,7 +99,7 @@ class FlatParams:
 
     def as_stored(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """View each parameter's tensor with its dimensions in its slot's order: contiguous where it lies so."""
-        if not self.permuted:  # as a rule: nothing is done for each
+        if not self.permuted:  # by default: no work for each parameter
             return tensors
         return [as_stored(tensor, order) for tensor, order in zip(tensors, self.orders, strict=True)]
 
@@ -144,19 +144,15 @@ class FlatParams:
         if node is not None and self._node_part is not None:
             node.own_part(self.full).copy_(self._node_part)
             return node.all_gather(self.full, "node_all_gather")
-        if self._lanes is not None:
-            return self._unshard_from_host(self._lanes)
-        self._sharding.own_part(self.full).copy_(self.shard)
-        return self._sharding.all_gather(self.full)
-
-    def _unshard_from_host(self, lanes: Lanes) -> Handle | None:
-        """Copy on a lane beside the computation: the unit in use must not wait for the copy of the next one. The gather
-        from all ranks follows on the lane::
-
-            computing   allocate ── mark a    the unit in use ............... wait for b    this unit
-            lane                              wait for a; copy; gather ── mark b
-        """
-        lane = lanes.to_device
+        if self._lanes is None:
+            self._sharding.own_part(self.full).copy_(self.shard)
+            return self._sharding.all_gather(self.full)
+        # From host memory it is copied on a lane, and the gather follows there: the unit in use must not wait for the
+        # copy of the next one.
+        #
+        #   computing   allocate ── mark a    the unit in use ............... wait for b    this unit
+        #   lane                              wait for a; copy; gather ── mark b
+        lane = self._lanes.to_device
         self._allocated.set()  # the computing stream may still use the memory that ``full`` has been given
         lane.after(self._allocated)
         lane.copy(self._sharding.own_part(self.full), self.shard)
@@ -170,9 +166,8 @@ class FlatParams:
             self._copied.order_current()
 
     def wait_until_copied(self) -> None:
-        """Wait before the shard is written. Where it is in pinned host memory, the host waits until the device
-        has read it."""
-        if self._lanes is not None:
+        """Wait before the shard is written."""
+        if self._lanes is not None:  # the host writes pinned memory at once, whatever the device still reads of it
             self._copied.wait()
 
     def show(self) -> None:
@@ -181,7 +176,7 @@ class FlatParams:
             local.data = view
         self._locate(self.full)
         self.shown = True
-        self._versions = list(map(_version_of, self.params))
+        self._versions = list(map(_version_of, self.params))  # edits from here on are the user's
 
     def first_moved(self) -> int | None:
         """Find the first slot with a gradient whose parameter was cast, moved or given other strides; at stage 3, also
@@ -201,9 +196,8 @@ class FlatParams:
         return kinds.index(False) if False in kinds else None
 
     def moved(self) -> list[Tensor]:
-        """List the ``params`` that were cast or given other memory while they were shown, and show them anew."""
-        here = zip(self.params, self.locals, self.addresses, strict=True)
-        moved = [p for p, local, place in here if local.dtype != self.dtype or local.data_ptr() != place]
+        """List the ``params`` that were cast or given other memory while they were shown, and show them again."""
+        moved = [self.params[number] for number in self.elsewhere()]
         if moved:
             self.show()
         return moved
@@ -220,21 +214,23 @@ class FlatParams:
     def reshard(self, node: Comm | None = None) -> None:
         """Empty ``full``. With ``node``, keep what this rank needs to fill it again from the ranks of its node."""
         if self.shown:
-            self.keep_edits()
+            self.keep_edits()  # the gathered copy is lost below
         if node is not None and self._node_part is None:
             self._node_part = node.own_part(self.full).clone()
         elif node is None:
             self._node_part = None
         self.hide()
-        if self._poison:
+        if self._poison:  # a kernel that still reads freed memory would see valid numbers, most often
             self.full.fill_(torch.nan)
         else:
             deallocate(self.full)
 
     def nbytes(self) -> int:
         """Bytes in use beside the shard."""
-        part = self._node_part.nbytes if self.sharded and self._node_part is not None else 0
-        return part + (self.full.untyped_storage().nbytes() if self.sharded else 0)
+        if not self.sharded:
+            return 0
+        part = 0 if self._node_part is None else self._node_part.nbytes
+        return part + self.full.untyped_storage().nbytes()
 
     # -- for the user to read and write --------------------------------------------------------------------------
 
@@ -258,7 +254,7 @@ class FlatParams:
             shapes = [own.on(rank).local_shape for rank in range(own.ranks)]
             flats = [row.narrow(0, slot.offset, prod(shape)) for row, shape in zip(every, shapes, strict=True)]
             slices = [view_of(flat, shape, order) for flat, shape in zip(flats, shapes, strict=True)]
-            found.append(put_together(own, slices))
+            found.append(torch.cat(slices, own.dim))
         return found
 
     def copy_out(self) -> Tensor:
@@ -282,9 +278,9 @@ class FlatParams:
         self.shard.copy_(new)
 
     def elsewhere(self) -> list[int]:
-        """List the numbers of ``params`` that are no views of ``full`` any more, by their addresses."""
+        """List the numbers of ``params`` that are no views of ``full`` any more."""
         here = enumerate(zip(self.locals, self.addresses, strict=True))
-        return [number for number, (local, place) in here if local.numel() and local.data_ptr() != place]
+        return [n for n, (local, place) in here if local.dtype != self.dtype or local.data_ptr() != place]
 
     def take_assigned(self) -> None:
         """Copy tensors that were assigned to ``.data``, as ``vector_to_parameters`` does, into their places in
@@ -298,13 +294,8 @@ class FlatParams:
 
     def _is_assigned(self, number: int) -> bool:
         """Whether the tensor of a parameter that is elsewhere differs from its place in values alone."""
-        local, view = self.locals[number], self._views[number]
-        return not self.sharded and (local.shape, local.stride(), local.dtype, local.device) == (
-            view.shape,
-            view.stride(),
-            view.dtype,
-            view.device,
-        )
+        kinds = [(t.shape, t.stride(), t.dtype, t.device) for t in (self.locals[number], self._views[number])]
+        return not self.sharded and kinds[0] == kinds[1]
 
     def take_replaced(self, whole: Tensor) -> Tensor | None:
         """Copy tensors that were assigned to ``.data`` since ``copy_out`` gave ``whole`` into that. Returns the first
@@ -325,7 +316,7 @@ class FlatParams:
         self._storages = [local.untyped_storage() for local in self.locals]
         self._nothing = _nothing(self.dtype, self.device)
         self.hide()
-        for storage in self._storages:
+        for storage in self._storages:  # of the user's views, too, which would keep the memory alive
             storage._swap_data_ptr_(self.full.new_empty(0).untyped_storage())  # type: ignore[attr-defined]
         deallocate(self.full)
 

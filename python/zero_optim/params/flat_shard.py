@@ -71,9 +71,10 @@ class FlatShard(Tensor):
         dtype: torch.dtype | None = None,
         order: StorageOrder = None,
         slice: TensorSlice | None = None,
+        device: torch.device | None = None,
     ) -> FlatShard:
         shard = Tensor._make_wrapper_subclass(
-            cls, tuple(shape), strides_of(shape, order), dtype=dtype or local.dtype, device=local.device
+            cls, tuple(shape), strides_of(shape, order), dtype=dtype or local.dtype, device=device or local.device
         )
         shard._local, shard.start, shard.label, shard.arrivals, shard.slice = local, start, label, None, slice
         return shard
@@ -96,12 +97,18 @@ class FlatShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled one, without a class
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func in _SAME_SHARD:
-            return args[0]._again()
-        if func is aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
-            return args[0]._unfilled(kwargs)
+            with torch.inference_mode(False):  # torch gives it the version counter of the first, which it lacks in one
+                again = args[0]._of_same_range(args[0]._local)
+            again.arrivals = args[0].arrivals
+            return again
+        if func is aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):  # ``dcp.async_save`` fills it
+            dtype = kwargs.get("dtype")
+            local = torch.empty_like(args[0]._local, dtype=dtype, device=kwargs.get("device"))
+            return args[0]._of_same_range(local, dtype)
         if func in _NEW:  # no value is read: what is made is a plain tensor
-            return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **(kwargs or {}))
+            return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
         if func is aten._to_copy.default:
             return args[0]._moved(kwargs)
         if func is aten.zero_.default:
@@ -117,35 +124,14 @@ class FlatShard(Tensor):
                 f"{shard.label.removeprefix('gradient of ')} was moved or cast after the optimizer was made, with its "
                 "gradient: call .to() / .half() before, or make a new optimizer"
             )
-        raise shard._refusal(str(func), use_of(func, args, kwargs or {}, shard))
+        raise shard._refusal(str(func), use_of(func, args, kwargs, shard))
 
-    def item(self) -> Any:
-        raise self._refusal("item()", Use.READ)
-
-    def tolist(self) -> Any:
-        raise self._refusal("tolist()", Use.READ)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        raise self._refusal("numpy()", Use.READ)
-
-    def share_memory_(self) -> Any:
-        raise self._refusal("share_memory_()", Use.COPY)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        raise self._refusal("__dlpack__()", Use.READ)
-
-    def __dlpack_device__(self) -> Any:
-        raise self._refusal("__dlpack_device__()", Use.READ)
-
-    # Code that writes a tensor's memory into a file asks for these: safetensors for one.
+    # Code that writes a tensor's memory into a file asks for its storage: safetensors for one.
     def untyped_storage(self) -> Any:
         # torch.compile describes a parameter together with its gradient, and reads nothing of either.
         if called_from(_DESCRIBES):
             return torch.UntypedStorage(self.numel() * self.itemsize, device="meta")
         raise self._refusal("untyped_storage()", Use.COPY)
-
-    def storage(self) -> Any:
-        raise self._refusal("storage()", Use.COPY)
 
     def _refusal(self, what: str, use: Use) -> ShardAccessError:
         return ShardAccessError(
@@ -153,7 +139,7 @@ class FlatShard(Tensor):
         )
 
     def what_is_here(self) -> str:
-        """Say how much of it this rank holds, for messages."""
+        """Describe how much of it this rank holds, for messages."""
         here, whole = self._local.numel(), self.numel()
         if not whole:
             return "it has no elements"
@@ -173,20 +159,9 @@ class FlatShard(Tensor):
         """Make a shard of the same range, with its elements in ``local``. ``dtype``: of the whole; None: this one's."""
         return FlatShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order, self.slice)
 
-    def _again(self) -> FlatShard:
-        with torch.inference_mode(False):  # torch gives it the version counter of this one, which one of those has not
-            again = self._of_same_range(self._local)
-        again.arrivals = self.arrivals
-        return again
-
     def _moved(self, options: Mapping[str, Any]) -> FlatShard:
         """Copy to another device or dtype, as clients move an optimizer's state about."""
         local = self.local.to(options.get("device"), options.get("dtype"), copy=True)
-        return self._of_same_range(local, options.get("dtype"))
-
-    def _unfilled(self, options: Mapping[str, Any]) -> FlatShard:
-        """Do as ``new_empty`` of the same shape: for ``dcp.async_save``, which then fills it."""
-        local = torch.empty_like(self._local, dtype=options.get("dtype"), device=options.get("device"))
         return self._of_same_range(local, options.get("dtype"))
 
     def _zero(self) -> FlatShard:
@@ -199,13 +174,30 @@ class FlatShard(Tensor):
     # -- what torch.distributed.checkpoint asks for --------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, tensor: object) -> list[Any]:
-        return write_items(self, fqn)
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        _check_storage(self)
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        return chunks(self)
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in _parts(self)]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return chunk_at(self, index.offset)
+        for part in _parts(self):
+            if part.offsets == tuple(index.offset):
+                return view_of(self.local.narrow(0, part.first, math.prod(part.sizes)), part.sizes, self.order)
+        raise ShardAccessError(f"this rank has no part of the {self.label} that begins at {tuple(index.offset)}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = f"[{self.start}:{self.start + self._local.numel()}]"
@@ -219,17 +211,9 @@ class FlatShard(Tensor):
         return rebuild_flat_shard, parts
 
 
-def rebuild_flat_shard(
-    local: Tensor,
-    start: int,
-    shape: tuple[int, ...],
-    label: str,
-    dtype: torch.dtype,
-    order: StorageOrder = None,
-    slice: TensorSlice | None = None,
-) -> FlatShard:
+def rebuild_flat_shard(*parts: Any) -> FlatShard:
     """Unpickle a ``FlatShard``. Registered with torch, so ``torch.load(weights_only=True)`` accepts it."""
-    return FlatShard(local, start, shape, label, dtype, order, slice)
+    return FlatShard(*parts)
 
 
 torch.serialization.add_safe_globals([rebuild_flat_shard, TensorSlice, Cut])
@@ -315,19 +299,29 @@ def kind_of(label: str) -> ShardKind:
 
 def use_of(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shard: Tensor) -> Use:
     """Classify what ``operator`` would do with ``shard``, which is among its arguments."""
-    name = operator._schema.name.rpartition("::")[2]
+    name, arguments = operator._schema.name.rpartition("::")[2], operator._schema.arguments
     if name in _USES:
         return _USES[name]
-    if _writes(operator, args, kwargs, shard):
+    given = {**{of.name: value for of, value in zip(arguments, args, strict=False)}, **kwargs}
+    written = [given.get(of.name) for of in arguments if of.alias_info is not None and of.alias_info.is_write]
+    if any(tensor is shard for tensor in pytree.tree_leaves(written)):
         return Use.EDIT
     return Use.VIEW if operator.is_view else Use.READ
 
 
-def _writes(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shard: Tensor) -> bool:
-    arguments = operator._schema.arguments
-    given = {**{of.name: value for of, value in zip(arguments, args, strict=False)}, **kwargs}
-    written = [given.get(of.name) for of in arguments if of.alias_info is not None and of.alias_info.is_write]
-    return any(tensor is shard for tensor in pytree.tree_leaves(written))
+def _refusing(method: str, use: Use) -> Any:
+    """Make a method of ``FlatShard`` that is refused: what it does never reaches ``__torch_dispatch__``."""
+
+    def refuse(self: FlatShard, *args: Any, **options: Any) -> Any:
+        raise self._refusal(f"{method}()", use)
+
+    return refuse
+
+
+for method in ("item", "tolist", "numpy", "__dlpack__", "__dlpack_device__"):
+    setattr(FlatShard, method, _refusing(method, Use.READ))
+for method in ("share_memory_", "storage"):
+    setattr(FlatShard, method, _refusing(method, Use.COPY))
 
 
 # -- rectangles, for torch.distributed.checkpoint ------------------------------------------------------------------
@@ -340,10 +334,6 @@ class Rectangle:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     first: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
 
 
 def rectangles(shape: Sequence[int], start: int, numel: int) -> Iterator[Rectangle]:
@@ -364,40 +354,6 @@ def rectangles(shape: Sequence[int], start: int, numel: int) -> Iterator[Rectang
         count = min((end - at) // strides[dim], shape[dim] - offsets[dim])
         yield Rectangle(offsets, (*[1] * dim, count, *shape[dim + 1 :]), at - start)
         at += count * strides[dim]
-
-
-def write_items(shard: FlatShard, fqn: str) -> list[Any]:
-    """List the items of ``shard`` that DCP is to write. Raises ShardAccessError for a storage that would lose some."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    _check_storage(shard)
-    properties = TensorProperties.create_from_tensor(shard.local)
-    return [
-        WriteItem(
-            index=MetadataIndex(fqn, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shard.shape),
-        )
-        for chunk in chunks(shard)
-    ]
-
-
-def chunks(shard: FlatShard) -> list[Any]:
-    """List the rectangles of ``shard``, in DCP's own class."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return [
-        ChunkStorageMetadata(offsets=torch.Size(part.offsets), sizes=torch.Size(part.sizes)) for part in _parts(shard)
-    ]
-
-
-def chunk_at(shard: FlatShard, offsets: Sequence[int]) -> Tensor:
-    """View the rectangle that begins at ``offsets``, in the shard's memory."""
-    for part in _parts(shard):
-        if part.offsets == tuple(offsets):
-            return view_of(shard.local.narrow(0, part.first, part.numel), part.sizes, shard.order)
-    raise ShardAccessError(f"this rank has no part of the {shard.label} that begins at {tuple(offsets)}")
 
 
 def _parts(shard: FlatShard) -> Iterator[Rectangle]:

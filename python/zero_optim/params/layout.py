@@ -8,7 +8,7 @@ parameters::
     rows    |r0 |r1 |r2 |r3 |r4 |r5 |r6 |...                            |
     shards  | rank 0                | rank 1                            |
 
-A policy says where a shard may end: at any row by ``CutAtRows``; by ``WholeParameters`` it cuts no parameter.
+A policy says where a shard may end: at any row by default; by ``WholeParameters`` it cuts no parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from zero_kernels import ROW
 
@@ -38,9 +38,9 @@ class SlotPiece(NamedTuple):
     """A shard's part of a slot: ``numel`` elements, from ``in_param`` of the parameter, at ``in_shard``."""
 
     slot: Slot
-    in_param: int
-    in_shard: int
-    numel: int
+    in_param: int = 0
+    in_shard: int = 0
+    numel: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,13 @@ class BucketLayout:
 
     def holding(self, numels: Mapping[int, int]) -> BucketLayout:
         """Give the same places to parameters with fewer elements here than they were given room for: ``numels``."""
-        if all(slot.numel == numels[slot.param] for slot in self.slots):
-            return self
         return replace(self, slots=tuple(slot._replace(numel=numels[slot.param]) for slot in self.slots))
 
     def shard_of(self, slot: Slot) -> int:
         """The shard in which ``slot`` begins."""
         return min(slot.offset // self.shard_numel, self.shards - 1)  # an empty slot may lie at the very end
 
-    def dealt(self, ranks: Sequence[int]) -> BucketLayout:
+    def reordered(self, ranks: Sequence[int]) -> BucketLayout:
         """Put the shards into another order: ``ranks`` has the new number of each. No shard may cut a slot."""
         moved = {slot: (ranks[self.shard_of(slot)] - self.shard_of(slot)) * self.shard_numel for slot in self.slots}
         return replace(self, slots=_in_order(slot._replace(offset=slot.offset + by) for slot, by in moved.items()))
@@ -81,21 +79,14 @@ class BucketLayout:
     def pieces(self, shard: int) -> Iterator[SlotPiece]:
         """Cut out the piece that ``shard`` holds of every slot, empty pieces included."""
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
-        for slot in self.slots:
-            _, offset, numel = slot
-            if low <= offset and offset + numel <= high and numel:  # most often the whole slot
-                yield SlotPiece(slot, 0, offset - low, numel)
-                continue
-            start, end = max(offset, low), min(offset + numel, high)
-            yield SlotPiece(slot, start - offset, start - low, end - start) if start < end else SlotPiece(slot, 0, 0, 0)
+        return (_piece(slot, low, high) for slot in self.slots)
 
     def parts(self, slot: Slot) -> Iterator[tuple[int, SlotPiece]]:
         """Cut ``slot`` into the pieces that shards hold, each with the number of its shard."""
-        first, end = slot.offset // self.shard_numel, -(-(slot.offset + slot.numel) // self.shard_numel)
-        for shard in range(first, end if slot.numel else first):
-            low = shard * self.shard_numel
-            start, stop = max(slot.offset, low), min(slot.offset + slot.numel, low + self.shard_numel)
-            yield shard, SlotPiece(slot, start - slot.offset, start - low, stop - start)
+        length = self.shard_numel
+        first, end = slot.offset // length, -(-(slot.offset + slot.numel) // length)
+        shards = range(first, end if slot.numel else first)
+        return ((shard, _piece(slot, shard * length, (shard + 1) * length)) for shard in shards)
 
     def row_slot(self, shard: int) -> list[int]:
         """List, for each row of ``shard``, the index of the parameter that owns it; -1 for padding."""
@@ -107,30 +98,26 @@ class BucketLayout:
         return rows
 
 
-class LayoutPolicy(Protocol):
+def _piece(slot: Slot, low: int, high: int) -> SlotPiece:
+    """Cut out what a shard from ``low`` to ``high`` holds of ``slot``."""
+    start, end = max(slot.offset, low), min(slot.offset + slot.numel, high)
+    return SlotPiece(slot, start - slot.offset, start - low, end - start) if start < end else SlotPiece(slot)
+
+
+class LayoutPolicy:
     """Decides which parameters share a bucket, where they lie in it, and so where shards cut them.
+
+    By default one after another, and a shard may end at any row. Only rows, and the bucket's end, are padded.
 
     Attributes:
         cuts: whether a shard may end within a parameter.
     """
 
-    cuts: bool
-
-    def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
-        """Cut ``params``, in their order, into buckets of about ``capacity`` elements."""
-
-    def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
-        """Place ``params`` in a bucket. Returns the offset of each, in order and on a row, and the bucket's elements:
-        ``shards`` equal parts of whole rows, at least one row each."""
-
-
-class CutAtRows:
-    """Lays parameters one after another; a shard may end at any row. Only rows, and the bucket's end, are padded."""
-
     cuts = True
 
     def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
-        """No bucket holds more than ``capacity``; a larger parameter has one to itself."""
+        """Cut ``params``, in their order, into buckets of about ``capacity`` elements. By default none holds more, and
+        a larger parameter has one to itself."""
         buckets: list[list[int]] = []
         taken = 0  # in whole rows
         for param in params:
@@ -142,6 +129,8 @@ class CutAtRows:
         return buckets
 
     def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
+        """Place ``params`` in a bucket. Returns the offset of each, in order and on a row, and the bucket's elements:
+        ``shards`` equal parts of whole rows, at least one row each."""
         offsets, end = [], 0
         for param in params:
             offsets.append(round_up(end, ROW))
@@ -149,12 +138,12 @@ class CutAtRows:
         return offsets, round_up(max(end, 1), shards * ROW)
 
 
-CUT_AT_ROWS = CutAtRows()
+CUT_AT_ROWS = LayoutPolicy()
+# The most padding of a bucket of whole parameters, as a fraction of what they take. See ``WholeParameters``.
 MOST_PADDING = 0.05
-"""The most padding of a bucket of whole parameters, as a fraction of what they take. See ``WholeParameters``."""
 
 
-class WholeParameters:
+class WholeParameters(LayoutPolicy):
     """Cuts no parameter. The largest come first, each goes to the shard that has least, and all shards are as long as
     the fullest. So a bucket grows until it has parameters for all shards: its padding is ``MOST_PADDING`` of what they
     take at most, but for the last bucket. Which shard a parameter is in does not depend on the order of ``params``."""
@@ -163,7 +152,7 @@ class WholeParameters:
 
     def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
         if shards == 1:  # then nothing is cut
-            return CUT_AT_ROWS.split(params, numels, capacity, shards)
+            return super().split(params, numels, capacity, shards)
         buckets: list[list[int]] = [[]]
         taken = look_at = 0
         for param in params:
@@ -179,8 +168,8 @@ class WholeParameters:
                 look_at = len(bucket) + 1 + len(bucket) // 32
         last = buckets.pop()
         if last and buckets:
-            apart = sum(self._numel(bucket, numels, shards) for bucket in (buckets[-1], last))
-            if self._numel(buckets[-1] + last, numels, shards) <= apart and apart > 0:
+            apart = self._numel(buckets[-1], numels, shards) + self._numel(last, numels, shards)
+            if self._numel(buckets[-1] + last, numels, shards) <= apart:
                 last = buckets.pop() + last
         return [*buckets, last] if last else buckets
 
@@ -189,9 +178,10 @@ class WholeParameters:
 
     def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
         if shards == 1:  # then nothing is cut
-            return CUT_AT_ROWS.place(params, numels, shards)
+            return super().place(params, numels, shards)
         loads = [0] * shards
         home: dict[int, tuple[int, int]] = {}  # of each, its shard, and where it begins there
+        # Ties are broken by number: the shard of a parameter must not depend on the order of ``params``.
         for param in sorted(params, key=lambda param: (-numels[param], param)):
             shard = loads.index(min(loads))
             home[param] = shard, loads[shard]
@@ -201,9 +191,9 @@ class WholeParameters:
 
 
 CAP_BYTES = 25 * 2**20
+# Rows that a bucket may hold for each shard, at least. Two neighbouring buckets together hold more than one may, so a
+# bucket has 64 rows a shard or more on average. Its padding is half a row a shard on average: less than 1 % of that.
 ROWS_A_SHARD = 128
-"""Rows that a bucket may hold for each shard, at least. Two neighbouring buckets together hold more than one may, so a
-bucket has 64 rows a shard or more on average. Its padding is half a row a shard on average: less than 1 % of that."""
 
 
 def bucket_capacities(
@@ -261,28 +251,26 @@ def build_layout(
     for params in buckets:
         policy = policies.get(kinds[params[0]], CUT_AT_ROWS)
         layout = _layout(params, numels, shards, policy)
-        layouts.append(layout if policy.cuts else _deal(layout, costs, to_do))
+        layouts.append(layout if policy.cuts else _assign(layout, costs, to_do))
     return layouts
 
 
-def _deal(layout: BucketLayout, costs: Mapping[int, int], to_do: list[int]) -> BucketLayout:
-    """Give the dearest shard to the rank that has least ``to_do``, and so on; adds the costs to ``to_do``."""
+def _assign(layout: BucketLayout, costs: Mapping[int, int], to_do: list[int]) -> BucketLayout:
+    """Assign the most expensive shard to the rank with the least ``to_do``, and so on; add the costs to ``to_do``."""
     takes = [0] * layout.shards
     for slot in layout.slots:
         takes[layout.shard_of(slot)] += costs.get(slot.param, slot.numel)
     every = range(layout.shards)
-    dearest, idlest = sorted(every, key=lambda shard: -takes[shard]), sorted(every, key=to_do.__getitem__)
-    rank_of = dict(zip(dearest, idlest, strict=True))
+    shards, ranks = sorted(every, key=lambda shard: -takes[shard]), sorted(every, key=to_do.__getitem__)
+    rank_of = dict(zip(shards, ranks, strict=True))
     for shard, rank in rank_of.items():
         to_do[rank] += takes[shard]
-    return layout.dealt([rank_of[shard] for shard in every])
+    return layout.reordered([rank_of[shard] for shard in every])
 
 
 def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:
     """Lay all parameters out in one bucket, as a unit has them."""
-    indexed = dict(enumerate(numels))
-    (layout,) = build_layout(indexed, dict.fromkeys(indexed, 0), list(indexed), {0: 2**63}, shards)
-    return layout
+    return _layout(range(len(numels)), dict(enumerate(numels)), shards, CUT_AT_ROWS)
 
 
 def _layout(params: Sequence[int], numels: Mapping[int, int], shards: int, policy: LayoutPolicy) -> BucketLayout:

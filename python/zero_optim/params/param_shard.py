@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..callers import called_from, called_within
 from ..errors import ParameterError, ShardAccessError
 from .flat_shard import FlatShard, Use
-from .storage_order import flat_of, storage_order, strides_of
+from .storage_order import flat_of, storage_order
 from .tensor_slice import is_distributed, local_of, slice_of
 
 aten = torch.ops.aten
@@ -20,35 +20,37 @@ _PIPELINE_BACKWARD = "torch.distributed.pipelining._backward"
 _REMEDY = "enter zero_optim.gather_parameters(model) on every rank"
 
 
-class Shown(Protocol):
-    """``FlatParams``, as far as shards use it."""
-
-    shown: bool
-
-    @property
-    def holders(self) -> tuple[int, int]: ...
-
-    @property
-    def stack(self) -> tuple[int, int]: ...
-
-    def wait_until_copied(self) -> None: ...
-
-
-class StateDictShard(FlatShard):
-    """The stand-in for a sharded parameter in ``state_dict()``.
-
-    It loads into the same rank's shard again, and ``torch.distributed.checkpoint`` takes it. It cannot be pickled into
-    a file: that would silently lack the elements of the other ranks.
-    """
+class _Unsaved(FlatShard):
+    """A shard of a parameter. It cannot be pickled into a file, which would silently lack what other ranks hold."""
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
         return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order, self.slice)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        raise _save_refusal(self)
+        raise ShardAccessError(
+            f"the {self.label} is sharded and cannot be pickled or saved: {self.what_is_here()}. On every rank, call "
+            "zero_optim.full_model_state_dict(model) for weights to save, "
+            f"or zero_optim.checkpoint.save, in which each writes its part; to pickle a module, {_REMEDY} around it"
+        )
 
 
-class ParamShard(FlatShard):
+class StateDictShard(_Unsaved):
+    """The stand-in for a sharded parameter in ``state_dict()``.
+
+    It loads into the same rank's shard again, and ``torch.distributed.checkpoint`` takes it.
+    """
+
+
+def _of_plain(name: str) -> Any:
+    """Make an attribute of ``ParamShard`` that is its plain parameter's."""
+    return property(
+        lambda shard: getattr(shard.plain, name),
+        lambda shard, value: setattr(shard.plain, name, value),
+        lambda shard: setattr(shard.plain, name, None),
+    )
+
+
+class ParamShard(_Unsaved):
     """A ``torch.nn.Parameter`` in all but its values, of which this rank holds a flat range.
 
     Gradient, hooks and ``requires_grad`` are those of ``plain``. A whole tensor, or the same shard, can be copied into
@@ -60,14 +62,12 @@ class ParamShard(FlatShard):
     """
 
     plain: Tensor
-    flat: Shown | None
+    flat: Any  # ``FlatParams``, whose module imports this one; None until they are split
 
     @staticmethod
     def __new__(cls, local: Tensor, start: int, plain: Tensor, name: str) -> ParamShard:
-        strides = strides_of(plain.shape, storage_order(plain))
-        shard = Tensor._make_wrapper_subclass(cls, tuple(plain.shape), strides, dtype=plain.dtype, device=plain.device)
-        shard._local, shard.start, shard.label, shard.arrivals = local, start, f"parameter {name!r}", None
-        shard.slice = slice_of(plain)
+        order, own, label = storage_order(plain), slice_of(plain), f"parameter {name!r}"
+        shard: Any = FlatShard.__new__(cls, local, start, plain.shape, label, plain.dtype, order, own, plain.device)
         shard.plain, shard.flat = plain, None
         shard._is_param = True
         return shard
@@ -92,36 +92,11 @@ class ParamShard(FlatShard):
             "stage 2"
         )
 
-    @property
-    def device_mesh(self) -> Any:
-        """The mesh of a ``DTensor``."""
-        return self.plain.device_mesh  # type: ignore[attr-defined]
-
-    @property
-    def placements(self) -> Any:
-        """The placements of a ``DTensor``."""
-        return self.plain.placements  # type: ignore[attr-defined]
-
     # Python code finds these; torch's own code in C++ does not.
-    @property
-    def grad(self) -> Tensor | None:
-        return self.plain.grad
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self.plain.grad = value
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.plain.grad = None
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.plain.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.plain.requires_grad = value
+    grad, requires_grad = _of_plain("grad"), _of_plain("requires_grad")
+    register_hook = _of_plain("register_hook")
+    register_post_accumulate_grad_hook = _of_plain("register_post_accumulate_grad_hook")
+    device_mesh, placements = _of_plain("device_mesh"), _of_plain("placements")  # of a ``DTensor``
 
     @property
     def data(self) -> Tensor:
@@ -136,12 +111,6 @@ class ParamShard(FlatShard):
         self.plain.requires_grad_(requires_grad)
         return self
 
-    def register_hook(self, hook: Any) -> Any:
-        return self.plain.register_hook(hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        return self.plain.register_post_accumulate_grad_hook(hook)
-
     def _moved(self, options: Mapping[str, Any]) -> FlatShard:
         raise ParameterError(
             f"{self.label} is sharded: move or cast the model, or change its memory format, before "
@@ -151,8 +120,9 @@ class ParamShard(FlatShard):
     def _copy(self, source: Tensor) -> ParamShard:
         same = isinstance(source, FlatShard) and source.same_range(self)
         if source.shape != self.shape or (isinstance(source, FlatShard) and not same):
+            given = repr(source) if isinstance(source, FlatShard) else f"a tensor of shape {tuple(source.shape)}"
             raise ShardAccessError(
-                f"the {self.label} cannot take over {_described(source)}: give it a whole tensor of shape "
+                f"the {self.label} cannot take over {given}: give it a whole tensor of shape "
                 f"{tuple(self.shape)}, or the shard that as many ranks saved with the same units"
             )
         if self.flat is not None and self.flat.shown:
@@ -165,17 +135,17 @@ class ParamShard(FlatShard):
         else:
             if self.flat is not None:
                 self.flat.wait_until_copied()
-            whole = source.local if isinstance(source, FlatShard) else self._flat_slice(source.detach())
-            start = 0 if same else self.start
-            self.local.copy_(whole[start : start + self.local.numel()])
+            self.local.copy_(source.local if isinstance(source, FlatShard) else self._own_range(source.detach()))
         torch.autograd.graph.increment_version(self.plain)  # below autograd, nothing else counts the write
         return self
 
-    def _flat_slice(self, source: Tensor) -> Tensor:
-        """Take this tensor-parallel rank's slice of ``source``, a whole tensor or a ``DTensor``: [slice's numel]."""
+    def _own_range(self, source: Tensor) -> Tensor:
+        """Take what this rank has of ``source``, a whole tensor or a ``DTensor``."""
         if is_distributed(source):
-            return local_of(source.redistribute(placements=self.placements)).reshape(-1)  # type: ignore[attr-defined]
-        return flat_of(source if self.slice is None else self.slice.of(source), self.order)
+            flat = local_of(source.redistribute(placements=self.placements)).reshape(-1)  # type: ignore[attr-defined]
+        else:
+            flat = flat_of(source if self.slice is None else self.slice.of(source), self.order)
+        return flat.narrow(0, self.start, self.local.numel())
 
     def module_load(self, other: Tensor, assign: bool = False) -> ParamShard:
         """Serve ``load_state_dict`` under ``torch.__future__.set_swap_module_params_on_conversion(True)``: torch swaps
@@ -185,24 +155,10 @@ class ParamShard(FlatShard):
         same.label, same.flat = self.label, self.flat
         return same
 
-    def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
-        return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order, self.slice)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
         raise ShardAccessError(
             f"the {self.label} is sharded and cannot be copied: to copy the model or this module, {_REMEDY} around it"
         )
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        raise _save_refusal(self)
-
-
-def _save_refusal(shard: FlatShard) -> ShardAccessError:
-    return ShardAccessError(
-        f"the {shard.label} is sharded and cannot be pickled or saved: {shard.what_is_here()}. On every rank, call "
-        "zero_optim.full_model_state_dict(model) for weights to save, "
-        f"or zero_optim.checkpoint.save, in which each writes its part; to pickle a module, {_REMEDY} around it"
-    )
 
 
 def plain_parameter(parameter: Tensor) -> Tensor:
@@ -210,18 +166,8 @@ def plain_parameter(parameter: Tensor) -> Tensor:
     return parameter.plain if isinstance(parameter, ParamShard) else parameter
 
 
-def _described(source: Tensor) -> str:
-    return repr(source) if isinstance(source, FlatShard) else f"a tensor of shape {tuple(source.shape)}"
-
-
-class Arrives(Protocol):
-    """A bucket whose parameters may be in flight."""
-
-    def order_reader(self) -> None: ...
-
-
-arriving: dict[int, Arrives] = {}
-"""The bucket of each parameter that is in flight, by the parameter's ``id``."""
+arriving: dict[int, Any] = {}
+"""The ``Bucket`` of each parameter that is in flight, by the parameter's ``id``."""
 
 _FIELDS = ("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "_version")
 _GRAD: Any = Tensor.grad

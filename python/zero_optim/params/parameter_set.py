@@ -75,13 +75,13 @@ class ParameterSet:
 
     def relabel(self) -> None:
         self.names[:] = own_names(self.groups)
-        unnamed = [text for number, group in enumerate(self.groups) for text in _descriptions(number, group)]
-        self.labels[:] = [
-            repr(name) if name is not None else text for name, text in zip(self.names, unnamed, strict=True)
-        ]
-
-    def requiring_grad(self, indices: Iterable[int]) -> list[int]:
-        return [index for index in indices if self.all[index].requires_grad]
+        unnamed = []  # of each, a description that differs from all others
+        for number, group in enumerate(self.groups):
+            named = [f" {name!r}" for name in group.get("param_names") or ()] or [""] * len(group["params"])
+            for place, (name, parameter) in enumerate(zip(named, group["params"], strict=True)):
+                shape = "unknown" if is_lazy(parameter) else tuple(parameter.shape)
+                unnamed.append(f"parameter {place}{name} of group {number} (shape {shape})")
+        self.labels[:] = [text if name is None else repr(name) for name, text in zip(self.names, unnamed, strict=True)]
 
     def thawed(self) -> list[int]:
         """Parameters that are to be trained from now on: they require a gradient, or have one."""
@@ -147,8 +147,9 @@ class ParameterSet:
         """Warn of parameters without a gradient that the model does not have any more, where the model is known.
 
         Each parameter is looked for once, in the first step without its gradient. ``used``: a byte for each parameter,
-        1 where this rank has a gradient for it; as a rule what it was in the step before.
+        1 where this rank has a gradient for it.
         """
+        # By default it is what it was in the step before: then the model is not walked.
         model = None if used == self._used or self._model is None else self._model()
         self._used = bytes(used)
         if model is None:
@@ -171,25 +172,21 @@ class ParameterSet:
         """Raise ParameterError where parameters were put into ``groups``, or taken out, by hand, or other groups were
         assigned to ``opt.param_groups``."""
         sizes = [len(group["params"]) for group in groups]
-        if sizes != self._sizes:
-            edited = f"their sizes are {sizes}, and were {self._sizes}"
-        elif groups is not self.groups and not self._holds_in_order(groups):
-            edited = "a list with other parameters, or another order, was assigned"
-        else:
-            return
-        raise ParameterError(
-            f"param_groups were edited: {edited}. Add parameters with add_param_group; to move or remove some, make a "
-            "new optimizer"
-        )
-
-    def _holds_in_order(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        shown = (plain_parameter(parameter) for group in groups for parameter in group["params"])
-        return all(one is own for one, own in zip(shown, self.all, strict=True))
+        edited = "" if sizes == self._sizes else f"their sizes are {sizes}, and were {self._sizes}"
+        if not edited and groups is not self.groups:
+            given = (plain_parameter(parameter) for group in groups for parameter in group["params"])
+            if any(one is not own for one, own in zip(given, self.all, strict=True)):
+                edited = "a list with other parameters, or another order, was assigned"
+        if edited:
+            raise ParameterError(
+                f"param_groups were edited: {edited}. Add parameters with add_param_group; to move or remove some, "
+                "make a new optimizer"
+            )
 
     # -- one live optimizer a parameter --------------------------------------------------------------------------
 
     def claim(self, indices: Iterable[int]) -> None:
-        own = weakref.ref(self)
+        own = weakref.ref(self)  # a dropped optimizer must not keep its parameters claimed
         for index in indices:
             _set_of[self.all[index]] = own
 
@@ -214,8 +211,6 @@ class Shardings:
 
     def of(self, index: int) -> Sharding:
         """Find the sharding of a parameter."""
-        if not self.of_groups:
-            return self.main
         return self.of_groups.get(self._parameters.group_of[index], self.main)
 
     def is_apart(self, index: int) -> bool:
@@ -226,8 +221,6 @@ class Shardings:
 
     def places_of_use(self, index: int) -> tuple[int, int]:
         """Count the parameters with this index on all ranks together, and number this rank's among them."""
-        if not self.of_groups:
-            return 1, 0
         sharding = self.of(index)
         return (sharding.slice_count, sharding.slice_index) if self.is_apart(index) else (1, 0)
 
@@ -308,10 +301,12 @@ def listed(params: Any) -> Any:
     """
     if isinstance(params, Tensor | dict) or not isinstance(params, Iterable):
         return params
-    return [
-        {**group, "params": list(group["params"])} if isinstance(group, dict) and _is_listable(group) else group
-        for group in params
-    ]
+    groups = list(params)
+    for place, group in enumerate(groups):
+        given = group.get("params") if isinstance(group, dict) else None
+        if isinstance(given, Iterable) and not isinstance(given, Tensor | set):
+            groups[place] = {**group, "params": list(given)}
+    return groups
 
 
 def tensors_of(params: Any) -> list[Tensor]:
@@ -342,11 +337,6 @@ def model_behind(params: Any) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) else None
 
 
-def _is_listable(group: dict[str, Any]) -> bool:
-    params = group.get("params")
-    return isinstance(params, Iterable) and not isinstance(params, Tensor | set)
-
-
 def plain_name(name: str) -> str:
     """Strip what ``torch.compile`` puts into a name, so that a state loads with and without compilation."""
     return name.replace("_orig_mod.", "")
@@ -361,11 +351,3 @@ def own_names(groups: Sequence[dict[str, Any]]) -> list[str | None]:
     names = [name for group in groups for name in group.get("param_names") or [None] * len(group["params"])]
     uses = Counter(names)
     return [name if uses[name] == 1 else None for name in names]
-
-
-def _descriptions(number: int, group: dict[str, Any]) -> list[str]:
-    """A description of each parameter of group ``number`` that differs from all others."""
-    names = [f" {name!r}" for name in group.get("param_names") or ()] or [""] * len(group["params"])
-    shapes = ["unknown" if is_lazy(parameter) else tuple(parameter.shape) for parameter in group["params"]]
-    named = enumerate(zip(names, shapes, strict=True))
-    return [f"parameter {place}{name} of group {number} (shape {shape})" for place, (name, shape) in named]

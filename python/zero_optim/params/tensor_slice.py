@@ -14,17 +14,17 @@ shape, and has no ``TensorSlice``; a rule that needs whole parameters joins slic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ParameterError
-from .storage_order import Cut, slice_counts
+from .storage_order import Cut, StorageOrder, flat_of, slice_counts, view_of
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,19 @@ class TensorSlice:
     rank: int
 
     @property
+    def dim(self) -> int:
+        """The dimension of the cut; 0 without one."""
+        return 0 if self.cut is None else self.cut.dim
+
+    @property
     def offset(self) -> int:
-        """The row at which the slice begins, along the dimension of the cut."""
+        """The row at which the slice begins, along ``dim``."""
         return 0 if self.cut is None else self.cut.start(self.rank)
+
+    @property
+    def end(self) -> int:
+        """The row behind its last one, along ``dim``."""
+        return self.offset + self.local_shape[self.dim]
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -102,17 +112,16 @@ def slice_of(parameter: Any, label: str = "a parameter") -> TensorSlice | None:
             "fully_shard does it, to this optimizer"
         )
     (placement,) = parameter.placements
-    ranks, rank = mesh.size(), mesh.get_local_rank()
-    found = TensorSlice(shape, None, ranks, rank)
+    ranks, rank, cut = mesh.size(), mesh.get_local_rank(), None
     if type(placement).__name__ == "Shard":
         dim = placement.dim % len(shape)
         rows = -(-shape[dim] // ranks)
-        sizes = tuple(max(0, min(rows, shape[dim] - rows * other)) for other in range(ranks))
-        found = TensorSlice(shape, Cut(dim, sizes), ranks, rank)
+        cut = Cut(dim, tuple(max(0, min(rows, shape[dim] - rows * other)) for other in range(ranks)))
     elif not placement.is_replicate():
         raise ParameterError(
             f"{label} is a DTensor placed as {placement}: the optimizer takes Shard(dim) and Replicate()"
         )
+    found = TensorSlice(shape, cut, ranks, rank)
     if tuple(local_of(parameter).shape) != found.local_shape:
         raise ParameterError(
             f"{label} is a DTensor of shape {shape}, placed as {placement} over {ranks} ranks, and number {rank} of "
@@ -138,15 +147,10 @@ def whole_of(tensor: Any) -> Tensor:
     return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
-def put_together(own: TensorSlice, slices: Sequence[Tensor]) -> Tensor:
-    """Make the whole tensor of all its slices, which come in their shapes, in the order of the ranks."""
-    assert own.cut is not None
-    return torch.cat([*slices], own.cut.dim)
-
-
 def room_of(parameter: Tensor) -> int:
-    """Count the elements of the largest slice. Every tensor-parallel rank gives a parameter that much room: so all have
-    the same buckets, and walk through them together."""
+    """Count the elements of the largest slice."""
+    # Every tensor-parallel rank gives a parameter that much room: so all have the same buckets, and launch their
+    # collectives in the same order.
     own = slice_of(parameter)
     return parameter.numel() if own is None else prod(own.on(0).local_shape)  # torch makes the first the largest
 
@@ -179,27 +183,89 @@ def shown_as(parameter: Any, local: Tensor, *, term: bool = False) -> Tensor:
 
 @torch.no_grad()
 def local_gradient(parameter: Any, grad: Any) -> tuple[Tensor, bool]:
-    """Take this rank's slice of a gradient, and whether it is only a term of the sum over tensor-parallel ranks.
-
-    Under sequence parallelism the gradient of a parameter that all of these ranks have is such a term. A gradient with
-    yet another placement is redistributed here, by torch.
-    """
+    """Take this rank's slice of a gradient, and whether it is only a term of the sum over tensor-parallel ranks."""
     if not is_distributed(grad):
         return grad, False
     placement, wanted = grad.placements[0], parameter.placements[0]
     if placement.is_partial() and getattr(placement, "reduce_op", "sum") == "sum" and wanted.is_replicate():
-        return grad._local_tensor, True
+        return grad._local_tensor, True  # sequence parallelism, of a parameter that all of these ranks have
     if grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
     return grad._local_tensor, False
 
 
+# -- slice by slice ------------------------------------------------------------------------------------------------
+
+Read = Callable[[Tensor, int], None]
+"""Fills a flat tensor with the elements from a number on."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """``order``: of each slice, see ``storage_order``. ``cut``: None: the tensor is one slice."""
+
+    order: StorageOrder = None
+    cut: Cut | None = None
+
+    def slices(self, shape: Sequence[int]) -> list[TensorSlice]:
+        """List the slices of a tensor of ``shape``."""
+        ranks = 1 if self.cut is None else len(self.cut.sizes)
+        return [TensorSlice(tuple(shape), self.cut, ranks, rank) for rank in range(ranks)]
+
+
+WHOLE = Arrangement()
+"""The arrangement of a contiguous whole, as in a file of one whole tensor."""
+
+
+def read_arranged(
+    target: Tensor, start: int, shape: Sequence[int], arranged: tuple[Arrangement, Arrangement], read: Read
+) -> None:
+    """Fill ``target``, a flat range of a tensor in one arrangement, from the tensor in another.
+
+    Args:
+        target: [length] the elements from ``start`` on.
+        shape: of the whole tensor.
+        arranged: the arrangement of ``target``, and that in which ``read`` counts.
+    """
+    here, there = arranged
+    if here == there or not target.numel():
+        read(target, start)
+        return
+    for wanted in here.slices(shape):
+        first_number, row = wanted.start, prod(wanted.local_shape[1:])
+        low, high = max(start, first_number), min(start + target.numel(), first_number + prod(wanted.local_shape))
+        if low >= high:
+            continue
+        first, end = (low - first_number) // row, -(-(high - first_number) // row)
+        flat = flat_of(_read_rows(wanted, first, end, there, target, read), here.order)
+        target[low - start : high - start].copy_(flat.narrow(0, low - first_number - first * row, high - low))
+
+
+def _read_rows(wanted: TensorSlice, first: int, end: int, there: Arrangement, like: Tensor, read: Read) -> Tensor:
+    """Read rows ``first`` to ``end`` of dimension 0 of a slice: in every order, whole rows are a flat range."""
+    slices = [of for of in there.slices(wanted.shape) if prod(of.local_shape[1:])]
+    same_cut = slices[0].dim == wanted.dim
+    if same_cut:
+        slices = [of for of in slices if of.end > wanted.offset and of.offset < wanted.end]
+    parts = []
+    for of in slices:
+        row = prod(of.local_shape[1:])
+        flat = like.new_empty((end - first) * row)
+        read(flat, of.start + first * row)
+        parts.append(view_of(flat, (end - first, *of.local_shape[1:]), there.order))
+    rows = torch.cat(parts, slices[0].dim) if len(parts) > 1 else parts[0]
+    if not wanted.dim:
+        return rows
+    skipped = slices[0].offset if same_cut else 0
+    return rows.narrow(wanted.dim, wanted.offset - skipped, wanted.local_shape[wanted.dim])
+
+
 # -- plain slices: Megatron's attributes --------------------------------------------------------------------------
 
-_SLICE = "tensor_model_parallel"  # True: each tensor-parallel rank has another slice; else all have the same copy
-_TERM = "sequence_parallel"  # a copy, of whose gradient each of them has a term of the sum
+SLICE = "tensor_model_parallel"  # True: each tensor-parallel rank has another slice; else all have the same copy
+TERM = "sequence_parallel"  # a copy, of whose gradient each of them has a term of the sum
 _SHARED = "shared"  # a second copy of a parameter that another pipeline stage has, and counts
-_AVERAGED = "average_gradients_across_tp_domain"  # a copy whose gradient is to be averaged: refused
+AVERAGED = "average_gradients_across_tp_domain"  # a copy whose gradient is to be averaged: refused
 DIM = "partition_dim"  # the dimension that is cut
 STRIDE = "partition_stride"  # how many equal blocks of the whole each rank has a part of; 1: slices follow each other
 SIZES = "partition_sizes"  # the lengths of these parts in a slice, where blocks are not equal
@@ -207,12 +273,12 @@ SIZES = "partition_sizes"  # the lengths of these parts in a slice, where blocks
 
 def is_slice(parameter: Tensor) -> bool:
     """Whether it is marked as one of several slices."""
-    return bool(getattr(parameter, _SLICE, False))
+    return bool(getattr(parameter, SLICE, False))
 
 
 def is_term(parameter: Tensor) -> bool:
     """Whether its gradient is marked as a term of a sum over the tensor-parallel ranks."""
-    return bool(getattr(parameter, _TERM, False))
+    return bool(getattr(parameter, TERM, False))
 
 
 def is_shared(parameter: Tensor) -> bool:
@@ -220,31 +286,14 @@ def is_shared(parameter: Tensor) -> bool:
     return bool(getattr(parameter, _SHARED, False))
 
 
-def is_averaged(parameter: Tensor) -> bool:
-    """Whether the tensor-parallel ranks are to average its gradient."""
-    return bool(getattr(parameter, _AVERAGED, False))
-
-
 def is_plain_slice(parameter: Tensor) -> bool:
     """Whether a parameter is a slice by its mark, and no ``DTensor``."""
     return is_slice(parameter) and not is_distributed(parameter)
 
 
-def says_anything(parameter: Tensor) -> bool:
-    """Whether the parameter was marked at all. Megatron marks copies, too, as no slices."""
-    return hasattr(parameter, _SLICE) or hasattr(parameter, _TERM)
-
-
-def says_blocks(parameter: Tensor) -> bool:
-    """Whether attributes of a plain slice give the number of blocks."""
-    return hasattr(parameter, STRIDE) or hasattr(parameter, SIZES)
-
-
 def marked(parameter: Tensor) -> str:
     """List the marks of a parameter, for messages; empty where it has none."""
-    if type(parameter) is nn.Parameter and not parameter.__dict__:
-        return ""
-    found = [name for name in (_SLICE, _TERM, _SHARED, _AVERAGED) if getattr(parameter, name, False)]
+    found = [name for name in (SLICE, TERM, _SHARED, AVERAGED) if getattr(parameter, name, False)]
     return "".join(f", {name} = True" for name in found)
 
 

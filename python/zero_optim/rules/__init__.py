@@ -1,4 +1,4 @@
-"""Update rules: the arithmetic of an optimizer, as data. ``docs/rules.md`` says how to write one."""
+"""Update rules: the arithmetic of an optimizer, as data. ``docs/rules.md`` shows how to write one."""
 
 from .codec import Begins, Bf16, Codec, Int8, Per, Root8, Split, Split8, StateTensor
 from .kernel_rule import SGD, AdamW, Lion
@@ -28,4 +28,4 @@ __all__ = [
 ]
 
 RULES: dict[str, type[UpdateRule]] = {rule.__name__: rule for rule in (AdamW, Lion, Muon, SGD)}
-"""The rules of the package, by their names, by which checkpoints know them."""
+"""The rules of the package, by name, as checkpoints record them."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -81,18 +81,27 @@ class Codec:
     """A form in which state is stored. A codec is one of the subclasses below.
 
     Three things hold for each. Zeros are stored as zeros. Decoded values do not change when they are encoded and
-    decoded again: so state may be loaded as often as one likes. NaN stays NaN.
+    decoded again: so state may be loaded any number of times. NaN stays NaN.
 
     Attributes:
-        name: by which a checkpoint knows it again.
+        name: as checkpoints record it.
+        suffix, dtype: of the tensor that is stored in place of another, with a value an element.
+        scaled: whether one fp32 scale a row is stored beside it.
         reads_parameter: whether the parameter is a part of the stored form, which is a master's then; ``decode`` gets
             it behind the other parts.
         stochastic: whether updates round by noise, for which they are given keys of rows.
+        encode: encodes whole rows, [rows, 128] fp32: into [rows, 128], and [rows, 1] of a scale. The last row of a
+            parameter may come alone, and without what is behind its last element.
     """
 
     name = ""
+    suffix = ""
+    dtype: torch.dtype
+    scaled = False
     reads_parameter = False
     stochastic = False
+    encode: Callable[[Tensor], Sequence[Tensor]]
+    _decode: Callable[..., Tensor]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and other.name == self.name
@@ -102,26 +111,23 @@ class Codec:
 
     def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
         """The tensors that are stored in place of ``tensor``, under other names; the first has a value an element."""
-        raise NotImplementedError
+        stored = StateTensor(f"{tensor.name}_{self.suffix}", dtype=self.dtype)
+        return (stored, StateTensor(f"{tensor.name}_scale", per=Per.ROW)) if self.scaled else (stored,)
 
-    def encode(self, values: Tensor) -> Sequence[Tensor]:
-        """Encode whole rows ``values``, [rows, 128] fp32: into [rows, 128], or [rows, 1] of one value a row. The last
-        row of a parameter may come alone, and without what is behind its last element."""
-        raise NotImplementedError
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """Decode to [rows, 128] fp32: the values that were encoded, as the codec has rounded them. An element depends
+        on what is stored of it and of its row alone."""
+        return self._decode(*parts)
 
     def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
         """Encode ``values`` that an update has made. ``columns``: of the table, [rows, 1], and the keys of rows;
         ``state``: the number of the state among those of the rule."""
         return self.encode(values)
 
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """Decode to [rows, 128] fp32: the values that were encoded, as the codec has rounded them. An element depends
-        on what is stored of it and of its row alone."""
-        raise NotImplementedError
-
     def keeps(self, saved: Codec | None) -> bool:
         """Whether values that were stored by ``saved`` do not change in this codec. None: they were fp32."""
-        return saved == self
+        # A saved master is fp32, however it was stored. ``Split`` says which masters change.
+        return self.reads_parameter or saved == self
 
     # -- flat ------------------------------------------------------------------------------------------------------
 
@@ -145,19 +151,7 @@ def _rows_of(flat: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % ROW)).view(-1, ROW)
 
 
-class _Scaled(Codec):
-    """Eight bits an element, and one fp32 scale a row."""
-
-    dtype: torch.dtype
-
-    def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
-        return (
-            StateTensor(f"{tensor.name}_{self.name}", dtype=self.dtype),
-            StateTensor(f"{tensor.name}_scale", per=Per.ROW),
-        )
-
-
-class Int8(_Scaled):
+class Int8(Codec):
     """For values of either sign, as a first moment: values that are small beside their row's largest survive.
 
     With s the largest magnitude of the row, x = v / s and y = 2 x / (1 + abs(x)), the nearest integer to 127 y is
@@ -165,16 +159,13 @@ class Int8(_Scaled):
     values are clamped to 2^64 - 2^40, the root of the largest fp32. A row with inf or NaN is decoded to NaN.
     """
 
-    name, dtype = "int8", torch.int8
-
-    def encode(self, values: Tensor) -> Sequence[Tensor]:
-        return encode_int8(values)
-
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        return decode_int8(*parts)
+    name = suffix = "int8"
+    dtype, scaled = torch.int8, True
+    encode = staticmethod(encode_int8)
+    _decode = staticmethod(decode_int8)
 
 
-class Root8(_Scaled):
+class Root8(Codec):
     """For values that are not negative, as a second moment: 8 bits for the root of each.
 
     With s the largest root of the row, the nearest integer to 255 root(v) / s is stored, and 1 at least where v is not
@@ -182,13 +173,10 @@ class Root8(_Scaled):
     inf is stored as the largest fp32, less its last bit. A row with NaN is decoded to NaN.
     """
 
-    name, dtype = "root8", torch.uint8
-
-    def encode(self, values: Tensor) -> Sequence[Tensor]:
-        return encode_root8(values)
-
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        return decode_root8(*parts)
+    name = suffix = "root8"
+    dtype, scaled = torch.uint8, True
+    encode = staticmethod(encode_root8)
+    _decode = staticmethod(decode_root8)
 
 
 class Bf16(Codec):
@@ -200,19 +188,13 @@ class Bf16(Codec):
     on from a checkpoint.
     """
 
-    name, stochastic = "bf16", True
-
-    def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
-        return (dataclasses.replace(tensor, name=f"{tensor.name}_{self.name}", dtype=torch.bfloat16),)
-
-    def encode(self, values: Tensor) -> Sequence[Tensor]:
-        return encode_bf16(values)
+    name = suffix = "bf16"
+    dtype, stochastic = torch.bfloat16, True
+    encode = staticmethod(encode_bf16)
+    _decode = staticmethod(decode_bf16)
 
     def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
         return encode_stochastic_in_update(values, columns, state)
-
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        return decode_bf16(*parts)
 
 
 class Split(Codec):
@@ -228,22 +210,14 @@ class Split(Codec):
     parameter was set to 0, the master is the parameter.
     """
 
-    name, reads_parameter = "split", True
-    low, dtype = "low", torch.int16
-
-    def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
-        return (StateTensor(f"{tensor.name}_{self.low}", dtype=self.dtype),)
+    name, suffix = "split", "low"
+    dtype, reads_parameter = torch.int16, True
 
     def encode(self, values: Tensor) -> Sequence[Tensor]:
-        _, low = split_master(values, self.dtype)
-        return (low,)
+        return split_master(values, self.dtype)[1:]
 
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        low, parameter = parts
+    def _decode(self, low: Tensor, parameter: Tensor) -> Tensor:
         return join_master(parameter, low)
-
-    def keeps(self, saved: Codec | None) -> bool:
-        return True  # but for what the class says; a saved master is fp32, whatever it was before
 
 
 class Split8(Split):
@@ -255,13 +229,11 @@ class Split8(Split):
     rounded to it, too. ``zero_kernels/codecs.py`` has the arithmetic, and what becomes of the largest numbers.
     """
 
-    name = "split8"
-    low, dtype = "low8", torch.int8
+    name, suffix = "split8", "low8"
+    dtype = torch.int8
 
 
-_ALL = (Bf16(), Int8(), Root8(), Split(), Split8())
-
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in _ALL}
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Bf16(), Int8(), Root8(), Split(), Split8())}
 """The codecs of the package, by name."""
 
 
@@ -292,13 +264,14 @@ def codecs_for(
     """
     chosen: dict[str, Codec] = {}
     for tensor in tensors:
-        codec = MASTERS[master]
-        if tensor.begins is Begins.PARAMETER and codec is not None:
-            chosen[tensor.name] = codec
-        plain = tensor.begins is Begins.ZERO and tensor.per is Per.ELEMENT and tensor.dtype == torch.float32
-        if plain and state_dtype != "fp32":
+        codec: Codec | None = None
+        if tensor.begins is Begins.PARAMETER:
+            codec = MASTERS[master]
+        elif tensor.begins is Begins.ZERO and tensor.per is Per.ELEMENT and tensor.dtype == torch.float32:
             eight = Root8() if tensor.name in nonnegative else Int8()
-            chosen[tensor.name] = eight if state_dtype == "int8" else CODECS[state_dtype]
+            codec = {"fp32": None, "bf16": Bf16(), "int8": eight}[state_dtype]
+        if codec is not None:
+            chosen[tensor.name] = codec
     return chosen
 
 
@@ -317,8 +290,8 @@ def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) ->
     that it cannot store; TypeError for what is no codec of the package."""
     known = {tensor.name: tensor for tensor in tensors}
     for name, codec in codecs.items():
-        if type(codec) not in map(type, _ALL):
-            ours = ", ".join(f"{type(one).__name__}()" for one in _ALL)
+        if type(codec) not in map(type, CODECS.values()):
+            ours = ", ".join(f"{type(one).__name__}()" for one in CODECS.values())
             raise TypeError(f"the codec of {name!r} is a {type(codec).__name__}: give one of {ours}")
         tensor = known.get(name)
         if tensor is None:

@@ -51,18 +51,17 @@ class GroupRules:
         Raises ValueError; ``forget`` what was taken in then.
         """
         first = len(self.by_group)
-        numbers = [self._number_of(rule) for rule in given]
+        numbers: list[int] = []  # of each in ``_given``
+        for rule in given:
+            known = (number for number, other in enumerate(self._given) if _alike(rule, other))
+            number = next(known, len(self._given))
+            if number == len(self._given):
+                self._given.append(rule)
+            numbers.append(number)
         for number in range(len(self.all), len(self._given)):
             groups = [self._parameters.groups[first + place] for place, own in enumerate(numbers) if own == number]
             self.all.append(self._apply(self._given[number], groups))
         self.by_group += [self.all[number] for number in numbers]
-
-    def _number_of(self, rule: UpdateRule) -> int:
-        for number, known in enumerate(self._given):
-            if _alike(rule, known):
-                return number
-        self._given.append(rule)
-        return len(self._given) - 1
 
     def forget(self, first: int) -> None:
         """Forget the groups from number ``first`` on, and the rules that no other has."""

@@ -14,7 +14,6 @@ are both, flat ranges are joined first, into whole slices. Replicas then divide 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,13 +28,13 @@ TENSOR_ALL_TO_ALL = "tensor_all_to_all"
 REPLICA_ALL_REDUCE = "replica_all_reduce"
 """The kind of messages between replicas there."""
 
+# Elements of a rank that are made whole together, at least. Muon's take 8 bytes each meanwhile. On a GPU nobody has
+# measured how long small messages take.
 JOINED_ON_A_GPU, JOINED_ON_A_PROCESSOR = 2**24, 2**20
-"""Elements of a rank that are made whole together, at least. Muon's take 8 bytes each meanwhile. On a GPU nobody has
-measured how long small messages take."""
 
+# Parameters that are made whole together, at least, for each rank. With one a rank, a parameter that is twice as dear
+# would keep the other ranks waiting.
 PARAMETERS_A_RANK = 4
-"""Parameters that are made whole together, at least, for each rank. With one a rank, a parameter that is twice as dear
-would keep the other ranks waiting."""
 
 
 class Size(NamedTuple):
@@ -52,20 +51,15 @@ def batch_lengths(shards: Sequence[Size], ranks: int, device: torch.device) -> I
     ``ranks``: number of those that shard the parameters. ``device``: where parameters are made whole.
     """
     least = Size(JOINED_ON_A_PROCESSOR if device.type == "cpu" else JOINED_ON_A_GPU, PARAMETERS_A_RANK * ranks)
-    left = _total(shards)
-    taken: list[Size] = []
-    for shard in shards:
-        taken.append(shard)
-        here = _total(taken)
-        rest = Size(left.numel - here.numel, left.parameters - here.parameters)
-        if all(map(operator.ge, here, least)) and all(map(operator.ge, rest, least)):
-            yield len(taken)
-            left, taken = rest, []
-    yield len(taken)
-
-
-def _total(sizes: Sequence[Size]) -> Size:
-    return Size(sum(size.numel for size in sizes), sum(size.parameters for size in sizes))
+    rest = Size(sum(shard.numel for shard in shards), sum(shard.parameters for shard in shards))
+    here, length = Size(0, 0), 0
+    for numel, parameters in shards:
+        here, length = Size(here.numel + numel, here.parameters + parameters), length + 1
+        rest = Size(rest.numel - numel, rest.parameters - parameters)
+        if all(size.numel >= least.numel and size.parameters >= least.parameters for size in (here, rest)):
+            yield length
+            here, length = Size(0, 0), 0
+    yield length
 
 
 class MatrixPiece(NamedTuple):
@@ -269,6 +263,7 @@ def _copy(to: list[Tensor], of: list[Tensor]) -> None:
 
 def _homes(costs: Sequence[int], ranks: int) -> list[int]:
     """Give each parameter a rank."""
+    # Ties go to the first parameter and the first rank. All ranks have to choose alike, or they deadlock.
     loads, homes = [0] * ranks, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
         homes[number] = loads.index(min(loads))

@@ -8,9 +8,9 @@ Algorithms", 2023). SGD with momentum, of Nesterov's kind or not, as ``torch.opt
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,24 +18,8 @@ from torch import Tensor
 import zero_kernels
 
 from .codec import Begins, StateTensor
-from .options import DIFFERENTIABLE, Betas, Fixed, Flag, Number, of_another_optimizer
+from .options import Betas, Differentiable, Fixed, Flag, Number
 from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of
-
-
-class _Stored(NamedTuple):
-    """The names of the stored tensors that a kernel is given.
-
-    Attributes:
-        master: of the stored master, as ``states`` and ``averages`` are.
-        scales: of the states that have one.
-        by_noise: whether some state is rounded by noise. Given keys of rows, a kernel rounds all bf16 so.
-    """
-
-    master: str
-    states: list[str]
-    scales: list[str]
-    averages: list[str]
-    by_noise: bool
 
 
 class KernelRule(UpdateRule):
@@ -45,11 +29,16 @@ class KernelRule(UpdateRule):
         kernel: its name in ``zero_kernels.RULES``, which lists the state beside the master.
     """
 
+    # Set by ``prepared``: the op, names of the stored tensors that it is given, and whether one is rounded by noise.
+    _step: zero_kernels.Prepared
+    _master: str
+    _states: list[str]
+    _scales: list[str]
+    _by_noise: bool
+
     def __init__(self, kernel: str, **values: Any) -> None:
         super().__init__(**values)
         self._use(kernel)
-        self._step: Callable[..., None] = zero_kernels.foreach_step
-        self._stored: _Stored | None = None  # made in ``prepared``
 
     def _use(self, kernel: str) -> None:
         self.kernel, self._of_kernel = kernel, zero_kernels.RULES[kernel]
@@ -69,29 +58,21 @@ class KernelRule(UpdateRule):
     def prepared(self) -> KernelRule:
         made = copy.copy(self)
         made._step = zero_kernels.Prepared("foreach_step")
-        made._stored = self._as_stored()
+        names = (MASTER, *self._of_kernel.states)
+        (master, *_), *states = (parts_of(self.codecs, StateTensor(name)) for name in names)
+        made._master, made._states = master.name, [parts[0].name for parts in states]
+        made._scales = [part.name for parts in states for part in parts[1:]]
+        made._by_noise = any(codec.stochastic for codec in self.codecs.values())
         return made
 
     def _as_kernel(self) -> zero_kernels.Rule:
         return self._of_kernel
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        stored = self._stored or self._as_stored()
-        *lists, row_keys = lists_of(shards, stored.master, stored.states, stored.averages)
-        scales = [shard.state[name] for shard in shards for name in stored.scales]
-        self._step(self.kernel, *lists, scales or None, row_keys if stored.by_noise else None)
-
-    def _as_stored(self) -> _Stored:
-        master, *states = (
-            parts_of(self.codecs, tensor) for tensor in map(StateTensor, (MASTER, *self._of_kernel.states))
-        )
-        return _Stored(
-            master[0].name,
-            [parts[0].name for parts in states],
-            [part.name for of in states for part in of[1:]],
-            [*self.averages],
-            any(codec.stochastic for codec in self.codecs.values()),
-        )
+        *lists, row_keys = lists_of(shards, self._master, self._states, self.averages)
+        scales = [shard.state[name] for shard in shards for name in self._scales]
+        # Given keys of rows, a kernel rounds all bf16 by noise.
+        self._step(self.kernel, *lists, scales or None, row_keys if self._by_noise else None)
 
 
 class AdamW(KernelRule):
@@ -104,16 +85,16 @@ class AdamW(KernelRule):
         Number("weight_decay", 1e-2),
         Flag("maximize"),
         Fixed("amsgrad"),
-        DIFFERENTIABLE,
+        Differentiable(),
     )
     counterparts = frozenset(("Adam", "AdamW"))
+    own_option, foreign_options = "betas", ("momentum", "dampening", "nesterov")
     nonnegative = frozenset(("exp_avg_sq", "max_exp_avg_sq"))
     torch_options = MappingProxyType(torch.optim.AdamW([torch.empty(0, device="cpu")]).defaults)
 
     def __init__(self, decoupled: bool = True, **values: Any) -> None:
-        super().__init__("adamw", **values)
+        super().__init__("amsgrad" if values.get("amsgrad") else "adamw", **values)
         self.decoupled = decoupled
-        self._use("amsgrad" if self.defaults["amsgrad"] else "adamw")
 
     @property
     def described(self) -> dict[str, Any]:
@@ -126,9 +107,6 @@ class AdamW(KernelRule):
                 "to this optimizer's constructor"
             )
         return None
-
-    def refuse_options(self, number: int, group: Mapping[str, Any]) -> str | None:
-        return of_another_optimizer(number, group, "betas", ("momentum", "dampening", "nesterov"))
 
     def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         lr, beta1, beta2, eps, weight_decay, *others = super().read_group(group)
@@ -148,13 +126,11 @@ class Lion(KernelRule):
         Number("weight_decay", 0.0),
         Flag("maximize"),
     )
+    own_option, foreign_options = "betas", ("momentum", "dampening", "nesterov")
     needs_steps = False
 
     def __init__(self, **values: Any) -> None:
         super().__init__("lion", **values)
-
-    def refuse_options(self, number: int, group: Mapping[str, Any]) -> str | None:
-        return of_another_optimizer(number, group, "betas", ("momentum", "dampening", "nesterov"))
 
 
 class SGD(KernelRule):
@@ -167,15 +143,15 @@ class SGD(KernelRule):
         Number("weight_decay", 0.0),
         Flag("nesterov"),
         Flag("maximize"),
-        DIFFERENTIABLE,
+        Differentiable(),
     )
     counterparts = frozenset(("SGD",))
+    own_option, foreign_options = "momentum", ("betas", "amsgrad")
     torch_options = MappingProxyType(torch.optim.SGD([torch.empty(0, device="cpu")]).defaults)
     needs_steps = False
 
     def __init__(self, **values: Any) -> None:
-        super().__init__("sgd_plain", **values)
-        self._use("sgd" if self.defaults["momentum"] else "sgd_plain")
+        super().__init__("sgd" if values.get("momentum") else "sgd_plain", **values)
 
     def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> SGD:
         made = copy.copy(self)
@@ -199,6 +175,3 @@ class SGD(KernelRule):
             f"parameter group {number} of the state has ns_steps: it is of Muon, whose momentum means something else "
             "than SGD's. Load the model alone, and let the momentum begin anew"
         )
-
-    def refuse_options(self, number: int, group: Mapping[str, Any]) -> str | None:
-        return of_another_optimizer(number, group, "momentum", ("betas", "amsgrad"))

@@ -6,7 +6,7 @@ By its shape, first::
     3               [experts, rows, columns]       one for each expert
     4 and 5         [out, in, height, width]       a convolution: one of [out, in * height * width]
 
-A parameter group may say by ``view`` that each of them is several, side by side::
+By ``view`` of a parameter group each of them is several, side by side::
 
     {"params": q, "view": {"rows": 12}}                  12 equal blocks of rows, such as heads
     {"params": qkv, "view": {"rows": (768, 256, 256)}}   blocks of so many rows
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -37,22 +37,19 @@ class MatrixView(Option):
     """``view`` of a parameter group: None, or ``{"rows": blocks}`` or ``{"columns": blocks}``, where ``blocks`` is the
     number of equal ones, or the length of each."""
 
-    optional = stays = True
+    stays: bool = field(default=True, kw_only=True)
+    optional = True
 
     def check(self, value: Any, owner: str) -> None:
         if value is None:
             return
-        one = isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in _DIMS
-        if not one or not _are_blocks(next(iter(value.values()))):
+        cut, blocks = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else (None, ())
+        lengths = blocks if isinstance(blocks, tuple | list) else [blocks]
+        if cut not in _DIMS or not lengths or not all(type(length) is int and length > 0 for length in lengths):
             raise ValueError(
                 f"{self.name} of {owner} must be None, {{'rows': blocks}} or {{'columns': blocks}}, and blocks the "
                 f"number of equal ones, or the length of each; got {value!r}"
             )
-
-
-def _are_blocks(blocks: Any) -> bool:
-    lengths = blocks if isinstance(blocks, tuple | list) else [blocks]
-    return len(lengths) > 0 and all(type(length) is int and length > 0 for length in lengths)
 
 
 def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -62,11 +59,6 @@ def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
     return (1, shape[0], math.prod(shape[1:]))
 
 
-def are_stacked(dims: int, dim: int) -> bool:
-    """Whether a parameter of so many dimensions is a stack of matrices along ``dim``."""
-    return dims == 3 and dim == 0
-
-
 def dims_of(view: Mapping[str, Any], dims: int) -> range:
     """The dimensions that ``view`` cuts of a parameter that has so many."""
     first = 1 if dims == 3 else 0  # of the rows
@@ -74,7 +66,7 @@ def dims_of(view: Mapping[str, Any], dims: int) -> range:
 
 
 def refuse_view(shape: Sequence[int], view: Mapping[str, Any] | None) -> str | None:
-    """Say why a parameter of this shape has no such matrices, and what to do. None: it has."""
+    """Return why a parameter of this shape has no such matrices, and what to do. None: it has."""
     if not 2 <= len(shape) <= 5:
         return (
             f"has {len(shape)} dimensions, and Muon makes matrices orthogonal: give it to a group with another rule, "

@@ -18,13 +18,13 @@ from zero_kernels import ROW
 from ..comm.collectives import Comm
 from ..params.layout import WholeParameters, round_up
 from ..params.param_shard import plain_parameter
-from ..params.tensor_slice import DIM, STRIDE, Joint, is_plain_slice, says_blocks, whole_shape
+from ..params.tensor_slice import DIM, SIZES, STRIDE, Joint, is_plain_slice, whole_shape
 from . import newton_schulz
 from .codec import Begins, StateTensor
 from .homes import TENSOR_ALL_TO_ALL, MatrixHomes, WorkSplit, joined_parts, joined_slices
 from .kernel_rule import KernelRule
-from .matrix_view import VIEW, MatrixView, are_stacked, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
-from .options import Fixed, Flag, Number
+from .matrix_view import VIEW, MatrixView, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
+from .options import Fixed, Flag, Number, check_choice
 from .update_rule import MASTER, ShardUpdate, ToJoin, UpdateRule, Whole, parts_of
 
 BUFFER = "momentum_buffer"
@@ -35,14 +35,14 @@ _DIRECTION = "direction"
 _LOOK_AHEAD = zero_kernels.RULES["muon_look_ahead"]
 """The first kernel. The second reads the same table."""
 
+# The least rows and columns of matrices that are batched with those of other parameters, on a CPU. Products of bf16
+# matrices of this size were seen to have the same bits whatever the number of matrices. For smaller ones torch chooses
+# the algorithm by the elements of all of them together. Not tested on a GPU.
 LEAST_TOGETHER = 17
-"""The least rows and columns of matrices that are batched with those of other parameters, on a CPU. Products of
-bf16 matrices of this size were seen to have the same bits whatever the number of matrices. For smaller ones torch
-chooses the algorithm by the elements of all of them together. Not tested on a GPU."""
 
+# The most elements that are updated together, unless one parameter has more. On a processor they stay in its cache. On
+# a GPU they are more, since each launch takes time (not measured).
 ON_A_PROCESSOR, ON_A_GPU = 2**18, 2**22
-"""The most elements that are updated together, unless one parameter has more. On a processor they stay in its cache. On
-a GPU they are more, since each launch takes time (not measured)."""
 
 
 class _Part(NamedTuple):
@@ -88,12 +88,6 @@ class _Scale(Fixed):
         return (value or "original") == (other or "original")
 
 
-class _Way(Fixed):
-    """A way to compute the iteration. State from another way loads: it differs by rounding alone, if at all."""
-
-    stays = True
-
-
 class Muon(UpdateRule):
     """One momentum, 4 bytes a parameter less than AdamW; for matrices alone.
 
@@ -112,8 +106,9 @@ class Muon(UpdateRule):
         Fixed("eps", 1e-7),
         Fixed("ns_steps", 5),
         Fixed("ns_gram", True),
-        _Way("ns_product", newton_schulz.TORCH),
-        _Way("ns_replicas", SHARE),
+        # State from another way to compute the iteration loads: it differs by rounding alone, if at all.
+        Fixed("ns_product", newton_schulz.TORCH, stays=True),
+        Fixed("ns_replicas", SHARE, stays=True),
         _Scale("adjust_lr_fn", None),
         MatrixView(VIEW, None),
     )
@@ -124,17 +119,14 @@ class Muon(UpdateRule):
     joins_parts, joined_in = True, torch.bfloat16
     # Found in the first update of a prepared rule.
     _places: _Places | None = None
-    _passes: tuple[KernelRule, KernelRule] | None = None  # made in ``prepared``
+    # The kernels that go over a shard, before its matrices are orthogonalized and after. Made in ``prepared``.
+    _passes: tuple[KernelRule, KernelRule]
 
     def check(self) -> None:
         super().check()
         newton_schulz.check(*(self.defaults[name] for name in newton_schulz.OPTIONS))
-        if self.defaults["adjust_lr_fn"] not in SCALES:
-            known = ", ".join(map(repr, SCALES))
-            raise ValueError(f"adjust_lr_fn must be one of {known}, got {self.defaults['adjust_lr_fn']!r}")
-        if self.defaults["ns_replicas"] not in REPLICAS:
-            known = ", ".join(map(repr, REPLICAS))
-            raise ValueError(f"ns_replicas must be one of {known}, got {self.defaults['ns_replicas']!r}")
+        check_choice("adjust_lr_fn", self.defaults["adjust_lr_fn"], SCALES)
+        check_choice("ns_replicas", self.defaults["ns_replicas"], REPLICAS)
 
     def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
         foreign = next((name for name in ("betas", "dampening") if name in group), None)
@@ -157,7 +149,7 @@ class Muon(UpdateRule):
 
     def needs_whole(self, joint: Joint) -> bool:
         """False for a stack that is sliced between its matrices: each slice has whole ones."""
-        return not are_stacked(len(joint.shape), joint.dim)
+        return len(joint.shape) != 3 or joint.dim != 0
 
     def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
         """A view is of the whole matrix, also where this rank has a slice of it."""
@@ -167,8 +159,10 @@ class Muon(UpdateRule):
             return f"{reason}. It is a slice of shape {tuple(parameter.shape)}, and a view is of the whole"
         if reason is not None or view is None:
             return reason
-        known = self.plain_slices == 1 or not is_plain_slice(parameter) or says_blocks(parameter)
-        if known or getattr(parameter, DIM) not in dims_of(view, parameter.dim()):
+        known = hasattr(parameter, STRIDE) or hasattr(parameter, SIZES)  # the number of blocks
+        if self.plain_slices == 1 or not is_plain_slice(parameter) or known:
+            return None
+        if getattr(parameter, DIM) not in dims_of(view, parameter.dim()):
             return None
         return (
             f"is a slice along dimension {getattr(parameter, DIM)}, which view={dict(view)!r} of its group splits: "
@@ -185,16 +179,12 @@ class Muon(UpdateRule):
 
     def prepared(self) -> Muon:
         made = copy.copy(self)
-        made._passes = self._make_passes()
-        return made
-
-    def _make_passes(self) -> tuple[KernelRule, KernelRule]:
-        """The kernels that go over a shard: before its matrices are orthogonalized, and after."""
         look_ahead, subtract = (KernelRule(name) for name in (_LOOK_AHEAD.name, "muon_subtract"))
         look_ahead.codecs = {name: codec for name, codec in self.codecs.items() if name == BUFFER}
         subtract.codecs = {name: codec for name, codec in self.codecs.items() if name != BUFFER}
         subtract.averages = self.averages
-        return look_ahead.prepared(), subtract.prepared()
+        made._passes = (look_ahead.prepared(), subtract.prepared())
+        return made
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         """In three passes: the momentum, what is subtracted from each matrix, the subtraction. Some matrices at a
@@ -214,6 +204,7 @@ class Muon(UpdateRule):
         """Collective. Send shards of matrices to their homes in the shard group, then slices to theirs among the
         tensor-parallel ranks. Replicas split the matrices that they all have then, and orthogonalize them. The results
         go back the same way."""
+        # Each of the exchanges below happens on all ranks of its group or on none: the layout decides, which is common.
         if self._places is None:
             self._places = self._places_of(shards)
         over_shards, of_wholes, over_slices, of_slices = self._places
@@ -228,7 +219,14 @@ class Muon(UpdateRule):
 
     def after_joining(self, shard: ShardUpdate, to_join: ToJoin, joined: Tensor) -> None:
         """Subtract orthogonal ``joined``, [shard_numel], from the masters."""
-        self._subtract(shard, [*_parts_of(to_join)], joined.float(), to_join.slices)
+        parts = [_Part(whole, whole.start, 0, whole.numel) for whole in to_join.wholes]
+        parts += [
+            _Part(cut.whole, piece.in_shard, piece.in_param, piece.numel)
+            for cut in to_join.cuts
+            for rank, piece in cut.parts
+            if to_join.ranks is not None and rank == to_join.ranks.rank
+        ]
+        self._subtract(shard, parts, joined.float(), to_join.slices)
 
     def _run(self, shard: ShardUpdate, wholes: Sequence[Whole]) -> ShardUpdate:
         """View the part of ``shard`` that has ``wholes``, which follow each other in it."""
@@ -255,7 +253,8 @@ class Muon(UpdateRule):
         undefined in it: nothing is subtracted from them either."""
         ahead = torch.empty_like(shard.grad, dtype=torch.float32)
         momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(BUFFER))}
-        look_ahead, _ = self._passes or self._make_passes()
+        look_ahead, _ = self._passes
+        # Averages and measurements wait for the pass that writes the master.
         look_ahead.update([shard._replace(parameter=ahead, state=momentum, rates=None, row_stats=None)])
         return ahead
 
@@ -272,7 +271,8 @@ class Muon(UpdateRule):
             if isinstance(scale, Tensor):
                 scale = scale.narrow(0, in_param, numel)
             direction.narrow(0, start, numel).mul_(shard.hyper[whole.param, lr] * scale)
-        _, subtract = self._passes or self._make_passes()
+        _, subtract = self._passes
+        # The first pass has marked the gradients that are not finite. This one does not read them.
         subtract.update([shard._replace(state={**shard.state, _DIRECTION: direction}, marks=None)])
 
     def _scale(self, whole: Whole, device: torch.device, slices: Comm | None) -> float | Tensor:
@@ -341,12 +341,7 @@ class Muon(UpdateRule):
         shares.exchange(tensors)
 
     def _orthogonalize(self, step: Tensor, wholes: Sequence[Whole]) -> None:
-        """Orthogonalize each matrix in ``step``, flat, in place.
-
-        Matrices of one shape are batched, by default those of one parameter. A matrix's bits must not
-        depend on those beside it, since the number of ranks decides which are on a rank. So matrices of several
-        parameters go together only where each has the bits that it has alone; see ``LEAST_TOGETHER``.
-        """
+        """Orthogonalize each matrix in ``step``, flat, in place. Matrices of one shape are batched."""
         batches: dict[tuple[int, ...], list[Tensor]] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         for whole in wholes:
@@ -356,6 +351,8 @@ class Muon(UpdateRule):
                 copies.append((shaped, matrices))
             for block in blocks_of(matrices, whole.group.get(VIEW)):
                 alike = tuple(block.shape[1:])
+                # A matrix's bits must not depend on those beside it: the number of ranks decides which are here. So
+                # matrices of several parameters are batched only where each has the bits that it has alone.
                 alone = step.device.type != "cpu" or min(alike) < LEAST_TOGETHER
                 first, *others = block.split(max(1, _most(step) // block[0].numel()))
                 batches.setdefault((*alike, whole.param) if alone else alike, []).append(first)
@@ -370,11 +367,8 @@ class Muon(UpdateRule):
         """Orthogonalize matrices of one shape in place."""
         together = torch.cat([*blocks]) if len(blocks) > 1 else blocks[0]
         options = [self.defaults[name] for name in newton_schulz.OPTIONS]
-        if len(together) == 1:
-            made = newton_schulz.orthogonalized(together[0], *options).unsqueeze(0)
-        else:
-            made = newton_schulz.orthogonalized(together, *options)
-        torch._foreach_copy_([*blocks], made.split([len(block) for block in blocks]))
+        made = newton_schulz.orthogonalized(together.squeeze(0), *options)  # one matrix by mm, as torch's Muon has it
+        torch._foreach_copy_([*blocks], made.expand_as(together).split([len(block) for block in blocks]))
 
 
 def _most(tensor: Tensor) -> int:
@@ -394,16 +388,6 @@ def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
         numel += whole.numel
     if run:
         yield run
-
-
-def _parts_of(to_join: ToJoin) -> Iterator[_Part]:
-    """List this rank's parts of the parameters of a shard."""
-    for whole in to_join.wholes:
-        yield _Part(whole, whole.start, 0, whole.numel)
-    for cut in to_join.cuts:
-        for rank, piece in cut.parts:
-            if to_join.ranks is not None and rank == to_join.ranks.rank:
-                yield _Part(cut.whole, piece.in_shard, piece.in_param, piece.numel)
 
 
 def scale_of(shape: Sequence[int], adjust_lr_fn: str | None) -> float:

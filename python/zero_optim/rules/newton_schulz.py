@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import zero_kernels
 
-from .options import is_number
+from .options import check_choice, is_number
 
 Step = tuple[float, float, float]
 """(a, b, c) of a step X <- a X + (b A + c A A) X, A being X X^T."""
@@ -39,18 +39,18 @@ OPTIONS = ("ns_coefficients", "ns_steps", "eps", "ns_gram", "ns_product")
 TORCH, TRITON = PRODUCTS = ("torch", "triton")
 """The makers of symmetric products: torch makes all of each, or a kernel half of it, where that is faster."""
 
+# Rows or columns, whichever are fewer, from which on the kernel is faster. On an H200 it made the iteration of 4096 x
+# 4096 and 4096 x 11008 1.13 to 1.16 times as fast; squares of 2048 and less took longer than torch's.
 TRITON_FROM = 4096
-"""Rows or columns, whichever are fewer, from which on the kernel is faster. On an H200 it made the iteration of 4096 x
-4096 and 4096 x 11008 1.13 to 1.16 times as fast; squares of 2048 and less took longer than torch's."""
 
+# Above so many columns a row, or rows a column, matrices go by the Gram form. From 1.5 on it takes fewer
+# multiplications, up to 2 less than a tenth.
 GRAM_FROM = 2
-"""Above so many columns a row, or rows a column, matrices go by the Gram form. From 1.5 on it takes fewer
-multiplications, up to 2 less than a tenth."""
 
+# A phase takes in another step while a direction that is all rounding has grown by this at most. It is chosen for
+# torch's steps, each of which makes 11.9 of 1: two are together. With three, 82 of 10,000 matrices that
+# ``tests/rules/test_newton_schulz.py`` makes had a singular value above 1.25, up to 400.
 MOST_GROWTH = 12
-"""A phase takes in another step while a direction that is all rounding has grown by this at most. It is chosen for
-torch's steps, each of which makes 11.9 of 1: two are together. With three, 82 of 10,000 matrices that
-``tests/rules/test_newton_schulz.py`` makes had a singular value above 1.25, up to 400."""
 
 
 def check(coefficients: Any, steps: Any, eps: Any, gram: Any, product: Any) -> None:
@@ -66,8 +66,7 @@ def check(coefficients: Any, steps: Any, eps: Any, gram: Any, product: Any) -> N
         raise ValueError(f"eps must be a number above 0, got {eps!r}")
     if type(gram) is not bool:
         raise ValueError(f"ns_gram must be True or False, got {gram!r}")
-    if product not in PRODUCTS:
-        raise ValueError(f"ns_product must be one of {', '.join(map(repr, PRODUCTS))}, got {product!r}")
+    check_choice("ns_product", product, PRODUCTS)
 
 
 def orthogonalized(
@@ -91,7 +90,14 @@ def orthogonalized(
     Returns bf16 of the same shape, in another memory format perhaps.
     """
     of_steps = listed(coefficients, steps)
-    of = _products(matrix, product)
+    multiply, add_product = (torch.mm, torch.addmm) if matrix.dim() == 2 else (torch.bmm, torch.baddbmm)
+
+    def of_torch(a: Tensor, b: Tensor, d: Tensor | None = None, **factors: Any) -> Tensor:
+        return multiply(a, b) if d is None else add_product(d, a, b, **factors)
+
+    # a b, or beta d + alpha a b, where that is symmetric in exact arithmetic.
+    fused = product == TRITON and min(matrix.shape[-2:]) >= TRITON_FROM
+    symmetric = zero_kernels.symmetric_product if fused else of_torch
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.to(torch.bfloat16, copy=True)
     rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -99,29 +105,29 @@ def orthogonalized(
     x = x.mT if tall else x
     x = x / norm.clamp(min=eps)
     for phase in phases(matrix.shape[-2], matrix.shape[-1], of_steps, gram):
-        square = of.symmetric(x, x.mT)
+        square = symmetric(x, x.mT)
         if len(phase) > 1:
-            x = of.product(_polynomial(square, phase, of), x)
+            x = multiply(_polynomial(square, phase, symmetric), x)
         else:
             ((a, b, c),) = phase
-            x = of.added(x, of.symmetric(square, square, square, beta=b, alpha=c), x, beta=a)
+            x = add_product(x, symmetric(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
-def _polynomial(square: Tensor, phase: Sequence[Step], of: _Products) -> Tensor:
+def _polynomial(square: Tensor, phase: Sequence[Step], symmetric: Callable[..., Tensor]) -> Tensor:
     """Make the matrix that these steps multiply X by, of ``square`` = X X^T."""
-    made = factor = _factor(square, phase[0], of)
+    made = factor = _factor(square, phase[0], symmetric)
     for step in phase[1:]:
-        square = of.symmetric(of.symmetric(square, factor), factor)
-        factor = _factor(square, step, of)
-        made = of.symmetric(factor, made)
+        square = symmetric(symmetric(square, factor), factor)
+        factor = _factor(square, step, symmetric)
+        made = symmetric(factor, made)
     return made
 
 
-def _factor(square: Tensor, step: Step, of: _Products) -> Tensor:
+def _factor(square: Tensor, step: Step, symmetric: Callable[..., Tensor]) -> Tensor:
     """a I + b A + c A A, of A = ``square``."""
     a, b, c = step
-    made = of.symmetric(square, square, square, beta=b, alpha=c)
+    made = symmetric(square, square, square, beta=b, alpha=c)
     diagonal = made.diagonal(dim1=-2, dim2=-1)
     diagonal.copy_(diagonal.float() + a)  # added to bf16, torch would round a itself first
     return made
@@ -129,11 +135,7 @@ def _factor(square: Tensor, step: Step, of: _Products) -> Tensor:
 
 def phases(rows: int, columns: int, of_steps: Sequence[Step], gram: bool) -> list[list[Step]]:
     """Cut the steps for a matrix into phases, each of which multiplies X once. Without ``gram``, and where the matrix
-    is not long, each step is one phase.
-
-    Within a phase X X^T is not recomputed. So a direction that X does not have, but that rounding has put into
-    X X^T, grows by the square of each a, as a small singular value would.
-    """
+    is not long, each step is one phase."""
     if not gram or not is_long(rows, columns):
         return [[step] for step in of_steps]
     cut: list[list[Step]] = []
@@ -143,6 +145,8 @@ def phases(rows: int, columns: int, of_steps: Sequence[Step], gram: bool) -> lis
             cut.append([])
             growth = 1.0
         cut[-1].append(step)
+        # Within a phase X X^T is not recomputed. So a direction that X does not have, but that rounding has put into
+        # X X^T, grows by the square of each a, as a small singular value would.
         growth *= step[0] ** 2
     return cut
 
@@ -163,26 +167,6 @@ def multiplications(rows: int, columns: int, coefficients: Sequence[Any], steps:
 def listed(coefficients: Sequence[Any], steps: int) -> list[Step]:
     """List the coefficients of each step."""
     return [(a, b, c) for a, b, c in ([coefficients] * steps if _are_three(coefficients) else coefficients)]
-
-
-class _Products(NamedTuple):
-    """``product(a, b)``; ``added(d, a, b, beta=, alpha=)``; ``symmetric(a, b)`` or ``symmetric(a, b, d, beta=,
-    alpha=)``, where that is symmetric in exact arithmetic."""
-
-    product: Callable[..., Tensor]
-    added: Callable[..., Tensor]
-    symmetric: Callable[..., Tensor]
-
-
-def _products(matrix: Tensor, backend: str) -> _Products:
-    """Choose the products for one matrix, or for several."""
-    product, added = (torch.mm, torch.addmm) if matrix.dim() == 2 else (torch.bmm, torch.baddbmm)
-
-    def symmetric(a: Tensor, b: Tensor, d: Tensor | None = None, **factors: Any) -> Tensor:
-        return product(a, b) if d is None else added(d, a, b, **factors)
-
-    fused = backend == TRITON and min(matrix.shape[-2:]) >= TRITON_FROM
-    return _Products(product, added, zero_kernels.symmetric_product if fused else symmetric)
 
 
 def _are_three(numbers: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -17,8 +17,8 @@ EMA = "ema"
 EMA_DECAY = "ema_decay"
 """The option that asks for averages."""
 
+# The largest positive number that is 0 in fp32.
 SMALLEST = 2.0**-150
-"""The largest positive number that is 0 in fp32."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,16 @@ class Option:
     Attributes:
         name: as in ``param_groups``.
         default: where nothing is given.
+        stays: whether a load leaves it as it is, whatever was saved: it describes a parameter, or how something is
+            computed.
     """
 
     optional: ClassVar[bool] = False
     """Whether a group may be without, as those of older checkpoints, and has the default then."""
 
-    stays: ClassVar[bool] = False
-    """Whether a load leaves it as it is, whatever was saved: such an option says what a parameter is, or how something
-    is computed, and nothing about the training."""
-
     name: str
     default: Any
+    stays: bool = field(default=False, kw_only=True)
 
     @property
     def coefficients(self) -> tuple[str, ...]:
@@ -49,12 +48,6 @@ class Option:
         """Give the numbers of a group: floats, or tensors of one element."""
         return ()
 
-    def value_in(self, group: Mapping[str, Any], owner: str) -> Any:
-        """Give the option's value in a group. Raises ValueError where it has none, and has to."""
-        if self.name not in group and not self.optional:
-            raise ValueError(f"{owner} has no {self.name}")
-        return group.get(self.name, self.default)
-
     def check(self, value: Any, owner: str) -> None:
         """Raise ValueError where ``value``, of ``owner``, is out of range. Tensors are not read."""
 
@@ -63,7 +56,7 @@ class Option:
 class Number(Option):
     """A number from ``least`` on and below ``below``.
 
-    ``rate``: it may also be a tensor of one element, and as small as one likes: 0 in fp32 does no harm.
+    ``rate``: it may also be a tensor of one element, of any size: 0 in fp32 does no harm.
     """
 
     least: float = 0.0
@@ -83,12 +76,10 @@ class Number(Option):
         if not is_number(value):
             raise ValueError(f"{self.name} of {owner} must be a number, got {value!r}")
         if not self.least <= value < self.below:
-            raise ValueError(f"{self.name} of {owner} must be {self._range()}, got {value!r}")
+            taken = f"{self.least:g} or more" if self.below == math.inf else f"in [{self.least:g}, {self.below:g})"
+            raise ValueError(f"{self.name} of {owner} must be {taken}, got {value!r}")
         if not self.rate and 0 < abs(value) <= SMALLEST:
             raise ValueError(f"{self.name} of {owner} is {value!r}, which is 0 in fp32: give 0, or 1e-45 or more")
-
-    def _range(self) -> str:
-        return f"{self.least:g} or more" if self.below == math.inf else f"in [{self.least:g}, {self.below:g})"
 
 
 @dataclass(frozen=True)
@@ -143,16 +134,16 @@ class Fixed(Option):
 
 
 @dataclass(frozen=True)
-class Refused(Option):
-    """An option of torch's that cannot be followed: only False is taken. ``why``: in words."""
+class Differentiable(Option):
+    """``differentiable``, an option of torch's: only False is taken."""
 
+    name: str = "differentiable"
     default: bool = False
-    why: str = ""
     optional = True
 
     def check(self, value: Any, owner: str) -> None:
         if value:
-            raise ValueError(f"{self.name} of {owner}: {self.why}; leave it out")
+            raise ValueError(f"{self.name} of {owner}: step cannot be differentiated; leave it out")
 
 
 @dataclass(frozen=True)
@@ -174,18 +165,6 @@ class Decays(Option):
         if not decays or len(decays) != len(self.default) or not all(0 <= decay <= 1 for decay in decays):
             wanted = "a number in [0, 1]" if len(self.default) < 2 else f"{len(self.default)} numbers in [0, 1]"
             raise ValueError(f"{self.name} of {owner} must be {wanted}, as the optimizer was made, got {value!r}")
-
-
-def of_another_optimizer(number: int, group: Mapping[str, Any], needed: str, foreign: Sequence[str]) -> str | None:
-    """Say that the saved group ``number`` is of another optimizer: it lacks the option ``needed``, and has ``foreign``
-    ones. None: it is not. Unknown options decide nothing, since schedulers and users add options of their own."""
-    found = [name for name in foreign if name in group]
-    if needed in group or not found:
-        return None
-    return (
-        f"the state is of another optimizer: its parameter group {number} has {', '.join(found)}, and no {needed}. "
-        "Load the model alone, and let the optimizer begin anew"
-    )
 
 
 def is_average(kind: str) -> bool:
@@ -218,9 +197,7 @@ def check_single(value: Tensor, name: str, owner: str) -> None:
         )
 
 
-def coefficients_of(options: Sequence[Option]) -> tuple[str, ...]:
-    """Names of all numbers of ``options``, in their order."""
-    return tuple(name for option in options for name in option.coefficients)
-
-
-DIFFERENTIABLE = Refused("differentiable", why="step cannot be differentiated")
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise ValueError where ``value`` of the option ``name`` is none of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

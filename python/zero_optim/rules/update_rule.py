@@ -24,7 +24,7 @@ from ..params.layout import CUT_AT_ROWS, LayoutPolicy, SlotPiece
 from ..params.storage_order import StorageOrder, view_of
 from ..params.tensor_slice import Joint
 from .codec import Begins, Codec, StateTensor, check_codecs
-from .options import EMA_DECAY, Decays, Fixed, Option, coefficients_of
+from .options import EMA_DECAY, Decays, Fixed, Option
 
 MASTER = "master"
 """The name of the master, of which the parameters are roundings, in the rules of the package."""
@@ -93,7 +93,7 @@ class ShardUpdate(NamedTuple):
         hyper: [parameters, columns] fp32, a row of coefficients a parameter.
         grad_scale: [1] fp32, multiplies every gradient; None: nothing does.
         found_inf: [1] fp32; not 0: nothing is updated.
-        marks: [parameters] int32, get 1 where a skipped gradient is not finite; None: nobody asks.
+        marks: [parameters] int32, get 1 where a skipped gradient is not finite; None: they are not wanted.
         rates: [parameters, averages] fp32, how far each average goes towards the new master; None: there are none.
         row_stats: [shard_numel / ROW, 5] fp32, receives what ``zero_kernels.ROW_STATS`` names of each row; None: it is
             not wanted.
@@ -135,6 +135,8 @@ class UpdateRule:
         own_columns: names of the numbers that ``update_rows`` reads of a parameter, beside its gradient and state.
         counterparts: names of the classes whose state is alike, such as torch's. Checkpoints go from one to the other.
         torch_options: options that torch's groups have in addition, and their defaults.
+        own_option, foreign_options: a saved group with one of the latter, and without the former, is of another
+            optimizer. Other options decide nothing, since schedulers and users add options of their own.
         needs_steps: whether state is of no use without the number of updates that it has had.
         compiled: arguments of ``torch.compile``, which fuses ``update_rows``; its bits are the compiler's then. None:
             torch's ops run one after another.
@@ -143,10 +145,10 @@ class UpdateRule:
         averages: the exponential averages of the master that are kept beside the rule's own state, the last of
             ``tensors``; see ``with_averages``.
         layout: where in a bucket parameters lie, at stages 0 to 2. ``WholeParameters`` is for a rule that needs whole
-            matrices. Such a rule brings an ``update`` of its own.
+            matrices. Such a rule has an ``update`` of its own.
         joins_parts: whether such a rule works at stage 3, too, where all parameters are cut over ranks, and where
-            tensor-parallel ranks have slices of them. It brings ``before_joining``, ``join`` and ``after_joining``
-            then, which take the place of ``update`` there.
+            tensor-parallel ranks have slices of them. It has ``before_joining``, ``join`` and ``after_joining`` then,
+            which take the place of ``update`` there.
         joined_in: the dtype in which ranks exchange parts to be made whole.
         plain_slices: number of tensor-parallel ranks that have plain slices of a cut parameter, one each.
     """
@@ -156,6 +158,8 @@ class UpdateRule:
     own_columns: tuple[str, ...] = ()
     counterparts: frozenset[str] = frozenset()
     torch_options: Mapping[str, Any] = MappingProxyType({})
+    own_option = ""
+    foreign_options: tuple[str, ...] = ()
     needs_steps = True
     compiled: Mapping[str, Any] | None = None
     nonnegative: frozenset[str] = frozenset()
@@ -175,13 +179,14 @@ class UpdateRule:
 
     @property
     def name(self) -> str:
-        """The class's name, by which a checkpoint knows it again."""
+        """The class's name, which checkpoints record."""
         return type(self).__name__
 
     @property
     def coefficients(self) -> tuple[str, ...]:
         """Names of the numbers that a parameter group gives to the rule itself."""
-        return coefficients_of([option for option in self.options if not isinstance(option, Decays)])
+        own = [option for option in self.options if not isinstance(option, Decays)]
+        return tuple(name for option in own for name in option.coefficients)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -235,12 +240,6 @@ class UpdateRule:
         made.codecs = {**self.codecs, **codecs}
         return made
 
-    def with_plain_slices(self, ranks: int) -> UpdateRule:
-        """Give this rule for parameters of which ``ranks`` tensor-parallel ranks have plain slices."""
-        made = copy.copy(self)
-        made.plain_slices = ranks
-        return made
-
     def needs_whole(self, joint: Joint) -> bool:
         """Whether it needs all slices of such a parameter together."""
         return not self.layout.cuts
@@ -249,33 +248,40 @@ class UpdateRule:
         """Raise ValueError for an option of a parameter group that is out of range, or cannot be followed."""
         owner = f"parameter group {number}"
         for option in self.options:
-            option.check(option.value_in(group, owner), owner)
+            if option.name not in group and not option.optional:
+                raise ValueError(f"{owner} has no {option.name}")
+            value, own = group.get(option.name, option.default), self.defaults.get(option.name)
+            option.check(value, owner)
+            if isinstance(option, Fixed) and option.name in group and not option.same(value, own):
+                raise ValueError(
+                    f"{option.name} of {owner} is {value!r}, and the optimizer was made with {own!r}, which is one for "
+                    f"all groups: make it with {option.name}={value!r}"
+                )
         if group.get(EMA_DECAY) is not None and not self.averages:
             raise ValueError(f"{EMA_DECAY} of {owner}: the optimizer keeps no averages: give it {EMA_DECAY}, too")
-        for option in (option for option in self.options if isinstance(option, Fixed)):
-            given, own = group.get(option.name, self.defaults[option.name]), self.defaults[option.name]
-            if not option.same(given, own):
-                raise ValueError(
-                    f"{option.name} of {owner} is {given!r}, and the optimizer was made with {own!r}, which is one for "
-                    f"all groups: make it with {option.name}={given!r}"
-                )
 
     def refuse_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> str | None:
-        """Say why this parameter of ``group`` cannot be updated by the rule, and what to do. None: it can."""
+        """Return why the rule cannot update this parameter of ``group``, and what to do. None: it can."""
         return None
 
     def refuse_device(self, device: torch.device) -> str | None:
-        """Say why it cannot update where state is on ``device``, and what to do. None: it can."""
+        """Return why it cannot update where state is on ``device``, and what to do. None: it can."""
         return None
 
     def refuse_saved(self, number: int, group: Mapping[str, Any]) -> str | None:
-        """Say why state of a group with these options means something else here. None: it does not."""
+        """Return why state of a group with these options means something else here. None: it does not."""
         return None
 
     def refuse_options(self, number: int, group: Mapping[str, Any]) -> str | None:
-        """Say that a state dict with these options is of another optimizer. None: it is not. In a checkpoint the state
-        tensors tell, and may be left out."""
-        return None
+        """Return that a state dict with these options is of another optimizer. None: it is not."""
+        # Checkpoints are not asked: their state tensors show it, and may be left out.
+        found = [name for name in self.foreign_options if name in group]
+        if self.own_option in group or not found:
+            return None
+        return (
+            f"the state is of another optimizer: its parameter group {number} has {', '.join(found)}, and no "
+            f"{self.own_option}. Load the model alone, and let the optimizer begin anew"
+        )
 
     def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """Read numbers, or tensors of one element, in the order of ``coefficients``; the decays of averages follow."""
@@ -323,7 +329,7 @@ class UpdateRule:
 
     def prepared(self) -> UpdateRule:
         """This rule, for updates of the same shards: their tensors keep dtypes and sizes, and what was checked and
-        prepared for the first update holds for the others."""
+        prepared for the first update holds for the others. ``update`` is called on such a rule alone."""
         made = copy.copy(self)
         if self.compiled is not None:
             made.update_rows = torch.compile(self.update_rows, **self.compiled)  # type: ignore[method-assign]
@@ -334,8 +340,9 @@ class UpdateRule:
 
         Parameters have one dtype, and gradients one. ``common`` and ``rates`` are the same for all shards.
         """
-        rule = _with_codecs(self._as_kernel(), self.codecs)
-        lists = lists_of(shards, stored_master(self), rule.states, self.averages)
+        rule, master = _with_codecs(self._as_kernel(), self.codecs), master_of(self)
+        stored = None if master is None else parts_of(self.codecs, StateTensor(master))[0].name
+        lists = lists_of(shards, stored, rule.states, self.averages)
         zero_kernels.update_rows(rule.update, rule.columns, *lists)
 
     def before_joining(self, shard: ShardUpdate) -> Tensor:
@@ -388,13 +395,8 @@ def lists_of(
         [shard.state[name] for shard in shards for name in averages] or None,
         shards[0].rates,
         None if shards[0].row_stats is None else [shard.row_stats for shard in shards],
-        keys_of(shards),
+        None if shards[0].row_keys is None else [shard.row_keys for shard in shards],
     )
-
-
-def keys_of(shards: Sequence[ShardUpdate]) -> list[Tensor] | None:
-    """List the keys of the rows of each shard; None: nothing is rounded by noise."""
-    return None if shards[0].row_keys is None else [shard.row_keys for shard in shards]  # type: ignore[misc]
 
 
 def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_kernels.Rule:
@@ -456,9 +458,3 @@ def has_master(rule: UpdateRule, dtype: torch.dtype) -> bool:
 def master_of(rule: UpdateRule) -> str | None:
     """Find the name of the master, of which parameters are roundings. None: there is none."""
     return next((tensor.name for tensor in rule.tensors if tensor.begins is Begins.PARAMETER), None)
-
-
-def stored_master(rule: UpdateRule) -> str | None:
-    """Find the name of the tensor that is stored of the master, beside the parameter. None: there is none."""
-    name = master_of(rule)
-    return None if name is None else parts_of(rule.codecs, StateTensor(name))[0].name

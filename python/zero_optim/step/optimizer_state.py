@@ -19,7 +19,6 @@ from ..comm.streams import deallocate
 from ..errors import OffloadError
 from ..grads.bucket import Bucket
 from ..params.layout import SlotPiece
-from ..params.tensor_slice import put_together
 from ..rules.codec import StateTensor
 from ..rules.group_rules import GroupRules
 from ..rules.update_rule import has_master
@@ -393,7 +392,7 @@ def _wholes(shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, T
     for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
         assert own is not None
         slices = [shard.view_in(row, tensor, number, rank) for rank, row in enumerate(every)]
-        wholes[slot.param] = put_together(own, slices)
+        wholes[slot.param] = torch.cat(slices, own.dim)
     return wholes
 
 
