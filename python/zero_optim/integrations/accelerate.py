@@ -11,8 +11,8 @@ From then on the accelerator's own calls know sharded parameters and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..params.param_shard import plain_parameter
 from .clients import (
     check_optimizer,
     check_sums,
+    entered,
     in_place,
     is_in_parts,
     is_sharded,
@@ -37,7 +38,6 @@ from .clients import (
     sharded_among,
     sharded_scaler,
     whole_state_dict,
-    without_sync,
 )
 
 require("zero_optim.integrations.accelerate", "accelerate")
@@ -116,7 +116,7 @@ class ShardedAccelerator(Accelerator):
             self.scaler = sharded_scaler(self.scaler)
 
     def _prepare_tp(self, *objects: Any) -> tuple[Any, ...]:
-        """Do nothing: accelerate would tell parameters apart by address, and all shards have the same address."""
+        """Do nothing: accelerate would identify parameters by address, and all shards have the same address."""
         return objects
 
     def prepare_model(
@@ -127,7 +127,11 @@ class ShardedAccelerator(Accelerator):
         if device_placement is not False:
             device_placement = self.device_placement and not in_place(model, self.device)
         if device_placement and (is_sharded(model) or optimizers_of(model)):
-            raise ParameterError(_remedy(model, self.device))
+            name = next(name for name, p in model.named_parameters() if not same_place(p.device, self.device))
+            raise ParameterError(
+                f"{name!r} is not on {self.device}, where the accelerator would move it: call "
+                "model.to(accelerator.device) before zero_optim.shard_module and before the optimizer is made"
+            )
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
@@ -173,7 +177,7 @@ class ShardedAccelerator(Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Reduce no gradients in this block. ``accumulate`` enters it between steps."""
-        with without_sync(optimizers_of(model)):
+        with entered(optimizer.no_sync() for optimizer in optimizers_of(model)):
             yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -190,10 +194,8 @@ class ShardedAccelerator(Accelerator):
         """
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(plain_parameter(parameter)) for parameter in listed}
-        chosen = {
-            one: [p for p in one.engine.parameters.all if id(p) in ids] for one in sharded_among(self._optimizers)
-        }
-        holders = [optimizer for optimizer, held in chosen.items() if held]
+        own = {one: one.engine.parameters.all for one in sharded_among(self._optimizers)}
+        holders = [one for one, held in own.items() if any(id(parameter) in ids for parameter in held)]
         if not holders:
             return super().clip_grad_norm_(listed, max_norm, norm_type)
         if len(holders) > 1:
@@ -201,9 +203,8 @@ class ShardedAccelerator(Accelerator):
                 f"clip_grad_norm_ was given parameters of {len(holders)} optimizers: call it for those of each"
             )
         self.unscale_gradients()
-        held = chosen[holders[0]]
-        some = held if len(held) < len(holders[0].engine.parameters.all) else None
-        return holders[0].clip_grad_norm_(max_norm, norm_type, some)
+        some = [parameter for parameter in own[holders[0]] if id(parameter) in ids]
+        return holders[0].clip_grad_norm_(max_norm, norm_type, None if len(some) == len(own[holders[0]]) else some)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Collective. Give the whole state dict of a sharded model on rank 0, and ``{}`` on the other ranks."""
@@ -240,7 +241,9 @@ class ShardedAccelerator(Accelerator):
             folders.append(Path(folder) / FOLDER)
             models.clear()  # so that accelerate does not load them
 
-        with self._apart() as sharded, self._before_loading(leave_models if sharded else None):
+        with self._apart() as sharded, ExitStack() as hooks:
+            if sharded:
+                hooks.callback(self.register_load_state_pre_hook(leave_models).remove)
             super().load_state(input_dir, load_kwargs, **options)
         for folder in folders:
             self.step = checkpoint.load(folder, _together(self._models), sharded).extra["micro_batches"]
@@ -257,15 +260,6 @@ class ShardedAccelerator(Accelerator):
         finally:
             self._optimizers = everyone
 
-    @contextmanager
-    def _before_loading(self, hook: Callable[[list[nn.Module], str], None] | None) -> Iterator[None]:
-        handle = self.register_load_state_pre_hook(hook) if hook is not None else None
-        try:
-            yield
-        finally:
-            if handle is not None:
-                handle.remove()
-
 
 def _check_sequences(chosen: Any) -> None:
     """Raise ZeroOptimError where a ``ParallelismConfig`` gives ranks parts of a sequence."""
@@ -281,11 +275,3 @@ def _together(models: list[nn.Module]) -> nn.Module:
     """Combine models into one module, which is what ``checkpoint.save`` takes."""
     plain = [getattr(model, "_orig_mod", model) for model in models]
     return plain[0] if len(plain) == 1 else nn.ModuleDict({str(number): model for number, model in enumerate(plain)})
-
-
-def _remedy(model: nn.Module, device: torch.device) -> str:
-    name = next(name for name, parameter in model.named_parameters() if not same_place(parameter.device, device))
-    return (
-        f"{name!r} is not on {device}, where the accelerator would move it: call model.to(accelerator.device) before "
-        "zero_optim.shard_module and before the optimizer is made"
-    )
