@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
 
 
@@ -58,11 +57,6 @@ def size(nbytes: float) -> str:
     return f"{value:,.3g} {unit.name}" if value < 1000 else f"{value:,.0f} {unit.name}"
 
 
-def percent(fraction: float) -> str:
-    """A change, signed: ``+0.12 %``."""
-    return f"{100 * fraction:+.2f}\N{NO-BREAK SPACE}%".replace("-", MINUS)
-
-
 def duration(seconds: float) -> str:
     """``39.6 s``, ``2 min 44 s``, ``3 h 05 min``."""
     if seconds < 60:
@@ -78,14 +72,6 @@ def duration(seconds: float) -> str:
 def count(number: int, thing: str) -> str:
     """``1 step``, ``2,000 steps``."""
     return f"{number:,} {thing if number == 1 else thing + 's'}"
-
-
-def elements(numel: int) -> str:
-    """``64 Mi`` where that is exact, else rounded to millions or in full."""
-    for unit, size in (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)):
-        if numel % size == 0 and numel < 10_000 * size:
-            return f"{numel // size:,} {unit}"
-    return f"{numel / 1e6:,.1f} M" if numel >= 10**7 else f"{numel:,}"
 
 
 def row(name: str, cells: Sequence[str]) -> str:

@@ -80,17 +80,13 @@ def draw_windows(text: Tensor, seq: int, numbers: range, *, seed: int, step: int
     """
     keys = (hashlib.sha256(f"{seed}/{step}/{number}".encode()).digest() for number in numbers)
     starts = [int.from_bytes(key[:8], "little") % (text.numel() - seq) for key in keys]
-    return _windows_at(text, torch.tensor(starts), seq)
+    return text[torch.tensor(starts)[:, None] + torch.arange(seq + 1)].long()
 
 
 def fixed_windows(text: Tensor, seq: int, count: int) -> Tensor:
     """Cut out at most ``count`` windows ``[n, seq + 1]`` int64, evenly spaced and never overlapping."""
     count = max(1, min(count, text.numel() // (seq + 1)))
     starts = torch.arange(count) * (text.numel() - seq - 1) // max(1, count - 1)
-    return _windows_at(text, starts, seq)
-
-
-def _windows_at(text: Tensor, starts: Tensor, seq: int) -> Tensor:
     return text[starts[:, None] + torch.arange(seq + 1)].long()
 
 

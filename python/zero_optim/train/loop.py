@@ -195,7 +195,7 @@ def train(given: Flags, resume: Path | None, command: str) -> int:
         dated = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.dtype}-stage{config.stage}"
         out = Path(given.get("out") or (run_of(source) if source else dated)).absolute()  # the process may go elsewhere
         # Rank 0's clock names the folder.
-        folder = on_rank_0(comm, lambda: open_run(out, source, anew=resume == RESUME_AUTO), "making the folder")
+        folder = on_rank_0(comm, lambda: open_run(out, source, overwrite=resume == RESUME_AUTO), "making the folder")
         trainer = Trainer(config, corpus, comm)
         try:
             if source:
@@ -271,11 +271,14 @@ def _train_on(trainer: Trainer, folder: Path, session: Session, asked_to_stop: C
         write_atomically(folder / RUN, json.dumps(session, indent=1))
     with trainer.tracker:
         _run_steps(trainer, folder, asked_to_stop)
-    ending: dict[str, Any] = {"step": trainer.steps_done, "seconds": time.perf_counter() - begun}
     report = _report(trainer, trainer.steps_done - session["after_step"])
-    ending["ranks"] = trainer.comm.gather_objects(report, "the last report")
     finished = trainer.steps_done == trainer.config.steps
-    ending["outcome"] = "finished" if finished else "interrupted"
+    ending: dict[str, Any] = {
+        "step": trainer.steps_done,
+        "seconds": time.perf_counter() - begun,
+        "ranks": trainer.comm.gather_objects(report, "the last report"),
+        "outcome": "finished" if finished else "interrupted",
+    }
     if finished:
         ending["validation_loss"] = _finite(_validate(trainer, folder))
         ending["entropy"] = unigram_entropy(trainer.corpus.validation)
