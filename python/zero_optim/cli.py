@@ -107,7 +107,7 @@ def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     if ranks is not None and not started:
         from .train.ranks import launch
 
-        return launch(ranks, given.get("device"), main, arguments)
+        return launch(ranks, given.get("device"), arguments)
     if ranks is not None and ranks != started:
         raise UsageError(f"--ranks {ranks}: the launcher has started {started}; leave the flag out")
     from .train.loop import train

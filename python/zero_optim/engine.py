@@ -59,20 +59,7 @@ Groups = Sequence[Mapping[str, Any]]
 class Engine:
     """The parts of one optimizer, and the calls that join them. The parts know each other only through the constructor.
 
-    Attributes:
-        parameters: all parameters, their names, and which are trained.
-        shardings: over which ranks each parameter is sharded; ``sharding``: of the parameters that are no experts.
-        rules: the arithmetic of the updates, by parameter group.
-        sharded_model: the model at stage 3, else None.
-        settings, offload: the options, as given; ``max_grad_norm, skip_nonfinite``: as the user has set them last.
-        store: where the state lives; ``states``: the state of every shard.
-        reducer: the buckets, and their gradients.
-        exchange, clip, hyper, param_gather: the parts that the phases of a step use.
-        pipeline: the other stages of a model that is cut into stages; None: there are none.
-        mode: decides what may be called now; ``asleep``: what ``sleep`` has taken off the device.
-        measured: the telemetry of the last update; None without ``telemetry=True``.
-        optimizer: returns the ``ShardedOptimizer`` that owns this engine; None once it is gone.
-        steps: calls of ``step`` so far.
+    ``sharded_model``: the model at stage 3, else None. ``pipeline``: the other stages of a model that is cut into them.
     """
 
     def __init__(
@@ -86,25 +73,25 @@ class Engine:
         pipeline: Pipeline | None = None,
     ) -> None:
         self.parameters, self.shardings, self.rules, self.sharded_model = parameters, shardings, rules, sharded_model
-        self.sharding = sharding = shardings.main
-        self.settings = settings
+        self.settings, self.offload, self.store, self.pipeline = settings, settings.offload, store, pipeline
+        self.sharding = sharding = shardings.main  # of the parameters that are no experts
+        # Users may set both between steps.
         self.max_grad_norm, self.skip_nonfinite = settings.max_grad_norm, settings.skip_nonfinite
+        self.steps = 0  # calls of ``step`` so far
+        self.mode = CurrentMode()  # decides what may be called now
         trained, labels = parameters.trained, parameters.labels
         make_buckets = partial(buckets_by_size, trained, labels, shardings, rules, settings.bucket_cap_mb)
         if sharded_model is not None:
             make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding, rules)
         schedule = None if sharded_model is None else sharded_model.schedule
-        self.mode = CurrentMode()
         early = settings.overlap_grad_reduce
         self.reducer = Reducer(trained, labels, sharding, make_buckets, early, schedule, self.mode)
-        self.offload, self.store = settings.offload, store
         self.states = OptimizerState(
             trained, sharding, rules, store, group=parameters.group, measures=settings.telemetry
         )
-        self.measured: Measured | None = None
+        self.measured: Measured | None = None  # the telemetry of the last update
         if settings.telemetry:
             self.measured = Measured(self.states, parameters, shardings, on_host=isinstance(store, HostStore))
-        self.pipeline = pipeline
         self.exchange = Exchange(
             sharding,
             labels,
@@ -118,13 +105,12 @@ class Engine:
         self.hyper = HyperTable([], rules.by_group, sharding.device)
         self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3)
         # Bound methods of the parts, not of the engine: hooks make the parameters hold the reducer. Through a method of
-        # the engine they would hold the engine and so perhaps the optimizer, which would never be closed.
+        # the engine they would hold the engine, and the optimizer would never be collected and closed.
         self.reducer.on_layout = [self.states.lay_out, self.param_gather.use]
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
         self.asleep = Asleep(self.mode, parameters, sharding, self.reducer, store, sharded_model, self.measured)
-        self.steps = 0
         self.reducer.rounds.engine = weakref.ref(self)
-        self.optimizer: Callable[[], object] = lambda: None
+        self.optimizer: Callable[[], object] = lambda: None  # a weak reference to its owner, set by that
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -311,7 +297,7 @@ class Engine:
     def unscale(self, inverse_scale: Tensor) -> None:
         """Divide gradients that are readable through ``.grad``, a dtype at a time; else leave it to ``step``."""
         self.clip.scaled, self.clip.inverse_loss_scale = True, inverse_scale
-        # Thawed parameters need slots first. In a pipeline perhaps only one stage has some, so every stage exchanges.
+        # Thawed parameters need slots first. In a pipeline one stage alone may have some, so every stage exchanges.
         if self.pipeline is not None or self.parameters.thawed():
             self.finish_and_exchange(None)
             if self.pipeline is None and self.exchange.failed:  # other ranks have not exchanged here, and can't now
@@ -325,7 +311,7 @@ class Engine:
         unscale_in_place(present, inverse_scale, self.exchange.found_inf)
 
     def forget_coefficients(self) -> None:
-        """Reset clipping and unscaling, and outdate the exchange: the gradients were applied, or are gone."""
+        """Reset clipping and unscaling, and outdate the exchange: the gradients were applied or dropped."""
         self.clip.reset()
         self.exchange.outdate()
         if self.pipeline is not None:
@@ -418,7 +404,7 @@ class Engine:
         return {"parameter": None if index is None else self.parameters.name(index), "rank": number, "step": step}
 
     def begin_averages(self) -> None:
-        """Set averages that begin with the next update to the parameters' present values: loaded ones, perhaps."""
+        """Set averages that begin with the next update to the parameters' present values, such as loaded ones."""
         self.states.refresh_edited()
         for number, name in enumerate(self.rules.averages):
             begin = self.hyper.begins[:, number].nonzero().flatten().tolist()
@@ -440,7 +426,7 @@ class Engine:
                 self.exchange.check_alarms()
         except ZeroOptimError as error:
             warnings.warn(f"the last step was skipped: {error}", stacklevel=2)
-        except RuntimeError:  # the device has failed, which whoever used it has seen
+        except RuntimeError:  # the device has failed, which an earlier call has raised
             pass
         try:
             self.reducer.close(collective=collective)

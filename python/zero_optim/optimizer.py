@@ -222,8 +222,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient; ``set_to_none=False`` makes it zero instead, which counts as a gradient in ``step``.
 
-        Collective where it is the second call since the last ``step``: the ranks then compare how many rounds they have
-        launched. A backward may have raised here before its first gradient, while others wait for its round.
+        Collective where it is the second call since the last ``step``: a backward may have raised here before its first
+        gradient, while others wait for its round. The ranks then compare how many rounds they have launched.
         """
         self.check_usable()
         with torch._C.DisableTorchFunctionSubclass():  # 10 µs less for each parameter whose gather is in flight
@@ -283,12 +283,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True where ``torch.amp.GradScaler`` asks, which then sets ``grad_scale`` and ``found_inf`` around ``step``.
-
-        False for others: Lightning would leave out ``unscale_``, and has to clip unscaled gradients.
-        """
+        """True for ``torch.amp.GradScaler``, which then sets ``grad_scale`` and ``found_inf`` around ``step``."""
         if not called_from(TorchGradScaler.__module__):
-            return False
+            return False  # Lightning would leave out ``unscale_``, and has to clip unscaled gradients
         if self.engine.sharding.agrees:
             raise ZeroOptimError(
                 "torch.amp.GradScaler sees overflows of its own rank alone: use zero_optim.GradScaler(), same interface"
@@ -297,16 +294,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """An empty dict: ``state_dict()`` has the state. Assigning an empty dict restarts the state, as in torch.
-
-        ``torch.distributed.checkpoint.state_dict`` sees the names of the state here.
-        """
-        if called_from(DCP_STATE_DICT):  # which makes a step of zero gradients where it finds no state
+        """An empty dict: ``state_dict()`` has the state. Assigning an empty dict restarts the state, as in torch."""
+        # DCP reads the names of the state here. Where it finds none, it makes a step of zero gradients.
+        if called_from(DCP_STATE_DICT):
             kinds = {
                 rule: dict.fromkeys([*(tensor.name for tensor in exported_for(rule, torch.bfloat16)), "step"])
                 for rule in self.engine.rules.all
             }
-            shown = [parameter for group in self.param_groups for parameter in group["params"]]  # DCP asks for these
+            shown = [parameter for group in self.param_groups for parameter in group["params"]]
             trained = self.engine.parameters.trained
             return defaultdict(dict, {shown[index]: kinds[self.engine.rules.of(index)] for index in trained})
         return self._empty_state
@@ -326,8 +321,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Set fp32 masters to parameters that were edited in a way that version counters do not show, such as through
-        ``p.data``. Split masters need no such call: the parameter is a part of them."""
+        """Set fp32 masters to parameters that were edited through ``p.data``, which version counters do not show. Split
+        masters need no such call: the parameter is a part of them."""
         self.check_usable()
         self.engine.mode.check("refresh_master")
         self.engine.param_gather.wait()
@@ -442,26 +437,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as ``torch.optim.Optimizer.add_param_group`` does. Collective; rank 0's values are broadcast.
 
-        The group may bring a ``rule`` of its own, also one that no other group has.
-
-        Raises what the constructor raises; then nothing was added.
+        The group may bring a ``rule`` of its own. Raises what the constructor raises; then nothing was added.
         """
         if not hasattr(self, "engine"):  # called by the constructor
             self._rules_of_groups.append(_add_group(self, param_group))
             return
         self.check_usable()
         self.settle()
-        before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
-        rules = self.engine.rules
+        before, engine = len(self.param_groups), self.engine
+        parameters, sharding, rules = engine.parameters, engine.sharding, engine.rules
         admission = Admission(
             sharding.world,
             sharding.topology,
             self.stage,
-            1 if self.engine.pipeline is None else self.engine.pipeline.stages,
+            1 if engine.pipeline is None else engine.pipeline.stages,
             rules,
             "add_param_group",
             first_group=before,
-            state_offload=self.engine.settings.state_offload,
+            state_offload=engine.settings.state_offload,
         )
         (param_group,), of_group = split_off([param_group])
         expert_groups = dict(zip([before], of_group.values(), strict=False))
@@ -473,23 +466,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 rules.take([rule])
                 experts = admission.check(parameters, expert_groups)
             experts = admission.agree(parameters, experts, {})
-            self.engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
-            if self.engine.sharded_model is None:
-                check_order(parameters, self.engine.shardings, indices, "add_param_group")
+            engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
+            if engine.sharded_model is None:
+                check_order(parameters, engine.shardings, indices, "add_param_group")
         except BaseException:
-            self.engine.shardings.of_groups.pop(before, None)
+            engine.shardings.of_groups.pop(before, None)
             del self.param_groups[before:]
             parameters.read_groups()
             rules.forget(before)
             raise
-        self.engine.grow(indices, self.engine.to_train(indices))
+        engine.grow(indices, engine.to_train(indices))
 
     def settle(self) -> None:
-        """Collective. Complete what a backward or ``step`` has left in flight.
-
-        Everything else that communicates calls it first. A backward that raised here may still owe another rank a
-        reduction, which that rank waits for before it comes to anything else. No effect after ``close``.
-        """
+        """Collective. Complete what a backward or ``step`` has left in flight. No effect after ``close``."""
+        # Everything else that communicates calls it first: a backward that raised here may still owe another rank a
+        # reduction, which that rank waits for.
         if not self._closed:
             self.engine.mode.check("what reads or writes parameters and state on all ranks")
             self.engine.settle()
@@ -608,7 +599,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _close(self, collective=True)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # half of what it would use is gone; the process takes the rest along
+        if not sys.is_finalizing():  # else modules that closing needs may be unloaded already
             _close(self, collective=False)
 
     def __getstate__(self) -> dict[str, Any]:

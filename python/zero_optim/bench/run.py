@@ -82,7 +82,7 @@ def find_device(asked: str | None) -> torch.device:
 
 
 def measure(op: str, setting: Setting, clock: Clock, rounds: int | None) -> list[Row]:
-    """Measure one case. One that the GPU's memory cannot hold is left out, with a line that says so."""
+    """Measure one case. One that the GPU's memory cannot hold is left out, and a line is printed."""
     progress(f"{op}, {setting.dtype}, {setting.numel:,} elements")
     try:
         if op not in CASES:

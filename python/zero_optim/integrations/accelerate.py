@@ -6,7 +6,7 @@
     optimizer = zero_optim.ShardedAdamW(model.to(accelerator.device).named_parameters(), lr=1e-3)
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
 
-From then on the accelerator's own calls know sharded parameters and gradients.
+From then on the accelerator's own calls handle sharded parameters and gradients.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
     """Prepare as ``accelerator.prepare`` does models, optimizers, loaders and schedulers; nothing is wrapped in DDP.
 
     The accelerator is changed into a ``ShardedAccelerator``, whose ``accumulate``, ``no_sync``, ``unscale_gradients``,
-    ``clip_grad_norm_``, ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` know what is sharded. The
+    ``clip_grad_norm_``, ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` handle shards. The
     last four are then collective. An fp16 scaler is replaced by ``zero_optim.GradScaler``.
 
     Move the model to ``accelerator.device`` before its optimizer is made; for stage 3, then give it to
@@ -92,7 +92,7 @@ def adopt(accelerator: Accelerator) -> ShardedAccelerator:
         kind = type(accelerator)
         bases = (ShardedAccelerator,) if kind is Accelerator else (ShardedAccelerator, kind)
         accelerator.__class__ = type(f"Sharded{kind.__name__}", bases, {})
-        accelerator._know_sharding()
+        accelerator._take_over()
     return accelerator
 
 
@@ -104,9 +104,9 @@ class ShardedAccelerator(Accelerator):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._know_sharding()
+        self._take_over()
 
-    def _know_sharding(self) -> None:
+    def _take_over(self) -> None:
         _check_sequences(self.parallelism_config)
         if self.distributed_type in _OTHER_ENGINES:
             raise ZeroOptimError(
@@ -253,12 +253,12 @@ class ShardedAccelerator(Accelerator):
     @contextmanager
     def _apart(self) -> Iterator[list[ShardedOptimizer]]:
         """Hide the sharded optimizers from accelerate, which would save one rank's shards, and yield them."""
-        everyone, sharded = self._optimizers, sharded_among(self._optimizers)
-        self._optimizers = [one for one in everyone if not isinstance(plain_optimizer(one), ShardedOptimizer)]
+        every = self._optimizers
+        self._optimizers = [one for one in every if not isinstance(plain_optimizer(one), ShardedOptimizer)]
         try:
-            yield sharded
+            yield sharded_among(every)
         finally:
-            self._optimizers = everyone
+            self._optimizers = every
 
 
 def _check_sequences(chosen: Any) -> None:

@@ -224,7 +224,7 @@ def explaining_out_of_memory(optimizer: ShardedOptimizer, doing: str) -> Iterato
         yield
     except RuntimeError as error:
         ran_out = isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OF_THE_CPU)
-        # A ZeroOptimError is explained already: perhaps another rank ran out.
+        # A ZeroOptimError is explained already: another rank may have run out.
         if optimizer.engine.steps or isinstance(error, ZeroOptimError) or not ran_out:
             raise
         raise OutOfMemoryError(_message(optimizer, doing, error)) from error

@@ -1,4 +1,4 @@
-"""A model as a plan has to know it: the size and dtype of every parameter, and which of them are a unit."""
+"""What a plan needs of a model: the size and dtype of every parameter, and which of them are a unit."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class ParameterShape:
         shard_group: of an expert, how many ranks its state is sharded over, and which of them this is; None: no expert.
         rule: the rule that updates it; None: the job's.
         matrix: whether it is a matrix of a hidden layer, which Muon is for.
-        shape: by which a rule tells the cost of its update; None: not known.
+        shape: by which a rule computes the cost of its update; None: not known.
     """
 
     numel: int

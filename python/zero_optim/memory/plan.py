@@ -190,7 +190,7 @@ class _Laid:
 
 
 class _AbsentComm(Comm):
-    """The ranks of a plan, which do not exist: their count, and one's number."""
+    """The ranks of a plan, which do not exist."""
 
     def __init__(self, world: int, rank: int) -> None:
         super().__init__(None)
@@ -330,18 +330,17 @@ def _count_flats(memory: dict[str, int], laid: _Laid, *, state: bool) -> None:
 
 
 def _communication(laid: _Laid) -> int:
-    """Count the buffers: two, as large as the largest bucket. At stage 3 a buffer gets memory as a bucket takes it: so
-    they are as large as the two largest. Under gloo one reduction waits for the one before: there is one buffer, and
-    what other ranks send of the bucket. One part of that the shard itself receives, if its dtype is that."""
     job, sharding = laid.job, laid.sharding
     sizes = sorted(buffer_nbytes([(flat.layout.numel, flat.dtype)], sharding) for flat in laid.buckets)[-COUNT:]
     if job.stage < 3:
         return COUNT * max(sizes, default=0)
+    # Under gloo one reduction waits for the one before: there is one buffer, and what other ranks send of the bucket.
+    # One part of that the shard itself receives, if its dtype is that.
     if job.host_waits and sharding.reduces:
         shards, dtypes = sharding.shard_count, {flat.dtype for flat in laid.buckets}
         received_there = all(sharding.grad_dtype(dtype) == sharding.reduce_dtype(dtype) for dtype in dtypes)
         return max(sizes, default=0) * (2 * shards - (2 if received_there else 1)) // shards
-    return sum(sizes)
+    return sum(sizes)  # a buffer gets memory as a bucket takes it, so there are the two largest
 
 
 def _unsharded(laid: _Laid) -> int:
@@ -365,24 +364,20 @@ def _keepers(laid: _Laid) -> int:
 
 
 def _local_gradients(laid: _Laid) -> int:
-    """Count local gradients: of one bucket; at stage 3 of the root, which is over last, and of one unit. Where
-    micro-batches add up on the rank, and not in full gradients that it keeps, those of all buckets."""
-    if laid.job.adds_up and not laid.sharding.keeps_full_gradients:
+    if laid.job.adds_up and not laid.sharding.keeps_full_gradients:  # micro-batches add up beside the shard
         return sum(flat.nbytes for flat in laid.buckets)
     if laid.job.stage < 3 or not laid.sharding.reduces:
         return max((flat.nbytes for flat in laid.buckets), default=0)
     root, *units = (sum(flat.nbytes for flat in unit if flat.trained) for unit in laid.units)
-    return root + max(units, default=0)
+    return root + max(units, default=0)  # the root's backward ends last
 
 
 def _activations(model: ModelShapes, job: Job, stage: int) -> int:
-    """Count what this stage of the pipeline keeps; with sequence parallelism each tensor-parallel rank an equal part.
-
-    By the schedule 1F1B a stage runs a forward for each stage behind it, and one of its own, before its first backward:
-    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021), section 2.2.1.
-    """
+    """Count what this stage of the pipeline keeps; by sequence parallelism each tensor-parallel rank an equal part."""
     if job.batch is None or model.width is None:
         return 0
+    # By the schedule 1F1B a stage runs a forward for each stage behind it, and one of its own, before its first
+    # backward: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021), section 2.2.1.
     kept = min(job.pipeline - stage, job.accumulate) if job.pipeline > 1 else 1
     itemsize = max((parameter.dtype.itemsize for parameter in model.parameters), default=2)
     head = stage == job.pipeline - 1
@@ -433,7 +428,6 @@ def _place_state(laid: _Laid, *, others: int) -> Footprint:
 
 
 def _traffic(laid: _Laid) -> dict[str, int]:
-    """Count what is sent in a step. At stage 3 each forward gathers all units, and each backward all but the root."""
     job, sharding = laid.job, laid.sharding
     if not sharding.reduces:
         return {}
@@ -444,7 +438,7 @@ def _traffic(laid: _Laid) -> dict[str, int]:
     if job.stage < 3:
         return {"reduce_scatter": reduced, **across, "all_gather": sum(flat.nbytes for flat in laid.buckets)}
     root, *units = (sum(flat.nbytes for flat in unit) for unit in laid.units)
-    forwards = backwards = job.accumulate * sum(units)
+    forwards = backwards = job.accumulate * sum(units)  # backward gathers all but the root again
     traffic = {"reduce_scatter": reduced, **across, "all_gather": job.accumulate * root + forwards}
     keepers = _keepers(laid)
     if keepers == 0:

@@ -65,7 +65,7 @@ def ranks_of(job: Job) -> str:
 
 
 def remedy(made: Plan, device_memory: int) -> str:
-    """Say what takes less memory than ``made``: the first higher stage that fits, else what else there is to change."""
+    """Describe what takes less memory than ``made``: the first higher stage that fits, else what else there is to change."""
     job, model = made.job, made.model
     for stage in range(job.stage + 1, 4 if model.units else 3) if job.world > 1 else ():
         fits = plan(model, replace(job, stage=stage))
@@ -78,7 +78,7 @@ def remedy(made: Plan, device_memory: int) -> str:
 
 
 def verdict(plans: Sequence[Plan], device_memory: int) -> str:
-    """Say at which stage a job fits, the first of these plans that does; else what takes less than the last."""
+    """Describe at which stage a job fits, the first of these plans that does; else what takes less than the last."""
     room, smallest = size(device_memory), next((made for made in plans if made.most <= device_memory), None)
     if smallest is None:
         return f"Does not fit into {room} at any stage below. {remedy(plans[-1], device_memory)}"

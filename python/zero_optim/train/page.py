@@ -163,23 +163,15 @@ def _time(session: Session) -> Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over the steps of a run.
-
-    Attributes:
-        lines: values by name; None is a gap.
-        levels: constant values by name, drawn as dashed lines.
-        end: a name and a value, drawn as a dot at the last step.
-        marked: steps that get an upright line.
-        stacked: lines are parts of a whole, drawn as areas on top of each other.
-    """
+    """Lines over the steps of a run."""
 
     title: str
     unit: str
-    lines: Mapping[str, Sequence[float | None]]
-    levels: Mapping[str, float]
-    end: tuple[str, float] | None = None
-    marked: Sequence[int] = ()
-    stacked: bool = False
+    lines: Mapping[str, Sequence[float | None]]  # by name; None is a gap
+    levels: Mapping[str, float]  # constant values by name, drawn as dashed lines
+    end: tuple[str, float] | None = None  # a name and a value, drawn as a dot at the last step
+    marked: Sequence[int] = ()  # steps that get an upright line
+    stacked: bool = False  # lines are parts of a whole, drawn as areas on top of each other
 
     @property
     def legend(self) -> dict[str, str]:
