@@ -89,10 +89,14 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
 def adopt(accelerator: Accelerator) -> ShardedAccelerator:
     """Change an accelerator into a ``ShardedAccelerator``, in place. Raises ZeroOptimError as ``prepare`` does."""
     if not isinstance(accelerator, ShardedAccelerator):
+        _check_sequences(accelerator.parallelism_config)
+        if (engine := accelerator.distributed_type) in _OTHER_ENGINES:
+            raise ZeroOptimError(f"the accelerator is set up for {engine}, which shards by itself: launch without it")
         kind = type(accelerator)
         bases = (ShardedAccelerator,) if kind is Accelerator else (ShardedAccelerator, kind)
         accelerator.__class__ = type(f"Sharded{kind.__name__}", bases, {})
-        accelerator._take_over()
+        if accelerator.scaler is not None:
+            accelerator.scaler = sharded_scaler(accelerator.scaler)
     return accelerator
 
 
@@ -101,19 +105,6 @@ class ShardedAccelerator(Accelerator):
 
     scaler: Any
     _optimizers: list[Any]
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._take_over()
-
-    def _take_over(self) -> None:
-        _check_sequences(self.parallelism_config)
-        if self.distributed_type in _OTHER_ENGINES:
-            raise ZeroOptimError(
-                f"the accelerator is set up for {self.distributed_type}, which shards by itself: launch without it"
-            )
-        if self.scaler is not None:
-            self.scaler = sharded_scaler(self.scaler)
 
     def _prepare_tp(self, *objects: Any) -> tuple[Any, ...]:
         """Do nothing: accelerate would identify parameters by address, and all shards have the same address."""

@@ -65,7 +65,7 @@ def ranks_of(job: Job) -> str:
 
 
 def remedy(made: Plan, device_memory: int) -> str:
-    """Describe what takes less memory than ``made``: the first higher stage that fits, else what else there is to change."""
+    """Describe what takes less memory than ``made``: the first higher stage that fits, else what else to change."""
     job, model = made.job, made.model
     for stage in range(job.stage + 1, 4 if model.units else 3) if job.world > 1 else ():
         fits = plan(model, replace(job, stage=stage))

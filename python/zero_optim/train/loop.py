@@ -178,8 +178,7 @@ def _parameter_groups(model: GPT, config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def _finite(value: float) -> float | None:
-    """Give the value, or None where it is not finite: JSON has no NaN."""
-    return value if math.isfinite(value) else None
+    return value if math.isfinite(value) else None  # JSON has no NaN
 
 
 def train(given: Flags, resume: Path | None, command: str) -> int:
