@@ -332,9 +332,12 @@ class Engine:
     def grow(self, indices: Sequence[int], trained: Sequence[int]) -> None:
         """Collective. Broadcast rank 0's values of these new parameters; give the ``trained`` ones a slot and state."""
         whole = self.sharded_model is None  # else ``shard_module`` has broadcast them
-        if whole:  # trained parameters are broadcast below, a bucket at a time; the others are in no bucket
-            alone = set(indices).difference(trained)
-            self._broadcast_untrained(sorted(alone))
+        kinds: dict[tuple[Sharding, bool], list[Tensor]] = {}
+        for index in sorted(set(indices).difference(trained)) if whole else ():
+            parameter = self.parameters.all[index]
+            kinds.setdefault((self.shardings.of(index), is_cut(parameter)), []).append(local_of(parameter).data)
+        for (sharding, cut), alike in kinds.items():  # in no bucket; trained ones follow, a bucket at a time
+            broadcast_together(sharding.alike(cut=cut), alike)
         self.parameters.claim(indices)
         self.parameters.train(trained)
         self.exchange.resize()
@@ -353,15 +356,6 @@ class Engine:
             with world.raising_together("making the state", device):
                 self.states.grow(buckets)  # only now: masters are made of rank 0's values
             self.param_gather.use(self.reducer.buckets)
-
-    def _broadcast_untrained(self, indices: Sequence[int]) -> None:
-        """Collective. Broadcast the first rank's values of parameters that are in no bucket."""
-        kinds: dict[tuple[Sharding, bool], list[Tensor]] = {}
-        for index in indices:
-            parameter = self.parameters.all[index]
-            kinds.setdefault((self.shardings.of(index), is_cut(parameter)), []).append(local_of(parameter).data)
-        for (sharding, cut), alike in kinds.items():
-            broadcast_together(sharding.alike(cut=cut), alike)
 
     def keep_edits(self, *, unseen: bool = False) -> None:
         """Copy, at stage 3, edits of unsharded parameters into the shards. ``unseen``: also those without a version."""

@@ -41,6 +41,9 @@ def plan_of(optimizer: ShardedOptimizer, *, mean: bool = False, accumulate: int 
     engine = optimizer.engine
     sharding, sharded = engine.sharding, engine.sharded_model
     units = [] if sharded is None else sharded.units
+    reshard: bool | int = True
+    if len(units) > 1:  # the root, which is first, stays whole
+        reshard = not units[1].keep if units[1].node is None else units[1].node.world_size
     job = Job(
         world=sharding.world_size,
         replicas=1 if sharding.grid is None else sharding.grid.across.world_size,
@@ -50,7 +53,7 @@ def plan_of(optimizer: ShardedOptimizer, *, mean: bool = False, accumulate: int 
         grad_reduce_dtype=sharding.grad_reduce_dtype,
         grad_accumulation_dtype=sharding.grad_accumulation_dtype,
         prefetch=1 if sharded is None else sharded.schedule.prefetch.count,
-        reshard_after_forward=_reshards(units),
+        reshard_after_forward=reshard,
         accumulate=accumulate,
         offload=engine.offload,
         param_offload=sharded is not None and sharded.offload,
@@ -90,13 +93,6 @@ def _shapes_of_units(engine: Engine, units: Sequence[Unit]) -> ModelShapes:
         shapes += [replace(shape_of(p, trained=trained), rule=rules.get(id(p))) for p, trained in every]
         of_units.append(tuple(range(first, len(shapes))))
     return ModelShapes("the sharded model", tuple(shapes), tuple(of_units))
-
-
-def _reshards(units: Sequence[Unit]) -> bool | int:
-    """Read ``reshard_after_forward`` off the first unit behind the root, which stays whole."""
-    for unit in units[1:]:
-        return not unit.keep if unit.node is None else unit.node.world_size
-    return True
 
 
 def held(engine: Engine) -> dict[str, int]:
@@ -155,6 +151,7 @@ class Tracker:
                     self._hooks.append(unit.module.register_forward_pre_hook(self._look))
             for kind, nbytes in held(engine).items():
                 memory[kind] = memory.get(kind, 0) + nbytes
+        # Communication buffers keep their own peak: they are in use within a backward, where nothing measures.
         seen = memory | {"communication": sum(engine.reducer.rounds.buffers.peak_nbytes() for engine in engines)}
         for kind, nbytes in seen.items():
             self.peak[kind] = max(nbytes, self.peak.get(kind, 0))

@@ -211,7 +211,7 @@ def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), nam
 
     Raises ParameterError where the model has no such module.
     """
-    index_of = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    index_of = {id(parameter): index for index, parameter in enumerate(model.parameters())}  # tied ones once
     plans = plan_units(model, units) if units else []
     of_units = tuple(tuple(index_of[key] for key in plan.parameters) for plan in plans)
     matrices = {id(parameter) for _, parameter in split_for_muon(model)[0]}

@@ -270,7 +270,7 @@ def _lay_out(model: ModelShapes, job: Job) -> _Laid:
 
 
 def _by_size(model: ModelShapes, sharding: Sharding, job: Job) -> list[list[_Flat]]:
-    """Lay out buckets as ``buckets_by_size`` does. Frozen parameters are each alone, in no bucket, without padding."""
+    """Lay out buckets as ``buckets_by_size`` does."""
     parameters = model.parameters
     every = range(len(parameters))[::-1] if model.order is None else model.order
     order = [index for index in every if parameters[index].trained]
@@ -288,7 +288,7 @@ def _by_size(model: ModelShapes, sharding: Sharding, job: Job) -> list[list[_Fla
             costs[index] = rule.cost(p.shape)
     layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order, costs)
     flats = [_Flat(layout.holding(numels), of.dtype, True, of.sharding, of.rule) for layout, of in layouts]
-    frozen = [p for p in parameters if not p.trained]
+    frozen = [p for p in parameters if not p.trained]  # each alone: in no bucket, so without padding
     alone = [_Flat(BucketLayout((), 1, p.numel), p.dtype, False, sharding, job.rule_of(p)) for p in frozen]
     return [flats, alone]
 
@@ -360,7 +360,7 @@ def _keepers(laid: _Laid) -> int:
     reshard = laid.job.reshard_after_forward
     if isinstance(reshard, bool):
         return int(not reshard)
-    return reshard if reshard < laid.sharding.shard_count else 0
+    return reshard if reshard < laid.sharding.shard_count else 0  # over all shards: the same as True
 
 
 def _local_gradients(laid: _Laid) -> int:

@@ -264,14 +264,21 @@ def _describe(trainer: Trainer, command: str, source: Path | None) -> dict[str, 
 
 
 def _train_on(trainer: Trainer, folder: Path, session: Session, asked_to_stop: Callable[[], bool]) -> int:
-    """Run the steps that are left, or until a rank is asked to stop. Returns the exit code."""
-    begun, leads = time.perf_counter(), trainer.comm.rank == 0
+    """Run the steps that are left, or until a rank is asked to stop, and save. Returns the exit code."""
+    config, begun, leads, stopped = trainer.config, time.perf_counter(), trainer.comm.rank == 0, False
     if leads:
         write_atomically(folder / RUN, json.dumps(session, indent=1))
-    with trainer.tracker:
-        _run_steps(trainer, folder, asked_to_stop)
+    log_of_run = open_log(folder, trainer.steps_done, config.steps) if leads else contextlib.nullcontext()
+    with trainer.tracker, log_of_run as log:
+        while not stopped and trainer.steps_done < config.steps:
+            record, stopped = trainer.step(asked_to_stop=asked_to_stop())
+            if log:
+                log(record)
+            due = config.save_every and trainer.steps_done % config.save_every == 0
+            if config.checkpoint and (due or stopped or trainer.steps_done == config.steps):
+                trainer.save(folder / CHECKPOINTS)
     report = _report(trainer, trainer.steps_done - session["after_step"])
-    finished = trainer.steps_done == trainer.config.steps
+    finished = trainer.steps_done == config.steps
     ending: dict[str, Any] = {
         "step": trainer.steps_done,
         "seconds": time.perf_counter() - begun,
@@ -286,19 +293,6 @@ def _train_on(trainer: Trainer, folder: Path, session: Session, asked_to_stop: C
         write_atomically(folder / RUN, json.dumps(session, indent=1))
         _print_end(session, folder)
     return 0 if finished else INTERRUPTED
-
-
-def _run_steps(trainer: Trainer, folder: Path, asked_to_stop: Callable[[], bool]) -> None:
-    """Train to the last step, or to the one at which some rank is asked to stop, and save."""
-    config, leads, stopped = trainer.config, trainer.comm.rank == 0, False
-    with open_log(folder, trainer.steps_done, config.steps) if leads else contextlib.nullcontext() as log:
-        while not stopped and trainer.steps_done < config.steps:
-            record, stopped = trainer.step(asked_to_stop=asked_to_stop())
-            if log:
-                log(record)
-            due = config.save_every and trainer.steps_done % config.save_every == 0
-            if config.checkpoint and (due or stopped or trainer.steps_done == config.steps):
-                trainer.save(folder / CHECKPOINTS)
 
 
 def _report(trainer: Trainer, steps: int) -> dict[str, Any]:
