@@ -12,7 +12,7 @@ From then on the accelerator's own calls handle sharded parameters and gradients
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +165,9 @@ class ShardedAccelerator(Accelerator):
                 "give ShardedAdamW, or shard_module, mesh=data_parallel_mesh(accelerator)"
             )
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Reduce no gradients in this block. ``accumulate`` enters it between steps."""
-        with entered(optimizer.no_sync() for optimizer in optimizers_of(model)):
-            yield
+        return entered(optimizer.no_sync() for optimizer in optimizers_of(model))
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients of one optimizer, of a list, or (None) of all, where there is a scaler; on a CPU too."""

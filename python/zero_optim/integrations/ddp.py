@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -65,11 +64,9 @@ class DistributedDataParallel(nn.Module):
             self._averaged = True
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Collective. Let gradients add up on each rank, unreduced: ``no_sync`` of every optimizer of the model."""
-        with entered(optimizer.no_sync() for optimizer in optimizers_of(self.module)):
-            yield
+        return entered(optimizer.no_sync() for optimizer in optimizers_of(self.module))
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -200,11 +200,9 @@ class ShardedStrategy(DDPStrategy):
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Reduce no gradients in this block, which has all micro-batches of a step but the last."""
-        with entered(opt.no_sync() for opt in sharded_among(self.optimizers) if not self._sync_each_batch):
-            yield
+        return entered(opt.no_sync() for opt in sharded_among(self.optimizers) if not self._sync_each_batch)
 
     # -- saving and loading --------------------------------------------------------------------------------------
 
@@ -235,7 +233,7 @@ class ShardedStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         beside = f"{checkpoint_path}.sharded"
-        # last.ckpt may be a link
+        # last.ckpt may be a link, and then has no folder of its own
         self._resumed_from = beside if os.path.isdir(beside) else f"{os.path.realpath(checkpoint_path)}.sharded"
         return super().load_checkpoint(checkpoint_path, *args, **options)
 
