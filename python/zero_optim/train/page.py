@@ -218,10 +218,11 @@ def draw(chart: Chart, steps: Sequence[int], file: Any, **more: Any) -> None:
         (x, _, _, _), *_ = lines.values()
         labels = [legend[name] for name in lines]
         axes.stackplot(x, [mean for _, _, mean, _ in lines.values()], colors=_COLORS, alpha=0.85, lw=0, labels=labels)
-    for color, (name, (x, low, mean, high)) in zip(_COLORS, () if chart.stacked else lines.items(), strict=False):
-        if len(x) < len(steps):
-            axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0.6)
-        axes.plot(x, mean, color=color, lw=1.2, marker="o" if len(x) == 1 else "", label=legend[name])
+    else:
+        for color, (name, (x, low, mean, high)) in zip(_COLORS, lines.items(), strict=False):
+            if len(x) < len(steps):
+                axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0.6)
+            axes.plot(x, mean, color=color, lw=1.2, marker="o" if len(x) == 1 else "", label=legend[name])
     for name, level in chart.levels.items():
         axes.axhline(level, color=_RED, lw=1, ls=(0, (5, 2)), label=legend[name])
     if chart.end:
