@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -22,14 +22,18 @@ from .models import ModelShapes, ParameterShape, shape_of
 from .plan import ON_THE_HOST, Job, Plan, plan
 from .report import of_one, remedy
 
-if TYPE_CHECKING:
-    from ..optimizer import ShardedOptimizer
-
 # What torch's allocator of the CPU writes in a RuntimeError: on Linux, and on other systems.
 _OF_THE_CPU = ("can't allocate memory", "not enough memory")
 
 
-def plan_of(optimizer: ShardedOptimizer, *, mean: bool = False, accumulate: int = 1) -> Plan:
+class HasEngine(Protocol):
+    """A ``ShardedOptimizer``, whose module imports this one."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+def plan_of(optimizer: HasEngine, *, mean: bool = False, accumulate: int = 1) -> Plan:
     """Plan what this rank holds of the optimizer's parameters, gradients and state, from their shapes alone.
 
     Activations are not in it, nor are the buffers of modules.
@@ -212,7 +216,7 @@ def track() -> Tracker:
 
 
 @contextmanager
-def explaining_out_of_memory(optimizer: ShardedOptimizer, doing: str) -> Iterator[None]:
+def explaining_out_of_memory(optimizer: HasEngine, doing: str) -> Iterator[None]:
     """Until the first step is over, raise ``OutOfMemoryError`` with the plan, from what the allocator raised.
 
     Later the optimizer allocates nothing, and whatever is raised passes. ``doing``: for the message, as in "in step".
@@ -227,8 +231,8 @@ def explaining_out_of_memory(optimizer: ShardedOptimizer, doing: str) -> Iterato
         raise OutOfMemoryError(_message(optimizer, doing, error)) from error
 
 
-def _message(optimizer: ShardedOptimizer, doing: str, error: RuntimeError) -> str:
-    device = optimizer.device
+def _message(optimizer: HasEngine, doing: str, error: RuntimeError) -> str:
+    device = optimizer.engine.sharding.device
     there = device_memory(device)
     made = plan_of(optimizer)
     lines = [f"out of memory on {device}, {doing}: {str(error).splitlines()[0]}", "", of_one(made), ""]
