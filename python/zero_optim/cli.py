@@ -21,8 +21,7 @@ CLOSED = 141  # what a shell calls the end by SIGPIPE
 
 def run(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the command that was parsed of ``arguments``."""
-    command = COMMANDS[parsed.command]
-    return run_command(f"zero-optim {parsed.command}", lambda: command(parsed, arguments))
+    return run_command(f"zero-optim {parsed.command}", lambda: _work(parsed, arguments))
 
 
 def run_command(name: str, work: Callable[[], int]) -> int:
@@ -44,6 +43,28 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         return 130
 
 
+def _work(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Do what the command is for. Each command imports what it alone needs."""
+    if parsed.command == "train":
+        return _train(parsed, arguments)
+    if parsed.command == "inspect":
+        return _inspect(parsed)
+    if parsed.command == "export":
+        return _export(parsed)
+    if parsed.command == "bench":
+        from .bench.run import main as bench
+
+        return bench(parsed)
+    if parsed.command == "plan":
+        from .memory.command import run as plan
+
+        return plan(parsed)
+    from .doctor import report
+
+    print(report())
+    return 0
+
+
 def _checkpoints_in(path: Path) -> Path:
     """Find the folder of checkpoints of a run of ``zero-optim train``; else return the path itself."""
     from .train.run_dir import CHECKPOINTS
@@ -51,7 +72,7 @@ def _checkpoints_in(path: Path) -> Path:
     return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
 
 
-def _inspect(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+def _inspect(parsed: argparse.Namespace) -> int:
     from .checkpoint.folder import inspect
 
     text, problems = inspect(_checkpoints_in(parsed.checkpoint), quick=parsed.quick)
@@ -63,18 +84,18 @@ def _inspect(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _export(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+def _export(parsed: argparse.Namespace) -> int:
     from .checkpoint.hugging_face import export
     from .rules.codec import DTYPES
     from .rules.options import EMA
 
-    dtype = DTYPES[parsed.dtype] if parsed.dtype else None
-    choice = {
-        "dtype": dtype,
-        "max_shard_bytes": parsed.max_shard_size,
-        "average": EMA if parsed.ema else parsed.average,
-    }
-    done = export(_checkpoints_in(parsed.checkpoint), parsed.out, **choice)
+    done = export(
+        _checkpoints_in(parsed.checkpoint),
+        parsed.out,
+        dtype=DTYPES[parsed.dtype] if parsed.dtype else None,
+        max_shard_bytes=parsed.max_shard_size,
+        average=EMA if parsed.ema else parsed.average,
+    )
     print(f"{done.tensors} tensors, {done.nbytes:,} bytes, in {len(done.files)} file(s) in {done.folder}")
     return 0
 
@@ -86,38 +107,9 @@ def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     if ranks is not None and not started:
         from .train.ranks import launch
 
-        return launch(ranks, given.get("device"), main, arguments)
+        return launch(ranks, given.get("device"), arguments)
     if ranks is not None and ranks != started:
         raise UsageError(f"--ranks {ranks}: the launcher has started {started}; leave the flag out")
     from .train.loop import train
 
     return train(given, parsed.resume, shlex.join(["zero-optim", *arguments]))
-
-
-def _doctor(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from .doctor import report
-
-    print(report())
-    return 0
-
-
-def _bench(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from .bench.run import main as bench
-
-    return bench(parsed)
-
-
-def _plan(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from .memory.command import run as plan
-
-    return plan(parsed)
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
-    "train": _train,
-    "doctor": _doctor,
-    "bench": _bench,
-    "plan": _plan,
-    "inspect": _inspect,
-    "export": _export,
-}

@@ -51,14 +51,11 @@ def driver_version(device: torch.device) -> str | None:
 
 
 def commit() -> str | None:
-    """Find the checked-out commit, with ``-dirty`` when files that git tracks differ from it; None outside a checkout.
-
-    An installed package may lie inside another project's checkout, so git is asked whether it tracks this package.
-    """
+    """Find the commit, with ``-dirty`` where files that git tracks differ from it; None outside a checkout."""
     if given := os.environ.get(COMMIT_ENVIRONMENT):
         return given[:10] if re.fullmatch("[0-9a-f]{40}", given) else given
     try:
-        _git("ls-files", "--error-unmatch", "__init__.py")
+        _git("ls-files", "--error-unmatch", "__init__.py")  # fails where the checkout is another project's
         head = _git("rev-parse", "--short=10", "HEAD")
         return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
@@ -122,7 +119,13 @@ def _library(name: str) -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     capability = torch.backends.cpu.get_cpu_capability()
     yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in torch, {capability}"
-    yield "updates on it", _host_threads()
+    own, ranks = own_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as many ranks as torchrun has started here
+    quota = "no limit of its cgroup" if own.quota is None else f"{own.quota:g} granted by its cgroup"
+    yield (
+        "updates on it",
+        f'{threads_of(0, [own] * ranks)} threads a rank, with {ranks} here, for state_offload="cpu": '
+        f"{len(own.mask)} cores in the affinity mask, {quota}",
+    )
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"compute capability {properties.major}.{properties.minor}"
@@ -131,23 +134,10 @@ def _devices() -> Iterator[tuple[str, str]]:
         yield "cuda", "none" if torch.version.cuda else "none; this torch is built without CUDA"
 
 
-def _host_threads() -> str:
-    """Describe the threads of ``state_offload="cpu"``, as many ranks as torchrun says there are on this machine."""
-    own, ranks = own_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    quota = "no limit of its cgroup" if own.quota is None else f"{own.quota:g} granted by its cgroup"
-    return (
-        f'{threads_of(0, [own] * ranks)} threads a rank, with {ranks} here, for state_offload="cpu": '
-        f"{len(own.mask)} cores in the affinity mask, {quota}"
-    )
-
-
 def _process_groups() -> Iterator[tuple[str, str]]:
     if not dist.is_available():
         yield "", "torch.distributed is not in this torch: one rank alone"
         return
-    yield "gloo", _word(dist.is_gloo_available()) + " (CPU tensors)"
-    yield "nccl", _word(dist.is_nccl_available()) + " (CUDA tensors)"
-
-
-def _word(there: bool) -> str:
-    return "available" if there else "not in this torch"
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    for (name, there), tensors in zip(backends.items(), ("CPU", "CUDA"), strict=True):
+        yield name, f"{'available' if there else 'not in this torch'} ({tensors} tensors)"

@@ -167,19 +167,19 @@ class ShardedMuon(ShardedOptimizer):
     Args:
         params, sharding: as ``ShardedAdamW`` takes them. Put all but hidden matrices in a group with another rule:
             ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``. Plain slices need ``partition_dim``; see docs/muon.md.
-        lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; a group's own values win.
-        ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration, the same for all groups. Three coefficients,
-            or three for each step, as ``zero_optim.rules.newton_schulz.POLAR_EXPRESS`` with ``ns_steps=6``.
-        adjust_lr_fn: how the rate depends on a matrix's shape, for all groups: None, "original", "match_rms_adamw" or
+        lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; a group's own values win. All other arguments
+            are the same for all groups.
+        ns_coefficients, eps, ns_steps: of the Newton-Schulz iteration. Three coefficients, or three for each step, as
+            ``zero_optim.rules.newton_schulz.POLAR_EXPRESS`` with ``ns_steps=6``.
+        adjust_lr_fn: how the rate depends on a matrix's shape: None, "original", "match_rms_adamw" or
             "spectral_unclamped"; see ``zero_optim.rules.muon.scale_of``.
-        ns_gram: for all groups, whether matrices with more than two columns a row, or rows a column, are made
-            orthogonal with fewer multiplications. Otherwise the operations are torch's, one by one.
-        ns_product: for all groups, what computes the symmetric products of the iteration: "torch", or "triton", a
-            kernel for GPUs that calculates half of each. It is used for matrices with 4096 rows and columns or more,
-            where it was measured to be faster. State loads from one into the other.
-        ns_replicas: for all groups, whether ranks that hold the same matrices, as at stage 0, or as replicas of a mesh
-            of two dimensions, "share" the work, and send each other the results, or "repeat" it, with the same bits.
-            With state off the device, below stage 3, they repeat it. See docs/muon.md for when that pays.
+        ns_gram: whether matrices with more than two columns a row, or rows a column, are made orthogonal with fewer
+            multiplications. Otherwise the operations are torch's, one by one.
+        ns_product: what computes the symmetric products: "torch", or "triton", a kernel for GPUs that calculates half
+            of each, for matrices with 4096 rows and columns or more. State loads from one into the other.
+        ns_replicas: whether ranks that hold the same matrices, at stage 0 or as replicas of a mesh, "share" the work
+            and send the results, or "repeat" it, with the same bits. With state off the device, below stage 3, they
+            repeat it. See docs/muon.md for when that pays.
 
     Raises what ``ShardedOptimizer`` raises; ParameterError also for a parameter that is no matrix, or has not the
     blocks of its view.
@@ -222,9 +222,8 @@ class ShardedMuon(ShardedOptimizer):
         """Sort the parameters of ``model`` into those for Muon and the others, which AdamW or Lion takes, each with its
         name: ``matrices, others = ShardedMuon.split(model)``.
 
-        The others are embeddings, heads, and all that is no matrix, no stack of matrices and no convolution. A head is
-        the weight of a module that is called head, lm_head, output, classifier or score, or the only matrix with as
-        many rows as the largest embedding. The first convolution is one of the others, too, and so are convolutions of
-        one dimension, and transposed ones.
+        The others are embeddings, heads, the first convolution, convolutions of one dimension and transposed ones, and
+        all that is no matrix, stack of matrices or convolution. A head is the weight of a module that is called head,
+        lm_head, output, classifier or score, or the only matrix with as many rows as the largest embedding.
         """
         return split_for_muon(model)

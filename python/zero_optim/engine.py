@@ -14,7 +14,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from .params.tensor_slice import is_cut, local_of
 from .rules.codec import Begins
 from .rules.group_rules import GroupRules
 from .settings import Settings
-from .step.clip import KERNEL_NORMS, Clip, unscale_in_place
+from .step.clip import Clip, unscale_in_place
 from .step.exchange import Exchange, ToExchange
 from .step.hyper_table import HyperTable
 from .step.optimizer_state import OptimizerState
@@ -59,28 +59,7 @@ Groups = Sequence[Mapping[str, Any]]
 class Engine:
     """The parts of one optimizer, and the calls that join them. The parts know each other only through the constructor.
 
-    Args:
-        shardings: over which ranks each parameter is sharded.
-        sharded_model: at stage 3, the model.
-        settings: the options that the optimizer was given.
-        store: where the state lives.
-        pipeline: the other stages of a model that is cut into stages.
-
-    Attributes:
-        parameters: all parameters, their names, and which are trained.
-        sharding: of the parameters that are no experts.
-        rules: the arithmetic of the updates, by parameter group.
-        reducer: the buckets, and their gradients.
-        states: the state of every shard.
-        exchange, clip, hyper, param_gather: the parts that the phases of a step use.
-        optimizer: returns the ``ShardedOptimizer`` that owns this engine; None once it is gone.
-        mode: decides what may be called now.
-        asleep: what ``sleep`` has taken off the device.
-        measured: the telemetry of the last update; None without ``telemetry=True``.
-        pipeline: the other stages of the model; None: there are none.
-        steps: calls of ``step`` so far.
-        offload: the ``state_offload`` that was asked for.
-        max_grad_norm, skip_nonfinite: as the user has set them last.
+    ``sharded_model``: the model at stage 3, else None. ``pipeline``: the other stages of a model that is cut into them.
     """
 
     def __init__(
@@ -94,25 +73,25 @@ class Engine:
         pipeline: Pipeline | None = None,
     ) -> None:
         self.parameters, self.shardings, self.rules, self.sharded_model = parameters, shardings, rules, sharded_model
-        sharding = shardings.main
-        self.settings = settings
+        self.settings, self.offload, self.store, self.pipeline = settings, settings.offload, store, pipeline
+        self.sharding = sharding = shardings.main  # of the parameters that are no experts
+        # Users may set both between steps.
         self.max_grad_norm, self.skip_nonfinite = settings.max_grad_norm, settings.skip_nonfinite
+        self.steps = 0  # calls of ``step`` so far
+        self.mode = CurrentMode()  # decides what may be called now
         trained, labels = parameters.trained, parameters.labels
         make_buckets = partial(buckets_by_size, trained, labels, shardings, rules, settings.bucket_cap_mb)
         if sharded_model is not None:
             make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding, rules)
         schedule = None if sharded_model is None else sharded_model.schedule
-        self.mode = CurrentMode()
         early = settings.overlap_grad_reduce
         self.reducer = Reducer(trained, labels, sharding, make_buckets, early, schedule, self.mode)
-        self.offload, self.store = settings.offload, store
         self.states = OptimizerState(
             trained, sharding, rules, store, group=parameters.group, measures=settings.telemetry
         )
-        self.measured: Measured | None = None
+        self.measured: Measured | None = None  # the telemetry of the last update
         if settings.telemetry:
             self.measured = Measured(self.states, parameters, shardings, on_host=isinstance(store, HostStore))
-        self.pipeline = pipeline
         self.exchange = Exchange(
             sharding,
             labels,
@@ -126,17 +105,12 @@ class Engine:
         self.hyper = HyperTable([], rules.by_group, sharding.device)
         self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3)
         # Bound methods of the parts, not of the engine: hooks make the parameters hold the reducer. Through a method of
-        # the engine they would hold the engine and so perhaps the optimizer, which would never be closed.
+        # the engine they would hold the engine, and the optimizer would never be collected and closed.
         self.reducer.on_layout = [self.states.lay_out, self.param_gather.use]
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
         self.asleep = Asleep(self.mode, parameters, sharding, self.reducer, store, sharded_model, self.measured)
-        self.steps = 0
         self.reducer.rounds.engine = weakref.ref(self)
-        self.optimizer: Callable[[], object] = lambda: None
-
-    @property
-    def sharding(self) -> Sharding:
-        return self.shardings.main
+        self.optimizer: Callable[[], object] = lambda: None  # a weak reference to its owner, set by that
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -310,36 +284,20 @@ class Engine:
         self.states.mark_updated()
         self.exchange.skipped += found_inf.reshape(())
         self.steps += 1
-        self._log_skipped(found_inf)
+        # On CUDA the host would wait to know: ``stats()`` counts skipped steps there.
+        if found_inf.device.type == "cpu" and LOGGER.isEnabledFor(logging.INFO) and bool(found_inf):
+            LOGGER.info("step %d was skipped, not finite: %s", self.steps, self.first_non_finite())
         self.reducer.end_step()
         if self.sharded_model is not None:
             self.sharded_model.schedule.due.reset()
         self.forget_coefficients()
 
-    def _log_skipped(self, found_inf: Tensor) -> None:
-        """Log a step that was skipped, where the host need not wait to know: on CUDA ``stats()`` has it."""
-        if found_inf.device.type == "cpu" and LOGGER.isEnabledFor(logging.INFO) and bool(found_inf):
-            LOGGER.info("step %d was skipped, not finite: %s", self.steps, self.first_non_finite())
-
     # -- gradients -----------------------------------------------------------------------------------------------
-
-    def zero_grad(self, *, set_to_none: bool) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # 10 µs less for each parameter whose gather is in flight
-            self.reducer.clear(set_to_none)
-        for parameter in self.parameters.untrained():
-            if parameter.grad is not None:
-                parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
-        self.forget_coefficients()
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float, subset: Sequence[int] | None) -> Tensor:
-        """Clip the gradients of ``subset``, indices of parameters, or all: see ``ShardedOptimizer.clip_grad_norm_``."""
-        self.finish_and_exchange(norm_type if subset is None and norm_type in KERNEL_NORMS else None)
-        return self.clip.clip_to(max_norm, norm_type, self.exchange, self.reducer.buckets, subset)
 
     def unscale(self, inverse_scale: Tensor) -> None:
         """Divide gradients that are readable through ``.grad``, a dtype at a time; else leave it to ``step``."""
         self.clip.scaled, self.clip.inverse_loss_scale = True, inverse_scale
-        # Thawed parameters need slots first. In a pipeline perhaps only one stage has some, so every stage exchanges.
+        # Thawed parameters need slots first. In a pipeline one stage alone may have some, so every stage exchanges.
         if self.pipeline is not None or self.parameters.thawed():
             self.finish_and_exchange(None)
             if self.pipeline is None and self.exchange.failed:  # other ranks have not exchanged here, and can't now
@@ -353,7 +311,7 @@ class Engine:
         unscale_in_place(present, inverse_scale, self.exchange.found_inf)
 
     def forget_coefficients(self) -> None:
-        """Reset clipping and unscaling, and outdate the exchange: the gradients were applied, or are gone."""
+        """Reset clipping and unscaling, and outdate the exchange: the gradients were applied or dropped."""
         self.clip.reset()
         self.exchange.outdate()
         if self.pipeline is not None:
@@ -374,9 +332,12 @@ class Engine:
     def grow(self, indices: Sequence[int], trained: Sequence[int]) -> None:
         """Collective. Broadcast rank 0's values of these new parameters; give the ``trained`` ones a slot and state."""
         whole = self.sharded_model is None  # else ``shard_module`` has broadcast them
-        if whole:  # trained parameters are broadcast below, a bucket at a time; the others are in no bucket
-            alone = set(indices).difference(trained)
-            self._broadcast_untrained(sorted(alone))
+        kinds: dict[tuple[Sharding, bool], list[Tensor]] = {}
+        for index in sorted(set(indices).difference(trained)) if whole else ():
+            parameter = self.parameters.all[index]
+            kinds.setdefault((self.shardings.of(index), is_cut(parameter)), []).append(local_of(parameter).data)
+        for (sharding, cut), alike in kinds.items():  # in no bucket; trained ones follow, a bucket at a time
+            broadcast_together(sharding.alike(cut=cut), alike)
         self.parameters.claim(indices)
         self.parameters.train(trained)
         self.exchange.resize()
@@ -384,42 +345,23 @@ class Engine:
         self.hyper.grow(self.parameters.group_of, self.rules.by_group)
         if trained:
             buckets: list[Bucket] = []
-            with self._allocating("making the buckets"):
+            world, device = self.sharding.world, self.sharding.device
+            with world.raising_together("making the buckets", device):  # where one rank runs out of memory
                 buckets = self.reducer.grow(trained)
             for sharding in dict.fromkeys(bucket.sharding for bucket in buckets):
                 flats = [(bucket.layout.numel, bucket.dtype) for bucket in buckets if bucket.sharding == sharding]
                 connect_for_buckets(sharding, flats, gathered=whole)  # units are gathered over the model's group
             for bucket in buckets if whole else ():
                 bucket.sharding.alike(cut=bucket.flat.cut).broadcast(bucket.flat.full)
-            with self._allocating("making the state"):
+            with world.raising_together("making the state", device):
                 self.states.grow(buckets)  # only now: masters are made of rank 0's values
             self.param_gather.use(self.reducer.buckets)
-
-    def _broadcast_untrained(self, indices: Sequence[int]) -> None:
-        """Collective. Broadcast the first rank's values of parameters that are in no bucket."""
-        kinds: dict[tuple[Sharding, bool], list[Tensor]] = {}
-        for index in indices:
-            parameter = self.parameters.all[index]
-            kinds.setdefault((self.shardings.of(index), is_cut(parameter)), []).append(local_of(parameter).data)
-        for (sharding, cut), alike in kinds.items():
-            broadcast_together(sharding.alike(cut=cut), alike)
-
-    def _allocating(self, where: str) -> AbstractContextManager[object]:
-        """Collective. Make a context to allocate in: where memory or disk runs out on one rank, all ranks raise."""
-        return self.sharding.world.raising_together(where, self.sharding.device)
 
     def keep_edits(self, *, unseen: bool = False) -> None:
         """Copy, at stage 3, edits of unsharded parameters into the shards. ``unseen``: also those without a version."""
         if self.sharded_model is not None:
             for unit in self.sharded_model.units:
                 unit.keep_edits(unseen=unseen)
-
-    def restart(self) -> None:
-        """Reset state and step counts to what they are at construction."""
-        self.mode.check("opt.state = {}")
-        nothing = SavedState({}, torch.zeros_like(self.hyper.steps))
-        self.begin_load(nothing)
-        self.hyper.take_over(nothing)
 
     def begin_load(self, saved: SavedState) -> None:
         """Restart the state that ``saved`` lacks. Warn of state that was saved in more bits than are kept here."""
@@ -439,7 +381,7 @@ class Engine:
         self.exchange.outdate()  # gradients may have been dropped
 
     def settle(self) -> None:
-        """Leave nothing under way: complete raised backwards, wait for parameters, reshard units, raise alarms."""
+        """Complete raised backwards, wait for parameters, reshard units, raise alarms: nothing is in flight then."""
         self.reducer.rounds.complete_all_raised()
         self.param_gather.wait()
         if self.sharded_model is not None:
@@ -456,7 +398,7 @@ class Engine:
         return {"parameter": None if index is None else self.parameters.name(index), "rank": number, "step": step}
 
     def begin_averages(self) -> None:
-        """Set averages that begin with the next update to the parameters' present values: loaded ones, perhaps."""
+        """Set averages that begin with the next update to the parameters' present values, such as loaded ones."""
         self.states.refresh_edited()
         for number, name in enumerate(self.rules.averages):
             begin = self.hyper.begins[:, number].nonzero().flatten().tolist()
@@ -466,13 +408,20 @@ class Engine:
 
     @torch.no_grad()
     def close(self, *, collective: bool) -> None:
-        """Let everything go. ``collective``: complete a raised backward, for the ranks on which it did not raise."""
+        """Remove the hooks and free what the parts hold. ``collective``: complete a raised backward, for the ranks on
+        which it did not raise."""
         if self.mode.now is Mode.AVERAGE:
             self.states.put_back(collective=collective and not self.reducer.rounds.out_of_step)
             self.param_gather.wait()
             self.mode.now = Mode.OWN
         self.param_gather.close()
-        self._warn_of_last_alarm()
+        try:  # an error of the last step: there is no later step to raise it
+            if not self.reducer.rounds.out_of_step:
+                self.exchange.check_alarms()
+        except ZeroOptimError as error:
+            warnings.warn(f"the last step was skipped: {error}", stacklevel=2)
+        except RuntimeError:  # the device has failed, which an earlier call has raised
+            pass
         try:
             self.reducer.close(collective=collective)
             self.states.close(wait=not self.reducer.rounds.out_of_step)
@@ -480,16 +429,6 @@ class Engine:
             self.parameters.release()
             self.sharding.world.close()
             self.asleep.close()
-
-    def _warn_of_last_alarm(self) -> None:
-        """Warn of an error of the last step: there is no later step to raise it."""
-        try:
-            if not self.reducer.rounds.out_of_step:
-                self.exchange.check_alarms()
-        except ZeroOptimError as error:
-            warnings.warn(f"the last step was skipped: {error}", stacklevel=3)
-        except RuntimeError:  # the device is in trouble: whoever used it has seen that
-            pass
 
 
 def open_engines() -> list[Engine]:

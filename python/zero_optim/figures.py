@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
 
 
@@ -56,11 +55,6 @@ def size(nbytes: float) -> str:
     unit = unit_for(nbytes)
     value = nbytes / unit.nbytes
     return f"{value:,.3g} {unit.name}" if value < 1000 else f"{value:,.0f} {unit.name}"
-
-
-def percent(fraction: float) -> str:
-    """A change, signed: ``+0.12 %``."""
-    return f"{100 * fraction:+.2f}\N{NO-BREAK SPACE}%".replace("-", MINUS)
 
 
 def duration(seconds: float) -> str:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 # torch.optim.Optimizer's constructor imports it. First imported after init_process_group, it holds the group for ever
 # in default arguments, and gloo's threads outlive destroy_process_group (seen: 1 rank in 40 aborts at exit).
 import torch._dynamo
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
@@ -38,7 +37,9 @@ from .rules.group_rules import RULE, GroupRules
 from .rules.update_rule import UpdateRule, exported_for
 from .settings import Settings, ShardingOptions, check_keywords, shows_options
 from .stats import stats_of
+from .step.clip import KERNEL_NORMS
 from .step.pipeline import comm_of_pipeline, make_pipeline
+from .step.saved_state import SavedState
 from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.offload import Offload, Tier
@@ -47,30 +48,6 @@ from .units.sharded_model import ShardedModel, sharded_model_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-T = TypeVar("T")
-
-
-class OfEngine(Generic[T]):
-    """An attribute of an optimizer that its engine has, by the same name: users may set it between steps."""
-
-    def __init__(self, doc: str) -> None:
-        self.__doc__ = doc
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, opt: None, owner: type) -> OfEngine[T]: ...
-
-    @overload
-    def __get__(self, opt: ShardedOptimizer, owner: type) -> T: ...
-
-    def __get__(self, opt: ShardedOptimizer | None, owner: type) -> OfEngine[T] | T:
-        return self if opt is None else getattr(opt.engine, self._name)
-
-    def __set__(self, opt: ShardedOptimizer, value: T) -> None:
-        setattr(opt.engine, self._name, value)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -92,27 +69,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
             where ``zero_optim.shard_module`` was given the model before. None: 2, or 3 then.
         process_group: the ranks; None: those of the sharded model, else the default group where ``torch.distributed``
             is initialised, else one rank.
-        mesh: a DeviceMesh, instead of ``process_group``. If it has two dimensions, ("replicate", "shard"), ranks along
-            the second shard, and ranks along the first replicate. If parameters are tensor-parallel ``DTensor``s,
-            give the mesh of the data-parallel ranks alone, as ``mesh["dp"]``.
+        mesh: a DeviceMesh, instead of ``process_group``. With two dimensions, ("replicate", "shard"), ranks replicate
+            along the first and shard along the second. Of tensor-parallel ``DTensor``s give the mesh of the
+            data-parallel ranks alone, as ``mesh["dp"]``.
         tensor_parallel: for a model of plain slices, as Megatron's: the ranks that hold the other slices, as
             ``world_mesh["tp"]``, or a process group. A parameter's ``tensor_model_parallel`` and ``sequence_parallel``
-            say what it is. With a group of one rank nothing is cut. DTensors need no such group.
+            mark what it is. With a group of one rank nothing is cut. DTensors need no such group.
         pipeline: for a model that is cut into stages: the ranks that hold them, as ``world_mesh["pp"]``, or a process
             group. The gradient norm is then that of all stages, and a non-finite gradient on one stage skips the step
             of all. Their optimizers make the same calls, with the same ``max_grad_norm`` and ``skip_nonfinite``.
         bucket_cap_mb: most MiB of gradients in one collective; never over 1/4 of the parameters of one dtype. None: 25,
             or 16,384 elements a rank where that is more. At stage 3 a collective carries a unit's gradients.
         grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None: their own.
-        grad_accumulation_dtype: torch.float32: shards add up several reductions of a step in fp32, in whatever dtype
-            they are sent. On several ranks, from stage 1 on; not at stage 1 with ``overlap_grad_reduce=False``, which
-            adds up in ``.grad``. Nor within ``no_sync``, which warns then. None: in the dtype that is sent.
+        grad_accumulation_dtype: torch.float32: shards add up the reductions of a step in fp32, whatever dtype is sent.
+            From stage 1 on; not in ``.grad``, where gradients add up within ``no_sync``, on one rank, and at stage 1
+            with ``overlap_grad_reduce=False``. None: in the dtype that is sent.
         max_grad_norm: clip every step to this 2-norm, unless ``clip_grad_norm_`` was called for it.
         skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes through.
         overlap_grad_reduce: reduce while backward runs, instead of after it.
-        overlap_param_gather: gather updated parameters while the next forward runs. After ``opt.attach(model)`` each
-            module waits for its own parameters as it is called. Without ``attach``, read parameters only after
-            ``opt.wait_for_parameters()``. At stage 3 ``step`` gathers nothing.
+        overlap_param_gather: gather updated parameters while the next forward runs, below stage 3. After
+            ``opt.attach(model)`` each module waits for its own; without it call ``opt.wait_for_parameters()`` first.
         state_offload: where the state lives. None: on the device. "paged": in host memory, copied to the device around
             its update. "cpu": in host memory, and updated there. "nvme:DIR": in a file in that folder, read and written
             around the update. All give the same bits.
@@ -124,11 +100,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         master: "fp32": 16-bit parameters have an fp32 master beside them. "split": a bf16 parameter is the upper half
             of its master, and the other 16 bits are stored beside it. "split8": 8 bits, for a master of 24. None:
             "split", or "fp32" where a parameter is fp16. See ``docs/state.md``.
-        state_dtype: "fp32", "bf16" or "int8": how state other than masters and averages is stored. bf16 is rounded
-            stochastically.
-            See ``docs/state.md``.
-        telemetry: measure in every update what ``telemetry()`` returns. It takes 20 bytes for each row of 128 elements
-            that a rank updates.
+        state_dtype: "fp32", "bf16", rounded stochastically, or "int8": for state other than masters and averages.
+        telemetry: measure what ``telemetry()`` returns, in 20 bytes for each row of 128 elements that a rank updates.
 
     Raises:
         ParameterError: a parameter that it cannot hold, or that another live optimizer of ``zero_optim`` holds.
@@ -153,11 +126,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         where = "the constructor"
         with ranks.stages.raising_together(where), ranks.world.raising_together(where):
             # What is wrong on this rank alone, for all ranks to raise.
+            mesh, topology = options.get("mesh"), ranks.topology
             validate.check_rule(rule)
-            validate.check_group(options.get("process_group"), options.get("mesh"))
+            validate.check_group(options.get("process_group"), mesh)
             settings.check()
             check_listed(params)
-            topology = _with_rows(ranks.topology, options.get("mesh"), model, settings)
+            if model is None or mesh is not None:  # else the topology of the sharded model has its rows
+                topology = replace(topology, rows=read_rows(mesh, shards=settings.stage != 0))
             self._rule, self._shared_defaults = rule, settings.group_defaults
             self._rules_of_groups: list[UpdateRule] = []  # ``add_param_group`` adds them, which torch calls
             super().__init__(params, {**rule.defaults, **settings.group_defaults})
@@ -166,7 +141,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             plain_slices = len(topology.slices) if topology.plain else 1
             rules = GroupRules(parameters, partial(settings.applied_to, plain_slices=plain_slices))
             rules.take(self._rules_of_groups)
-            admission = _admission(settings, ranks, topology, rules)
+            stages = ranks.stages.world_size
+            admission = Admission(
+                ranks.world, topology, settings.stage, stages, rules, where, state_offload=settings.state_offload
+            )
             experts = admission.check(parameters, expert_groups, ranks.tp_row)
         experts = admission.agree(parameters, experts, settings.described())
         self.engine = _make_engine(settings, parameters, rules, model, admission, experts, ranks.stages)
@@ -177,7 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             if model is None:  # else shard_module has compared the names
                 check_order(parameters, self.engine.shardings, indices, where)
-            with explaining_out_of_memory(self.engine, "as the optimizer was made"):
+            with explaining_out_of_memory(self, "as the optimizer was made"):
                 self.engine.grow(indices, self.engine.to_train(indices))
         except BaseException:
             _close(self, collective=False)
@@ -193,8 +171,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The device of parameters and gradients, and of state unless it is offloaded."""
         return self.engine.sharding.device
 
-    max_grad_norm = OfEngine[float | None]("The norm to clip to, as given; read at every step.")
-    skip_nonfinite = OfEngine[bool]("True if steps with gradients that are not finite are skipped; read at every step.")
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm to clip to, as given; read at every step."""
+        return self.engine.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self.engine.max_grad_norm = value
+
+    @property
+    def skip_nonfinite(self) -> bool:
+        """True if steps with gradients that are not finite are skipped; read at every step."""
+        return self.engine.skip_nonfinite
+
+    @skip_nonfinite.setter
+    def skip_nonfinite(self, value: bool) -> None:
+        self.engine.skip_nonfinite = value
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -221,7 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scale: Tensor | None = getattr(self, "grad_scale", None)
             if scale is not None:
                 self.engine.clip.inverse_scale = scale.double().reciprocal().float().reshape(1)
-            with explaining_out_of_memory(self.engine, "in the first step"):
+            with explaining_out_of_memory(self, "in the first step"):
                 self.engine.step(self.param_groups)
             return result
 
@@ -229,18 +222,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient; ``set_to_none=False`` makes it zero instead, which counts as a gradient in ``step``.
 
-        Collective where it is the second call since the last ``step``: the ranks then compare how many rounds they have
-        launched. A backward may have raised here before its first gradient, while others wait for its round.
+        Collective where it is the second call since the last ``step``: a backward may have raised here before its first
+        gradient, while others wait for its round. The ranks then compare how many rounds they have launched.
         """
         self.check_usable()
-        self.engine.zero_grad(set_to_none=set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # 10 µs less for each parameter whose gather is in flight
+            self.engine.reducer.clear(set_to_none)
+        for parameter in self.engine.parameters.untrained():
+            if parameter.grad is not None:
+                parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
+        self.engine.forget_coefficients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up the gradients of backwards within it, without communication. The next one, or ``step``, reduces.
+        """Accumulate gradients in ``.grad``, in the parameter's dtype, without communication.
 
-        They add up in ``.grad``, as autograd does it, in the parameter's dtype, whatever ``grad_reduce_dtype`` and
-        ``grad_accumulation_dtype`` are.
+        The next backward outside of it, or ``step``, reduces. It warns where ``grad_accumulation_dtype`` is wider.
         """
         self.check_usable()
         if self.engine.sharding.reduces and not self._warned_of_narrow_sums:
@@ -274,22 +271,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: ``max_norm`` is negative, or ``norm_type`` is not positive.
         """
         self.check_usable()
-        with self.engine.failing_with_stages():
+        engine = self.engine
+        with engine.failing_with_stages():
             validate.check_max_norm(max_norm)
             norm = validate.read_norm_type(norm_type)
-            subset = None if parameters is None else self.engine.parameters.indices_of(parameters)
-        return self.engine.clip_grad_norm(max_norm, norm, subset)
+            subset = None if parameters is None else engine.parameters.indices_of(parameters)
+        engine.finish_and_exchange(norm if subset is None and norm in KERNEL_NORMS else None)
+        return engine.clip.clip_to(max_norm, norm, engine.exchange, engine.reducer.buckets, subset)
 
     # -- loss scaling --------------------------------------------------------------------------------------------
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True where ``torch.amp.GradScaler`` asks, which then sets ``grad_scale`` and ``found_inf`` around ``step``.
-
-        False for others: Lightning would leave out ``unscale_``, and has to clip unscaled gradients.
-        """
+        """True for ``torch.amp.GradScaler``, which then sets ``grad_scale`` and ``found_inf`` around ``step``."""
         if not called_from(TorchGradScaler.__module__):
-            return False
+            return False  # Lightning would leave out ``unscale_``, and has to clip unscaled gradients
         if self.engine.sharding.agrees:
             raise ZeroOptimError(
                 "torch.amp.GradScaler sees overflows of its own rank alone: use zero_optim.GradScaler(), same interface"
@@ -298,17 +294,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """An empty dict: ``state_dict()`` has the state. Assigning an empty dict restarts the state, as in torch.
-
-        ``torch.distributed.checkpoint.state_dict`` sees the names of the state here: where it finds none, it makes a
-        step of zero gradients.
-        """
+        """An empty dict: ``state_dict()`` has the state. Assigning an empty dict restarts the state, as in torch."""
+        # DCP reads the names of the state here. Where it finds none, it makes a step of zero gradients.
         if called_from(DCP_STATE_DICT):
             kinds = {
                 rule: dict.fromkeys([*(tensor.name for tensor in exported_for(rule, torch.bfloat16)), "step"])
                 for rule in self.engine.rules.all
             }
-            shown = [parameter for group in self.param_groups for parameter in group["params"]]  # DCP asks for these
+            shown = [parameter for group in self.param_groups for parameter in group["params"]]
             trained = self.engine.parameters.trained
             return defaultdict(dict, {shown[index]: kinds[self.engine.rules.of(index)] for index in trained})
         return self._empty_state
@@ -319,14 +312,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ZeroOptimError("state cannot be assigned: load_state_dict() takes one over; an empty dict restarts")
         self._empty_state = value
         if hasattr(self, "engine"):  # else torch's constructor assigns it
-            self.engine.restart()
+            self.engine.mode.check("opt.state = {}")
+            nothing = SavedState({}, torch.zeros_like(self.engine.hyper.steps))
+            self.engine.begin_load(nothing)
+            self.engine.hyper.take_over(nothing)
 
     # -- the user's edits and names ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Set fp32 masters to parameters that were edited in a way that version counters do not show, such as through
-        ``p.data``. Split masters need no such call: the parameter is a part of them."""
+        """Set fp32 masters to parameters that were edited through ``p.data``, which version counters do not show. Split
+        masters need no such call: the parameter is a part of them."""
         self.check_usable()
         self.engine.mode.check("refresh_master")
         self.engine.param_gather.wait()
@@ -354,7 +350,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             gather.attach(model, {id(parameter): index for index, parameter in enumerate(parameters.all)})
 
     def observe(self) -> None:
-        """Collective. Count anew, in the next backward, how often gradients become ready; learn the order of units."""
+        """Collective. Record again, in the next backward, how often gradients become ready, and the order of units."""
         self.check_usable()
         self.engine.reducer.observe()
         if self.engine.sharded_model is not None:
@@ -418,7 +414,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.mode.check("sleep")
         self.engine.settle()
         self.engine.asleep.check(parameters=parameters)
-        self.engine.zero_grad(set_to_none=True)
+        self.zero_grad()
         self.engine.asleep.sleep(parameters=parameters)
 
     @torch.inference_mode(False)
@@ -427,7 +423,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Collective. Bring back what ``sleep`` has taken off the device, bit for bit. Awake, it does nothing.
 
         Parameters are the same objects, in the same flat buffers, which may have new addresses: capture CUDA graphs
-        anew.
+        again.
 
         Raises, on every rank and with all asleep as before:
             OutOfMemoryError: the device has not the memory now.
@@ -441,26 +437,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as ``torch.optim.Optimizer.add_param_group`` does. Collective; rank 0's values are broadcast.
 
-        The group may bring a ``rule`` of its own, also one that no other group has.
-
-        Raises what the constructor raises; then nothing was added.
+        The group may bring a ``rule`` of its own. Raises what the constructor raises; then nothing was added.
         """
         if not hasattr(self, "engine"):  # called by the constructor
             self._rules_of_groups.append(_add_group(self, param_group))
             return
         self.check_usable()
         self.settle()
-        before, parameters, sharding = len(self.param_groups), self.engine.parameters, self.engine.sharding
-        rules = self.engine.rules
+        before, engine = len(self.param_groups), self.engine
+        parameters, sharding, rules = engine.parameters, engine.sharding, engine.rules
         admission = Admission(
             sharding.world,
             sharding.topology,
             self.stage,
-            1 if self.engine.pipeline is None else self.engine.pipeline.comm.world_size,
+            1 if engine.pipeline is None else engine.pipeline.comm.world_size,
             rules,
             "add_param_group",
             first_group=before,
-            state_offload=self.engine.settings.state_offload,
+            state_offload=engine.settings.state_offload,
         )
         (param_group,), of_group = split_off([param_group])
         expert_groups = dict(zip([before], of_group.values(), strict=False))
@@ -472,23 +466,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 rules.take([rule])
                 experts = admission.check(parameters, expert_groups)
             experts = admission.agree(parameters, experts, {})
-            self.engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
-            if self.engine.sharded_model is None:
-                check_order(parameters, self.engine.shardings, indices, "add_param_group")
+            engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
+            if engine.sharded_model is None:
+                check_order(parameters, engine.shardings, indices, "add_param_group")
         except BaseException:
-            self.engine.shardings.of_groups.pop(before, None)
+            engine.shardings.of_groups.pop(before, None)
             del self.param_groups[before:]
             parameters.read_groups()
             rules.forget(before)
             raise
-        self.engine.grow(indices, self.engine.to_train(indices))
+        engine.grow(indices, engine.to_train(indices))
 
     def settle(self) -> None:
-        """Collective. Complete what a backward or ``step`` has left under way.
-
-        Everything else that communicates calls it first. A backward that raised here may still owe another rank a
-        reduction, which that rank waits for before it comes to anything else. No effect after ``close``.
-        """
+        """Collective. Complete what a backward or ``step`` has left in flight. No effect after ``close``."""
+        # Everything else that communicates calls it first: a backward that raised here may still owe another rank a
+        # reduction, which that rank waits for.
         if not self._closed:
             self.engine.mode.check("what reads or writes parameters and state on all ranks")
             self.engine.settle()
@@ -509,11 +501,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             before(self)
         as_torch = called_from(DCP_STATE_DICT)  # it gives parameters their names itself
         info: Any = local_of_caller("info") if as_torch else None
+        flattened = getattr(info, "flatten_optimizer_state_dict", False)
         if getattr(info, "full_state_dict", False):
             self.settle()
             state = rank_state.save_whole(self.engine, self.param_groups, on_rank_0=info.cpu_offload)
         elif as_torch and called_within_function(DCP_STATE_DICT, "_load_optim_state_dict"):
-            if info.flatten_optimizer_state_dict:
+            if flattened:
                 raise ZeroOptimError(
                     "set_optimizer_state_dict: torch cannot load a state with full_state_dict and "
                     "flatten_optimizer_state_dict: leave one of the two out, there and where it was saved"
@@ -521,10 +514,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state = rank_state.to_load_whole(self.engine, self.param_groups)
         else:
             state = rank_state.save(self.engine, self.param_groups, as_torch=as_torch)
-        # Where DCP makes one flat dict of the state, it looks in it for every option that the live groups have.
-        if getattr(info, "flatten_optimizer_state_dict", False):
-            for packed, group in zip(state["param_groups"], self.param_groups, strict=True):
-                packed.update({name: value for name, value in group.items() if name == "param_names"})
+        for packed, group in zip(state["param_groups"], self.param_groups, strict=True):
+            if flattened and "param_names" in group:  # in a flat dict DCP looks for every option of the live groups
+                packed["param_names"] = group["param_names"]
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state)
             state = state if changed is None else changed
@@ -573,12 +565,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def telemetry(self, over_ranks: bool = False) -> Telemetry:
-        """Return numbers of the last step by parameter name: the norms of gradient, update and parameter, the largest
-        update, and the fraction of zeros in the gradient; see ``ParameterNumbers``. Its ``floats()`` gives a flat
+        """Return numbers of the last step by parameter name: see ``ParameterNumbers``. Its ``floats()`` gives a flat
         dict for TensorBoard or Weights & Biases.
 
-        The numbers are device tensors, and the host does not wait. After a skipped step all numbers are 0, ``updated``
-        is False, and ``floats()`` is empty; the same holds before the first step and after ``wake()``.
+        The numbers are device tensors, and the host does not wait. After a skipped step, before the first step and
+        after ``wake()`` all numbers are 0, ``updated`` is False, and ``floats()`` is empty.
 
         Args:
             over_ranks: False: numbers of the elements that this rank updates; parameters without any are left out.
@@ -608,7 +599,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _close(self, collective=True)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # half of what it would use is gone; the process takes the rest along
+        if not sys.is_finalizing():  # else modules that closing needs may be unloaded already
             _close(self, collective=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -658,19 +649,12 @@ def optimizers_of(model: nn.Module) -> list[ShardedOptimizer]:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks of a new optimizer.
+    """The ranks of a new optimizer."""
 
-    Attributes:
-        world: the ranks that train one stage of the pipeline together.
-        stages: the same rank of every stage.
-        topology: the places of ``world``, without the rows of a mesh of two dimensions.
-        tp_row: the tensor-parallel ranks that ``tensor_parallel`` or a ``DTensor`` names; None: there are none.
-    """
-
-    world: Comm
-    stages: Comm
-    topology: Topology
-    tp_row: RowRanks | None
+    world: Comm  # the ranks that train one stage of the pipeline together
+    stages: Comm  # the same rank of every stage
+    topology: Topology  # of ``world``, without the rows of a mesh of two dimensions
+    tp_row: RowRanks | None  # the tensor-parallel ranks that ``tensor_parallel`` or a ``DTensor`` names
 
 
 def _find_ranks(
@@ -682,45 +666,16 @@ def _find_ranks(
         dense = tensors_of([group for number, group in enumerate(params) if number not in expert_groups])
     tensor_parallel = options.get("tensor_parallel")
     tp_row = read_row(tensor_parallel, mesh_of(dense))
-    dp_group = group_of(options.get("process_group"), options.get("mesh"))
-    group, topology = _group_and_topology(dp_group, tp_row, model, explicit_tp=tensor_parallel is not None)
+    group = group_of(options.get("process_group"), options.get("mesh"))
+    if model is None:
+        group, topology = read_topology(group, tp_row, explicit_tp=tensor_parallel is not None)
+    elif group is None:
+        group, topology = model.process_group(), replace(model.sharding.topology, explicit_tp=True)
+    else:  # the grid of the sharded model counts even if a group is given
+        group, topology = read_topology(group, tp_row, explicit_tp=True)
+        topology = replace(topology, rows=model.sharding.topology.rows)
     device = next((tensor.device for tensor in tensors), None)
     return _Ranks(make_comm(group, device), comm_of_pipeline(options.get("pipeline"), device), topology, tp_row)
-
-
-def _group_and_topology(
-    dp_group: dist.ProcessGroup | None, tp_row: RowRanks | None, model: ShardedModel | None, *, explicit_tp: bool
-) -> tuple[dist.ProcessGroup | None, Topology]:
-    """Collective. Find the group and its topology: see ``read_topology``. A sharded model has both already; its grid
-    counts even if a group is given."""
-    if model is None:
-        return read_topology(dp_group, tp_row, explicit_tp=explicit_tp)
-    of_model = replace(model.sharding.topology, explicit_tp=True)  # ``shard_module`` has asked for it
-    if dp_group is None:
-        return model.process_group(), of_model
-    group, topology = read_topology(dp_group, tp_row, explicit_tp=True)
-    return group, replace(topology, rows=of_model.rows)
-
-
-def _with_rows(
-    topology: Topology, mesh: dist.DeviceMesh | None, model: ShardedModel | None, settings: Settings
-) -> Topology:
-    """Add the rows of ``mesh``. A sharded model has them already, unless a mesh is given to compare with."""
-    if model is not None and mesh is None:
-        return topology
-    return replace(topology, rows=read_rows(mesh, shards=settings.stage != 0))
-
-
-def _admission(settings: Settings, ranks: _Ranks, topology: Topology, rules: GroupRules) -> Admission:
-    return Admission(
-        ranks.world,
-        topology,
-        settings.stage,
-        ranks.stages.world_size,
-        rules,
-        "the constructor",
-        state_offload=settings.state_offload,
-    )
 
 
 def _make_engine(

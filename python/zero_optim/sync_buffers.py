@@ -56,9 +56,9 @@ def sync_buffers(model: nn.Module, how: str = "broadcast", *, process_group: dis
     averaged = [buffer for buffer in buffers.values() if how == "mean" and buffer.is_floating_point()]
     copied = [buffer for buffer in buffers.values() if how == "broadcast" or not buffer.is_floating_point()]
     for run in runs(averaged):
-        _average(comm, run, device)
+        _send(comm, run, device, mean=True)
     for run in runs(copied):
-        _broadcast(comm, run, device)
+        _send(comm, run, device, mean=False)
 
 
 def _comm(model: nn.Module, process_group: dist.ProcessGroup | None) -> Comm:
@@ -87,15 +87,10 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
             raise ParameterError(f"buffer {name!r} is on the meta device, without values: materialise the model first")
         if buffer.layout is not torch.strided:
             raise ParameterError(f"buffer {name!r} is {buffer.layout}; only dense buffers can be sent: .to_dense() it")
-    return {name: _without_repeats(buffer) for name, buffer in buffers.items()}
-
-
-def _without_repeats(buffer: Tensor) -> Tensor:
-    """Narrow an expanded buffer to its memory: torch does not write where one element is in several places."""
-    for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            buffer = buffer.narrow(dim, 0, 1)
-    return buffer
+        for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+            if stride == 0 and size > 1:  # expanded: torch does not write where one element is in several places
+                buffers[name] = buffers[name].narrow(dim, 0, 1)
+    return buffers
 
 
 def _device(comm: Comm, buffers: Sequence[Tensor]) -> torch.device:
@@ -106,22 +101,15 @@ def _device(comm: Comm, buffers: Sequence[Tensor]) -> torch.device:
     return next((device for device in (*devices, *gpu) if validate.serves(comm, device)), torch.device("cpu"))
 
 
-def _broadcast(comm: Comm, buffers: Sequence[Tensor], device: torch.device) -> None:
-    """Broadcast buffers as bytes: no back-end knows every dtype."""
-    flat = torch.cat([buffer.reshape(-1).to(device) for buffer in buffers])
-    if flat.numel():
-        comm.broadcast(flat.view(torch.uint8), "buffers")
-    _write(flat, buffers)
-
-
-def _average(comm: Comm, buffers: Sequence[Tensor], device: torch.device) -> None:
-    """Average buffers in fp64: there the sum of equal fp32 values, and its quotient, are exact."""
-    flat = torch.cat([buffer.reshape(-1).to(device, torch.float64) for buffer in buffers])
-    if flat.numel():
+def _send(comm: Comm, buffers: Sequence[Tensor], device: torch.device, *, mean: bool) -> None:
+    """Collective. Average the buffers, or broadcast rank 0's, as one flat tensor."""
+    # In fp64 the sum of equal fp32 values, and its quotient, are exact.
+    dtype = torch.float64 if mean else buffers[0].dtype
+    flat = torch.cat([buffer.reshape(-1).to(device, dtype) for buffer in buffers])
+    if mean and flat.numel():
         comm.exchange(flat, kind="buffers")
-    _write(flat.div_(comm.world_size), buffers)
-
-
-def _write(flat: Tensor, buffers: Sequence[Tensor]) -> None:
+        flat.div_(comm.world_size)
+    elif flat.numel():
+        comm.broadcast(flat.view(torch.uint8), "buffers")  # as bytes: no back-end has every dtype
     for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
         buffer.copy_(values.view(buffer.shape))

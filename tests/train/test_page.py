@@ -92,7 +92,8 @@ def test_charts_hold_the_values_of_the_log(tmp_path: Path) -> None:
     }
     for title, (name, key) in lines.items():
         assert found[title].lines == {name: [line[key] for line in steps]}
-    assert found["Loss"].legend == {"training": 0.5, "unigram entropy": 3.25, "held out": 2.5}
+    legend = {"training": 0.5, "unigram entropy": 3.25, "held out": 2.5}
+    assert found["Loss"].legend == {name: f"{name}: {value}" for name, value in legend.items()}
     assert found["Gradient norm"].levels == {"clipped to": 1.0}
     assert [found[title].marked for title in ("Loss", "Gradient norm", "Loss scale")] == [[6], [6], [6]]
     phases = found["Timeline of a step"].lines
@@ -140,7 +141,7 @@ def test_skipped_steps_are_problems_and_a_cut_off_line_is_left_out(tmp_path: Pat
     assert problems(read_run(run)) == [
         "The loss of 1 step was not finite, first at step 6.",
         "1 step skipped, as gradients were not finite: first step 6, last step 6.",
-        "The run is not finished: under way or killed.",
+        "The run is not finished: running or killed.",
     ]
     assert "<b>10 of 10</b>" in write_page(run).read_text()
 

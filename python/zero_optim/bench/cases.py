@@ -44,21 +44,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Case:
-    """One op on one dtype and size.
-
-    Attributes:
-        bytes: the fewest bytes an element that the op must read plus write.
-        jobs: the contenders by name, TORCH among them.
-        yardstick: the job that moves as many bytes and computes nothing.
-        own_bytes: ``bytes`` of jobs whose state is smaller.
-    """
+    """One op on one dtype and size."""
 
     op: str
     setting: Setting
-    bytes: float
-    jobs: Mapping[str, Job]
-    yardstick: str = COPY
-    own_bytes: Mapping[str, float] = field(default_factory=dict)
+    bytes: float  # the fewest bytes an element that the op must read plus write
+    jobs: Mapping[str, Job]  # the contenders by name, TORCH among them
+    yardstick: str = COPY  # the job that moves as many bytes and computes nothing
+    own_bytes: Mapping[str, float] = field(default_factory=dict)  # ``bytes`` of jobs whose state is smaller
 
     def rows(self, times: Mapping[str, Sequence[float]]) -> list[Row]:
         """Make a row for each job. ``times``: its milliseconds in each round."""
@@ -167,11 +160,7 @@ def make_shard(setting: Setting) -> Shard:
 
 
 def adam_step(setting: Setting) -> Case:
-    """Unscale, update the fp32 master, cast: 28 bytes an element, of them 2 gradient, 2 parameter, 24 state.
-
-    On a CPU the yardstick is the op's own loop without arithmetic: a processor reads each line that ``copy`` is about
-    to overwrite, which nobody counts.
-    """
+    """Unscale, update the fp32 master, cast: 28 bytes an element, of them 2 gradient, 2 parameter, 24 state."""
     shard = make_shard(setting)
     # as in unused rows of an embedding: a root of zero is slow on GPUs
     zeros = {name: torch.zeros_like(getattr(shard, name)) for name in ("grad", "exp_avg", "exp_avg_sq")}
@@ -182,6 +171,7 @@ def adam_step(setting: Setting) -> Case:
     jobs |= {TORCH: [adam_in_passes(shard, torch.empty_like(shard.master))], COPY: copy_job(setting, 28)}
     yardstick = COPY
     if setting.device.type == "cpu" and "cpu" in zero_kernels.available_backends("cpu"):
+        # The op's own loop without arithmetic. A processor also reads each line that ``copy`` is about to overwrite.
         state, yardstick = (shard.master, shard.exp_avg, shard.exp_avg_sq), STREAM
         jobs[STREAM] = [lambda: torch.ops.zero_kernels_C.stream(shard.grad, *state, shard.param)]
     own_bytes = {f"{name}{way}": form.bytes for way, form in forms.items() for name in setting.backends}

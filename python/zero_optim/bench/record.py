@@ -63,16 +63,14 @@ def facts_of(device: torch.device) -> dict[str, Any]:
 
 
 class Result:
-    """The result file of a run. It is written after each case, so that a run that ends early loses one case alone.
+    """The result file of a run: ``path``, None before there is one. It is written after each case, so that a run that
+    ends early loses one case alone.
 
     Args:
         out: its folder; None: that of ``results_folder``.
         write: whether there is a file at all.
         about: the end of its name.
         more: further keys of the record, as ``baselines``: versions of packages, or why one is not in the rows.
-
-    Attributes:
-        path: the file; None before there is one.
 
     Raises UsageError where the folder cannot be made.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def find_device(asked: str | None) -> torch.device:
 
 
 def measure(op: str, setting: Setting, clock: Clock, rounds: int | None) -> list[Row]:
-    """Measure one case. One that the GPU's memory cannot hold is left out, with a line that says so."""
+    """Measure one case. One that the GPU's memory cannot hold is left out, and a line is printed."""
     progress(f"{op}, {setting.dtype}, {setting.numel:,} elements")
     try:
         if op not in CASES:
@@ -114,21 +114,13 @@ def table(record: Mapping[str, Any], columns: Mapping[str, str] = COLUMNS) -> st
     for block, rows in blocks.items():
         shown = [key for key in columns if any(row.get(key) is not None for row in rows)]
         lines += ["", ", ".join(filter(None, block))]
-        lines += aligned(
-            [
-                shown,
-                *(["-" if row.get(key) is None else columns[key].format(row[key]) for key in shown] for row in rows),
-            ]
-        )
+        cells = [["-" if row.get(key) is None else columns[key].format(row[key]) for key in shown] for row in rows]
+        widths = [max(map(len, column)) for column in zip(shown, *cells, strict=True)]
+        for first, *numbers in (shown, *cells):
+            padded = (cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))
+            lines.append("  ".join([first.ljust(widths[0]), *padded]))
         for row in rows:
             if row.get("phases"):
                 phases = "  ".join(f"{name} {ms:.3f}" for name, ms in row["phases"].items())
                 lines.append(f"  {row['backend']}, ms: {phases}")
     return "\n".join([*lines, *(f"{name}: {state}" for name, state in record.get("baselines", {}).items())])
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Align cells in columns: the first to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
-    return ["  ".join([line[0].ljust(widths[0]), *cells[1:]]) for line, cells in zip(lines, padded, strict=True)]

@@ -130,11 +130,7 @@ def _scaling(model: nn.Module, windows: Tensor) -> dict[str, Any]:
 
 
 class Masters:
-    """fp32 copies of a model's parameters and gradients. fp32 parameters are their own masters: nothing is copied.
-
-    Attributes:
-        masters: the tensors that an optimizer steps, in the order of ``params``; each has its ``.grad``.
-    """
+    """fp32 copies, for an optimizer to step, of a model's parameters and gradients. fp32 parameters are their own."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.params: list[Tensor] = list(params)

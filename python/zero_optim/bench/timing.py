@@ -38,11 +38,7 @@ class Clock:
 
 
 class EventClock(Clock):
-    """For a GPU: CUDA events on the current stream, after a flush of the last-level cache.
-
-    The flush reads 256 MiB, more than any GPU's L2, four times: writes would still be under way while the job is timed.
-    It takes 0.25 ms on an H200. Meanwhile the host gets far enough ahead that launches from Python are not timed.
-    """
+    """For a GPU: CUDA events on the current stream, after a flush of the last-level cache."""
 
     warm_up_seconds = 0.2  # an idle GPU needs some of it to raise its clocks
 
@@ -50,6 +46,8 @@ class EventClock(Clock):
         self._flush = torch.ones(flush_bytes // 4, device=device)
 
     def time(self, job: Job) -> Callable[[], list[float]]:
+        # It reads 256 MiB, more than any GPU's L2: writes would still be in flight while the job is timed. Four times
+        # take 0.25 ms on an H200, in which the host gets so far ahead that launches from Python are not timed.
         for _ in range(4):
             self._flush.sum()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(job) + 1)]
@@ -59,7 +57,7 @@ class EventClock(Clock):
             mark.record()
 
         def milliseconds() -> list[float]:
-            marks[-1].synchronize()
+            marks[-1].synchronize()  # only once the round is launched, so that the host never waits between jobs
             return [begin.elapsed_time(end) for begin, end in pairwise(marks)]
 
         return milliseconds
@@ -69,14 +67,11 @@ def make_clock(device: torch.device) -> Clock:
     return EventClock(device) if device.type == "cuda" else Clock()
 
 
-def interleaved(
-    jobs: Mapping[str, Job], clock: Clock, rounds: int | None = None, warm_up: int = WARM_UP_ROUNDS
-) -> dict[str, list[list[float]]]:
+def interleaved(jobs: Mapping[str, Job], clock: Clock, rounds: int | None = None) -> dict[str, list[list[float]]]:
     """Time each lap of each job in each round, in milliseconds.
 
     Every round runs all jobs, and starts with the next one: a slow spell of the machine, or an effect of the job
     before, meets all of them alike. ``rounds``: their number; None: LEAST to MOST, as many as SECONDS allow.
-    ``warm_up``: rounds that are thrown away first.
     """
     names = list(jobs)
     times: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -87,7 +82,7 @@ def interleaved(
         return {name: read() for name, read in readings.items()}
 
     turn, begin = 0, time.perf_counter()
-    while turn < warm_up or time.perf_counter() - begin < clock.warm_up_seconds:
+    while turn < WARM_UP_ROUNDS or time.perf_counter() - begin < clock.warm_up_seconds:
         one_round(turn)
         turn += 1
     begin = time.perf_counter()

@@ -6,13 +6,13 @@
     optimizer = zero_optim.ShardedAdamW(model.to(accelerator.device).named_parameters(), lr=1e-3)
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
 
-From then on the accelerator's own calls know sharded parameters and gradients.
+From then on the accelerator's own calls handle sharded parameters and gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..params.param_shard import plain_parameter
 from .clients import (
     check_optimizer,
     check_sums,
+    entered,
     in_place,
     is_in_parts,
     is_sharded,
@@ -37,7 +38,6 @@ from .clients import (
     sharded_among,
     sharded_scaler,
     whole_state_dict,
-    without_sync,
 )
 
 require("zero_optim.integrations.accelerate", "accelerate")
@@ -70,7 +70,7 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
     """Prepare as ``accelerator.prepare`` does models, optimizers, loaders and schedulers; nothing is wrapped in DDP.
 
     The accelerator is changed into a ``ShardedAccelerator``, whose ``accumulate``, ``no_sync``, ``unscale_gradients``,
-    ``clip_grad_norm_``, ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` know what is sharded. The
+    ``clip_grad_norm_``, ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` handle shards. The
     last four are then collective. An fp16 scaler is replaced by ``zero_optim.GradScaler``.
 
     Move the model to ``accelerator.device`` before its optimizer is made; for stage 3, then give it to
@@ -89,10 +89,14 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
 def adopt(accelerator: Accelerator) -> ShardedAccelerator:
     """Change an accelerator into a ``ShardedAccelerator``, in place. Raises ZeroOptimError as ``prepare`` does."""
     if not isinstance(accelerator, ShardedAccelerator):
+        _check_sequences(accelerator.parallelism_config)
+        if (engine := accelerator.distributed_type) in _OTHER_ENGINES:
+            raise ZeroOptimError(f"the accelerator is set up for {engine}, which shards by itself: launch without it")
         kind = type(accelerator)
         bases = (ShardedAccelerator,) if kind is Accelerator else (ShardedAccelerator, kind)
         accelerator.__class__ = type(f"Sharded{kind.__name__}", bases, {})
-        accelerator._know_sharding()
+        if accelerator.scaler is not None:
+            accelerator.scaler = sharded_scaler(accelerator.scaler)
     return accelerator
 
 
@@ -102,21 +106,8 @@ class ShardedAccelerator(Accelerator):
     scaler: Any
     _optimizers: list[Any]
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._know_sharding()
-
-    def _know_sharding(self) -> None:
-        _check_sequences(self.parallelism_config)
-        if self.distributed_type in _OTHER_ENGINES:
-            raise ZeroOptimError(
-                f"the accelerator is set up for {self.distributed_type}, which shards by itself: launch without it"
-            )
-        if self.scaler is not None:
-            self.scaler = sharded_scaler(self.scaler)
-
     def _prepare_tp(self, *objects: Any) -> tuple[Any, ...]:
-        """Do nothing: accelerate would tell parameters apart by address, and all shards have the same address."""
+        """Do nothing: accelerate would identify parameters by address, and all shards have the same address."""
         return objects
 
     def prepare_model(
@@ -127,7 +118,11 @@ class ShardedAccelerator(Accelerator):
         if device_placement is not False:
             device_placement = self.device_placement and not in_place(model, self.device)
         if device_placement and (is_sharded(model) or optimizers_of(model)):
-            raise ParameterError(_remedy(model, self.device))
+            name = next(name for name, p in model.named_parameters() if not same_place(p.device, self.device))
+            raise ParameterError(
+                f"{name!r} is not on {self.device}, where the accelerator would move it: call "
+                "model.to(accelerator.device) before zero_optim.shard_module and before the optimizer is made"
+            )
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
@@ -170,11 +165,9 @@ class ShardedAccelerator(Accelerator):
                 "give ShardedAdamW, or shard_module, mesh=data_parallel_mesh(accelerator)"
             )
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Reduce no gradients in this block. ``accumulate`` enters it between steps."""
-        with without_sync(optimizers_of(model)):
-            yield
+        return entered(optimizer.no_sync() for optimizer in optimizers_of(model))
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients of one optimizer, of a list, or (None) of all, where there is a scaler; on a CPU too."""
@@ -190,10 +183,8 @@ class ShardedAccelerator(Accelerator):
         """
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(plain_parameter(parameter)) for parameter in listed}
-        chosen = {
-            one: [p for p in one.engine.parameters.all if id(p) in ids] for one in sharded_among(self._optimizers)
-        }
-        holders = [optimizer for optimizer, held in chosen.items() if held]
+        own = {one: one.engine.parameters.all for one in sharded_among(self._optimizers)}
+        holders = [one for one, held in own.items() if any(id(parameter) in ids for parameter in held)]
         if not holders:
             return super().clip_grad_norm_(listed, max_norm, norm_type)
         if len(holders) > 1:
@@ -201,9 +192,8 @@ class ShardedAccelerator(Accelerator):
                 f"clip_grad_norm_ was given parameters of {len(holders)} optimizers: call it for those of each"
             )
         self.unscale_gradients()
-        held = chosen[holders[0]]
-        some = held if len(held) < len(holders[0].engine.parameters.all) else None
-        return holders[0].clip_grad_norm_(max_norm, norm_type, some)
+        some = [parameter for parameter in own[holders[0]] if id(parameter) in ids]
+        return holders[0].clip_grad_norm_(max_norm, norm_type, None if len(some) == len(own[holders[0]]) else some)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Collective. Give the whole state dict of a sharded model on rank 0, and ``{}`` on the other ranks."""
@@ -240,7 +230,9 @@ class ShardedAccelerator(Accelerator):
             folders.append(Path(folder) / FOLDER)
             models.clear()  # so that accelerate does not load them
 
-        with self._apart() as sharded, self._before_loading(leave_models if sharded else None):
+        with self._apart() as sharded, ExitStack() as hooks:
+            if sharded:
+                hooks.callback(self.register_load_state_pre_hook(leave_models).remove)
             super().load_state(input_dir, load_kwargs, **options)
         for folder in folders:
             self.step = checkpoint.load(folder, _together(self._models), sharded).extra["micro_batches"]
@@ -250,21 +242,12 @@ class ShardedAccelerator(Accelerator):
     @contextmanager
     def _apart(self) -> Iterator[list[ShardedOptimizer]]:
         """Hide the sharded optimizers from accelerate, which would save one rank's shards, and yield them."""
-        everyone, sharded = self._optimizers, sharded_among(self._optimizers)
-        self._optimizers = [one for one in everyone if not isinstance(plain_optimizer(one), ShardedOptimizer)]
+        every = self._optimizers
+        self._optimizers = [one for one in every if not isinstance(plain_optimizer(one), ShardedOptimizer)]
         try:
-            yield sharded
+            yield sharded_among(every)
         finally:
-            self._optimizers = everyone
-
-    @contextmanager
-    def _before_loading(self, hook: Callable[[list[nn.Module], str], None] | None) -> Iterator[None]:
-        handle = self.register_load_state_pre_hook(hook) if hook is not None else None
-        try:
-            yield
-        finally:
-            if handle is not None:
-                handle.remove()
+            self._optimizers = every
 
 
 def _check_sequences(chosen: Any) -> None:
@@ -281,11 +264,3 @@ def _together(models: list[nn.Module]) -> nn.Module:
     """Combine models into one module, which is what ``checkpoint.save`` takes."""
     plain = [getattr(model, "_orig_mod", model) for model in models]
     return plain[0] if len(plain) == 1 else nn.ModuleDict({str(number): model for number, model in enumerate(plain)})
-
-
-def _remedy(model: nn.Module, device: torch.device) -> str:
-    name = next(name for name, parameter in model.named_parameters() if not same_place(parameter.device, device))
-    return (
-        f"{name!r} is not on {device}, where the accelerator would move it: call model.to(accelerator.device) before "
-        "zero_optim.shard_module and before the optimizer is made"
-    )

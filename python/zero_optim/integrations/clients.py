@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,10 +47,7 @@ def is_in_parts(model: nn.Module) -> bool:
 
 
 def whole_state_dict(model: nn.Module, *, on_all: bool = False) -> dict[str, Any]:
-    """Give the whole state dict, on rank 0 alone or on every rank. Collective where the model is in parts.
-
-    Where every rank has the whole model, each gives its own.
-    """
+    """Return the whole state dict. Collective where the model is in parts: then on rank 0, or ``on_all`` ranks."""
     return full_model_state_dict(model, None if on_all else 0) if is_in_parts(model) else model.state_dict()
 
 
@@ -68,8 +65,8 @@ def cut_like(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 def check_sums(model: nn.Module) -> None:
     """Raise ParameterError where transformers adds up gradients over tensor-parallel ranks in hooks of its own.
 
-    Those hooks run after the optimizer's, when the gradient's bucket may already be on its way. And they add up the
-    accumulated gradient, in which earlier micro-batches are added up already.
+    Those hooks run after the optimizer's, when the gradient's bucket may be in flight. And they add up the accumulated
+    gradient, in which earlier micro-batches are added up already.
     """
     for root in model.modules():
         plan = getattr(root, "tp_plan", None) or {}
@@ -98,21 +95,18 @@ def check_optimizer(optimizer: Any, ranks: int, integration: str) -> None:
         )
 
 
-def without_sync(optimizers: Iterable[ShardedOptimizer]) -> AbstractContextManager[Any]:
-    """Enter ``no_sync`` of every optimizer."""
-    stack = ExitStack()
-    for optimizer in optimizers:
-        stack.enter_context(optimizer.no_sync())
-    return stack
+@contextmanager
+def entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter all contexts."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
-def showing_averages(optimizers: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Collective. Enter ``swap_to_ema`` of every optimizer that keeps averages."""
-    stack = ExitStack()
-    for optimizer in sharded_among(optimizers):
-        if optimizer.engine.rules.averages:
-            stack.enter_context(optimizer.swap_to_ema())
-    return stack
+def showing_averages(optimizers: Iterable[Any]) -> AbstractContextManager[None]:
+    """Collective. Put averages in place of the parameters of every optimizer that keeps some."""
+    return entered(opt.swap_to_ema() for opt in sharded_among(optimizers) if opt.engine.rules.averages)
 
 
 def sharded_scaler(scaler: TorchGradScaler) -> GradScaler:
@@ -139,7 +133,7 @@ def in_place(model: nn.Module, device: torch.device) -> bool:
 
 
 def same_place(one: torch.device, other: torch.device) -> bool:
-    """True if two names mean one device: clients say ``cpu:0``, and ``cuda`` for the current GPU."""
+    """True if two names mean one device: clients write ``cpu:0``, and ``cuda`` for the current GPU."""
     if one.type != other.type or one.type == "cpu":
         return one.type == other.type
     current = torch.accelerator.current_device_index()

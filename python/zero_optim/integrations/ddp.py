@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from ..errors import ZeroOptimError
 from ..optimizer import optimizers_of
-from .clients import without_sync
+from .clients import entered
 
 
 class DistributedDataParallel(nn.Module):
@@ -55,14 +54,19 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._averaged and self.training and torch.is_grad_enabled():
-            self._check_averaged()
+            several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+            trained = any(parameter.requires_grad for parameter in self.module.parameters())
+            if several and trained and not optimizers_of(self.module):
+                raise ZeroOptimError(
+                    "no ShardedAdamW has the parameters of this model, so nobody would average its gradients: make the "
+                    "optimizer before the first forward, or use torch's DistributedDataParallel with torch's optimizer"
+                )
+            self._averaged = True
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Collective. Let gradients add up on each rank, unreduced: ``no_sync`` of every optimizer of the model."""
-        with without_sync(optimizers_of(self.module)):
-            yield
+        return entered(optimizer.no_sync() for optimizer in optimizers_of(self.module))
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -76,13 +80,3 @@ class DistributedDataParallel(nn.Module):
         elif value:
             self._local.close()
         self._reduces = bool(value)
-
-    def _check_averaged(self) -> None:
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        trained = any(parameter.requires_grad for parameter in self.module.parameters())
-        if several and trained and not optimizers_of(self.module):
-            raise ZeroOptimError(
-                "no ShardedAdamW has the parameters of this model, so nobody would average its gradients: make the "
-                "optimizer before the first forward, or use torch's DistributedDataParallel with torch's optimizer"
-            )
-        self._averaged = True

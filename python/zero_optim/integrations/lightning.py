@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.swa_utils import AveragedModel
 
 from .. import checkpoint
+from ..errors import ZeroOptimError
 from ..optimizer import ShardedOptimizer
-from ..shard_module import register_forward_method, shard_module
+from ..shard_module import gather_parameters, register_forward_method, shard_module
 from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
 from .clients import (
     check_optimizer,
     cut_like,
+    entered,
     in_place,
     is_in_parts,
     is_sharded,
@@ -29,22 +33,26 @@ from .clients import (
     sharded_scaler,
     showing_averages,
     whole_state_dict,
-    without_sync,
 )
 
 require("zero_optim.integrations.lightning", "lightning")
 
-from lightning.pytorch.callbacks import Callback  # noqa: E402
+from lightning.pytorch import callbacks  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
-from .averaging import check_callbacks, prepare_callbacks  # noqa: E402
-
 _EVALUATION = ("validation_step", "test_step", "predict_step")
+_READ, _WRITE = False, True
+# These callbacks keep a whole copy of the model on every rank. The methods access the parameters of modules among their
+# arguments, outside of any forward, where a model of stage 3 has only shards.
+_METHODS = {
+    "WeightAveraging": {"setup": _READ, "_swap_models": _WRITE, "_copy_average_to_current": _WRITE},
+    "StochasticWeightAveraging": {"setup": _READ, "update_parameters": _READ, "transfer_weights": _WRITE},
+}
 
 
-class EvaluateAverages(Callback):
+class EvaluateAverages(callbacks.Callback):
     """Validate with averages in place of the parameters: the first one of each optimizer made with ``ema_decay``.
 
     Checkpoints are of the parameters; the averages are among the optimizer's state.
@@ -155,21 +163,15 @@ class ShardedStrategy(DDPStrategy):
             optimizer.close()  # these are of an earlier fit
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            check_optimizer(plain := plain_optimizer(optimizer), self.world_size, "ShardedStrategy")
-            if isinstance(plain, ShardedOptimizer):
-                self._check_ranks(plain)
-
-    def _check_ranks(self, optimizer: ShardedOptimizer) -> None:
-        """Raise ValueError unless the optimizer is for the ranks by which samplers give batches."""
-        columns, size = optimizer.engine.sharding.topology.columns, self._tensor_parallel_size
-        if len(columns or [0]) != size:
-            cut = (
-                "no parameter of the optimizer is cut" if columns is None else f"parameters are cut over {len(columns)}"
-            )
-            raise ValueError(
-                f"ShardedStrategy has tensor_parallel_size={size}, and {cut}: give the number of ranks over which "
-                "configure_model cuts it, by parallelize_module(model, self.device_mesh['tensor_parallel'], plan)"
-            )
+            check_optimizer(plain_optimizer(optimizer), self.world_size, "ShardedStrategy")
+        for optimizer in sharded_among(self.optimizers):  # it must be for the ranks by which samplers give batches
+            columns, size = optimizer.engine.sharding.topology.columns, self._tensor_parallel_size
+            if len(columns or [0]) != size:
+                cut = f"parameters are cut over {len(columns)}" if columns else "no parameter of the optimizer is cut"
+                raise ValueError(
+                    f"ShardedStrategy has tensor_parallel_size={size}, and {cut}: give the number of ranks over which "
+                    "configure_model cuts it, by parallelize_module(model, self.device_mesh['tensor_parallel'], plan)"
+                )
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -198,11 +200,9 @@ class ShardedStrategy(DDPStrategy):
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Reduce no gradients in this block, which has all micro-batches of a step but the last."""
-        with without_sync([] if self._sync_each_batch else sharded_among(self.optimizers)):
-            yield
+        return entered(opt.no_sync() for opt in sharded_among(self.optimizers) if not self._sync_each_batch)
 
     # -- saving and loading --------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class ShardedStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         beside = f"{checkpoint_path}.sharded"
-        # last.ckpt may be a link
+        # last.ckpt may be a link, and then has no folder of its own
         self._resumed_from = beside if os.path.isdir(beside) else f"{os.path.realpath(checkpoint_path)}.sharded"
         return super().load_checkpoint(checkpoint_path, *args, **options)
 
@@ -265,3 +265,75 @@ def _add_assigned_groups(optimizer: ShardedOptimizer) -> None:
         optimizer.add_param_group(group)
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+# -- callbacks that read or write parameters outside of any forward ----------------------------------------------------
+
+
+def prepare_callbacks(of_trainer: Iterable[Any]) -> None:
+    """Gather whole weights for the callbacks that average them; let ``BaseFinetuning`` find parameters by identity."""
+    for callback in of_trainer:
+        for name, methods in _METHODS.items():
+            kind = getattr(callbacks, name, None)  # an older release lacks one
+            if kind is not None and isinstance(callback, kind):
+                for method, writes in methods.items():
+                    _gather_in(callback, method, writes=writes)
+        if isinstance(callback, callbacks.BaseFinetuning) and "finetune_function" not in vars(callback):
+            callback.finetune_function = _by_identity(callback.finetune_function)
+
+
+def check_callbacks(of_trainer: Iterable[Any], *, sharded: bool) -> None:
+    """Raise ZeroOptimError for ``ModelPruning`` where it would fail later. ``sharded``: the model is."""
+    for callback in of_trainer:
+        if not isinstance(callback, callbacks.ModelPruning):
+            continue
+        if sharded:
+            raise ZeroOptimError(
+                "the callback ModelPruning ranks the values of whole weights, and at stage 3 the model has shards: "
+                "make the optimizer with stage=2, and leave out units"
+            )
+        if callback._use_lottery_ticket_hypothesis:
+            raise ZeroOptimError(
+                "the callback ModelPruning would give parameters new data after each epoch, which the optimizer does "
+                "not follow: give it use_lottery_ticket_hypothesis=False"
+            )
+
+
+def _gather_in(owner: Any, method: str, *, writes: bool) -> None:
+    """Wrap a method of this one object, once, so that the modules among its arguments are gathered."""
+    if method in vars(owner) or not hasattr(owner, method):
+        return
+    plain: Callable[..., Any] = getattr(owner, method)
+
+    @functools.wraps(plain)
+    def gathered(*args: Any, **options: Any) -> Any:
+        with ExitStack() as stack:
+            for given in (*args, *options.values()):
+                if isinstance(given, nn.Module):
+                    stack.enter_context(gather_parameters(given, writeback=writes))
+            result = plain(*args, **options)
+        average = getattr(owner, "_average_model", None)
+        if isinstance(average, AveragedModel):
+            _gather_in(average, "update_parameters", writes=False)
+        return result
+
+    setattr(owner, method, gathered)
+
+
+def _by_identity(finetune: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``finetune_function``. Lightning compares values: shards have none, and two biases of zeros are equal."""
+    kind = callbacks.BaseFinetuning
+
+    def not_in(optimizer: Any, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in params if id(parameter) not in held]
+
+    @functools.wraps(finetune)
+    def finetune_by_identity(*args: Any, **options: Any) -> None:
+        by_value, kind.filter_on_optimizer = kind.filter_on_optimizer, staticmethod(not_in)
+        try:
+            finetune(*args, **options)
+        finally:
+            kind.filter_on_optimizer = staticmethod(by_value)
+
+    return finetune_by_identity

@@ -122,22 +122,15 @@ class ShardedTrainer(Trainer):
                 f"optim={self.args.optim.value!r}: leave optim out, or give optimizer_cls_and_kwargs"
             )
         options.pop("fused", None)
-        if is_cut(self.model):
-            options["params"] = self._groups()
+        if is_cut(self.model):  # Trainer splits its groups by mesh, for torch's optimizers. These fit any mesh.
+            decaying = self.get_decay_parameter_names(self.model)
+            trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+            options["params"] = [
+                {"params": [p for name, p in trained if (name in decaying) == decays], "weight_decay": decay}
+                for decays, decay in ((True, self.args.weight_decay), (False, 0.0))
+            ]
         mesh = None if sharded_model_of(self.model.parameters()) else data_parallel_mesh(self.accelerator)
         return _SHARDED[kind], {**options, "stage": self._stage, "mesh": mesh, **self._of_state}
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Make Trainer's groups without its split by mesh, made for torch's optimizers: checkpoints fit any mesh."""
-        decaying = self.get_decay_parameter_names(self.model)
-        trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        return [
-            {
-                "params": [parameter for name, parameter in trained if (name in decaying) == decays],
-                "weight_decay": decay,
-            }
-            for decays, decay in ((True, self.args.weight_decay), (False, 0.0))
-        ]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not in_place(model, device):
@@ -205,9 +198,8 @@ def _check_loaded(model: nn.Module) -> None:
     loaded = getattr(getattr(model, "config", None), "distributed_config", None)
     if loaded is None or not getattr(model, "is_distributed_loading_by_transformers", False):
         return
-    sizes = {name: getattr(loaded, name) for name in ("dp_replicate_size", "fsdp_size", "ep_size", "pp_size")}
-    for name, size in sizes.items():
-        if size > 1:
+    for name in ("dp_replicate_size", "fsdp_size", "ep_size", "pp_size"):
+        if (size := getattr(loaded, name)) > 1:
             raise ParameterError(
                 f"the model was loaded with DistributedConfig({name}={size}), and ShardedTrainer takes tp_size alone, "
                 "over all ranks. With fewer tensor-parallel ranks load it whole, give TrainingArguments "

@@ -38,13 +38,15 @@ _FLAGS = {"world": "--world", "tensor": "--tp", "pipeline": "--pp", "replicas": 
 
 def run(parsed: argparse.Namespace) -> int:
     """Print the plans. Raises UsageError."""
-    parsed.offload = _offload(parsed.offload)
     _check(parsed)
     model = _with_trained(parsed, _model(parsed))
-    stages = _stages_of(parsed, model)
-    plans = [_plan(model, _job(parsed, stage)) for stage in stages]
+    try:
+        plans = [plan(model, _job(parsed, stage)) for stage in _stages_of(parsed, model)]
+    except ValueError as error:
+        field, _, rest = str(error).partition(" ")
+        raise UsageError(f"{_FLAGS.get(field, field)} {rest}") from error
     if parsed.png:
-        _draw(parsed, plans)
+        draw(parsed.png, plans, parsed.gpu_memory)
     if parsed.json:
         print(json.dumps([_as_json(made, parsed) for made in plans], indent=1))
     else:
@@ -52,14 +54,6 @@ def run(parsed: argparse.Namespace) -> int:
         if parsed.png:
             print(f"drawn in {parsed.png}")
     return 0
-
-
-def _offload(text: str) -> Offload:
-    """Read ``--offload``, which the command line has checked. Of ``nvme`` a plan needs no folder."""
-    kind, _, budget = text.partition(":")
-    if kind == "nvme":
-        return Offload(Tier.NVME)
-    return read_offload(None if kind == "none" else kind, int(budget) if budget.isdecimal() else budget or None)
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -87,17 +81,18 @@ def _stages_of(parsed: argparse.Namespace, model: ModelShapes) -> tuple[int, ...
     return tuple(parsed.stage)
 
 
-def _formed(rule: UpdateRule, parsed: argparse.Namespace) -> UpdateRule:
-    """Give the rule with the form of state, and the averages, that were asked for."""
-    master = parsed.master or default_master([DTYPES[parsed.dtype or "bf16"]])
-    rule = rule.with_codecs(codecs_for(rule.tensors, rule.nonnegative, master, parsed.state_dtype))
-    return rule.with_averages(Decays("ema_decay", (1.0,) * parsed.averages))
-
-
 def _job(parsed: argparse.Namespace, stage: int) -> Job:
-    batch = None
-    if parsed.batch is not None:
-        batch = Batch(parsed.batch, parsed.seq, parsed.checkpointing)
+    def formed(rule: UpdateRule) -> UpdateRule:
+        master = parsed.master or default_master([DTYPES[parsed.dtype or "bf16"]])
+        rule = rule.with_codecs(codecs_for(rule.tensors, rule.nonnegative, master, parsed.state_dtype))
+        return rule.with_averages(Decays("ema_decay", (1.0,) * parsed.averages))
+
+    kind, _, budget = parsed.offload.partition(":")  # the command line has checked it
+    if kind == "nvme":
+        offload = Offload(Tier.NVME)  # a plan needs no folder
+    else:
+        offload = read_offload(None if kind == "none" else kind, int(budget) if budget.isdecimal() else budget or None)
+    batch = None if parsed.batch is None else Batch(parsed.batch, parsed.seq, parsed.checkpointing)
     return Job(
         world=parsed.world,
         replicas=parsed.replicate,
@@ -105,22 +100,14 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
         pipeline=parsed.pp,
         stage=stage,
         grad_reduce_dtype=DTYPES[parsed.grad_reduce_dtype] if parsed.grad_reduce_dtype else None,
-        offload=parsed.offload,
+        offload=offload,
         param_offload=parsed.param_offload,
         device_memory=parsed.gpu_memory,
         accumulate=parsed.accumulate or parsed.pp,
         batch=batch,
-        rule=_formed(RULES.get(parsed.optimizer, AdamW()), parsed),
-        matrix_rule=_formed(Muon(), parsed) if parsed.optimizer == "muon" else None,
+        rule=formed(RULES.get(parsed.optimizer, AdamW())),
+        matrix_rule=formed(Muon()) if parsed.optimizer == "muon" else None,
     )
-
-
-def _plan(model: ModelShapes, job: Job) -> Plan:
-    try:
-        return plan(model, job)
-    except ValueError as error:
-        field, _, rest = str(error).partition(" ")
-        raise UsageError(f"{_FLAGS.get(field, field)} {rest}") from error
 
 
 def _model(parsed: argparse.Namespace) -> ModelShapes:
@@ -224,14 +211,3 @@ def _as_json(made: Plan, parsed: argparse.Namespace) -> dict[str, Any]:
         "buckets": made.buckets,
         "fits": made.most <= parsed.gpu_memory,
     }
-
-
-def _draw(parsed: argparse.Namespace, plans: Sequence[Plan]) -> None:
-    try:
-        draw(parsed.png, plans, parsed.gpu_memory)
-    except OSError as error:
-        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        where = ": give a file in a folder that is there" if missing else ""
-        raise UsageError(f"--png {parsed.png}: {error.strerror or error}{where}") from error
-    except ValueError as error:
-        raise UsageError(f"--png {parsed.png}: {error}") from error

@@ -1,4 +1,4 @@
-"""A model as a plan has to know it: the size and dtype of every parameter, and which of them are a unit."""
+"""What a plan needs of a model: the size and dtype of every parameter, and which of them are a unit."""
 
 from __future__ import annotations
 
@@ -66,17 +66,18 @@ def llama(name: str, layers: int, hidden: int, ffn: int, kv: int, vocabulary: in
     return Decoder(name, Width(layers, hidden, vocabulary), block, (embedding,), (hidden, embedding))
 
 
-def gpt(name: str, layers: int, hidden: int, positions: int) -> Decoder:
-    """GPT-2's blocks, with biases; learned positions; the head is the embedding."""
-    before = (GPT_VOCABULARY * hidden, positions * hidden)
-    return Decoder(name, Width(layers, hidden, GPT_VOCABULARY), _gpt_block(hidden), before, (hidden, hidden))
-
-
-def _gpt_block(hidden: int) -> tuple[int, ...]:
+def _gpt(name: str, layers: int, hidden: int, *before: int) -> Decoder:
+    """GPT-2's blocks, with biases; the head is the embedding. ``before``: elements of what precedes the blocks."""
     norm, square = (hidden, hidden), hidden * hidden
     attention = (3 * square, 3 * hidden, square, hidden)
     mlp = (4 * square, 4 * hidden, 4 * square, hidden)
-    return (*norm, *attention, *norm, *mlp)
+    block = (*norm, *attention, *norm, *mlp)
+    return Decoder(name, Width(layers, hidden, GPT_VOCABULARY), block, before, norm)
+
+
+def gpt(name: str, layers: int, hidden: int, positions: int) -> Decoder:
+    """A GPT with an embedding and learned positions."""
+    return _gpt(name, layers, hidden, GPT_VOCABULARY * hidden, positions * hidden)
 
 
 def gpt_of(parameters: int) -> Decoder:
@@ -90,13 +91,11 @@ def gpt_of(parameters: int) -> Decoder:
     layers = max(1, round((parameters / (12 * ASPECT**2)) ** (1 / 3)))
 
     def least(hidden: int) -> int:
-        return layers * sum(_gpt_block(hidden)) + (GPT_VOCABULARY + 2) * hidden
+        return _gpt("", layers, hidden, GPT_VOCABULARY * hidden).numel
 
     widths = range(8, 1 << 22, 8)
     hidden = widths[bisect_right(widths, parameters, key=least) - 1]
-    after = (hidden, hidden)
-    embedding = parameters - layers * sum(_gpt_block(hidden)) - sum(after)
-    return Decoder("a GPT", Width(layers, hidden, GPT_VOCABULARY), _gpt_block(hidden), (embedding,), after)
+    return _gpt("a GPT", layers, hidden, parameters - _gpt("", layers, hidden).numel)
 
 
 KNOWN = {
@@ -140,7 +139,7 @@ class ParameterShape:
         shard_group: of an expert, how many ranks its state is sharded over, and which of them this is; None: no expert.
         rule: the rule that updates it; None: the job's.
         matrix: whether it is a matrix of a hidden layer, which Muon is for.
-        shape: by which a rule tells the cost of its update; None: not known.
+        shape: by which a rule computes the cost of its update; None: not known.
     """
 
     numel: int
@@ -212,7 +211,7 @@ def of_module(model: nn.Module, units: Sequence[type[nn.Module] | str] = (), nam
 
     Raises ParameterError where the model has no such module.
     """
-    index_of = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    index_of = {id(parameter): index for index, parameter in enumerate(model.parameters())}  # tied ones once
     plans = plan_units(model, units) if units else []
     of_units = tuple(tuple(index_of[key] for key in plan.parameters) for plan in plans)
     matrices = {id(parameter) for _, parameter in split_for_muon(model)[0]}

@@ -13,7 +13,7 @@ from ..comm.sharding import Sharding
 from ..comm.topology import Grid, TensorRanks
 from ..grads.buckets import BucketKind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, one_bucket, round_up
-from ..rules.codec import Split, StateTensor, default_master
+from ..rules.codec import Split, default_master
 from ..rules.kernel_rule import AdamW
 from ..rules.update_rule import MASTER, UpdateRule, stored_for, stored_names
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
@@ -190,7 +190,7 @@ class _Laid:
 
 
 class _AbsentComm(Comm):
-    """The ranks of a plan, which do not exist: their count, and one's number."""
+    """The ranks of a plan, which do not exist."""
 
     def __init__(self, world: int, rank: int) -> None:
         super().__init__(None)
@@ -211,8 +211,9 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     laid = _lay_out(cut_over(model, job.tensor), job)
     buckets = laid.buckets
     rules = dict.fromkeys(flat.rule for flat in buckets)
+    on_device = job.offload.tier is Tier.DEVICE and not job.params_on_host
     memory = no_memory(rules)
-    _count_flats(memory, laid)
+    _count_flats(memory, laid, state=on_device)
     memory["parameters"] += model.buffers
     memory["communication"] = _communication(laid)
     if job.stage >= 3:
@@ -222,10 +223,7 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     learns = laid.sharding.reduces and job.stage < 3
     first_step = sum(flat.nbytes for flat in buckets) - memory[LOCAL] if learns else 0
     foot = _place_state(laid, others=sum(memory.values()) + first_step)
-    if job.offload.tier is Tier.DEVICE and not job.params_on_host:
-        for flat in buckets:
-            _count(memory, flat, (), job, stored_for(flat.rule, flat.dtype))
-    else:
+    if not on_device:
         memory[PAGES] = foot.device
     host = foot.host + (sum(flat.shard_nbytes for flat in laid.flats) if job.params_on_host else 0)
     kinds = ("parameters", "gradients", *dict.fromkeys(name for rule in rules for name in stored_names(rule)))
@@ -254,39 +252,45 @@ def _check(model: ModelShapes, job: Job) -> None:
 # -- the layout --------------------------------------------------------------------------------------------------------
 
 
-def _sharding_of(job: Job) -> Sharding:
-    rank, shards = job.rank or 0, job.data // job.replicas
-    grid = None
+def _lay_out(model: ModelShapes, job: Job) -> _Laid:
+    rank, shards, grid = job.rank or 0, job.data // job.replicas, None
     if job.replicas > 1 and job.stage >= 1:
         grid = Grid(_AbsentComm(shards, rank % shards), _AbsentComm(job.replicas, rank // shards))
-    world, meta = _AbsentComm(job.data, rank), torch.device("meta")
-    accumulated = job.grad_accumulation_dtype
-    return Sharding(world, job.stage, job.grad_reduce_dtype, meta, grid, grad_accumulation_dtype=accumulated)
-
-
-def _lay_out(model: ModelShapes, job: Job) -> _Laid:
-    sharding, parameters = _sharding_of(job), model.parameters
+    sharding = Sharding(
+        _AbsentComm(job.data, rank),
+        job.stage,
+        job.grad_reduce_dtype,
+        torch.device("meta"),
+        grid,
+        grad_accumulation_dtype=job.grad_accumulation_dtype,
+    )
     if job.stage >= 3:
         return _Laid(job, sharding, [list(_of_unit(model, unit, sharding, job)) for unit in model.units])
+    return _Laid(job, sharding, _by_size(model, sharding, job))
+
+
+def _by_size(model: ModelShapes, sharding: Sharding, job: Job) -> list[list[_Flat]]:
+    """Lay out buckets as ``buckets_by_size`` does."""
+    parameters = model.parameters
     every = range(len(parameters))[::-1] if model.order is None else model.order
     order = [index for index in every if parameters[index].trained]
     rooms = {index: parameters[index].room for index in order}
     numels = {index: parameters[index].numel for index in order}
-    of_group = {}
+    shardings: dict[tuple[int, int] | None, Sharding] = {None: sharding}
     for shard_group in {p.shard_group for p in parameters if p.shard_group}:  # of experts
         ranks = TensorRanks(_AbsentComm(*shard_group), _AbsentComm(1, 0))
-        of_group[shard_group] = replace(sharding, grid=None, tensor_ranks=ranks, grad_divisor=1)
+        shardings[shard_group] = replace(sharding, grid=None, tensor_ranks=ranks, grad_divisor=1)
     kinds, costs = {}, {}
     for index in order:
         p, rule = parameters[index], job.rule_of(parameters[index])
-        kinds[index] = BucketKind(p.dtype, p.cut, of_group[p.shard_group] if p.shard_group else sharding, rule)
+        kinds[index] = BucketKind(p.dtype, p.cut, shardings[p.shard_group], rule)
         if p.shape is not None:
             costs[index] = rule.cost(p.shape)
     layouts = layouts_by_size(rooms, kinds, job.bucket_cap_mb, order, costs)
     flats = [_Flat(layout.holding(numels), of.dtype, True, of.sharding, of.rule) for layout, of in layouts]
-    frozen = [p for p in parameters if not p.trained]  # each alone, in no bucket, so without padding
+    frozen = [p for p in parameters if not p.trained]  # each alone: in no bucket, so without padding
     alone = [_Flat(BucketLayout((), 1, p.numel), p.dtype, False, sharding, job.rule_of(p)) for p in frozen]
-    return _Laid(job, sharding, [flats, alone])
+    return [flats, alone]
 
 
 def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding, job: Job) -> Iterator[_Flat]:
@@ -304,8 +308,8 @@ def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding, job: J
 # -- on the device -----------------------------------------------------------------------------------------------------
 
 
-def _count_flats(memory: dict[str, int], laid: _Laid) -> None:
-    """Count parameters and gradients."""
+def _count_flats(memory: dict[str, int], laid: _Laid, *, state: bool) -> None:
+    """Count parameters and gradients, and ``state``."""
     job = laid.job
     for flat in laid.flats:
         layout = flat.layout
@@ -317,34 +321,26 @@ def _count_flats(memory: dict[str, int], laid: _Laid) -> None:
         if flat.trained:
             numel = layout.numel if flat.sharding.keeps_full_gradients else layout.shard_numel
             held.append(FlatBytes("gradients", numel, flat.sharding.grad_dtype(flat.dtype).itemsize))
-        _count(memory, flat, held, job, ())
-
-
-def _count(
-    memory: dict[str, int], flat: _Flat, held: Sequence[FlatBytes], job: Job, states: Sequence[StateTensor]
-) -> None:
-    """Count a flat tensor. ``states``: the tensors of its state that are counted, too."""
-    layout = flat.layout
-    if job.rank is None:  # the pieces of all ranks together, of which the mean is counted
-        pieces = list(replace(layout, shards=1).pieces(0))
-        count_bucket(memory, layout, pieces, held, states, ranks=layout.shards)
-    else:
-        count_bucket(memory, layout, list(layout.pieces(flat.sharding.shard_index)), held, states)
+        stored = stored_for(flat.rule, flat.dtype) if state and flat.trained else ()
+        if job.rank is None:  # the pieces of all ranks together, of which the mean is counted
+            pieces = list(replace(layout, shards=1).pieces(0))
+            count_bucket(memory, layout, pieces, held, stored, ranks=layout.shards)
+        else:
+            count_bucket(memory, layout, list(layout.pieces(flat.sharding.shard_index)), held, stored)
 
 
 def _communication(laid: _Laid) -> int:
-    """Count the buffers: two, as large as the largest bucket. At stage 3 a buffer gets memory as a bucket takes it: so
-    they are as large as the two largest. Under gloo one reduction waits for the one before: there is one buffer, and
-    what other ranks send of the bucket. One part of that the shard itself receives, if its dtype is that."""
     job, sharding = laid.job, laid.sharding
     sizes = sorted(buffer_nbytes([(flat.layout.numel, flat.dtype)], sharding) for flat in laid.buckets)[-COUNT:]
     if job.stage < 3:
         return COUNT * max(sizes, default=0)
+    # Under gloo one reduction waits for the one before: there is one buffer, and what other ranks send of the bucket.
+    # One part of that the shard itself receives, if its dtype is that.
     if job.host_waits and sharding.reduces:
         shards, dtypes = sharding.shard_count, {flat.dtype for flat in laid.buckets}
         received_there = all(sharding.grad_dtype(dtype) == sharding.reduce_dtype(dtype) for dtype in dtypes)
         return max(sizes, default=0) * (2 * shards - (2 if received_there else 1)) // shards
-    return sum(sizes)
+    return sum(sizes)  # a buffer gets memory as a bucket takes it, so there are the two largest
 
 
 def _unsharded(laid: _Laid) -> int:
@@ -364,28 +360,24 @@ def _keepers(laid: _Laid) -> int:
     reshard = laid.job.reshard_after_forward
     if isinstance(reshard, bool):
         return int(not reshard)
-    return reshard if reshard < laid.sharding.shard_count else 0
+    return reshard if reshard < laid.sharding.shard_count else 0  # over all shards: the same as True
 
 
 def _local_gradients(laid: _Laid) -> int:
-    """Count local gradients: of one bucket; at stage 3 of the root, which is over last, and of one unit. Where
-    micro-batches add up on the rank, and not in full gradients that it keeps, those of all buckets."""
-    if laid.job.adds_up and not laid.sharding.keeps_full_gradients:
+    if laid.job.adds_up and not laid.sharding.keeps_full_gradients:  # micro-batches add up beside the shard
         return sum(flat.nbytes for flat in laid.buckets)
     if laid.job.stage < 3 or not laid.sharding.reduces:
         return max((flat.nbytes for flat in laid.buckets), default=0)
     root, *units = (sum(flat.nbytes for flat in unit if flat.trained) for unit in laid.units)
-    return root + max(units, default=0)
+    return root + max(units, default=0)  # the root's backward ends last
 
 
 def _activations(model: ModelShapes, job: Job, stage: int) -> int:
-    """Count what this stage of the pipeline keeps; with sequence parallelism each tensor-parallel rank an equal part.
-
-    By the schedule 1F1B a stage runs a forward for each stage behind it, and one of its own, before its first backward:
-    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021), section 2.2.1.
-    """
+    """Count what this stage of the pipeline keeps; by sequence parallelism each tensor-parallel rank an equal part."""
     if job.batch is None or model.width is None:
         return 0
+    # By the schedule 1F1B a stage runs a forward for each stage behind it, and one of its own, before its first
+    # backward: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021), section 2.2.1.
     kept = min(job.pipeline - stage, job.accumulate) if job.pipeline > 1 else 1
     itemsize = max((parameter.dtype.itemsize for parameter in model.parameters), default=2)
     head = stage == job.pipeline - 1
@@ -436,7 +428,6 @@ def _place_state(laid: _Laid, *, others: int) -> Footprint:
 
 
 def _traffic(laid: _Laid) -> dict[str, int]:
-    """Count what is sent in a step. At stage 3 each forward gathers all units, and each backward all but the root."""
     job, sharding = laid.job, laid.sharding
     if not sharding.reduces:
         return {}
@@ -447,7 +438,7 @@ def _traffic(laid: _Laid) -> dict[str, int]:
     if job.stage < 3:
         return {"reduce_scatter": reduced, **across, "all_gather": sum(flat.nbytes for flat in laid.buckets)}
     root, *units = (sum(flat.nbytes for flat in unit) for unit in laid.units)
-    forwards = backwards = job.accumulate * sum(units)
+    forwards = backwards = job.accumulate * sum(units)  # backward gathers all but the root again
     traffic = {"reduce_scatter": reduced, **across, "all_gather": job.accumulate * root + forwards}
     keepers = _keepers(laid)
     if keepers == 0:

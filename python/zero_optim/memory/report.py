@@ -30,26 +30,20 @@ def memory_lines(plans: Sequence[Plan], unit: SizeUnit, *, by_kind: bool = True)
 
     ``by_kind``: False: of the kinds that are not activations only sums.
     """
-
-    def line(name: str, values: Sequence[int | None]) -> str:
-        return row(name, ["-" if value is None else unit.cell(value) for value in values])
-
-    def of_kind(kind: str) -> str:
-        return line(kind, [made.memory.get(kind) for made in plans])
-
+    of_kind = {kind: [made.memory.get(kind) for made in plans] for kind in kinds_of(plans)}
     state = plans[0].state_kinds
-    lines = [of_kind(kind) for kind in state] if by_kind else []
-    lines.append(line("model state", [made.model_state for made in plans]))
-    shown = [kind for kind in kinds_of(plans) if kind not in state and any(made.memory.get(kind) for made in plans)]
-    lines += [of_kind(kind) for kind in shown if by_kind or kind == "activations"]
-    lines.append(line("on the device", [made.total for made in plans]))
+    rows: dict[str, Sequence[int | None]] = {kind: of_kind[kind] for kind in state if by_kind}
+    rows["model state"] = [made.model_state for made in plans]
+    for kind, column in of_kind.items():
+        if kind not in state and any(column) and (by_kind or kind == "activations"):
+            rows[kind] = column
+    rows["on the device"] = [made.total for made in plans]
     if any(made.first_step for made in plans):
-        lines.append(line("  in the first step", [made.most for made in plans]))
-    if any(made.host for made in plans):
-        lines.append(line("on the host", [made.host for made in plans]))
-    if any(made.disk for made in plans):
-        lines.append(line("on the disk", [made.disk for made in plans]))
-    return lines
+        rows["  in the first step"] = [made.most for made in plans]
+    for where, values in (("host", [made.host for made in plans]), ("disk", [made.disk for made in plans])):
+        if any(values):
+            rows[f"on the {where}"] = values
+    return [row(name, ["-" if it is None else unit.cell(it) for it in values]) for name, values in rows.items()]
 
 
 def of_one(made: Plan) -> str:
@@ -71,7 +65,7 @@ def ranks_of(job: Job) -> str:
 
 
 def remedy(made: Plan, device_memory: int) -> str:
-    """Say what takes less memory than ``made``: the first higher stage that fits, else what else there is to change."""
+    """Describe what takes less memory than ``made``: the first higher stage that fits, else what else to change."""
     job, model = made.job, made.model
     for stage in range(job.stage + 1, 4 if model.units else 3) if job.world > 1 else ():
         fits = plan(model, replace(job, stage=stage))
@@ -84,7 +78,7 @@ def remedy(made: Plan, device_memory: int) -> str:
 
 
 def verdict(plans: Sequence[Plan], device_memory: int) -> str:
-    """Say at which stage a job fits, the first of these plans that does; else what takes less than the last."""
+    """Describe at which stage a job fits, the first of these plans that does; else what takes less than the last."""
     room, smallest = size(device_memory), next((made for made in plans if made.most <= device_memory), None)
     if smallest is None:
         return f"Does not fit into {room} at any stage below. {remedy(plans[-1], device_memory)}"
@@ -99,7 +93,7 @@ _IN_SIGHT = 1.06  # of what a rank takes: a larger memory would press the bars t
 def draw(path: Path, plans: Sequence[Plan], device_memory: int) -> None:
     """Write a PNG: what a rank holds on its device, by kind. Stages differ by factors of tens, so each has an axis.
 
-    Raises UsageError without matplotlib, OSError where it cannot be written, ValueError for a name of no picture.
+    Raises UsageError without matplotlib, and where the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -126,4 +120,11 @@ def draw(path: Path, plans: Sequence[Plan], device_memory: int) -> None:
         axes.set_title(f"Stage {made.job.stage}", loc="left")
         axes.set_xlabel(unit.name + (" (whisker: in the first step)" if made.first_step else ""))
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        where = ": give a file in a folder that is there" if missing else ""
+        raise UsageError(f"--png {path}: {error.strerror or error}{where}") from error
+    except ValueError as error:  # the name is not that of a picture
+        raise UsageError(f"--png {path}: {error}") from error

@@ -57,6 +57,7 @@ def load_corpus(path: str | None, seq: int) -> Corpus:
 def _files_below(root: Path, skipped: set[str], suffix: str = "") -> Iterator[Path]:
     """Find regular, visible files, in any order."""
     for folder, folders, names in os.walk(root):
+        # In place: os.walk enters the folders that are left in its list.
         folders[:] = [name for name in folders if name[0] != "." and name not in skipped]
         files = (Path(folder, name) for name in names if name[0] != "." and name.endswith(suffix))
         yield from (file for file in files if file.is_file())
@@ -74,23 +75,17 @@ def split(texts: Sequence[tuple[str, bytes]]) -> tuple[bytearray, bytearray]:
 
 
 def draw_windows(text: Tensor, seq: int, numbers: range, *, seed: int, step: int) -> Tensor:
-    """Draw random windows ``[len(numbers), seq + 1]`` int64. A pure function, so resuming replays nothing.
-
-    ``numbers`` count a step's windows over ranks and micro-batches: any number of ranks draws the same windows.
-    """
+    """Draw random windows ``[len(numbers), seq + 1]`` int64. ``numbers``: of a step's, over ranks and micro-batches."""
+    # A hash, and no generator's state: any number of ranks draws the same windows, and a resumed run replays nothing.
     keys = (hashlib.sha256(f"{seed}/{step}/{number}".encode()).digest() for number in numbers)
     starts = [int.from_bytes(key[:8], "little") % (text.numel() - seq) for key in keys]
-    return _windows_at(text, torch.tensor(starts), seq)
+    return text[torch.tensor(starts)[:, None] + torch.arange(seq + 1)].long()
 
 
 def fixed_windows(text: Tensor, seq: int, count: int) -> Tensor:
     """Cut out at most ``count`` windows ``[n, seq + 1]`` int64, evenly spaced and never overlapping."""
     count = max(1, min(count, text.numel() // (seq + 1)))
     starts = torch.arange(count) * (text.numel() - seq - 1) // max(1, count - 1)
-    return _windows_at(text, starts, seq)
-
-
-def _windows_at(text: Tensor, starts: Tensor, seq: int) -> Tensor:
     return text[starts[:, None] + torch.arange(seq + 1)].long()
 
 

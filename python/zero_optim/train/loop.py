@@ -178,8 +178,7 @@ def _parameter_groups(model: GPT, config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def _finite(value: float) -> float | None:
-    """Give the value, or None where it is not finite: JSON has no NaN."""
-    return value if math.isfinite(value) else None
+    return value if math.isfinite(value) else None  # JSON has no NaN
 
 
 def train(given: Flags, resume: Path | None, command: str) -> int:
@@ -195,7 +194,7 @@ def train(given: Flags, resume: Path | None, command: str) -> int:
         dated = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.dtype}-stage{config.stage}"
         out = Path(given.get("out") or (run_of(source) if source else dated)).absolute()  # the process may go elsewhere
         # Rank 0's clock names the folder.
-        folder = on_rank_0(comm, lambda: open_run(out, source, anew=resume == RESUME_AUTO), "making the folder")
+        folder = on_rank_0(comm, lambda: open_run(out, source, overwrite=resume == RESUME_AUTO), "making the folder")
         trainer = Trainer(config, corpus, comm)
         try:
             if source:
@@ -265,17 +264,27 @@ def _describe(trainer: Trainer, command: str, source: Path | None) -> dict[str, 
 
 
 def _train_on(trainer: Trainer, folder: Path, session: Session, asked_to_stop: Callable[[], bool]) -> int:
-    """Run the steps that are left, or until a rank is asked to stop. Returns the exit code."""
-    begun, leads = time.perf_counter(), trainer.comm.rank == 0
+    """Run the steps that are left, or until a rank is asked to stop, and save. Returns the exit code."""
+    config, begun, leads, stopped = trainer.config, time.perf_counter(), trainer.comm.rank == 0, False
     if leads:
         write_atomically(folder / RUN, json.dumps(session, indent=1))
-    with trainer.tracker:
-        _run_steps(trainer, folder, asked_to_stop)
-    ending: dict[str, Any] = {"step": trainer.steps_done, "seconds": time.perf_counter() - begun}
+    log_of_run = open_log(folder, trainer.steps_done, config.steps) if leads else contextlib.nullcontext()
+    with trainer.tracker, log_of_run as log:
+        while not stopped and trainer.steps_done < config.steps:
+            record, stopped = trainer.step(asked_to_stop=asked_to_stop())
+            if log:
+                log(record)
+            due = config.save_every and trainer.steps_done % config.save_every == 0
+            if config.checkpoint and (due or stopped or trainer.steps_done == config.steps):
+                trainer.save(folder / CHECKPOINTS)
     report = _report(trainer, trainer.steps_done - session["after_step"])
-    ending["ranks"] = trainer.comm.gather_objects(report, "the last report")
-    finished = trainer.steps_done == trainer.config.steps
-    ending["outcome"] = "finished" if finished else "interrupted"
+    finished = trainer.steps_done == config.steps
+    ending: dict[str, Any] = {
+        "step": trainer.steps_done,
+        "seconds": time.perf_counter() - begun,
+        "ranks": trainer.comm.gather_objects(report, "the last report"),
+        "outcome": "finished" if finished else "interrupted",
+    }
     if finished:
         ending["validation_loss"] = _finite(_validate(trainer, folder))
         ending["entropy"] = unigram_entropy(trainer.corpus.validation)
@@ -284,19 +293,6 @@ def _train_on(trainer: Trainer, folder: Path, session: Session, asked_to_stop: C
         write_atomically(folder / RUN, json.dumps(session, indent=1))
         _print_end(session, folder)
     return 0 if finished else INTERRUPTED
-
-
-def _run_steps(trainer: Trainer, folder: Path, asked_to_stop: Callable[[], bool]) -> None:
-    """Train to the last step, or to the one at which some rank is asked to stop, and save."""
-    config, leads, stopped = trainer.config, trainer.comm.rank == 0, False
-    with open_log(folder, trainer.steps_done, config.steps) if leads else contextlib.nullcontext() as log:
-        while not stopped and trainer.steps_done < config.steps:
-            record, stopped = trainer.step(asked_to_stop=asked_to_stop())
-            if log:
-                log(record)
-            due = config.save_every and trainer.steps_done % config.save_every == 0
-            if config.checkpoint and (due or stopped or trainer.steps_done == config.steps):
-                trainer.save(folder / CHECKPOINTS)
 
 
 def _report(trainer: Trainer, steps: int) -> dict[str, Any]:

@@ -22,15 +22,6 @@ class ModelConfig:
     seq: int = 256
 
 
-def _rotary_table(seq: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of RoPE (Su et al., 2021, eq. 34), ``[seq, head_dim]`` each."""
-    half = head_dim // 2
-    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = torch.outer(torch.arange(seq, dtype=torch.float64), frequency)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair ``(x[i], x[i + head_dim / 2])`` of ``x`` ``[..., seq, head_dim]`` by its position's angle."""
     first, second = x.chunk(2, -1)
@@ -77,9 +68,13 @@ class GPT(nn.Module):
         self.head.weight = self.embedding.weight
         self._init_weights()
         self.to(dtype)
-        cos, sin = _rotary_table(config.seq, config.hidden // config.heads, dtype)
-        self.register_buffer("rotary_cos", cos, persistent=False)
-        self.register_buffer("rotary_sin", sin, persistent=False)
+        # Cosines and signed sines of RoPE (Su et al., 2021, eq. 34), [seq, head_dim] each.
+        half = config.hidden // config.heads // 2
+        frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.outer(torch.arange(config.seq, dtype=torch.float64), frequency)
+        cos, sin = angle.cos(), angle.sin()
+        self.register_buffer("rotary_cos", torch.cat((cos, cos), -1).to(dtype), persistent=False)
+        self.register_buffer("rotary_sin", torch.cat((-sin, sin), -1).to(dtype), persistent=False)
 
     @torch.no_grad()
     def _init_weights(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ..figures import NONE, count, duration, megabytes, percent, row, short, size
+from ..figures import NONE, count, duration, megabytes, row, short, size
 
 LOG, RUN, PAGE, PICTURE = "log.jsonl", "run.json", "report.html", "loss.png"
 WHOLE, EXPOSED = "whole", "exposed communication"
@@ -27,7 +27,7 @@ TOLERANCE = 0.01
 _MOST_COLUMNS = 4
 _POINTS = 640  # of a line, at most twice as many: about as many as a chart is pixels wide
 _APART = 100.0  # largest value over the least, above which an axis is logarithmic
-_BLUE, _GREEN, _ORANGE, _RED, _GREY = "#0072B2", "#009E73", "#E69F00", "#D55E00", "#777777"  # of Okabe and Ito
+_COLORS, _RED = ("#0072B2", "#009E73", "#E69F00", "#777777"), "#D55E00"  # blue, green, orange, grey of Okabe and Ito
 
 Session = Mapping[str, Any]
 """``run.json``: the last start of ``zero-optim train`` in this folder. See ``loop._describe``."""
@@ -142,8 +142,14 @@ def _traffic(session: Session) -> Table:
 
 
 def _time(session: Session) -> Table:
-    on_gpu = session["config"]["device"] == "cuda"
-    names, columns = _columns([_milliseconds(rank, on_gpu) for rank in session["ending"]["ranks"]])
+    on_gpu, times = session["config"]["device"] == "cuda", []
+    for rank in session["ending"]["ranks"]:
+        seconds = dict(rank["seconds"])
+        if not on_gpu:
+            kinds = rank["collectives"].items()
+            seconds[EXPOSED] = sum(traffic["wait_seconds"] for kind, traffic in kinds if kind != NOT_OF_STEPS)
+        times.append({phase: 1000 * of_phase / max(1, rank["steps"]) for phase, of_phase in seconds.items()})
+    names, columns = _columns(times)
     rows = [[phase, *(f"{column[phase]:.1f}" for column in columns)] for phase in columns[0]]
     where = "forward, backward and step" if session["config"]["stage"] >= 3 else "backward and step"
     note = f"{EXPOSED}: host time blocked on collectives, inside {where}"
@@ -152,47 +158,27 @@ def _time(session: Session) -> Table:
     return Table("time a step, ms", names, rows, note)
 
 
-def _milliseconds(rank: Mapping[str, Any], on_gpu: bool) -> dict[str, float]:
-    """Mean milliseconds of each phase in a step; on a CPU also those that the host was blocked on collectives."""
-    times = dict(rank["seconds"])
-    if not on_gpu:
-        times[EXPOSED] = blocked_seconds(rank["collectives"])
-    return {phase: 1000 * seconds / max(1, rank["steps"]) for phase, seconds in times.items()}
-
-
-def blocked_seconds(collectives: Mapping[str, Mapping[str, float]]) -> float:
-    """Sum the seconds that the host was blocked on the collectives of steps."""
-    return sum(traffic["wait_seconds"] for kind, traffic in collectives.items() if kind != NOT_OF_STEPS)
-
-
 # -- charts ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over the steps of a run.
-
-    Attributes:
-        lines: values by name; None is a gap.
-        levels: constant values by name, drawn as dashed lines.
-        end: a name and a value, drawn as a dot at the last step.
-        marked: steps that get an upright line.
-        stacked: lines are parts of a whole, drawn as areas on top of each other.
-    """
+    """Lines over the steps of a run."""
 
     title: str
     unit: str
-    lines: Mapping[str, Sequence[float | None]]
-    levels: Mapping[str, float]
-    end: tuple[str, float] | None = None
-    marked: Sequence[int] = ()
-    stacked: bool = False
+    lines: Mapping[str, Sequence[float | None]]  # by name; None is a gap
+    levels: Mapping[str, float]  # constant values by name, drawn as dashed lines
+    end: tuple[str, float] | None = None  # a name and a value, drawn as a dot at the last step
+    marked: Sequence[int] = ()  # steps that get an upright line
+    stacked: bool = False  # lines are parts of a whole, drawn as areas on top of each other
 
     @property
-    def legend(self) -> dict[str, float | None]:
-        """The last value by name."""
+    def legend(self) -> dict[str, str]:
+        """By name, the name with the last value."""
         last = {name: next((y for y in reversed(of) if y is not None), None) for name, of in self.lines.items()}
-        return {**last, **self.levels, **dict([self.end] if self.end else [])}
+        values = {**last, **self.levels, **dict([self.end] if self.end else [])}
+        return {name: f"{name}: {short(value, 5)}" for name, value in values.items()}
 
 
 def charts(run: Run) -> Iterator[Chart]:
@@ -205,7 +191,12 @@ def charts(run: Run) -> Iterator[Chart]:
         scales = {"loss scale": run.column("loss_scale")}
         yield Chart("Loss scale", "of fp16", scales, {}, marked=run.without("grad_norm"))
     yield Chart("Learning rate", "of the schedule", {"learning rate": run.column("lr")}, {})
-    yield Chart("Timeline of a step", "ms, rank 0", _phases(run), {}, stacked=True)
+    phases = [name for name in run.steps[0]["ms"] if name != WHOLE]
+    lines = {name: [step["ms"][name] for step in run.steps] for name in phases}
+    # Zeroing, the schedule, the exchange of the loss. On a GPU the whole is of the host's clock, and phases are of the
+    # device's: their difference may be below 0.
+    lines["the rest"] = [max(0.0, s["ms"][WHOLE] - sum(s["ms"][name] for name in phases)) for s in run.steps]
+    yield Chart("Timeline of a step", "ms, rank 0", lines, {}, stacked=True)
 
 
 def loss_chart(run: Run) -> Chart:
@@ -215,15 +206,6 @@ def loss_chart(run: Run) -> Chart:
     return Chart("Loss", "nats per byte", {"training": run.column("loss")}, levels, end, run.without("loss"))
 
 
-def _phases(run: Run) -> dict[str, list[float | None]]:
-    """Give the milliseconds of each phase, and of the rest of the step: zeroing, the schedule, the exchange of the
-    loss. The rest is at least 0: on a GPU the whole is of the host's clock, and phases are of the device's."""
-    phases = [name for name in run.steps[0]["ms"] if name != WHOLE]
-    lines: dict[str, list[float | None]] = {name: [step["ms"][name] for step in run.steps] for name in phases}
-    lines["the rest"] = [max(0.0, s["ms"][WHOLE] - sum(s["ms"][name] for name in phases)) for s in run.steps]
-    return lines
-
-
 def draw(chart: Chart, steps: Sequence[int], file: Any, **more: Any) -> None:
     """Draw a chart into a file as matplotlib's ``savefig`` does. Raises ImportError where matplotlib is missing."""
     from matplotlib import rc_context
@@ -231,12 +213,20 @@ def draw(chart: Chart, steps: Sequence[int], file: Any, **more: Any) -> None:
 
     figure = Figure((6.3, 3.0), layout="constrained")
     axes = figure.subplots()
-    colors = (_BLUE, _GREEN, _ORANGE, _GREY)
-    (_draw_areas if chart.stacked else _draw_lines)(axes, chart, steps, colors)
+    legend, lines = chart.legend, {name: _thinned(steps, values) for name, values in chart.lines.items()}
+    if chart.stacked:
+        (x, _, _, _), *_ = lines.values()
+        labels = [legend[name] for name in lines]
+        axes.stackplot(x, [mean for _, _, mean, _ in lines.values()], colors=_COLORS, alpha=0.85, lw=0, labels=labels)
+    else:
+        for color, (name, (x, low, mean, high)) in zip(_COLORS, lines.items(), strict=False):
+            if len(x) < len(steps):
+                axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0.6)
+            axes.plot(x, mean, color=color, lw=1.2, marker="o" if len(x) == 1 else "", label=legend[name])
     for name, level in chart.levels.items():
-        axes.axhline(level, color=_RED, lw=1, ls=(0, (5, 2)), label=_label(chart, name))
+        axes.axhline(level, color=_RED, lw=1, ls=(0, (5, 2)), label=legend[name])
     if chart.end:
-        axes.plot(steps[-1:], [chart.end[1]], "o", color=_RED, label=_label(chart, chart.end[0]))
+        axes.plot(steps[-1:], [chart.end[1]], "o", color=_RED, label=legend[chart.end[0]])
     for step in chart.marked[:: 1 + len(chart.marked) // _POINTS]:
         axes.axvline(step, color="#C4003F", lw=0.9, alpha=0.6)
     there = [y for line in chart.lines.values() for y in line if y is not None]
@@ -249,24 +239,6 @@ def draw(chart: Chart, steps: Sequence[int], file: Any, **more: Any) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8, reverse=chart.stacked)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "zero-optim"}):  # text as text; the same bytes every time
         figure.savefig(file, **more)
-
-
-def _label(chart: Chart, name: str) -> str:
-    return f"{name}: {short(chart.legend[name], 5)}"
-
-
-def _draw_lines(axes: Any, chart: Chart, steps: Sequence[int], colors: Sequence[str]) -> None:
-    for color, (name, values) in zip(colors, chart.lines.items(), strict=False):
-        x, low, mean, high = _thinned(steps, values)
-        if len(x) < len(steps):
-            axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0.6)
-        axes.plot(x, mean, color=color, lw=1.2, marker="o" if len(x) == 1 else "", label=_label(chart, name))
-
-
-def _draw_areas(axes: Any, chart: Chart, steps: Sequence[int], colors: Sequence[str]) -> None:
-    thinned = [_thinned(steps, values) for values in chart.lines.values()]
-    labels = [_label(chart, name) for name in chart.lines]
-    axes.stackplot(thinned[0][0], [mean for _, _, mean, _ in thinned], colors=colors, alpha=0.85, lw=0, labels=labels)
 
 
 def _thinned(steps: Sequence[int], values: Sequence[float | None]) -> tuple[Any, Any, Any, Any]:
@@ -318,17 +290,21 @@ $verdict
 def write_page(folder: Path) -> Path:
     """Write ``report.html`` into a run's folder. Returns its path. Raises OSError, and ValueError of a damaged file."""
     run = read_run(folder)
-    found = problems(run)
+    session, found = run.session, problems(run)
     listed = "".join(f"<li>{escape(problem)}</li>" for problem in found)
     good = "All losses are finite, no step was skipped, memory is as planned."
+    facts = {**session["facts"], "started": session["started"][:19].replace("T", " ")}
+    if session["resumed_from"]:
+        facts["resumed from"] = f"{session['resumed_from']}, after step {session['after_step']:,}"
+    facts |= {"command": session["command"], "folder": str(run.path)}
     whole = _TEMPLATE.substitute(
         name=escape(folder.resolve().name),
         style=_STYLE,
         verdict=f'<ul class="verdict off">{listed}</ul>' if found else f'<p class="verdict">{good}</p>',
         tiles="".join(f"<div>{escape(name)}<b>{escape(value)}</b></div>" for name, value in _tiles(run).items()),
-        facts="".join(f"<dt>{escape(name)}</dt><dd>{escape(fact)}</dd>" for name, fact in _facts(run).items()),
+        facts="".join(f"<dt>{escape(name)}</dt><dd>{escape(fact)}</dd>" for name, fact in facts.items()),
         charts=_drawn(run),
-        tables="".join(table.as_html() for table in tables(run.session)) or "<p>No rank has reported.</p>",
+        tables="".join(table.as_html() for table in tables(session)) or "<p>No rank has reported.</p>",
     )
     path = folder / PAGE
     path.write_text(whole, encoding="utf-8")
@@ -351,12 +327,12 @@ def problems(run: Run) -> list[str]:
         where = f"first step {skipped[0]:,}, last step {skipped[-1]:,}"
         found.append(f"{count(len(skipped), 'step')} skipped, as gradients were not finite: {where}.")
     if run.ending.get("outcome") != "finished":
-        found.append(f"The run is not finished: {run.ending.get('outcome', 'under way or killed')}.")
+        found.append(f"The run is not finished: {run.ending.get('outcome', 'running or killed')}.")
     planned = state_bytes(run.session, run.session["plan"]["memory"])
     for rank, report in enumerate(run.ending.get("ranks", ())):
         held = state_bytes(run.session, report["memory"])
         if held > (1 + TOLERANCE) * planned:
-            above = f"{percent(held / planned - 1)} above the plan"
+            above = f"{100 * (held / planned - 1):+.2f}\N{NO-BREAK SPACE}% above the plan"
             found.append(f"Model state of rank {rank} is {megabytes(held)} MB, {above} of {megabytes(planned)} MB.")
     return found
 
@@ -376,14 +352,6 @@ def _tiles(run: Run) -> dict[str, str]:
     }
 
 
-def _facts(run: Run) -> dict[str, str]:
-    session = run.session
-    resumed = session["resumed_from"]
-    facts = {**session["facts"], "started": session["started"][:19].replace("T", " ")}
-    facts |= {"resumed from": f"{resumed}, after step {session['after_step']:,}"} if resumed else {}
-    return {**facts, "command": session["command"], "folder": str(run.path)}
-
-
 def _drawn(run: Run) -> str:
     """Draw all charts as images that are SVG, so that ids and styles of charts cannot clash."""
     steps, drawn = [step["step"] for step in run.steps], []
@@ -394,6 +362,6 @@ def _drawn(run: Run) -> str:
         except ImportError:
             return "<p>No charts: matplotlib is not installed. pip install zero-kernels[train]</p>"
         source = "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
-        values = "; ".join(_label(chart, name) for name in chart.legend)
+        values = "; ".join(chart.legend.values())
         drawn.append(f'<figure><img src="{source}" alt="{escape(f"{chart.title}, {chart.unit}. {values}.")}"></figure>')
     return "".join(drawn)

@@ -14,7 +14,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
-from zero_optim_cli import complain
+from zero_optim_cli import complain, main
 
 from ..comm.collectives import Comm, make_comm
 from ..errors import UsageError
@@ -23,7 +23,6 @@ from ..stores.host_threads import own_cores
 # The timeout is for a rank that is stuck: one that died closes its connections, which the others see at once. Saving
 # and validation, during which ranks wait for one another, take seconds.
 COLLECTIVE_TIMEOUT = timedelta(minutes=3)
-Main = Callable[[Sequence[str]], int]
 
 
 def watch_signals() -> Callable[[], bool]:
@@ -73,8 +72,8 @@ def join_ranks(device: str) -> Iterator[Comm]:
         dist.destroy_process_group()
 
 
-def launch(ranks: int, device: str | None, main: Main, arguments: Sequence[str]) -> int:
-    """Run ``main``, of the command line, on ``ranks`` ranks, as ``torchrun --standalone`` does. Returns the exit code.
+def launch(ranks: int, device: str | None, arguments: Sequence[str]) -> int:
+    """Run the command on ``ranks`` ranks, as ``torchrun --standalone`` does. Returns the exit code.
 
     A signal is passed on to the ranks, which save and end. When one fails, the others are terminated, and killed after
     half a minute. Raises UsageError.
@@ -87,8 +86,7 @@ def launch(ranks: int, device: str | None, main: Main, arguments: Sequence[str])
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 makes no store, which would need a free port
     # Forked from a server that has only imported these, so that no rank spends seconds of a core on importing torch.
     multiprocessing.set_forkserver_preload(["zero_optim.train.loop", "torch._dynamo"])
-    rest = (environment, main, tuple(arguments))
-    started = start_processes(_run, rest, ranks, join=False, start_method="forkserver")
+    started = start_processes(_run, (environment, arguments), ranks, join=False, start_method="forkserver")
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         for process in started.processes:
@@ -107,6 +105,6 @@ def launch(ranks: int, device: str | None, main: Main, arguments: Sequence[str])
     return 0
 
 
-def _run(rank: int, environment: Mapping[str, str], main: Main, arguments: Sequence[str]) -> None:
+def _run(rank: int, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     sys.exit(main(arguments))

@@ -37,15 +37,15 @@ def run_of(source: Path) -> Path:
     return source.parent if folders.step_of(source) is None else source.resolve().parent.parent
 
 
-def open_run(path: Path, source: Path | None, *, anew: bool) -> Path:
+def open_run(path: Path, source: Path | None, *, overwrite: bool) -> Path:
     """Make the folder of a run, unless ``path`` is the run that ``source`` is a checkpoint of. Returns ``path``.
 
-    Raises UsageError where it can't be written or already holds a run. With ``anew``, the log of a run that died before
-    its first checkpoint is cleared instead.
+    Raises UsageError where it can't be written or already holds a run. ``overwrite`` clears instead the log of a run
+    that died before its first checkpoint.
     """
     if source and run_of(source).resolve() == path.resolve():
         return path
-    if not anew and ((path / LOG).exists() or (path / CHECKPOINTS).exists()):
+    if not overwrite and ((path / LOG).exists() or (path / CHECKPOINTS).exists()):
         raise UsageError(f"--out {path} already holds a run: give another folder, or continue it with --resume")
     try:
         path.mkdir(parents=True, exist_ok=True)
