@@ -80,7 +80,7 @@ def agreed() -> tuple[list[int], int]:
     from zero_optim.comm import transport
     from zero_optim.comm.collectives import Comm
 
-    class Gathers(transport.StreamTransport):
+    class Gathers(transport.Transport):
         def gather_objects(self, value: object, group: object) -> list[Any]:
             with transport._side_stream():
                 seen.append(torch.cuda.current_stream().device_index)

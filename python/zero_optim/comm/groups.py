@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -24,10 +24,13 @@ from ..errors import ClosedError, CollectiveError, RankMismatchError
 from . import transport
 from .together import Ranks
 
+if TYPE_CHECKING:
+    from .collectives import Comm
+
 Reference = weakref.ref[dist.ProcessGroup]
 
 _left: dict[tuple[int, ...], list[Reference]] = {}  # by the ranks, as the whole job numbers them
-_made: list[Reference] = []  # all of them
+_made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # all of them
 _abandoned: set[int] = set()  # the ids of groups that are never freed
 _host_groups: dict[tuple[int, ...], Reference] = {}  # by the ranks
 _parts: dict[tuple[str, object, str], Reference] = {}  # by the name of a group, what its parts are, and are for
@@ -37,13 +40,6 @@ def alive(group: Reference | None) -> dist.ProcessGroup | None:
     """The group, if it was not destroyed."""
     found = group() if group is not None else None
     return found if found is not None and found in dist.distributed_c10d._world.pg_names else None
-
-
-class HasGroup(Ranks, Protocol):
-    """``Comm``, as far as a group is made beside its own."""
-
-    @property
-    def group(self) -> dist.ProcessGroup | None: ...
 
 
 class Groups:
@@ -140,7 +136,8 @@ def take(ranks: Ranks, make: Callable[[], dist.ProcessGroup], where: str, *, nee
                 "dist.new_group(ranks), and give it"
             )
         return None
-    own = spare.pop(common[0]) if common else _noted(make())
+    own = spare.pop(common[0]) if common else make()
+    _made.add(own)
     _left[tuple(ranks.ranks)] = [weakref.ref(group) for group in spare.values()]
     return own
 
@@ -150,18 +147,13 @@ def leave(numbers: Sequence[int], groups: Iterable[Reference]) -> None:
     _left.setdefault(tuple(numbers), []).extend(groups)
 
 
-def _noted(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    _made[:] = [other for other in _made if alive(other) is not None] + [weakref.ref(group)]
-    return group
-
-
 @atexit.register  # as this is imported, so that it runs after what users have registered since
 def _end() -> None:
     """Destroy what nobody has destroyed, under gloo, before the interpreter ends.
 
     A thread of gloo's that lets go of a tensor wants the interpreter. Where that ends meanwhile, the process aborts.
     """
-    for group in filter(None, map(alive, _made)):
+    for group in [group for group in _made if group in dist.distributed_c10d._world.pg_names]:
         if id(group) not in _abandoned and {*transport.backends(group).values()} == {"gloo"}:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group(group)
@@ -191,7 +183,8 @@ def part_of(
     key = (whole.group_name, tuple(map(tuple, parts)), name)
     found = alive(_parts.get(key))
     if found is None:
-        found = _noted(make())
+        found = make()
+        _made.add(found)
         _parts[key] = weakref.ref(found)
     return found
 
@@ -211,7 +204,7 @@ def forget_group(comm: Ranks) -> None:
     _host_groups.pop(tuple(comm.ranks), None)
 
 
-def _host_group(comm: HasGroup) -> dist.ProcessGroup:
+def _host_group(comm: Comm) -> dist.ProcessGroup:
     """Collective. Find the group of these ranks over gloo that threads use, or make it."""
     key = tuple(comm.ranks)
     # The program may have destroyed its process group, and made another of the same ranks.
@@ -234,7 +227,7 @@ class HostRanks:
     in the order of the program's. The deadlock detector does not look at them: the thread may wait for a slow disk.
     """
 
-    def __init__(self, comm: HasGroup) -> None:
+    def __init__(self, comm: Comm) -> None:
         """Collective, where these ranks have no such group yet."""
         self.rank, self.world_size, self.ranks = comm.rank, comm.world_size, comm.ranks
         self._group = weakref.ref(_host_group(comm)) if self.world_size > 1 else None
