@@ -37,7 +37,7 @@ def _store_with_a_page(state: str) -> tuple[PagedStore, int]:
         store.prefetch(number)
     if state == "HERE":
         store.fetch(number)["state"].add_(1)
-    assert store.state_of(number) is PageState[state]
+    assert store._pages[number].state is PageState[state]
     return store, number
 
 
@@ -49,10 +49,10 @@ def test_a_page_of_a_store(event: str, before: str, after: str):
     if after == "error":
         with pytest.raises(RuntimeError):
             call()
-        assert store.state_of(number) is PageState[before]
+        assert store._pages[number].state is PageState[before]
         return
     call()
-    assert store.state_of(number) is PageState[after]
+    assert store._pages[number].state is PageState[after]
     if after == "AWAY":
         assert torch.equal(store.fetch(number)["state"], torch.arange(300.0) + (event == "commit"))
 

@@ -231,7 +231,8 @@ class Works:
         except RuntimeError:
             self._failed = [work for work in self._works if _has_failed(work)]  # or one is not there in time
             raise
-        self._works = ()
+        # The loop's variable is a reference, too: to the last work, which has the tensors that it sent.
+        self._works, work = (), None
         # Else the next check for tensors that the user keeps would take gloo's own reference for the user's.
         until = time.monotonic() + LETS_GO_WITHIN
         while max(map(references_in_cpp, self._views), default=0) > 1 and time.monotonic() < until:

@@ -81,15 +81,10 @@ def read_offload(state_offload: str | None, device_budget: int | str | None = No
         return Offload(Tier.PAGED, _read_budget("auto" if device_budget is None else device_budget))
     if state_offload == Tier.CPU.value:
         return Offload(Tier.CPU)
-    if (folder := read_folder(state_offload)) is not None:
-        return Offload(Tier.NVME, folder=folder)
+    folder = state_offload.removeprefix(_NVME)
+    if folder and folder != state_offload:
+        return Offload(Tier.NVME, folder=Path(folder).expanduser().absolute())
     raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
-
-
-def read_folder(choice: str) -> Path | None:
-    """Read the folder of ``nvme:DIR``, absolute; None for a text of another form."""
-    folder = choice.removeprefix(_NVME)
-    return Path(folder).expanduser().absolute() if folder and folder != choice else None
 
 
 def _read_budget(budget: int | str) -> int | None:
