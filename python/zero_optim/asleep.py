@@ -29,7 +29,7 @@ from .params.layout import round_up
 from .params.parameter_set import ParameterSet
 from .step.telemetry import Measured
 from .stores.host_memory import ALIGNMENT, HostMemory
-from .stores.lanes import Lane, make_lanes
+from .stores.lanes import Lane, Lanes
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
@@ -46,7 +46,7 @@ class Rest:
 
     def __init__(self, device: torch.device) -> None:
         self._memory = HostMemory(pinned=device.type == "cuda", device=device)
-        self._lanes = make_lanes(device)
+        self._lanes = Lanes(device)
         self._run = self._memory.take(0)
 
     def save(self, flats: Sequence[Tensor]) -> None:

@@ -102,11 +102,11 @@ def agreed() -> tuple[list[int], int]:
 
 def waited_for_in_a_thread() -> int:
     """A thread begins with GPU 0, whatever the program has chosen."""
-    from zero_optim.stores.lanes import make_lanes
+    from zero_optim.stores.lanes import Mark
 
     torch.cuda.set_device(1)
     raised: list[BaseException] = []
-    mark = make_lanes(torch.device("cuda:1")).mark()
+    mark = Mark(torch.device("cuda:1"))
     mark.set()
 
     def wait(guarded: bool) -> None:

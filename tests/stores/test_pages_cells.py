@@ -31,7 +31,7 @@ def test_the_tables_have_every_state():
 
 def _store_with_a_page(state: str) -> tuple[PagedStore, int]:
     device = torch.device("cpu")
-    store = PagedStore(device, Lanes(), HostBacking(HostMemory(pinned=False)), 0)
+    store = PagedStore(device, Lanes(device), HostBacking(HostMemory(pinned=False)), 0)
     number = store.allocate({"state": torch.arange(300.0)})
     if state == "COMING":
         store.prefetch(number)
@@ -174,7 +174,7 @@ def test_buffers_follow_a_larger_page(backing: DiskBacking):
 def test_two_pages_are_here_at_a_time_and_a_third_takes_the_place_of_either():
     device = torch.device("cpu")
     for first_to_go in (0, 1):
-        store = PagedStore(device, Lanes(), HostBacking(HostMemory(pinned=False)), 0)
+        store = PagedStore(device, Lanes(device), HostBacking(HostMemory(pinned=False)), 0)
         pages = [store.allocate({"state": torch.full((300,), float(value))}) for value in range(3)]
         here = [store.fetch(number)["state"] for number in pages[:2]]
         with pytest.raises(RuntimeError, match="frames"):

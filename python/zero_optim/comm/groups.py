@@ -54,6 +54,7 @@ class Groups:
     """
 
     def __init__(self, given: dist.ProcessGroup | None) -> None:
+        self.exist = given is not None  # else there is one rank, without ``torch.distributed``
         self._given = weakref.ref(given) if given is not None else None
         self._several = given is not None and dist.get_world_size(given) > 1
         self._own = self._given
@@ -74,11 +75,6 @@ class Groups:
         return self._alive(self._channels.get(key, self._own))
 
     @property
-    def exist(self) -> bool:
-        """Whether there is a group; else there is one rank, without ``torch.distributed``."""
-        return self._given is not None
-
-    @property
     def ranks(self) -> list[int]:
         """The ranks, as the whole job numbers them; none where the given group was destroyed, or there is none."""
         group = alive(self._given) if dist.is_initialized() else None
@@ -96,16 +92,23 @@ class Groups:
         self._channels[key] = weakref.ref(group)
 
     def abandon(self) -> None:
-        """Never free the groups that are in use; see ``abandon``."""
-        abandon((self._own, *self._channels.values()))
+        """Never free the groups that are in use, in which ranks may be deadlocked."""
+        # A thread of gloo's waits in each, up to the time-out, by default for half an hour. Who frees the group waits
+        # for the thread: ``destroy_process_group`` does, and so does the end of the process. So each group gets a
+        # reference that nobody gives back. A variable would not do: the interpreter clears all variables as it ends.
+        for group in filter(None, map(alive, (self._own, *self._channels.values()))):
+            if id(group) not in _abandoned:
+                _abandoned.add(id(group))
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def leave(self, *, reusable: bool) -> None:
-        """Go back to the given group. ``reusable``: leave the own ones to later optimizers."""
+        """Go back to the given group. ``reusable``: leave the own ones to later optimizers. Nothing may be in flight over
+        them."""
         own = [*self._channels.values()]
         if self._own is not None and self._own is not self._given:
             own.append(self._own)
         if own and reusable:
-            leave(self.ranks, own)
+            _left.setdefault(tuple(self.ranks), []).extend(own)
         self._own, self.own_name = self._given, ""
         self._channels.clear()
 
@@ -142,11 +145,6 @@ def take(ranks: Ranks, make: Callable[[], dist.ProcessGroup], where: str, *, nee
     return own
 
 
-def leave(numbers: Sequence[int], groups: Iterable[Reference]) -> None:
-    """Keep these groups for later optimizers. Nothing may be in flight over them."""
-    _left.setdefault(tuple(numbers), []).extend(groups)
-
-
 @atexit.register  # as this is imported, so that it runs after what users have registered since
 def _end() -> None:
     """Destroy what nobody has destroyed, under gloo, before the interpreter ends.
@@ -157,19 +155,6 @@ def _end() -> None:
         if id(group) not in _abandoned and {*transport.backends(group).values()} == {"gloo"}:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group(group)
-
-
-def abandon(groups: Iterable[Reference | None]) -> None:
-    """Never free these groups, in which ranks may be deadlocked.
-
-    A thread of gloo's waits in each, up to the time-out, by default for half an hour. Who frees the group waits for the
-    thread: ``destroy_process_group`` does, and so does the end of the process. So each group gets a reference that
-    nobody gives back. A variable would not do: the interpreter clears all variables as it ends.
-    """
-    for group in filter(None, map(alive, groups)):
-        if id(group) not in _abandoned:
-            _abandoned.add(id(group))
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def part_of(
@@ -204,22 +189,6 @@ def forget_group(comm: Ranks) -> None:
     _host_groups.pop(tuple(comm.ranks), None)
 
 
-def _host_group(comm: Comm) -> dist.ProcessGroup:
-    """Collective. Find the group of these ranks over gloo that threads use, or make it."""
-    key = tuple(comm.ranks)
-    # The program may have destroyed its process group, and made another of the same ranks.
-    if (found := alive(_host_groups.get(key))) is None:
-        if not _give_same_name(comm.gather_objects(_count(), "making a process group")):
-            raise RankMismatchError(
-                "a process group for saving in the background cannot be made here: some ranks are in more groups than "
-                "others. Save without background=True"
-            )
-        assert comm.group is not None
-        found = (transport.used() or transport.GLOO).host_group(comm.group)
-        _host_groups[key] = weakref.ref(found)
-    return found
-
-
 class HostRanks:
     """The ranks of a ``Comm``, for a thread that agrees with the same thread of other ranks while the program goes on.
 
@@ -230,7 +199,18 @@ class HostRanks:
     def __init__(self, comm: Comm) -> None:
         """Collective, where these ranks have no such group yet."""
         self.rank, self.world_size, self.ranks = comm.rank, comm.world_size, comm.ranks
-        self._group = weakref.ref(_host_group(comm)) if self.world_size > 1 else None
+        self._group = _host_groups.get(tuple(self.ranks)) if self.world_size > 1 else None
+        # The program may have destroyed its process group, and made another of the same ranks.
+        if self.world_size == 1 or alive(self._group) is not None:
+            return
+        if not _give_same_name(comm.gather_objects(_count(), "making a process group")):
+            raise RankMismatchError(
+                "a process group for saving in the background cannot be made here: some ranks are in more groups than "
+                "others. Save without background=True"
+            )
+        assert comm.group is not None
+        made = (transport.used() or transport.GLOO).host_group(comm.group)
+        self._group = _host_groups[tuple(self.ranks)] = weakref.ref(made)
 
     def gather_objects(self, value: Any, where: str) -> list[Any]:
         """Every rank's ``value``, in rank order. Raises CollectiveError where a rank has died."""

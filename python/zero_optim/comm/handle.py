@@ -133,14 +133,6 @@ class Handle:
         if on_arrival is not None:
             on_arrival()
 
-    def issue_second_leg(self) -> None:
-        """Wait for the first leg, and be the second from here on."""
-        assert self._second is not None
-        self._wait_for_leg()
-        second = self._second()
-        self._work, self.on_arrival, self.watch = second._work, second.on_arrival, second.watch
-        self.traffic, self.call, self._second = second.traffic, second.call, None
-
 
 def did_not_complete(kind: str, error: Exception, call: str = "") -> str:
     """The message for a collective that has failed. ``call``: that every rank has to make; "": none in particular."""
@@ -191,7 +183,13 @@ class SecondLegs:
             self._next()
 
     def _next(self) -> None:
-        self._waiting[0].issue_second_leg()
+        first = self._waiting[0]
+        assert first._second is not None
+        first._wait_for_leg()
+        second = first._second()
+        # From here on the handle is that of the second leg.
+        first._work, first.on_arrival, first.watch = second._work, second.on_arrival, second.watch
+        first.traffic, first.call, first._second = second.traffic, second.call, None
         self._waiting.popleft()  # only now: where the first leg has failed, the next wait raises again
 
     def abandon(self) -> None:

@@ -27,7 +27,7 @@ from ..comm.streams import is_there, keep_for_current_stream
 from ..params.layout import round_up
 from .disk_pages import DiskBacking, DiskPage
 from .host_memory import HostMemory
-from .lanes import Lanes, Mark, make_lanes
+from .lanes import Lanes, Mark
 from .offload import FRAME_ALIGNMENT, FRAMES, Copied, Offload, Tier
 from .state_store import DeviceStore, HostStore, StateStore
 
@@ -180,12 +180,6 @@ class Page:
         if self.frame is not None:
             self.frame.free, self.frame.page = free, None
             self.frame, self.state = None, PageState.AWAY
-
-    def stay(self, run: Tensor) -> None:
-        """Become resident in ``run``, which holds the page. From now on visiting tensors have a frame to themselves."""
-        self.backing, self.stays = None, {name: field.of(run) for name, field in self.own.items()}
-        fields, _ = laid_out({name: tensor for name, (_, tensor) in self.visiting.items()})
-        self.visiting = {name: (field, self.visiting[name][1]) for name, field in fields.items()}
 
 
 class PagedStore(StateStore):
@@ -425,7 +419,10 @@ class PagedStore(StateStore):
                 run.copy_(page.backing.fetch())
                 page.backing.release()
                 self._budget -= page.nbytes
-                page.stay(run)
+                page.backing, page.stays = None, {name: field.of(run) for name, field in page.own.items()}
+                # From now on the visiting tensors have a frame to themselves.
+                fields, _ = laid_out({name: tensor for name, (_, tensor) in page.visiting.items()})
+                page.visiting = {name: (field, page.visiting[name][1]) for name, field in fields.items()}
         # The largest page that still moves may be smaller than before, and frames with it.
         self.drop_frames()
         self.make_frames()
@@ -448,7 +445,7 @@ def make_store(
     """
     if offload.tier is Tier.DEVICE and not params_on_host:
         return DeviceStore(device)
-    memory, lanes = HostMemory(pinned=device.type == "cuda", device=device), make_lanes(device)
+    memory, lanes = HostMemory(pinned=device.type == "cuda", device=device), Lanes(device)
     if offload.tier is Tier.CPU:
         return HostStore(memory, lanes, threads)
     if offload.folder is not None:
