@@ -15,7 +15,7 @@ import atexit
 import contextlib
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -102,8 +102,8 @@ class Groups:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def leave(self, *, reusable: bool) -> None:
-        """Go back to the given group. ``reusable``: leave the own ones to later optimizers. Nothing may be in flight over
-        them."""
+        """Go back to the given group. ``reusable``: leave the own ones, in which nothing may be in flight, to later
+        optimizers."""
         own = [*self._channels.values()]
         if self._own is not None and self._own is not self._given:
             own.append(self._own)
