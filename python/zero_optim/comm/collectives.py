@@ -110,12 +110,10 @@ class Comm:
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def separate(self) -> None:
-        """Collective. Take a group of its own, and learn whether another optimizer communicates between the same ranks.
-
-        Two such optimizers may reduce in one backward, of which ranks use different parts. So neither may wait in it.
-        """
+        """Collective. Take a group of its own, and find other optimizers that communicate between the same ranks."""
         if self.world_size == 1:
             return
+        # Two such optimizers may reduce in one backward, of which ranks use different parts. So neither may wait in it.
         # Before it looks for others: so each of two optimizers knows the other, in whichever order a rank makes them.
         _reducing.add(self)
         ranks = self.ranks
@@ -177,11 +175,9 @@ class Comm:
         self.groups.leave(reusable=not self.out_of_step)
 
     def connect(self, device: torch.device) -> None:
-        """Collective. Let NCCL connect the ranks of the own group now, for tensors on ``device``.
-
-        By itself NCCL connects where a kind of collective is first used, and holds the host until all ranks have come.
-        In the first backward a rank that has raised would not come.
-        """
+        """Collective. Let NCCL connect the ranks of the own group now, for tensors on ``device``."""
+        # By itself NCCL connects where a kind of collective is first used, and holds the host until all ranks have
+        # come. In the first backward a rank that has raised would not come.
         for kind in ("reduce_scatter", "all_gather", "all_reduce"):
             self.connect_for(kind, self.world_size, torch.float32, device)
 
@@ -216,13 +212,8 @@ class Comm:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def reduce_scatter(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Handle:
-        """Sum ``full`` [N * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard].
-
-        Args:
-            full: contribution of this rank; its contents are lost. ``out`` may be this rank's own part of it.
-            lend: lends so many elements of ``full``'s dtype until the sum is there; called under gloo.
-            accumulate: add to ``out`` instead of overwriting it; ``out`` is then no part of ``full``.
-        """
+        """Sum ``full`` [N * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard]. See
+        ``Reduction``. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
         self.log.check()
         reduction = Reduction(full, self.own_part(full), out, accumulate)
         handle = self._transport(full.device).reduce_scatter(reduction, self.groups.own, lend)

@@ -147,10 +147,8 @@ def take(ranks: Ranks, make: Callable[[], dist.ProcessGroup], where: str, *, nee
 
 @atexit.register  # as this is imported, so that it runs after what users have registered since
 def _end() -> None:
-    """Destroy what nobody has destroyed, under gloo, before the interpreter ends.
-
-    A thread of gloo's that lets go of a tensor wants the interpreter. Where that ends meanwhile, the process aborts.
-    """
+    """Destroy what nobody has destroyed, under gloo, before the interpreter ends."""
+    # A thread of gloo's needs the interpreter to free a tensor. Where that ends meanwhile, the process aborts.
     for group in [group for group in _made if group in dist.distributed_c10d._world.pg_names]:
         if id(group) not in _abandoned and {*transport.backends(group).values()} == {"gloo"}:
             with contextlib.suppress(RuntimeError):
@@ -160,11 +158,9 @@ def _end() -> None:
 def part_of(
     whole: dist.ProcessGroup, parts: Sequence[Sequence[int]], name: str, make: Callable[[], dist.ProcessGroup]
 ) -> dist.ProcessGroup:
-    """Collective over ``whole``. Find the group of this rank's part, which is made once for each ``name``.
-
-    Two uses of the same ranks need two groups. The second leg of a reduction over a grid leaves when the first has
-    arrived, so ranks come to it at different times: before an expert's reduction on one, and after it on another.
-    """
+    """Collective over ``whole``. Find the group of this rank's part, which is made once for each ``name``."""
+    # Two uses of the same ranks need two groups. The second leg of a reduction over a grid leaves when the first has
+    # arrived, so ranks come to it at different times: before an expert's reduction on one, and after it on another.
     key = (whole.group_name, tuple(map(tuple, parts)), name)
     found = alive(_parts.get(key))
     if found is None:

@@ -185,14 +185,8 @@ class Sharding:
             tensor.copy_(values.view(tensor.shape))
 
     def reduce(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Handle:
-        """Sum ``full`` [shard_count * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard].
-
-        Args:
-            full: contribution of this rank; its contents are lost. ``out`` may be this rank's own part of it.
-            lend: lends so many elements of ``full``'s dtype until the sum is there.
-            accumulate: add to ``out`` instead of overwriting it. Then, and where its dtype is another, ``out`` must not
-                be a part of ``full``.
-        """
+        """Sum ``full`` [shard_count * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard]. See
+        ``Reduction``. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
         store = out.add_ if accumulate else out.copy_
         if self.shard_count == 1:
             in_place = full.data_ptr() == out.data_ptr()

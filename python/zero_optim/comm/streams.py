@@ -131,10 +131,9 @@ def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
 
 
 def deallocate(tensor: Tensor) -> None:
-    """Free the memory of a tensor that has a storage of its own. Its views stay. Memory that NumPy has seen, by
-    ``tensor.numpy()``, is not freed: an array may still show it."""
+    """Free the memory of a tensor that has a storage of its own. Its views stay."""
     storage = tensor.untyped_storage()
-    if storage.resizable():
+    if storage.resizable():  # else NumPy has seen it, by ``tensor.numpy()``, and an array may still show it
         keep_for_current_stream(tensor)
         storage.resize_(0)
 
@@ -150,11 +149,9 @@ def is_there(tensor: Tensor) -> bool:
 
 
 def as_own_storage(view: Tensor) -> Tensor:
-    """View the same memory as a storage of its own.
-
-    Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
-    without most parameters), and torch.save of a single one writes them all.
-    """
+    """View the same memory as a storage of its own."""
+    # Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
+    # without most parameters), and torch.save of a single one writes them all.
     return next(own_storages(view, [view]))
 
 

@@ -154,11 +154,12 @@ def _side_stream() -> Iterator[None]:
         rank 0   backward: raises at once                   zero_grad: asks how many rounds rank 1 has, then joins them
         rank 1   backward: its stream waits for rank 0      zero_grad: must answer, whatever its stream waits for
 
-    There is one such stream a device, of high priority. torch hands out its other streams in turn, so a new one would
-    soon be a stream that waits. With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` the device may still run one after the other.
+    With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` the device may still run one after the other.
     """
     device = torch.cuda.current_device()
     if device not in _side_streams:
+        # Of high priority, and kept: torch hands out its other streams in turn, so a new one would soon be a stream
+        # that waits for a collective.
         _side_streams[device] = torch.cuda.Stream(device, priority=-1)
     with torch.cuda.stream(_side_streams[device]):
         yield
@@ -172,13 +173,11 @@ class GlooTransport(Transport):
     def reduce_scatter(
         self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
     ) -> Handle:
-        """Gloo's reduce-scatter is a clone and an all-reduce; this is a scatter a rank and a local sum.
-
-        One contribution is received where the sum will be, if that memory is free; the own one stays where it is.
-        """
+        """Gloo's reduce-scatter is a clone and an all-reduce; this is a scatter a rank and a local sum."""
         full, own, out = reduction.full, reduction.own, reduction.out
         ranks, this = dist.get_world_size(group), dist.get_rank(group)
         taken = reduction.accumulate or out.dtype != full.dtype or out.data_ptr() == own.data_ptr()
+        # One contribution is received where the sum will be, if that memory is free; the own one stays where it is.
         free = [] if taken else [out]
         lent = ranks - 1 - len(free)
         parts = [*free, *(lend(lent * own.numel()).chunk(lent) if lent else ())]
@@ -208,12 +207,7 @@ class GlooTransport(Transport):
 class Works:
     """Several asynchronous collectives as one. It is complete when all are, or when one is known to have failed.
 
-    Ask the future of a work whether it is complete. ``Work.is_completed`` can deadlock: it waits, with the GIL, for a
-    lock. The thread that completes the work has that lock, and can itself wait for the GIL: to restore the hooks of
-    ``saved_tensors_hooks``, as of a checkpoint that is not re-entrant, while a profiler runs.
-
-    A thread of gloo marks its work complete before it lets go of the tensors. Until then they look as if the user kept
-    them. So ``wait`` ends when gloo refers to none of ``views``, which were made for the collectives alone.
+    ``views``: of what they send, made for them alone.
     """
 
     def __init__(self, works: Sequence[Any], views: Sequence[Tensor] = ()) -> None:
@@ -233,7 +227,8 @@ class Works:
             raise
         # The loop's variable is a reference, too: to the last work, which has the tensors that it sent.
         self._works, work = (), None
-        # Else the next check for tensors that the user keeps would take gloo's own reference for the user's.
+        # A thread of gloo marks its work complete before it frees the tensors (1 ms before, where it loses its core in
+        # between). Until then the next check for tensors that the user keeps takes gloo's reference for the user's.
         until = time.monotonic() + LETS_GO_WITHIN
         while max(map(references_in_cpp, self._views), default=0) > 1 and time.monotonic() < until:
             time.sleep(0)
@@ -241,6 +236,9 @@ class Works:
 
 
 def _is_completed(work: Any) -> bool:
+    # ``Work.is_completed`` can deadlock: it waits, with the GIL, for a lock. The thread that completes the work has
+    # that lock, and can itself wait for the GIL: to restore the hooks of ``saved_tensors_hooks``, as of a checkpoint
+    # that is not re-entrant, while a profiler runs.
     done: bool = work.get_future().done()
     return done
 
