@@ -64,7 +64,7 @@ def test_ranks_in_different_numbers_of_groups_make_none(left):
     with pytest.raises(
         RankMismatchError, match=r"saving in the background cannot be made here: some ranks are in more"
     ):
-        groups.HostRanks(TwoOfFour(other_count=4))
+        groups.HostRanks(TwoOfFour(other_count=4), None)
 
 
 NOT_DESTROYED = """

@@ -89,7 +89,7 @@ def save(
     # The thread agrees with those of other ranks over a group of its own: the program's collectives go on meanwhile.
     with _given_up_on_failure(comm, writing):
         copied = together(comm, lambda: part.with_values_copied(SAVE_BUFFER), _WHERE)
-        ranks = HostRanks(comm)
+        ranks = HostRanks(comm, comm.group)
     start(comm, lambda: _save(ranks, writing, copied))
     return folders.step_folder(absolute, part.step)
 

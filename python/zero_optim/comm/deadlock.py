@@ -22,17 +22,15 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch.distributed as dist
 
 from .. import user_thread
 from ..errors import CollectiveError, RankMismatchError
+from .groups import Groups
 from .handle import Handle, Work, did_not_complete
 from .transport import GLOO
-
-if TYPE_CHECKING:
-    from .collectives import Comm
 
 SECONDS = 2.0  # between two looks: a step that waits for less costs nothing
 LOOKS = 4  # at which all ranks must be found unchanged before one raises
@@ -40,8 +38,6 @@ ISSUED_LATELY = 1024  # collectives of which a rank remembers kind and size, of 
 
 Issued = Sequence[tuple[int, str]]
 """The number of each collective that a rank has issued lately, and its kind and size."""
-
-_comms: weakref.WeakSet[Comm] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -82,6 +78,28 @@ class Deadlock:
     meeting: str = ""
 
 
+class Watched(Protocol):
+    """``Comm``, as far as its waits are watched."""
+
+    label: str
+    log: Log
+    groups: Groups
+
+    @property
+    def whole(self) -> Watched: ...
+
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def ranks(self) -> list[int]: ...
+
+    def abandon(self) -> None: ...
+
+
+_comms: weakref.WeakSet[Watched] = weakref.WeakSet()
+
+
 class Log:
     """The collectives that this rank has issued for an optimizer or a sharded model, numbered alike on all ranks.
 
@@ -91,7 +109,7 @@ class Log:
         deadlock: the message of the deadlock that these ranks were in; None: they never were.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Watched) -> None:
         self.rounds = 0
         self.failed = False
         self.deadlock: str | None = None
@@ -129,7 +147,7 @@ class Watch:
     ``number``: of the collective in the log. ``given``: whether it goes over the given group; else over the own one.
     """
 
-    def __init__(self, comm: Comm, number: int = 0, *, given: bool = False) -> None:
+    def __init__(self, comm: Watched, number: int = 0, *, given: bool = False) -> None:
         self.comm, self._number, self._given = comm, number, given
 
     def hold(self, handle: Handle, work: Work) -> None:
@@ -179,7 +197,7 @@ class Watch:
         return RankMismatchError(found.text)
 
 
-def _with_others(comm: Comm) -> set[Comm]:
+def _with_others(comm: Watched) -> set[Watched]:
     """The whole of ``comm``, and all others of this rank that have a group of their own."""
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has made one, or closed one, meanwhile
@@ -197,7 +215,7 @@ class Record:
         self._looks = 0
         self._written = False
 
-    def look(self, wait: Wait, comms: Iterable[Comm]) -> Deadlock | None:
+    def look(self, wait: Wait, comms: Iterable[Watched]) -> Deadlock | None:
         """Write this rank's ``wait``, with what it has issued for ``comms``, and read the others' waits. Call it after
         every ``SECONDS`` of waiting. Returns the deadlock, on each of its ranks; None: there is none."""
         store, rank = _store(), dist.get_rank()
@@ -264,7 +282,7 @@ class Record:
 _records = functools.cache(Record)  # by owner
 
 
-def _record_of(comm: Comm) -> Record:
+def _record_of(comm: Watched) -> Record:
     return _records(comm.owner if user_thread.is_beside() else "")
 
 

@@ -16,16 +16,13 @@ import contextlib
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import ClosedError, CollectiveError, RankMismatchError
 from . import transport
 from .together import Ranks
-
-if TYPE_CHECKING:
-    from .collectives import Comm
 
 Reference = weakref.ref[dist.ProcessGroup]
 
@@ -192,8 +189,8 @@ class HostRanks:
     in the order of the program's. The deadlock detector does not look at them: the thread may wait for a slow disk.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        """Collective, where these ranks have no such group yet."""
+    def __init__(self, comm: Ranks, group: dist.ProcessGroup | None) -> None:
+        """Collective, where these ranks have no such group yet. ``group``: any of these ranks; None: there is one."""
         self.rank, self.world_size, self.ranks = comm.rank, comm.world_size, comm.ranks
         self._group = _host_groups.get(tuple(self.ranks)) if self.world_size > 1 else None
         # The program may have destroyed its process group, and made another of the same ranks.
@@ -204,8 +201,8 @@ class HostRanks:
                 "a process group for saving in the background cannot be made here: some ranks are in more groups than "
                 "others. Save without background=True"
             )
-        assert comm.group is not None
-        made = (transport.used() or transport.GLOO).host_group(comm.group)
+        assert group is not None
+        made = (transport.used() or transport.GLOO).host_group(group)
         self._group = _host_groups[tuple(self.ranks)] = weakref.ref(made)
 
     def gather_objects(self, value: Any, where: str) -> list[Any]:

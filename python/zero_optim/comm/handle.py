@@ -9,16 +9,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import CollectiveError
 from .streams import allocate, deallocate, keep_for_current_stream
-
-if TYPE_CHECKING:
-    from .deadlock import Watch
 
 PATIENCE_SECONDS = 2.0
 """The longest wait of a rank for a buffer, before it makes another. Ranks of a healthy job differ by far less."""
@@ -34,6 +31,12 @@ class Work(Protocol):
         """Order later work after its arrival: the host's, or that of the current stream."""
 
     def is_completed(self) -> bool: ...
+
+
+class Watch(Protocol):
+    """Waits on the host for a collective, and raises where the ranks are deadlocked: see ``deadlock``."""
+
+    def hold(self, handle: Handle, work: Work) -> None: ...
 
 
 @dataclass
