@@ -12,23 +12,20 @@ any order of calls works that is the same on all ranks.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
-from ..backward_watch import BackwardWatch
 from ..comm.sharding import Sharding
 from ..errors import ParameterError, ShardAccessError, ZeroOptimError
 from ..mode import ASLEEP
 from ..params.flat_params import FlatParams
+from ..recovery import BackwardWatch, Owing, complete_raised, left_to
 from ..user_thread import UserThread
 from .cycle import BackwardsDue, Calls, Cycle, Pass, Prefetch
 from .order import Orders
 from .unit import Unit, UnitState
-
-_schedules: list[weakref.ref[UnitSchedule]] = []  # of this process, in the order in which they were made
 
 
 class Listener(Protocol):
@@ -44,7 +41,7 @@ class Listener(Protocol):
         """The order in which backward is through with units is known, ``orders.over``."""
 
 
-class UnitSchedule:
+class UnitSchedule(Owing):
     """Visits the units of one model as its modules and autograd call them.
 
     Args:
@@ -60,11 +57,14 @@ class UnitSchedule:
         prefetch: starts gathers ahead of the visits.
         listeners: the reducers of the optimizers that train the model.
         owner: the ``ShardedModel``, which lives while hooks hold the schedule.
-        thread: the thread that uses the model.
         sleeping: one entry for each optimizer that sleeps, and has the parameters off the device.
     """
 
+    turn = 2  # after the rounds: those with units complete their schedule themselves
+
     def __init__(self, units: Sequence[Unit], sharding: Sharding, prefetch: int, *, keep_evaluating: bool) -> None:
+        # A cycle that is open as a backward begins is of one that has raised.
+        super().__init__(UserThread(), BackwardWatch(self.complete_backward, self.complete_backward))
         self.units, self._sharding, self._keep_evaluating = list(units), sharding, keep_evaluating
         self.cycle = Cycle()
         self.calls = Calls()
@@ -73,17 +73,12 @@ class UnitSchedule:
         self.prefetch = Prefetch(self.cycle, prefetch)
         self.listeners: list[Listener] = []
         self.owner: object = None
-        self.thread = UserThread()
         self.sleeping: set[object] = set()
-        # A cycle that is open as a backward begins is of one that has raised.
-        self.watch = BackwardWatch(self.complete_backward, self.complete_backward)
         self._holds = False  # create_graph: a backward may go through this one; units stay until ``reshard_all``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
-        _schedules[:] = [*(of for of in _schedules if of() is not None), weakref.ref(self)]
 
     @property
     def out_of_step(self) -> bool:
-        """True if a gather has failed: the other ranks are at another one."""
         return self._sharding.world.out_of_step
 
     # -- what modules and autograd call --------------------------------------------------------------------------
@@ -119,7 +114,7 @@ class UnitSchedule:
         self.calls.begin(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
 
     def _outermost_forward_begins(self) -> None:
-        complete_raised_backwards(self.thread)
+        complete_raised(self.thread)
         # A cycle that is open has raised; but one in which a part has brought in the root, and nothing else, goes on.
         root_alone_by_part = self.calls.by_part and self.cycle.position == 0
         if not (self.cycle.direction is Pass.FORWARD and root_alone_by_part):
@@ -174,9 +169,9 @@ class UnitSchedule:
         if self.cycle.direction is Pass.BACKWARD:
             self._complete_open()
 
-    def complete_raised_backward(self) -> None:
-        """Collective, where a backward has raised here, and no other has begun since: go through its rest."""
-        if self.cycle.direction is Pass.BACKWARD and not self.watch.running:
+    def complete_raised(self) -> None:
+        # A new backward that runs has ended the cycle of one that raised, as it began: what is open is its own.
+        if not self.watch.running:
             self.complete_backward()
 
     def complete_all_backwards(self) -> None:
@@ -338,12 +333,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _used_by(thread: UserThread) -> list[UnitSchedule]:
-    """List the schedules that are the thread's to complete; not those in which a gather has failed."""
-    alive = [schedule for reference in _schedules if (schedule := reference()) is not None]
-    return [schedule for schedule in alive if thread.may_complete(schedule.thread) and not schedule.out_of_step]
-
-
 def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = None) -> None:
     """Start all gathers that are left of the thread's backwards, before it waits for something else in one.
 
@@ -355,17 +344,6 @@ def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = No
 
     As a rule nothing is left. ``but``: a schedule that is about to wait for its own.
     """
-    for schedule in _used_by(thread):
+    for schedule in left_to(thread, UnitSchedule):
         if schedule is not but:
             schedule.prefetch.start_rest_of_backward()
-
-
-def complete_raised_backwards(thread: UserThread) -> None:
-    """Collective. End the backward cycles that a raise has left open here, in all models of the thread. It must come
-    before a wait for anything else, in a forward or in another backward: other ranks wait in these cycles::
-
-        rank 0   backward of A: raises in unit 2                       forward of B: joins A's gathers first
-        rank 1   backward of A: waits for rank 0 to gather unit 1      forward of B
-    """
-    for schedule in _used_by(thread):
-        schedule.complete_raised_backward()
