@@ -9,7 +9,7 @@ import gc
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm.sharding import Sharding
 from ..errors import ParameterError
 from ..params.flat_params import FlatParams
-from ..params.layout import BucketLayout, LayoutPolicy, Slot, bucket_capacities, build_layout
+from ..params.layout import BucketLayout, LayoutPolicy, bucket_capacities, build_layout
 from ..params.parameter_set import Shardings
 from ..params.storage_order import described
 from ..params.tensor_slice import is_cut, local_of, room_of
@@ -90,7 +90,7 @@ class Buckets:
         for bucket in self.all:
             bucket.wait()
             bucket.unsharding.wait()
-        moving = [Moving(bucket) for bucket in self.all if bucket.state is GradState.REDUCED]
+        reduced = [bucket for bucket in self.all if bucket.state is GradState.REDUCED]
         device = self._sharding.device
         marks = torch.zeros(len(self._labels), dtype=torch.int32, device=device)
         marks[self.slot_params] = self.nonfinite
@@ -105,15 +105,25 @@ class Buckets:
         for param in terms & self.slot_of.keys():
             bucket, _, index = self.slot_of[param]
             bucket.packing.terms.add(index)
-        for bucket in self.all if moving else ():  # each may receive gradients of any old bucket
+        for bucket in self.all if reduced else ():  # each may receive gradients of any old bucket
             bucket.make_room()
-        while moving:  # one bucket at a time: whole gradients take memory
-            for slot, whole, shown, used in moving.pop(0).whole():
-                bucket, _, index = self.slot_of[slot.param]
-                bucket.take_over(index, whole, shown=shown, used=used)
+        while reduced:  # one bucket at a time: whole gradients take memory
+            self._move_gradients(reduced.pop(0))
         for param in refused.keys() & self.slot_of.keys():
             bucket, _, index = self.slot_of[param]
             bucket.slots.refused[index] = refused[param]
+
+    def _move_gradients(self, old: Bucket) -> None:
+        """Collective. Copy this rank's part of every reduced gradient in ``old`` into the bucket that has it now."""
+        full = old.sharding.whole_of(
+            old.grad_shard if old.sharding.shard_count > 1 else old.grad_buffer, "construction"
+        )
+        handles = old.shown.reduced()
+        for slot, parameter, handle, used in zip(old.layout.slots, old.params, handles, old.slots.used, strict=True):
+            bucket, _, index = self.slot_of[slot.param]
+            whole = full.narrow(0, slot.offset, slot.numel)
+            # Another gradient that the user has put there since stays.
+            bucket.take_over(index, whole, shown=parameter.grad is handle, used=bool(used))
 
     # -- checks of the parameters ----------------------------------------------------------------------------------
 
@@ -195,25 +205,6 @@ def _in_ddp(labels: Mapping[int, str]) -> list[str]:
 
 def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
-
-
-class Moving:
-    """A bucket's reduced gradients on their way to other buckets."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._layout, self._sharding = bucket.layout, bucket.sharding
-        # [shard_numel] this rank's shard; or [numel] all of them, where this rank has it.
-        self._held = bucket.grad_shard if bucket.sharding.shard_count > 1 else bucket.grad_buffer
-        handles = bucket.shown.reduced()
-        self._shown = [p.grad is handle for p, handle in zip(bucket.params, handles, strict=True)]
-        self._used = bytes(bucket.slots.used)
-
-    def whole(self) -> Iterator[tuple[Slot, Tensor, bool, bool]]:
-        """Collective. Yield for every slot its whole gradient, flat; whether ``.grad`` shows it, and not what the user
-        has put there since; and whether this rank had a part in it."""
-        full = self._sharding.whole_of(self._held, "construction")
-        for slot, shown, used in zip(self._layout.slots, self._shown, self._used, strict=True):
-            yield slot, full.narrow(0, slot.offset, slot.numel), shown, bool(used)
 
 
 @dataclass(frozen=True)

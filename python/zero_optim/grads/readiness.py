@@ -18,7 +18,6 @@ import enum
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,26 +25,6 @@ from torch import Tensor
 from ..comm.sharding import Sharding
 from ..units.schedule import UnitSchedule
 from .bucket import Bucket
-
-
-class Readiness(Protocol):
-    """What the reducer calls, by units and by counts."""
-
-    def use(self, buckets: Sequence[Bucket]) -> None:
-        """Use these buckets from now on. No backward is under way."""
-
-    def begin(self) -> None:
-        """Begin another backward: gradients that have come so far count no more."""
-
-    def gradient_ready(self, index: int, number: int) -> bool:
-        """Count the gradient of parameter ``index``, of bucket ``number``. Runs for every gradient: it must be quick.
-
-        Returns whether this made the bucket full; by units it is always False.
-        """
-
-    def may_launch(self, number: int) -> bool: ...
-
-    def backward_ended(self) -> None: ...
 
 
 class Learned(enum.Enum):
@@ -106,16 +85,16 @@ def _reports(vector: Tensor, count: int) -> list[Observation]:
 class ByCounts:
     """A bucket can be launched when each of its gradients has come as often as in the backward that was observed.
 
-    Most come once. A gradient comes twice where a parameter is used in two segments of a re-entrant checkpoint: each
-    segment runs a backward of its own, and no hook knows which is the last. Such a bucket waits for the end.
+    Most come once. One comes twice where a parameter is used in two segments of a re-entrant checkpoint: each segment
+    runs a backward of its own, and no hook knows which is the last. Such a bucket waits for the end.
 
     Attributes:
         learned: what the ranks know; ``agree`` and ``forget`` change it.
     """
 
     def __init__(self, observes: bool, may_change: Callable[[Sequence[int]], bool]) -> None:
-        """``observes``: whether there is anything to be learned; one rank, and stage 3, have no use for it.
-        ``may_change``: whether a hook of the user's, which runs after ours, may change one of these gradients."""
+        """``observes``: whether there is anything to learn. ``may_change``: whether a later hook of the user's may
+        change one of these gradients."""
         self._observes, self._may_change = observes, may_change
         self.learned = Learned.NOTHING if observes else Learned.ALL
         # How often each parameter comes in a backward, as the ranks agreed. One that is not in it comes once.
@@ -126,11 +105,10 @@ class ByCounts:
         self._to_come: list[int] = []  # how often each has still to come in this one, by index
         self._of_buckets: list[int] = []  # how many are to come in a backward, of each bucket
         self._missing: list[int] = []  # how many have still to come in this one, of each bucket
-        self._forget_observation()
-
-    # -- as the reducer calls it -----------------------------------------------------------------------------------
+        self.drop_observation()
 
     def use(self, buckets: Sequence[Bucket]) -> None:
+        """Use these buckets from now on. No backward is running."""
         self.begin()
         self._params = [[slot.param for slot in bucket.layout.slots] for bucket in buckets]
         of_buckets = [[self._counts.get(index, 1) for index in of_bucket] for of_bucket in self._params]
@@ -142,10 +120,15 @@ class ByCounts:
         self._to_come, self._missing = list(self._expected), list(self._of_buckets)
 
     def begin(self) -> None:
+        """Begin another backward: gradients that have come so far count no more."""
         self._cut_short |= self._to_come != self._expected  # ``backward_ended`` makes them equal: one has raised
         self._to_come, self._missing = list(self._expected), list(self._of_buckets)
 
     def gradient_ready(self, index: int, number: int) -> bool:
+        """Count the gradient of parameter ``index``, of bucket ``number``. Returns whether that made the bucket full.
+
+        Runs for every gradient: it must be quick.
+        """
         self._to_come[index] = left = self._to_come[index] - 1
         if self.learned is not Learned.ALL:
             self._order.append(index)
@@ -174,7 +157,7 @@ class ByCounts:
     def agree(self, reports: Sequence[Observation], order: Sequence[int]) -> list[int] | None:
         """Take over the reports of the ranks: the largest counts, and rank 0's order in place of ``order``.
 
-        Returns the new order, where buckets are to be laid out anew.
+        Returns that, if buckets have to be laid out in another order.
         """
         if not any(report.order for report in reports):
             return None  # a step before any backward: there is still nothing to learn from
@@ -188,7 +171,7 @@ class ByCounts:
             new = list(reversed(last_first)) + [index for index in order if index not in last_first]
         if whole:
             self.learned = Learned.ALL
-        self._forget_observation()
+        self.drop_observation()
         return new if new != list(order) else None
 
     def forget(self, *, order: bool) -> None:
@@ -197,13 +180,10 @@ class ByCounts:
             return
         self.learned = Learned.NOTHING if order or self.learned is Learned.NOTHING else Learned.ORDER
         self._counts = {}
-        self._forget_observation()
+        self.drop_observation()
 
     def drop_observation(self) -> None:
-        """Forget what was observed since the ranks last agreed: its gradients were dropped."""
-        self._forget_observation()
-
-    def _forget_observation(self) -> None:
+        """Forget what was observed since the ranks last agreed."""
         self._order: list[int] = []
         self._observed: dict[int, int] = {}
         self._cut_short = False
@@ -235,3 +215,7 @@ class ByUnits:
 
     def backward_ended(self) -> None:
         pass
+
+
+Readiness = ByCounts | ByUnits
+"""What the reducer calls: the methods of ``ByUnits``, which ``ByCounts`` documents."""

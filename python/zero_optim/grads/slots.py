@@ -33,11 +33,7 @@ _ALONE = max(map(sys.getrefcount, [object()]))  # the count of an object that on
 
 
 class SlotState(enum.Enum):
-    """State of one slot: what the bucket holds of its gradient.
-
-    Where autograd is about to add to an average over ranks, that is taken out of ``.grad``: the new gradient arrives
-    alone, and is reduced and added later. ``tests/grads/test_slots_cells.py`` has the tables of events.
-    """
+    """State of one slot: what the bucket holds of its gradient. ``tests/grads/test_slots_cells.py`` has the events."""
 
     ABSENT = enum.auto()  # nothing
     COLLECTED = enum.auto()  # this rank's sum; ``.grad`` is its view
@@ -82,9 +78,6 @@ class _LocalGrad:
 class Slots:
     """The states of a bucket's slots.
 
-    Kept as one state of the bucket and what differs from it, so that a usual step has nothing to do for each parameter
-    but to compare its ``.grad`` with its handle.
-
     Attributes:
         bucket_state: where the gradients are.
         used: one byte a slot, 1 where this rank has put a gradient of it into the bucket.
@@ -94,6 +87,8 @@ class Slots:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
+        # One state of the bucket, and what differs from it: for a parameter, a usual step only compares its ``.grad``
+        # with its handle.
         self.bucket_state = GradState.EMPTY
         self.used = bytearray(len(params))
         self.refused: dict[int, str] = {}
@@ -133,13 +128,10 @@ class Slots:
         return written
 
     def added(self, index: int) -> None:
-        """Note what autograd has added to this slot's ``.grad``: now, as a backward that raises has no end."""
+        """Record what autograd has added to this slot's ``.grad``: now, as a backward that raises has no end."""
         if index in self._taken:
-            self._note(index)
-
-    def _note(self, index: int) -> None:
-        grad = self._params[index].grad
-        self._taken[index] = None if grad is None else _LocalGrad(grad, grad._version)
+            grad = self._params[index].grad
+            self._taken[index] = None if grad is None else _LocalGrad(grad, grad._version)
 
     def _is_written(self, index: int, grad: Tensor | None) -> bool:
         """True if the user has written into a local gradient beside an average since its backward ended."""
@@ -147,9 +139,9 @@ class Slots:
         return left is not None and left.grad is grad and left.version != grad._version
 
     def backward_ended(self) -> None:
-        """Note the gradients that were added beside an average: who writes into them from here on is the user."""
-        for index in self._touched.intersection(self._taken):  # hooks of the user's may have run since ``added``
-            self._note(index)
+        """Record the gradients that were added beside an average: who writes into them from here on is the user."""
+        for index in self._touched:  # hooks of the user's may have run since ``added``
+            self.added(index)
         self._touched.clear()
 
     def backward_begins(self) -> None:
@@ -180,21 +172,19 @@ class Slots:
         return found
 
     def collect(self, sources: Sequence[tuple[int, Tensor]], views: Sequence[Tensor]) -> None:
-        """Note that these local gradients are in ``grad_buffer``; each ``.grad`` becomes its view of that."""
+        """Show these local gradients, which are in ``grad_buffer`` now, in each ``.grad``."""
         self.bucket_state = GradState.LOCAL if sources else GradState.EMPTY
         for index, _ in sources:
             self._params[index].grad, self.used[index] = views[index], 1
 
     def launch(self, sources: Sequence[tuple[int, Tensor]], handles: Sequence[Tensor]) -> None:
-        """Note that a reduction has left with these gradients. Every ``.grad`` becomes a handle of the result.
-
-        It does so even where only other ranks used the parameter: a ``.grad`` found None later was zeroed by the user.
-        """
+        """Show the result of a reduction, which has left with these gradients, in every ``.grad``."""
         self.bucket_state = GradState.REDUCED
         self._taken.clear()
         self.stale.clear()
         for index, _ in sources:
             self.used[index] = 1
+        # Also where only other ranks used the parameter: a ``.grad`` found None later was zeroed by the user.
         for parameter, handle in zip(self._params, handles, strict=True):
             parameter.grad = handle
 
@@ -210,14 +200,13 @@ class Slots:
         self.stale.update(range(len(self._params)))
 
     def take_over(self, index: int, handle: Tensor | None, *, used: bool) -> None:
-        """Note that the bucket holds this slot's average. ``handle``: for ``.grad``; None: the user has dropped it."""
+        """Show this slot's average, which the bucket holds now. ``handle`` None: the user has dropped it."""
         if handle is not None:
             self._params[index].grad = handle
             self.stale.discard(index)
             self.used[index] = used
 
     def clear(self) -> None:
-        """Forget every gradient."""
         for parameter in self._params:
             parameter.grad = None
         self.bucket_state = GradState.EMPTY
@@ -273,15 +262,14 @@ class Shown:
         sharding: Sharding,
         arrivals: Arrivals,
     ) -> None:
-        """``buffer``: the bucket's memory; ``shard`` [shard_numel]: this rank's shard of the average, within it."""
+        """``shard`` [shard_numel]: this rank's shard of the average, within ``buffer``."""
         self._buffer, self._params, self._sliced, self._arrivals = buffer, flat.params, flat.sliced, arrivals
         self._pieces, self._labels = pieces, labels
         self.full: Sequence[Tensor] = ()
         # ``.grad`` can show a view only in the parameter's own dtype: torch accepts no other.
         if sharding.keeps_full_gradients and buffer.dtype == flat.dtype:
-            self.full = flat.slot_views(buffer)
-            if flat.sliced:
-                self.full = [*map(shown_as, flat.params, self.full)]
+            views = flat.slot_views(buffer)
+            self.full = [*map(shown_as, flat.params, views)] if flat.sliced else views
         # A parameter that all tensor-parallel ranks have may have a term of its gradient on each: summed at launch.
         self._terms: Sequence[Tensor] = ()
         if sharding.reduces and flat.sliced and not flat.cut:
@@ -298,7 +286,7 @@ class Shown:
         self._uses = _storage_uses(buffer)  # last: after all lasting views of it
 
     def reduced(self) -> Sequence[Tensor]:
-        """List the tensors that ``.grad`` shows once the bucket is reduced."""
+        """List what ``.grad`` shows once the bucket is reduced."""
         return self.shards or self.full
 
     def local(self, terms: set[int]) -> Sequence[Tensor]:
@@ -309,14 +297,13 @@ class Shown:
         return [self._terms[index] if index in terms else view for index, view in enumerate(self.full)]
 
     def writes(self) -> int:
-        """Count the user's writes into them: the count grows with each."""
+        """Count the user's writes into them."""
         if self.shards:
             return self._arrivals.zeroed
         # A write through a DTensor shows only in its own version counter.
         return sum(map(_version_of, (*self.full, *self._terms))) if self._sliced else self._buffer._version
 
     def relabel(self) -> None:
-        """Take over new names of the parameters, for messages."""
         for shard, piece in zip(self.shards, self._pieces, strict=False):
             shard.label = f"gradient of {self._labels[piece.slot.param]}"
 
