@@ -365,7 +365,8 @@ class Engine:
         wanted = self.parameters.requiring_grad(indices)
         if self.sharded_model is None:
             return wanted
-        beside = {id(p) for flat in self.sharded_model.trained_flats() for p in flat.params}
+        trained = [flat for unit in self.sharded_model.units for flat in unit.flats if flat.trained]
+        beside = {id(p) for flat in trained for p in flat.params}
         return [index for index in indices if index in wanted or id(self.parameters.all[index]) in beside]
 
     @torch.inference_mode(False)  # hooks need autograd's nodes, and what is made here is written in every step

@@ -419,7 +419,7 @@ def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemor
             own = [shard_of[id(parameter)] for parameter in parameters]
             unit.flats[-1].split(own, host_memory=host_memory, lanes=lanes)
     if sharding.shard_count > 1 or host_memory is not None:
-        unit.show_shards()
+        unit.show(plain=False)
 
 
 def _shard_of(parameter: Tensor, name: str) -> ParamShard:

@@ -28,6 +28,8 @@ class Orders:
     Attributes:
         forward, backward: the units as cycles go through them.
         known: which of the two the ranks have agreed on.
+        called: the units in the order of their calls; one that is called twice in a row is in it once.
+        ended: the units in the order in which calls end, each with whether backward comes to it.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding) -> None:
@@ -35,8 +37,8 @@ class Orders:
         self.forward: list[Unit] = list(units)
         self.backward: list[Unit] = calls_ended(units)[::-1]
         self.known = Known.NOTHING
-        self._called: list[Unit] = []  # a unit that is called twice in a row is in it once
-        self._ended: list[tuple[Unit, bool]] = []  # each with whether backward comes to it
+        self.called: list[Unit] = []
+        self.ended: list[tuple[Unit, bool]] = []
 
     def record(self) -> None:
         """Learn the order anew, from the next forward of the root, and that of backward from the next that trains."""
@@ -44,14 +46,7 @@ class Orders:
 
     def forget_calls(self) -> None:
         """Forget the calls so far: they were of a forward that has raised, or by parts, and have no whole order."""
-        self._called, self._ended = [], []
-
-    def note_call(self, unit: Unit) -> None:
-        self._called.append(unit)
-
-    def note_end(self, unit: Unit, *, needed: bool) -> None:
-        """Note the end of a call. ``needed``: whether backward comes to the unit."""
-        self._ended.append((unit, needed))
+        self.called, self.ended = [], []
 
     def is_wanted(self, *, trains: bool) -> bool:
         """True if the ranks are to agree after this forward of the root. ``trains``: a backward may follow it."""
@@ -60,7 +55,7 @@ class Orders:
     def agree(self, *, trains: bool) -> None:
         """Collective. Take rank 0's order, and add the units to it that only other ranks, or none, have used."""
         number = {unit: index for index, unit in enumerate(self._units)}
-        report = ([number[unit] for unit in self._called], [(number[u], needed) for u, needed in self._ended])
+        report = ([number[unit] for unit in self.called], [(number[u], needed) for u, needed in self.ended])
         reports = self._sharding.world.gather_objects(report, "the first forward")
         known = nested(self.forward)  # where an earlier forward was seen, in its order
         orders = [[self._units[index] for index in called] for called, _ in reports]

@@ -51,7 +51,7 @@ class UnitSchedule(Owing):
 
     Attributes:
         cycle: the one that is open.
-        calls: the forwards that are under way.
+        calls: the running forwards.
         orders: of the cycles.
         due: the backward cycles that may follow the forwards so far.
         prefetch: starts gathers ahead of the visits.
@@ -107,7 +107,7 @@ class UnitSchedule(Owing):
         if root and not part and self.calls.root_begins():
             self._outermost_forward_begins()
         if unit not in self.cycle.open:
-            self.orders.note_call(unit)
+            self.orders.called.append(unit)
         if self.calls.caller_of(unit) is not None:
             self.due.nested = True
         self._visit(unit, Pass.FORWARD, closing=True)
@@ -129,18 +129,17 @@ class UnitSchedule(Owing):
         if moved:
             others = f" and {len(moved) - 1} others" if len(moved) > 1 else ""
             raise ParameterError(
-                f"{moved[0]}{others} were moved, cast or given new data after zero_optim.shard_module, and are again "
-                "what they were: move or cast the model before"
+                f"{moved[0]}{others} were moved, cast or given new data after zero_optim.shard_module. This forward has "
+                "undone that, and raises: units compute in memory of their own. Move or cast the model before "
+                "shard_module; write values within zero_optim.gather_parameters(model, writeback=True)"
             )
 
     def forward_ended(self, unit: Unit, *, part: bool = False) -> None:
         """Record that a forward of ``unit`` is through, or has raised. Call it before ``after_forward``."""
-        self.calls.end(unit)
-        if unit is self.units[0]:
-            if not part:
-                self.calls.root_ended()
+        root = unit is self.units[0]
+        self.calls.end(unit, is_root=root and not part)
         # The unit is unsharded and in no open cycle: a backward within its forward went through it, and left it to us.
-        elif unit not in self.cycle.open and unit.state is UnitState.UNSHARDED:
+        if not root and unit not in self.cycle.open and unit.state is UnitState.UNSHARDED:
             self._reshard_after_forward(unit)
 
     def after_forward(self, unit: Unit, *, requires_grad: bool, part: bool = False) -> None:
@@ -148,7 +147,7 @@ class UnitSchedule(Owing):
         if unit.state is UnitState.GATHERED or in_backward() or (part and unit is self.units[0]):
             return
         checkpointed = self.calls.trains and not torch.is_grad_enabled()  # re-entrant: backward calls it again
-        self.orders.note_end(unit, needed=requires_grad or checkpointed)
+        self.orders.ended.append((unit, requires_grad or checkpointed))
         if unit is self.units[0] and not self.calls.in_root:
             self._complete_open()
             trains = self.calls.trains
@@ -226,7 +225,7 @@ class UnitSchedule(Owing):
         # It was visited already, so it is here. As a gradient comes into it, the units before it are over.
         if unit in cycle.open:
             if closing:
-                self._close_before(unit, cycle.opened_before(unit))
+                self._close_before(unit, [other for other in cycle.open if cycle.open[other] < cycle.open[unit]])
             return
         if unit not in cycle.order:
             self._visit_out_of_order(unit, closing=closing)
@@ -235,7 +234,7 @@ class UnitSchedule(Owing):
         if unit not in cycle.ahead:
             self._complete_open()
             self._begin_cycle(direction)
-        for position in cycle.positions_to(unit):
+        for position in range(cycle.position + 1, cycle.order.index(unit, cycle.position + 1) + 1):
             self._go_to(position, closing=closing)
 
     def _visit_out_of_order(self, unit: Unit, *, closing: bool) -> None:
@@ -326,7 +325,7 @@ class UnitSchedule(Owing):
         if direction is Pass.BACKWARD:
             self.due.backward_ended()
         elif self.calls.trains:
-            self.due.forward_ended()
+            self.due.count += 1
 
 
 def in_backward() -> bool:
@@ -345,5 +344,5 @@ def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = No
     As a rule nothing is left. ``but``: a schedule that is about to wait for its own.
     """
     for schedule in left_to(thread, UnitSchedule):
-        if schedule is not but:
-            schedule.prefetch.start_rest_of_backward()
+        if schedule is not but and schedule.cycle.direction is Pass.BACKWARD:
+            schedule.prefetch.start(schedule.cycle.ahead)

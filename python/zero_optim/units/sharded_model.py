@@ -77,9 +77,6 @@ class ShardedModel:
         """The group that ``shard_module`` was given, or the default one; None for one rank without any."""
         return self._process_group() if self._process_group is not None else None
 
-    def trained_flats(self) -> list[FlatParams]:
-        return [flat for unit in self.units for flat in unit.flats if flat.trained]
-
     def flats_to_train(self, wanted: Mapping[int, Hashable]) -> list[FlatParams]:
         """List the flat tensors of the ``wanted`` parameters, in the order in which backward is through with them.
 

@@ -81,12 +81,10 @@ class StandIn:
         return self._own or getattr(type(self._module), self._name).__get__(self._module)
 
     def watch(self) -> None:
-        """Take the method's place."""
         if self._module.__dict__.get(self._name) is self._own:  # else somebody has wrapped this, and calls it
             self._module.__dict__[self._name] = self
 
     def unwatch(self) -> None:
-        """Give the method its place back."""
         if self._module.__dict__.get(self._name) is self:
             del self._module.__dict__[self._name]
             if self._own is not None:
@@ -106,7 +104,8 @@ class Unit:
         keep: leave the parameters unsharded from the end of forward to backward.
         modules: ``module`` and those within it that are in no other unit.
         enclosing: the units that this one is in.
-        given: by id, the tensors that the forward under way finds in arguments and attributes, and their versions.
+        parts: what stands in for methods of modules within it.
+        given: by id, the tensors that the running forward finds in arguments and attributes, and their versions.
         began: the sequence number of the first node of autograd that this forward makes.
     """
 
@@ -127,7 +126,7 @@ class Unit:
         self.enclosing: set[Unit] = set()
         self.flats: list[FlatParams] = []
         self.registrations: list[Registration] = []
-        self._parts: list[StandIn] = []
+        self.parts: list[StandIn] = []
         self._pending: list[Handle] = []
         self._wholes: list[Tensor] = []  # of each of ``flats``, while gathered
         self._versions: list[int] = []
@@ -142,7 +141,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Start to bring in all parameters, where they are not here yet."""
-        # Each gather is a collective. One that is under way, or has arrived, must not be started again on this rank.
+        # Each gather is a collective. One that is in flight, or has arrived, must not be started again on this rank.
         if self.state in (UnitState.SHARDED, UnitState.NODE_SHARDED):
             # Where the ranks of the node keep all of it among them, no other rank needs to take part.
             node = self.node if self.state is UnitState.NODE_SHARDED else None
@@ -156,13 +155,17 @@ class Unit:
         if self.state is UnitState.UNSHARDING:
             with span("wait for", self.label):
                 for gather in self._pending:
-                    self._await(gather)
+                    gather.of = self.label
+                    try:
+                        gather.wait()
+                    except CollectiveError as error:
+                        raise CollectiveError(f"gathering {self.label}: {error}") from error
             self._pending = []  # only now: parameters that failed to arrive must not be shown
             for flat in self.flats:
                 # A shard that rests in host memory was copied on a lane of its own. On one rank no gather follows that.
                 flat.order_after_copy()
                 flat.show()
-            self.show_plain()
+            self.show(plain=True)
             self.state = UnitState.UNSHARDED
 
     def moved(self) -> list[str]:
@@ -173,13 +176,6 @@ class Unit:
         chosen = {id(parameter) for some in parameters for parameter in some}
         return list(dict.fromkeys(place.shard.label for place in self.registrations if id(place.plain) in chosen))
 
-    def _await(self, gather: Handle) -> None:
-        gather.of = self.label
-        try:
-            gather.wait()
-        except CollectiveError as error:
-            raise CollectiveError(f"gathering {self.label}: {error}") from error
-
     def reshard(self, *, to_node: bool = False) -> None:
         """Free all but this rank's shard; ``to_node``: and but its part of what its node keeps."""
         # The gather writes into the memory that is about to be freed, and the other ranks count on this one in it.
@@ -189,7 +185,7 @@ class Unit:
         if self.state is UnitState.UNSHARDED or (self.state is UnitState.NODE_SHARDED and not to_node):
             node = self.node if to_node else None
             with span("reshard", self.label):
-                self.show_shards()  # first: it raises where a parameter was replaced, and then nothing was freed
+                self.show(plain=False)  # first: it raises where a parameter was replaced, and then nothing was freed
                 for flat in self.flats:
                     flat.reshard(node)
             self.state = UnitState.SHARDED if node is None else UnitState.NODE_SHARDED
@@ -202,43 +198,32 @@ class Unit:
 
     # -- what the modules hold -----------------------------------------------------------------------------------
 
-    def show_plain(self, module: nn.Module | None = None) -> None:
-        """Let ``module``, or every one, hold plain parameters."""
+    def show(self, module: nn.Module | None = None, *, plain: bool) -> None:
+        """Let ``module``, or every one, hold plain parameters, or else shards."""
         for place in self.registrations:
-            if module is None or place.module is module:
-                self._register(place, place.plain)
-
-    def show_shards(self, module: nn.Module | None = None) -> None:
-        """Let ``module``, or every one, hold shards."""
-        for place in self.registrations:
-            if module is None or place.module is module:
-                self._register(place, place.shard)
-
-    def _register(self, place: Registration, new: Tensor) -> None:
-        held = place.module._parameters
-        # Somebody else's parameter there would be used, and trained, without being sharded.
-        if held.get(place.name) is not place.plain and held.get(place.name) is not place.shard:
-            raise ParameterError(
-                f"{place.shard.label} was replaced after zero_optim.shard_module: write into it instead, within "
-                "zero_optim.gather_parameters(model, writeback=True). torch.func.functional_call with other parameters "
-                "runs within zero_optim.gather_parameters(model)"
-            )
-        held[place.name] = new  # type: ignore[assignment]  # setattr would check, and find it is no nn.Parameter
+            if module is not None and place.module is not module:
+                continue
+            held = place.module._parameters
+            # Somebody else's parameter there would be used, and trained, without being sharded.
+            if held.get(place.name) is not place.plain and held.get(place.name) is not place.shard:
+                raise ParameterError(
+                    f"{place.shard.label} was replaced after zero_optim.shard_module: write into it instead, within "
+                    "zero_optim.gather_parameters(model, writeback=True). torch.func.functional_call with other "
+                    "parameters runs within zero_optim.gather_parameters(model)"
+                )
+            # setattr would check, and find that a shard is no nn.Parameter
+            held[place.name] = place.plain if plain else place.shard  # type: ignore[assignment]
 
     # -- calls of what is within -----------------------------------------------------------------------------------
 
-    def add_part(self, part: StandIn) -> None:
-        self._parts.append(part)
-        part.watch()
-
     def watch_parts(self) -> None:
-        """Let a call of a part stand in for a forward of the unit: none is under way."""
-        for part in self._parts:
+        """Let a call of a part stand in for a forward of the unit: none is running."""
+        for part in self.parts:
             part.watch()
 
     def unwatch_parts(self) -> None:
-        """Leave calls of parts alone: a forward of the unit is under way, and its parameters are here."""
-        for part in self._parts:
+        """Leave calls of parts alone: a forward of the unit is running, and its parameters are here."""
+        for part in self.parts:
             part.unwatch()
 
     # -- for the user --------------------------------------------------------------------------------------------
@@ -249,12 +234,11 @@ class Unit:
         self.state = UnitState.GATHERED
         self.unwatch_parts()
         self._wholes = [flat.copy_out() for flat in self.flats]
-        self.show_plain()
+        self.show(plain=True)
         self._versions = [parameter._version for parameter in self.parameters]
 
     def take_replaced(self) -> None:
-        """Copy tensors that were assigned to ``.data`` into the whole parameters. Raises ShardAccessError where one has
-        another shape."""
+        """Copy tensors that were assigned to ``.data`` into the whole parameters."""
         for flat, whole in zip(self.flats, self._wholes, strict=True):
             if (odd := flat.take_replaced(whole)) is not None:
                 raise ShardAccessError(
@@ -276,7 +260,7 @@ class Unit:
     def drop(self) -> None:
         """Go back to shards. The whole parameters live for as long as somebody has them."""
         if self.state is UnitState.GATHERED:
-            self.show_shards()
+            self.show(plain=False)
             for flat in self.flats:
                 flat.hide()  # the memory is not freed: what the user has taken out of the block views it
             self._wholes = []
