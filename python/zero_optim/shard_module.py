@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -81,7 +81,10 @@ def shard_module(
     """
     row = read_row(tensor_parallel, mesh_of(model.parameters()))
     group, topology = read_topology(group_of(process_group, mesh), row, explicit_tp=tensor_parallel is not None)
-    comm = make_comm(group, _nearest(model, device))
+    nearest = None  # where units compute, as far as that is known before anything is checked
+    with suppress(RuntimeError):  # raised below, on all ranks, where ``device`` is none
+        nearest = _device(model.parameters(), device)
+    comm = make_comm(group, nearest)
     plans: list[UnitPlan] = []
     with comm.raising_together("shard_module"):
         validate.check_group(process_group, mesh)
@@ -93,7 +96,7 @@ def shard_module(
             _check_no_experts(plans)
         else:
             validate.check_private([*model.parameters()], [repr(name) for name, _ in model.named_parameters()])
-        target = _device(plans, device)
+        target = _device((p for plan in plans for p in plan.parameters.values()), device)
         validate.check_backend(comm, target)
     options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
     options |= {"param_offload": param_offload, **topology.described()}
@@ -103,7 +106,7 @@ def shard_module(
     comm.take_own_group("shard_module")  # gathers run while reductions are under way in another group
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
-    keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
+    keep = reshard_after_forward is not True and ranks_of_node == 1
     sharding = make_sharding(comm, 3, target, topology)
     shard_group = sharding.shard_group
     node = None
@@ -163,13 +166,10 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
         raise ShardAccessError("gather_parameters was entered in a forward or backward: enter it between steps")
     model.schedule.check_awake("gather_parameters")
     wanted = {id(plain_parameter(parameter)) for parameter in module.parameters()}
-    called = set(module.modules())  # a root without parameters is marked GATHERED, too, so that its forward is free
-    units = [
-        unit
-        for unit in model.units
-        if any(id(parameter) in wanted for parameter in unit.parameters)
-        or (not unit.parameters and unit.module in called)
-    ]
+    units = [unit for unit in model.units if any(id(parameter) in wanted for parameter in unit.parameters)]
+    # A root without parameters is marked GATHERED, too, so that its forward is free.
+    called = set(module.modules())
+    units += [unit for unit in model.units if not unit.parameters and unit.module in called]
     fresh = [unit for unit in units if unit.state is not UnitState.GATHERED]
     if writeback and len(fresh) < len(units):
         raise ShardAccessError("gather_parameters(writeback=True) was entered within another: write in that one")
@@ -185,8 +185,8 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
         written = [label for unit in fresh for label in unit.written()]
         if written and not writeback:
             raise ShardAccessError(
-                f"{', '.join(written)} was written within gather_parameters(model), and is again what it was: to keep "
-                "what is written, give it writeback=True on every rank"
+                f"{', '.join(written)} was written within gather_parameters(model), which has dropped the new values: "
+                "to keep them, give it writeback=True on every rank"
             )
         for unit in fresh if writeback else ():
             unit.write_back()
@@ -312,8 +312,8 @@ def _describe(plans: Sequence[UnitPlan], options: Mapping[str, object]) -> list[
 
 
 def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_offload: str | None, ranks: int) -> None:
-    if type(reshard_after_forward) not in (bool, int) or (
-        type(reshard_after_forward) is int and (reshard_after_forward < 1 or ranks % reshard_after_forward)
+    if type(reshard_after_forward) is not bool and (
+        type(reshard_after_forward) is not int or reshard_after_forward < 1 or ranks % reshard_after_forward
     ):
         raise ValueError(
             f"reshard_after_forward must be True, False or a divisor of {ranks} ranks, got {reshard_after_forward!r}"
@@ -355,21 +355,11 @@ def _check_no_experts(plans: Sequence[UnitPlan]) -> None:
                 )
 
 
-def _device(plans: Sequence[UnitPlan], device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        target = torch.device(device)
-        return torch.device("cuda", torch.cuda.current_device()) if str(target) == "cuda" else target
-    devices = [parameter.device for plan in plans for parameter in plan.parameters.values() if not parameter.is_meta]
+def _device(parameters: Iterable[Tensor], device: torch.device | str | None) -> torch.device:
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    return devices[0] if devices else _device(plans, default)
-
-
-def _nearest(model: nn.Module, device: torch.device | str | None) -> torch.device | None:
-    """Guess where units compute, before anything is checked; None: that is not known."""
-    with suppress(RuntimeError):  # raised later, on all ranks, where ``device`` is none
-        if device is not None:
-            return torch.device(device)
-    return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
+    there = next((parameter.device for parameter in parameters if not parameter.is_meta), default)
+    target = torch.device(there if device is None else device)
+    return torch.device("cuda", torch.cuda.current_device()) if str(target) == "cuda" else target
 
 
 @torch.no_grad()
@@ -406,21 +396,17 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
 
 def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None, lanes: Lanes | None) -> None:
     """Collective. Shard the unit's parameters, in flat tensors as ``plan`` groups them."""
-    shards = {key: _shard_of(parameter, plan.registrations[key][0][2]) for key, parameter in plan.parameters.items()}
-    shard_of = {id(plan.parameters[key]): shard for key, shard in shards.items()}
-    unit.registrations = [
-        Registration(module, name, plan.parameters[key], shards[key])
-        for key, registrations in plan.registrations.items()
-        for module, name, _ in registrations
-    ]
+    shard_of: dict[int, ParamShard] = {}
+    for key, parameter in plan.parameters.items():
+        places = plan.registrations[key]
+        empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        shard_of[id(parameter)] = shard = ParamShard(empty, 0, parameter, places[0][2])
+        unit.registrations += [Registration(module, name, parameter, shard) for module, name, _ in places]
+    splits = sharding.shard_count > 1 or host_memory is not None
     for (_, _, trained), parameters in plan.flats().items():
         unit.flats.append(flatten(parameters, sharding, trained=trained))
-        if sharding.shard_count > 1 or host_memory is not None:
+        if splits:
             own = [shard_of[id(parameter)] for parameter in parameters]
             unit.flats[-1].split(own, host_memory=host_memory, lanes=lanes)
-    if sharding.shard_count > 1 or host_memory is not None:
+    if splits:
         unit.show(plain=False)
-
-
-def _shard_of(parameter: Tensor, name: str) -> ParamShard:
-    return ParamShard(torch.empty(0, dtype=parameter.dtype, device=parameter.device), 0, parameter, name)

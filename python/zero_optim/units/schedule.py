@@ -129,9 +129,9 @@ class UnitSchedule(Owing):
         if moved:
             others = f" and {len(moved) - 1} others" if len(moved) > 1 else ""
             raise ParameterError(
-                f"{moved[0]}{others} were moved, cast or given new data after zero_optim.shard_module. This forward has "
-                "undone that, and raises: units compute in memory of their own. Move or cast the model before "
-                "shard_module; write values within zero_optim.gather_parameters(model, writeback=True)"
+                f"{moved[0]}{others} were moved, cast or given new data after zero_optim.shard_module. The forward has "
+                "undone that, as units compute in memory of their own. Move or cast the model before shard_module; "
+                "write values within zero_optim.gather_parameters(model, writeback=True)"
             )
 
     def forward_ended(self, unit: Unit, *, part: bool = False) -> None:
