@@ -1,7 +1,4 @@
-"""What a schedule keeps track of: the open cycle, the running forwards, and the backwards that may follow.
-
-A *cycle* goes once through all units, in an order that all ranks have agreed on.
-"""
+"""What a schedule keeps track of: the open cycle, the running forwards, and the backwards that may follow."""
 
 from __future__ import annotations
 
@@ -19,14 +16,12 @@ ORDER_CODES = 64
 
 
 class Pass(enum.Enum):
-    """Direction of a cycle."""
-
     FORWARD = 1
     BACKWARD = 2
 
 
 class Cycle:
-    """The cycle that is open, or none.
+    """The cycle that is open, or none: it goes once through all units, in an order that all ranks have agreed on.
 
     Attributes:
         direction: of the cycle that is open; None: none is.
@@ -48,12 +43,11 @@ class Cycle:
 
     @property
     def ahead(self) -> Sequence[Unit]:
-        """The units that are still to be visited, the next one first."""
         return self.order[self.position + 1 :]
 
     @property
     def code(self) -> int:
-        """A digest of the cycles so far: equal on ranks that went through the same, and very likely unequal else."""
+        """A digest of the cycles so far, which ranks compare."""
         return self._digest % ORDER_CODES
 
 
@@ -72,7 +66,6 @@ class Prefetch:
         self.reducing: set[object] = set()
 
     def reduction_begins(self, of: object) -> None:
-        """Hold gathers back: the host is going to wait for a reduction (gloo)."""
         self.reducing.add(of)
 
     def reductions_arrived(self, of: object) -> None:
@@ -120,14 +113,13 @@ class Calls:
         return self._roots > 0
 
     def root_begins(self) -> bool:
-        """Record that the root is called. Returns whether this is its outermost forward."""
+        """Returns whether this is the root's outermost forward."""
         self._roots += 1
         if self._roots == 1:
             self._root_trains = torch.is_grad_enabled()
         return self._roots == 1
 
     def cycle_begins(self) -> None:
-        """Record that a forward cycle begins, with the call that is about to be recorded."""
         self.by_part = not self.in_root
         # A re-entrant checkpoint within the root's forward disables gradients, and a backward follows all the same.
         self.trains = torch.is_grad_enabled() or (self.in_root and self._root_trains)
@@ -175,7 +167,7 @@ class BackwardsDue:
             self.reset()
 
     def reset(self) -> None:
-        """Let no backward be due: the gradients were applied, and none may come through the forwards so far."""
+        """Let no backward be due: the gradients were applied."""
         self.count = self._begun = 0
         self.nested = self._by_part = False
 

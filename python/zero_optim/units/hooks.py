@@ -1,7 +1,7 @@
 """Hooks by which modules and autograd drive the schedule: a unit's forward begins or ends; a gradient comes into it.
 
-A *part* of a unit is a module within it, or a method other than ``forward``. Called while no forward of the unit is
-under way, it counts as one: the unit is gathered before, and gradients come back into it through what the part returns.
+A *part* of a unit is a module within it, or a method other than ``forward``. Called while no forward of the unit runs,
+it counts as one: the unit is gathered before, and gradients come back into it through what the part returns.
 So a model runs whichever of its modules is called first: an embedding alone, modules that a method calls, or a model
 that has lost the sharded wrapper, as when ``peft`` merges adapters.
 """
@@ -154,8 +154,7 @@ class _AfterStateDict(_Hook):
 
 
 class _WholeStateDict(_Hook):
-    """Puts whole tensors into the state dict of the model, in ``get_model_state_dict`` with ``full_state_dict=True``.
-    That call is collective, and would leave shards there."""
+    """Puts whole tensors into the state dict of ``get_model_state_dict`` with ``full_state_dict=True``: collective."""
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

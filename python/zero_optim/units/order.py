@@ -41,15 +41,14 @@ class Orders:
         self.ended: list[tuple[Unit, bool]] = []
 
     def record(self) -> None:
-        """Learn the order anew, from the next forward of the root, and that of backward from the next that trains."""
+        """Learn the orders again, from the next forwards of the root."""
         self.known = Known.NOTHING
 
     def forget_calls(self) -> None:
-        """Forget the calls so far: they were of a forward that has raised, or by parts, and have no whole order."""
         self.called, self.ended = [], []
 
     def is_wanted(self, *, trains: bool) -> bool:
-        """True if the ranks are to agree after this forward of the root. ``trains``: a backward may follow it."""
+        """True if the ranks are to agree after this forward of the root."""
         return self.known is Known.NOTHING or (trains and self.known is Known.FORWARD)
 
     def agree(self, *, trains: bool) -> None:

@@ -38,7 +38,7 @@ class Listener(Protocol):
         """More units are over: see ``is_over``."""
 
     def order_known(self) -> None:
-        """The order in which backward is through with units is known, ``orders.over``."""
+        """``orders.over`` is known, in which backward is through with units."""
 
 
 class UnitSchedule(Owing):
@@ -135,7 +135,7 @@ class UnitSchedule(Owing):
             )
 
     def forward_ended(self, unit: Unit, *, part: bool = False) -> None:
-        """Record that a forward of ``unit`` is through, or has raised. Call it before ``after_forward``."""
+        """Record that a forward of ``unit`` is over, or has raised. Comes before ``after_forward``."""
         root = unit is self.units[0]
         self.calls.end(unit, is_root=root and not part)
         # The unit is unsharded and in no open cycle: a backward within its forward went through it, and left it to us.
@@ -185,7 +185,7 @@ class UnitSchedule(Owing):
             self.complete_backward()
 
     def reshard_all(self) -> None:
-        """Collective, where a cycle is open. Complete it, and reshard every unit but those of ``gather_parameters``."""
+        """Collective, where a cycle is open. Complete it, and reshard every unit outside ``gather_parameters``."""
         self._complete_open()
         self._holds = False
         for unit in self.units:
@@ -211,7 +211,7 @@ class UnitSchedule(Owing):
     def _visit(self, unit: Unit, direction: Pass, *, closing: bool) -> None:
         """Go to ``unit`` in the cycle of this direction; begin a new cycle where the unit is behind.
 
-        ``closing``: units before it are over. Not for a checkpoint that computes again: their backward is to come.
+        ``closing``: units before it are over, unless a checkpoint computes again and their backward is to come.
         """
         if direction is Pass.BACKWARD:
             self.watch.enter()
@@ -227,8 +227,13 @@ class UnitSchedule(Owing):
             if closing:
                 self._close_before(unit, [other for other in cycle.open if cycle.open[other] < cycle.open[unit]])
             return
-        if unit not in cycle.order:
-            self._visit_out_of_order(unit, closing=closing)
+        if unit not in cycle.order:  # it needed no gradient when the order was recorded
+            if closing:
+                self._close_before(unit, cycle.open)
+            # Its gather has no turn of its own. Some ranks have prefetched already, others have not. Now all have, and
+            # this unit comes next on each.
+            self.prefetch.start_next()
+            self._open_unit(unit, cycle.position)
             return
         # It is behind: all ranks go through the rest of this cycle before they begin another.
         if unit not in cycle.ahead:
@@ -236,15 +241,6 @@ class UnitSchedule(Owing):
             self._begin_cycle(direction)
         for position in range(cycle.position + 1, cycle.order.index(unit, cycle.position + 1) + 1):
             self._go_to(position, closing=closing)
-
-    def _visit_out_of_order(self, unit: Unit, *, closing: bool) -> None:
-        """Visit a unit that is not in the cycle: it needed no gradient when the order was recorded."""
-        if closing:
-            self._close_before(unit, self.cycle.open)
-        # This unit is in no cycle, so its gather has no turn of its own. Some ranks have prefetched already, others
-        # have not. Now all have, and this unit comes next on each.
-        self.prefetch.start_next()
-        self._open_unit(unit, self.cycle.position)
 
     def _go_to(self, position: int, *, closing: bool) -> None:
         unit = self.cycle.order[position]
@@ -274,7 +270,6 @@ class UnitSchedule(Owing):
         self._close([other for other in over if other not in kept])
 
     def _close(self, units: Iterable[Unit]) -> None:
-        """Leave these units behind as over, inner ones first."""
         for unit in sorted(units, key=lambda unit: -len(unit.enclosing)):
             del self.cycle.open[unit]
             held = self._holds or unit in self.calls.running

@@ -1,6 +1,5 @@
 """A unit: the module whose parameters are gathered together, and what of them is in memory.
 
-Every rank always has its 1/N of the parameters. ``UnitState`` is what else is in memory.
 ``tests/units/test_unit_cells.py`` has the table of events.
 """
 
@@ -24,7 +23,7 @@ from ..params.param_shard import ParamShard
 
 
 class UnitState(enum.Enum):
-    """What of a unit's parameters is in memory on a rank beside its 1/N, and what the modules hold.
+    """What of a unit's parameters is in memory on a rank beside its 1/N, which is always there.
 
     ============  ======================  ============
     state         beside the 1/N          modules hold
@@ -59,15 +58,12 @@ class Registration:
 
 
 class StandIn:
-    """Replaces a module's method, under its name in the module's ``__dict__``, which Python searches before the class.
-
-    Args:
-        around: is called in its place, with the method and the arguments.
-    """
+    """Replaces a module's method by ``around``, which is called with the method and the arguments."""
 
     def __init__(self, module: nn.Module, name: str, around: Callable[..., Any]) -> None:
         self._module, self._name, self._around = module, name, around
-        self._own = module.__dict__.get(name)  # what the module had before, where that was not its class's
+        # Python searches the module's ``__dict__`` before the class. This is what it had there before.
+        self._own = module.__dict__.get(name)
         functools.update_wrapper(self, self._method(), updated=())  # clients look at a method's signature
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,8 +88,7 @@ class StandIn:
 
 
 class Unit:
-    """The parameters that a module holds outside the units within it: one ``FlatParams`` for each dtype, with trained
-    and frozen parameters apart.
+    """The parameters that a module holds outside the units within it, in one ``FlatParams`` for each kind.
 
     Args:
         name: of the module in the model; empty for the root.
@@ -110,13 +105,7 @@ class Unit:
     """
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        modules: Sequence[nn.Module],
-        node: Comm | None,
-        *,
-        keep: bool,
+        self, name: str, module: nn.Module, modules: Sequence[nn.Module], node: Comm | None, *, keep: bool
     ) -> None:
         self.name, self.module, self.modules = name, module, list(modules)
         self.node, self.keep = node, keep
@@ -169,7 +158,7 @@ class Unit:
             self.state = UnitState.UNSHARDED
 
     def moved(self) -> list[str]:
-        """List the labels of parameters that were moved or cast since they arrived, and show them as they were."""
+        """List the labels of parameters that were moved or cast since they arrived, and undo that."""
         return self._labels(flat.moved() for flat in self.flats) if self.state is UnitState.UNSHARDED else []
 
     def _labels(self, parameters: Iterable[Iterable[Tensor]]) -> list[str]:
