@@ -1,13 +1,10 @@
 """Recovery from an exception in backward: a rank completes what it owes the others, with zeros for what did not come.
 
-A backward launches collectives in a fixed order: gathers of a model's units, reductions of an optimizer's buckets.
-Where it raises on one rank, the others wait for the rest of these. The rank launches that in the next call that all
-ranks make::
+A backward launches gathers of a model's units, and reductions of an optimizer's buckets, in a fixed order. Where it
+raises on one rank, that rank launches the rest in the next call that all ranks make::
 
     rank 0   backward raises half-way     zero_grad: launches the rest, then clears
     rank 1   backward                     zero_grad: clears
-
-``BackwardWatch`` finds where a backward begins and ends, and that one has raised. ``Owing`` is what it leaves open.
 """
 
 from __future__ import annotations
@@ -31,11 +28,9 @@ class BackwardWatch:
     """Calls ``on_begin`` at the first hook of a backward and ``on_end`` when the whole of it is over.
 
     A backward may run others inside it: re-entrant checkpointing runs one a segment, and all hooks may fire in those.
-    A backward that raises never ends: it is found dead when the next one begins.
+    One that raises never ends: it is found dead when the next one begins.
 
-    Attributes:
-        task: the id of the graph task that was entered last, and has not ended; else NO_TASK. A hook within this task
-            need not call ``enter``.
+    ``task`` is the id of the graph task that was entered last, and runs; else NO_TASK. Its hooks need not ``enter``.
     """
 
     def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
@@ -104,7 +99,7 @@ class Owing:
     Attributes:
         thread: the thread of the program that uses it.
         watch: finds the backwards that go through it.
-        turn: those with a lower one are completed first.
+        turn: the place in the order in which several are completed.
     """
 
     turn = 0
@@ -131,15 +126,13 @@ _owing: weakref.WeakValueDictionary[int, Owing] = weakref.WeakValueDictionary()
 AnyOwing = TypeVar("AnyOwing", bound=Owing)
 
 
-def all_of(kind: type[AnyOwing]) -> list[AnyOwing]:
-    """List all of this kind in the process, in the order in which they were made."""
+def all_of(kind: type[AnyOwing], left_to: UserThread | None = None) -> list[AnyOwing]:
+    """List all of this kind, in the order in which they were made; or those that are left to a thread to complete."""
     alive = [reference() for reference in _owing.valuerefs()]  # a copy: another thread may make one meanwhile
-    return [owing for owing in alive if isinstance(owing, kind)]
-
-
-def left_to(thread: UserThread, kind: type[AnyOwing]) -> list[AnyOwing]:
-    """List those of this kind that the thread completes."""
-    return [owing for owing in all_of(kind) if thread.may_complete(owing.thread) and not owing.out_of_step]
+    found = [owing for owing in alive if isinstance(owing, kind)]
+    if left_to is None:
+        return found
+    return [owing for owing in found if left_to.may_complete(owing.thread) and not owing.out_of_step]
 
 
 def complete_raised(thread: UserThread) -> list[Owing]:
@@ -150,7 +143,7 @@ def complete_raised(thread: UserThread) -> list[Owing]:
 
     Returns all that no running backward uses.
     """
-    idle = [owing for owing in left_to(thread, Owing) if not owing.watch.running]
+    idle = [owing for owing in all_of(Owing, left_to=thread) if not owing.watch.running]
     idle.sort(key=lambda owing: owing.turn)
     for owing in idle:
         owing.complete_raised()

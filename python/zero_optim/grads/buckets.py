@@ -86,7 +86,7 @@ class Buckets:
         return new
 
     def lay_out(self, *parts: Sequence[int]) -> None:
-        """Build all buckets anew for ``parts``. Collective where they hold reduced gradients, which move along."""
+        """Build all buckets for ``parts``. Collective where there are reduced gradients, which move along."""
         for bucket in self.all:
             bucket.wait()
             bucket.unsharding.wait()
@@ -133,8 +133,7 @@ class Buckets:
             bucket.slots.backward_begins()
 
     def check_in_place(self, number: int) -> None:
-        """Check once a backward that the parameters of bucket ``number`` are views of it: when it is full, else at the
-        end of the backward, unless it is sharded then."""
+        """Check once a backward that the parameters of bucket ``number`` are views of it, unless it is sharded."""
         bucket = self.all[number]
         if number in self._in_place or (bucket.flat.sharded and not bucket.flat.shown):
             return
@@ -143,7 +142,7 @@ class Buckets:
         self._in_place.add(number)
 
     def check_not_cast(self) -> None:
-        """Check in ``step`` that no parameter was cast after the last backward, as between ``zero_grad`` and here."""
+        """Check in ``step`` that no parameter was cast after the last backward."""
         for bucket in self.all:
             if not bucket.flat.sharded and (cast := bucket.flat.first_cast()) is not None:
                 self._raise_moved(bucket, cast)
@@ -159,11 +158,9 @@ class Buckets:
         )
 
     def check_not_in_ddp(self) -> None:
-        """Raise ParameterError where a live ``DistributedDataParallel`` holds one of the parameters.
-
-        It reduces the gradients a second time, and nothing of torch's shows it from outside: at stage 0 the result is
-        wrong without any error. Clients wrap models on their own, so one walk over the interpreter's objects finds it.
-        """
+        """Raise ParameterError where a live ``DistributedDataParallel`` holds one of the parameters."""
+        # It reduces the gradients a second time, and torch does not show that from outside: at stage 0 the result is
+        # wrong without any error. Clients wrap models on their own. So a walk over the interpreter's objects finds it.
         labels = {id(p): bucket.label(slot) for bucket in self.all for slot, p in enumerate(bucket.params)}
         found = _in_ddp(labels)
         if found:
@@ -179,7 +176,7 @@ class Buckets:
 
     @property
     def refused(self) -> dict[int, str]:
-        """The reasons for which this rank could not use a gradient, by the index of its parameter."""
+        """By parameter index, why this rank could not use a gradient."""
         slots = [(bucket, index) for bucket in self.all for index in bucket.slots.refused]
         return {bucket.layout.slots[index].param: bucket.slots.refused[index] for bucket, index in slots}
 
@@ -260,10 +257,7 @@ def layouts_by_size(
     order: Sequence[int],
     costs: Mapping[int, int],
 ) -> list[tuple[BucketLayout, BucketKind]]:
-    """Lay out parameters by index, with no need of tensors: as many in a bucket as fit.
-
-    ``numels``: elements of each. ``costs``: see ``build_layout``.
-    """
+    """Lay out parameters by index: as many in a bucket as fit. ``costs``: see ``build_layout``."""
     cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
     # Numbers stand for the kinds, which take long to hash and to compare: one object serves many parameters.
     distinct = {id(kind): kind for kind in kinds.values()}
@@ -289,10 +283,8 @@ MUCH_PADDING, MANY_BYTES = 0.25, 2**26
 
 
 def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None:
-    """Warn where the parameters that no rank cuts are too few for the ranks of their shard group.
-
-    Rank 0 warns, before memory is taken for them: it may not be enough.
-    """
+    """Warn where the parameters that no rank cuts are too few for their shard group."""
+    # Before memory is taken for them: it may not be enough.
     whole = [(layout, kind) for layout, kind in laid_out if not kind.rule.layout.cuts]
     for sharding in dict.fromkeys(kind.sharding for _, kind in whole):
         of_sharding = [(layout, kind) for layout, kind in whole if kind.sharding == sharding]
@@ -311,7 +303,7 @@ def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None
 
 
 def buffer_nbytes(buckets: Iterable[tuple[int, torch.dtype]], sharding: Sharding) -> int:
-    """Count the bytes of a communication buffer for any of these ``buckets``, each by its elements and dtype."""
+    """Count the bytes of a buffer for any of these ``buckets``, each by its elements and dtype."""
     sizes = (numel * sharding.reduce_dtype(dtype).itemsize for numel, dtype in buckets)
     return max(sizes, default=0) if sharding.reduces else 0
 

@@ -98,12 +98,11 @@ class Reducer:
         return new
 
     def lay_out(self, *parts: Sequence[int]) -> None:
-        """Build all buckets anew for ``parts`` of the parameters: see ``Buckets``. Collective where they hold reduced
-        gradients, which move along."""
-        world = self.sharding.world
+        """Build all buckets for ``parts`` of the parameters: see ``Buckets.lay_out``."""
         try:
             self.layout.lay_out(*parts)
-            with world.raising_together("making the buffers", self.sharding.device):  # memory may be lacking
+            # Memory may be lacking.
+            with self.sharding.world.raising_together("making the buffers", self.sharding.device):
                 self._use_layout()
             for follow in self.on_layout:
                 follow(self.buckets)
@@ -130,8 +129,7 @@ class Reducer:
         return self.layout.all
 
     def restore_order(self, *parts: Sequence[int]) -> None:
-        """Lay the buckets out in a saved order, by parts as they were; parameters not in it follow. Gradients are
-        dropped."""
+        """Lay the buckets out in a saved order, and drop gradients. Parameters that are not in it follow."""
         known = {index for part in parts for index in part}
         *first, last = [[*part] for part in parts]
         last += [index for index in self.layout.order if index not in known]
@@ -149,17 +147,15 @@ class Reducer:
             bucket.before_accumulate(slot)
 
     def _on_ready(self, index: int, parameter: Tensor) -> None:
-        """Count a gradient that is ready.
-
-        This runs for every gradient, so it does little more: 4 µs here are a third of a backward over parameters of 512
-        elements. Work that can wait until a bucket is full does.
-        """
+        """Count a gradient that is ready."""
+        # This runs for every gradient, so it does little more: 4 µs here are a third of a backward over parameters of
+        # 512 elements. Work that can wait until a bucket is full does.
         if self._streams.several:  # before anything can raise: autograd has written the gradient by now
             self._streams.note()
         if current_task() != self._watch.task:
             self._watch.enter()
         bucket, number, slot = self.layout.slot_of[index]
-        # Its bucket was launched: the others have reduced without this gradient. The exchange makes all ranks raise.
+        # Its bucket was launched: the other ranks reduce without this gradient. The exchange makes all ranks raise.
         if number < self.rounds.next:
             self.late.add(index)
             return
@@ -251,12 +247,11 @@ class Reducer:
             self._watch.enter()
 
     def units_over(self) -> None:
-        """Launch the buckets of units that are over: in this backward, or in one that raised and is completed now."""
         if self.rounds.open:
             self.rounds.launch_or_drop(rest=False)
 
     def order_known(self) -> None:
-        """Put the buckets in the order that the ranks have agreed on: that in which backward is through with units."""
+        """Put the buckets in the order in which backward is through with units, on which the ranks have agreed."""
         assert self._schedule is not None
         flats = [flat for unit in self._schedule.orders.over for flat in unit.flats]
         buckets = sorted(self.buckets, key=lambda bucket: flats.index(bucket.flat))
@@ -272,7 +267,6 @@ class Reducer:
         backward may reach only some ranks, so afterwards every rank owes a round.
         """
         if self._schedule is not None:
-            self.rounds.complete_all_raised(due=True)
             self.rounds.complete_missed("step")
             self.rounds.local()
 
@@ -337,11 +331,9 @@ class Reducer:
         return alone or waiting
 
     @torch.no_grad()
-    def _collect(self) -> bool:
-        changed = False
+    def _collect(self) -> None:
         for bucket in self.buckets:
-            changed |= bucket.collect(self._streams)
-        return changed
+            bucket.collect(self._streams)
 
     def follow_edits(self) -> Edits:
         """Take gradients as the user has left them. Returns the edits since ``finish``, or since the last call."""
@@ -368,16 +360,16 @@ class Reducer:
         return edits
 
     def end_step(self) -> None:
-        """Note that the gradients were applied. They stay until they are cleared; the next step has its own rounds."""
+        """Record that the gradients were applied. They stay until they are cleared."""
         self._streams.forget()
         self.rounds.step()
 
     def clear(self, set_to_none: bool = True) -> None:
-        """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
-        zeroed_before = self.sharding.reduces and self.rounds.zeroed  # every rank calls this a second time since a step
-        self.rounds.complete_all_raised(due=zeroed_before)
-        if zeroed_before:
+        """Drop every gradient, or make it zero."""
+        if self.sharding.reduces and self.rounds.zeroed:  # every rank makes this call: the second since a step
             self.rounds.complete_missed("zero_grad")
+        else:
+            self.rounds.complete_all_raised()
         self.sharding.second_legs.issue()  # else ranks whose next backward has data wait for one that has none
         self.rounds.clear()
         self.rounds.came = False
@@ -391,7 +383,7 @@ class Reducer:
         self.rounds.deallocate_idle_buffers()
 
     def observe(self) -> None:
-        """Let the next synchronised backward count anew how often each gradient becomes ready. The layout stays."""
+        """Let the next synchronised backward count how often each gradient becomes ready. The layout stays."""
         self.rounds.complete_all_raised()
         self.late.clear()
         self._counts.forget(order=False)
@@ -426,7 +418,7 @@ class Reducer:
         return any(self.layout.used()) or any(parameter.grad is not None for parameter in self.parameters.values())
 
     def _abandon(self) -> None:
-        """Note that a collective may not arrive any more."""
+        """Record that a collective may not arrive any more."""
         if self.sharding.host_waits:
             self.sharding.world.abandon()
         else:
@@ -435,9 +427,6 @@ class Reducer:
 
 class GradHooks:
     """The hooks that autograd calls for each parameter, by index: before it adds to a gradient, and after.
-
-    They go on the node that accumulates, not on the tensor: a tensor's own hooks run under ``torch.autograd.grad`` too,
-    which accumulates nothing.
 
     Args:
         before: called with the index, and what is to be added, before autograd adds to a gradient; None: no such hook.
@@ -457,7 +446,8 @@ class GradHooks:
             frozen = not parameter.requires_grad
             if frozen:  # it takes no hooks, and may have a gradient of before
                 parameter.requires_grad_(True)
-            # As get_gradient_edge does, in a quarter of the time.
+            # The hooks go on the node that accumulates, not on the tensor: a tensor's own run under
+            # ``torch.autograd.grad``, too, which accumulates nothing. As get_gradient_edge, in a quarter of the time.
             node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             self._nodes[index] = node
             handle = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
@@ -469,13 +459,13 @@ class GradHooks:
                 parameter.requires_grad_(False)
 
     def followed_by_users(self, indices: Sequence[int]) -> bool:
-        """True if a hook of the user's, which may change the gradient, runs after ours at one of these."""
+        """True if a hook of the user's, which may change the gradient, runs after ours."""
         if max(map(len, map(self._post.__getitem__, indices)), default=0) <= 1:
             return False  # as a rule
         return any(next(reversed(self._post[index])) != self._own[index] for index in indices)
 
     def accumulates(self, index: int) -> bool:
-        """True if the backward under way is going to add to this parameter's gradient, or has done so."""
+        """True if the running backward adds to this parameter's gradient, or has done so."""
         return torch._C._will_engine_execute_node(self._nodes[index])
 
     def remove(self) -> None:

@@ -70,12 +70,12 @@ class RoundState(enum.Enum):
 
 
 class RoundCounter:
-    """The state of a rank's rounds, and how many were completed.
+    """The state of a rank's rounds.
 
     Attributes:
         launched: rounds since the last ``step`` or ``zero_grad``.
         zeroed: whether ``zero_grad`` was called since the last ``step``.
-        applied: whether nothing was accumulated since the last ``step`` or ``zero_grad``: any gradient there is old.
+        applied: whether nothing was accumulated since the last ``step`` or ``zero_grad``: any gradient is stale.
     """
 
     def __init__(self) -> None:
@@ -251,12 +251,11 @@ class Rounds(RoundCounter, Owing):
     def complete_all_raised(self, *, due: bool = False) -> None:
         """Collective. Complete what exceptions have left open: here, and in all models and optimizers of the thread.
 
-        Args:
-            due: every rank makes this call after its backward. So join all gathers of it, even if it raised here before
-                it came to any unit::
+        ``due``: every rank makes this call after its backward. So join all gathers of that, even if it raised here
+        before it came to any unit::
 
-                    rank 0   backward: raises at once               step: joins the gathers of units 3, 2 and 1
-                    rank 1   backward: waits to gather unit 3       unit 2   unit 1   step
+            rank 0   backward: raises at once               step: joins the gathers of units 3, 2 and 1
+            rank 1   backward: waits to gather unit 3       unit 2   unit 1   step
         """
         self.thread.note()
         self.complete_raised()  # before the others: where a collective has failed, this raises
@@ -271,11 +270,11 @@ class Rounds(RoundCounter, Owing):
                 owing.streams.join()  # autograd does so where a backward ends, and not where it raises
 
     def complete_missed(self, call: str) -> None:
-        """Collective. Launch as many rounds as any rank has since the last ``step`` or ``zero_grad``.
+        """Collective, in a ``call`` that every rank makes after its backward: complete what exceptions have left open,
+        then launch as many rounds as any rank has since the last ``step`` or ``zero_grad``.
 
-        A backward that raised before its first gradient has left no trace here, and the others wait for its round. It
-        is looked for in a ``call`` that every rank makes: ``step`` with a closure at stage 3, and the second
-        ``zero_grad`` since the last ``step``.
+        A backward that raised before its first gradient has left no trace here, and the others wait for its round.
         """
+        self.complete_all_raised(due=True)
         for _ in range(max(self._sharding.world.gather_objects(self.launched, call)) - self.launched):
             self.complete_round()

@@ -21,7 +21,7 @@ from ..comm.sharding import Sharding
 from ..errors import ParameterError, ShardAccessError, ZeroOptimError
 from ..mode import ASLEEP
 from ..params.flat_params import FlatParams
-from ..recovery import BackwardWatch, Owing, complete_raised, left_to
+from ..recovery import BackwardWatch, Owing, all_of, complete_raised
 from ..user_thread import UserThread
 from .cycle import BackwardsDue, Calls, Cycle, Pass, Prefetch
 from .order import Orders
@@ -174,11 +174,7 @@ class UnitSchedule(Owing):
             self.complete_backward()
 
     def complete_all_backwards(self) -> None:
-        """Collective, from ``step``. Complete the cycle that is open; then go through one for each backward due.
-
-        A forward with gradients makes one due. If this rank's backward raised before it came to a unit, nothing has
-        begun here, while other ranks wait in the gathers of theirs.
-        """
+        """Collective. Complete the cycle that is open; then go through one for each backward that is due."""
         self._complete_open()  # it may be a forward that raised
         while self.due.count:
             self._begin_cycle(Pass.BACKWARD)
@@ -335,9 +331,7 @@ def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = No
 
         rank 0   B 2    B 1: waits for rank 1    A 1
         rank 1   B 2    (has not called B 1)     A 1: waits for rank 0
-
-    As a rule nothing is left. ``but``: a schedule that is about to wait for its own.
     """
-    for schedule in left_to(thread, UnitSchedule):
+    for schedule in all_of(UnitSchedule, left_to=thread):
         if schedule is not but and schedule.cycle.direction is Pass.BACKWARD:
             schedule.prefetch.start(schedule.cycle.ahead)
