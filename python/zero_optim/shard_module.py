@@ -91,10 +91,8 @@ def shard_module(
         topology = replace(topology, rows=read_rows(mesh))
         _check_arguments(reshard_after_forward, prefetch, param_offload, topology.shard_count(comm))
         plans = plan_units(model, units)
-        _check_plans(plans, topology)
-        if comm.world_size > 1:
-            _check_no_experts(plans)
-        else:
+        _check_plans(plans, topology, alone=comm.world_size == 1)
+        if comm.world_size == 1:
             validate.check_private([*model.parameters()], [repr(name) for name, _ in model.named_parameters()])
         target = _device((p for plan in plans for p in plan.parameters.values()), device)
         validate.check_backend(comm, target)
@@ -229,15 +227,6 @@ class UnitPlan:
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
     registrations: dict[int, list[tuple[nn.Module, str, str]]] = field(default_factory=dict)
 
-    def flats(self) -> dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]]:
-        """Group the parameters of each flat tensor: by dtype, by whether they are cut over tensor-parallel ranks, and
-        by whether they are trained."""
-        kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
-        for parameter in self.parameters.values():
-            kind = parameter.dtype, is_cut(parameter), parameter.requires_grad
-            kinds.setdefault(kind, []).append(parameter)
-        return kinds
-
 
 def plan_units(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[UnitPlan]:
     """Plan the units of ``model``, the root first. Raises ParameterError where there are none."""
@@ -324,7 +313,7 @@ def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_off
         raise ValueError(f"param_offload must be None or 'cpu', got {param_offload!r}")
 
 
-def _check_plans(plans: Sequence[UnitPlan], topology: Topology) -> None:
+def _check_plans(plans: Sequence[UnitPlan], topology: Topology, *, alone: bool) -> None:
     parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
     labels = [repr(plan.registrations[key][0][2]) for plan in plans for key in plan.parameters]
     if not parameters:
@@ -336,23 +325,18 @@ def _check_plans(plans: Sequence[UnitPlan], topology: Topology) -> None:
         )
     for parameter, label in zip(parameters, labels, strict=True):
         validate.check_kind(parameter, label, parameter, label, meta=True)
+        if not alone and getattr(parameter, "allreduce", True) is False:
+            raise ParameterError(
+                f"{label} has allreduce = False, which marks experts, and stage 3 shards all parameters over all "
+                "ranks: train the model at stage 2, without shard_module, and give the optimizer the experts in a group "
+                "with process_group. They are spread over the ranks already"
+            )
     validate.check_slices(parameters, labels, topology)
     real = [(p, label) for p, label in zip(parameters, labels, strict=True) if not p.is_meta]
     validate.check_memory([p for p, _ in real], [label for _, label in real])
     check_free(parameters, labels)
     validate.check_marks(parameters, labels, topology)
     validate.check_any_marked(parameters, labels, topology)
-
-
-def _check_no_experts(plans: Sequence[UnitPlan]) -> None:
-    for plan in plans:
-        for key, parameter in plan.parameters.items():
-            if getattr(parameter, "allreduce", True) is False:
-                raise ParameterError(
-                    f"{plan.registrations[key][0][2]!r} has allreduce = False, which marks experts, and stage 3 shards "
-                    "all parameters over all ranks: train the model at stage 2, without shard_module, and give the "
-                    "optimizer the experts in a group with process_group. They are spread over the ranks already"
-                )
 
 
 def _device(parameters: Iterable[Tensor], device: torch.device | str | None) -> torch.device:
@@ -395,15 +379,17 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
 
 
 def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None, lanes: Lanes | None) -> None:
-    """Collective. Shard the unit's parameters, in flat tensors as ``plan`` groups them."""
+    """Collective. Shard the unit's parameters, in a flat tensor for each kind."""
     shard_of: dict[int, ParamShard] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
     for key, parameter in plan.parameters.items():
+        kinds.setdefault((parameter.dtype, is_cut(parameter), parameter.requires_grad), []).append(parameter)
         places = plan.registrations[key]
         empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         shard_of[id(parameter)] = shard = ParamShard(empty, 0, parameter, places[0][2])
         unit.registrations += [Registration(module, name, parameter, shard) for module, name, _ in places]
     splits = sharding.shard_count > 1 or host_memory is not None
-    for (_, _, trained), parameters in plan.flats().items():
+    for (_, _, trained), parameters in kinds.items():
         unit.flats.append(flatten(parameters, sharding, trained=trained))
         if splits:
             own = [shard_of[id(parameter)] for parameter in parameters]
