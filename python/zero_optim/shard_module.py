@@ -328,8 +328,8 @@ def _check_plans(plans: Sequence[UnitPlan], topology: Topology, *, alone: bool) 
         if not alone and getattr(parameter, "allreduce", True) is False:
             raise ParameterError(
                 f"{label} has allreduce = False, which marks experts, and stage 3 shards all parameters over all "
-                "ranks: train the model at stage 2, without shard_module, and give the optimizer the experts in a group "
-                "with process_group. They are spread over the ranks already"
+                "ranks: train the model at stage 2, without shard_module, and give the optimizer the experts in a "
+                "group with process_group. They are spread over the ranks already"
             )
     validate.check_slices(parameters, labels, topology)
     real = [(p, label) for p, label in zip(parameters, labels, strict=True) if not p.is_meta]
