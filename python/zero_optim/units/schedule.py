@@ -119,12 +119,9 @@ class UnitSchedule(Owing):
         root_alone_by_part = self.calls.by_part and self.cycle.position == 0
         if not (self.cycle.direction is Pass.FORWARD and root_alone_by_part):
             self._complete_open()
-        self._check_in_place()
         self.orders.forget_calls()
         self.calls.running.clear()  # they have raised, and no hook has ended them
-
-    def _check_in_place(self) -> None:
-        """Raise ParameterError where the model was moved or cast while an evaluation had left units unsharded."""
+        # The model may be moved or cast while an evaluation has left units unsharded.
         moved = [label for unit in self.units for label in unit.moved()]
         if moved:
             others = f" and {len(moved) - 1} others" if len(moved) > 1 else ""
