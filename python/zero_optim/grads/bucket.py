@@ -335,10 +335,10 @@ class Bucket:
 
     def _drop_stale(self) -> None:
         """Take stale slots out of ``grad_shard``."""
-        parts = [self._part_of(index) for index in self.slots.stale]
-        if len(parts) == len(self.params):  # one kernel in place of one for each slot, as after ``module.zero_grad()``
-            parts = [self.grad_shard]
-        if parts:
+        if stale := self.slots.stale:
+            # One kernel where all of it goes, as after ``module.zero_grad()``; else one for each slot.
+            whole = len(stale) == len(self.params)
+            parts = [self.grad_shard] if whole else [self._part_of(index) for index in stale]
             self.arrivals.then(partial(_zero, *parts))
 
     def _drop_zeroed(self, zeroed: Sequence[tuple[int, Tensor]]) -> None:
