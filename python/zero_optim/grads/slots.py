@@ -94,7 +94,7 @@ class Slots:
         self.refused: dict[int, str] = {}
         self.stale: set[int] = set()
         self._taken: dict[int, _LocalGrad | None] = {}
-        self._touched: set[int] = set()  # TAKEN slots that the backward under way has added to
+        self._touched: set[int] = set()  # TAKEN slots that the running backward has added to
 
     def __getitem__(self, index: int) -> SlotState:
         if self.bucket_state is GradState.EMPTY:
@@ -260,8 +260,9 @@ class Shown:
         self.full: Sequence[Tensor] = ()
         # ``.grad`` can show a view only in the parameter's own dtype: torch accepts no other.
         if sharding.keeps_full_gradients and buffer.dtype == flat.dtype:
-            views = flat.slot_views(buffer)
-            self.full = [*map(shown_as, flat.params, views)] if flat.sliced else views
+            self.full = flat.slot_views(buffer)
+            if flat.sliced:
+                self.full = [*map(shown_as, flat.params, self.full)]
         # A parameter that all tensor-parallel ranks have may have a term of its gradient on each: summed at launch.
         self._terms: Sequence[Tensor] = ()
         if sharding.reduces and flat.sliced and not flat.cut:
@@ -275,7 +276,7 @@ class Shown:
         self._inner = [[*map(local_of, self.full)] if flat.sliced else [], inner]
         for view in self.shards:
             view.arrivals = bucket.arrivals  # only now: reading ``local`` waits for them, and they may never come
-        self._uses = _storage_uses(buffer)  # last: after all lasting views of it
+        self._uses = _storage_uses(buffer)  # last: after all lasting views of it, and with no other alive
 
     def reduced(self) -> Sequence[Tensor]:
         """List what ``.grad`` shows once the bucket is reduced."""
