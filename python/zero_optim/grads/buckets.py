@@ -115,9 +115,8 @@ class Buckets:
 
     def _move_gradients(self, old: Bucket) -> None:
         """Collective. Copy this rank's part of every reduced gradient in ``old`` into the bucket that has it now."""
-        full = old.sharding.whole_of(
-            old.grad_shard if old.sharding.shard_count > 1 else old.grad_buffer, "construction"
-        )
+        held = old.grad_shard if old.sharding.shard_count > 1 else old.grad_buffer
+        full = old.sharding.whole_of(held, "construction")
         handles = old.shown.reduced()
         for slot, parameter, handle, used in zip(old.layout.slots, old.params, handles, old.slots.used, strict=True):
             bucket, _, index = self.slot_of[slot.param]
