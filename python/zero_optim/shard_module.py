@@ -82,7 +82,7 @@ def shard_module(
     row = read_row(tensor_parallel, mesh_of(model.parameters()))
     group, topology = read_topology(group_of(process_group, mesh), row, explicit_tp=tensor_parallel is not None)
     nearest = None  # where units compute, as far as that is known before anything is checked
-    with suppress(RuntimeError):  # raised below, on all ranks, where ``device`` is none
+    with suppress(RuntimeError, AssertionError):  # raised below, on all ranks, where there is no such ``device``
         nearest = _device(model.parameters(), device)
     comm = make_comm(group, nearest)
     plans: list[UnitPlan] = []
