@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from ..comm.sharding import Sharding
 from .unit import Unit
@@ -71,10 +71,14 @@ class Orders:
     @property
     def over(self) -> list[Unit]:
         """All units in the order in which a backward is through with them; last those that it does not come to."""
-        last: dict[Unit, None] = {}
-        for unit in over(self.backward):
-            last.pop(unit, None)
-            last[unit] = None
+        visited: list[Unit] = []
+        closed: list[Unit] = []  # as ``UnitSchedule`` closes units when it visits those of the cycle, inner ones first
+        for unit in self.backward:
+            left = [other for other in visited if other is not unit and other not in unit.enclosing]
+            visited = [other for other in visited if other not in left and other is not unit] + [unit]
+            closed += sorted(left, key=lambda other: -len(other.enclosing))
+        closed += sorted(visited, key=lambda other: -len(other.enclosing))
+        last = list(dict.fromkeys(reversed(closed)))[::-1]  # of a unit that is visited again, the last time counts
         return [*last, *(unit for unit in self._units if unit not in last)]
 
 
@@ -143,8 +147,12 @@ def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
             continue
         around = around_of[unit]
         beside = [other for other in known[:place] if around_of[other] == around]
-        at = _after_last(complete, beside[-1]) if beside else 0
-        if not beside and around:
+        at = 0
+        if beside:
+            at = 1 + _last(complete, beside[-1])
+            while at < len(complete) and beside[-1] in complete[at].enclosing:
+                at += 1
+        elif around:
             at = 1 + _last(complete, max(around, key=lambda outer: len(outer.enclosing)))
         complete.insert(at, unit)
     return complete
@@ -152,21 +160,3 @@ def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
 
 def _last(order: Sequence[Unit], unit: Unit) -> int:
     return len(order) - 1 - order[::-1].index(unit)
-
-
-def _after_last(order: Sequence[Unit], unit: Unit) -> int:
-    """Find where the last call of ``unit`` is over, with those within it."""
-    at = 1 + _last(order, unit)
-    while at < len(order) and unit in order[at].enclosing:
-        at += 1
-    return at
-
-
-def over(cycle: Sequence[Unit]) -> Iterator[Unit]:
-    """Yield units in the order in which ``UnitSchedule`` closes them as over, when it visits those of ``cycle``."""
-    visited: list[Unit] = []
-    for unit in cycle:
-        left = [other for other in visited if other is not unit and other not in unit.enclosing]
-        visited = [other for other in visited if other not in left and other is not unit] + [unit]
-        yield from sorted(left, key=lambda other: -len(other.enclosing))
-    yield from sorted(visited, key=lambda other: -len(other.enclosing))
