@@ -72,7 +72,7 @@ def shard_module(
         param_offload: "cpu": shards rest in host memory, pinned for a GPU, and units are copied from there. They are
             updated there with ``ShardedAdamW(..., state_offload="cpu")``, else on the device.
 
-    Where something fails later than the checks below, as in ``init_fn``, make the model anew.
+    Where something fails later than the checks below, as in ``init_fn``, create the model again.
 
     Raises, on every rank:
         ParameterError: a parameter that cannot be sharded; no such unit; a model that is sharded already.
@@ -101,7 +101,7 @@ def shard_module(
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
     comm.label = "a sharded model"
-    comm.take_own_group("shard_module")  # gathers run while reductions are under way in another group
+    comm.take_own_group("shard_module")  # gathers run while reductions are in flight in another group
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is not True and ranks_of_node == 1
@@ -321,7 +321,7 @@ def _check_plans(plans: Sequence[UnitPlan], topology: Topology, *, alone: bool) 
     if any(isinstance(parameter, ParamShard) for parameter in parameters) or sharded_model_of(parameters):
         raise ParameterError(
             "the model, or a part of it, was given to shard_module before: shard each model once. "
-            "Where that has failed, make the model anew"
+            "Where that has failed, create the model again"
         )
     for parameter, label in zip(parameters, labels, strict=True):
         validate.check_kind(parameter, label, parameter, label, meta=True)

@@ -145,7 +145,7 @@ class Bucket:
         part.copy_(whole if self.sharding.shard_count == 1 else whole[piece.in_param :][: len(part)])
         self.slots.take_over(index, self.shown.reduced()[index] if shown else None, used=used)
 
-    def let_go(self) -> None:
+    def release_parameters(self) -> None:
         """Drop the parameters' memory, which goes as they move to other buckets. Reduced gradients stay until then."""
         keep_for_current_stream(self.flat.full, self.grad_buffer)
         # ``unsharding`` stays: where new buckets cannot be made, forwards still ask whether a gather is in flight.
@@ -253,7 +253,7 @@ class Bucket:
         self.arrivals.expect(handle)
 
     def note_writes(self) -> None:
-        """Note that all writes into the gradients so far are known, or were not the user's."""
+        """Record that all writes into the gradients so far are known, or were not the user's."""
         self._writes_known = self.shown.writes()
 
     @property
@@ -299,7 +299,7 @@ class Bucket:
 
     def abandon(self) -> None:
         """Wait for nothing any more: ranks are out of sync, or the optimizer is closed on this rank alone."""
-        # At stage 3 ``clear`` frees memory. A reduction under way keeps the memory that it writes into.
+        # At stage 3 ``clear`` frees memory. A reduction in flight keeps the memory that it writes into.
         if self.flat.sharded and self.arrivals.in_flight:
             self._allocate_gradients()
         self.arrivals.abandon()

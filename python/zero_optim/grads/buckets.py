@@ -62,7 +62,7 @@ class Buckets:
 
     def use(self, parts: Sequence[Sequence[int]], buckets: Sequence[Bucket]) -> None:
         """Use these buckets from now on. Their gradients stay where they are."""
-        for bucket in self.all:  # ``let_go`` leaves them their arrivals
+        for bucket in self.all:  # ``release_parameters`` leaves them their arrivals
             bucket.wait()
         self.parts, self.all = [list(part) for part in parts if part], list(buckets)
         device = self._sharding.device
@@ -97,7 +97,7 @@ class Buckets:
         terms = {bucket.layout.slots[index].param for bucket in self.all for index in bucket.packing.terms}
         refused = self.refused  # the next step raises for them, whatever the layout is by then
         for bucket in self.all:
-            bucket.let_go()
+            bucket.release_parameters()
         with self._sharding.world.raising_together("laying out the buckets", device):  # memory may be lacking
             upto = itertools.accumulate(map(list, parts), operator.add)
             self.use(parts, [bucket for part, of in zip(parts, upto, strict=True) for bucket in self._make(part, of)])

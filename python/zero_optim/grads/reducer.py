@@ -48,7 +48,7 @@ class Reducer:
     Attributes:
         rounds: the rounds of reductions that this rank owes.
         layout: the buckets.
-        on_layout: called with the buckets after they were laid out anew.
+        on_layout: called with the buckets after they were laid out again.
         on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
         late: parameters whose gradient arrived after their bucket was launched; it stays on this rank.
         leftover: parameters whose gradient ``finish`` found to be assigned after the last round. Where all ranks have

@@ -286,7 +286,7 @@ class Shown:
         """List the tensors that ``.grad`` shows of this rank's own gradients, of which ``terms`` are terms of a sum."""
         if not terms:
             return self.full
-        # Made anew each time: a list that is kept would look like a user who keeps gradients.
+        # Made each time: a list that is kept would look like a user who keeps gradients.
         return [self._terms[index] if index in terms else view for index, view in enumerate(self.full)]
 
     def writes(self) -> int:

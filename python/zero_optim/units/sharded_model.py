@@ -29,7 +29,7 @@ class ShardedModel:
     """The units of ``model``, the root first. On one rank, without offload, nothing is sharded, and there is no hook.
 
     Attributes:
-        sharding: of the parameters. It has a group of its own: while backward runs, reductions are under way in
+        sharding: of the parameters. It has a group of its own: while backward runs, reductions are in flight in
             another.
         host_memory: where shards rest; None: on the device.
         lanes: those on which shards are copied from there.
