@@ -57,7 +57,6 @@ class Bucket:
 
     Attributes:
         flat: the parameters; at stage 3 those of a unit.
-        labels: a name for each parameter of the optimizer, by its index.
         param_shard: [shard_numel] this rank's part of them.
         keeps_full: whether gradients rest here in full: at stages 0 and 1, and on one rank.
         grad_buffer: where gradients rest, [numel] where ``keeps_full``, else [shard_numel].
@@ -74,7 +73,7 @@ class Bucket:
     def __init__(self, layout: BucketLayout, flat: FlatParams, labels: Sequence[str], sharding: Sharding) -> None:
         self.layout, self.flat, self.sharding = layout, flat, sharding
         self.params = flat.params
-        self.labels = labels
+        self._labels = labels
         self.dtype, self.device = flat.dtype, flat.device
         self.reduce_dtype = sharding.reduce_dtype(self.dtype)
         self.pieces = flat.pieces if layout is flat.layout else tuple(layout.pieces(sharding.shard_index))
@@ -85,7 +84,7 @@ class Bucket:
         self.unsharding = Unsharding(layout, flat, labels, sharding)
         self.follower: Follower | None = None
         self.slots = Slots(self.params)
-        self.packing = Packing(self)
+        self.packing = Packing(layout, flat, labels, sharding, self.slots.refused)
         # Without a grid the shard group's reduce-scatter is the whole reduction: one call less on the way to it.
         whole = sharding.grid is None and sharding.shard_count > 1
         self._reduce = sharding.data_parallel.reduce_scatter if whole else sharding.reduce
@@ -113,7 +112,7 @@ class Bucket:
         dtype = self.sharding.grad_dtype(self.dtype)
         self.grad_buffer = buffer = torch.zeros(numel, dtype=dtype, device=self.device)
         self.grad_shard = self.sharding.own_part(buffer) if self.keeps_full else buffer
-        self.shown = Shown(self)
+        self.shown = Shown(buffer, self.grad_shard, self.flat, self.pieces, self._labels, self.sharding, self.arrivals)
         self._are_terms: set[int] = set()
         if self.flat.sharded:
             deallocate(self.grad_buffer)
@@ -126,10 +125,10 @@ class Bucket:
             self._allocate_gradients()
 
     def __str__(self) -> str:
-        return _name(self.layout, self.labels)
+        return _name(self.layout, self._labels)
 
     def label(self, index: int) -> str:
-        return self.labels[self.layout.slots[index].param]
+        return self._labels[self.layout.slots[index].param]
 
     # -- another layout --------------------------------------------------------------------------------------------
 

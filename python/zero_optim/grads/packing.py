@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 import zero_kernels
 
+from ..comm.sharding import Sharding
 from ..errors import GradientError
+from ..params.flat_params import FlatParams
+from ..params.layout import BucketLayout
 from ..params.storage_order import as_stored
 from ..params.tensor_slice import is_term, local_gradient
-
-if TYPE_CHECKING:
-    from .bucket import Bucket
 
 _dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _STRIDED = {torch.strided}
@@ -34,14 +33,20 @@ class Packing:
         refused: by slot, why this rank's gradient was left out. The others' count, and the exchange raises on all.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._layout, self._flat, self._sharding = bucket.layout, bucket.flat, bucket.sharding
-        self._labels, self.refused = bucket.labels, bucket.slots.refused
-        flat = bucket.flat
+    def __init__(
+        self,
+        layout: BucketLayout,
+        flat: FlatParams,
+        labels: Sequence[str],
+        sharding: Sharding,
+        refused: dict[int, str],
+    ) -> None:
+        self._layout, self._flat, self._labels, self._sharding = layout, flat, labels, sharding
+        self.refused = refused
         self.nonfinite = torch.zeros(len(flat.params), dtype=torch.int32, device=flat.device)
         self.terms: set[int] = set()
-        self._marked = [i for i, p in enumerate(flat.params) if self._sharding.of_plain_slices and is_term(p)]
-        self._offsets = [slot.offset for slot in bucket.layout.slots]
+        self._marked = [i for i, p in enumerate(flat.params) if sharding.of_plain_slices and is_term(p)]
+        self._offsets = [slot.offset for slot in layout.slots]
         self._absent = torch.empty(0, dtype=flat.dtype, device=flat.device)  # ``pack`` takes it for a missing gradient
         self._dtypes = {flat.dtype}  # the one dtype that gradients may have; a set, as ``pack`` compares sets
         self._pack_op = zero_kernels.Prepared("pack")

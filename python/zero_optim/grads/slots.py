@@ -16,17 +16,17 @@ import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..comm.handle import Arrivals
+from ..comm.sharding import Sharding
 from ..comm.streams import references_in_cpp
+from ..params.flat_params import FlatParams
 from ..params.flat_shard import FlatShard
+from ..params.layout import SlotPiece
 from ..params.tensor_slice import local_of, shown_as
-
-if TYPE_CHECKING:
-    from .bucket import Bucket
 
 _grad_of, _version_of = operator.attrgetter("grad"), operator.attrgetter("_version")
 _ALONE = max(map(sys.getrefcount, [object()]))  # the count of an object that one list alone refers to
@@ -252,11 +252,19 @@ class Shown:
         shards: a ``FlatShard`` each, from stage 1 on, where only this rank's shard has the average; else empty.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
-        # The bucket itself is not kept: in a cycle of references its memory would stay until the next collection.
-        buffer, flat, sharding = bucket.grad_buffer, bucket.flat, bucket.sharding
-        self._buffer, self._params, self._sliced = buffer, flat.params, flat.sliced
-        self._arrivals, self._pieces, self._labels = bucket.arrivals, bucket.pieces, bucket.labels
+    def __init__(
+        self,
+        buffer: Tensor,
+        shard: Tensor,
+        flat: FlatParams,
+        pieces: Sequence[SlotPiece],
+        labels: Sequence[str],
+        sharding: Sharding,
+        arrivals: Arrivals,
+    ) -> None:
+        """``shard`` [shard_numel]: this rank's shard of the average, within ``buffer``."""
+        self._buffer, self._params, self._sliced, self._arrivals = buffer, flat.params, flat.sliced, arrivals
+        self._pieces, self._labels = pieces, labels
         self.full: Sequence[Tensor] = ()
         # ``.grad`` can show a view only in the parameter's own dtype: torch accepts no other.
         if sharding.keeps_full_gradients and buffer.dtype == flat.dtype:
@@ -270,12 +278,12 @@ class Shown:
             self._terms = [shown_as(parameter, local_of(view), term=True) for parameter, view in pairs]
         self.shards: Sequence[FlatShard] = ()
         if sharding.stage >= 1 and sharding.reduces:
-            self.shards = _flat_shards(bucket)
+            self.shards = _flat_shards(shard, flat, pieces, labels)
         # The user can take these from the tensors above: the local shard, or the local tensor of a DTensor.
         inner = [view.local for view in self.shards] if flat.sharded else []
         self._inner = [[*map(local_of, self.full)] if flat.sliced else [], inner]
         for view in self.shards:
-            view.arrivals = bucket.arrivals  # only now: reading ``local`` waits for them, and they may never come
+            view.arrivals = arrivals  # only now: reading ``local`` waits for them, and they may never come
         self._uses = _storage_uses(buffer)  # last: after all lasting views of it, and with no other alive
 
     def reduced(self) -> Sequence[Tensor]:
@@ -321,19 +329,21 @@ class Shown:
         return any(count > _ALONE + here or in_cpp > 1 + here for here, count, in_cpp in found)
 
 
-def _flat_shards(bucket: Bucket) -> Sequence[FlatShard]:
-    """Make a ``FlatShard`` a slot over the bucket's shard, which shows the parameters' dtype."""
+def _flat_shards(
+    shard: Tensor, flat: FlatParams, pieces: Sequence[SlotPiece], labels: Sequence[str]
+) -> Sequence[FlatShard]:
+    """Make a ``FlatShard`` a slot over ``shard`` [shard_numel], which shows the parameters' dtype."""
     return [
         FlatShard(
-            bucket.grad_shard.narrow(0, piece.in_shard, piece.numel),
+            shard.narrow(0, piece.in_shard, piece.numel),
             piece.in_param,
             parameter.shape,
-            f"gradient of {bucket.label(index)}",
-            bucket.dtype,
-            bucket.flat.orders[index],
-            bucket.flat.slices[index],
+            f"gradient of {labels[piece.slot.param]}",
+            flat.dtype,
+            flat.orders[index],
+            flat.slices[index],
         )
-        for index, (piece, parameter) in enumerate(zip(bucket.pieces, bucket.params, strict=True))
+        for index, (piece, parameter) in enumerate(zip(pieces, flat.params, strict=True))
     ]
 
 
