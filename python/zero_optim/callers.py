@@ -23,18 +23,12 @@ def called_from(module: str) -> bool:
 
 def called_within(module: str) -> bool:
     """True if code of ``module`` is anywhere on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back
-    return frame is not None
+    return any(_frames_of(module))
 
 
 def called_within_function(module: str, name: str) -> bool:
     """True if the function of that name and module is anywhere on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != (name, module):
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code.co_name == name for frame in _frames_of(module))
 
 
 def local_of_caller(name: str) -> Any:
@@ -44,9 +38,15 @@ def local_of_caller(name: str) -> Any:
 
 def locals_of_callers(name: str, module: str) -> Iterator[Any]:
     """Yield the local variables ``name`` of all frames of ``module``'s code on the stack, the innermost first."""
+    for frame in _frames_of(module):
+        # Of other frames ``f_locals`` is not asked for: the copy that it makes keeps what the frame deletes later.
+        if name in frame.f_locals:
+            yield frame.f_locals[name]
+
+
+def _frames_of(module: str) -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # Of other frames ``f_locals`` is not asked for: the copy that it makes keeps what the frame deletes later.
-        if frame.f_globals.get("__name__") == module and name in frame.f_locals:
-            yield frame.f_locals[name]
+        if frame.f_globals.get("__name__") == module:
+            yield frame
         frame = frame.f_back

@@ -32,11 +32,12 @@ from .errors import GradientError, ZeroOptimError
 from .grads.bucket import Bucket
 from .grads.buckets import buckets_by_size, buckets_of_units
 from .grads.reducer import Reducer
-from .grads.rounds import open_rounds
+from .grads.rounds import Rounds
 from .grads.slots import GradState
 from .mode import CurrentMode, Mode
 from .params.parameter_set import ParameterSet, Shardings
 from .params.tensor_slice import is_cut, local_of
+from .recovery import all_of
 from .rules.codec import Begins
 from .rules.group_rules import GroupRules
 from .settings import Settings
@@ -188,9 +189,6 @@ class Engine:
         Two kinds of gradient need a second pass: those of thawed parameters, and those assigned after the last round.
         The first exchange shows that every rank has them, or raises. The second pass reduces them.
         """
-        # Even if the last exchange still holds: at stage 3 a backward without gradients still has gathers to join.
-        with span("step.finish"):
-            self.reducer.rounds.complete_all_backwards()
         if self.exchange.knows(stats=False):
             self._follow_edits()
         if self.exchange.knows(stats=self._wants_stats):
@@ -325,7 +323,8 @@ class Engine:
         wanted = [index for index in indices if self.parameters.all[index].requires_grad]
         if self.sharded_model is None:
             return wanted
-        beside = {id(p) for flat in self.sharded_model.trained_flats() for p in flat.params}
+        trained = [flat for unit in self.sharded_model.units for flat in unit.flats if flat.trained]
+        beside = {id(p) for flat in trained for p in flat.params}
         return [index for index in indices if index in wanted or id(self.parameters.all[index]) in beside]
 
     @torch.inference_mode(False)  # hooks need autograd's nodes, and what is made here is written in every step
@@ -433,7 +432,7 @@ class Engine:
 
 def open_engines() -> list[Engine]:
     """List the engines of this process's open optimizers, in the order in which they were made."""
-    return [engine for rounds in open_rounds() if isinstance(engine := rounds.engine(), Engine)]
+    return [engine for rounds in all_of(Rounds) if isinstance(engine := rounds.engine(), Engine)]
 
 
 def check_whole(where: str, ids: Container[int]) -> None:

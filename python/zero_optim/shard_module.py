@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -72,7 +72,7 @@ def shard_module(
         param_offload: "cpu": shards rest in host memory, pinned for a GPU, and units are copied from there. They are
             updated there with ``ShardedAdamW(..., state_offload="cpu")``, else on the device.
 
-    Where something fails later than the checks below, as in ``init_fn``, make the model anew.
+    Where something fails later than the checks below, as in ``init_fn``, create the model again.
 
     Raises, on every rank:
         ParameterError: a parameter that cannot be sharded; no such unit; a model that is sharded already.
@@ -81,29 +81,30 @@ def shard_module(
     """
     row = read_row(tensor_parallel, mesh_of(model.parameters()))
     group, topology = read_topology(group_of(process_group, mesh), row, explicit_tp=tensor_parallel is not None)
-    comm = make_comm(group, _nearest(model, device))
+    nearest = None  # where units compute, as far as that is known before anything is checked
+    with suppress(RuntimeError, AssertionError):  # raised below, on all ranks, where there is no such ``device``
+        nearest = _device(model.parameters(), device)
+    comm = make_comm(group, nearest)
     plans: list[UnitPlan] = []
     with comm.raising_together("shard_module"):
         validate.check_group(process_group, mesh)
         topology = replace(topology, rows=read_rows(mesh))
         _check_arguments(reshard_after_forward, prefetch, param_offload, topology.shard_count(comm))
         plans = plan_units(model, units)
-        _check_plans(plans, topology)
-        if comm.world_size > 1:
-            _check_no_experts(plans)
-        else:
+        _check_plans(plans, topology, alone=comm.world_size == 1)
+        if comm.world_size == 1:
             validate.check_private([*model.parameters()], [repr(name) for name, _ in model.named_parameters()])
-        target = _device(plans, device)
+        target = _device((p for plan in plans for p in plan.parameters.values()), device)
         validate.check_backend(comm, target)
     options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
     options |= {"param_offload": param_offload, **topology.described()}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
     comm.label = "a sharded model"
-    comm.take_own_group("shard_module")  # gathers run while reductions are under way in another group
+    comm.take_own_group("shard_module")  # gathers run while reductions are in flight in another group
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
-    keep = reshard_after_forward is False or (not isinstance(reshard_after_forward, bool) and ranks_of_node == 1)
+    keep = reshard_after_forward is not True and ranks_of_node == 1
     sharding = make_sharding(comm, 3, target, topology)
     shard_group = sharding.shard_group
     node = None
@@ -163,13 +164,10 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
         raise ShardAccessError("gather_parameters was entered in a forward or backward: enter it between steps")
     model.schedule.check_awake("gather_parameters")
     wanted = {id(plain_parameter(parameter)) for parameter in module.parameters()}
-    called = set(module.modules())  # a root without parameters is marked GATHERED, too, so that its forward is free
-    units = [
-        unit
-        for unit in model.units
-        if any(id(parameter) in wanted for parameter in unit.parameters)
-        or (not unit.parameters and unit.module in called)
-    ]
+    units = [unit for unit in model.units if any(id(parameter) in wanted for parameter in unit.parameters)]
+    # A root without parameters is marked GATHERED, too, so that its forward is free.
+    called = set(module.modules())
+    units += [unit for unit in model.units if not unit.parameters and unit.module in called]
     fresh = [unit for unit in units if unit.state is not UnitState.GATHERED]
     if writeback and len(fresh) < len(units):
         raise ShardAccessError("gather_parameters(writeback=True) was entered within another: write in that one")
@@ -185,8 +183,8 @@ def _gather(model: ShardedModel, module: nn.Module, writeback: bool) -> Iterator
         written = [label for unit in fresh for label in unit.written()]
         if written and not writeback:
             raise ShardAccessError(
-                f"{', '.join(written)} was written within gather_parameters(model), and is again what it was: to keep "
-                "what is written, give it writeback=True on every rank"
+                f"{', '.join(written)} was written within gather_parameters(model), which has dropped the new values: "
+                "to keep them, give it writeback=True on every rank"
             )
         for unit in fresh if writeback else ():
             unit.write_back()
@@ -228,15 +226,6 @@ class UnitPlan:
     modules: list[nn.Module] = field(default_factory=list)
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
     registrations: dict[int, list[tuple[nn.Module, str, str]]] = field(default_factory=dict)
-
-    def flats(self) -> dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]]:
-        """Group the parameters of each flat tensor: by dtype, by whether they are cut over tensor-parallel ranks, and
-        by whether they are trained."""
-        kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
-        for parameter in self.parameters.values():
-            kind = parameter.dtype, is_cut(parameter), parameter.requires_grad
-            kinds.setdefault(kind, []).append(parameter)
-        return kinds
 
 
 def plan_units(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[UnitPlan]:
@@ -312,8 +301,8 @@ def _describe(plans: Sequence[UnitPlan], options: Mapping[str, object]) -> list[
 
 
 def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_offload: str | None, ranks: int) -> None:
-    if type(reshard_after_forward) not in (bool, int) or (
-        type(reshard_after_forward) is int and (reshard_after_forward < 1 or ranks % reshard_after_forward)
+    if type(reshard_after_forward) is not bool and (
+        type(reshard_after_forward) is not int or reshard_after_forward < 1 or ranks % reshard_after_forward
     ):
         raise ValueError(
             f"reshard_after_forward must be True, False or a divisor of {ranks} ranks, got {reshard_after_forward!r}"
@@ -324,7 +313,7 @@ def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_off
         raise ValueError(f"param_offload must be None or 'cpu', got {param_offload!r}")
 
 
-def _check_plans(plans: Sequence[UnitPlan], topology: Topology) -> None:
+def _check_plans(plans: Sequence[UnitPlan], topology: Topology, *, alone: bool) -> None:
     parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
     labels = [repr(plan.registrations[key][0][2]) for plan in plans for key in plan.parameters]
     if not parameters:
@@ -332,10 +321,16 @@ def _check_plans(plans: Sequence[UnitPlan], topology: Topology) -> None:
     if any(isinstance(parameter, ParamShard) for parameter in parameters) or sharded_model_of(parameters):
         raise ParameterError(
             "the model, or a part of it, was given to shard_module before: shard each model once. "
-            "Where that has failed, make the model anew"
+            "Where that has failed, create the model again"
         )
     for parameter, label in zip(parameters, labels, strict=True):
         validate.check_kind(parameter, label, parameter, label, meta=True)
+        if not alone and getattr(parameter, "allreduce", True) is False:
+            raise ParameterError(
+                f"{label} has allreduce = False, which marks experts, and stage 3 shards all parameters over all "
+                "ranks: train the model at stage 2, without shard_module, and give the optimizer the experts in a "
+                "group with process_group. They are spread over the ranks already"
+            )
     validate.check_slices(parameters, labels, topology)
     real = [(p, label) for p, label in zip(parameters, labels, strict=True) if not p.is_meta]
     validate.check_memory([p for p, _ in real], [label for _, label in real])
@@ -344,32 +339,11 @@ def _check_plans(plans: Sequence[UnitPlan], topology: Topology) -> None:
     validate.check_any_marked(parameters, labels, topology)
 
 
-def _check_no_experts(plans: Sequence[UnitPlan]) -> None:
-    for plan in plans:
-        for key, parameter in plan.parameters.items():
-            if getattr(parameter, "allreduce", True) is False:
-                raise ParameterError(
-                    f"{plan.registrations[key][0][2]!r} has allreduce = False, which marks experts, and stage 3 shards "
-                    "all parameters over all ranks: train the model at stage 2, without shard_module, and give the "
-                    "optimizer the experts in a group with process_group. They are spread over the ranks already"
-                )
-
-
-def _device(plans: Sequence[UnitPlan], device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        target = torch.device(device)
-        return torch.device("cuda", torch.cuda.current_device()) if str(target) == "cuda" else target
-    devices = [parameter.device for plan in plans for parameter in plan.parameters.values() if not parameter.is_meta]
+def _device(parameters: Iterable[Tensor], device: torch.device | str | None) -> torch.device:
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    return devices[0] if devices else _device(plans, default)
-
-
-def _nearest(model: nn.Module, device: torch.device | str | None) -> torch.device | None:
-    """Guess where units compute, before anything is checked; None: that is not known."""
-    with suppress(RuntimeError):  # raised later, on all ranks, where ``device`` is none
-        if device is not None:
-            return torch.device(device)
-    return next((parameter.device for parameter in model.parameters() if not parameter.is_meta), None)
+    there = next((parameter.device for parameter in parameters if not parameter.is_meta), default)
+    target = torch.device(there if device is None else device)
+    return torch.device("cuda", torch.cuda.current_device()) if str(target) == "cuda" else target
 
 
 @torch.no_grad()
@@ -405,22 +379,20 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
 
 
 def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None, lanes: Lanes | None) -> None:
-    """Collective. Shard the unit's parameters, in flat tensors as ``plan`` groups them."""
-    shards = {key: _shard_of(parameter, plan.registrations[key][0][2]) for key, parameter in plan.parameters.items()}
-    shard_of = {id(plan.parameters[key]): shard for key, shard in shards.items()}
-    unit.registrations = [
-        Registration(module, name, plan.parameters[key], shards[key])
-        for key, registrations in plan.registrations.items()
-        for module, name, _ in registrations
-    ]
-    for (_, _, trained), parameters in plan.flats().items():
+    """Collective. Shard the unit's parameters, in a flat tensor for each kind."""
+    shard_of: dict[int, ParamShard] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
+    for key, parameter in plan.parameters.items():
+        kinds.setdefault((parameter.dtype, is_cut(parameter), parameter.requires_grad), []).append(parameter)
+        places = plan.registrations[key]
+        empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        shard_of[id(parameter)] = shard = ParamShard(empty, 0, parameter, places[0][2])
+        unit.registrations += [Registration(module, name, parameter, shard) for module, name, _ in places]
+    splits = sharding.shard_count > 1 or host_memory is not None
+    for (_, _, trained), parameters in kinds.items():
         unit.flats.append(flatten(parameters, sharding, trained=trained))
-        if sharding.shard_count > 1 or host_memory is not None:
+        if splits:
             own = [shard_of[id(parameter)] for parameter in parameters]
             unit.flats[-1].split(own, host_memory=host_memory, lanes=lanes)
-    if sharding.shard_count > 1 or host_memory is not None:
-        unit.show_shards()
-
-
-def _shard_of(parameter: Tensor, name: str) -> ParamShard:
-    return ParamShard(torch.empty(0, dtype=parameter.dtype, device=parameter.device), 0, parameter, name)
+    if splits:
+        unit.show(plain=False)

@@ -1,7 +1,6 @@
-"""Keeps which thread of the program uses an optimizer or a model: several threads may train a model each.
+"""The thread of the program that uses an optimizer or a model: several threads may train a model each.
 
-A round that a raised backward has left open is completed by later calls on the same thread. A round that another thread
-has open may be under way there::
+A round that a raised backward has left open is completed by later calls on the same thread::
 
     thread 1   backward of A: its round is open      step of A
     thread 2   step of B: leaves A's round alone     backward of B
@@ -15,20 +14,16 @@ _first: threading.Thread | None = None
 
 
 def current() -> threading.Thread | None:
-    """Return this thread; None on one that torch has made, which runs a backward of a GPU, or of many nested
-    checkpoints, for some thread of the program."""
+    """Return this thread; None on one that torch has made, to run a backward for some thread of the program."""
     thread = threading.current_thread()
     return None if isinstance(thread, threading._DummyThread) else thread
 
 
 def is_beside() -> bool:
-    """True if this is a thread of the program other than the first one.
-
-    The first one is the thread that has asked before all others. Once it has ended, the next that asks takes its place:
-    a thread that has only made the models for the others may end. A thread that torch has made is never beside.
-    """
+    """True if this is a thread of the program other than the first one that has asked."""
     global _first
     thread = current()
+    # A thread that has only made the models for the others may end: the next that asks takes its place.
     if _first is None or not _first.is_alive():
         _first = thread
     return thread is not None and thread is not _first
@@ -41,7 +36,7 @@ class UserThread:
         self._thread = threading.current_thread()
 
     def note(self) -> None:
-        """Note that this thread uses it now."""
+        """Record that this thread uses it now."""
         self._thread = current() or self._thread
 
     def may_complete(self, other: UserThread) -> bool:

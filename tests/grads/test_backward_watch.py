@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from training_cases import Planned, raise_in_backward
-from zero_optim.backward_watch import BackwardWatch
+from zero_optim.recovery import BackwardWatch
 
 
 @pytest.mark.slow

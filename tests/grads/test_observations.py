@@ -50,5 +50,6 @@ def test_the_last_time_that_a_gradient_came_is_its_place():
     first, second = _merged(
         [Observation((2, 1, 2, 0), {0: 1, 1: 1, 2: 2}, False), Observation((3, 0, 0), {0: 2}, True)]
     )
-    assert first == Observation((1, 2, 0), {0: 2, 1: 1, 2: 2}, True)
-    assert second == Observation((0, 1, 2, 3), {0: 2, 1: 1, 2: 2}, True)
+    counts = {0: 2, 1: 1, 2: 2, 3: 1}
+    assert first == Observation((1, 2, 0), counts, True)
+    assert second == Observation((0, 1, 2, 3), counts, True)

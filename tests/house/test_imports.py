@@ -14,7 +14,7 @@ KERNELS = ROOT / "zero_kernels"
 
 # Within zero_optim a room, or a file outside of all, imports from its own row and from earlier ones.
 ORDER = (
-    {"errors", "backward_watch", "callers", "user_thread", "mode", "figures"},
+    {"errors", "callers", "user_thread", "recovery", "mode", "figures"},
     {"comm"},
     {"params", "stores"},
     {"rules"},

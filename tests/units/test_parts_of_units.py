@@ -230,7 +230,7 @@ def noted(rank: int, world_size: int) -> list[int]:
         opt.step()
         opt.zero_grad()
         schedule = model._zero_optim_sharded.schedule
-        counts.append(len(schedule.orders._called) + len(schedule.orders._ended))
+        counts.append(len(schedule.orders.called) + len(schedule.orders.ended))
     opt.close()
     return counts
 

@@ -19,7 +19,7 @@ backward: behind           --                ends, BACKWARD    ends, BACKWARD
 backward: frozen           BACKWARD          ends, BACKWARD    BACKWARD
 backward begins            none              FORWARD           ends
 backward is over           none              FORWARD           ends
-complete_raised_backward   none              FORWARD           ends
+complete_raised            none              FORWARD           ends
 complete_all_backwards     none              ends              ends
 reshard_all                none              ends              ends
 due.reset                  none              FORWARD           BACKWARD
@@ -33,7 +33,7 @@ orders.record              none              FORWARD           BACKWARD
 - *frozen*: the unit is not in the backward cycle. It needed no gradient when the order was recorded.
 - *forward: root* with a cycle open, *backward begins* with BACKWARD open: whatever opened that cycle has raised. There
   is one exception: a forward cycle in which a part has brought in the root, and nothing else was visited, goes on.
-- *complete_raised_backward* of a backward that has not raised changes nothing.
+- *complete_raised* of a backward that has not raised changes nothing.
 - *root returns*: its outermost forward. Where the order is not known, the ranks agree on it then.
 
 What becomes of a unit as the cycle leaves it behind, by what the unit keeps:
@@ -84,11 +84,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
 from tables import table
 from torch import nn
+from zero_optim import recovery
 from zero_optim.units import schedule as module
 from zero_optim.units.cycle import Pass
 from zero_optim.units.order import Known
@@ -174,7 +176,7 @@ class Bench:
         self.in_backward = False
         monkeypatch.setattr(module, "in_backward", lambda: self.in_backward)
         monkeypatch.setattr(module, "BackwardWatch", FakeWatch)
-        monkeypatch.setattr(module, "_schedules", [])  # of this bench alone
+        monkeypatch.setattr(recovery, "_owing", WeakValueDictionary())  # of this bench alone
         self.gathers: list[int] = []
         self.units: list[Unit] = []
         comm: Any = FakeComm()
@@ -295,7 +297,7 @@ def happens(bench: Bench, event: str, number: int | None, *, again: bool = False
     elif event == "backward is over":
         bench.end_backward()
     else:
-        if event == "complete_raised_backward":
+        if event == "complete_raised":
             bench.raises()
         operator.attrgetter(event)(bench.schedule)()
 
@@ -408,7 +410,7 @@ def test_a_backward_that_goes_on_is_not_ended_as_one_that_raised(monkeypatch: py
     bench = Bench(monkeypatch)
     bench.bring("BACKWARD", 1)
     bench.gathers.clear()
-    bench.schedule.complete_raised_backward()
+    bench.schedule.complete_raised()
     assert bench.cycle == "BACKWARD" and bench.gathers == []
 
 

@@ -95,7 +95,7 @@ class Bench:
         self.flat.split([self.shard], host_memory=None)
         self.unit.flats = [self.flat]
         self.unit.registrations = [Registration(self.module, "weight", self.plain, self.shard)]
-        self.unit.show_shards()
+        self.unit.show(plain=False)
         if state is UnitState.GATHERED:
             self.unit.gather()
         elif state is not UnitState.SHARDED:
@@ -145,8 +145,8 @@ def test_the_tables_have_every_state_and_every_event():
     names = {state.name for state in UnitState}
     assert {state for state, _ in STATES} == {state for _, state in EVENTS} == names
     methods = {name for name, value in vars(Unit).items() if callable(value) and not name.startswith("_")}
-    values = {"keep_edits", "moved", "written", "take_replaced", "write_back", "show_plain", "show_shards"}
-    calls = {"add_part", "watch_parts", "unwatch_parts"}
+    values = {"keep_edits", "moved", "written", "take_replaced", "write_back", "show"}
+    calls = {"watch_parts", "unwatch_parts"}
     assert {event.partition(":")[0] for event, _ in EVENTS} == methods - values - calls
     assert {text for (_, column), text in STATES.items() if column == "modules hold"} == {"shards", "plain"}
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from zero_optim import recovery
 from zero_optim.units import schedule
 from zero_optim.units.schedule import UnitSchedule
 from zero_optim.units.unit import UnitState
@@ -151,7 +152,7 @@ class Rank:
             self.units.append(FakeUnit(number, keep, {around, *around.enclosing}, self.log))
         self.schedule = UnitSchedule(self.units, comm, prefetch, keep_evaluating=keep)  # type: ignore[arg-type]
         self.schedule.watch = FakeWatch()  # type: ignore[assignment]
-        schedule._schedules.clear()  # ranks are threads: no rank's schedule is to know another's
+        recovery._owing.clear()  # ranks are threads: no rank's schedule is to know another's
         self.reducers = [] if chance is None else [FakeReducer(chance, self.schedule)]
         self.schedule.listeners += self.reducers
         self.used: set[int] = set()

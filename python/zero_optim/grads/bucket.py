@@ -29,8 +29,7 @@ from .slots import GradState, Shown, Slots
 
 @dataclass
 class Edits:
-    """The user's edits of reduced gradients, by index of the parameter: another one assigned, dropped, or written in
-    place."""
+    """The user's edits of reduced gradients, by index of the parameter. *written*: in place."""
 
     assigned: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
@@ -44,10 +43,10 @@ class Follower(Protocol):
         """Forget what was taken: the shard is about to be written."""
 
     def reduction_launched(self, handle: Handle) -> bool:
-        """Arrange, without waiting, that the sum is taken as it arrives. Returns whether that was possible."""
+        """Let a stream take the sum as it arrives. Returns False where the host has to."""
 
     def reduction_arrived(self) -> None:
-        """Take the sum, which is there, where ``reduction_launched`` could not; later work comes after that."""
+        """Take the sum, which is there, where ``reduction_launched`` could not."""
 
     def after_taking(self) -> None:
         """Order later work after the sum was taken: the user may zero it."""
@@ -89,6 +88,7 @@ class Bucket:
         # Without a grid the shard group's reduce-scatter is the whole reduction: one call less on the way to it.
         whole = sharding.grid is None and sharding.shard_count > 1
         self._reduce = sharding.data_parallel.reduce_scatter if whole else sharding.reduce
+        self.keeps_full = sharding.keeps_full_gradients
         self._allocate_gradients()
 
     @property
@@ -97,7 +97,7 @@ class Bucket:
 
     def gradient_to_apply(self) -> Tensor:
         """Return ``grad_shard``. At stage 3, where no gradient has come, it is zeros in new memory."""
-        # At stage 3 the memory is freed while there is no gradient. Without a round nothing takes it again.
+        # There the memory is freed while there is no gradient, and without a round nothing takes it again.
         if self.flat.sharded and self.grad_buffer.untyped_storage().nbytes() == 0:
             allocate(self.grad_buffer)
             self.grad_buffer.zero_()
@@ -108,13 +108,12 @@ class Bucket:
         return self.slots.bucket_state
 
     def _allocate_gradients(self) -> None:
-        sharding = self.sharding
-        self.keeps_full = sharding.keeps_full_gradients
         numel = self.layout.numel if self.keeps_full else self.layout.shard_numel
-        self.grad_buffer = torch.zeros(numel, dtype=sharding.grad_dtype(self.dtype), device=self.device)
-        self.grad_shard = sharding.own_part(self.grad_buffer) if self.keeps_full else self.grad_buffer
-        shown = Shown(self.grad_buffer, self.grad_shard, self.flat, self.pieces, self._labels, sharding, self.arrivals)
-        self.shown, self._are_terms = shown, set[int]()
+        dtype = self.sharding.grad_dtype(self.dtype)
+        self.grad_buffer = buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+        self.grad_shard = self.sharding.own_part(buffer) if self.keeps_full else buffer
+        self.shown = Shown(buffer, self.grad_shard, self.flat, self.pieces, self._labels, self.sharding, self.arrivals)
+        self._are_terms: set[int] = set()
         if self.flat.sharded:
             deallocate(self.grad_buffer)
 
@@ -134,7 +133,7 @@ class Bucket:
     # -- another layout --------------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Make memory for reduced gradients that other buckets have held: zeros until ``take_over``."""
+        """Make memory for reduced gradients of other buckets: zeros until ``take_over``."""
         allocate(self.grad_buffer)
         self.grad_buffer.zero_()
         self.slots.make_room()
@@ -145,13 +144,13 @@ class Bucket:
         part.copy_(whole if self.sharding.shard_count == 1 else whole[piece.in_param :][: len(part)])
         self.slots.take_over(index, self.shown.reduced()[index] if shown else None, used=used)
 
-    def let_go(self) -> None:
-        """Drop parameters and gradients: their memory goes as the parameters move to other buckets."""
+    def release_parameters(self) -> None:
+        """Drop the parameters' memory, which goes as they move to other buckets. Reduced gradients stay until then."""
         keep_for_current_stream(self.flat.full, self.grad_buffer)
-        del self.flat, self.params, self.slots
-        del self.grad_buffer, self.grad_shard, self.shown, self.packing
         # ``unsharding`` stays: where new buckets cannot be made, forwards still ask whether a gather is in flight.
-        del self.unsharding._flat
+        del self.flat, self.packing, self.unsharding._flat
+        if self.state is not GradState.REDUCED:
+            del self.grad_buffer, self.grad_shard, self.shown
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -162,8 +161,6 @@ class Bucket:
 
     def before_accumulate(self, index: int) -> None:
         """Take a reduced gradient out of slot ``index``'s ``.grad``, to which autograd is about to add."""
-        if self.slots.bucket_state is not GradState.REDUCED:
-            return
         written = self.slots.accumulate(index, self.shown.reduced()[index])
         if written and (grad := self.params[index].grad) is not None:
             self._drop_zeroed([(index, grad)])
@@ -255,7 +252,7 @@ class Bucket:
         self.arrivals.expect(handle)
 
     def note_writes(self) -> None:
-        """Note that all writes into the gradients so far are known, or were not the user's."""
+        """Record that all writes into the gradients so far are known, or were not the user's."""
         self._writes_known = self.shown.writes()
 
     @property
@@ -264,7 +261,6 @@ class Bucket:
         return self.shown.writes() != self._writes_known
 
     def wait(self) -> None:
-        """Order later work after the arrival of every reduction."""
         self.arrivals.wait()
 
     def arrives_within(self, seconds: float) -> bool:
@@ -280,8 +276,8 @@ class Bucket:
         return [self._part_of(i) for i, piece in enumerate(self.pieces) if piece.numel and i not in self.duplicates]
 
     def counted_elsewhere(self) -> list[Tensor]:
-        """List the parts that another stage of the pipeline, or another tensor-parallel rank, counts in a norm. Its own
-        should be the same, but was reduced separately. So whether this rank's is finite is checked here, too."""
+        """List the parts that another stage of the pipeline, or another tensor-parallel rank, counts in a norm."""
+        # Its own should be the same, but was reduced separately. So whether this rank's is finite is checked here, too.
         if self.counted_in_norm:
             return [self._part_of(index) for index in self.duplicates if self.pieces[index].numel]
         return [self.grad_shard] if self.sharding.counted_in_norm(cut=True) else []
@@ -301,15 +297,15 @@ class Bucket:
         return Edits({slots[index].param for index, _ in assigned}, {slots[index].param for index in found.gone})
 
     def abandon(self) -> None:
-        """Wait for nothing any more: the ranks have parted, or the optimizer is closed on this rank alone."""
-        # At stage 3 ``clear`` frees memory. A reduction under way keeps the memory that it writes into.
+        """Wait for nothing any more: ranks are out of sync, or the optimizer is closed on this rank alone."""
+        # At stage 3 ``clear`` frees memory. A reduction in flight keeps the memory that it writes into.
         if self.flat.sharded and self.arrivals.in_flight:
             self._allocate_gradients()
         self.arrivals.abandon()
         self.unsharding.end()
 
     def clear(self) -> None:
-        """Forget every gradient. At stage 3 their memory goes, else it stays."""
+        """Drop every gradient; at stage 3 their memory, too."""
         self.slots.clear()
         if self.flat.sharded:
             self.leave_memory()
@@ -322,7 +318,7 @@ class Bucket:
         self._use_new_memory_if_kept()
 
     def zero(self) -> None:
-        """Make every gradient that is there zero, as ``zero_grad(set_to_none=False)`` means."""
+        """Make every gradient zero, as ``zero_grad(set_to_none=False)`` means."""
         if self.state is not GradState.EMPTY:
             # With averages the rest of ``grad_buffer`` means nothing, and a collective may still read it.
             buffer = self.grad_shard if self.state is GradState.REDUCED else self.grad_buffer
@@ -337,22 +333,17 @@ class Bucket:
         return self.shown.local(self._are_terms) if self.state is GradState.LOCAL else self.shown.reduced()
 
     def _drop_stale(self) -> None:
-        """Take stale slots out of ``grad_shard``: all of them in one go, else one by one."""
-        stale = [*self.slots.stale]
-        if not stale:
-            return
-        # One kernel where all of it goes, as after ``module.zero_grad()``; else one for each slot.
-        if len(stale) == len(self.params):
-            self.arrivals.then(partial(_zero, self.grad_shard))
-        else:
-            self.arrivals.then(partial(_zero, *(self._part_of(index) for index in stale)))
+        """Take stale slots out of ``grad_shard``."""
+        if stale := self.slots.stale:
+            # One kernel where all of it goes, as after ``module.zero_grad()``; else one for each slot.
+            whole = len(stale) == len(self.params)
+            parts = [self.grad_shard] if whole else [self._part_of(index) for index in stale]
+            self.arrivals.then(partial(_zero, *parts))
 
     def _drop_zeroed(self, zeroed: Sequence[tuple[int, Tensor]]) -> None:
-        """Zero the averages of local gradients that were zeroed in place: ``.grad`` did not show them.
-
-        Whether it is zero is asked on the device: no host sync.
-        """
+        """Zero the averages of local gradients that were zeroed in place: ``.grad`` did not show them."""
         for index, grad in zeroed:
+            # Whether it is zero is asked on the device: no host sync.
             self.arrivals.then(partial(_keep_where, self._part_of(index), local_of(grad).detach().ne(0).any()))
 
     def _part_of(self, index: int) -> Tensor:
@@ -402,20 +393,19 @@ class Unsharding:
         """Order later work on the current stream after the arrival of the parameters."""
         if self.pending is not None:
             with self._reading:
-                if self.pending is not None:  # else another thread has waited meanwhile
+                if self.pending is not None:  # another thread may have waited meanwhile
                     self.pending.wait()
                     self.end()
 
     def order_reader(self) -> None:
-        """Do the same for whoever reads or writes a parameter, on any stream, in any thread. The stream that has
-        stepped waits, too: the next forward, on that one, does not wait again."""
+        """Do the same for whoever reads or writes a parameter, on any stream, in any thread."""
         with self._reading:
             on = self._stepped_on
             if self.pending is None or on is None or on == torch.cuda.current_stream(self._flat.device):
                 self.wait()
             else:
                 self.pending.order_current()
-                with torch.cuda.stream(on):
+                with torch.cuda.stream(on):  # that waits, too: the next forward, on it, does not wait again
                     self.wait()
 
     def end(self) -> None:
@@ -428,7 +418,6 @@ class Unsharding:
 
 
 def _name(layout: BucketLayout, labels: Sequence[str]) -> str:
-    """Name a bucket in a trace."""
     first, *others = layout.slots
     return f"{labels[first.param]} and {len(others)} more" if others else labels[first.param]
 

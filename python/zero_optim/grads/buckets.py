@@ -9,7 +9,7 @@ import gc
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm.sharding import Sharding
 from ..errors import ParameterError
 from ..params.flat_params import FlatParams
-from ..params.layout import BucketLayout, LayoutPolicy, Slot, bucket_capacities, build_layout
+from ..params.layout import BucketLayout, LayoutPolicy, bucket_capacities, build_layout
 from ..params.parameter_set import Shardings
 from ..params.storage_order import described
 from ..params.tensor_slice import is_cut, local_of, room_of
@@ -62,7 +62,7 @@ class Buckets:
 
     def use(self, parts: Sequence[Sequence[int]], buckets: Sequence[Bucket]) -> None:
         """Use these buckets from now on. Their gradients stay where they are."""
-        for bucket in self.all:  # ``let_go`` leaves them their arrivals
+        for bucket in self.all:  # ``release_parameters`` leaves them their arrivals
             bucket.wait()
         self.parts, self.all = [list(part) for part in parts if part], list(buckets)
         device = self._sharding.device
@@ -86,18 +86,18 @@ class Buckets:
         return new
 
     def lay_out(self, *parts: Sequence[int]) -> None:
-        """Build all buckets anew for ``parts``. Collective where they hold reduced gradients, which move along."""
+        """Build all buckets for ``parts``. Collective where there are reduced gradients, which move along."""
         for bucket in self.all:
             bucket.wait()
             bucket.unsharding.wait()
-        moving = [Moving(bucket) for bucket in self.all if bucket.state is GradState.REDUCED]
+        reduced = [bucket for bucket in self.all if bucket.state is GradState.REDUCED]
         device = self._sharding.device
         marks = torch.zeros(len(self._labels), dtype=torch.int32, device=device)
         marks[self.slot_params] = self.nonfinite
         terms = {bucket.layout.slots[index].param for bucket in self.all for index in bucket.packing.terms}
         refused = self.refused  # the next step raises for them, whatever the layout is by then
         for bucket in self.all:
-            bucket.let_go()
+            bucket.release_parameters()
         with self._sharding.world.raising_together("laying out the buckets", device):  # memory may be lacking
             upto = itertools.accumulate(map(list, parts), operator.add)
             self.use(parts, [bucket for part, of in zip(parts, upto, strict=True) for bucket in self._make(part, of)])
@@ -105,15 +105,24 @@ class Buckets:
         for param in terms & self.slot_of.keys():
             bucket, _, index = self.slot_of[param]
             bucket.packing.terms.add(index)
-        for bucket in self.all if moving else ():  # each may receive gradients of any old bucket
+        for bucket in self.all if reduced else ():  # each may receive gradients of any old bucket
             bucket.make_room()
-        while moving:  # one bucket at a time: whole gradients take memory
-            for slot, whole, shown, used in moving.pop(0).whole():
-                bucket, _, index = self.slot_of[slot.param]
-                bucket.take_over(index, whole, shown=shown, used=used)
+        while reduced:  # one bucket at a time: whole gradients take memory
+            self._move_gradients(reduced.pop(0))
         for param in refused.keys() & self.slot_of.keys():
             bucket, _, index = self.slot_of[param]
             bucket.slots.refused[index] = refused[param]
+
+    def _move_gradients(self, old: Bucket) -> None:
+        """Collective. Copy this rank's part of every reduced gradient in ``old`` into the bucket that has it now."""
+        held = old.grad_shard if old.sharding.shard_count > 1 else old.grad_buffer
+        full = old.sharding.whole_of(held, "construction")
+        handles = old.shown.reduced()
+        for slot, parameter, handle, used in zip(old.layout.slots, old.params, handles, old.slots.used, strict=True):
+            bucket, _, index = self.slot_of[slot.param]
+            whole = full.narrow(0, slot.offset, slot.numel)
+            # Another gradient that the user has put there since stays.
+            bucket.take_over(index, whole, shown=parameter.grad is handle, used=bool(used))
 
     # -- checks of the parameters ----------------------------------------------------------------------------------
 
@@ -123,8 +132,7 @@ class Buckets:
             bucket.slots.backward_begins()
 
     def check_in_place(self, number: int) -> None:
-        """Check once a backward that the parameters of bucket ``number`` are views of it: when it is full, else at the
-        end of the backward, unless it is sharded then."""
+        """Check once a backward that the parameters of bucket ``number`` are views of it, unless it is sharded."""
         bucket = self.all[number]
         if number in self._in_place or (bucket.flat.sharded and not bucket.flat.shown):
             return
@@ -133,7 +141,7 @@ class Buckets:
         self._in_place.add(number)
 
     def check_not_cast(self) -> None:
-        """Check in ``step`` that no parameter was cast after the last backward, as between ``zero_grad`` and here."""
+        """Check in ``step`` that no parameter was cast after the last backward."""
         for bucket in self.all:
             if not bucket.flat.sharded and (cast := bucket.flat.first_cast()) is not None:
                 self._raise_moved(bucket, cast)
@@ -149,11 +157,9 @@ class Buckets:
         )
 
     def check_not_in_ddp(self) -> None:
-        """Raise ParameterError where a live ``DistributedDataParallel`` holds one of the parameters.
-
-        It reduces the gradients a second time, and nothing of torch's shows it from outside: at stage 0 the result is
-        wrong without any error. Clients wrap models on their own, so one walk over the interpreter's objects finds it.
-        """
+        """Raise ParameterError where a live ``DistributedDataParallel`` holds one of the parameters."""
+        # It reduces the gradients a second time, and torch does not show that from outside: at stage 0 the result is
+        # wrong without any error. Clients wrap models on their own. So a walk over the interpreter's objects finds it.
         labels = {id(p): bucket.label(slot) for bucket in self.all for slot, p in enumerate(bucket.params)}
         found = _in_ddp(labels)
         if found:
@@ -169,7 +175,7 @@ class Buckets:
 
     @property
     def refused(self) -> dict[int, str]:
-        """The reasons for which this rank could not use a gradient, by the index of its parameter."""
+        """By parameter index, why this rank could not use a gradient."""
         slots = [(bucket, index) for bucket in self.all for index in bucket.slots.refused]
         return {bucket.layout.slots[index].param: bucket.slots.refused[index] for bucket, index in slots}
 
@@ -195,25 +201,6 @@ def _in_ddp(labels: Mapping[int, str]) -> list[str]:
 
 def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
-
-
-class Moving:
-    """A bucket's reduced gradients on their way to other buckets."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._layout, self._sharding = bucket.layout, bucket.sharding
-        # [shard_numel] this rank's shard; or [numel] all of them, where this rank has it.
-        self._held = bucket.grad_shard if bucket.sharding.shard_count > 1 else bucket.grad_buffer
-        handles = bucket.shown.reduced()
-        self._shown = [p.grad is handle for p, handle in zip(bucket.params, handles, strict=True)]
-        self._used = bytes(bucket.slots.used)
-
-    def whole(self) -> Iterator[tuple[Slot, Tensor, bool, bool]]:
-        """Collective. Yield for every slot its whole gradient, flat; whether ``.grad`` shows it, and not what the user
-        has put there since; and whether this rank had a part in it."""
-        full = self._sharding.whole_of(self._held, "construction")
-        for slot, shown, used in zip(self._layout.slots, self._shown, self._used, strict=True):
-            yield slot, full.narrow(0, slot.offset, slot.numel), shown, bool(used)
 
 
 @dataclass(frozen=True)
@@ -269,10 +256,7 @@ def layouts_by_size(
     order: Sequence[int],
     costs: Mapping[int, int],
 ) -> list[tuple[BucketLayout, BucketKind]]:
-    """Lay out parameters by index, with no need of tensors: as many in a bucket as fit.
-
-    ``numels``: elements of each. ``costs``: see ``build_layout``.
-    """
+    """Lay out parameters by index: as many in a bucket as fit. ``costs``: see ``build_layout``."""
     cap_bytes = None if bucket_cap_mb is None else bucket_cap_mb * 2**20
     # Numbers stand for the kinds, which take long to hash and to compare: one object serves many parameters.
     distinct = {id(kind): kind for kind in kinds.values()}
@@ -298,10 +282,8 @@ MUCH_PADDING, MANY_BYTES = 0.25, 2**26
 
 
 def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None:
-    """Warn where the parameters that no rank cuts are too few for the ranks of their shard group.
-
-    Rank 0 warns, before memory is taken for them: it may not be enough.
-    """
+    """Warn where the parameters that no rank cuts are too few for their shard group."""
+    # Before memory is taken for them: it may not be enough.
     whole = [(layout, kind) for layout, kind in laid_out if not kind.rule.layout.cuts]
     for sharding in dict.fromkeys(kind.sharding for _, kind in whole):
         of_sharding = [(layout, kind) for layout, kind in whole if kind.sharding == sharding]
@@ -320,7 +302,7 @@ def warn_of_padding(laid_out: Sequence[tuple[BucketLayout, BucketKind]]) -> None
 
 
 def buffer_nbytes(buckets: Iterable[tuple[int, torch.dtype]], sharding: Sharding) -> int:
-    """Count the bytes of a communication buffer for any of these ``buckets``, each by its elements and dtype."""
+    """Count the bytes of a buffer for any of these ``buckets``, each by its elements and dtype."""
     sizes = (numel * sharding.reduce_dtype(dtype).itemsize for numel, dtype in buckets)
     return max(sizes, default=0) if sharding.reduces else 0
 

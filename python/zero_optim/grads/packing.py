@@ -80,42 +80,35 @@ class Packing:
             torch.maximum(self.nonfinite, flags, out=self.nonfinite)
 
     def sum_terms(self, slots: Sequence[int], full: Tensor) -> None:
-        """Sum the gradients of these slots, which were packed into ``full``, over the tensor-parallel ranks."""
+        """Sum these slots of ``full`` over the tensor-parallel ranks."""
         places = [self._layout.slots[index] for index in slots]
         self._sharding.sum_over_slices([full.narrow(0, place.offset, place.numel) for place in places])
 
     def sum_all_terms(self, terms: Sequence[int], sources: Sources, full: Tensor) -> None:
-        """Sum all terms before the reduction of ``full``: those packed now, and those known from earlier reductions.
-
-        All tensor-parallel ranks must sum the same slots. They go through the same forward and backward, but a gradient
-        may have been dropped on this rank alone: it adds zeros. Marked slots are summed in any case.
-        """
+        """Sum all terms before the reduction of ``full``: those packed now, and those known from earlier reductions."""
+        # All tensor-parallel ranks must sum the same slots. They go through the same forward and backward, but a
+        # gradient may have been dropped on this rank alone: it adds zeros. Marked slots are summed in any case.
         self.terms.update(terms)
         dropped = self.terms.difference(index for index, _ in sources)
         self.sum_terms([*sorted({*terms, *dropped}), *self._marked], full)
 
     def _checked_or_refused(self, index: int, grad: Tensor) -> Tensor:
-        try:
-            return self._checked(index, grad)
-        except GradientError as error:
-            # Alone, a rank raises at once. Of several, to raise here would leave the others waiting in the reduction.
-            if not self._sharding.agrees:
-                raise
-            self.refused[index] = str(error)
-            parameter = self._flat.params[index]
-            if grad.dtype != self._flat.dtype and getattr(parameter, "grad_dtype", None) is not None:
-                parameter.grad = None
-                parameter.grad_dtype = self._flat.dtype  # else ``.grad`` cannot show the result
-            return self._absent
-
-    def _checked(self, index: int, grad: Tensor) -> Tensor:
         dtype, device = self._flat.dtype, self._flat.device
-        if grad.layout is not torch.strided or grad.dtype != dtype or grad.device != device:
-            remedy = "For an embedding, build it with sparse=False"
-            if grad.layout is torch.strided:
-                remedy = "Leave the parameter's grad_dtype and device as they are"
-            raise GradientError(
-                f"the gradient of {self._labels[self._layout.slots[index].param]} is {grad.dtype} {grad.layout} on "
-                f"{grad.device}; expected a dense {dtype} on {device}. {remedy}"
-            )
-        return grad.detach().contiguous()
+        if grad.layout is torch.strided and grad.dtype == dtype and grad.device == device:
+            return grad.detach().contiguous()
+        remedy = "For an embedding, build it with sparse=False"
+        if grad.layout is torch.strided:
+            remedy = "Leave the parameter's grad_dtype and device as they are"
+        message = (
+            f"the gradient of {self._labels[self._layout.slots[index].param]} is {grad.dtype} {grad.layout} on "
+            f"{grad.device}; expected a dense {dtype} on {device}. {remedy}"
+        )
+        # Alone, a rank raises at once. Of several, to raise here would leave the others waiting in the reduction.
+        if not self._sharding.agrees:
+            raise GradientError(message)
+        self.refused[index] = message
+        parameter = self._flat.params[index]
+        if grad.dtype != dtype and getattr(parameter, "grad_dtype", None) is not None:
+            parameter.grad = None
+            parameter.grad_dtype = dtype  # else ``.grad`` cannot show the result
+        return self._absent

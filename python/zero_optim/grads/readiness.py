@@ -7,9 +7,9 @@ The rounds ask ``may_launch(number)``, in ascending order of buckets. When backw
   bucket waits for the end of backward where one comes more than once, or a later hook of the user's may change one, or
   while the ranks have agreed on nothing yet: the first backward is observed.
 
-Ranks agree on two things, by the maximum over ranks of one vector of three fp32 values a parameter and one more: which
-gradients come, how often, and rank 0's order. If every rank had those of all others, that would be ranks x parameters:
-100 MB on each of 16,384 ranks, for 700 parameters.
+Ranks agree by the maximum over ranks of one vector, of two fp32 values a parameter and one more: how often gradients
+come, and rank 0's order. If every rank had the reports of all others, that would be ranks x parameters: 100 MB on each
+of 16,384 ranks, for 700 parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import enum
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,26 +25,6 @@ from torch import Tensor
 from ..comm.sharding import Sharding
 from ..units.schedule import UnitSchedule
 from .bucket import Bucket
-
-
-class Readiness(Protocol):
-    """What the reducer calls, by units and by counts."""
-
-    def use(self, buckets: Sequence[Bucket]) -> None:
-        """Use these buckets from now on. No backward is under way."""
-
-    def begin(self) -> None:
-        """Begin another backward: gradients that have come so far count no more."""
-
-    def gradient_ready(self, index: int, number: int) -> bool:
-        """Count the gradient of parameter ``index``, of bucket ``number``. Runs for every gradient: it must be quick.
-
-        Returns whether this made the bucket full; by units it is always False.
-        """
-
-    def may_launch(self, number: int) -> bool: ...
-
-    def backward_ended(self) -> None: ...
 
 
 class Learned(enum.Enum):
@@ -80,13 +59,13 @@ def merged(own: Observation, sharding: Sharding, count: int) -> list[Observation
 
 
 def _vector(own: Observation, count: int, *, orders: bool) -> Tensor:
-    """[3 * count + 1] fp32: how often each parameter came at most, whether it came, its place in rank 0's order from 1
-    on, and whether a backward was cut short. ``orders``: whether this rank's order counts."""
-    vector = torch.zeros(3 * count + 1, dtype=torch.float32, device="cpu")
-    times, came, places, cut_short = vector.split([count, count, count, 1])
+    """[2 * count + 1] fp32: how often each parameter came at most, its place in rank 0's order from 1 on, and whether a
+    backward was cut short. ``orders``: whether this rank's order counts."""
+    vector = torch.zeros(2 * count + 1, dtype=torch.float32, device="cpu")
+    times, places, cut_short = vector.split([count, count, 1])
+    times[list(own.order)] = 1.0  # of a backward that was cut short, it is not known how often
     for index, most in own.counts.items():
         times[index] = most
-    came[list(own.order)] = 1.0
     for place, index in enumerate(own.order if orders else (), start=1):
         places[index] = place  # the last place of a parameter that came several times
     cut_short[0] = own.cut_short
@@ -95,27 +74,25 @@ def _vector(own: Observation, count: int, *, orders: bool) -> Tensor:
 
 def _reports(vector: Tensor, count: int) -> list[Observation]:
     values = [int(value) for value in vector.tolist()]
-    times, came, places = (values[start : start + count] for start in range(0, 3 * count, count))
+    places, cut_short = values[count:-1], bool(values[-1])
     order = sorted((index for index, place in enumerate(places) if place), key=places.__getitem__)
-    anywhere = tuple(index for index, seen in enumerate(came) if seen)
-    counts = {index: most for index, most in enumerate(times) if most}
-    cut_short = bool(values[-1])
-    return [Observation(tuple(order), counts, cut_short), Observation(anywhere, counts, cut_short)]
+    counts = {index: most for index, most in enumerate(values[:count]) if most}
+    return [Observation(tuple(order), counts, cut_short), Observation(tuple(counts), counts, cut_short)]
 
 
 class ByCounts:
     """A bucket can be launched when each of its gradients has come as often as in the backward that was observed.
 
-    Most come once. A gradient comes twice where a parameter is used in two segments of a re-entrant checkpoint: each
-    segment runs a backward of its own, and no hook knows which is the last. Such a bucket waits for the end.
+    Most come once. One comes twice where a parameter is used in two segments of a re-entrant checkpoint: each segment
+    runs a backward of its own, and no hook knows which is the last. Such a bucket waits for the end.
 
     Attributes:
         learned: what the ranks know; ``agree`` and ``forget`` change it.
     """
 
     def __init__(self, observes: bool, may_change: Callable[[Sequence[int]], bool]) -> None:
-        """``observes``: whether there is anything to be learned; one rank, and stage 3, have no use for it.
-        ``may_change``: whether a hook of the user's, which runs after ours, may change one of these gradients."""
+        """``observes``: whether there is anything to learn. ``may_change``: whether a later hook of the user's may
+        change one of these gradients."""
         self._observes, self._may_change = observes, may_change
         self.learned = Learned.NOTHING if observes else Learned.ALL
         # How often each parameter comes in a backward, as the ranks agreed. One that is not in it comes once.
@@ -126,11 +103,10 @@ class ByCounts:
         self._to_come: list[int] = []  # how often each has still to come in this one, by index
         self._of_buckets: list[int] = []  # how many are to come in a backward, of each bucket
         self._missing: list[int] = []  # how many have still to come in this one, of each bucket
-        self._forget_observation()
-
-    # -- as the reducer calls it -----------------------------------------------------------------------------------
+        self.drop_observation()
 
     def use(self, buckets: Sequence[Bucket]) -> None:
+        """Use these buckets from now on. No backward is running."""
         self.begin()
         self._params = [[slot.param for slot in bucket.layout.slots] for bucket in buckets]
         of_buckets = [[self._counts.get(index, 1) for index in of_bucket] for of_bucket in self._params]
@@ -142,10 +118,15 @@ class ByCounts:
         self._to_come, self._missing = list(self._expected), list(self._of_buckets)
 
     def begin(self) -> None:
+        """Begin another backward: gradients that have come so far count no more."""
         self._cut_short |= self._to_come != self._expected  # ``backward_ended`` makes them equal: one has raised
         self._to_come, self._missing = list(self._expected), list(self._of_buckets)
 
     def gradient_ready(self, index: int, number: int) -> bool:
+        """Count the gradient of parameter ``index``, of bucket ``number``. Returns whether that made the bucket full.
+
+        Runs for every gradient: it must be quick.
+        """
         self._to_come[index] = left = self._to_come[index] - 1
         if self.learned is not Learned.ALL:
             self._order.append(index)
@@ -174,7 +155,7 @@ class ByCounts:
     def agree(self, reports: Sequence[Observation], order: Sequence[int]) -> list[int] | None:
         """Take over the reports of the ranks: the largest counts, and rank 0's order in place of ``order``.
 
-        Returns the new order, where buckets are to be laid out anew.
+        Returns that, if buckets have to be laid out in another order.
         """
         if not any(report.order for report in reports):
             return None  # a step before any backward: there is still nothing to learn from
@@ -188,7 +169,7 @@ class ByCounts:
             new = list(reversed(last_first)) + [index for index in order if index not in last_first]
         if whole:
             self.learned = Learned.ALL
-        self._forget_observation()
+        self.drop_observation()
         return new if new != list(order) else None
 
     def forget(self, *, order: bool) -> None:
@@ -197,13 +178,10 @@ class ByCounts:
             return
         self.learned = Learned.NOTHING if order or self.learned is Learned.NOTHING else Learned.ORDER
         self._counts = {}
-        self._forget_observation()
+        self.drop_observation()
 
     def drop_observation(self) -> None:
-        """Forget what was observed since the ranks last agreed: its gradients were dropped."""
-        self._forget_observation()
-
-    def _forget_observation(self) -> None:
+        """Forget what was observed since the ranks last agreed."""
         self._order: list[int] = []
         self._observed: dict[int, int] = {}
         self._cut_short = False
@@ -235,3 +213,7 @@ class ByUnits:
 
     def backward_ended(self) -> None:
         pass
+
+
+Readiness = ByCounts | ByUnits
+"""What the reducer calls: the methods of ``ByUnits``, which ``ByCounts`` documents."""

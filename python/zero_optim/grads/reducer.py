@@ -20,15 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backward_watch import BackwardWatch, current_task
 from ..comm.handle import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
 from ..comm.spans import LOGGER
-from ..comm.streams import GradStreams
 from ..errors import ZeroOptimError
 from ..mode import CurrentMode
-from ..units.schedule import UnitSchedule, complete_raised_backwards
-from ..user_thread import UserThread
+from ..recovery import BackwardWatch, complete_raised, current_task
+from ..units.schedule import UnitSchedule
 from .bucket import Bucket, Edits
 from .buckets import Buckets, MakeBuckets, buffer_nbytes
 from .readiness import ByCounts, ByUnits, Learned, Readiness, merged
@@ -50,7 +48,7 @@ class Reducer:
     Attributes:
         rounds: the rounds of reductions that this rank owes.
         layout: the buckets.
-        on_layout: called with the buckets after they were laid out anew.
+        on_layout: called with the buckets after they were laid out again.
         on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
         late: parameters whose gradient arrived after their bucket was launched; it stays on this rank.
         leftover: parameters whose gradient ``finish`` found to be assigned after the last round. Where all ranks have
@@ -64,30 +62,20 @@ class Reducer:
         sharding: Sharding,
         make_buckets: MakeBuckets,
         overlap: bool,
-        schedule: UnitSchedule | None = None,
-        mode: CurrentMode | None = None,
+        schedule: UnitSchedule | None,
+        mode: CurrentMode,
     ) -> None:
         self.parameters, self.labels, self.sharding, self.overlap = parameters, labels, sharding, overlap
         self._reduces = sharding.reduces  # asked for every gradient
-        self._mode = mode or CurrentMode()
+        self._mode = mode
         self.layout = Buckets(labels, sharding, make_buckets)
         self._schedule = schedule if sharding.reduces else None  # one rank gathers nothing
         self._hooks = GradHooks(self._before_accumulate if sharding.reduces else None, self._on_ready)
         self._counts = ByCounts(sharding.reduces and self._schedule is None, self._hooks.followed_by_users)
         self._readiness: Readiness = self._counts if self._schedule is None else ByUnits(self._schedule)
         self._watch = BackwardWatch(self._backward_begins, self._backward_ended)
-        self._streams = GradStreams(sharding.device)
-        self.rounds = Rounds(
-            parameters,
-            self.layout,
-            sharding,
-            self._readiness,
-            self._streams,
-            self._watch,
-            self._schedule,
-            UserThread() if schedule is None else schedule.thread,
-            overlap=overlap,
-        )
+        self.rounds = Rounds(self.layout, sharding, self._readiness, self._watch, self._schedule, overlap=overlap)
+        self._streams = self.rounds.streams
         self.synchronize = True  # False inside no_sync()
         self.late: set[int] = set()
         self.leftover: set[int] = set()
@@ -103,20 +91,18 @@ class Reducer:
         """Take in parameters, in buckets after all others. The next backward observes. Returns the new buckets."""
         self.rounds.complete_raised()
         new = self.layout.grow(indices)
+        self._counts.forget(order=True)
         self._use_layout()
         self._hooks.register({index: self.parameters[index] for index in indices})
-        self._counts.forget(order=True)
-        self._readiness.use(self.buckets)
         self.rounds.local()
         return new
 
     def lay_out(self, *parts: Sequence[int]) -> None:
-        """Build all buckets anew for ``parts`` of the parameters: see ``Buckets``. Collective where they hold reduced
-        gradients, which move along."""
-        world = self.sharding.world
+        """Build all buckets for ``parts`` of the parameters: see ``Buckets.lay_out``."""
         try:
             self.layout.lay_out(*parts)
-            with world.raising_together("making the buffers", self.sharding.device):  # memory may be lacking
+            # Memory may be lacking.
+            with self.sharding.world.raising_together("making the buffers", self.sharding.device):
                 self._use_layout()
             for follow in self.on_layout:
                 follow(self.buckets)
@@ -143,8 +129,7 @@ class Reducer:
         return self.layout.all
 
     def restore_order(self, *parts: Sequence[int]) -> None:
-        """Lay the buckets out in a saved order, by parts as they were; parameters not in it follow. Gradients are
-        dropped."""
+        """Lay the buckets out in a saved order, and drop gradients. Parameters that are not in it follow."""
         known = {index for part in parts for index in part}
         *first, last = [[*part] for part in parts]
         last += [index for index in self.layout.order if index not in known]
@@ -162,17 +147,15 @@ class Reducer:
             bucket.before_accumulate(slot)
 
     def _on_ready(self, index: int, parameter: Tensor) -> None:
-        """Count a gradient that is ready.
-
-        This runs for every gradient, so it does little more: 4 µs here are a third of a backward over parameters of 512
-        elements. Work that can wait until a bucket is full does.
-        """
+        """Count a gradient that is ready."""
+        # This runs for every gradient, so it does little more: 4 µs here are a third of a backward over parameters of
+        # 512 elements. Work that can wait until a bucket is full does.
         if self._streams.several:  # before anything can raise: autograd has written the gradient by now
             self._streams.note()
         if current_task() != self._watch.task:
             self._watch.enter()
         bucket, number, slot = self.layout.slot_of[index]
-        # Its bucket was launched: the others have reduced without this gradient. The exchange makes all ranks raise.
+        # Its bucket was launched: the other ranks reduce without this gradient. The exchange makes all ranks raise.
         if number < self.rounds.next:
             self.late.add(index)
             return
@@ -215,10 +198,8 @@ class Reducer:
     def _backward_begins(self) -> None:
         self._mode.check_awake("backward")
         self.rounds.thread.note()
-        complete_raised_backwards(self.rounds.thread)
-        # What other optimizers owe is launched now, before this backward waits for anything: others may wait for it.
-        for rounds in self.rounds.not_in_backward():
-            rounds.complete_raised()
+        self.rounds.complete_raised()
+        complete_raised(self.rounds.thread)
         self.layout.backward_begins()
         if self.rounds.all_dropped():  # before this backward: should it raise, they are not what the user drops then
             self.rounds.came = False
@@ -238,7 +219,10 @@ class Reducer:
         if self.rounds.open:
             if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:  # the walk is slow: not each time
                 self.layout.check_not_in_ddp()
-            self.rounds.complete_round(self.rounds.complete_backward)
+            self.rounds.complete()
+            if self._schedule is not None:  # each gather launches the buckets of the units that are over by then
+                self._schedule.complete_backward()
+            self.rounds.complete_round()
             self.rounds.wait_for_averages()
         else:
             self.rounds.local()
@@ -263,17 +247,11 @@ class Reducer:
             self._watch.enter()
 
     def units_over(self) -> None:
-        """Launch the buckets of units that are over: in this backward, or in one that raised and is completed now."""
-        launched = self.rounds.next
-        # A forward joins a backward that raised. What the user has dropped since must not be shown in ``.grad`` again.
-        dropped = self.rounds.raised and self.rounds.all_dropped()
         if self.rounds.open:
-            self.rounds.launch(rest=False)
-        for bucket in self.buckets[launched : self.rounds.next] if dropped else ():
-            bucket.slots.drop_all()
+            self.rounds.launch_or_drop(rest=False)
 
     def order_known(self) -> None:
-        """Put the buckets in the order that the ranks have agreed on: that in which backward is through with units."""
+        """Put the buckets in the order in which backward is through with units, on which the ranks have agreed."""
         assert self._schedule is not None
         flats = [flat for unit in self._schedule.orders.over for flat in unit.flats]
         buckets = sorted(self.buckets, key=lambda bucket: flats.index(bucket.flat))
@@ -289,8 +267,6 @@ class Reducer:
         backward may reach only some ranks, so afterwards every rank owes a round.
         """
         if self._schedule is not None:
-            self.rounds.complete_all_backwards()
-            self.rounds.complete_all_raised()
             self.rounds.complete_missed("step")
             self.rounds.local()
 
@@ -305,13 +281,12 @@ class Reducer:
         if not self.sharding.reduces:
             self._collect()
         else:
-            self.rounds.complete_all_backwards()
-            self.rounds.complete_all_raised()
+            self.rounds.complete_all_raised(due=True)
             if not self.synchronize:
                 self.rounds.local()  # within a no_sync block: other ranks may have had gradients in it
             if self.rounds.state.owed:  # one at most: no round is open any more
                 self.layout.check_not_cast()
-                self.rounds.complete_round(_nothing)
+                self.rounds.complete_round()
             assigned: set[int] = set()
             for bucket in self.buckets:
                 assigned |= bucket.follow_edits().assigned
@@ -328,10 +303,11 @@ class Reducer:
         """Collective. Agree on readiness, and lay the buckets out in the order that rank 0 has seen."""
         reports = merged(self._counts.observation(), self.sharding, len(self.labels))
         order = self._counts.agree(reports, self.layout.order)
-        if order is not None:
+        if order is None:
+            self._readiness.use(self.buckets)
+        else:
             self.lay_out(order)
         LOGGER.info("learned when gradients become ready: %d buckets leave in that order", len(self.buckets))
-        self._readiness.use(self.buckets)
 
     def unapplied(self) -> list[str]:
         """Name the parameters with gradients that no step has applied."""
@@ -355,14 +331,15 @@ class Reducer:
         return alone or waiting
 
     @torch.no_grad()
-    def _collect(self) -> bool:
-        changed = False
+    def _collect(self) -> None:
         for bucket in self.buckets:
-            changed |= bucket.collect(self._streams)
-        return changed
+            bucket.collect(self._streams)
 
     def follow_edits(self) -> Edits:
         """Take gradients as the user has left them. Returns the edits since ``finish``, or since the last call."""
+        if self.sharding.reduces:
+            # At stage 3 a backward without gradients on this rank still has gathers to join.
+            self.rounds.complete_all_raised(due=True)
         edits = Edits()
         for bucket in self.buckets:
             if bucket.written:
@@ -383,18 +360,16 @@ class Reducer:
         return edits
 
     def end_step(self) -> None:
-        """Note that the gradients were applied. They stay until they are cleared; the next step has its own rounds."""
+        """Record that the gradients were applied. They stay until they are cleared."""
         self._streams.forget()
         self.rounds.step()
 
     def clear(self, set_to_none: bool = True) -> None:
-        """Drop every gradient, or make it zero. A round that an exception cut short is completed for the others."""
-        zeroed_before = self.sharding.reduces and self.rounds.zeroed
-        if zeroed_before:  # every rank comes here then: it is the second call since a step
-            self.rounds.complete_all_backwards()
-        self.rounds.complete_all_raised()
-        if zeroed_before:
+        """Drop every gradient, or make it zero."""
+        if self.sharding.reduces and self.rounds.zeroed:  # every rank makes this call: the second since a step
             self.rounds.complete_missed("zero_grad")
+        else:
+            self.rounds.complete_all_raised()
         self.sharding.second_legs.issue()  # else ranks whose next backward has data wait for one that has none
         self.rounds.clear()
         self.rounds.came = False
@@ -408,7 +383,7 @@ class Reducer:
         self.rounds.deallocate_idle_buffers()
 
     def observe(self) -> None:
-        """Let the next synchronised backward count anew how often each gradient becomes ready. The layout stays."""
+        """Let the next synchronised backward count how often each gradient becomes ready. The layout stays."""
         self.rounds.complete_all_raised()
         self.late.clear()
         self._counts.forget(order=False)
@@ -443,7 +418,7 @@ class Reducer:
         return any(self.layout.used()) or any(parameter.grad is not None for parameter in self.parameters.values())
 
     def _abandon(self) -> None:
-        """Note that a collective may not arrive any more."""
+        """Record that a collective may not arrive any more."""
         if self.sharding.host_waits:
             self.sharding.world.abandon()
         else:
@@ -452,9 +427,6 @@ class Reducer:
 
 class GradHooks:
     """The hooks that autograd calls for each parameter, by index: before it adds to a gradient, and after.
-
-    They go on the node that accumulates, not on the tensor: a tensor's own hooks run under ``torch.autograd.grad`` too,
-    which accumulates nothing.
 
     Args:
         before: called with the index, and what is to be added, before autograd adds to a gradient; None: no such hook.
@@ -471,31 +443,29 @@ class GradHooks:
     @torch.enable_grad()
     def register(self, parameters: Mapping[int, Tensor]) -> None:
         for index, parameter in parameters.items():
-            if parameter.requires_grad:
-                self._register(index, parameter)
-                continue
-            parameter.requires_grad_(True)  # one that has a gradient, and is frozen by now, would take no hooks
-            self._register(index, parameter)
-            parameter.requires_grad_(False)
-
-    def _register(self, index: int, parameter: Tensor) -> None:
-        # As get_gradient_edge does, in a quarter of the time.
-        node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._nodes[index] = node
-        handle = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
-        self._post[index], self._own[index] = parameter._post_accumulate_grad_hooks, handle.id
-        self._handles.append(handle)
-        if self._before is not None:
-            self._handles.append(node.register_prehook(partial(self._before, index)))
+            frozen = not parameter.requires_grad
+            if frozen:  # it takes no hooks, and may have a gradient of before
+                parameter.requires_grad_(True)
+            # The hooks go on the node that accumulates, not on the tensor: a tensor's own run under
+            # ``torch.autograd.grad``, too, which accumulates nothing. As get_gradient_edge, in a quarter of the time.
+            node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            self._nodes[index] = node
+            handle = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
+            self._post[index], self._own[index] = parameter._post_accumulate_grad_hooks, handle.id
+            self._handles.append(handle)
+            if self._before is not None:
+                self._handles.append(node.register_prehook(partial(self._before, index)))
+            if frozen:
+                parameter.requires_grad_(False)
 
     def followed_by_users(self, indices: Sequence[int]) -> bool:
-        """True if a hook of the user's, which may change the gradient, runs after ours at one of these."""
+        """True if a hook of the user's, which may change the gradient, runs after ours."""
         if max(map(len, map(self._post.__getitem__, indices)), default=0) <= 1:
             return False  # as a rule
         return any(next(reversed(self._post[index])) != self._own[index] for index in indices)
 
     def accumulates(self, index: int) -> bool:
-        """True if the backward under way is going to add to this parameter's gradient, or has done so."""
+        """True if the running backward adds to this parameter's gradient, or has done so."""
         return torch._C._will_engine_execute_node(self._nodes[index])
 
     def remove(self) -> None:
@@ -512,7 +482,3 @@ def _check_shown(bucket: Bucket, slot: int) -> None:
             "gradient came into the unit by another way than what its forward returned, changed or left in "
             "attributes. Return that tensor from the unit's forward"
         )
-
-
-def _nothing() -> None:
-    pass

@@ -1,30 +1,23 @@
-"""Launches rounds of reductions, and completes those that an exception in backward has left open.
+"""Counts reduction rounds, so that every rank launches the same number of collectives, and launches them.
 
 A *round* is one synchronised backward's reductions: every bucket once, by ascending index. Between two calls that all
 ranks make, they must launch equally many rounds. Each rank derives that number from its own calls, without a message.
-
-After an exception there is one mechanism: the rank completes what it owes, with zeros for the gradients that did not
-come, at the next call that all ranks make::
-
-    rank 0   backward raises half-way   OPEN       zero_grad: launches the rest, then clears
-    rank 1   backward                   COMPLETE   zero_grad: clears
+After an exception in backward, a rank completes its round as ``recovery`` describes.
 """
 
 from __future__ import annotations
 
 import enum
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from ..backward_watch import BackwardWatch
 from ..comm.handle import CommBuffers
 from ..comm.sharding import Sharding
 from ..comm.streams import GradStreams
 from ..errors import RankMismatchError
-from ..units.schedule import UnitSchedule, complete_raised_backwards, prefetch_rest_of_backwards
+from ..recovery import BackwardWatch, Owing, complete_raised
+from ..units.schedule import UnitSchedule, prefetch_rest_of_backwards
 from ..user_thread import UserThread
 from .buckets import Buckets
 from .readiness import Readiness
@@ -77,12 +70,12 @@ class RoundState(enum.Enum):
 
 
 class RoundCounter:
-    """The state of a rank's rounds, and how many were completed.
+    """The state of a rank's rounds.
 
     Attributes:
         launched: rounds since the last ``step`` or ``zero_grad``.
         zeroed: whether ``zero_grad`` was called since the last ``step``.
-        applied: whether nothing was accumulated since the last ``step`` or ``zero_grad``: any gradient there is old.
+        applied: whether nothing was accumulated since the last ``step`` or ``zero_grad``: any gradient is stale.
     """
 
     def __init__(self) -> None:
@@ -130,54 +123,41 @@ class RoundCounter:
             raise RuntimeError(f"a round is {self.state.value[0]}: complete it before {event}")
 
 
-_open: list[weakref.ref[Rounds]] = []
-"""The rounds of this process's open optimizers, in the order in which they were made.
-
-The list is here because a call completes what an exception has left open in every optimizer of its thread."""
-
-
-def open_rounds() -> list[Rounds]:
-    """List the rounds of all open optimizers of this process, in the order in which they were made."""
-    return [rounds for reference in _open if (rounds := reference()) is not None]
-
-
-class Rounds(RoundCounter):
+class Rounds(RoundCounter, Owing):
     """Launches the buckets of each round in order, and completes rounds.
 
     Attributes:
         next: the bucket that is launched next, of the open round; 0 where none is open.
         buffers: the memory that buckets pack into, and receive in.
+        streams: those on which autograd adds to gradients.
         came: whether a gradient has come on this rank that no completed round has taken.
         engine: returns the engine that these rounds are a part of; None once that is gone.
-        thread: the thread that trains with the optimizer; at stage 3, that uses the model.
     """
 
     def __init__(
         self,
-        parameters: Mapping[int, Tensor],
         layout: Buckets,
         sharding: Sharding,
         readiness: Readiness,
-        streams: GradStreams,
         watch: BackwardWatch,
         schedule: UnitSchedule | None,
-        thread: UserThread,
         *,
         overlap: bool,
     ) -> None:
-        super().__init__()
-        self._parameters, self._layout, self._sharding = parameters, layout, sharding
-        self._readiness, self._streams, self._watch, self._schedule = readiness, streams, watch, schedule
-        self._overlap, self.thread = overlap, thread
+        RoundCounter.__init__(self)
+        Owing.__init__(self, UserThread() if schedule is None else schedule.thread, watch)
+        self._layout, self._sharding, self._readiness = layout, sharding, readiness
+        self._schedule, self._overlap = schedule, overlap
+        # Rounds with units come first: a rank that waits in a gather of theirs launches nothing until this one joins.
+        self.turn = 0 if schedule is not None else 1
         self.buffers = CommBuffers(0, sharding.device)
+        self.streams = GradStreams(sharding.device)
         self.next = 0
         self.came = False
-        self.engine: Callable[[], object] = _nothing
-        _open[:] = [weakref.ref(rounds) for rounds in (*open_rounds(), self)]
+        self.engine: Callable[[], object] = lambda: None
 
     def close(self) -> None:
-        """Leave what is open here to nobody: the optimizer is closed."""
-        _open[:] = [of for of in _open if of() is not self]
+        super().close()
         if self._schedule is not None:
             self._schedule.prefetch.reducing.discard(self)
 
@@ -192,37 +172,24 @@ class Rounds(RoundCounter):
         """Launch the buckets that are ready, in order; or the ``rest`` of the round, ready or not."""
         buckets = self._layout.all
         while self.next < len(buckets) and (rest or (self._overlap and self._readiness.may_launch(self.next))):
-            may_wait = self._may_wait
+            # The host must not wait for other ranks within a backward where another optimizer reduces in it, too: in
+            # A for rank 1, which uses B alone and waits there for us. At stage 0 every backward ends with a wait, so
+            # all ranks have to meet such optimizers in one order anyway.
+            may_wait = self._sharding.stage == 0 or not self._sharding.world.contended
             # Under gloo, where the host waits anyway, a reduction at stage 3 waits for the one before: that saves
             # memory. On CUDA the host is ahead of both.
             if self._schedule is not None and self._sharding.host_waits and may_wait:
                 self.buffers.deallocate_once_arrived()
                 self._schedule.prefetch.reduction_begins(self)
             with torch.no_grad():
-                buckets[self.next].launch(self.buffers, self._streams, may_wait=may_wait)
+                buckets[self.next].launch(self.buffers, self.streams, may_wait=may_wait)
             self.next += 1
 
-    @property
-    def _may_wait(self) -> bool:
-        """True if the host may wait for other ranks within a backward. Not where another optimizer reduces in it::
-
-            rank 0   uses A alone: waits in A for rank 1
-            rank 1   uses B alone: waits in B for rank 0
-
-        At stage 0 it may: every rank has to meet such optimizers in one order, as each backward ends with a wait.
-        """
-        return self._sharding.stage == 0 or not self._sharding.world.contended
-
-    def complete_round(self, gathers: Callable[[], None]) -> None:
-        """Launch the rest of the open round, or a whole round where none is open. It waits for nothing.
-
-        ``gathers`` runs first: at stage 3 it completes the backward's gathers, and the bucket of each unit that is over
-        in it is launched. Ranks that did not raise have launched in that order, and wait for us in it.
-        """
+    def complete_round(self) -> None:
+        """Launch the rest of the open round, or a whole round where none is open. It waits for nothing."""
         if not self.open:
             self.begin()
         self.complete()
-        gathers()
         self.launch(rest=True)
         self.completed()
         self.next, self.came = 0, False
@@ -236,11 +203,9 @@ class Rounds(RoundCounter):
                 bucket.wait()
 
     def deallocate_idle_buffers(self) -> None:
-        """Free the buffers' memory, at stage 3, while no reduction uses it: units take it meanwhile.
-
-        On a GPU the host never knows whether one does, and ``idle`` is True: to free the memory makes the stream wait.
-        So there the buffers stay while a round is open, as the backward must go on. They go in ``step``, or before.
-        """
+        """Free the buffers' memory, at stage 3, while no reduction uses it: units take it meanwhile."""
+        # On a GPU the host never knows whether one does, and ``idle`` is True: to free the memory makes the stream
+        # wait. So there the buffers stay while a round is open, as the backward must go on. They go in ``step``.
         waits_for_nothing = self._sharding.host_waits or not self.open
         if self._schedule is not None and waits_for_nothing and self.buffers.allocated and self.buffers.idle:
             self.buffers.deallocate()
@@ -249,27 +214,25 @@ class Rounds(RoundCounter):
     # -- after an exception in backward ----------------------------------------------------------------------------
 
     @property
-    def raised(self) -> bool:
-        """True if an exception has left the round open: its backward does not run any more, and nobody completes it."""
-        return self.state is RoundState.OPEN and not self._watch.running
-
-    @property
     def out_of_step(self) -> bool:
-        """True if a collective has failed: the other ranks are at another one, and nothing can be completed."""
         schedule = self._schedule
         return self._sharding.world.out_of_step or (schedule is not None and schedule.out_of_step)
 
     def all_dropped(self) -> bool:
         """True if gradients came, and the user has set every one to None since, as by ``module.zero_grad()``."""
-        return self.came and all(parameter.grad is None for parameter in self._parameters.values())
+        return self.came and all(parameter.grad is None for bucket in self._layout.all for parameter in bucket.params)
+
+    def launch_or_drop(self, *, rest: bool) -> None:
+        """Launch buckets, also of a round that an exception has left open: gradients that came before it count."""
+        first, raised = self.next, self.state is RoundState.OPEN and not self.watch.running
+        dropped = raised and self.all_dropped()
+        self.launch(rest=rest)
+        # What the user has dropped since the exception must not be shown in ``.grad`` again.
+        for bucket in self._layout.all[first : self.next] if dropped else ():
+            bucket.slots.drop_all()
 
     def complete_raised(self) -> None:
-        """Complete a round that an exception has left open: the other ranks have launched theirs.
-
-        Gradients that came before the exception count. Where the user has dropped all of them, averages that arrive
-        only now are dropped, too.
-        """
-        self._watch.forget()  # a backward that raised has no end: the next hook belongs to another one
+        self.watch.forget()  # a backward that raised has no end: the next hook belongs to another one
         self._readiness.begin()
         if not self.open:
             return
@@ -278,70 +241,40 @@ class Rounds(RoundCounter):
             raise RankMismatchError(
                 "ranks are out of sync after an earlier error in a backward; make a new optimizer to go on"
             )
-        dropped = self.all_dropped()
-        # At stage 3 the schedule meets a new backward before we do, and it has ended the raised one's cycle then. The
-        # cycle that is open now belongs to the new backward: to join it here would end that one.
-        next_is_under_way = self._schedule is not None and self._schedule.watch.running
-        self.complete_round(_nothing if next_is_under_way else self.complete_backward)
-        if dropped:
-            for bucket in self._layout.all:
-                bucket.slots.drop_all()
-
-    def complete_backward(self) -> None:
-        """Complete the gathers, at stage 3, of the backward that is open."""
+        # Gathers first: each launches the buckets of the units that are over by then. Ranks that did not raise have
+        # launched in that order.
         if self._schedule is not None:
-            self._schedule.complete_backward()
+            self._schedule.complete_raised()
+        self.launch_or_drop(rest=True)
+        self.complete_round()
 
-    def complete_all_raised(self) -> None:
-        """Complete what an exception has left open: here, and in every optimizer that the backward went through.
+    def complete_all_raised(self, *, due: bool = False) -> None:
+        """Collective. Complete what exceptions have left open: here, and in all models and optimizers of the thread.
 
-        Every rank calls this. All optimizers launch before one is waited for. At stage 0, with optimizers A and B::
-
-            rank 0   backward: raises, before B                A.step(): launches A and B, then waits for A
-            rank 1   backward: launches both, waits for B      A.step()
-        """
-        self.thread.note()
-        chosen = self.not_in_backward()
-        for rounds in chosen:
-            rounds.complete_raised()
-        # Those under ``no_sync`` have no round, and other ranks wait in their gathers.
-        complete_raised_backwards(self.thread)
-        for rounds in chosen:  # only now, when all are launched
-            rounds.wait_for_averages()
-            rounds._streams.join()  # autograd does so where a backward ends, and not where it raises
-
-    def not_in_backward(self) -> list[Rounds]:
-        """List these rounds, and those of the thread that no running backward has come to: if open, they have raised.
-
-        Those with units come first: a rank that waits in their gathers launches nothing until we join.
-        """
-        own = [of for of in open_rounds() if self.thread.may_complete(of.thread)]
-        chosen = [of for of in own if of is self or not (of.out_of_step or of._watch.running)]
-        return sorted(chosen, key=lambda rounds: rounds._schedule is None)
-
-    def complete_all_backwards(self) -> None:
-        """Collective, at a call that every rank makes after its backward. Join all gathers that are left of it.
-
-        Other ranks may wait in them, even if the backward raised here before it came to any unit::
+        ``due``: every rank makes this call after its backward. So join all gathers of that, even if it raised here
+        before it came to any unit::
 
             rank 0   backward: raises at once               step: joins the gathers of units 3, 2 and 1
             rank 1   backward: waits to gather unit 3       unit 2   unit 1   step
         """
-        if self._schedule is not None:
-            self.complete_raised()
+        self.thread.note()
+        self.complete_raised()  # before the others: where a collective has failed, this raises
+        if due and self._schedule is not None:
             self._schedule.complete_all_backwards()
+        # All optimizers launch before one is waited for, as at stage 0 with the optimizers A and B:
+        #     rank 0   backward: raises, before B                A.step(): launches A and B, then waits for A
+        #     rank 1   backward: launches both, waits for B      A.step()
+        for owing in complete_raised(self.thread):
+            if isinstance(owing, Rounds):
+                owing.wait_for_averages()
+                owing.streams.join()  # autograd does so where a backward ends, and not where it raises
 
     def complete_missed(self, call: str) -> None:
-        """Collective. Launch as many rounds as any rank has since the last ``step`` or ``zero_grad``.
+        """Collective, in a ``call`` that every rank makes after its backward: complete what exceptions have left open,
+        then launch as many rounds as any rank has since the last ``step`` or ``zero_grad``.
 
-        A backward that raised before its first gradient has left no trace here, and the others wait for its round. It
-        is looked for in a ``call`` that every rank makes: ``step`` with a closure at stage 3, and the second
-        ``zero_grad`` since the last ``step``.
+        A backward that raised before its first gradient has left no trace here, and the others wait for its round.
         """
-        missed = max(self._sharding.world.gather_objects(self.launched, call)) - self.launched
-        for _ in range(missed):
-            self.complete_round(_nothing)
-
-
-def _nothing() -> None:
-    pass
+        self.complete_all_raised(due=True)
+        for _ in range(max(self._sharding.world.gather_objects(self.launched, call)) - self.launched):
+            self.complete_round()

@@ -33,11 +33,7 @@ _ALONE = max(map(sys.getrefcount, [object()]))  # the count of an object that on
 
 
 class SlotState(enum.Enum):
-    """State of one slot: what the bucket holds of its gradient.
-
-    Where autograd is about to add to an average over ranks, that is taken out of ``.grad``: the new gradient arrives
-    alone, and is reduced and added later. ``tests/grads/test_slots_cells.py`` has the tables of events.
-    """
+    """State of one slot: what the bucket holds of its gradient. ``tests/grads/test_slots_cells.py`` has the events."""
 
     ABSENT = enum.auto()  # nothing
     COLLECTED = enum.auto()  # this rank's sum; ``.grad`` is its view
@@ -82,9 +78,6 @@ class _LocalGrad:
 class Slots:
     """The states of a bucket's slots.
 
-    Kept as one state of the bucket and what differs from it, so that a usual step has nothing to do for each parameter
-    but to compare its ``.grad`` with its handle.
-
     Attributes:
         bucket_state: where the gradients are.
         used: one byte a slot, 1 where this rank has put a gradient of it into the bucket.
@@ -94,12 +87,14 @@ class Slots:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
+        # One state of the bucket, and what differs from it: for a parameter, a usual step only compares its ``.grad``
+        # with its handle.
         self.bucket_state = GradState.EMPTY
         self.used = bytearray(len(params))
         self.refused: dict[int, str] = {}
         self.stale: set[int] = set()
         self._taken: dict[int, _LocalGrad | None] = {}
-        self._touched: set[int] = set()  # TAKEN slots that the backward under way has added to
+        self._touched: set[int] = set()  # TAKEN slots that the running backward has added to
 
     def __getitem__(self, index: int) -> SlotState:
         if self.bucket_state is GradState.EMPTY:
@@ -133,13 +128,10 @@ class Slots:
         return written
 
     def added(self, index: int) -> None:
-        """Note what autograd has added to this slot's ``.grad``: now, as a backward that raises has no end."""
+        """Record what autograd has added to this slot's ``.grad``: now, as a backward that raises has no end."""
         if index in self._taken:
-            self._note(index)
-
-    def _note(self, index: int) -> None:
-        grad = self._params[index].grad
-        self._taken[index] = None if grad is None else _LocalGrad(grad, grad._version)
+            grad = self._params[index].grad
+            self._taken[index] = None if grad is None else _LocalGrad(grad, grad._version)
 
     def _is_written(self, index: int, grad: Tensor | None) -> bool:
         """True if the user has written into a local gradient beside an average since its backward ended."""
@@ -147,9 +139,9 @@ class Slots:
         return left is not None and left.grad is grad and left.version != grad._version
 
     def backward_ended(self) -> None:
-        """Note the gradients that were added beside an average: who writes into them from here on is the user."""
-        for index in self._touched.intersection(self._taken):  # hooks of the user's may have run since ``added``
-            self._note(index)
+        """Record the gradients that were added beside an average: who writes into them from here on is the user."""
+        for index in self._touched:  # hooks of the user's may have run since ``added``
+            self.added(index)
         self._touched.clear()
 
     def backward_begins(self) -> None:
@@ -180,21 +172,19 @@ class Slots:
         return found
 
     def collect(self, sources: Sequence[tuple[int, Tensor]], views: Sequence[Tensor]) -> None:
-        """Note that these local gradients are in ``grad_buffer``; each ``.grad`` becomes its view of that."""
+        """Show these local gradients, which are in ``grad_buffer`` now, in each ``.grad``."""
         self.bucket_state = GradState.LOCAL if sources else GradState.EMPTY
         for index, _ in sources:
             self._params[index].grad, self.used[index] = views[index], 1
 
     def launch(self, sources: Sequence[tuple[int, Tensor]], handles: Sequence[Tensor]) -> None:
-        """Note that a reduction has left with these gradients. Every ``.grad`` becomes a handle of the result.
-
-        It does so even where only other ranks used the parameter: a ``.grad`` found None later was zeroed by the user.
-        """
+        """Show the result of a reduction, which has left with these gradients, in every ``.grad``."""
         self.bucket_state = GradState.REDUCED
         self._taken.clear()
         self.stale.clear()
         for index, _ in sources:
             self.used[index] = 1
+        # Also where only other ranks used the parameter: a ``.grad`` found None later was zeroed by the user.
         for parameter, handle in zip(self._params, handles, strict=True):
             parameter.grad = handle
 
@@ -210,14 +200,13 @@ class Slots:
         self.stale.update(range(len(self._params)))
 
     def take_over(self, index: int, handle: Tensor | None, *, used: bool) -> None:
-        """Note that the bucket holds this slot's average. ``handle``: for ``.grad``; None: the user has dropped it."""
+        """Show this slot's average, which the bucket holds now. ``handle`` None: the user has dropped it."""
         if handle is not None:
             self._params[index].grad = handle
             self.stale.discard(index)
             self.used[index] = used
 
     def clear(self) -> None:
-        """Forget every gradient."""
         for parameter in self._params:
             parameter.grad = None
         self.bucket_state = GradState.EMPTY
@@ -273,7 +262,7 @@ class Shown:
         sharding: Sharding,
         arrivals: Arrivals,
     ) -> None:
-        """``buffer``: the bucket's memory; ``shard`` [shard_numel]: this rank's shard of the average, within it."""
+        """``shard`` [shard_numel]: this rank's shard of the average, within ``buffer``."""
         self._buffer, self._params, self._sliced, self._arrivals = buffer, flat.params, flat.sliced, arrivals
         self._pieces, self._labels = pieces, labels
         self.full: Sequence[Tensor] = ()
@@ -295,28 +284,27 @@ class Shown:
         self._inner = [[*map(local_of, self.full)] if flat.sliced else [], inner]
         for view in self.shards:
             view.arrivals = arrivals  # only now: reading ``local`` waits for them, and they may never come
-        self._uses = _storage_uses(buffer)  # last: after all lasting views of it
+        self._uses = _storage_uses(buffer)  # last: after all lasting views of it, and with no other alive
 
     def reduced(self) -> Sequence[Tensor]:
-        """List the tensors that ``.grad`` shows once the bucket is reduced."""
+        """List what ``.grad`` shows once the bucket is reduced."""
         return self.shards or self.full
 
     def local(self, terms: set[int]) -> Sequence[Tensor]:
         """List the tensors that ``.grad`` shows of this rank's own gradients, of which ``terms`` are terms of a sum."""
         if not terms:
             return self.full
-        # Made anew each time: a list that is kept would look like a user who keeps gradients.
+        # Made each time: a list that is kept would look like a user who keeps gradients.
         return [self._terms[index] if index in terms else view for index, view in enumerate(self.full)]
 
     def writes(self) -> int:
-        """Count the user's writes into them: the count grows with each."""
+        """Count the user's writes into them."""
         if self.shards:
             return self._arrivals.zeroed
         # A write through a DTensor shows only in its own version counter.
         return sum(map(_version_of, (*self.full, *self._terms))) if self._sliced else self._buffer._version
 
     def relabel(self) -> None:
-        """Take over new names of the parameters, for messages."""
         for shard, piece in zip(self.shards, self._pieces, strict=False):
             shard.label = f"gradient of {self._labels[piece.slot.param]}"
 

@@ -294,7 +294,7 @@ def _by_size(model: ModelShapes, sharding: Sharding, job: Job) -> list[list[_Fla
 
 
 def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding, job: Job) -> Iterator[_Flat]:
-    """Lay out a unit: by dtype, cut and trained, as ``UnitPlan.flats`` does, and by the rules of the optimizer."""
+    """Lay out a unit: by dtype, cut and trained, as ``shard_module`` does, and by the rules of the optimizer."""
     kinds: dict[tuple[torch.dtype, bool, bool, UpdateRule], list[ParameterShape]] = {}
     for parameter in (model.parameters[index] for index in unit):
         kind = parameter.dtype, parameter.cut, parameter.trained, job.rule_of(parameter)

@@ -1,7 +1,4 @@
-"""What a schedule keeps track of: the open cycle, the forwards under way, and the backwards that may follow.
-
-A *cycle* goes once through all units, in an order that all ranks have agreed on.
-"""
+"""What a schedule keeps track of: the open cycle, the running forwards, and the backwards that may follow."""
 
 from __future__ import annotations
 
@@ -19,14 +16,12 @@ ORDER_CODES = 64
 
 
 class Pass(enum.Enum):
-    """Direction of a cycle."""
-
     FORWARD = 1
     BACKWARD = 2
 
 
 class Cycle:
-    """The cycle that is open, or none.
+    """The cycle that is open, or none: it goes once through all units, in an order that all ranks have agreed on.
 
     Attributes:
         direction: of the cycle that is open; None: none is.
@@ -48,20 +43,11 @@ class Cycle:
 
     @property
     def ahead(self) -> Sequence[Unit]:
-        """The units that are still to be visited, the next one first."""
         return self.order[self.position + 1 :]
-
-    def positions_to(self, unit: Unit) -> range:
-        """The positions that a visit of ``unit``, which is ahead, goes through; its own is the last."""
-        return range(self.position + 1, self.order.index(unit, self.position + 1) + 1)
-
-    def opened_before(self, unit: Unit) -> list[Unit]:
-        """The open units at positions before that of ``unit``, which is open."""
-        return [other for other, position in self.open.items() if position < self.open[unit]]
 
     @property
     def code(self) -> int:
-        """A digest of the cycles so far: equal on ranks that went through the same, and very likely unequal else."""
+        """A digest of the cycles so far, which ranks compare."""
         return self._digest % ORDER_CODES
 
 
@@ -80,7 +66,6 @@ class Prefetch:
         self.reducing: set[object] = set()
 
     def reduction_begins(self, of: object) -> None:
-        """Hold gathers back: the host is going to wait for a reduction (gloo)."""
         self.reducing.add(of)
 
     def reductions_arrived(self, of: object) -> None:
@@ -91,16 +76,11 @@ class Prefetch:
                 self.start_next()
 
     def start_next(self) -> None:
-        """Start to gather the next units of the open cycle, as far as their turn has come."""
         if self._cycle.direction is not None:
-            self._start(self._cycle.ahead[: self.count])
+            self.start(self._cycle.ahead[: self.count])
 
-    def start_rest_of_backward(self) -> None:
-        """Start the gathers that are left of an open backward cycle, as far as units are not gathered twice in it."""
-        if self._cycle.direction is Pass.BACKWARD:
-            self._start(self._cycle.ahead)
-
-    def _start(self, units: Sequence[Unit]) -> None:
+    def start(self, units: Sequence[Unit]) -> None:
+        """Start to gather these units, which are ahead, as far as their turn has come."""
         earlier: set[Unit] = set()
         for unit in units:
             # A unit that is here, or has an earlier turn, may be resharded after that turn, and gathered again. So this
@@ -112,10 +92,10 @@ class Prefetch:
 
 
 class Calls:
-    """The forwards that are under way.
+    """The forwards that run.
 
     Attributes:
-        running: the units whose forward is under way, the outermost first.
+        running: the units whose forward runs, the outermost first.
         trains: whether a backward may follow the forward cycle that is open, or was the last.
         by_part: whether that cycle was begun outside of a forward of the root.
     """
@@ -124,27 +104,22 @@ class Calls:
         self.running: list[Unit] = []
         self.trains = False
         self.by_part = False
-        self._roots = 0  # forwards of the root under way: a model may call itself
+        self._roots = 0  # running forwards of the root: a model may call itself
         self._root_trains = False  # whether the outermost of them began with gradients enabled
 
     @property
     def in_root(self) -> bool:
-        """True if a forward of the root is under way."""
+        """True if a forward of the root runs."""
         return self._roots > 0
 
     def root_begins(self) -> bool:
-        """Record that the root is called. Returns whether this is its outermost forward."""
+        """Returns whether this is the root's outermost forward."""
         self._roots += 1
         if self._roots == 1:
             self._root_trains = torch.is_grad_enabled()
         return self._roots == 1
 
-    def root_ended(self) -> None:
-        # A forward that raised before the first hook of the root has begun nothing here, and ends all the same.
-        self._roots = max(0, self._roots - 1)
-
     def cycle_begins(self) -> None:
-        """Record that a forward cycle begins, with the call that is about to be recorded."""
         self.by_part = not self.in_root
         # A re-entrant checkpoint within the root's forward disables gradients, and a backward follows all the same.
         self.trains = torch.is_grad_enabled() or (self.in_root and self._root_trains)
@@ -153,8 +128,10 @@ class Calls:
         self.running.append(unit)
         unit.unwatch_parts()
 
-    def end(self, unit: Unit) -> None:
+    def end(self, unit: Unit, *, is_root: bool) -> None:
         """End a call of ``unit``, which may never have begun: its first hook may have raised."""
+        if is_root:
+            self._roots = max(0, self._roots - 1)
         if unit in self.running:
             self.running.pop()
             if unit not in self.running:
@@ -184,17 +161,13 @@ class BackwardsDue:
         self._begun += 1
         self._by_part |= by_part
 
-    def forward_ended(self) -> None:
-        """Make one more backward due: a forward cycle that trains is through."""
-        self.count += 1
-
     def backward_ended(self) -> None:
         self.count -= 1
         if self.count <= 0:  # a re-entrant checkpoint makes none due, and takes a cycle all the same
             self.reset()
 
     def reset(self) -> None:
-        """Let no backward be due: the gradients were applied, and none may come through the forwards so far."""
+        """Let no backward be due: the gradients were applied."""
         self.count = self._begun = 0
         self.nested = self._by_part = False
 

@@ -1,7 +1,7 @@
 """Hooks by which modules and autograd drive the schedule: a unit's forward begins or ends; a gradient comes into it.
 
-A *part* of a unit is a module within it, or a method other than ``forward``. Called while no forward of the unit is
-under way, it counts as one: the unit is gathered before, and gradients come back into it through what the part returns.
+A *part* of a unit is a module within it, or a method other than ``forward``. Called while no forward of the unit runs,
+it counts as one: the unit is gathered before, and gradients come back into it through what the part returns.
 So a model runs whichever of its modules is called first: an embedding alone, modules that a method calls, or a model
 that has lost the sharded wrapper, as when ``peft`` merges adapters.
 """
@@ -54,7 +54,7 @@ class _Hook:
         self.schedule, self.unit, self.part = schedule, unit, part
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
+        return partial, (_ignore,)
 
 
 class BeforeForward(_Hook):
@@ -79,10 +79,10 @@ class BeforeForward(_Hook):
 
 
 def _in_transform() -> bool:
-    """True if a transform of torch.func is under way that a gather cannot be a part of. One can be of ``vmap`` without
-    gradients, as parameters are not mapped."""
+    """True within a transform of torch.func that a gather cannot be a part of."""
     if torch._C._functorch.maybe_current_level() is None:
         return False
+    # A gather can be a part of ``vmap`` without gradients, as parameters are not mapped.
     levels = torch._C._functorch.get_interpreter_stack()
     return torch.is_grad_enabled() or any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
 
@@ -106,23 +106,17 @@ class AfterForward(_Hook):
         root = self.unit is self.schedule.units[0]
         if self.unit.state is UnitState.UNSHARDED and not (root and torch.is_grad_enabled()):
             self._check_returned(output)
-        nodes = {
-            node
-            for tensor in _made_by_autograd((output, args, kwargs, _in_attributes(self.unit.modules)))
-            if not self._is_as_given(tensor)
-            and (node := tensor.grad_fn) is not None
-            and node._sequence_nr() >= self.unit.began
-        }
+        nodes = set()
+        for tensor in _made_by_autograd((output, args, kwargs, _in_attributes(self.unit.modules))):
+            given, version = self.unit.given.get(id(tensor), (None, 0))
+            # A tensor that is gone may have left its id to this one.
+            as_given = given is not None and given() is tensor and version == tensor._version
+            node = tensor.grad_fn
+            if not as_given and node is not None and node._sequence_nr() >= self.unit.began:
+                nodes.add(node)
         for node in nodes:
-            node.register_prehook(self._before_backward)
+            node.register_prehook(lambda grads: self.schedule.before_backward(self.unit))
         self.schedule.after_forward(self.unit, requires_grad=bool(nodes), part=self.part)
-
-    def _is_as_given(self, tensor: Tensor) -> bool:
-        given, version = self.unit.given.get(id(tensor), (None, 0))  # one that is gone may have left its id to another
-        return given is not None and given() is tensor and version == tensor._version
-
-    def _before_backward(self, grads: Any) -> None:
-        self.schedule.before_backward(self.unit)
 
     def _check_returned(self, output: Any) -> None:
         own = {flat.full.untyped_storage()._cdata for flat in self.unit.flats}
@@ -150,18 +144,17 @@ class _BeforeStateDict(_Hook):
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if self.unit.state is UnitState.UNSHARDED:
             self.unit.keep_edits()
-            self.unit.show_shards(module)
+            self.unit.show(module, plain=False)
 
 
 class _AfterStateDict(_Hook):
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if self.unit.state is UnitState.UNSHARDED:
-            self.unit.show_plain(module)
+            self.unit.show(module, plain=True)
 
 
 class _WholeStateDict(_Hook):
-    """Puts whole tensors into the state dict of the model, in ``get_model_state_dict`` with ``full_state_dict=True``.
-    That call is collective, and would leave shards there."""
+    """Puts whole tensors into the state dict of ``get_model_state_dict`` with ``full_state_dict=True``: collective."""
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -191,10 +184,6 @@ class _BeforeLoad(_Hook):
         self.schedule.reshard_all()  # unsharded or arriving parameters would be used as they were before the load
 
 
-def _no_hook() -> Any:
-    return _ignore
-
-
 def _ignore(*_: Any) -> None:
     pass
 
@@ -217,7 +206,9 @@ def watch_parts(units: Sequence[Unit], schedule: UnitSchedule) -> None:
 
 def watch_part(module: nn.Module, name: str, unit: Unit, schedule: UnitSchedule) -> None:
     """Let a call of a method of ``module`` gather ``unit``, which it is in."""
-    unit.add_part(StandIn(module, name, _Part(module, unit, schedule)))
+    part = StandIn(module, name, _Part(module, unit, schedule))
+    unit.parts.append(part)
+    part.watch()
 
 
 class _Part:

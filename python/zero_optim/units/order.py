@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from ..comm.sharding import Sharding
 from .unit import Unit
@@ -28,6 +28,8 @@ class Orders:
     Attributes:
         forward, backward: the units as cycles go through them.
         known: which of the two the ranks have agreed on.
+        called: the units in the order of their calls; one that is called twice in a row is in it once.
+        ended: the units in the order in which calls end, each with whether backward comes to it.
     """
 
     def __init__(self, units: Sequence[Unit], sharding: Sharding) -> None:
@@ -35,32 +37,24 @@ class Orders:
         self.forward: list[Unit] = list(units)
         self.backward: list[Unit] = calls_ended(units)[::-1]
         self.known = Known.NOTHING
-        self._called: list[Unit] = []  # a unit that is called twice in a row is in it once
-        self._ended: list[tuple[Unit, bool]] = []  # each with whether backward comes to it
+        self.called: list[Unit] = []
+        self.ended: list[tuple[Unit, bool]] = []
 
     def record(self) -> None:
-        """Learn the order anew, from the next forward of the root, and that of backward from the next that trains."""
+        """Learn the orders again, from the next forwards of the root."""
         self.known = Known.NOTHING
 
     def forget_calls(self) -> None:
-        """Forget the calls so far: they were of a forward that has raised, or by parts, and have no whole order."""
-        self._called, self._ended = [], []
-
-    def note_call(self, unit: Unit) -> None:
-        self._called.append(unit)
-
-    def note_end(self, unit: Unit, *, needed: bool) -> None:
-        """Note the end of a call. ``needed``: whether backward comes to the unit."""
-        self._ended.append((unit, needed))
+        self.called, self.ended = [], []
 
     def is_wanted(self, *, trains: bool) -> bool:
-        """True if the ranks are to agree after this forward of the root. ``trains``: a backward may follow it."""
+        """True if the ranks are to agree after this forward of the root."""
         return self.known is Known.NOTHING or (trains and self.known is Known.FORWARD)
 
     def agree(self, *, trains: bool) -> None:
         """Collective. Take rank 0's order, and add the units to it that only other ranks, or none, have used."""
         number = {unit: index for index, unit in enumerate(self._units)}
-        report = ([number[unit] for unit in self._called], [(number[u], needed) for u, needed in self._ended])
+        report = ([number[unit] for unit in self.called], [(number[u], needed) for u, needed in self.ended])
         reports = self._sharding.world.gather_objects(report, "the first forward")
         known = nested(self.forward)  # where an earlier forward was seen, in its order
         orders = [[self._units[index] for index in called] for called, _ in reports]
@@ -77,10 +71,14 @@ class Orders:
     @property
     def over(self) -> list[Unit]:
         """All units in the order in which a backward is through with them; last those that it does not come to."""
-        last: dict[Unit, None] = {}
-        for unit in over(self.backward):
-            last.pop(unit, None)
-            last[unit] = None
+        visited: list[Unit] = []
+        closed: list[Unit] = []  # as ``UnitSchedule`` closes units when it visits those of the cycle, inner ones first
+        for unit in self.backward:
+            left = [other for other in visited if other is not unit and other not in unit.enclosing]
+            visited = [other for other in visited if other not in left and other is not unit] + [unit]
+            closed += sorted(left, key=lambda other: -len(other.enclosing))
+        closed += sorted(visited, key=lambda other: -len(other.enclosing))
+        last = list(dict.fromkeys(reversed(closed)))[::-1]  # of a unit that is visited again, the last time counts
         return [*last, *(unit for unit in self._units if unit not in last)]
 
 
@@ -149,8 +147,12 @@ def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
             continue
         around = around_of[unit]
         beside = [other for other in known[:place] if around_of[other] == around]
-        at = _after_last(complete, beside[-1]) if beside else 0
-        if not beside and around:
+        at = 0
+        if beside:
+            at = 1 + _last(complete, beside[-1])
+            while at < len(complete) and beside[-1] in complete[at].enclosing:
+                at += 1
+        elif around:
             at = 1 + _last(complete, max(around, key=lambda outer: len(outer.enclosing)))
         complete.insert(at, unit)
     return complete
@@ -158,21 +160,3 @@ def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
 
 def _last(order: Sequence[Unit], unit: Unit) -> int:
     return len(order) - 1 - order[::-1].index(unit)
-
-
-def _after_last(order: Sequence[Unit], unit: Unit) -> int:
-    """Find where the last call of ``unit`` is over, with those within it."""
-    at = 1 + _last(order, unit)
-    while at < len(order) and unit in order[at].enclosing:
-        at += 1
-    return at
-
-
-def over(cycle: Sequence[Unit]) -> Iterator[Unit]:
-    """Yield units in the order in which ``UnitSchedule`` closes them as over, when it visits those of ``cycle``."""
-    visited: list[Unit] = []
-    for unit in cycle:
-        left = [other for other in visited if other is not unit and other not in unit.enclosing]
-        visited = [other for other in visited if other not in left and other is not unit] + [unit]
-        yield from sorted(left, key=lambda other: -len(other.enclosing))
-    yield from sorted(visited, key=lambda other: -len(other.enclosing))

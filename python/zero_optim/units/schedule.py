@@ -12,23 +12,20 @@ any order of calls works that is the same on all ranks.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
-from ..backward_watch import BackwardWatch
 from ..comm.sharding import Sharding
 from ..errors import ParameterError, ShardAccessError, ZeroOptimError
 from ..mode import ASLEEP
 from ..params.flat_params import FlatParams
+from ..recovery import BackwardWatch, Owing, all_of, complete_raised
 from ..user_thread import UserThread
 from .cycle import BackwardsDue, Calls, Cycle, Pass, Prefetch
 from .order import Orders
 from .unit import Unit, UnitState
-
-_schedules: list[weakref.ref[UnitSchedule]] = []  # of this process, in the order in which they were made
 
 
 class Listener(Protocol):
@@ -41,10 +38,10 @@ class Listener(Protocol):
         """More units are over: see ``is_over``."""
 
     def order_known(self) -> None:
-        """The order in which backward is through with units is known, ``orders.over``."""
+        """``orders.over`` is known, in which backward is through with units."""
 
 
-class UnitSchedule:
+class UnitSchedule(Owing):
     """Visits the units of one model as its modules and autograd call them.
 
     Args:
@@ -54,17 +51,20 @@ class UnitSchedule:
 
     Attributes:
         cycle: the one that is open.
-        calls: the forwards that are under way.
+        calls: the running forwards.
         orders: of the cycles.
         due: the backward cycles that may follow the forwards so far.
         prefetch: starts gathers ahead of the visits.
         listeners: the reducers of the optimizers that train the model.
         owner: the ``ShardedModel``, which lives while hooks hold the schedule.
-        thread: the thread that uses the model.
         sleeping: one entry for each optimizer that sleeps, and has the parameters off the device.
     """
 
+    turn = 2  # after the rounds: those with units complete their schedule themselves
+
     def __init__(self, units: Sequence[Unit], sharding: Sharding, prefetch: int, *, keep_evaluating: bool) -> None:
+        # A cycle that is open as a backward begins is of one that has raised.
+        super().__init__(UserThread(), BackwardWatch(self.complete_backward, self.complete_backward))
         self.units, self._sharding, self._keep_evaluating = list(units), sharding, keep_evaluating
         self.cycle = Cycle()
         self.calls = Calls()
@@ -73,17 +73,12 @@ class UnitSchedule:
         self.prefetch = Prefetch(self.cycle, prefetch)
         self.listeners: list[Listener] = []
         self.owner: object = None
-        self.thread = UserThread()
         self.sleeping: set[object] = set()
-        # A cycle that is open as a backward begins is of one that has raised.
-        self.watch = BackwardWatch(self.complete_backward, self.complete_backward)
         self._holds = False  # create_graph: a backward may go through this one; units stay until ``reshard_all``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
-        _schedules[:] = [*(of for of in _schedules if of() is not None), weakref.ref(self)]
 
     @property
     def out_of_step(self) -> bool:
-        """True if a gather has failed: the other ranks are at another one."""
         return self._sharding.world.out_of_step
 
     # -- what modules and autograd call --------------------------------------------------------------------------
@@ -112,40 +107,36 @@ class UnitSchedule:
         if root and not part and self.calls.root_begins():
             self._outermost_forward_begins()
         if unit not in self.cycle.open:
-            self.orders.note_call(unit)
+            self.orders.called.append(unit)
         if self.calls.caller_of(unit) is not None:
             self.due.nested = True
         self._visit(unit, Pass.FORWARD, closing=True)
         self.calls.begin(unit)  # only now: a visit that ends a backward which has raised reshards this unit, too
 
     def _outermost_forward_begins(self) -> None:
-        complete_raised_backwards(self.thread)
+        complete_raised(self.thread)
         # A cycle that is open has raised; but one in which a part has brought in the root, and nothing else, goes on.
         root_alone_by_part = self.calls.by_part and self.cycle.position == 0
         if not (self.cycle.direction is Pass.FORWARD and root_alone_by_part):
             self._complete_open()
-        self._check_in_place()
         self.orders.forget_calls()
         self.calls.running.clear()  # they have raised, and no hook has ended them
-
-    def _check_in_place(self) -> None:
-        """Raise ParameterError where the model was moved or cast while an evaluation had left units unsharded."""
+        # The model may be moved or cast while an evaluation has left units unsharded.
         moved = [label for unit in self.units for label in unit.moved()]
         if moved:
             others = f" and {len(moved) - 1} others" if len(moved) > 1 else ""
             raise ParameterError(
-                f"{moved[0]}{others} were moved, cast or given new data after zero_optim.shard_module, and are again "
-                "what they were: move or cast the model before"
+                f"{moved[0]}{others} were moved, cast or given new data after zero_optim.shard_module. The forward has "
+                "undone that, as units compute in memory of their own. Move or cast the model before shard_module; "
+                "write values within zero_optim.gather_parameters(model, writeback=True)"
             )
 
     def forward_ended(self, unit: Unit, *, part: bool = False) -> None:
-        """Record that a forward of ``unit`` is through, or has raised. Call it before ``after_forward``."""
-        self.calls.end(unit)
-        if unit is self.units[0]:
-            if not part:
-                self.calls.root_ended()
+        """Record that a forward of ``unit`` is over, or has raised. Comes before ``after_forward``."""
+        root = unit is self.units[0]
+        self.calls.end(unit, is_root=root and not part)
         # The unit is unsharded and in no open cycle: a backward within its forward went through it, and left it to us.
-        elif unit not in self.cycle.open and unit.state is UnitState.UNSHARDED:
+        if not root and unit not in self.cycle.open and unit.state is UnitState.UNSHARDED:
             self._reshard_after_forward(unit)
 
     def after_forward(self, unit: Unit, *, requires_grad: bool, part: bool = False) -> None:
@@ -153,7 +144,7 @@ class UnitSchedule:
         if unit.state is UnitState.GATHERED or in_backward() or (part and unit is self.units[0]):
             return
         checkpointed = self.calls.trains and not torch.is_grad_enabled()  # re-entrant: backward calls it again
-        self.orders.note_end(unit, needed=requires_grad or checkpointed)
+        self.orders.ended.append((unit, requires_grad or checkpointed))
         if unit is self.units[0] and not self.calls.in_root:
             self._complete_open()
             trains = self.calls.trains
@@ -174,24 +165,20 @@ class UnitSchedule:
         if self.cycle.direction is Pass.BACKWARD:
             self._complete_open()
 
-    def complete_raised_backward(self) -> None:
-        """Collective, where a backward has raised here, and no other has begun since: go through its rest."""
-        if self.cycle.direction is Pass.BACKWARD and not self.watch.running:
+    def complete_raised(self) -> None:
+        # A new backward that runs has ended the cycle of one that raised, as it began: what is open is its own.
+        if not self.watch.running:
             self.complete_backward()
 
     def complete_all_backwards(self) -> None:
-        """Collective, from ``step``. Complete the cycle that is open; then go through one for each backward due.
-
-        A forward with gradients makes one due. If this rank's backward raised before it came to a unit, nothing has
-        begun here, while other ranks wait in the gathers of theirs.
-        """
+        """Collective. Complete the cycle that is open; then go through one for each backward that is due."""
         self._complete_open()  # it may be a forward that raised
         while self.due.count:
             self._begin_cycle(Pass.BACKWARD)
             self.complete_backward()
 
     def reshard_all(self) -> None:
-        """Collective, where a cycle is open. Complete it, and reshard every unit but those of ``gather_parameters``."""
+        """Collective, where a cycle is open. Complete it, and reshard every unit outside ``gather_parameters``."""
         self._complete_open()
         self._holds = False
         for unit in self.units:
@@ -217,7 +204,7 @@ class UnitSchedule:
     def _visit(self, unit: Unit, direction: Pass, *, closing: bool) -> None:
         """Go to ``unit`` in the cycle of this direction; begin a new cycle where the unit is behind.
 
-        ``closing``: units before it are over. Not for a checkpoint that computes again: their backward is to come.
+        ``closing``: units before it are over, unless a checkpoint computes again and their backward is to come.
         """
         if direction is Pass.BACKWARD:
             self.watch.enter()
@@ -231,26 +218,22 @@ class UnitSchedule:
         # It was visited already, so it is here. As a gradient comes into it, the units before it are over.
         if unit in cycle.open:
             if closing:
-                self._close_before(unit, cycle.opened_before(unit))
+                self._close_before(unit, [other for other in cycle.open if cycle.open[other] < cycle.open[unit]])
             return
-        if unit not in cycle.order:
-            self._visit_out_of_order(unit, closing=closing)
+        if unit not in cycle.order:  # it needed no gradient when the order was recorded
+            if closing:
+                self._close_before(unit, cycle.open)
+            # Its gather has no turn of its own. Some ranks have prefetched already, others have not. Now all have, and
+            # this unit comes next on each.
+            self.prefetch.start_next()
+            self._open_unit(unit, cycle.position)
             return
         # It is behind: all ranks go through the rest of this cycle before they begin another.
         if unit not in cycle.ahead:
             self._complete_open()
             self._begin_cycle(direction)
-        for position in cycle.positions_to(unit):
+        for position in range(cycle.position + 1, cycle.order.index(unit, cycle.position + 1) + 1):
             self._go_to(position, closing=closing)
-
-    def _visit_out_of_order(self, unit: Unit, *, closing: bool) -> None:
-        """Visit a unit that is not in the cycle: it needed no gradient when the order was recorded."""
-        if closing:
-            self._close_before(unit, self.cycle.open)
-        # This unit is in no cycle, so its gather has no turn of its own. Some ranks have prefetched already, others
-        # have not. Now all have, and this unit comes next on each.
-        self.prefetch.start_next()
-        self._open_unit(unit, self.cycle.position)
 
     def _go_to(self, position: int, *, closing: bool) -> None:
         unit = self.cycle.order[position]
@@ -280,7 +263,6 @@ class UnitSchedule:
         self._close([other for other in over if other not in kept])
 
     def _close(self, units: Iterable[Unit]) -> None:
-        """Leave these units behind as over, inner ones first."""
         for unit in sorted(units, key=lambda unit: -len(unit.enclosing)):
             del self.cycle.open[unit]
             held = self._holds or unit in self.calls.running
@@ -331,17 +313,11 @@ class UnitSchedule:
         if direction is Pass.BACKWARD:
             self.due.backward_ended()
         elif self.calls.trains:
-            self.due.forward_ended()
+            self.due.count += 1
 
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _used_by(thread: UserThread) -> list[UnitSchedule]:
-    """List the schedules that are the thread's to complete; not those in which a gather has failed."""
-    alive = [schedule for reference in _schedules if (schedule := reference()) is not None]
-    return [schedule for schedule in alive if thread.may_complete(schedule.thread) and not schedule.out_of_step]
 
 
 def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = None) -> None:
@@ -352,20 +328,7 @@ def prefetch_rest_of_backwards(thread: UserThread, but: UnitSchedule | None = No
 
         rank 0   B 2    B 1: waits for rank 1    A 1
         rank 1   B 2    (has not called B 1)     A 1: waits for rank 0
-
-    As a rule nothing is left. ``but``: a schedule that is about to wait for its own.
     """
-    for schedule in _used_by(thread):
-        if schedule is not but:
-            schedule.prefetch.start_rest_of_backward()
-
-
-def complete_raised_backwards(thread: UserThread) -> None:
-    """Collective. End the backward cycles that a raise has left open here, in all models of the thread. It must come
-    before a wait for anything else, in a forward or in another backward: other ranks wait in these cycles::
-
-        rank 0   backward of A: raises in unit 2                       forward of B: joins A's gathers first
-        rank 1   backward of A: waits for rank 0 to gather unit 1      forward of B
-    """
-    for schedule in _used_by(thread):
-        schedule.complete_raised_backward()
+    for schedule in all_of(UnitSchedule, left_to=thread):
+        if schedule is not but and schedule.cycle.direction is Pass.BACKWARD:
+            schedule.prefetch.start(schedule.cycle.ahead)

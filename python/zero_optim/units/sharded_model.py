@@ -29,7 +29,7 @@ class ShardedModel:
     """The units of ``model``, the root first. On one rank, without offload, nothing is sharded, and there is no hook.
 
     Attributes:
-        sharding: of the parameters. It has a group of its own: while backward runs, reductions are under way in
+        sharding: of the parameters. It has a group of its own: while backward runs, reductions are in flight in
             another.
         host_memory: where shards rest; None: on the device.
         lanes: those on which shards are copied from there.
@@ -76,9 +76,6 @@ class ShardedModel:
     def process_group(self) -> dist.ProcessGroup | None:
         """The group that ``shard_module`` was given, or the default one; None for one rank without any."""
         return self._process_group() if self._process_group is not None else None
-
-    def trained_flats(self) -> list[FlatParams]:
-        return [flat for unit in self.units for flat in unit.flats if flat.trained]
 
     def flats_to_train(self, wanted: Mapping[int, Hashable]) -> list[FlatParams]:
         """List the flat tensors of the ``wanted`` parameters, in the order in which backward is through with them.

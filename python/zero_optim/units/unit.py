@@ -1,6 +1,5 @@
 """A unit: the module whose parameters are gathered together, and what of them is in memory.
 
-Every rank always has its 1/N of the parameters. ``UnitState`` is what else is in memory.
 ``tests/units/test_unit_cells.py`` has the table of events.
 """
 
@@ -24,7 +23,7 @@ from ..params.param_shard import ParamShard
 
 
 class UnitState(enum.Enum):
-    """What of a unit's parameters is in memory on a rank beside its 1/N, and what the modules hold.
+    """What of a unit's parameters is in memory on a rank beside its 1/N, which is always there.
 
     ============  ======================  ============
     state         beside the 1/N          modules hold
@@ -59,15 +58,12 @@ class Registration:
 
 
 class StandIn:
-    """Replaces a module's method, under its name in the module's ``__dict__``, which Python searches before the class.
-
-    Args:
-        around: is called in its place, with the method and the arguments.
-    """
+    """Replaces a module's method by ``around``, which is called with the method and the arguments."""
 
     def __init__(self, module: nn.Module, name: str, around: Callable[..., Any]) -> None:
         self._module, self._name, self._around = module, name, around
-        self._own = module.__dict__.get(name)  # what the module had before, where that was not its class's
+        # Python searches the module's ``__dict__`` before the class. This is what it had there before.
+        self._own = module.__dict__.get(name)
         functools.update_wrapper(self, self._method(), updated=())  # clients look at a method's signature
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,12 +77,10 @@ class StandIn:
         return self._own or getattr(type(self._module), self._name).__get__(self._module)
 
     def watch(self) -> None:
-        """Take the method's place."""
         if self._module.__dict__.get(self._name) is self._own:  # else somebody has wrapped this, and calls it
             self._module.__dict__[self._name] = self
 
     def unwatch(self) -> None:
-        """Give the method its place back."""
         if self._module.__dict__.get(self._name) is self:
             del self._module.__dict__[self._name]
             if self._own is not None:
@@ -94,8 +88,7 @@ class StandIn:
 
 
 class Unit:
-    """The parameters that a module holds outside the units within it: one ``FlatParams`` for each dtype, with trained
-    and frozen parameters apart.
+    """The parameters that a module holds outside the units within it, in one ``FlatParams`` for each kind.
 
     Args:
         name: of the module in the model; empty for the root.
@@ -106,18 +99,13 @@ class Unit:
         keep: leave the parameters unsharded from the end of forward to backward.
         modules: ``module`` and those within it that are in no other unit.
         enclosing: the units that this one is in.
-        given: by id, the tensors that the forward under way finds in arguments and attributes, and their versions.
+        parts: what stands in for methods of modules within it.
+        given: by id, the tensors that the running forward finds in arguments and attributes, and their versions.
         began: the sequence number of the first node of autograd that this forward makes.
     """
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        modules: Sequence[nn.Module],
-        node: Comm | None,
-        *,
-        keep: bool,
+        self, name: str, module: nn.Module, modules: Sequence[nn.Module], node: Comm | None, *, keep: bool
     ) -> None:
         self.name, self.module, self.modules = name, module, list(modules)
         self.node, self.keep = node, keep
@@ -127,7 +115,7 @@ class Unit:
         self.enclosing: set[Unit] = set()
         self.flats: list[FlatParams] = []
         self.registrations: list[Registration] = []
-        self._parts: list[StandIn] = []
+        self.parts: list[StandIn] = []
         self._pending: list[Handle] = []
         self._wholes: list[Tensor] = []  # of each of ``flats``, while gathered
         self._versions: list[int] = []
@@ -142,7 +130,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Start to bring in all parameters, where they are not here yet."""
-        # Each gather is a collective. One that is under way, or has arrived, must not be started again on this rank.
+        # Each gather is a collective. One that is in flight, or has arrived, must not be started again on this rank.
         if self.state in (UnitState.SHARDED, UnitState.NODE_SHARDED):
             # Where the ranks of the node keep all of it among them, no other rank needs to take part.
             node = self.node if self.state is UnitState.NODE_SHARDED else None
@@ -156,29 +144,26 @@ class Unit:
         if self.state is UnitState.UNSHARDING:
             with span("wait for", self.label):
                 for gather in self._pending:
-                    self._await(gather)
+                    gather.of = self.label
+                    try:
+                        gather.wait()
+                    except CollectiveError as error:
+                        raise CollectiveError(f"gathering {self.label}: {error}") from error
             self._pending = []  # only now: parameters that failed to arrive must not be shown
             for flat in self.flats:
                 # A shard that rests in host memory was copied on a lane of its own. On one rank no gather follows that.
                 flat.order_after_copy()
                 flat.show()
-            self.show_plain()
+            self.show(plain=True)
             self.state = UnitState.UNSHARDED
 
     def moved(self) -> list[str]:
-        """List the labels of parameters that were moved or cast since they arrived, and show them as they were."""
+        """List the labels of parameters that were moved or cast since they arrived, and undo that."""
         return self._labels(flat.moved() for flat in self.flats) if self.state is UnitState.UNSHARDED else []
 
     def _labels(self, parameters: Iterable[Iterable[Tensor]]) -> list[str]:
         chosen = {id(parameter) for some in parameters for parameter in some}
         return list(dict.fromkeys(place.shard.label for place in self.registrations if id(place.plain) in chosen))
-
-    def _await(self, gather: Handle) -> None:
-        gather.of = self.label
-        try:
-            gather.wait()
-        except CollectiveError as error:
-            raise CollectiveError(f"gathering {self.label}: {error}") from error
 
     def reshard(self, *, to_node: bool = False) -> None:
         """Free all but this rank's shard; ``to_node``: and but its part of what its node keeps."""
@@ -189,7 +174,7 @@ class Unit:
         if self.state is UnitState.UNSHARDED or (self.state is UnitState.NODE_SHARDED and not to_node):
             node = self.node if to_node else None
             with span("reshard", self.label):
-                self.show_shards()  # first: it raises where a parameter was replaced, and then nothing was freed
+                self.show(plain=False)  # first: it raises where a parameter was replaced, and then nothing was freed
                 for flat in self.flats:
                     flat.reshard(node)
             self.state = UnitState.SHARDED if node is None else UnitState.NODE_SHARDED
@@ -202,43 +187,32 @@ class Unit:
 
     # -- what the modules hold -----------------------------------------------------------------------------------
 
-    def show_plain(self, module: nn.Module | None = None) -> None:
-        """Let ``module``, or every one, hold plain parameters."""
+    def show(self, module: nn.Module | None = None, *, plain: bool) -> None:
+        """Let ``module``, or every one, hold plain parameters, or else shards."""
         for place in self.registrations:
-            if module is None or place.module is module:
-                self._register(place, place.plain)
-
-    def show_shards(self, module: nn.Module | None = None) -> None:
-        """Let ``module``, or every one, hold shards."""
-        for place in self.registrations:
-            if module is None or place.module is module:
-                self._register(place, place.shard)
-
-    def _register(self, place: Registration, new: Tensor) -> None:
-        held = place.module._parameters
-        # Somebody else's parameter there would be used, and trained, without being sharded.
-        if held.get(place.name) is not place.plain and held.get(place.name) is not place.shard:
-            raise ParameterError(
-                f"{place.shard.label} was replaced after zero_optim.shard_module: write into it instead, within "
-                "zero_optim.gather_parameters(model, writeback=True). torch.func.functional_call with other parameters "
-                "runs within zero_optim.gather_parameters(model)"
-            )
-        held[place.name] = new  # type: ignore[assignment]  # setattr would check, and find it is no nn.Parameter
+            if module is not None and place.module is not module:
+                continue
+            held = place.module._parameters
+            # Somebody else's parameter there would be used, and trained, without being sharded.
+            if held.get(place.name) is not place.plain and held.get(place.name) is not place.shard:
+                raise ParameterError(
+                    f"{place.shard.label} was replaced after zero_optim.shard_module: write into it instead, within "
+                    "zero_optim.gather_parameters(model, writeback=True). torch.func.functional_call with other "
+                    "parameters runs within zero_optim.gather_parameters(model)"
+                )
+            # setattr would check, and find that a shard is no nn.Parameter
+            held[place.name] = place.plain if plain else place.shard  # type: ignore[assignment]
 
     # -- calls of what is within -----------------------------------------------------------------------------------
 
-    def add_part(self, part: StandIn) -> None:
-        self._parts.append(part)
-        part.watch()
-
     def watch_parts(self) -> None:
-        """Let a call of a part stand in for a forward of the unit: none is under way."""
-        for part in self._parts:
+        """Let a call of a part stand in for a forward of the unit: none is running."""
+        for part in self.parts:
             part.watch()
 
     def unwatch_parts(self) -> None:
-        """Leave calls of parts alone: a forward of the unit is under way, and its parameters are here."""
-        for part in self._parts:
+        """Leave calls of parts alone: a forward of the unit is running, and its parameters are here."""
+        for part in self.parts:
             part.unwatch()
 
     # -- for the user --------------------------------------------------------------------------------------------
@@ -249,12 +223,11 @@ class Unit:
         self.state = UnitState.GATHERED
         self.unwatch_parts()
         self._wholes = [flat.copy_out() for flat in self.flats]
-        self.show_plain()
+        self.show(plain=True)
         self._versions = [parameter._version for parameter in self.parameters]
 
     def take_replaced(self) -> None:
-        """Copy tensors that were assigned to ``.data`` into the whole parameters. Raises ShardAccessError where one has
-        another shape."""
+        """Copy tensors that were assigned to ``.data`` into the whole parameters."""
         for flat, whole in zip(self.flats, self._wholes, strict=True):
             if (odd := flat.take_replaced(whole)) is not None:
                 raise ShardAccessError(
@@ -276,7 +249,7 @@ class Unit:
     def drop(self) -> None:
         """Go back to shards. The whole parameters live for as long as somebody has them."""
         if self.state is UnitState.GATHERED:
-            self.show_shards()
+            self.show(plain=False)
             for flat in self.flats:
                 flat.hide()  # the memory is not freed: what the user has taken out of the block views it
             self._wholes = []
