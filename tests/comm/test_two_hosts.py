@@ -24,6 +24,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self.names = [f"zk-{os.getpid()}-{host}" for host in (0, 1)]
+        self.jobs: list[subprocess.Popen[str]] = []
 
     def open(self) -> None:
         for name in self.names:
@@ -40,6 +41,9 @@ class Hosts:
             _ip("-n", name, "link", "set", end, state)
 
     def close(self) -> None:
+        for job in self.jobs:
+            job.kill()
+            job.communicate()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
@@ -51,7 +55,8 @@ class Hosts:
             "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT)]),
         }
         command = ["ip", "netns", "exec", self.names[host], sys.executable, str(PROGRAM), str(folder), str(steps)]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.jobs.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True))  # both are pipes
+        return self.jobs[-1]
 
     def train(self, folder: Path, steps: int) -> list[list[str]]:
         """The lines of each host's output, of a job that ends well."""

@@ -18,9 +18,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import queue
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
@@ -33,6 +37,7 @@ from .handle import Handle, Work, did_not_complete
 from .transport import GLOO
 
 SECONDS = 2.0  # between two looks: a step that waits for less costs nothing
+ANSWER_SECONDS = 5.0  # for the store to answer; a slow answer is read at the next look
 LOOKS = 4  # at which all ranks must be found unchanged before one raises
 ISSUED_LATELY = 1024  # collectives of which a rank remembers kind and size, of each owner
 
@@ -214,10 +219,21 @@ class Record:
         self._seen: Mapping[int, str] = {}
         self._looks = 0
         self._written = False
+        self._look: Future[Deadlock | None] | None = None  # the one that is going on
+        self._asked = False  # whether there was a look in this wait
 
     def look(self, wait: Wait, comms: Iterable[Watched]) -> Deadlock | None:
         """Write this rank's ``wait``, with what it has issued for ``comms``, and read the others' waits. Call it after
         every ``SECONDS`` of waiting. Returns the deadlock, on each of its ranks; None: there is none."""
+        # On a thread: the store's sockets have no time-out. Where its host has gone, the collective's own ends the wait.
+        self._asked = True
+        if self._look is None:
+            self._look = _on_a_thread(lambda: self._compare(wait, comms))
+        found = _answer(self._look)
+        self._look = None if self._look.done() else self._look
+        return found
+
+    def _compare(self, wait: Wait, comms: Iterable[Watched]) -> Deadlock | None:
         store, rank = _store(), dist.get_rank()
         if (found := self._found()) is not None:
             return found
@@ -267,6 +283,12 @@ class Record:
 
     def end(self) -> Deadlock | None:
         """End this rank's wait. Returns the deadlock that another rank has found during it."""
+        if not self._asked:
+            return None
+        self._asked, self._look = False, None
+        return _answer(_on_a_thread(self._end))  # after a look that is going on
+
+    def _end(self) -> Deadlock | None:
         found = None
         if self._written:
             with contextlib.suppress(RuntimeError, ValueError):  # the store has gone, with its rank or with the group
@@ -280,6 +302,37 @@ class Record:
 
 
 _records = functools.cache(Record)  # by owner
+
+
+@functools.cache
+def _calls() -> queue.SimpleQueue[tuple[Callable[[], Deadlock | None], Future[Deadlock | None]]]:
+    """The queue of a thread that talks to the store, in order. A daemon: the process ends where the store is silent."""
+    calls: queue.SimpleQueue[tuple[Callable[[], Deadlock | None], Future[Deadlock | None]]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            call, answer = calls.get()
+            try:
+                answer.set_result(call())
+            except BaseException as error:
+                answer.set_exception(error)
+
+    threading.Thread(target=work, name="zero_optim deadlock detector", daemon=True).start()
+    return calls
+
+
+def _on_a_thread(call: Callable[[], Deadlock | None]) -> Future[Deadlock | None]:
+    answer: Future[Deadlock | None] = Future()
+    _calls().put((call, answer))
+    return answer
+
+
+def _answer(asked: Future[Deadlock | None]) -> Deadlock | None:
+    """Wait for the answer; None where there is none in time."""
+    try:
+        return asked.result(ANSWER_SECONDS)
+    except FutureTimeout:
+        return None
 
 
 def _record_of(comm: Watched) -> Record:
