@@ -225,7 +225,7 @@ class Record:
     def look(self, wait: Wait, comms: Iterable[Watched]) -> Deadlock | None:
         """Write this rank's ``wait``, with what it has issued for ``comms``, and read the others' waits. Call it after
         every ``SECONDS`` of waiting. Returns the deadlock, on each of its ranks; None: there is none."""
-        # On a thread: the store's sockets have no time-out. Where its host has gone, the collective's own ends the wait.
+        # On a thread: the store's sockets have no time-out. Where its host is lost, the collective's own ends the wait.
         self._asked = True
         if self._look is None:
             self._look = _on_a_thread(lambda: self._compare(wait, comms))
