@@ -1,6 +1,6 @@
-// What newer compilers take from the system's C and C++ libraries, defined once more, so that a library that one machine
-// builds loads on any Linux with glibc 2.28 and the libstdc++ of GCC 8 (manylinux_2_28). Nothing of it is exported:
-// the linker has csrc/exports.map.
+// What newer compilers take from the system's C and C++ libraries, defined once more, so that a library that one
+// machine builds loads on any Linux with glibc 2.28 and the libstdc++ of GCC 8 (manylinux_2_28). Nothing of it is
+// exported: the linker has csrc/exports.map.
 #if defined(__linux__)
 #include <new>
 #include <sstream>

@@ -108,7 +108,7 @@ FAULTS = (
         OrderProgram(2, "overlapped"),
         new="self.end()",
     ),
-    Fault("a unit is used before its gather arrives", "units/unit.py", "self._await(gather)", OrderProgram(3)),
+    Fault("a unit is used before its gather arrives", "units/unit.py", "gather.wait()", OrderProgram(3)),
     Fault(
         "a unit is resharded while another stream uses it",
         "comm/streams.py",

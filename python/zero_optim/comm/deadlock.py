@@ -21,7 +21,6 @@ import json
 import queue
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -119,7 +118,7 @@ class Log:
         self.failed = False
         self.deadlock: str | None = None
         self._number = 0
-        self._lately: deque[tuple[int, str, int]] = deque(maxlen=ISSUED_LATELY)
+        self._lately: dict[int, tuple[str, int]] = {}
         _comms.add(comm)
 
     def reserve(self) -> int:
@@ -130,12 +129,14 @@ class Log:
     def issue(self, kind: str, nbytes: int, number: int | None = None) -> int:
         """Record a collective. ``number``: the one that was reserved for it. Returns its number."""
         number = self.reserve() if number is None else number
-        self._lately.append((number, kind, nbytes))
+        self._lately[number] = kind, nbytes
+        if len(self._lately) > ISSUED_LATELY:
+            del self._lately[next(iter(self._lately))]
         return number
 
     def issued(self) -> Issued:
         # Copied first: another thread may issue meanwhile.
-        return [(number, f"{kind} of {nbytes}") for number, kind, nbytes in [*self._lately]]
+        return [(number, f"{kind} of {nbytes}") for number, (kind, nbytes) in [*self._lately.items()]]
 
     def check(self) -> None:
         """Raise RankMismatchError, at once, where these ranks were in a deadlock before."""
