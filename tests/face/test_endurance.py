@@ -192,6 +192,8 @@ def train(rank: int, world_size: int, stage: int) -> list[dict[str, int]]:
     for _ in range(WARM_UP_PERIODS):
         loop.period()
         fewest()
+    if world_size > 1:
+        loop.wait_long()  # the first wait starts the detector's thread
     texts[0] = fewest()
     for place in range(1, 1 + PERIODS):
         if world_size > 1:
