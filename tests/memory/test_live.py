@@ -26,6 +26,9 @@ def _no_optimizers_of_other_tests() -> None:
     """An optimizer that another test has left open would be counted, too."""
     new_ranks()
     gc.collect()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), zero_optim.ShardedOptimizer):
+            thing.close()
 
 
 def make(stage: int, dtype: torch.dtype, frozen: bool = False, **options: Any) -> tuple[Net, Any]:
