@@ -157,9 +157,10 @@ class AlarmColumns:
         self._views = columns.split([alarm.columns for alarm in of]) if of else ()
         quiet = [value for alarm in of for value in alarm.entry(0)]
         self._quiet = torch.tensor(quiet, dtype=torch.float32, device=columns.device)
-        # [alarms, width] what a column above 0 adds: an alarm is raised where that comes to 1.
-        weights = [torch.full((1, alarm.columns), 1 / alarm.needed, device=columns.device) for alarm in of]
-        self._weights = torch.block_diag(*weights) if of else columns
+        # [alarms, width] bool: the columns of each alarm. It is raised where as many of them as it needs are above 0.
+        masks = [torch.ones((1, alarm.columns), dtype=torch.bool, device=columns.device) for alarm in of]
+        self._masks = torch.block_diag(*masks) if of else columns
+        self._needed = torch.tensor([alarm.needed for alarm in of], device=columns.device)
 
     def fill(self, counts: Mapping[str, int]) -> None:
         """Write this rank's columns. As a rule it has no alarm, and one copy does it."""
@@ -174,7 +175,7 @@ class AlarmColumns:
         """[1] fp32: 1 where one is raised, else 0."""
         if not self._alarms:  # a rank alone
             return self._all.new_zeros(1)
-        return (self._weights * (self._all > 0)).sum(1).amax(0, keepdim=True).ge(1).float()
+        return (self._masks & (self._all > 0)).sum(1).ge(self._needed).any(0, keepdim=True).float()
 
     def read_first_raised(self) -> Alarm | None:
         """Read the columns that were sent last, once, and pick the alarm to raise. The host waits for them."""
