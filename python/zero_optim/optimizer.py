@@ -50,6 +50,13 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+def _of_engine(name: str, about: str) -> Any:
+    """Make a property that the engine has by the same name: users may set it between steps."""
+    return property(
+        lambda opt: getattr(opt.engine, name), lambda opt, value: setattr(opt.engine, name, value), doc=about
+    )
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer with fp32 master weights, its state (and gradients) sharded over data-parallel ranks.
 
@@ -171,23 +178,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The device of parameters and gradients, and of state unless it is offloaded."""
         return self.engine.sharding.device
 
-    @property
-    def max_grad_norm(self) -> float | None:
-        """The norm to clip to, as given; read at every step."""
-        return self.engine.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float | None) -> None:
-        self.engine.max_grad_norm = value
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """True if steps with gradients that are not finite are skipped; read at every step."""
-        return self.engine.skip_nonfinite
-
-    @skip_nonfinite.setter
-    def skip_nonfinite(self, value: bool) -> None:
-        self.engine.skip_nonfinite = value
+    max_grad_norm: float | None = _of_engine("max_grad_norm", "The norm to clip to, as given; read at every step.")
+    skip_nonfinite: bool = _of_engine("skip_nonfinite", "True if non-finite gradients skip a step; read at every step.")
 
     # -- a step --------------------------------------------------------------------------------------------------
 
