@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from pipeline_cases import MICRO, SCHEDULES, Pipeline, batch, loss_of, make_bloc
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from zero_optim import GradientError, GradScaler, RankMismatchError, ShardedAdamW, gather_parameters, shard_module
+from zero_optim.engine import open_engines
 
 STEPS, LR = 3, 1e-2
 Values = dict[str, Tensor]
@@ -173,6 +175,17 @@ def test_a_stage_that_raises_makes_the_others_raise() -> None:
     for rank, (raised, unchanged) in enumerate(run_ranks(4, alarm)):
         assert unchanged
         assert ("0.up.weight" if rank < 2 else "stage 0 of the pipeline has failed") in raised
+
+
+def left_open(rank: int, world_size: int) -> int:
+    """Optimizers that are there when a program is over that has raised, and has closed nothing."""
+    alarm(rank, world_size)
+    gc.collect()
+    return len(open_engines())
+
+
+def test_an_optimizer_that_has_raised_is_collected() -> None:
+    assert run_ranks(4, left_open) == [0] * 4
 
 
 # -- one data-parallel rank a stage ------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from typing import Any
 from unittest import mock
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import zero_optim
 from cells import pairs, pairs_of
-from harness import new_ranks, run_ranks
+from harness import run_ranks
 from sharded_cases import Block, Net, loss_of, tokens
 from zero_optim import memory
 from zero_optim.errors import OutOfMemoryError, RankMismatchError
@@ -19,16 +18,6 @@ from zero_optim.params.flat_params import FlatParams
 from zero_optim.step.shard_state import ShardState
 
 OF_THE_CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_optimizers_of_other_tests() -> None:
-    """An optimizer that another test has left open would be counted, too."""
-    new_ranks()
-    gc.collect()
-    for thing in gc.get_objects():
-        if issubclass(type(thing), zero_optim.ShardedOptimizer):
-            thing.close()
 
 
 def make(stage: int, dtype: torch.dtype, frozen: bool = False, **options: Any) -> tuple[Net, Any]:

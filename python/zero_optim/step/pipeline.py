@@ -16,7 +16,8 @@ A parameter that two stages have, as a tied embedding, is marked ``shared`` on o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ class Pipeline:
         # A step sends one in each of its calls, as clip_grad_norm_, and reads those of the step before.
         self._reports = [HostCopy(self._vector[2:]) for _ in range(_MOST_CALLS)]
         self._checked = False  # whether this step has read them
-        self._known: RankMismatchError | None = None  # the failure that ``check`` has raised last
+        # The failure that ``check`` has raised last. Weak: its traceback refers to the optimizer. Hooks, which autograd
+        # holds, refer to this pipeline, so an optimizer that is dropped would never be collected.
+        self._known: Callable[[], RankMismatchError | None] = lambda: None
 
     def combine(
         self, totals: Tensor | None, norm_type: float | None, alarm: Tensor, inverse_scale: Tensor | None
@@ -91,7 +94,7 @@ class Pipeline:
         for report in self._reports:
             report.read(wait=True)  # its contents of this step are known here
         self._vector.zero_()
-        self._flags[self.comm.rank].fill_(_FAILED_LATE if error is self._known else _FAILED)
+        self._flags[self.comm.rank].fill_(_FAILED_LATE if error is self._known() else _FAILED)
         self._scales.fill_(1.0)
         self.comm.exchange(self._vector)
 
@@ -126,8 +129,9 @@ class Pipeline:
                     "scaler.step(opt) and scaler.update() on all of them"
                 )
             if message:
-                self._known = RankMismatchError(f"{message}. This rank has updated nothing")
-                raise self._known
+                error = RankMismatchError(f"{message}. This rank has updated nothing")
+                self._known = weakref.ref(error)
+                raise error
 
     def check_now(self, *, wait: bool) -> None:
         """``check`` what was just exchanged, where the host has it already, or is to ``wait`` for it."""
