@@ -72,9 +72,9 @@ def test_what_is_counted_is_what_the_optimizer_says_that_it_keeps():
         assert walks["stage3"][0]["model"][1] < whole, "no rank ever holds the whole model"
         kept_by = [walks[way][0]["step 3"][0] for way in PLAIN]
         assert kept_by == sorted(kept_by, reverse=True)
-        # bytes a parameter that a split master and 8-bit moments save, with a scale for each row of 128
+        # bytes a parameter that each saves beside a split master and fp32 moments; 8-bit ones have a scale a row of 128
         moments = 2 * (3 - 4 / 128)
-        saved_by = {"split": 2, "small": 2 + moments, "smallest": 3 + moments}
+        saved_by = {"fp32": -2, "int8": moments, "smallest": 1 + moments}
         for way, options in SMALL.items():
             saved = kept_by[options["stage"]] - walks[way][0]["step 3"][0]
             assert saved == pytest.approx(saved_by[way.split("_")[1]] * NUMEL / 2, rel=0.03), way

@@ -52,8 +52,8 @@ def test_sharded_on_two_ranks_and_resumed_on_one(tmp_path: Path) -> None:
     whole = sum(weight.numel() for weight in weights_in(tmp_path / "checkpoints" / "step-2").values())
     held = dict(re.findall(r"(\w+) ([\d,]+)(?:, |$)", command.output.splitlines()[-1]))
     held = {kind: int(size.replace(",", "")) for kind, size in held.items()}
-    state = sum(held[kind] for kind in ("parameters", "master", "exp_avg", "exp_avg_sq"))
-    assert state == pytest.approx(7 * whole, rel=1e-3)  # 14 / N bytes; a rank's share is whole rows
+    state = sum(held[kind] for kind in ("parameters", "master_low", "exp_avg", "exp_avg_sq"))
+    assert state == pytest.approx(6 * whole, rel=1e-3)  # 12 / N bytes; a rank's shard is whole rows
     assert held["unsharded"] == held["gradients"] == 0
 
     command = Command([str(SHARDED), "--steps", "3", "--resume", "checkpoints", "--save", "checkpoints"], tmp_path)
