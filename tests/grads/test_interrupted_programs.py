@@ -23,6 +23,7 @@ FOLLOWED_BY = {  # by name, what follows; each call is made for each optimizer `
     "zero_grad": "zero(*every_o)",
     "zero": "zero(*every_o, to_none=False); STEP",
     "module_zero_grad": "module_zero(*every_o)",
+    "module_zero": "module_zero(*every_o, to_none=False); STEP",
     "step": "STEP",
     "backward": "back(chain(0.5), chain(0.25)); all_reduce(1.0); STEP",
     "no_sync": "back(None, chain(0.5), no_sync=every_o); STEP",

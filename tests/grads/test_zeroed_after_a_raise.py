@@ -23,7 +23,7 @@ def _backward(params: list[nn.Parameter], scale: float, *, raises: bool) -> None
     (x * 1.0 + (params[0] * scale).sum()).backward()
 
 
-def _program(rank: int, world_size: int, stage: int, zeroed: int) -> list[float]:
+def _program(rank: int, world_size: int, stage: int, zeroed: int, to_none: bool) -> list[float]:
     import zero_optim
 
     params = [nn.Parameter(torch.zeros(size)) for size in SIZES]
@@ -40,7 +40,7 @@ def _program(rank: int, world_size: int, stage: int, zeroed: int) -> list[float]
         _backward(params, 1.0 + 2 * rank, raises=rank == 0)
     except Planned:
         assert params[1].grad is not None, "it has come"
-    nn.ParameterList([params[zeroed]]).zero_grad()
+    nn.ParameterList([params[zeroed]]).zero_grad(set_to_none=to_none)
     opt.step()
     values = [float(parameter.detach()[0]) for parameter in params]
     opt.close()
@@ -52,10 +52,11 @@ def _step(gradient: float) -> float:
     return -LR * gradient / (abs(gradient) + 0.25)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_other_gradients_stay(stage: int):
+def test_the_other_gradients_stay(stage: int, to_none: bool):
     """The head alone is zeroed, whose bucket had left on both ranks."""
-    for values in run_ranks(2, _program, stage, 0):
+    for values in run_ranks(2, _program, stage, 0, to_none):
         assert values == pytest.approx([0.0, _step(2.0), _step(1.5)], abs=1e-6)
 
 
@@ -74,7 +75,7 @@ class _Chain(nn.Module):
         return x.sum()
 
 
-def _between_forward_and_backward(rank: int, world_size: int, overlap: bool) -> list[Tensor]:
+def _between_forward_and_backward(rank: int, world_size: int, overlap: bool, to_none: bool) -> list[Tensor]:
     """Gradients zeroed after the forward that has joined the raised backward's gathers; then its backward."""
     import zero_optim
 
@@ -91,7 +92,7 @@ def _between_forward_and_backward(rank: int, world_size: int, overlap: bool) -> 
         model(x * 5.0).backward()
     model.raises = False
     loss = model(x)
-    model.zero_grad()
+    model.zero_grad(set_to_none=to_none)
     loss.backward()
     opt.step()
     with zero_optim.gather_parameters(model):
@@ -100,13 +101,14 @@ def _between_forward_and_backward(rank: int, world_size: int, overlap: bool) -> 
     return values
 
 
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_zeroed_between_a_forward_and_its_backward(overlap: bool):
+def test_zeroed_between_a_forward_and_its_backward(overlap: bool, to_none: bool):
     """Only the last backward counts, whose gradients are the same on both ranks."""
     torch.manual_seed(0)
     model = _Chain()
     plain = torch.optim.AdamW(model.parameters(), lr=LR, eps=0.25, weight_decay=0.0)
     model(torch.ones(1, 16)).backward()
     plain.step()
-    for values in run_ranks(2, _between_forward_and_backward, overlap):
+    for values in run_ranks(2, _between_forward_and_backward, overlap, to_none):
         assert all(map(torch.allclose, values, model.parameters()))

@@ -250,6 +250,7 @@ class Bucket:
         if follower is not None:
             handle.then(follower.after_taking if taken else follower.reduction_arrived)
         self.arrivals.expect(handle)
+        self.note_writes()
 
     def note_writes(self) -> None:
         """Record that all writes into the gradients so far are known, or were not the user's."""
@@ -325,6 +326,13 @@ class Bucket:
             self.arrivals.then(partial(_zero, buffer))
         for _, grad in self.slots.scan(self.handles()).local:
             local_of(grad).detach_().zero_()
+
+    def drop(self, zeroed: bool | Tensor) -> None:
+        """Drop every gradient: the user has zeroed the others of its round. A tensor, [] bool: unless it is True."""
+        if isinstance(zeroed, Tensor):
+            self.arrivals.then(partial(_keep_where, self.grad_shard, zeroed))
+        else:
+            self.slots.drop_all()
 
     def handles(self) -> Sequence[Tensor | None]:
         """List what each ``.grad`` is while the bucket holds the slot's gradient."""

@@ -162,7 +162,7 @@ class Reducer:
         if self._schedule is not None:
             _check_shown(bucket, slot)
         if self._reduces:
-            self.rounds.came = True
+            self.rounds.note(index, parameter.grad)
             if bucket.slots.bucket_state is GradState.REDUCED:
                 bucket.slots.added(slot)
         if self._readiness.gradient_ready(index, number):
@@ -201,8 +201,7 @@ class Reducer:
         self.rounds.complete_raised()
         complete_raised(self.rounds.thread)
         self.layout.backward_begins()
-        if self.rounds.all_dropped():  # before this backward: should it raise, they are not what the user drops then
-            self.rounds.came = False
+        self.rounds.note_again()
         if self.synchronize:
             self._changed()
             if self._reduces and (self.overlap or self.sharding.stage != 1):
@@ -372,7 +371,7 @@ class Reducer:
             self.rounds.complete_all_raised()
         self.sharding.second_legs.issue()  # else ranks whose next backward has data wait for one that has none
         self.rounds.clear()
-        self.rounds.came = False
+        self.rounds.came.clear()
         self.late.clear()
         self.leftover.clear()
         self._counts.drop_observation()

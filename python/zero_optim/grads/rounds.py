@@ -11,11 +11,13 @@ import enum
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ..comm.handle import CommBuffers
 from ..comm.sharding import Sharding
 from ..comm.streams import GradStreams
 from ..errors import RankMismatchError
+from ..params.tensor_slice import local_of
 from ..recovery import BackwardWatch, Owing, complete_raised
 from ..units.schedule import UnitSchedule, prefetch_rest_of_backwards
 from ..user_thread import UserThread
@@ -130,7 +132,7 @@ class Rounds(RoundCounter, Owing):
         next: the bucket that is launched next, of the open round; 0 where none is open.
         buffers: the memory that buckets pack into, and receive in.
         streams: those on which autograd adds to gradients.
-        came: whether a gradient has come on this rank that no completed round has taken.
+        came: by index, the version of each gradient that has come on this rank and no completed round has taken.
         engine: returns the engine that these rounds are a part of; None once that is gone.
     """
 
@@ -153,7 +155,8 @@ class Rounds(RoundCounter, Owing):
         self.buffers = CommBuffers(0, sharding.device)
         self.streams = GradStreams(sharding.device)
         self.next = 0
-        self.came = False
+        self.came: dict[int, int] = {}
+        self._zeroed: bool | Tensor = False
         self.engine: Callable[[], object] = lambda: None
 
     def close(self) -> None:
@@ -192,7 +195,8 @@ class Rounds(RoundCounter, Owing):
         self.complete()
         self.launch(rest=True)
         self.completed()
-        self.next, self.came = 0, False
+        self.next, self._zeroed = 0, False
+        self.came.clear()
         self._readiness.begin()
 
     def wait_for_averages(self) -> None:
@@ -218,18 +222,55 @@ class Rounds(RoundCounter, Owing):
         schedule = self._schedule
         return self._sharding.world.out_of_step or (schedule is not None and schedule.out_of_step)
 
-    def all_dropped(self) -> bool:
-        """True if gradients came, and the user has set every one to None since, as by ``module.zero_grad()``."""
-        return self.came and all(parameter.grad is None for bucket in self._layout.all for parameter in bucket.params)
+    def note(self, index: int, grad: Tensor | None) -> None:
+        """Note a gradient as autograd has left it: a change from here on is the user's."""
+        self.came[index] = -1 if grad is None else grad._version
+
+    def note_again(self) -> None:
+        """Note, as a backward begins, what waits for a round since ``no_sync``: edits so far came before it."""
+        waiting, self.came = self.came, {}
+        for index in waiting:
+            if (grad := self._grad(index)) is not None:
+                self.note(index, grad)
+
+    def _grad(self, index: int) -> Tensor | None:
+        bucket, _, slot = self._layout.slot_of[index]
+        return bucket.params[slot].grad
+
+    def _zeroed_since_raise(self) -> bool | Tensor:
+        """Find whether the user has zeroed all gradients that came on this rank, in buckets that have left and others.
+
+        True: they have. A tensor, [] bool on the device: all were written, and it is False where those that are still
+        here are zero now. The host does not wait for that.
+        """
+        grads = {index: self._grad(index) for index in self.came}
+        if grads and all(parameter.grad is None for bucket in self._layout.all for parameter in bucket.params):
+            return True
+        here = {index: grad for index, grad in grads.items() if self._layout.slot_of[index][1] >= self.next}
+        written = [grad for index, grad in here.items() if grad is not None and grad._version != self.came[index]]
+        gone = self._layout.all[: self.next]
+        if not grads or len(written) < len(here) or not all(bucket.written for bucket in gone):
+            return False
+        nothing = torch.zeros((), dtype=torch.bool, device=self._sharding.device)
+        return torch.stack([nothing, *(local_of(grad).detach().ne(0).any() for grad in written)]).any()
 
     def launch_or_drop(self, *, rest: bool) -> None:
-        """Launch buckets, also of a round that an exception has left open: gradients that came before it count."""
+        """Launch buckets, also of a round that an exception has left open.
+
+        Gradients that came before it count, unless the user has zeroed all of them since: that means what comes of the
+        others, too, as by ``module.zero_grad()``::
+
+            rank 0   backward raises after bucket 0 has left   model.zero_grad()   bucket 1 leaves; dropped
+            rank 1   backward                                  model.zero_grad()   dropped
+        """
         first, raised = self.next, self.state is RoundState.OPEN and not self.watch.running
-        dropped = raised and self.all_dropped()
+        if raised and self._zeroed is False:
+            self._zeroed = self._zeroed_since_raise()  # what leaves now hides it
         self.launch(rest=rest)
-        # What the user has dropped since the exception must not be shown in ``.grad`` again.
-        for bucket in self._layout.all[first : self.next] if dropped else ():
-            bucket.slots.drop_all()
+        # At stage 0 averages arrive over what the user has zeroed in place, too.
+        first = 0 if self._sharding.stage == 0 else first
+        for bucket in self._layout.all[first : self.next] if self._zeroed is not False else ():
+            bucket.drop(self._zeroed)
 
     def complete_raised(self) -> None:
         self.watch.forget()  # a backward that raised has no end: the next hook belongs to another one
