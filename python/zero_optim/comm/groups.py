@@ -27,7 +27,8 @@ from .together import Ranks
 Reference = weakref.ref[dist.ProcessGroup]
 
 _left: dict[tuple[int, ...], list[Reference]] = {}  # by the ranks, as the whole job numbers them
-_made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # all of them
+# All of them. Nobody else may hold these references: the garbage collector clears them before it closes a model.
+_made: list[Reference] = []
 _abandoned: set[int] = set()  # the ids of groups that are never freed
 _host_groups: dict[tuple[int, ...], Reference] = {}  # by the ranks
 _parts: dict[tuple[str, object, str], Reference] = {}  # by the name of a group, what its parts are, and are for
@@ -53,6 +54,7 @@ class Groups:
     def __init__(self, given: dist.ProcessGroup | None) -> None:
         self.exist = given is not None  # else there is one rank, without ``torch.distributed``
         self._given = weakref.ref(given) if given is not None else None
+        self._numbers = tuple(self.ranks)
         self._several = given is not None and dist.get_world_size(given) > 1
         self._own = self._given
         self._channels: dict[object, Reference] = {}
@@ -105,7 +107,8 @@ class Groups:
         if self._own is not None and self._own is not self._given:
             own.append(self._own)
         if own and reusable:
-            _left.setdefault(tuple(self.ranks), []).extend(own)
+            # By numbers of its own: the garbage collector may have cleared ``_given`` by now.
+            _left.setdefault(self._numbers, []).extend(own)
         self._own, self.own_name = self._given, ""
         self._channels.clear()
 
@@ -136,17 +139,21 @@ def take(ranks: Ranks, make: Callable[[], dist.ProcessGroup], where: str, *, nee
                 "dist.new_group(ranks), and give it"
             )
         return None
-    own = spare.pop(common[0]) if common else make()
-    _made.add(own)
+    own = spare.pop(common[0]) if common else _noted(make())
     _left[tuple(ranks.ranks)] = [weakref.ref(group) for group in spare.values()]
     return own
+
+
+def _noted(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    _made[:] = [other for other in _made if alive(other) is not None] + [weakref.ref(group)]
+    return group
 
 
 @atexit.register  # as this is imported, so that it runs after what users have registered since
 def _end() -> None:
     """Destroy what nobody has destroyed, under gloo, before the interpreter ends."""
     # A thread of gloo's needs the interpreter to free a tensor. Where that ends meanwhile, the process aborts.
-    for group in [group for group in _made if group in dist.distributed_c10d._world.pg_names]:
+    for group in filter(None, map(alive, _made)):
         if id(group) not in _abandoned and {*transport.backends(group).values()} == {"gloo"}:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group(group)
@@ -161,8 +168,7 @@ def part_of(
     key = (whole.group_name, tuple(map(tuple, parts)), name)
     found = alive(_parts.get(key))
     if found is None:
-        found = make()
-        _made.add(found)
+        found = _noted(make())
         _parts[key] = weakref.ref(found)
     return found
 
