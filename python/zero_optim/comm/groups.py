@@ -27,7 +27,8 @@ from .together import Ranks
 Reference = weakref.ref[dist.ProcessGroup]
 
 _left: dict[tuple[int, ...], list[Reference]] = {}  # by the ranks, as the whole job numbers them
-_made: list[Reference] = []  # all of them
+# All of them. Nobody else may hold these references: the garbage collector clears them before it closes a model.
+_made: list[Reference] = []
 _abandoned: set[int] = set()  # the ids of groups that are never freed
 _host_groups: dict[tuple[int, ...], Reference] = {}  # by the ranks
 _parts: dict[tuple[str, object, str], Reference] = {}  # by the name of a group, what its parts are, and are for
@@ -59,6 +60,7 @@ class Groups:
 
     def __init__(self, given: dist.ProcessGroup | None) -> None:
         self._given = weakref.ref(given) if given is not None else None
+        self._numbers = tuple(self.ranks)
         self._several = given is not None and dist.get_world_size(given) > 1
         self._own = self._given
         self._channels: dict[object, Reference] = {}
@@ -109,7 +111,7 @@ class Groups:
         if self._own is not None and self._own is not self._given:
             own.append(self._own)
         if own and reusable:
-            leave(self.ranks, own)
+            leave(self._numbers, own)  # the garbage collector may have cleared ``_given`` by now
         self._own, self.own_name = self._given, ""
         self._channels.clear()
 
