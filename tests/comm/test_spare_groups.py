@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import zero_optim
+from harness import run_ranks
 from script_ranks import run_script
+from torch import nn
 from zero_optim import RankMismatchError
 from zero_optim.comm import groups
 
@@ -100,3 +105,24 @@ def test_what_nobody_destroys_is_destroyed_as_the_process_ends(tmp_path):
         before, step, after = end.output.split()
         assert step == ("1.0" if rank == 0 else "None")  # the optimizer was of use until then
         assert int(after) < int(before)
+
+
+def _groups_of_models(rank: int, world_size: int) -> list[int]:
+    """How many process groups there are after each of three models, which the garbage collector frees."""
+    counts = []
+    for _ in range(3):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        zero_optim.shard_module(model, (nn.Linear,))
+        opt = zero_optim.ShardedAdamW(model.parameters())
+        model(torch.ones(1, 8)).sum().backward()
+        opt.step()
+        opt.close()
+        del model, opt
+        gc.collect()
+        counts.append(len(dist.distributed_c10d._world.pg_names))
+    return counts
+
+
+def test_a_model_that_is_freed_leaves_its_groups_to_the_next():
+    for first, *later in run_ranks(2, _groups_of_models):
+        assert later == [first, first]
