@@ -31,7 +31,7 @@ from zero_optim.bench.record import Result
 from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 from zero_optim.comm import transport
 from zero_optim.comm.handle import Handle
-from zero_optim.comm.transport import Reduction, StreamTransport
+from zero_optim.comm.transport import Reduction, Transport
 from zero_optim.errors import UsageError
 from zero_optim.params.layout import BucketLayout, bucket_capacities, build_layout
 
@@ -67,7 +67,7 @@ ARRIVED: Any = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 """A collective that has completed."""
 
 
-class Nowhere(StreamTransport):
+class Nowhere(Transport):
     """A transport that counts collectives and sends nothing. Objects are gathered: a fake group repeats rank 0's.
 
     Attributes:

@@ -30,7 +30,7 @@ from .params.layout import round_up
 from .params.parameter_set import ParameterSet
 from .step.telemetry import Measured
 from .stores.host_memory import ALIGNMENT, HostMemory
-from .stores.lanes import Lane, Lanes, make_lanes
+from .stores.lanes import Lane, Lanes
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
@@ -47,7 +47,7 @@ class Rest:
 
     @cached_property
     def _lanes(self) -> Lanes:
-        return make_lanes(self._device)
+        return Lanes(self._device)
 
     def save(self, flats: Sequence[Tensor]) -> None:
         """Copy all ``flats``, in place of what was saved before. Raises OffloadError; ``flats`` are not changed."""

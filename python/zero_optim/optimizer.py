@@ -43,7 +43,8 @@ from .step.saved_state import SavedState
 from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.offload import Offload, Tier
-from .stores.state_store import StateStore, make_store
+from .stores.paged_store import make_store
+from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel, sharded_model_of
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
 from .params.tensor_slice import is_cut, local_of, marked, mesh_of
 from .stores.host_memory import HostMemory
-from .stores.lanes import Lanes, make_lanes
+from .stores.lanes import Lanes
 from .units.hooks import watch_part
 from .units.schedule import UnitSchedule, in_backward
 from .units.sharded_model import ShardedModel, flatten, sharded_model_of
@@ -113,7 +113,7 @@ def shard_module(
         node = shard_group.part([shard_group.ranks[start : start + ranks_of_node] for start in starts], "by nodes")
         node.connect(target)
     host_memory = None if param_offload is None else HostMemory(pinned=target.type == "cuda", device=target)
-    lanes = None if param_offload is None else make_lanes(target)
+    lanes = None if param_offload is None else Lanes(target)
     made: list[Unit] = []
     try:
         for number, plan in enumerate(plans):

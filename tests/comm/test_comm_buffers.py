@@ -13,7 +13,7 @@ from zero_optim.comm.handle import PATIENCE_SECONDS, CommBuffers
 LARGEST = 4096  # bytes
 
 
-class FakeBucket:
+class FakeArrivals:
     """``arrives``: when its reductions are there, in seconds; ``asked``: how long it was waited for at most."""
 
     def __init__(self, arrives: float = 0) -> None:
@@ -37,20 +37,20 @@ class WithinStorage(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _lent(buffers: CommBuffers, bucket: FakeBucket, numel: int) -> Tensor:
+def _lent(buffers: CommBuffers, bucket: FakeArrivals, numel: int) -> Tensor:
     return buffers.take(bucket, numel, torch.bfloat16).fill_(1)
 
 
 @pytest.mark.parametrize("sizes", [(16, 300), (300, 16)])
 def test_what_is_allocated_is_what_is_asked_for(sizes):
-    buffers, bucket = CommBuffers(LARGEST, torch.device("cpu")), FakeBucket()
+    buffers, bucket = CommBuffers(LARGEST, torch.device("cpu")), FakeArrivals()
     assert buffers.nbytes() == 2 * LARGEST
     buffers.deallocate()
     assert buffers.nbytes() == 0
     first, second = (_lent(buffers, bucket, size) for size in sizes)
     assert buffers.nbytes() == 2 * sum(sizes)
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-    third = _lent(buffers, FakeBucket(), 20)
+    third = _lent(buffers, FakeArrivals(), 20)
     assert bucket.waited == 1, "it had the buffer"
     assert third.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
     assert buffers.nbytes() == 2 * (max(sizes[0], 20) + sizes[1])
@@ -58,7 +58,7 @@ def test_what_is_allocated_is_what_is_asked_for(sizes):
 
 def test_poison_fills_what_was_lent_and_nothing_beyond(monkeypatch):
     monkeypatch.setenv("ZERO_OPTIM_DEBUG", "poison")
-    buffers, bucket, other = CommBuffers(LARGEST, torch.device("cpu")), FakeBucket(), FakeBucket()
+    buffers, bucket, other = CommBuffers(LARGEST, torch.device("cpu")), FakeArrivals(), FakeArrivals()
     buffers.deallocate()
     lent, others = _lent(buffers, bucket, 16), _lent(buffers, other, 16)
     with WithinStorage():
@@ -68,7 +68,7 @@ def test_poison_fills_what_was_lent_and_nothing_beyond(monkeypatch):
 
 
 def test_who_must_not_wait_gets_memory_of_its_own_until_it_is_released():
-    buffers, bucket = CommBuffers(LARGEST, torch.device("cpu")), FakeBucket(arrives=1e9)
+    buffers, bucket = CommBuffers(LARGEST, torch.device("cpu")), FakeArrivals(arrives=1e9)
     lent = [buffers.take(bucket, 16, torch.bfloat16, may_wait=False) for _ in range(3)]
     assert bucket.waited == bucket.asked == 0
     assert len({buffer.untyped_storage().data_ptr() for buffer in lent}) == 3
@@ -79,14 +79,14 @@ def test_who_must_not_wait_gets_memory_of_its_own_until_it_is_released():
 
 
 def test_patience_ends_once_for_each_who_is_waited_for():
-    buffers, late = CommBuffers(LARGEST, torch.device("cpu")), FakeBucket(arrives=1e9)
+    buffers, late = CommBuffers(LARGEST, torch.device("cpu")), FakeArrivals(arrives=1e9)
     for _ in range(2):
         _lent(buffers, late, 16)
     assert late.asked == 0
-    extra = [_lent(buffers, FakeBucket(), 16) for _ in range(3)]
+    extra = [_lent(buffers, FakeArrivals(), 16) for _ in range(3)]
     assert late.asked == PATIENCE_SECONDS and late.waited == 0
     assert buffers.nbytes() == 2 * LARGEST + 3 * 32
     late.arrives = 0
-    third = _lent(buffers, FakeBucket(), 16)
+    third = _lent(buffers, FakeArrivals(), 16)
     assert late.waited == 1
     assert all(third.untyped_storage().data_ptr() != one.untyped_storage().data_ptr() for one in extra)

@@ -80,7 +80,7 @@ def agreed() -> tuple[list[int], int]:
     from zero_optim.comm import transport
     from zero_optim.comm.collectives import Comm
 
-    class Gathers(transport.StreamTransport):
+    class Gathers(transport.Transport):
         def gather_objects(self, value: object, group: object) -> list[Any]:
             with transport._side_stream():
                 seen.append(torch.cuda.current_stream().device_index)
@@ -102,11 +102,11 @@ def agreed() -> tuple[list[int], int]:
 
 def waited_for_in_a_thread() -> int:
     """A thread begins with GPU 0, whatever the program has chosen."""
-    from zero_optim.stores.lanes import make_lanes
+    from zero_optim.stores.lanes import Mark
 
     torch.cuda.set_device(1)
     raised: list[BaseException] = []
-    mark = make_lanes(torch.device("cuda:1")).mark()
+    mark = Mark(torch.device("cuda:1"))
     mark.set()
 
     def wait(guarded: bool) -> None:

@@ -477,7 +477,7 @@ def test_ranks_wait_in_vain_where_nobody_of_whom_they_wait_for_can_go_on(monkeyp
         store.set(record._key("wait", rank), json.dumps(wait) if wait else "")
         store.set(record._key("issued", rank), "{}")
     own = Wait([0, 1], "a group", 0, "a wait", given=True, call="the constructor")
-    found = [record.look(own, dict) for _ in range(deadlock.LOOKS + 2)][deadlock.LOOKS]
+    found = [record.look(own, ()) for _ in range(deadlock.LOOKS + 2)][deadlock.LOOKS]
     if not in_vain:
         assert found is None and record.end() is None
         return

@@ -40,9 +40,8 @@ def left(monkeypatch) -> list[Group]:
     there = [Group("5"), Group("7"), Group("9")]
     for group in there:
         monkeypatch.setitem(dist.distributed_c10d._world.pg_names, group, group.group_name)
-    monkeypatch.setattr(groups, "_left", {})
+    monkeypatch.setattr(groups, "_left", {(0, 1): [*map(weakref.ref, there[:2])]})
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    groups.leave([0, 1], map(weakref.ref, there[:2]))
     return there
 
 
@@ -70,7 +69,7 @@ def test_ranks_in_different_numbers_of_groups_make_none(left):
     with pytest.raises(
         RankMismatchError, match=r"saving in the background cannot be made here: some ranks are in more"
     ):
-        groups.HostRanks(TwoOfFour(other_count=4))
+        groups.HostRanks(TwoOfFour(other_count=4), None)
 
 
 NOT_DESTROYED = """

@@ -1,4 +1,4 @@
-"""``StreamTransport``, which is NCCL's, given a group of gloo."""
+"""``Transport``, which is NCCL's, given a group of gloo."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def _reduce(rank: int, world_size: int, accumulate: bool, dtype: torch.dtype) -> Tensor:
-    from zero_optim.comm.transport import Reduction, StreamTransport
+    from zero_optim.comm.transport import Reduction, Transport
 
     full = torch.arange(4 * world_size, dtype=torch.bfloat16) + rank
     out = torch.full((4,), 256.5, dtype=dtype)
     reduction = Reduction(full, full.chunk(world_size)[rank], out, accumulate)
-    StreamTransport().reduce_scatter(reduction, None, torch.empty).wait()
+    Transport().reduce_scatter(reduction, None, torch.empty).wait()
     return out
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from zero_optim import CheckpointError, RankMismatchError
-from zero_optim.comm.together import check_same, gathered, on_rank_0, raising_together, together, values_of_one_call
+from zero_optim.comm.collectives import Comm
+from zero_optim.comm.together import check_same, gathered, on_rank_0, together, values_of_one_call
 
 
 class Rank:
@@ -24,6 +26,9 @@ class Rank:
         values = list(self._table)
         self._barrier.wait(60)
         return values
+
+    def exchange(self, vector: torch.Tensor, **options: Any) -> None:
+        vector.fill_(max(self.gather_objects(float(vector), "asked")))
 
 
 def on_ranks(count: int, program: Callable[[Rank], Any]) -> list[Any]:
@@ -86,8 +91,7 @@ def test_each_its_own(asks):
     work = failing(None, CheckpointError("torn"), ValueError("other"))
 
     def program(ranks: Rank) -> None:
-        asked = (lambda failed: any(ranks.gather_objects(failed, "asked"))) if asks else (lambda failed: True)
-        with raising_together(ranks, "here", asked):
+        with Comm.raising_together(ranks, "here", torch.device("cpu") if asks else None):
             work(ranks)()
 
     named = "rank 11 failed with CheckpointError: torn; rank 12 failed with ValueError: other"
@@ -96,9 +100,9 @@ def test_each_its_own(asks):
 
 def test_each_its_own_gathers_no_report_where_none_has_failed():
     def program(ranks: Rank) -> None:
-        with raising_together(ranks, "here", lambda failed: failed):
+        with Comm.raising_together(ranks, "here", torch.device("cpu")):
             pass
-        assert ranks._table == [None, None]
+        assert ranks._table == [0.0, 0.0], "the flags came last"
 
     assert on_ranks(2, program) == [None, None]
 

@@ -135,7 +135,7 @@ class Loop:
     def wait_long(self) -> None:
         """What a rank does that has waited for the others for seconds, and is through then."""
         record = Record()
-        record.look(Wait([*range(dist.get_world_size())], "a group", 0, "a reduction"), dict)
+        record.look(Wait([*range(dist.get_world_size())], "a group", 0, "a reduction"), ())
         record.end()
 
     def backward(self, overflows: bool = False) -> None:

@@ -72,7 +72,7 @@ def _states_at_once(rank: int, world_size: int, stage: int) -> tuple[int, int]:
             return number
 
     params = make_parameters(SHAPES, torch.bfloat16)
-    with mock.patch("zero_optim.stores.state_store.DeviceStore", Counting):
+    with mock.patch("zero_optim.stores.paged_store.DeviceStore", Counting):
         opt = zero_optim.ShardedAdamW(params, stage=stage, bucket_cap_mb=TINY_CAP_MB)
     grads = make_gradients(params, rank, 0)
     linear_backward([params[i] for i in SHUFFLED], [grads[i] for i in SHUFFLED])

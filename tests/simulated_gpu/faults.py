@@ -64,7 +64,7 @@ FAULTS = (
     Fault(
         "a communication buffer is packed again while its last reduction reads it",
         "comm/handle.py",
-        "self._borrowers[0].wait()",
+        "self._lent_for[0].wait()",
         OrderProgram(2),
     ),
     Fault(

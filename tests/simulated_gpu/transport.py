@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _pop_mode_temporarily
 from zero_optim.comm.handle import Handle, Work
-from zero_optim.comm.transport import Reduction, StreamTransport
+from zero_optim.comm.transport import Reduction, Transport
 
 from . import device, torch_cuda
 from .switch import Entry
@@ -50,7 +50,7 @@ class Collective:
     finish: Callable[[Sequence[Tensor]], Sequence[tuple[Tensor, Tensor]]]
 
 
-class LateTransport(StreamTransport):
+class LateTransport(Transport):
     """See the module.
 
     Attributes:

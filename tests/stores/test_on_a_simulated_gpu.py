@@ -22,11 +22,11 @@ PAGE = NUMEL * 4  # bytes
 
 def _store(budget: float = 0, room: Any = None) -> Any:
     from zero_optim.stores.host_memory import HostMemory
-    from zero_optim.stores.lanes import make_lanes
+    from zero_optim.stores.lanes import Lanes
     from zero_optim.stores.paged_store import HostBacking, PagedStore
 
     device = torch.device("cuda", 0)
-    return PagedStore(device, make_lanes(device), HostBacking(HostMemory(pinned=True)), budget, room)
+    return PagedStore(device, Lanes(device), HostBacking(HostMemory(pinned=True)), budget, room)
 
 
 def _page(value: float) -> dict[str, Tensor]:

@@ -31,13 +31,13 @@ def test_the_tables_have_every_state():
 
 def _store_with_a_page(state: str) -> tuple[PagedStore, int]:
     device = torch.device("cpu")
-    store = PagedStore(device, Lanes(), HostBacking(HostMemory(pinned=False)), 0)
+    store = PagedStore(device, Lanes(device), HostBacking(HostMemory(pinned=False)), 0)
     number = store.allocate({"state": torch.arange(300.0)})
     if state == "COMING":
         store.prefetch(number)
     if state == "HERE":
         store.fetch(number)["state"].add_(1)
-    assert store.state_of(number) is PageState[state]
+    assert store._pages[number].state is PageState[state]
     return store, number
 
 
@@ -49,10 +49,10 @@ def test_a_page_of_a_store(event: str, before: str, after: str):
     if after == "error":
         with pytest.raises(RuntimeError):
             call()
-        assert store.state_of(number) is PageState[before]
+        assert store._pages[number].state is PageState[before]
         return
     call()
-    assert store.state_of(number) is PageState[after]
+    assert store._pages[number].state is PageState[after]
     if after == "AWAY":
         assert torch.equal(store.fetch(number)["state"], torch.arange(300.0) + (event == "commit"))
 
@@ -174,7 +174,7 @@ def test_buffers_follow_a_larger_page(backing: DiskBacking):
 def test_two_pages_are_here_at_a_time_and_a_third_takes_the_place_of_either():
     device = torch.device("cpu")
     for first_to_go in (0, 1):
-        store = PagedStore(device, Lanes(), HostBacking(HostMemory(pinned=False)), 0)
+        store = PagedStore(device, Lanes(device), HostBacking(HostMemory(pinned=False)), 0)
         pages = [store.allocate({"state": torch.full((300,), float(value))}) for value in range(3)]
         here = [store.fetch(number)["state"] for number in pages[:2]]
         with pytest.raises(RuntimeError, match="frames"):

@@ -90,7 +90,7 @@ def save(
     with folders.given_up_on_failure(writing, comm.rank):
         sizes = [portion.nbytes for portion in part.portions]
         copied = together(comm, lambda: SAVE_BUFFER.hold(sizes, part.values), _WHERE)
-        ranks = HostRanks(comm)
+        ranks = HostRanks(comm, comm.group)
     start(comm, lambda: _save(ranks, writing, replace(part, values=copied)))
     return folders.step_folder(absolute, part.step)
 

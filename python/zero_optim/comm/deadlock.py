@@ -21,11 +21,10 @@ import json
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Protocol
 
 import torch.distributed as dist
@@ -36,15 +35,10 @@ from .groups import Groups
 from .handle import Handle, Work, did_not_complete
 from .transport import GLOO
 
-SECONDS = 2.0
-"""Between two looks. A step that waits for less costs nothing."""
-ANSWER_SECONDS = 5.0
-"""For the store to answer. A slow answer is read at the next look."""
-LOOKS = 4
-"""Looks at which all ranks must be found unchanged before one raises."""
-
-ISSUED_LATELY = 1024
-"""Collectives of which a rank remembers kind and size, of each owner."""
+SECONDS = 2.0  # between two looks: a step that waits for less costs nothing
+ANSWER_SECONDS = 5.0  # for the store to answer; a slow answer is read at the next look
+LOOKS = 4  # at which all ranks must be found unchanged before one raises
+ISSUED_LATELY = 1024  # collectives of which a rank remembers kind and size, of each owner
 
 Issued = Sequence[tuple[int, str]]
 """The number of each collective that a rank has issued lately, and its kind and size."""
@@ -165,12 +159,24 @@ class Watch:
     def hold(self, handle: Handle, work: Work) -> None:
         """Wait for the ``work`` of ``handle``. Raises RankMismatchError in a deadlock, CollectiveError where the
         collective has failed."""
+        comm, record = self.comm, _record_of(self.comm)
         try:
-            self._hold(handle, work)
+            if not handle.leg_arrives_within(0):
+                comm.log.check()
+            while not handle.leg_arrives_within(SECONDS):
+                what = f"{handle.traffic.kind} of {comm.label if handle.of is None else f'{handle.of} of {comm.label}'}"
+                ranks = comm.ranks if self._given else comm.whole.ranks
+                wait = Wait(ranks, comm.owner, comm.log.rounds, what, self._number, self._given, handle.call)
+                if (found := record.look(wait, _with_others(comm))) is not None:
+                    raise self._stop(found)
+            work.wait()  # raises where the collective has failed
+            # A rank that has found a deadlock still joins this meeting, so its end may mean nothing: see ``_stop``.
+            if (found := record.end()) is not None and self._given:
+                raise self._stop(found)
         except BaseException as error:
             # The ranks may have issued different numbers of collectives by now, so the next would be taken for another.
-            self.comm.abandon()
-            found = _record_of(self.comm).end()
+            comm.abandon()
+            found = record.end()
             # Ctrl-C; or this rank has found the deadlock: its message says more than the one below.
             if isinstance(error, RankMismatchError) or not isinstance(error, RuntimeError):
                 raise
@@ -179,33 +185,20 @@ class Watch:
                 raise self._stop(found) from error
             raise CollectiveError(did_not_complete(handle.traffic.kind, error, handle.call)) from error
 
-    def _hold(self, handle: Handle, work: Work) -> None:
-        comm, record = self.comm, _record_of(self.comm)
-        if not handle.leg_arrives_within(0):
-            comm.log.check()
-        while not handle.leg_arrives_within(SECONDS):
-            what = f"{handle.traffic.kind} of {comm.label if handle.of is None else f'{handle.of} of {comm.label}'}"
-            ranks = comm.ranks if self._given else comm.whole.ranks
-            wait = Wait(ranks, comm.owner, comm.log.rounds, what, self._number, self._given, handle.call)
-            if (found := record.look(wait, partial(_issued_of, comm))) is not None:
-                raise self._stop(found)
-        work.wait()  # raises where it has failed: ``hold`` then looks for a deadlock that another rank has found
-        # A rank that has found a deadlock still joins this meeting, so it may be complete for nothing: see ``_stop``.
-        if (found := record.end()) is not None and self._given:
-            raise self._stop(found)
-
     def _stop(self, found: Deadlock) -> RankMismatchError:
         """Stop every comm that has deadlocked, and return the error.
 
         Such comms send nothing more over their own groups: another rank would take it for something else, or not at
-        all. The given group stays in use, for new optimizers. So a rank that has not come to the meeting in which
-        others wait there comes now: else they would take its next meeting for this one.
+        all. The given group stays in use, for new optimizers.
         """
         for comm in _with_others(self.comm):
-            if comm is self.comm.whole or comm.groups.own_name in found.owners:
+            own_name = comm.groups.own_name
+            if comm is self.comm.whole or own_name in found.owners:
                 comm.log.deadlock = found.text
                 comm.abandon()
-            if comm.groups.own_name and comm.groups.own_name == found.meeting and not self._given:
+            # Others wait over the given group, and this rank has not come. It comes now: else they would take its next
+            # meeting for this one.
+            if own_name and own_name == found.meeting and not self._given:
                 GLOO.barrier(comm.groups.given)
         return RankMismatchError(found.text)
 
@@ -215,10 +208,6 @@ def _with_others(comm: Watched) -> set[Watched]:
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has made one, or closed one, meanwhile
             return {comm.whole, *(of for of in [*_comms] if of.whole is of and of.groups.has_own)}
-
-
-def _issued_of(comm: Watched) -> dict[str, Issued]:
-    return {of.owner: of.log.issued() for of in _with_others(comm)}
 
 
 class Record:
@@ -234,27 +223,26 @@ class Record:
         self._look: Future[Deadlock | None] | None = None  # the one that is going on
         self._asked = False  # whether there was a look in this wait
 
-    def look(self, wait: Wait, issued: Callable[[], Mapping[str, Issued]]) -> Deadlock | None:
-        """Write this rank's wait, and read the others'. Call it after every ``SECONDS`` of waiting.
-
-        ``issued``: lists what this rank has issued, by owner. Returns the deadlock, on each of its ranks; None: there
-        is none.
-        """
+    def look(self, wait: Wait, comms: Iterable[Watched]) -> Deadlock | None:
+        """Write this rank's ``wait``, with what it has issued for ``comms``, and read the others' waits. Call it after
+        every ``SECONDS`` of waiting. Returns the deadlock, on each of its ranks; None: there is none."""
         # On a thread: the store's sockets have no time-out. Where its host is lost, the collective's own ends the wait.
         self._asked = True
         if self._look is None:
-            self._look = _on_a_thread(lambda: self._compare(wait, issued))
+            self._look = _on_a_thread(lambda: self._compare(wait, comms))
         found = _answer(self._look)
         self._look = None if self._look.done() else self._look
         return found
 
-    def _compare(self, wait: Wait, issued: Callable[[], Mapping[str, Issued]]) -> Deadlock | None:
+    def _compare(self, wait: Wait, comms: Iterable[Watched]) -> Deadlock | None:
         store, rank = _store(), dist.get_rank()
         if (found := self._found()) is not None:
             return found
         if not self._written:
             self._number += 1
-            store.set(self._key("issued", rank), json.dumps(issued()))
+            issued = {comm.owner: comm.log.issued() for comm in comms}
+            # Before the wait: whoever reads the wait reads this, too.
+            store.set(self._key("issued", rank), json.dumps(issued))
             store.set(self._key("wait", rank), json.dumps([astuple(wait), self._number]))
             self._written = True
         now = self._waits()
@@ -265,16 +253,14 @@ class Record:
     def _waits(self) -> Mapping[int, str]:
         """The waits, by rank, of all that this rank waits for, directly or not; none where one of these computes."""
         found: dict[int, str] = {}
-        more = {dist.get_rank()}
+        more = [dist.get_rank()]
         while more:
-            keys = [self._key("wait", rank) for rank in sorted(more)]
-            if not _store().check(keys):  # a rank without an entry has never waited: it computes
+            keys = [self._key("wait", rank) for rank in more]
+            # A rank without an entry has never waited; that of a rank which waits no more is empty.
+            if not _store().check(keys) or "" in (entries := [_store().get(key).decode() for key in keys]):
                 return {}
-            entries = [_store().get(key).decode() for key in keys]
-            if "" in entries:  # it does not wait now
-                return {}
-            found |= zip(sorted(more), entries, strict=True)
-            more = {rank for entry in entries for rank in json.loads(entry)[0][0]} - found.keys()
+            found |= zip(more, entries, strict=True)
+            more = sorted({rank for entry in entries for rank in json.loads(entry)[0][0]} - found.keys())
         return found
 
     def _judge(self, entries: Mapping[int, str]) -> Deadlock | None:
@@ -316,7 +302,7 @@ class Record:
         return f"zero_optim/{what} of {rank}{self._of}"
 
 
-_records: dict[str, Record] = {}
+_records = functools.cache(Record)  # by owner
 
 
 @functools.cache
@@ -331,7 +317,6 @@ def _calls() -> queue.SimpleQueue[tuple[Callable[[], Deadlock | None], Future[De
                 answer.set_result(call())
             except BaseException as error:
                 answer.set_exception(error)
-            del call, answer  # nothing of a wait is kept until the next
 
     threading.Thread(target=work, name="zero_optim deadlock detector", daemon=True).start()
     return calls
@@ -352,10 +337,7 @@ def _answer(asked: Future[Deadlock | None]) -> Deadlock | None:
 
 
 def _record_of(comm: Watched) -> Record:
-    owner = comm.owner if user_thread.is_beside() else ""
-    if (record := _records.get(owner)) is None:
-        record = _records[owner] = Record(owner)
-    return record
+    return _records(comm.owner if user_thread.is_beside() else "")
 
 
 def _store() -> dist.Store:
@@ -370,16 +352,18 @@ def _is_in_flight(wait: Wait, waits: Mapping[int, Wait], issued: Mapping[int, Ma
     """
     if all(astuple(waits[rank]) == astuple(wait) for rank in wait.ranks):
         return True
-    of_owner = [dict(issued[rank].get(wait.whole, ())) for rank in wait.ranks]
-    if wait.given or not all(numbers and _came_to(wait.number, numbers) for numbers in of_owner):
+    if wait.given:
         return False
-    kinds: dict[int, str] = {}
-    earlier = ((number, kind) for of in of_owner for number, kind in of.items() if number <= wait.number)
-    return all(kinds.setdefault(number, kind) == kind for number, kind in earlier)
-
-
-def _came_to(number: int, numbers: Mapping[int, str]) -> bool:
-    return number in numbers or (len(numbers) == ISSUED_LATELY and number < min(numbers))  # the oldest are not kept
+    kinds: dict[int, str] = {}  # of this collective and those before it, by number
+    for rank in wait.ranks:
+        of_rank = dict(issued[rank].get(wait.whole, ()))
+        is_forgotten = len(of_rank) == ISSUED_LATELY and wait.number < min(of_rank)
+        if wait.number not in of_rank and not is_forgotten:
+            return False
+        earlier = [(number, kind) for number, kind in of_rank.items() if number <= wait.number]
+        if any(kinds.setdefault(number, kind) != kind for number, kind in earlier):
+            return False
+    return True
 
 
 def _explain(waits: Mapping[int, Wait]) -> str:

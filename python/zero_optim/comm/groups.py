@@ -15,8 +15,8 @@ import atexit
 import contextlib
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -40,13 +40,6 @@ def alive(group: Reference | None) -> dist.ProcessGroup | None:
     return found if found is not None and found in dist.distributed_c10d._world.pg_names else None
 
 
-class HasGroup(Ranks, Protocol):
-    """``Comm``, as far as a group is made beside its own."""
-
-    @property
-    def group(self) -> dist.ProcessGroup | None: ...
-
-
 class Groups:
     """The process groups of one ``Comm``, of the same ranks each.
 
@@ -59,6 +52,7 @@ class Groups:
     """
 
     def __init__(self, given: dist.ProcessGroup | None) -> None:
+        self.exist = given is not None  # else there is one rank, without ``torch.distributed``
         self._given = weakref.ref(given) if given is not None else None
         self._numbers = tuple(self.ranks)
         self._several = given is not None and dist.get_world_size(given) > 1
@@ -80,11 +74,6 @@ class Groups:
         return self._alive(self._channels.get(key, self._own))
 
     @property
-    def exist(self) -> bool:
-        """Whether there is a group; else there is one rank, without ``torch.distributed``."""
-        return self._given is not None
-
-    @property
     def ranks(self) -> list[int]:
         """The ranks, as the whole job numbers them; none where the given group was destroyed, or there is none."""
         group = alive(self._given) if dist.is_initialized() else None
@@ -102,16 +91,24 @@ class Groups:
         self._channels[key] = weakref.ref(group)
 
     def abandon(self) -> None:
-        """Never free the groups that are in use; see ``abandon``."""
-        abandon((self._own, *self._channels.values()))
+        """Never free the groups that are in use, in which ranks may be deadlocked."""
+        # A thread of gloo's waits in each, up to the time-out, by default for half an hour. Who frees the group waits
+        # for the thread: ``destroy_process_group`` does, and so does the end of the process. So each group gets a
+        # reference that nobody gives back. A variable would not do: the interpreter clears all variables as it ends.
+        for group in filter(None, map(alive, (self._own, *self._channels.values()))):
+            if id(group) not in _abandoned:
+                _abandoned.add(id(group))
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def leave(self, *, reusable: bool) -> None:
-        """Go back to the given group. ``reusable``: leave the own ones to later optimizers."""
+        """Go back to the given group. ``reusable``: leave the own ones, in which nothing may be in flight, to later
+        optimizers."""
         own = [*self._channels.values()]
         if self._own is not None and self._own is not self._given:
             own.append(self._own)
         if own and reusable:
-            leave(self._numbers, own)  # the garbage collector may have cleared ``_given`` by now
+            # By numbers of its own: the garbage collector may have cleared ``_given`` by now.
+            _left.setdefault(self._numbers, []).extend(own)
         self._own, self.own_name = self._given, ""
         self._channels.clear()
 
@@ -147,11 +144,6 @@ def take(ranks: Ranks, make: Callable[[], dist.ProcessGroup], where: str, *, nee
     return own
 
 
-def leave(numbers: Sequence[int], groups: Iterable[Reference]) -> None:
-    """Keep these groups for later optimizers. Nothing may be in flight over them."""
-    _left.setdefault(tuple(numbers), []).extend(groups)
-
-
 def _noted(group: dist.ProcessGroup) -> dist.ProcessGroup:
     _made[:] = [other for other in _made if alive(other) is not None] + [weakref.ref(group)]
     return group
@@ -159,37 +151,20 @@ def _noted(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 @atexit.register  # as this is imported, so that it runs after what users have registered since
 def _end() -> None:
-    """Destroy what nobody has destroyed, under gloo, before the interpreter ends.
-
-    A thread of gloo's that lets go of a tensor wants the interpreter. Where that ends meanwhile, the process aborts.
-    """
+    """Destroy what nobody has destroyed, under gloo, before the interpreter ends."""
+    # A thread of gloo's needs the interpreter to free a tensor. Where that ends meanwhile, the process aborts.
     for group in filter(None, map(alive, _made)):
         if id(group) not in _abandoned and {*transport.backends(group).values()} == {"gloo"}:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group(group)
 
 
-def abandon(groups: Iterable[Reference | None]) -> None:
-    """Never free these groups, in which ranks may be deadlocked.
-
-    A thread of gloo's waits in each, up to the time-out, by default for half an hour. Who frees the group waits for the
-    thread: ``destroy_process_group`` does, and so does the end of the process. So each group gets a reference that
-    nobody gives back. A variable would not do: the interpreter clears all variables as it ends.
-    """
-    for group in filter(None, map(alive, groups)):
-        if id(group) not in _abandoned:
-            _abandoned.add(id(group))
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
 def part_of(
     whole: dist.ProcessGroup, parts: Sequence[Sequence[int]], name: str, make: Callable[[], dist.ProcessGroup]
 ) -> dist.ProcessGroup:
-    """Collective over ``whole``. Find the group of this rank's part, which is made once for each ``name``.
-
-    Two uses of the same ranks need two groups. The second leg of a reduction over a grid leaves when the first has
-    arrived, so ranks come to it at different times: before an expert's reduction on one, and after it on another.
-    """
+    """Collective over ``whole``. Find the group of this rank's part, which is made once for each ``name``."""
+    # Two uses of the same ranks need two groups. The second leg of a reduction over a grid leaves when the first has
+    # arrived, so ranks come to it at different times: before an expert's reduction on one, and after it on another.
     key = (whole.group_name, tuple(map(tuple, parts)), name)
     found = alive(_parts.get(key))
     if found is None:
@@ -213,22 +188,6 @@ def forget_group(comm: Ranks) -> None:
     _host_groups.pop(tuple(comm.ranks), None)
 
 
-def _host_group(comm: HasGroup) -> dist.ProcessGroup:
-    """Collective. Find the group of these ranks over gloo that threads use, or make it."""
-    key = tuple(comm.ranks)
-    # The program may have destroyed its process group, and made another of the same ranks.
-    if (found := alive(_host_groups.get(key))) is None:
-        if not _give_same_name(comm.gather_objects(_count(), "making a process group")):
-            raise RankMismatchError(
-                "a process group for saving in the background cannot be made here: some ranks are in more groups than "
-                "others. Save without background=True"
-            )
-        assert comm.group is not None
-        found = (transport.used() or transport.GLOO).host_group(comm.group)
-        _host_groups[key] = weakref.ref(found)
-    return found
-
-
 class HostRanks:
     """The ranks of a ``Comm``, for a thread that agrees with the same thread of other ranks while the program goes on.
 
@@ -236,10 +195,21 @@ class HostRanks:
     in the order of the program's. The deadlock detector does not look at them: the thread may wait for a slow disk.
     """
 
-    def __init__(self, comm: HasGroup) -> None:
-        """Collective, where these ranks have no such group yet."""
+    def __init__(self, comm: Ranks, group: dist.ProcessGroup | None) -> None:
+        """Collective, where these ranks have no such group yet. ``group``: any of these ranks; None: there is one."""
         self.rank, self.world_size, self.ranks = comm.rank, comm.world_size, comm.ranks
-        self._group = weakref.ref(_host_group(comm)) if self.world_size > 1 else None
+        self._group = _host_groups.get(tuple(self.ranks)) if self.world_size > 1 else None
+        # The program may have destroyed its process group, and made another of the same ranks.
+        if self.world_size == 1 or alive(self._group) is not None:
+            return
+        if not _give_same_name(comm.gather_objects(_count(), "making a process group")):
+            raise RankMismatchError(
+                "a process group for saving in the background cannot be made here: some ranks are in more groups than "
+                "others. Save without background=True"
+            )
+        assert group is not None
+        made = (transport.used() or transport.GLOO).host_group(group)
+        self._group = _host_groups[tuple(self.ranks)] = weakref.ref(made)
 
     def gather_objects(self, value: Any, where: str) -> list[Any]:
         """Every rank's ``value``, in rank order. Raises CollectiveError where a rank has died."""

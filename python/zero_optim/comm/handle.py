@@ -20,7 +20,6 @@ from .streams import allocate, deallocate, keep_for_current_stream
 PATIENCE_SECONDS = 2.0
 """The longest wait of a rank for a buffer, before it makes another. Ranks of a healthy job differ by far less."""
 
-
 COUNT = 2
 """Number of buffers: one is packed into, or received in, while the contents of the other are in flight."""
 
@@ -102,7 +101,7 @@ class Handle:
         return self._second is None and self.leg_arrives_within(seconds)
 
     def leg_arrives_within(self, seconds: float) -> bool:
-        """Do the same for the leg that is in flight."""
+        """``arrives_within`` for the leg that is in flight."""
         # A stream waits: whether it has arrived differs from rank to rank, and must not decide what is launched next.
         if self._work is None or self.watch is None or self._work.is_completed():
             return True
@@ -137,18 +136,6 @@ class Handle:
         if on_arrival is not None:
             on_arrival()
 
-    def issue_second_leg(self) -> None:
-        """Wait for the first leg, and be the second from here on."""
-        assert self._second is not None
-        self._wait_for_leg()
-        second = self._second()
-        self._work, self.on_arrival, self.watch = second._work, second.on_arrival, second.watch
-        self.traffic, self.call, self._second = second.traffic, second.call, None
-
-    def follow_with(self, second: Callable[[], Handle], legs: SecondLegs) -> None:
-        """Have a second leg, which ``second`` issues, in the order of ``legs``."""
-        self._second, self._legs = second, legs
-
 
 def did_not_complete(kind: str, error: Exception, call: str = "") -> str:
     """The message for a collective that has failed. ``call``: that every rank has to make; "": none in particular."""
@@ -182,7 +169,7 @@ class SecondLegs:
 
     def add(self, first: Handle, second: Callable[[], Handle]) -> Handle:
         """Queue ``first``; ``second`` issues its second leg. Returns the handle of both."""
-        first.follow_with(second, self)
+        first._second, first._legs = second, self
         self._waiting.append(first)
         return first
 
@@ -199,7 +186,13 @@ class SecondLegs:
             self._next()
 
     def _next(self) -> None:
-        self._waiting[0].issue_second_leg()
+        first = self._waiting[0]
+        assert first._second is not None
+        first._wait_for_leg()
+        second = first._second()
+        # From here on the handle is that of the second leg.
+        first._work, first.on_arrival, first.watch = second._work, second.on_arrival, second.watch
+        first.traffic, first.call, first._second = second.traffic, second.call, None
         self._waiting.popleft()  # only now: where the first leg has failed, the next wait raises again
 
     def abandon(self) -> None:
@@ -211,20 +204,16 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def issue_behind(first: Handle, second: Callable[[], Handle], device: torch.device) -> Handle:
-    """Issue the second leg behind the first. On a GPU a stream beside the current one waits for the first leg, so both
-    are issued at once and the current stream goes on."""
-    with _beside(device):
+    """Issue the second leg behind the first. On a GPU both are issued at once."""
+    beside: AbstractContextManager[object] = nullcontext()  # a simulation on the CPU has no streams
+    if device.type == "cuda":
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        beside = torch.cuda.stream(_streams[device])
+    # The stream beside the current one waits for the first leg; the current stream goes on with the backward.
+    with beside:
         first.wait()
         return second()
-
-
-def _beside(device: torch.device) -> AbstractContextManager[object]:
-    """Make the device's stream for second legs the current one. A simulation on the CPU has none."""
-    if device.type != "cuda":
-        return nullcontext()
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return torch.cuda.stream(_streams[device])
 
 
 class Arrivals:
@@ -264,7 +253,7 @@ class Arrivals:
             self._handles[0].wait()
             self._handles.popleft()  # only now: what failed to arrive is still expected
 
-    def arrive_within(self, seconds: float) -> bool:
+    def arrives_within(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for each that is in flight, and return whether ``wait`` would not hold the host."""
         return all(handle.arrives_within(seconds) for handle in self._handles)
 
@@ -273,17 +262,9 @@ class Arrivals:
         self._handles.clear()
 
 
-class Borrower(Protocol):
-    """A bucket, as far as it borrows."""
-
-    def arrives_within(self, seconds: float) -> bool:
-        """Wait up to ``seconds``, and return whether all of the bucket's reductions have arrived."""
-
-    def wait(self) -> None: ...
-
-
 class CommBuffers:
-    """Two buffers, at most as large as the largest bucket, lent in turn. Taking one waits for its last reduction.
+    """Two buffers, at most as large as the largest bucket, lent in turn, each for one bucket's reductions. Taking a
+    buffer waits for the reductions that it was lent for last.
 
     Two cases in which a rank must not wait get memory of their own, which goes when the reduction has arrived:
 
@@ -298,26 +279,26 @@ class CommBuffers:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.storages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(COUNT)]
-        self._borrowers: list[Borrower | None] = [None] * COUNT
-        self._given_up: Borrower | None = None  # who has used up the patience
+        self._lent_for: list[Arrivals | None] = [None] * COUNT
+        self._given_up: Arrivals | None = None  # what has used up the patience
         self._extra = 0  # bytes lent beside the two
         self._peak = 0  # the most bytes that there were as one was taken
         self.allocated = True
         self.poison = "poison" in debug_options()
 
-    def take(self, bucket: Borrower, numel: int, dtype: torch.dtype, *, may_wait: bool = True) -> Tensor:
-        """Lend a buffer [numel], its contents undefined, until ``give_back``."""
+    def take(self, arrivals: Arrivals, numel: int, dtype: torch.dtype, *, may_wait: bool = True) -> Tensor:
+        """Lend a buffer [numel], its contents undefined, until ``give_back``. ``arrivals``: of the bucket."""
         nbytes = numel * dtype.itemsize
         # See the class: a wait here could be for ever. So this reduction gets memory of its own.
-        if not may_wait or not self._arrives(self._borrowers[1]):
+        if not may_wait or not self._arrives(self._lent_for[1]):
             self._extra += nbytes
             self._peak = self.peak_nbytes()
             return torch.empty(numel, dtype=dtype, device=self.storages[0].device)
         self.storages.reverse()
-        self._borrowers.reverse()
-        if self._borrowers[0] is not None:
-            self._borrowers[0].wait()
-        self._borrowers[0] = bucket
+        self._lent_for.reverse()
+        if self._lent_for[0] is not None:
+            self._lent_for[0].wait()
+        self._lent_for[0] = arrivals
         allocate(self.storages[0], nbytes)
         self.allocated = True
         self._peak = self.peak_nbytes()
@@ -325,21 +306,18 @@ class CommBuffers:
 
     def deallocate_once_arrived(self) -> None:
         """Call ``deallocate`` if all that was lent arrives within ``PATIENCE_SECONDS``."""
-        if self.allocated and all(map(self._arrives, self._borrowers)):
+        if self.allocated and all(map(self._arrives, self._lent_for)):
             self.deallocate()
 
-    def _arrives(self, user: Borrower | None) -> bool:
-        """Whether what was lent to ``user`` has arrived, waiting up to ``PATIENCE_SECONDS``.
-
-        Patience runs out once. While the borrower that used it up has still not arrived, no other is waited for.
-        """
-        if user is None or user.arrives_within(0):
+    def _arrives(self, arrivals: Arrivals | None) -> bool:
+        """Wait up to ``PATIENCE_SECONDS``, and return whether these reductions have arrived."""
+        if arrivals is None or arrivals.arrives_within(0):
             return True
         # The same rank is still missing: waiting once more, for another bucket, would gain nothing.
         if self._given_up is not None and not self._given_up.arrives_within(0):
             return False
-        arrives = user.arrives_within(PATIENCE_SECONDS)
-        self._given_up = None if arrives else user
+        arrives = arrivals.arrives_within(PATIENCE_SECONDS)
+        self._given_up = None if arrives else arrivals
         return arrives
 
     def give_back(self, buffer: Tensor) -> None:
@@ -359,10 +337,9 @@ class CommBuffers:
 
     def deallocate(self) -> None:
         """Free the memory until a buffer is taken again, after waiting for what was lent."""
-        for user in self._borrowers:
-            if user is not None:
-                user.wait()
-        self._borrowers = [None] * COUNT
+        for arrivals in filter(None, self._lent_for):
+            arrivals.wait()
+        self._lent_for = [None] * COUNT
         self.allocated = False
         for storage in self.storages:
             deallocate(storage)
@@ -376,7 +353,7 @@ class CommBuffers:
     @property
     def idle(self) -> bool:
         """Whether taking a buffer would not wait."""
-        return all(user is None or user.arrives_within(0) for user in self._borrowers)
+        return all(arrivals.arrives_within(0) for arrivals in filter(None, self._lent_for))
 
 
 def debug_options() -> set[str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .collectives import Comm
 from .handle import Handle, SecondLegs, issue_behind
-from .topology import ExpertRanks, Grid, Rows, TensorRanks, Topology, make_grid, make_tensor_ranks
+from .topology import ExpertRanks, Grid, Rows, TensorRanks, Topology, make_matrix
 
 _TOGETHER_BYTES = 25 * 2**20
 """The most bytes of a flat tensor into which others are copied for a broadcast; a larger tensor goes as it is."""
@@ -185,34 +185,24 @@ class Sharding:
             tensor.copy_(values.view(tensor.shape))
 
     def reduce(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Handle:
-        """Sum ``full`` [shard_count * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard].
-
-        Args:
-            full: contribution of this rank; its contents are lost. ``out`` may be this rank's own part of it.
-            lend: lends so many elements of ``full``'s dtype until the sum is there.
-            accumulate: add to ``out`` instead of overwriting it. Then, and where its dtype is another, ``out`` must not
-                be a part of ``full``.
-        """
-        if self.grid is not None:
-            return self._reduce_over_grid(self.grid, full, out, lend, accumulate=accumulate)
-        if self.shard_count > 1:
-            return self.data_parallel.reduce_scatter(full, out, lend, accumulate=accumulate)
-        if full.data_ptr() == out.data_ptr():
-            return self.data_parallel.all_reduce(full)
+        """Sum ``full`` [shard_count * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard]. See
+        ``Reduction``. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
         store = out.add_ if accumulate else out.copy_
-        return self.data_parallel.all_reduce(full, on_arrival=lambda: store(full))
-
-    def _reduce_over_grid(
-        self, grid: Grid, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool
-    ) -> Handle:
-        # Both legs run in this rank's part of ``full``, and the sum is added to ``out``, or cast, as it arrives.
+        if self.shard_count == 1:
+            in_place = full.data_ptr() == out.data_ptr()
+            return self.data_parallel.all_reduce(full, None if in_place else partial(store, full))
+        if self.grid is None:
+            return self.data_parallel.reduce_scatter(full, out, lend, accumulate=accumulate)
+        # Two legs: within this rank's row, then across the rows.
         part, on_arrival = out, None
         if accumulate or out.dtype != full.dtype:
-            part = grid.within.own_part(full)
-            on_arrival = partial(out.add_ if accumulate else out.copy_, part)
+            # Both run in this rank's part of ``full``, and the sum is added to ``out``, or cast, as it arrives.
+            part = self.grid.within.own_part(full)
+            on_arrival = partial(store, part)
         self.second_legs.issue_arrived(0)
-        first = grid.within.reduce_scatter(full, part, lend, accumulate=False)
-        second = partial(grid.across.all_reduce, part, on_arrival, number=self.world.log.reserve())
+        first = self.grid.within.reduce_scatter(full, part, lend, accumulate=False)
+        # Numbered now: when the second leg is issued differs from rank to rank.
+        second = partial(self.grid.across.all_reduce, part, on_arrival, number=self.world.log.reserve())
         if self.host_waits:
             return self.second_legs.add(first, second)
         return issue_behind(first, second, self.device)
@@ -268,8 +258,12 @@ def make_sharding(
     pipeline_stages: int = 1,
 ) -> Sharding:
     """Collective. Make the sharding of ``world``, with communicators that are connected for ``device``."""
-    tensor_ranks = make_tensor_ranks(world, topology.columns, device, plain=topology.plain)
-    grid = make_grid(world if tensor_ranks is None else tensor_ranks.data_parallel, topology.rows, device)
+    tensor_ranks, data_parallel, grid = None, world, None
+    if topology.columns is not None:
+        tensor_ranks = _make_tensor_ranks(world, topology.columns, device, plain=topology.plain)
+        data_parallel = tensor_ranks.data_parallel
+    if topology.rows is not None:
+        grid = Grid(*make_matrix(data_parallel, topology.rows, device, "within a replica", "across replicas"))
     return Sharding(
         world,
         stage,
@@ -283,11 +277,16 @@ def make_sharding(
     )
 
 
+def _make_tensor_ranks(world: Comm, columns: Rows, device: torch.device, *, plain: bool) -> TensorRanks:
+    matrix = make_matrix(world, columns, device, "data-parallel ranks", "tensor-parallel ranks")
+    return TensorRanks(*matrix, plain)
+
+
 def make_expert_shardings(main: Sharding, given: Mapping[int, ExpertRanks]) -> dict[int, Sharding]:
     """Collective. Make the shardings of these groups, by their number. ``main``: of all other parameters."""
     made: dict[Rows, Sharding] = {}
     for columns in dict.fromkeys(of_group.columns for of_group in given.values()):
-        ranks = make_tensor_ranks(main.world, columns, main.device)
+        ranks = _make_tensor_ranks(main.world, columns, main.device, plain=False)
         made[columns] = replace(main, grid=None, tensor_ranks=ranks)
     return {number: replace(made[of.columns], grad_divisor=of.grad_divisor) for number, of in given.items()}
 

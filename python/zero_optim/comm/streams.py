@@ -131,10 +131,9 @@ def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
 
 
 def deallocate(tensor: Tensor) -> None:
-    """Free the memory of a tensor that has a storage of its own. Its views stay. Memory that NumPy has seen, by
-    ``tensor.numpy()``, is not freed: an array may still show it."""
+    """Free the memory of a tensor that has a storage of its own. Its views stay."""
     storage = tensor.untyped_storage()
-    if storage.resizable():
+    if storage.resizable():  # else NumPy has seen it, by ``tensor.numpy()``, and an array may still show it
         keep_for_current_stream(tensor)
         storage.resize_(0)
 
@@ -150,11 +149,9 @@ def is_there(tensor: Tensor) -> bool:
 
 
 def as_own_storage(view: Tensor) -> Tensor:
-    """View the same memory as a storage of its own.
-
-    Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
-    without most parameters), and torch.save of a single one writes them all.
-    """
+    """View the same memory as a storage of its own."""
+    # Of tensors that share a storage safetensors keeps one and drops the others, with a warning (seen: a checkpoint
+    # without most parameters), and torch.save of a single one writes them all.
     return next(own_storages(view, [view]))
 
 
@@ -168,7 +165,12 @@ def own_storages(full: Tensor, views: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 class HostCopy:
-    """A small fp32 tensor as the host sees it: a CPU's at once, a GPU's as of the last ``send`` that has arrived."""
+    """A small fp32 tensor as the host sees it: a CPU's at once, a GPU's as of the last ``send`` that has arrived.
+
+    Attributes:
+        immediate: whether what is sent can be read at once.
+        unread: whether values were sent that nobody has read.
+    """
 
     def __init__(self, source: Tensor) -> None:
         self.source = source
@@ -178,35 +180,24 @@ class HostCopy:
         # Read past torch: no operator runs, so nothing that forbids reading device values mistakes it for one.
         self._memory = (ctypes.c_float * source.numel()).from_address(self._host.data_ptr())
         self._event = torch.cuda.Event() if source.is_cuda else None
-        self._sent = False
+        self.immediate = self._event is None
+        self.unread = False
 
     def send(self) -> None:
         """Start to copy the values to the host. Does nothing while the last copy was not read."""
-        if self._event is not None and not self._sent:
+        if self._event is not None and not self.unread:
             self._host.copy_(self.source.reshape(-1), non_blocking=True)
             self._event.record(torch.cuda.current_stream(self.source.device))
-        self._sent = True
+        self.unread = True
 
     def read(self, *, wait: bool) -> list[float] | None:
         """Return the sent values, once. None where nothing was sent, or where it has not arrived, without ``wait``."""
-        if not self._sent or not (wait or self._arrived()):
+        if not self.unread:
             return None
         if self._event is not None:
             with on_device(self.source.device):
-                self._event.synchronize()
-        self._sent = False
+                if not wait and not self._event.query():
+                    return None
+                self._event.synchronize()  # without ``wait`` it has passed: the host does not wait
+        self.unread = False
         return list(self._memory)
-
-    @property
-    def unread(self) -> bool:
-        """Whether values were sent that nobody has read."""
-        return self._sent
-
-    def _arrived(self) -> bool:
-        with on_device(self.source.device):
-            return self._event is None or self._event.query()
-
-    @property
-    def immediate(self) -> bool:
-        """Whether what is sent can be read at once."""
-        return self._event is None

@@ -4,7 +4,7 @@ There are two rules for what the ranks raise where some have failed:
 
 - *Alike* (``gathered``, ``together``, ``on_rank_0``): all raise the same type, so that all go on alike. A checkpoint
   that one rank finds damaged is passed over by all of them.
-- *Each its own* (``raising_together``): a rank that has failed raises its own error, and the others
+- *Each its own* (``Comm.raising_together``): a rank that has failed raises its own error, and the others
   ``RankMismatchError``, which names it. So whoever reads the output of one rank knows whether that one was at fault.
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -46,10 +45,6 @@ class _Report(Generic[T]):
     failure: tuple[str, str] | None = None
 
 
-def _failure(error: Exception) -> tuple[str, str]:
-    return type(error).__name__, str(error)
-
-
 # -- alike -------------------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +59,7 @@ def gathered(ranks: Ranks, work: Callable[[], T], where: str) -> list[T]:
     try:
         report = _Report(work())
     except Exception as caught:
-        error, report = caught, _Report(failure=_failure(caught))
+        error, report = caught, _Report(failure=(type(caught).__name__, str(caught)))
     reports = ranks.gather_objects(report, where)
     failures = [(rank, *of_rank.failure) for rank, of_rank in enumerate(reports) if of_rank.failure is not None]
     if failures:
@@ -89,35 +84,6 @@ def together(ranks: Ranks, work: Callable[[], T], where: str) -> T:
 def on_rank_0(ranks: Ranks, work: Callable[[], T], where: str) -> T:
     """Collective. Do ``work`` on rank 0. Returns what it gave, on every rank; raises as ``gathered`` does."""
     return cast(T, gathered(ranks, lambda: work() if ranks.rank == 0 else None, where)[0])
-
-
-# -- each its own ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def raising_together(ranks: Ranks, where: str, any_failed: Callable[[bool], bool]) -> Iterator[None]:
-    """Collective. Raise on all ranks where any raises within: its own error there, elsewhere one that names that rank.
-
-    A rank that raised alone would leave the others waiting for it.
-
-    Args:
-        any_failed: collective; called first, with whether this rank has failed. Where it returns False, on every rank,
-            no report is gathered.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    if not any_failed(error is not None):
-        return
-    reports = ranks.gather_objects(None if error is None else ": ".join(_failure(error)), where)
-    if error is not None:
-        raise error
-    by_rank = zip(ranks.ranks, reports, strict=True)
-    failed = [f"rank {rank} failed with {report}" for rank, report in by_rank if report is not None]
-    if failed:
-        raise RankMismatchError("; ".join(failed))
 
 
 # -- the same call, with the same arguments ---------------------------------------------------------------------------

@@ -58,11 +58,14 @@ def group_along(given: dist.DeviceMesh | dist.ProcessGroup, option: str, what: s
         if given.ndim != 1:
             raise ValueError(
                 f"{option} is a mesh of {given.ndim} dimensions, {given.mesh_dim_names}: give the one along which "
-                f"{what} are, as {option}={example}"
+                f"{what} are, as {example}"
             )
         given = given.get_group()
     if not isinstance(given, dist.ProcessGroup):
-        raise TypeError(f"{option} is a {type(given).__name__}: give a DeviceMesh, as {example}, or a process group")
+        raise TypeError(
+            f"{option} is a {type(given).__name__}: give a DeviceMesh, as {example}, or a process group, of which this "
+            "rank is"
+        )
     return given
 
 
@@ -104,19 +107,12 @@ class Grid:
     across: Comm
 
 
-def _make_matrix(world: Comm, lines: Rows, device: torch.device, along: str, across: str) -> tuple[Comm, Comm]:
+def make_matrix(world: Comm, lines: Rows, device: torch.device, along: str, across: str) -> tuple[Comm, Comm]:
     """Collective. Make this rank's communicators along its line and across the lines, connected for ``device``."""
     matrix = world.part(lines, along), world.part(tuple(zip(*lines, strict=True)), across)
     for comm in matrix:
         comm.connect(device)
     return matrix
-
-
-def make_grid(world: Comm, rows: Rows | None, device: torch.device) -> Grid | None:
-    """Collective. Make the communicators of a grid, connected for ``device``; None: there are no ``rows``."""
-    if rows is None:
-        return None
-    return Grid(*_make_matrix(world, rows, device, "within a replica", "across replicas"))
 
 
 def read_rows(mesh: dist.DeviceMesh | None, *, shards: bool = True) -> Rows | None:
@@ -247,15 +243,6 @@ def _check_rows(rows: list[list[int]], given: list[int], row: RowRanks, beside: 
         )
 
 
-def make_tensor_ranks(
-    world: Comm, columns: Rows | None, device: torch.device, *, plain: bool = False
-) -> TensorRanks | None:
-    """Collective. Make the communicators of these ranks, connected for ``device``; None: parameters are not cut."""
-    if columns is None:
-        return None
-    return TensorRanks(*_make_matrix(world, columns, device, "data-parallel ranks", "tensor-parallel ranks"), plain)
-
-
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
@@ -364,16 +351,14 @@ def split_off(params: Any) -> tuple[Any, dict[int, dict[str, Any]]]:
     """Split an optimizer's ``params`` into groups without ``KEYS``, and what each had under these, by its number."""
     if not isinstance(params, list):
         return params, {}
-    found = {
-        number: {key: group[key] for key in KEYS if group.get(key) is not None}
-        for number, group in enumerate(params)
-        if isinstance(group, dict)
-    }
-    plain = [
-        {key: value for key, value in group.items() if key not in KEYS} if isinstance(group, dict) else group
-        for group in params
-    ]
-    return plain, {number: of_group for number, of_group in found.items() if of_group}
+    plain, found = [], {}
+    for number, group in enumerate(params):
+        if isinstance(group, dict):
+            if of_experts := {key: group[key] for key in KEYS if group.get(key) is not None}:
+                found[number] = of_experts
+            group = {key: value for key, value in group.items() if key not in KEYS}
+        plain.append(group)
+    return plain, found
 
 
 def read_expert_ranks(
@@ -393,18 +378,17 @@ def read_expert_ranks(
         group = f"parameter group {number}"
         ranks = _ranks_of(of_group, group)
         divisor = _divisor_of(of_group.get("grad_divisor"), group)
-        if ranks == tuple(all_ranks) and divisor in (None, len(ranks)):
-            if beside_slices:
-                found[number] = ExpertRanks(ranks, len(ranks))
+        like_all_others = ranks == tuple(all_ranks) and divisor in (None, len(ranks))
+        if like_all_others and not beside_slices:
             continue
-        if divisor is None:
+        if divisor is None and not like_all_others:
             raise ValueError(
                 f"{group} is of ranks {list(ranks)}, and the optimizer averages over {list(all_ranks)}: pass "
                 f"grad_divisor, by which the sum of its gradients is divided. grad_divisor={len(all_ranks)} is mostly "
                 "right: tokens come to an expert from all ranks of the optimizer. "
                 f"grad_divisor={len(ranks)} is the mean over those that have the same experts"
             )
-        found[number] = ExpertRanks(ranks, divisor)
+        found[number] = ExpertRanks(ranks, divisor or len(ranks))
     if found and len(all_ranks) == 1:
         raise ValueError(
             f"parameter group {next(iter(found))} is of ranks {list(next(iter(found.values())).ranks)}, and the "
@@ -422,21 +406,9 @@ def _ranks_of(options: Mapping[str, Any], group: str) -> tuple[int, ...]:
         )
     if given is not None and mesh is not None:
         raise ValueError(f"give {group} either process_group or mesh, not both")
-    if mesh is not None:
-        if not isinstance(mesh, dist.DeviceMesh):
-            raise TypeError(f"mesh of {group} is a {type(mesh).__name__}: give a DeviceMesh, as mesh['edp']")
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"mesh of {group} has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give the one along which ranks "
-                "have the same experts, as mesh['edp']"
-            )
-        given = mesh.get_group()
-    if not isinstance(given, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group of {group} is a {type(given).__name__}: give the process group of which this rank is, with "
-            "those that have the same experts"
-        )
-    return tuple(dist.get_process_group_ranks(given))
+    option = "process_group" if mesh is None else "mesh"
+    of_experts = group_along(options[option], f"{option} of {group}", "ranks with the same experts", "mesh['edp']")
+    return tuple(dist.get_process_group_ranks(of_experts))
 
 
 def _divisor_of(given: Any, group: str) -> int | None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 import pickle
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -59,25 +58,30 @@ LETS_GO_WITHIN = 1.0
 """Seconds in which gloo's thread lets go of what it has sent. If it takes longer, no more is lost than some memory."""
 
 
-class Transport(ABC):
-    """Hands collectives to a back-end. They arrive in the order in which a group was given them.
+class Transport:
+    """Hands collectives to NCCL, whose waits hold the current stream. They arrive in the order in which a group was
+    given them.
 
     Attributes:
         host_waits: whether ``Work.wait`` holds the host. Else the host goes on, and never asks whether a collective has
             arrived: what a rank launches must not depend on how fast its device is.
     """
 
-    host_waits: bool
+    host_waits = False
 
-    @abstractmethod
     def reduce_scatter(
         self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
     ) -> Handle:
         """Sum over the ranks. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
+        out, own, full = reduction.out, reduction.own, reduction.full
+        if not reduction.accumulate and out.dtype == full.dtype:
+            return Handle(_reduce_scatter(out, full, group=group, async_op=True))
+        work = _reduce_scatter(own, full, group=group, async_op=True)
+        return Handle(work, partial(out.add_ if reduction.accumulate else out.copy_, own))
 
-    @abstractmethod
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
         """Fill ``full`` [N * shard] with every rank's ``own`` part of it, in place."""
+        return Handle(_all_gather(full, own, group=group, async_op=True))
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Handle:
         """Sum, or maximise, ``tensor`` over the ranks, in place."""
@@ -100,15 +104,16 @@ class Transport(ABC):
         return self._handle(dist.barrier(group=group, async_op=True))
 
     def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
-        """Every rank's ``value``, in rank order. The host waits, whatever the back-end. Without NumPy, which
-        ``dist.all_gather_object`` needs."""
+        """Every rank's ``value``, in rank order. The host waits, whatever the back-end."""
         types = backends(group)
         device = "cpu" if "cpu" in types else next(iter(types))
-        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-        sizes = _of_every_rank(torch.tensor([pickled.numel()], device=device), group).flatten().tolist()
-        padded = pickled.new_zeros(max(sizes))
-        padded[: pickled.numel()] = pickled
-        rows = _of_every_rank(padded, group).cpu()
+        with _side_stream() if device != "cpu" else nullcontext():
+            # ``dist.all_gather_object`` needs NumPy, which torch does not bring.
+            pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+            sizes = _of_every_rank(torch.tensor([pickled.numel()], device=device), group).flatten().tolist()
+            padded = pickled.new_zeros(max(sizes))
+            padded[: pickled.numel()] = pickled
+            rows = _of_every_rank(padded, group).cpu()
         return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(rows, sizes, strict=True)]
 
     def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -139,28 +144,6 @@ class Transport(ABC):
         return Handle(work)
 
 
-class StreamTransport(Transport):
-    """NCCL, whose waits hold the current stream."""
-
-    host_waits = False
-
-    def reduce_scatter(
-        self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
-    ) -> Handle:
-        out, own, full = reduction.out, reduction.own, reduction.full
-        if not reduction.accumulate and out.dtype == full.dtype:
-            return Handle(_reduce_scatter(out, full, group=group, async_op=True))
-        work = _reduce_scatter(own, full, group=group, async_op=True)
-        return Handle(work, partial(out.add_ if reduction.accumulate else out.copy_, own))
-
-    def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
-        return Handle(_all_gather(full, own, group=group, async_op=True))
-
-    def gather_objects(self, value: object, group: dist.ProcessGroup | None) -> list[Any]:
-        with _side_stream():
-            return super().gather_objects(value, group)
-
-
 _side_streams: dict[int, torch.cuda.Stream] = {}  # by device
 
 
@@ -171,14 +154,12 @@ def _side_stream() -> Iterator[None]:
         rank 0   backward: raises at once                   zero_grad: asks how many rounds rank 1 has, then joins them
         rank 1   backward: its stream waits for rank 0      zero_grad: must answer, whatever its stream waits for
 
-    There is one such stream a device, of high priority. torch hands out its other streams in turn, so a new one would
-    soon be a stream that waits. With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` the device may still run one after the other.
+    With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` the device may still run one after the other.
     """
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        yield
-        return
     device = torch.cuda.current_device()
     if device not in _side_streams:
+        # Of high priority, and kept: torch hands out its other streams in turn, so a new one would soon be a stream
+        # that waits for a collective.
         _side_streams[device] = torch.cuda.Stream(device, priority=-1)
     with torch.cuda.stream(_side_streams[device]):
         yield
@@ -192,13 +173,11 @@ class GlooTransport(Transport):
     def reduce_scatter(
         self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
     ) -> Handle:
-        """Gloo's reduce-scatter is a clone and an all-reduce; this is a scatter a rank and a local sum.
-
-        One contribution is received where the sum will be, if that memory is free; the own one stays where it is.
-        """
+        """Gloo's reduce-scatter is a clone and an all-reduce; this is a scatter a rank and a local sum."""
         full, own, out = reduction.full, reduction.own, reduction.out
         ranks, this = dist.get_world_size(group), dist.get_rank(group)
         taken = reduction.accumulate or out.dtype != full.dtype or out.data_ptr() == own.data_ptr()
+        # One contribution is received where the sum will be, if that memory is free; the own one stays where it is.
         free = [] if taken else [out]
         lent = ranks - 1 - len(free)
         parts = [*free, *(lend(lent * own.numel()).chunk(lent) if lent else ())]
@@ -228,12 +207,7 @@ class GlooTransport(Transport):
 class Works:
     """Several asynchronous collectives as one. It is complete when all are, or when one is known to have failed.
 
-    Ask the future of a work whether it is complete. ``Work.is_completed`` can deadlock: it waits, with the GIL, for a
-    lock. The thread that completes the work has that lock, and can itself wait for the GIL: to restore the hooks of
-    ``saved_tensors_hooks``, as of a checkpoint that is not re-entrant, while a profiler runs.
-
-    A thread of gloo marks its work complete before it lets go of the tensors. Until then they look as if the user kept
-    them. So ``wait`` ends when gloo refers to none of ``views``, which were made for the collectives alone.
+    ``views``: of what they send, made for them alone.
     """
 
     def __init__(self, works: Sequence[Any], views: Sequence[Tensor] = ()) -> None:
@@ -245,24 +219,26 @@ class Works:
 
     def wait(self, *timeout: timedelta) -> None:
         """Wait for all. Raises what a failed work raises: at once where that is known, else when its turn comes."""
-        self._wait_for_all(*timeout)
-        self._works = ()
-        # Else the next check for tensors that the user keeps would take gloo's own reference for the user's.
-        until = time.monotonic() + LETS_GO_WITHIN
-        while max(map(references_in_cpp, self._views), default=0) > 1 and time.monotonic() < until:
-            time.sleep(0)
-        self._views = ()
-
-    def _wait_for_all(self, *timeout: timedelta) -> None:
         try:
             for work in (*self._failed, *self._works):
                 work.wait(*timeout)
         except RuntimeError:
             self._failed = [work for work in self._works if _has_failed(work)]  # or one is not there in time
             raise
+        # The loop's variable is a reference, too: to the last work, which has the tensors that it sent.
+        self._works, work = (), None
+        # A thread of gloo marks its work complete before it frees the tensors (1 ms before, where it loses its core in
+        # between). Until then the next check for tensors that the user keeps takes gloo's reference for the user's.
+        until = time.monotonic() + LETS_GO_WITHIN
+        while max(map(references_in_cpp, self._views), default=0) > 1 and time.monotonic() < until:
+            time.sleep(0)
+        self._views = ()
 
 
 def _is_completed(work: Any) -> bool:
+    # ``Work.is_completed`` can deadlock: it waits, with the GIL, for a lock. The thread that completes the work has
+    # that lock, and can itself wait for the GIL: to restore the hooks of ``saved_tensors_hooks``, as of a checkpoint
+    # that is not re-entrant, while a profiler runs.
     done: bool = work.get_future().done()
     return done
 
@@ -290,7 +266,7 @@ def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, accumulate: bool) ->
         of_out.add_(total) if accumulate else of_out.copy_(total)
 
 
-STREAMS = StreamTransport()
+STREAMS = Transport()
 GLOO = GlooTransport()
 _used: Transport | None = None
 

@@ -218,7 +218,7 @@ class Bucket:
         lent: list[Tensor] = []
 
         def lend(numel: int) -> Tensor:
-            lent.append(buffers.take(self, numel, self.reduce_dtype, may_wait=may_wait))
+            lent.append(buffers.take(self.arrivals, numel, self.reduce_dtype, may_wait=may_wait))
             return lent[-1]
 
         # Where an average stays in ``grad_buffer``, or its dtype is not what is communicated, other memory is needed.
@@ -266,7 +266,7 @@ class Bucket:
 
     def arrives_within(self, seconds: float) -> bool:
         """True if every reduction arrives within ``seconds``. On CUDA the host need not know."""
-        return self.arrivals.arrive_within(seconds)
+        return self.arrivals.arrives_within(seconds)
 
     def counted(self) -> list[Tensor]:
         """List the parts of ``grad_shard`` that this rank counts in a norm: as a rule all of it. Gaps are zero."""

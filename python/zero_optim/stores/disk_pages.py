@@ -238,7 +238,7 @@ def _remove(file: int, pid: int, pools: tuple[ThreadPoolExecutor, ...]) -> None:
 
 
 class DiskBacking:
-    """See ``BackingStore``. Pages are read and written whole, and verified against the checksums of their last write,
+    """See ``HostBacking``. Pages are read and written whole, and verified against the checksums of their last write,
     which stay in memory.
 
     Attributes:
@@ -263,21 +263,17 @@ class DiskBacking:
     def allocate(self, nbytes: int) -> DiskPage:
         self.check()
         space = max(round_up(nbytes, ALIGNMENT), ALIGNMENT)
-        page = DiskPage(self, self._first_gap(space), nbytes, space)
-        self.file.grow(page.offset + space)
+        offset = 0  # of the first gap between pages that is large enough, or after the last
+        for other in self.pages:
+            if other.offset - offset >= space:
+                break
+            offset = other.offset + other.space
+        page = DiskPage(self, offset, nbytes, space)
+        self.file.grow(offset + space)
         self._fit_buffers(space)
         self.pages.append(page)
         self.pages.sort(key=lambda page: page.offset)
         return page
-
-    def _first_gap(self, nbytes: int) -> int:
-        """Find the first run of so many bytes between pages, or after the last. Returns its offset."""
-        end = 0
-        for page in self.pages:
-            if page.offset - end >= nbytes:
-                break
-            end = page.offset + page.space
-        return end
 
     def _fit_buffers(self, nbytes: int) -> None:
         """Make buffers for a page of that size. Where there is no memory for them, the old buffers stay."""
@@ -376,7 +372,7 @@ class PagePlace(enum.Enum):
 
 
 class DiskPage:
-    """See ``BackingPage`` and the module.
+    """See ``HostPage`` and the module.
 
     Attributes:
         offset, nbytes, space: where it begins in the file; its bytes; those that it takes there.

@@ -58,7 +58,8 @@ class HostMemory:
         room = round_up(nbytes, ALIGNMENT)
         slab = next((slab for slab in self._slabs if slab.memory.nbytes - slab.end >= room), None)
         if slab is None:
-            slab = _Slab(self._memory(max(room, min(SLAB_BYTES, self._slab_bytes()))))
+            taken = sum(slab.memory.nbytes for slab in self._slabs)
+            slab = _Slab(self._memory(max(room, min(SLAB_BYTES, taken))))
             self._slabs.append(slab)
         run = as_own_storage(slab.memory[slab.end : slab.end + nbytes])
         slab.end += room
@@ -79,9 +80,6 @@ class HostMemory:
     def trim(self) -> None:
         """Give slabs that nothing uses back to the system."""
         self._slabs = [slab for slab in self._slabs if slab.live]
-
-    def _slab_bytes(self) -> int:
-        return sum(slab.memory.nbytes for slab in self._slabs)
 
     def _memory(self, nbytes: int) -> Tensor:
         """Allocate [nbytes] uint8, which go back to the system with their last view."""
@@ -111,7 +109,10 @@ def _pin(memory: Tensor, device: torch.device | None) -> Callable[[], object]:
     with on_device(device):
         status = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
     if status != 0:
-        _take_last_error(device)
+        # Clear CUDA's last error, by a kernel that raises it: torch asks for it after each launch, so a later kernel of
+        # anybody's would raise it.
+        with suppress(RuntimeError):
+            torch.empty(1, device=device or "cuda").add_(1)
         raise OffloadError(
             f"{memory.nbytes:,} bytes of host memory could not be pinned (CUDA error {status}): raise the limit of "
             "locked memory (ulimit -l), or use fewer ranks a machine"
@@ -122,10 +123,3 @@ def _pin(memory: Tensor, device: torch.device | None) -> Callable[[], object]:
 def _within(guard: AbstractContextManager[Any], call: Callable[[], object]) -> None:
     with guard:
         call()
-
-
-def _take_last_error(device: torch.device | None) -> None:
-    """Clear CUDA's last error. Torch asks for it after each launch, so a later kernel of anybody's would raise it: one
-    is launched here, to do so."""
-    with suppress(RuntimeError):
-        torch.empty(1, device=device or "cuda").add_(1)

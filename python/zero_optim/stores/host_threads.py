@@ -31,15 +31,11 @@ class Cores:
 
 def own_cores() -> Cores:
     mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Cores(socket.gethostname(), frozenset(mask), _quota())
-
-
-def _quota() -> float | None:
-    """Find the smallest quota of this process's own cgroup and all that contain it; None: no limit."""
-    return min(_quotas(), default=None)
+    return Cores(socket.gethostname(), frozenset(mask), min(_quotas(), default=None))
 
 
 def _quotas() -> Iterator[float]:
+    """Read the quotas of this process's own cgroup and of all that contain it."""
     try:
         lines = _MEMBERSHIP.read_text(errors="replace").splitlines()
     except OSError:  # not Linux

@@ -78,29 +78,18 @@ def read_offload(state_offload: str | None, device_budget: int | str | None = No
     if state_offload is None:
         return Offload()
     if state_offload == Tier.PAGED.value:
-        return Offload(Tier.PAGED, _read_budget("auto" if device_budget is None else device_budget))
+        if device_budget in (None, "auto"):
+            return Offload(Tier.PAGED, None)
+        nbytes = read_nbytes(device_budget) if isinstance(device_budget, str) else device_budget
+        if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
+            raise ValueError(f"device_budget must be bytes, a size such as '8GB', or 'auto', got {device_budget!r}")
+        return Offload(Tier.PAGED, nbytes)
     if state_offload == Tier.CPU.value:
         return Offload(Tier.CPU)
-    if (folder := read_folder(state_offload)) is not None:
-        return Offload(Tier.NVME, folder=folder)
+    folder = state_offload.removeprefix(_NVME)
+    if folder and folder != state_offload:
+        return Offload(Tier.NVME, folder=Path(folder).expanduser().absolute())
     raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
-
-
-def read_folder(choice: str) -> Path | None:
-    """Read the folder of ``nvme:DIR``, absolute; None for a text of another form."""
-    folder = choice.removeprefix(_NVME)
-    return Path(folder).expanduser().absolute() if folder and folder != choice else None
-
-
-def _read_budget(budget: int | str) -> int | None:
-    if budget == "auto":
-        return None
-    if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0:
-        return budget
-    nbytes = read_nbytes(budget) if isinstance(budget, str) else None
-    if nbytes is None:
-        raise ValueError(f"device_budget must be bytes, a size such as '8GB', or 'auto', got {budget!r}")
-    return nbytes
 
 
 def resident(pages: Sequence[int], budget: int) -> list[bool]:

@@ -16,28 +16,37 @@ The backing holds pages that are away: ``HostBacking`` here, or ``disk_pages.Dis
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..comm.streams import is_there, keep_for_current_stream
 from ..params.layout import round_up
+from .disk_pages import DiskBacking, DiskPage
 from .host_memory import HostMemory
 from .lanes import Lanes, Mark
-from .offload import FRAME_ALIGNMENT, FRAMES, Copied
+from .offload import FRAME_ALIGNMENT, FRAMES, Copied, Offload, Tier
+from .state_store import DeviceStore, HostStore, StateStore
+
+_RESERVE = 0.05
+"""Fraction of the device's memory that a budget of "auto" leaves free: for fragments, and for larger steps."""
 
 
-class BackingPage(Protocol):
-    """The backing of one page."""
+class HostPage:
+    """A page of a ``HostBacking``. The calls are those of every backing's pages."""
+
+    def __init__(self, memory: HostMemory, nbytes: int) -> None:
+        self._memory, self._run = memory, memory.take(nbytes)
 
     def prefetch(self) -> None:
         """Prepare for ``fetch``, which will follow soon. Raises OffloadError as ``fetch``."""
 
     def fetch(self) -> Tensor:
         """Give the page, to be copied from: [nbytes] uint8 in host memory. Raises OffloadError where it is lost."""
+        return self._run
 
     def discard(self, mark: Mark) -> None:
         """End ``fetch`` of a page that was only read. Nobody reads the memory once the mark has passed."""
@@ -45,16 +54,18 @@ class BackingPage(Protocol):
     def overwrite(self) -> Tensor:
         """Give memory to copy the whole page to, with ``fetch`` or without: [nbytes] uint8 on the host. Raises
         OffloadError where the page was not fetched and the backing has lost pages."""
+        return self._run
 
     def commit(self, mark: Mark) -> None:
         """End ``overwrite``: the page is in that memory once the mark has passed."""
 
     def release(self) -> None:
         """Forget the page."""
+        self._memory.give_back(self._run)
 
 
-class BackingStore(Protocol):
-    """Holds the pages of a store while they are away from the device.
+class HostBacking:
+    """Holds the pages of a store in host memory while they are away from the device. ``DiskBacking`` has the same face.
 
     Attributes:
         lookahead: how many pages are worth prefetching while one is updated.
@@ -64,54 +75,16 @@ class BackingStore(Protocol):
         disk_bytes: those that it takes of a disk.
     """
 
-    lookahead: int
-    at_once: bool
-    copied: Copied
-    memory: HostMemory
-
-    @property
-    def disk_bytes(self) -> int: ...
-
-    def allocate(self, nbytes: int) -> BackingPage: ...
-
-    def end_writes(self) -> None:
-        """Block the host until no write to a disk is in flight. Raises OffloadError where one fails."""
-
-    def close(self) -> None: ...
-
-
-class _HostPage:
-    def __init__(self, memory: HostMemory, nbytes: int) -> None:
-        self._memory, self._run = memory, memory.take(nbytes)
-
-    def prefetch(self) -> None: ...
-
-    def fetch(self) -> Tensor:
-        return self._run
-
-    def discard(self, mark: Mark) -> None: ...
-
-    def overwrite(self) -> Tensor:
-        return self._run
-
-    def commit(self, mark: Mark) -> None: ...
-
-    def release(self) -> None:
-        self._memory.give_back(self._run)
-
-
-class HostBacking:
-    """Pages rest in host memory. See ``BackingStore``."""
-
     lookahead, at_once, disk_bytes = 1, True, 0
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory, self.copied = memory, Copied()
 
-    def allocate(self, nbytes: int) -> BackingPage:
-        return _HostPage(self.memory, nbytes)
+    def allocate(self, nbytes: int) -> HostPage:
+        return HostPage(self.memory, nbytes)
 
-    def end_writes(self) -> None: ...
+    def end_writes(self) -> None:
+        """Block the host until no write to a disk is in flight. Raises OffloadError where one fails."""
 
     def close(self) -> None: ...
 
@@ -180,7 +153,7 @@ class Page:
     own: dict[str, Field]
     nbytes: int  # of ``own``
     visiting: dict[str, tuple[Field, Tensor]]  # each with the tensor in host memory that it is a copy of
-    backing: BackingPage | None  # None: resident
+    backing: HostPage | DiskPage | None  # None: resident
     stays: Mapping[str, Tensor]  # of a resident page
     arrived: Mark  # it was copied into its frame
     used: Mark  # it was updated, or read
@@ -202,23 +175,14 @@ class Page:
         here = {**own, **{name: field for name, (field, _) in self.visiting.items()}}
         return {**self.stays, **{name: field.of(self.frame.run) for name, field in here.items()}}
 
-    def take_frame(self, frame: Frame) -> None:
-        self.frame, self.state, frame.page = frame, PageState.COMING, self
-
     def leave_frame(self, free: Mark) -> None:
         """Leave the frame, which is free once the mark has passed."""
         if self.frame is not None:
             self.frame.free, self.frame.page = free, None
             self.frame, self.state = None, PageState.AWAY
 
-    def stay(self, run: Tensor) -> None:
-        """Become resident in ``run``, which holds the page. From now on visiting tensors have a frame to themselves."""
-        self.backing, self.stays = None, {name: field.of(run) for name, field in self.own.items()}
-        fields, _ = laid_out({name: tensor for name, (_, tensor) in self.visiting.items()})
-        self.visiting = {name: (field, self.visiting[name][1]) for name, field in fields.items()}
 
-
-class PagedStore:
+class PagedStore(StateStore):
     """See ``StateStore``.
 
     Args:
@@ -227,13 +191,11 @@ class PagedStore:
         room: asked once, after the second step, for the bytes of further pages that may stay; None: no more stay.
     """
 
-    keeps_views = False
-
     def __init__(
         self,
         device: torch.device,
         lanes: Lanes,
-        backing: BackingStore,
+        backing: HostBacking | DiskBacking,
         budget: float,
         room: Callable[[], int] | None = None,
     ) -> None:
@@ -378,9 +340,6 @@ class PagedStore:
             self.release(number)
         self._backing.close()
 
-    def state_of(self, number: int) -> PageState:
-        return self._pages[number].state
-
     # -- frames ---------------------------------------------------------------------------------------------------
 
     def _bring(self, page: Page) -> None:
@@ -397,7 +356,7 @@ class PagedStore:
         for field, on_host in page.visiting.values():
             lane.copy(field.of(frame.run), on_host)
         lane.set(page.arrived)
-        page.take_frame(frame)
+        page.frame, page.state, frame.page = frame, PageState.COMING, page
         self.copied.to_device += page.moved
 
     def _free_frame(self) -> Frame:
@@ -449,11 +408,7 @@ class PagedStore:
         self._frames = []
 
     def use_room(self) -> None:
-        self._let_stay()
-        self._backing.memory.trim()
-
-    def _let_stay(self) -> None:
-        """Make as many pages resident as fit into what is left of the budget."""
+        # Make as many pages resident as fit into what is left of the budget.
         for page in self._pages.values():
             if page.backing is not None and page.nbytes <= self._budget:
                 try:
@@ -464,10 +419,46 @@ class PagedStore:
                 run.copy_(page.backing.fetch())
                 page.backing.release()
                 self._budget -= page.nbytes
-                page.stay(run)
+                page.backing, page.stays = None, {name: field.of(run) for name, field in page.own.items()}
+                # From now on the visiting tensors have a frame to themselves.
+                fields, _ = laid_out({name: tensor for name, (_, tensor) in page.visiting.items()})
+                page.visiting = {name: (field, page.visiting[name][1]) for name, field in fields.items()}
         # The largest page that still moves may be smaller than before, and frames with it.
         self.drop_frames()
         self.make_frames()
+        self._backing.memory.trim()
 
     def make_frames(self) -> None:
         self._fit_frames(max((page.moved for page in self._pages.values()), default=0))
+
+
+def make_store(
+    offload: Offload, device: torch.device, rank: int, *, params_on_host: bool, threads: int = 1
+) -> StateStore:
+    """Make the store that ``state_offload`` chooses.
+
+    Args:
+        params_on_host: whether shards of parameters rest in host memory, and visit the device for each update.
+        threads: so many an update on the host uses.
+
+    Raises OffloadError where there is no such folder, or no room in it.
+    """
+    if offload.tier is Tier.DEVICE and not params_on_host:
+        return DeviceStore(device)
+    memory, lanes = HostMemory(pinned=device.type == "cuda", device=device), Lanes(device)
+    if offload.tier is Tier.CPU:
+        return HostStore(memory, lanes, threads)
+    if offload.folder is not None:
+        return PagedStore(device, lanes, DiskBacking(offload.folder, rank, memory), 0)
+
+    def room() -> int:
+        """Count the free bytes. Two steps are over, so torch's allocator already has what activations need."""
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, free - int(_RESERVE * total))
+
+    if offload.tier is Tier.PAGED and offload.device_budget is not None:
+        return PagedStore(device, lanes, HostBacking(memory), offload.device_budget)
+    if offload.tier is Tier.PAGED and device.type == "cuda":
+        return PagedStore(device, lanes, HostBacking(memory), 0, room)
+    # State is on the device, and parameters alone visit it; or the host's memory is the device's.
+    return PagedStore(device, lanes, HostBacking(memory), math.inf)

@@ -1,48 +1,44 @@
 """State stores: where state is between updates. A *page* is the state of one shard.
 
-``StateStore`` is the protocol, and ``make_store`` makes the one that ``state_offload`` chooses. Pages of a
-``DeviceStore`` or a ``HostStore`` stay where they are updated; those of a ``PagedStore`` move.
+Pages of a ``DeviceStore`` or a ``HostStore`` stay where they are updated; those of a ``PagedStore`` move. See
+``paged_store.make_store``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..comm.streams import is_there, keep_for_current_stream
-from .disk_pages import DiskBacking
 from .host_memory import HostMemory
-from .lanes import Lanes, make_lanes
-from .offload import Copied, Offload, Tier
-from .paged_store import HostBacking, PagedStore
-
-_RESERVE = 0.05
-"""Fraction of the device's memory that a budget of "auto" leaves free: for fragments, and for larger steps."""
+from .lanes import Lanes
+from .offload import Copied
 
 
-class StateStore(Protocol):
+class StateStore:
     """A store of pages: it brings them to where they are updated, and back. In ``step``, one page after another::
 
         prefetch(0)
         prefetch(1)   fetch(0)   update   commit(0)
         prefetch(2)   fetch(1)   update   commit(1)
 
+    Where pages stay, most of these calls do nothing.
+
     Attributes:
         works_on: the device of the update.
         lookahead: how many pages are worth prefetching while one is updated.
-        keeps_views: whether the tensors that ``fetch`` gave are still the state after ``commit``.
+        keeps_views: whether the tensors that ``fetch`` gave are still the state after ``commit``. Else their memory
+            may hold another page soon.
         may_lose: whether a page can be lost, as on a disk that fails.
         copied: bytes moved so far.
     """
 
     works_on: torch.device
     lookahead: int
-    keeps_views: bool
-    may_lose: bool
+    keeps_views = False
+    may_lose = False
     copied: Copied
 
     def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
@@ -51,6 +47,7 @@ class StateStore(Protocol):
         Args:
             visiting: tensors that rest in host memory, and are copied in and out with the page.
         """
+        raise NotImplementedError
 
     def release(self, number: int) -> None:
         """Forget a page."""
@@ -63,6 +60,7 @@ class StateStore(Protocol):
 
         The current stream waits for them. Two pages may be fetched at a time. Raises OffloadError for a lost page.
         """
+        raise NotImplementedError
 
     def commit(self, number: int) -> None:
         """End ``fetch``: what the tensors hold is the state now."""
@@ -84,6 +82,7 @@ class StateStore(Protocol):
 
     def residents(self) -> list[Tensor]:
         """Give the tensors that stay on the device between updates."""
+        return []
 
     def drop_frames(self) -> None:
         """Free the device's memory that holds nothing between updates."""
@@ -93,15 +92,14 @@ class StateStore(Protocol):
 
     def footprint(self) -> Mapping[str, int]:
         """Bytes taken, by memory: device, host, disk."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Give everything back. The pages are gone."""
 
 
-class PagesStay:
-    """The common methods of stores whose pages never move."""
-
-    may_lose = False
+class PagesStay(StateStore):
+    """The pages of a store that never move."""
 
     def __init__(self) -> None:
         self.copied = Copied()
@@ -113,24 +111,8 @@ class PagesStay:
         self._pages[self._allocated] = page
         return self._allocated
 
-    def prefetch(self, number: int) -> None: ...
-
     def fetch(self, number: int) -> Mapping[str, Tensor]:
         return self._pages[number]
-
-    def commit(self, number: int) -> None: ...
-
-    def discard(self, number: int) -> None: ...
-
-    def wait_for_visitors(self, number: int) -> None: ...
-
-    def end_step(self) -> None: ...
-
-    def use_room(self) -> None: ...
-
-    def drop_frames(self) -> None: ...
-
-    def make_frames(self) -> None: ...
 
 
 class DeviceStore(PagesStay):
@@ -155,8 +137,6 @@ class DeviceStore(PagesStay):
     def footprint(self) -> Mapping[str, int]:
         return {"device": sum(t.nbytes for t in self.residents() if is_there(t)), "host": 0, "disk": 0}
 
-    def close(self) -> None: ...
-
 
 class HostStore(PagesStay):
     """Pages are in host memory and are updated there: ZeRO-Offload (Ren et al., 2021).
@@ -167,7 +147,6 @@ class HostStore(PagesStay):
     """
 
     lookahead = 1
-    keeps_views = False  # memory that was given back holds another page soon
     works_on = torch.device("cpu")
 
     def __init__(self, memory: HostMemory, lanes: Lanes, threads: int) -> None:
@@ -187,42 +166,9 @@ class HostStore(PagesStay):
     def use_room(self) -> None:
         self.memory.trim()
 
-    def residents(self) -> list[Tensor]:
-        return []
-
     def footprint(self) -> Mapping[str, int]:
         return {"device": 0, "host": self.memory.in_use, "disk": 0}
 
     def close(self) -> None:
         for number in list(self._pages):
             self.release(number)
-
-
-def make_store(
-    offload: Offload, device: torch.device, rank: int, *, params_on_host: bool, threads: int = 1
-) -> StateStore:
-    """``params_on_host``: whether shards of parameters rest in host memory, and visit the device for each update.
-    ``threads``: so many an update on the host uses.
-
-    Raises OffloadError where there is no such folder, or no room in it.
-    """
-    if offload.tier is Tier.DEVICE and not params_on_host:
-        return DeviceStore(device)
-    memory, lanes = HostMemory(pinned=device.type == "cuda", device=device), make_lanes(device)
-    if offload.tier is Tier.CPU:
-        return HostStore(memory, lanes, threads)
-    if offload.folder is not None:
-        return PagedStore(device, lanes, DiskBacking(offload.folder, rank, memory), 0)
-    if offload.tier is Tier.DEVICE:
-        return PagedStore(device, lanes, HostBacking(memory), math.inf)
-    if offload.device_budget is not None:
-        return PagedStore(device, lanes, HostBacking(memory), offload.device_budget)
-    if device.type != "cuda":
-        return PagedStore(device, lanes, HostBacking(memory), math.inf)  # the host's memory is the device's
-    return PagedStore(device, lanes, HostBacking(memory), 0, lambda: _room(device))
-
-
-def _room(device: torch.device) -> int:
-    """Count the free bytes. Two steps are over, so torch's allocator already has what activations need."""
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, free - int(_RESERVE * total))
