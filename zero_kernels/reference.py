@@ -114,9 +114,9 @@ def adam_step(
     foreach_step("adamw", [grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
 
 
-def foreach_step(rule: str, *given: Any) -> None:
+def foreach_step(rule: str, *given: Any, **optional: Any) -> None:
     """See `zero_kernels.foreach_step`."""
-    args, of = StepArgs(*given), RULES[rule]
+    args, of = StepArgs(*given, **optional), RULES[rule]
     dtypes = [state.dtype for state in args.states[: len(of.states)]]
     pairs = zip(args.states, args.scale_of_states(), strict=True)
     parts = [part for pair in pairs for part in pair if part is not None]
