@@ -211,7 +211,8 @@ def _read_by_threads(rank: int, world_size: int) -> tuple[int, int, list[str]]:
     def read() -> None:
         try:
             while not ended.is_set():
-                reads.append(all(p.detach().isfinite().all() for p in model.parameters()))
+                # A copy first: ``isfinite`` compares each value with itself, and it may change in between.
+                reads.append(all(p.detach().clone().isfinite().all() for p in model.parameters()))
         except Exception as error:
             troubles.append(repr(error))
 
