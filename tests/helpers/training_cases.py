@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -174,3 +175,17 @@ def through_a_file(state: Any) -> Any:
     torch.save(state, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
+
+
+@contextlib.contextmanager
+def debugging(poison: bool) -> Iterator[None]:
+    """``ZERO_OPTIM_DEBUG`` for what is constructed inside."""
+    before = os.environ.pop("ZERO_OPTIM_DEBUG", None)
+    if poison:
+        os.environ["ZERO_OPTIM_DEBUG"] = "poison"
+    try:
+        yield
+    finally:
+        os.environ.pop("ZERO_OPTIM_DEBUG", None)
+        if before is not None:
+            os.environ["ZERO_OPTIM_DEBUG"] = before

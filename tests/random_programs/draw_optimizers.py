@@ -181,6 +181,10 @@ class _Generator(Draw):
         options: dict[str, Any] = {"dtype": dtype, "bucket_cap_mb": self.pick((0.002, 0.001, 0.004, 25.0))}
         if self.chance(20):
             options["overlap_grad_reduce"] = False
+        if stage in (1, 2) and self.chance(20):
+            options["overlap_param_gather"] = True
+        if self.chance(25):
+            options["poison"] = True
         if self.chance(10):
             options["max_grad_norm"] = self.pick((0.5, 4.0))
         if self.chance(flavour.meshes):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import zero_optim
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from training_cases import Planned
+from training_cases import Planned, debugging
 from training_cases import raise_in_backward as boom
 
 from random_programs import plain
@@ -184,9 +184,11 @@ class Words:
         prefetch: int = 1,
         reshard_after_forward: bool = True,
         bucket_cap_mb: float = 0.002,
+        poison: bool = False,
         **options: Any,
     ) -> Handle:
-        """``groups`` have the numbers of their parameters; None: one of all. ``late``: for ``add_group``, in turn."""
+        """``groups`` have the numbers of their parameters; None: one of all. ``late``: for ``add_group``, in turn.
+        ``poison``: buffers are filled with NaN when they are released."""
         made = [nn.Parameter(start(shape, p).to(getattr(torch, dtype))) for p, shape in enumerate(shapes)]
         for p in frozen:
             made[p].requires_grad_(False)
@@ -210,7 +212,8 @@ class Words:
                 more |= {"state_offload": store} | ({"device_budget": budget} if store == "paged" else {})
             groups = [{**group} for group in given]
             more |= {"rule": self._rule(rule), "bucket_cap_mb": bucket_cap_mb}
-            return self.library.ShardedOptimizer(groups, **more, **options)
+            with debugging(poison):
+                return self.library.ShardedOptimizer(groups, **more, **options)
 
         later = [self._group(made, group) for group in reversed(late)]
         handle = Handle(make(stage), made, net, stage, cut, make, given, later)
