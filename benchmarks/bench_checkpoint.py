@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from zero_optim import ShardedAdamW, checkpoint, shard_module
 from zero_optim.bench.record import Result
 from zero_optim.bench.timing import Job, Spread, interleaved
-from zero_optim_cli.bench import at_least_one
+from zero_optim_cli.choices import at_least_one
 
 CHUNK = 8 * 2**20
 CPU = torch.device("cpu")

@@ -31,7 +31,7 @@ from zero_optim.rules.codec import DTYPES
 from zero_optim.train.config import TrainConfig
 from zero_optim.train.data import fixed_windows, load_corpus
 from zero_optim.train.model import GPT, next_byte_loss
-from zero_optim_cli.bench import at_least_one
+from zero_optim_cli.choices import at_least_one
 
 Flags = Sequence[str]  # of ``zero-optim train``
 

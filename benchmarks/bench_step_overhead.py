@@ -27,7 +27,7 @@ from zero_optim.bench.cases import DTYPES, HYPER, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.step import Masters
 from zero_optim.bench.timing import Job, Spread, interleaved
-from zero_optim_cli.bench import at_least_one
+from zero_optim_cli.choices import at_least_one
 
 CPU = torch.device("cpu")
 TRAINING: Mapping[str, Any] = {**HYPER, "lr": 1e-5}

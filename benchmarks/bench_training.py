@@ -36,7 +36,7 @@ from zero_optim.bench.timing import Spread, interleaved
 from zero_optim.doctor import version_of
 from zero_optim.errors import UsageError, ZeroOptimError
 from zero_optim.train.model import GPT, ModelConfig
-from zero_optim_cli.bench import at_least_one
+from zero_optim_cli.choices import at_least_one
 
 SEQ = {"cpu": 64, "cuda": 1024}  # tokens of a window
 NUMEL = {"cpu": 2**24, "cuda": 2**28}  # side by side they need about 120 bytes a parameter on one rank

@@ -9,7 +9,7 @@ from typing import Any
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import progress
 from zero_optim_cli import Parser
-from zero_optim_cli.bench import at_least_one, parse_numel
+from zero_optim_cli.choices import at_least_one, parse_numel
 
 __all__ = ["FLAGS", "draw_beside", "parser_of", "progress", "run_script", "show"]
 

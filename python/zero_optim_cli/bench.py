@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
-from decimal import Decimal
 from pathlib import Path
 
+from .choices import at_least_one, parse_numel
+
 OPS = ("adam_step", "pack", "grad_stats", "step")
-_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-
-
-def parse_numel(text: str) -> int:
-    """Read ``1000000``, ``1e6``, ``2^20``, ``2**20``, ``64Mi`` or ``1Gi``."""
-    if power := re.fullmatch(r"2(?:\^|\*\*)(\d{1,2})", text):
-        return 2 ** int(power[1])
-    count = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)(Ki|Mi|Gi|)", text)
-    numel = Decimal(count[1]) * _UNITS.get(count[2], 1) if count else Decimal()
-    if numel < 1 or numel != int(numel):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of elements; write 1000000, 1e6, 2^20 or 64Mi")
-    return int(numel)
-
-
-def at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: at least 1")
-    return int(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

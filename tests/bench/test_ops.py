@@ -16,7 +16,7 @@ from zero_optim.bench import cases, record, run, step, timing
 from zero_optim.bench.cases import COPY, STATE_FORMS, STREAM, TORCH, Case, Setting, choose_backends
 from zero_optim.bench.timing import Clock, EventClock, Job, Spread, interleaved
 from zero_optim.errors import UsageError, ZeroOptimError
-from zero_optim_cli.bench import parse_numel
+from zero_optim_cli.choices import parse_numel
 
 import zero_kernels
 from zero_kernels import ROW
