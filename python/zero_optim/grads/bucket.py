@@ -318,21 +318,15 @@ class Bucket:
         self.arrivals.wait()
         self._use_new_memory_if_kept()
 
-    def zero(self) -> None:
-        """Make every gradient zero, as ``zero_grad(set_to_none=False)`` means."""
+    def zero(self, unless: Tensor | None = None) -> None:
+        """Make every gradient zero, as ``zero_grad(set_to_none=False)`` means. ``unless``: [] bool on the device, True
+        where nothing is to be done."""
         if self.state is not GradState.EMPTY:
             # With averages the rest of ``grad_buffer`` means nothing, and a collective may still read it.
             buffer = self.grad_shard if self.state is GradState.REDUCED else self.grad_buffer
-            self.arrivals.then(partial(_zero, buffer))
-        for _, grad in self.slots.scan(self.handles()).local:
+            self.arrivals.then(partial(_zero, buffer) if unless is None else partial(_keep_where, buffer, unless))
+        for _, grad in self.slots.scan(self.handles()).local if unless is None else ():
             local_of(grad).detach_().zero_()
-
-    def drop(self, zeroed: bool | Tensor) -> None:
-        """Drop every gradient: the user has zeroed the others of its round. A tensor, [] bool: unless it is True."""
-        if isinstance(zeroed, Tensor):
-            self.arrivals.then(partial(_keep_where, self.grad_shard, zeroed))
-        else:
-            self.slots.drop_all()
 
     def handles(self) -> Sequence[Tensor | None]:
         """List what each ``.grad`` is while the bucket holds the slot's gradient."""

@@ -270,7 +270,7 @@ class Rounds(RoundCounter, Owing):
         # At stage 0 averages arrive over what the user has zeroed in place, too.
         first = 0 if self._sharding.stage == 0 else first
         for bucket in self._layout.all[first : self.next] if self._zeroed is not False else ():
-            bucket.drop(self._zeroed)
+            bucket.zero(unless=self._zeroed) if isinstance(self._zeroed, Tensor) else bucket.slots.drop_all()
 
     def complete_raised(self) -> None:
         self.watch.forget()  # a backward that raised has no end: the next hook belongs to another one
