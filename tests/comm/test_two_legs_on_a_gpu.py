@@ -43,7 +43,7 @@ def _seed(fault: str) -> None:
         take = CommBuffers.take
 
         def lend(buffers: CommBuffers, *args: Any, **options: Any) -> Tensor:
-            buffers._borrowers[:] = [None, None]
+            buffers._lent_for[:] = [None, None]
             return take(buffers, *args, **options)
 
         CommBuffers.take = lend
