@@ -5,8 +5,6 @@ Each program trains the same model at stage 2, and at stage 3 with units reshard
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +21,7 @@ from model_zoo import PROGRAMS, REFUSED, WIDTH, Chain, Program, chain_loss, entr
 from sharded_cases import Block, gathered
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-from training_cases import difference
+from training_cases import debugging, difference
 
 KEEP = {"reshard_after_forward": False, "prefetch": 2}
 
@@ -52,24 +50,13 @@ def train(rank: int, program: Program, stage: int, shard: dict[str, Any]) -> lis
     return [torch.tensor(losses, dtype=torch.float64), *state.values()]
 
 
-@contextlib.contextmanager
-def poison(active: bool) -> Iterator[None]:
-    """Freed parameters are filled with NaN instead."""
-    if active:
-        os.environ["ZERO_OPTIM_DEBUG"] = "poison"
-    try:
-        yield
-    finally:
-        os.environ.pop("ZERO_OPTIM_DEBUG", None)
-
-
 def parity(rank: int, world_size: int, name: str) -> str:
     """What differs from stage 2; empty where nothing does."""
     program = PROGRAMS[name]
     expected = train(rank, program, 2, {})
     found = []
     for shard, poisoned in (({"prefetch": 1}, True), (KEEP, False)):
-        with poison(poisoned):
+        with debugging(poisoned):
             found.append(difference(train(rank, program, 3, shard), expected))
     return "; ".join(filter(None, found))
 
