@@ -238,18 +238,18 @@ class Rounds(RoundCounter, Owing):
         return bucket.params[slot].grad
 
     def _zeroed_since_raise(self) -> bool | Tensor:
-        """Find whether the user has zeroed all gradients that came on this rank, in buckets that have left and others.
+        """Find whether the user has zeroed all gradients of this rank since the exception, launched or not.
 
-        True: they have. A tensor, [] bool on the device: all were written, and it is False where those that are still
-        here are zero now. The host does not wait for that.
+        Returns True where all are None. Returns a tensor, [] bool on the device, where all were written in place: it
+        is False if those that are not launched yet are zero. The host does not wait for it.
         """
         grads = {index: self._grad(index) for index in self.came}
         if grads and all(parameter.grad is None for bucket in self._layout.all for parameter in bucket.params):
             return True
-        here = {index: grad for index, grad in grads.items() if self._layout.slot_of[index][1] >= self.next}
-        written = [grad for index, grad in here.items() if grad is not None and grad._version != self.came[index]]
-        gone = self._layout.all[: self.next]
-        if not grads or len(written) < len(here) or not all(bucket.written for bucket in gone):
+        pending = {index: grad for index, grad in grads.items() if self._layout.slot_of[index][1] >= self.next}
+        written = [grad for index, grad in pending.items() if grad is not None and grad._version != self.came[index]]
+        launched = self._layout.all[: self.next]
+        if not grads or len(written) < len(pending) or not all(bucket.written for bucket in launched):
             return False
         nothing = torch.zeros((), dtype=torch.bool, device=self._sharding.device)
         return torch.stack([nothing, *(local_of(grad).detach().ne(0).any() for grad in written)]).any()
@@ -257,15 +257,15 @@ class Rounds(RoundCounter, Owing):
     def launch_or_drop(self, *, rest: bool) -> None:
         """Launch buckets, also of a round that an exception has left open.
 
-        Gradients that came before it count, unless the user has zeroed all of them since: that means what comes of the
-        others, too, as by ``module.zero_grad()``::
+        Gradients from before it count, unless the user has zeroed all of them since, as by ``module.zero_grad()``.
+        Then the averages of buckets that are launched only now are zeroed, too::
 
-            rank 0   backward raises after bucket 0 has left   model.zero_grad()   bucket 1 leaves; dropped
-            rank 1   backward                                  model.zero_grad()   dropped
+            rank 0   backward raises after bucket 0   model.zero_grad()   launches bucket 1, and drops its average
+            rank 1   backward                         model.zero_grad()
         """
         first, raised = self.next, self.state is RoundState.OPEN and not self.watch.running
         if raised and self._zeroed is False:
-            self._zeroed = self._zeroed_since_raise()  # what leaves now hides it
+            self._zeroed = self._zeroed_since_raise()  # before a launch puts averages into ``.grad``
         self.launch(rest=rest)
         # At stage 0 averages arrive over what the user has zeroed in place, too.
         first = 0 if self._sharding.stage == 0 else first
