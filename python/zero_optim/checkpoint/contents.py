@@ -126,7 +126,12 @@ class TensorContents:
                     f"the {holding.spec.label} was made in torch.inference_mode(), and torch writes it nowhere else: "
                     "make the model outside, or give it a .clone() that is made outside"
                 )
-            if not isinstance(tensor, ParamShard) and _shares_elements(tensor):
+            if isinstance(tensor, ParamShard):
+                continue
+            sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+            extent = 1 + sum((size - 1) * stride for size, stride in sizes)
+            shared = extent < tensor.numel() or any(stride == 0 for _, stride in sizes)  # surely so, as expand makes it
+            if tensor.numel() > 0 and shared:
                 raise ParameterError(
                     f"the {holding.spec.label} is a view, such as expand gives, of which several elements are one in "
                     "memory, and torch does not write it: give the model a .clone() of it"
@@ -207,13 +212,6 @@ def in_stack(spec: TensorSpec, stack: tuple[int, int]) -> tuple[TensorSpec, int]
             "contiguous, or a DTensor"
         )
     return replace(spec, shape=(count, *spec.shape), cut=Cut(0, (1,) * count)), number * spec.numel
-
-
-def _shares_elements(tensor: Tensor) -> bool:
-    """True if several elements surely lie in the same memory, as in an expanded tensor."""
-    sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    extent = 1 + sum((size - 1) * stride for size, stride in sizes)
-    return tensor.numel() > 0 and (extent < tensor.numel() or any(stride == 0 for _, stride in sizes))
 
 
 def modules_with_state(model: nn.Module) -> dict[str, nn.Module]:

@@ -27,7 +27,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..figures import size
 from . import index
-from .index import BUFFER, PARAMETER, Index, SavedTensor, decode, dtype_name, from_json, number_from_json, to_json
+from .index import BUFFER, PARAMETER, Index, SavedTensor, decode, dtype_name, from_json, read_number, to_json
 from .rank_file import Files, check_headers
 
 _STEP = re.compile(r"(?:\.replaced-)?step-(0|[1-9][0-9]*)")
@@ -61,9 +61,8 @@ def _numbered(path: Path) -> list[tuple[int, int, Path]]:
         raise CheckpointError(f"{path} is no folder: give that of a checkpoint, or one that holds some") from error
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    there = [
-        (_number_of(at), step, at) for at, step in found.items() if _in_place(at) == at or _in_place(at) not in found
-    ]
+    replaced = {at for at in found if _in_place(at) != at and _in_place(at) in found}
+    there = [(read_number(at / index.NAME), step, at) for at, step in found.items() if at not in replaced]
     # One whose number cannot be read comes before all others, so that a load names it.
     return sorted(there, key=lambda one: (one[0] == 0, *one), reverse=True)
 
@@ -71,15 +70,6 @@ def _numbered(path: Path) -> list[tuple[int, int, Path]]:
 def _in_place(folder: Path) -> Path:
     """Give the path that a folder was put aside from."""
     return folder.with_name(folder.name.removeprefix(_REPLACED))
-
-
-def _number_of(folder: Path) -> int:
-    """Read the save number from the first bytes of the index; 0 where it cannot be read."""
-    try:
-        with (folder / index.NAME).open("rb") as file:
-            return number_from_json(file.read(index.HEAD_BYTES))
-    except OSError:
-        return 0
 
 
 def candidates(path: Path) -> list[Path]:
@@ -105,9 +95,8 @@ def begin(path: Path, step: int) -> None:
     """Make the folder to write a checkpoint in, and clear away those that a job has died in."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for unfinished in sorted(path.iterdir(), reverse=True):
-            if not _UNFINISHED.fullmatch(unfinished.name):
-                continue
+        left = [at for at in path.iterdir() if _UNFINISHED.fullmatch(at.name)]
+        for unfinished in sorted(left, reverse=True):
             if unfinished.name.startswith(_REPLACED) and not os.path.lexists(_in_place(unfinished)):
                 # It may be the only checkpoint of its step, so it stays, whether or not it can be read just now.
                 unfinished.rename(_in_place(unfinished))
@@ -324,7 +313,15 @@ def _describe(folder: Path, index: Index) -> str:
         cells = [value.ljust(width) for value, width in zip(row, widths, strict=True)]
         cells[-2:] = [value.rjust(width) for value, width in zip(row[-2:], widths[-2:], strict=True)]
         lines.append("  ".join(cells))
-    return "\n".join([*lines, "", *_others(index)])
+    lines += ["", *(f"{alias} is tied to {first}" for alias, first in index.aliases.items())]
+    for number, optimizer in enumerate(index.optimizers):
+        for place, group in enumerate(optimizer.groups):
+            options = {name: decode(value) for name, value in group.items() if name != "params"}
+            lines.append(f"optimizer {number}, group {place} of {len(group['params'])} parameters: {options}")
+    lines += [f"scaler: {decode(state)}" for state in index.scalers]
+    lines += [f"scheduler: {decode(state)}" for state in index.schedulers]
+    lines += [] if index.extra is None else [f"extra: {decode(index.extra)}"]
+    return "\n".join(lines)
 
 
 def _rows(index: Index) -> Iterator[list[str]]:
@@ -343,20 +340,6 @@ def _rows(index: Index) -> Iterator[list[str]]:
             yield [name, str(list(tensor.spec.shape)), dtype, kept, updates, size(nbytes)]
         elif kind == BUFFER:
             yield [name, str(list(tensor.spec.shape)), f"{dtype}, buffer", "", "", size(tensor.spec.nbytes)]
-
-
-def _others(index: Index) -> Iterator[str]:
-    for alias, first in index.aliases.items():
-        yield f"{alias} is tied to {first}"
-    for number, optimizer in enumerate(index.optimizers):
-        for place, group in enumerate(optimizer.groups):
-            options = {name: decode(value) for name, value in group.items() if name != "params"}
-            yield f"optimizer {number}, group {place} of {len(group['params'])} parameters: {options}"
-    for what, there in (("scaler", index.scalers), ("scheduler", index.schedulers)):
-        for state in there:
-            yield f"{what}: {decode(state)}"
-    if index.extra is not None:
-        yield f"extra: {decode(index.extra)}"
 
 
 def inspect(path: Path, *, quick: bool) -> tuple[str, list[str]]:

@@ -90,8 +90,8 @@ def export(
                     write_entries(writing / name, shard, _values(files, shard, weights), metadata=aliases)
             if len(shards) > 1:
                 place = {entry.name: name for name, shard in shards.items() for entry in shard}
-                content = {"metadata": {"total_size": total}, "weight_map": place}
-                folders.write_synced(writing / _INDEX, json.dumps(content, indent=2).encode())
+                content = json.dumps({"metadata": {"total_size": total}, "weight_map": place}, indent=2)
+                folders.write_synced(writing / _INDEX, content.encode())
             folders.publish_folder(writing, target)
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error.strerror}") from error
@@ -192,8 +192,7 @@ def _match(
         notes.append(f"left over in {path}: {count(len(unused), 'tensor')}, {listed([*unused])}")
     matched = {name: where for name, where in found.items() if where is not None}
     specs = [holding.spec for holding in holdings if holding.spec.name in matched]
-    entries = [matched[spec.name].entry for spec in specs]
-    differences = [shape_differs(spec, of.shape, of.dtype) for spec, of in zip(specs, entries, strict=True)]
+    differences = [shape_differs(spec, matched[spec.name].entry) for spec in specs]
     if wrong := [difference for difference in differences if difference is not None]:
         raise StateMismatchError(f"{path} does not fit: {listed(wrong)}")
     if strict and notes:

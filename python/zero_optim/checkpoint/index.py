@@ -33,7 +33,7 @@ from ..params.tensor_slice import Arrangement
 
 FORMAT, VERSION = "zero-optim checkpoint", 1
 NAME = "index.json"
-HEAD_BYTES = 1024  # enough of an index to read its save number
+_HEAD_BYTES = 1024  # enough of an index to read its save number
 
 PARAMETER, BUFFER = "parameter", "buffer"
 """Kinds of tensor, beside those that an update rule names."""
@@ -280,20 +280,17 @@ def _dumps(value: Any) -> bytes:
 
 def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
     spec = tensor.spec
-    described: dict[str, Any] = {
+    cut = None if spec.cut is None else [spec.cut.dim, spec.cut.sizes]
+    rare = {"order": spec.order, "rows_of": spec.rows_of, "cut": cut}
+    return {
         "name": spec.name,
         "kind": spec.kind,
         "shape": spec.shape,
         "dtype": dtype_name(spec.dtype),
         "pieces": [piece._asdict() for piece in tensor.pieces],
+        # Left out where they are None, as of most tensors: an index has many.
+        **{name: value for name, value in rare.items() if value is not None},
     }
-    if spec.order is not None:  # left out where it is None, as of most tensors: an index has many
-        described["order"] = spec.order
-    if spec.rows_of is not None:
-        described["rows_of"] = spec.rows_of
-    if spec.cut is not None:
-        described["cut"] = [spec.cut.dim, spec.cut.sizes]
-    return described
 
 
 def from_json(text: bytes, path: Path) -> Index:
@@ -319,11 +316,12 @@ def from_json(text: bytes, path: Path) -> Index:
         raise CheckpointError(f"{path} is damaged, or no index: {type(error).__name__}: {str(error)[:1000]}") from error
 
 
-def number_from_json(text: bytes) -> int:
-    """Read the number of the save alone, from the first ``HEAD_BYTES`` of an index. 0: it cannot be read."""
+def read_number(path: Path) -> int:
+    """Read the number of the save alone, from the first bytes of the index at ``path``. 0: it cannot be read."""
     try:
-        return _number(json.loads(text.partition(b',"contents":')[0] + b"}"))
-    except (LookupError, TypeError, ValueError, RecursionError):
+        with path.open("rb") as file:
+            return _number(json.loads(file.read(_HEAD_BYTES).partition(b',"contents":')[0] + b"}"))
+    except (OSError, LookupError, TypeError, ValueError, RecursionError):
         return 0
 
 
@@ -374,12 +372,20 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, str):
         return str.__str__(value)  # of an enum: its value
     if isinstance(value, int | float) or type(value).__module__ == "numpy" and isinstance(value, numbers.Real):
-        return _encode_number(value, where)
+        if not isinstance(value, numbers.Integral):
+            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+        bits = int(value).bit_length()
+        if bits > _MOST_BITS:
+            raise TypeError(f"{where} is an integer of {bits} bits, and here {_MOST_BITS} are the most")
+        return int(value)
     if type(value) in (list, tuple):
         items = [encode(item, f"{where}[{place}]", depth + 1) for place, item in enumerate(value)]
         return items if type(value) is list else {"$tuple": items}
     if type(value) in (dict, OrderedDict, Counter):
-        return _encode_dict(value, where, depth)
+        named = {key: encode(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+        if type(value) is dict and all(isinstance(key, str) and not key.startswith("$") for key in named):
+            return named
+        return {f"${type(value).__name__}": [[encode(key, f"a key of {where}"), item] for key, item in named.items()]}
     if type(value) in (bytes, bytearray):
         return {f"${type(value).__name__}": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
@@ -388,23 +394,6 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be written without pickle: "
         "give numbers, strings, bytes, tensors, and lists, tuples and dicts of them"
     )
-
-
-def _encode_number(value: Any, where: str) -> Any:
-    if not isinstance(value, numbers.Integral):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    bits = int(value).bit_length()
-    if bits > _MOST_BITS:
-        raise TypeError(f"{where} is an integer of {bits} bits, and here {_MOST_BITS} are the most")
-    return int(value)
-
-
-def _encode_dict(value: Mapping[Any, Any], where: str, depth: int) -> Any:
-    named = {key: encode(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
-    plain = all(isinstance(key, str) and not key.startswith("$") for key in named)
-    if plain and type(value) is dict:
-        return named
-    return {f"${type(value).__name__}": [[encode(key, f"a key of {where}"), item] for key, item in named.items()]}
 
 
 def _encode_tensor(value: Tensor, where: str) -> Any:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from ..errors import StateMismatchError
 from ..figures import count
 from ..rules.options import EMA
 from .contents import Names
 from .index import BUFFER, PARAMETER, Index, Key, SavedOptimizer, SavedTensor, TensorSpec
+from .safetensors_file import Entry
 
 _NAMED = 5  # names in a message; the others are counted
 
@@ -75,7 +74,18 @@ def match(
         for number, wanted in enumerate(optimizers):
             _match_state(index, wanted, matched)
             matched.groups.append(_match_groups(number, wanted, index.optimizers, matched))
-        _note_leftover_state(index, matched)
+        # State of parameters that were never updated does not count.
+        used = {(source.spec.kind, source.spec.name) for source in matched.source.values()}
+        updated = index.updated()
+        unused: dict[str, list[str]] = {}
+        for kind, name in index.tensors:
+            if index.is_state(kind) and (kind, name) not in used and name in updated:
+                unused.setdefault(name, []).append(kind)
+        if unused:
+            averages = all(kind.startswith(EMA) for kinds in unused.values() for kind in kinds)
+            remedy = " (averages: make the optimizer with ema_decay=, as it was)" if averages else ""
+            there = "left over in the checkpoint, and not trained or not kept here"
+            matched.misfits.append(f"{there}: {_state_of(unused)}{remedy}")
         if len(index.optimizers) > len(optimizers):
             there = count(len(index.optimizers), "optimizer")
             matched.misfits.append(f"the checkpoint has {there}, and {len(optimizers)} are given here")
@@ -152,21 +162,6 @@ def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
         matched.misfits.append(f"missing in the checkpoint: {_state_of({name: lacking[name] for name in missed})}")
 
 
-def _note_leftover_state(index: Index, matched: Match) -> None:
-    """Note saved state that nothing here takes. State of parameters that were never updated does not count."""
-    used = {(source.spec.kind, source.spec.name) for source in matched.source.values()}
-    updated = index.updated()
-    unused: dict[str, list[str]] = {}
-    for kind, name in index.tensors:
-        if index.is_state(kind) and (kind, name) not in used and name in updated:
-            unused.setdefault(name, []).append(kind)
-    if unused:
-        averages = all(kind.startswith(EMA) for kinds in unused.values() for kind in kinds)
-        remedy = " (averages: make the optimizer with ema_decay=, as it was)" if averages else ""
-        there = "left over in the checkpoint, and not trained or not kept here"
-        matched.misfits.append(f"{there}: {_state_of(unused)}{remedy}")
-
-
 def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
     wrong, remedy = [], ""
     for spec in specs:
@@ -176,7 +171,7 @@ def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
         if source.spec.stacked != spec.stacked:
             wrong.append(f"{spec.label} is {_whole_or_slices(spec)} here, and {_whole_or_slices(source.spec)} there")
             remedy = ". Plain slices load on as many tensor-parallel ranks as saved them: their whole is not known"
-        elif (differs := shape_differs(spec, source.spec.shape, source.spec.dtype)) is not None:
+        elif (differs := shape_differs(spec, source.spec)) is not None:
             wrong.append(differs)
         elif source.spec.rows_of != spec.rows_of:
             wrong.append(
@@ -198,14 +193,15 @@ def _whole_or_slices(spec: TensorSpec) -> str:
     return f"whole, {list(spec.shape)}" if spec.stacked is None else f"{spec.stacked} slices of {list(spec.shape[1:])}"
 
 
-def shape_differs(here: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+def shape_differs(here: TensorSpec, there: TensorSpec | Entry) -> str | None:
     """Find why a saved tensor of this shape and dtype cannot be loaded; None: it can."""
     # Floating types are cast into one another. Any other dtype loads from its own alone.
-    casts = dtype == here.dtype or (dtype.is_floating_point and here.dtype.is_floating_point)
-    if shape == here.shape and casts:
+    casts = there.dtype == here.dtype or (there.dtype.is_floating_point and here.dtype.is_floating_point)
+    if there.shape == here.shape and casts:
         return None
     stack = f", {here.stacked} slices, each on a rank of tensor_parallel," if here.stacked else ""
-    return f"{here.label} has shape {list(here.shape)} of {here.dtype}{stack} here, and {list(shape)} of {dtype} there"
+    own = f"{here.label} has shape {list(here.shape)} of {here.dtype}{stack} here"
+    return f"{own}, and {list(there.shape)} of {there.dtype} there"
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -227,12 +223,8 @@ def _match_groups(
     for place, group in enumerate(here):
         if not group:  # groups without parameters differ in their places alone
             found[place] = place if place < len(there) and not there[place] else None
-    if None in found or len(here) != len(there):
-        matched.misfits.append(_difference(here, there))
-    return found
-
-
-def _difference(here: Sequence[frozenset[str]], there: Sequence[frozenset[str]]) -> str:
+    if None not in found and len(here) == len(there):
+        return found
     place_here = {name: place for place, group in enumerate(here) for name in group}
     place_there = {name: place for place, group in enumerate(there) for name in group}
     moved = [
@@ -243,7 +235,10 @@ def _difference(here: Sequence[frozenset[str]], there: Sequence[frozenset[str]])
     new = [f"{name!r} is in no group there" for name in place_here if name not in place_there]
     gone = [f"{name!r} is in no group here" for name in place_there if name not in place_here]
     sizes = f"sizes {[len(group) for group in here]} here, {[len(group) for group in there]} there"
-    return f"the parameter groups differ ({sizes}): {listed([*moved, *new, *gone] or ['their number'])}"
+    matched.misfits.append(
+        f"the parameter groups differ ({sizes}): {listed([*moved, *new, *gone] or ['their number'])}"
+    )
+    return found
 
 
 def _state_of(kinds: Mapping[str, Sequence[str]]) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,19 +22,17 @@ from ..errors import CheckpointError
 from ..params.storage_order import slice_counts
 from ..params.tensor_slice import WHOLE, Arrangement, read_arranged
 from ..rules.codec import CODECS, Codec, Per, StateTensor
-from .index import FlatRange, Index, Key, Piece, SavedTensor, TensorSpec, crc32c
+from .index import FlatRange, Index, Key, Piece, SavedTensor, crc32c
 from .safetensors_file import BLOCK_BYTES, Entry, OpenFiles, write_entries
 
 
 def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
     """Give ``target`` [length] the values of ``dtype`` in ``data``, from element ``first`` on."""
     begin, nbytes = first * dtype.itemsize, target.numel() * dtype.itemsize
-    if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-        where = target  # in place: no second buffer
-    else:
-        where = torch.empty(target.numel(), dtype=dtype, device="cpu")
+    in_place = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+    where = target if in_place else torch.empty(target.numel(), dtype=dtype, device="cpu")
     ctypes.memmove(where.data_ptr(), data[begin : begin + nbytes], nbytes)  # a slice of all is no copy
-    if where is target:
+    if in_place:
         torch.autograd.graph.increment_version(target)  # torch has not seen the write
     else:
         target.copy_(where)  # casts, or copies to the device: the host waits, as the memory is not pinned
@@ -84,13 +81,23 @@ class Files(OpenFiles):
 
     def damage(self, tensors: Iterable[SavedTensor], rank: int, ranks: int) -> Iterator[CheckpointError]:
         """Read and check a ``ranks``-th of these. Yields the error of each damaged block, naming file and tensor."""
-        # By the order in the files: much of this part the rank soon reads again.
         parts = [part for one in tensors for part in (one.stored if isinstance(one, EncodedTensor) else (one,))]
-        for block in _blocks_of_rank([*{part.spec.key: part for part in parts}.values()], rank, ranks):
-            try:
-                self.read_block(block)
-            except CheckpointError as error:
-                yield error
+        pieces = [(piece, of) for of in {part.spec.key: part for part in parts}.values() for piece in of.pieces]
+        # By the order in the files: much of this part the rank soon reads again.
+        pieces.sort(key=lambda pair: (len(pair[0].file), pair[0].file, pair[0].offset))
+        total = sum(piece.length * of.spec.dtype.itemsize for piece, of in pieces)
+        low, high = -(-total * rank // ranks), -(-total * (rank + 1) // ranks)  # rounded alike: a block is of one rank
+        begin = 0
+        for piece, of in pieces:
+            nbytes = piece.length * of.spec.dtype.itemsize
+            for block in _blocks_of(of, piece.start, piece.end) if begin < high and begin + nbytes > low else ():
+                if not low <= begin + block.offset - piece.offset < high:
+                    continue
+                try:
+                    self.read_block(block)
+                except CheckpointError as error:
+                    yield error
+            begin += nbytes
 
     def read_into(self, target: Tensor, tensor: SavedTensor, start: int, arranged: Arrangement = WHOLE) -> None:
         """Fill ``target`` [length], of any dtype and device, with the elements of ``tensor`` from ``start`` on, counted
@@ -131,34 +138,13 @@ class Files(OpenFiles):
         return data
 
 
-class ChecksumBlock(NamedTuple):
-    """The ``length`` elements of a tensor from ``start`` on, which have a checksum of their own."""
+@dataclass(frozen=True)
+class ChecksumBlock(FlatRange):
+    """A flat range that has a checksum of its own, and where it is in a file."""
 
-    spec: TensorSpec
-    start: int
-    length: int
     file: str
     offset: int
     crc32c: str
-
-    @property
-    def nbytes(self) -> int:
-        return self.length * self.spec.dtype.itemsize
-
-
-def _blocks_of_rank(tensors: Sequence[SavedTensor], rank: int, ranks: int) -> Iterator[ChecksumBlock]:
-    """Choose the blocks of ``tensors`` that begin in the ``rank``-th part of their bytes, in the order of files."""
-    pieces = [(piece, tensor) for tensor in tensors for piece in tensor.pieces]
-    pieces.sort(key=lambda pair: (len(pair[0].file), pair[0].file, pair[0].offset))
-    total = sum(piece.length * tensor.spec.dtype.itemsize for piece, tensor in pieces)
-    low, high = -(-total * rank // ranks), -(-total * (rank + 1) // ranks)  # rounded alike: each block is of one rank
-    begin = 0
-    for piece, tensor in pieces:
-        nbytes = piece.length * tensor.spec.dtype.itemsize
-        for block in _blocks_of(tensor, piece.start, piece.end) if begin < high and begin + nbytes > low else ():
-            if low <= begin + block.offset - piece.offset < high:
-                yield block
-        begin += nbytes
 
 
 def _blocks_of(tensor: SavedTensor, start: int, end: int) -> Iterator[ChecksumBlock]:

@@ -220,20 +220,17 @@ class OpenFiles(contextlib.ExitStack):
             if file is None:
                 file = self._descriptors[path] = os.open(path, os.O_RDONLY)
                 self.callback(os.close, file)
-            self._read_ahead(file, offset)
+            # The disk reads between a half and all of ``RUN_BYTES`` ahead while the processor computes checksums.
+            ahead = self._ahead.get(file, 0)
+            begin = ahead if offset <= ahead <= offset + RUN_BYTES else offset
+            if begin - offset <= RUN_BYTES // 2:
+                self._ahead[file] = offset + RUN_BYTES
+                if hasattr(os, "posix_fadvise"):
+                    with contextlib.suppress(OSError):
+                        os.posix_fadvise(file, begin, offset + RUN_BYTES - begin, os.POSIX_FADV_WILLNEED)
             data = os.pread(file, nbytes, offset)
         except OSError as error:
             raise CheckpointError(f"{path}, which holds the {label}: {error.strerror}") from error
         if len(data) < nbytes:
             raise CheckpointError(f"{path} ends in the midst of the {label}: it was cut off")
         return data
-
-    def _read_ahead(self, file: int, offset: int) -> None:
-        # The disk reads between a half and all of ``RUN_BYTES`` ahead while the processor computes checksums.
-        ahead = self._ahead.get(file, 0)
-        begin = ahead if offset <= ahead <= offset + RUN_BYTES else offset
-        if begin - offset <= RUN_BYTES // 2:
-            self._ahead[file] = offset + RUN_BYTES
-            if hasattr(os, "posix_fadvise"):
-                with contextlib.suppress(OSError):
-                    os.posix_fadvise(file, begin, offset + RUN_BYTES - begin, os.POSIX_FADV_WILLNEED)

@@ -6,14 +6,14 @@ import importlib.metadata
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack as Undo
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.collectives import Comm, make_comm
 from ..comm.together import check_same, together
@@ -34,39 +34,16 @@ def make_subject(
 ) -> Subject:
     """Collective. Use the ranks of the first sharded optimizer, else of the sharded model, else the default group.
     Raises TypeError, ClosedError, or CheckpointError, on all ranks where it does so on one."""
-    comm = _comm_of(model, opt)
+    parameters = [*model.parameters()] if isinstance(model, nn.Module) else []
+    shardings = [one.engine.sharding for one in _each(opt) if is_sharded(one)]
+    shardings = shardings or [sharded.sharding for sharded in sharded_model_of(parameters)]
+    comm = shardings[0].world if shardings else make_comm(device=_device_of(parameters))
     beside = {"scaler": _each(scaler), "scheduler": _each(scheduler)}
     return together(comm, lambda: Subject(model, _each(opt), comm, beside, data), where)
 
 
-def _comm_of(model: Any, opt: Any) -> Comm:
-    for one in _each(opt):
-        if is_sharded(one):
-            return one.engine.sharding.world
-    for sharded in sharded_model_of(model.parameters()) if isinstance(model, nn.Module) else ():
-        return sharded.sharding.world
-    return make_comm(device=_device_of(model))
-
-
-def _columns_of(model: nn.Module, optimizers: Sequence[Any]) -> Columns:
-    engines = [one.engine for one in optimizers if is_sharded(one)]
-    shardings = [engine.sharding for engine in engines]
-    shardings += [sharded.sharding for sharded in sharded_model_of(model.parameters())]
-    cut = next((of for of in shardings if of.tensor_ranks is not None), None)
-    of_experts = {
-        id(parameter): ColumnRanks(sharding.data_parallel)
-        for engine in engines
-        for index, parameter in enumerate(engine.parameters.all)
-        if (sharding := engine.shardings.of(index)).of_experts and is_distributed(parameter)
-    }
-    if cut is None:
-        return Columns(None, of_experts)
-    return Columns(ColumnRanks(cut.data_parallel, (cut.plain_slices, cut.slice_index)), of_experts)
-
-
-def _device_of(model: Any) -> torch.device:
+def _device_of(parameters: Iterable[Tensor]) -> torch.device:
     """The device that the training is on."""
-    parameters = model.parameters() if isinstance(model, nn.Module) else ()
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
@@ -101,8 +78,17 @@ class Subject:
             sharded.check_usable()
         check_whole("a checkpoint", {id(parameter) for parameter in model.parameters()})
         self._models = sharded_model_of(model.parameters())
-        self.device = _device_of(model)
-        self.columns = _columns_of(model, self.optimizers)
+        self.device = _device_of(model.parameters())
+        shardings = [of.sharding for of in (*(sharded.engine for sharded in self._sharded), *self._models)]
+        cut = next((of for of in shardings if of.tensor_ranks is not None), None)
+        of_experts = {
+            id(parameter): ColumnRanks(sharding.data_parallel)
+            for sharded in self._sharded
+            for index, parameter in enumerate(sharded.engine.parameters.all)
+            if (sharding := sharded.engine.shardings.of(index)).of_experts and is_distributed(parameter)
+        }
+        main = None if cut is None else ColumnRanks(cut.data_parallel, (cut.plain_slices, cut.slice_index))
+        self.columns = Columns(main, of_experts)
 
     def check_same_call(self, given: Mapping[str, Any], where: str) -> None:
         """Collective. Raise RankMismatchError unless ranks give objects of the same classes, and the same ``given``."""
@@ -123,16 +109,8 @@ class Subject:
     # -- saving --------------------------------------------------------------------------------------------------
 
     def contents(self, names: Names, *, stored: bool) -> tuple[TensorContents, list[OptimizerPart]]:
-        """Collect what is in the model, and in each optimizer, at rest. ``stored``: see ``ShardedPart``."""
-        self._check_slices_known(names)
-        model = contents_of_model(self.model, names, self.comm, self.columns)
-        return model, [
-            ShardedPart(one, names, stored=stored) if is_sharded(one) else TorchPart(one, names, self.comm)
-            for one in self.optimizers
-        ]
-
-    def _check_slices_known(self, names: Names) -> None:
-        """Raise ParameterError where slices would be saved, or loaded, as if they were wholes."""
+        """Collect what is in the model, and in each optimizer, at rest. ``stored``: see ``ShardedPart``.
+        Raises ParameterError where slices would be saved, or loaded, as if they were wholes."""
         known = self.comm.world_size == 1 or self._sharded or self._models
         for name, parameter in names.parameters.items():
             if is_slice(parameter) and not known:
@@ -140,16 +118,20 @@ class Subject:
                     f"parameter {name!r} has tensor_model_parallel = True, and which ranks have the same slice is not "
                     "known: give its optimizer, too"
                 )
-        if self.columns.main is None or self.columns.main.stack[0] == 1:
-            return
+        several = self.columns.main is not None and self.columns.main.stack[0] > 1
         of_torch = [group for one in self.optimizers if not is_sharded(one) for group in one.param_groups]
         for parameter in (parameter for group in of_torch for parameter in group["params"]):
-            if is_slice(parameter):
+            if several and is_slice(parameter):
                 raise ParameterError(
                     f"parameter {names.of(parameter, 'a parameter')!r} has tensor_model_parallel = True, and is in an "
                     "optimizer of torch's, which does not know which ranks have the other slices: give it to a "
                     "ShardedAdamW"
                 )
+        model = contents_of_model(self.model, names, self.comm, self.columns)
+        return model, [
+            ShardedPart(one, names, stored=stored) if is_sharded(one) else TorchPart(one, names, self.comm)
+            for one in self.optimizers
+        ]
 
     def describe(self, names: Names, optimizers: Sequence[OptimizerPart]) -> dict[str, Any]:
         """Give the index's entries beside tensors."""
@@ -186,8 +168,17 @@ class Subject:
         here, there = sorted(modules_with_state(self.model)), sorted(index.module_states)
         if here != there:
             matched.misfits.append(f"modules with a state of their own are {here} here, and {there} there")
-        if self.optimizers:
-            matched.misfits.extend(self._misfits_beside(index))
+        for what, objects in self.beside.items() if self.optimizers else ():
+            count = len(getattr(index, f"{what}s"))
+            if len(objects) != count:
+                matched.misfits.append(
+                    f"the checkpoint has the state of {count} {what}(s), and {len(objects)} given here: give load "
+                    f"{what}= what save was given"
+                )
+        has_data = any(of_rank["data"] is not None for of_rank in index.ranks)
+        if self.optimizers and has_data != (self.data is not None):
+            positions, remedy = ("positions", "give load data=") if has_data else ("no positions", "leave out data=")
+            matched.misfits.append(f"the checkpoint has {positions} in data: {remedy}")
         numbers, known = iter(matched.groups), itertools.chain(index.optimizers, itertools.repeat(SavedOptimizer()))
         saved = [[next(known) for _ in of] for of in wanted]
         groups = [
@@ -200,19 +191,6 @@ class Subject:
                 "initialized"
             )
         return LoadPlan(index, matched, model, optimizers, saved, groups)
-
-    def _misfits_beside(self, index: Index) -> Iterator[str]:
-        for what, here in self.beside.items():
-            there = len(getattr(index, f"{what}s"))
-            if len(here) != there:
-                yield (
-                    f"the checkpoint has the state of {there} {what}(s), and {len(here)} given here: give load {what}= "
-                    "what save was given"
-                )
-        has_data = any(of_rank["data"] is not None for of_rank in index.ranks)
-        if has_data != (self.data is not None):
-            positions, remedy = ("positions", "give load data=") if has_data else ("no positions", "leave out data=")
-            yield f"the checkpoint has {positions} in data: {remedy}"
 
     def load_others(self, plan: LoadPlan, own: Mapping[str, Any] | None, undo: Undo) -> None:
         """Load all that is no tensor. ``own``: random states and position in the data that this rank has saved."""
