@@ -40,11 +40,8 @@ class Holding(FlatRange):
 
 @dataclass(frozen=True)
 class ColumnRanks:
-    """The ranks with the same slices of some parameters as this one.
-
-    Attributes:
-        stack: of plain slices, how many there are, and which of them these ranks have.
-    """
+    """The ranks with the same slices of some parameters as this one. ``stack``: of plain slices, how many there are,
+    and which of them these ranks have."""
 
     ranks: Ranks
     stack: tuple[int, int] = (1, 0)
@@ -111,10 +108,9 @@ class TensorContents:
         holdings: what this rank has of them.
     """
 
-    def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks, columns: Columns | None = None) -> None:
-        """``ranks``: all that have the tensors. ``columns``: None where slices are not known."""
-        column_of = (columns or Columns()).of
-        self.holdings = [_holding(*key, tensor, ranks, column_of(tensor)) for key, tensor in tensors.items()]
+    def __init__(self, tensors: Mapping[Key, Tensor], ranks: Ranks, columns: Columns) -> None:
+        """``ranks``: all that have the tensors."""
+        self.holdings = [_holding(*key, tensor, ranks, columns.of(tensor)) for key, tensor in tensors.items()]
         self._tensors = [local_of(tensor) for tensor in tensors.values()]
         self.specs = [holding.spec for holding in self.holdings]
 

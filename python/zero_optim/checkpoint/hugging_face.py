@@ -87,7 +87,7 @@ def export(
                 for name, shard in shards.items():
                     own = {entry.name for entry in shard}
                     aliases = {alias: first for alias, first in index.aliases.items() if first in own}
-                    write_entries(writing / name, shard, _values(files, shard, weights), metadata=aliases)
+                    write_entries(writing / name, shard, _values(files, shard, weights), lambda block: None, aliases)
             if len(shards) > 1:
                 place = {entry.name: name for name, shard in shards.items() for entry in shard}
                 content = json.dumps({"metadata": {"total_size": total}, "weight_map": place}, indent=2)

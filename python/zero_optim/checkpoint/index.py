@@ -333,16 +333,10 @@ def _number(head: Mapping[str, Any]) -> int:
 
 
 def _tensor_from_json(read: Mapping[str, Any]) -> SavedTensor:
-    order, cut, rows_of = read.get("order"), read.get("cut"), read.get("rows_of")
-    spec = TensorSpec(
-        read["name"],
-        read["kind"],
-        tuple(read["shape"]),
-        dtype_named(read["dtype"]),
-        None if order is None else tuple(order),
-        None if cut is None else Cut(cut[0], tuple(cut[1])),
-        None if rows_of is None else tuple(rows_of),
-    )
+    shape, dtype = tuple(read["shape"]), dtype_named(read["dtype"])
+    order, rows_of = (tuple(read[name]) if name in read else None for name in ("order", "rows_of"))
+    cut = Cut(read["cut"][0], tuple(read["cut"][1])) if "cut" in read else None
+    spec = TensorSpec(read["name"], read["kind"], shape, dtype, order, cut, rows_of)
     return SavedTensor(spec, [Piece(**piece) for piece in read["pieces"]])
 
 

@@ -21,7 +21,7 @@ from ..rules.codec import Per, StateTensor
 from ..rules.options import EMA_DECAY, listed_decays
 from ..rules.update_rule import UpdateRule, exported_for, master_of, tensors_for
 from ..step.saved_state import SavedState, is_rounded
-from .contents import Holders, Holding, Names, TensorContents, in_stack
+from .contents import Columns, Holders, Holding, Names, TensorContents, in_stack
 from .index import BUFFER, PARAMETER, Index, SavedOptimizer, TensorSpec, decode, encode
 from .matching import Match, Wanted
 from .rank_file import EncodedTensor
@@ -111,8 +111,7 @@ class ShardedPart:
             described = _described(groups, self._names_of_groups(rule))
             counts = {self._names[index]: steps[index] for index in self._trained_by(rule)}
             codecs = {name: codec.name for name, codec in rule.codecs.items() if not codec.reads_parameter}
-            name = f"{_SHARDED}{rule.name}"
-            found.append(SavedOptimizer(name, described, counts, master_of(rule), order, codecs))
+            found.append(SavedOptimizer(f"{_SHARDED}{rule.name}", described, counts, master_of(rule), order, codecs))
         return found
 
     def _groups_of(self, rule: UpdateRule) -> list[int]:
@@ -205,7 +204,7 @@ class TorchPart(TensorContents):
                     raise CheckpointError(f"an optimizer calls a part of its state {kind!r}, which has a meaning here")
                 if kind != "step":
                     found[kind, names.of(parameter, "a parameter with state")] = value
-        super().__init__(found, ranks)
+        super().__init__(found, ranks, Columns())
 
     is_new = True  # a load fills new tensors, which the optimizer gets in ``take_over``
 
@@ -246,7 +245,7 @@ class TorchPart(TensorContents):
             for (kind, name), source in matched.source.items()
             if kind not in (PARAMETER, BUFFER) and name in place
         }
-        return TensorContents(self._to_fill, self._ranks)
+        return TensorContents(self._to_fill, self._ranks, Columns())
 
     def take_over(self, matched: Match) -> None:
         index_of = {name: index for index, name in enumerate(name for of in self._names_of_groups() for name in of)}

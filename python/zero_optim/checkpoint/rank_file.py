@@ -46,7 +46,7 @@ def write_file(path: Path, portions: Sequence[FlatRange], values: Iterable[Tenso
         for portion in portions
     ]
     checksums: list[str] = []
-    header, offsets = write_entries(path, entries, values, lambda block: checksums.append(crc32c(block)))
+    header, offsets = write_entries(path, entries, values, lambda block: checksums.append(crc32c(block)), {})
     left = iter(checksums)
     written = []
     for portion, offset in zip(portions, offsets, strict=True):

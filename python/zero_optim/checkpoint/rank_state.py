@@ -50,12 +50,10 @@ def state_keys(groups: Groups) -> list[str | int]:
 
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:
     """Put indices over all groups in place of parameters, as torch saves groups."""
-    packed: list[dict[str, Any]] = []
-    start = 0
-    for group in groups:
-        options = {name: value for name, value in group.items() if name != "params"}
-        packed.append({**options, "params": list(range(start, start + len(group["params"])))})
-        start += len(group["params"])
+    packed = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    index = itertools.count()
+    for options, group in zip(packed, groups, strict=True):
+        options["params"] = [*itertools.islice(index, len(group["params"]))]
     return packed
 
 
@@ -76,15 +74,21 @@ def match_state(
 ) -> dict[int, Mapping[str, Any]]:
     """Give the saved state by parameter index, in its own order, without that of frozen parameters. Raises
     StateMismatchError where groups or step counts do not fit; tensors are not checked."""
-    _check_form(state_dict)
-    groups, labels, saved_groups = parameters.groups, parameters.labels, state_dict["param_groups"]
+    if not isinstance(state_dict, Mapping):
+        raise StateMismatchError(f"an optimizer state is a dict, got {type(state_dict).__name__}")
+    if missing := {"state", "param_groups"} - set(state_dict):
+        raise StateMismatchError(f"no optimizer state: {sorted(missing)} missing, found {sorted(map(str, state_dict))}")
+    saved_groups = state_dict["param_groups"]
+    listed = isinstance(saved_groups, Sequence) and all(isinstance(g, Mapping) and "params" in g for g in saved_groups)
+    if not listed or not isinstance(state_dict["state"], Mapping):
+        raise StateMismatchError("no optimizer state: 'state' must be a dict, 'param_groups' a list of dicts")
+    groups, labels = parameters.groups, parameters.labels
     check_groups_fit(saved_groups, groups, rules.by_group)
     for number, (rule, options) in enumerate(zip(rules.by_group, saved_groups, strict=True)):
         if (refusal := rule.refuse_options(number, options)) is not None:
             raise StateMismatchError(refusal)
     index_of = index_by_key(saved_groups, groups)
-    unknown = [key for key in state_dict["state"] if key not in index_of]
-    if unknown:
+    if unknown := [key for key in state_dict["state"] if key not in index_of]:
         raise StateMismatchError(f"the state holds {unknown[:5]}, which this optimizer does not train")
     saved: dict[int, Mapping[str, Any]] = {}
     for key, entry in state_dict["state"].items():
@@ -94,8 +98,7 @@ def match_state(
         if entry != {}:
             _check_entry(entry, labels[index_of[key]], rules.of(index_of[key]))
             saved[index_of[key]] = entry
-    ignored = [labels[index] for index in saved if index not in parameters.trained]
-    if ignored:
+    if ignored := [labels[index] for index in saved if index not in parameters.trained]:
         warnings.warn(f"the state of {', '.join(ignored[:5])} is not loaded: frozen here", stacklevel=2)
     return {index: entry for index, entry in saved.items() if index in parameters.trained}
 
@@ -132,18 +135,6 @@ def _taken(options: Mapping[str, Any], rule: UpdateRule) -> dict[str, Any]:
     """Choose what a load takes over of a saved group's ``options``."""
     stay = {option.name for option in rule.options if option.stays}
     return {name: value for name, value in options.items() if name not in stay}
-
-
-def _check_form(state_dict: Any) -> None:
-    if not isinstance(state_dict, Mapping):
-        raise StateMismatchError(f"an optimizer state is a dict, got {type(state_dict).__name__}")
-    missing = {"state", "param_groups"} - set(state_dict)
-    if missing:
-        raise StateMismatchError(f"no optimizer state: {sorted(missing)} missing, found {sorted(map(str, state_dict))}")
-    groups = state_dict["param_groups"]
-    listed = isinstance(groups, Sequence) and all(isinstance(g, Mapping) and "params" in g for g in groups)
-    if not listed or not isinstance(state_dict["state"], Mapping):
-        raise StateMismatchError("no optimizer state: 'state' must be a dict, 'param_groups' a list of dicts")
 
 
 def check_groups_fit(saved: Groups, groups: Groups, rules: Sequence[UpdateRule]) -> None:
@@ -185,8 +176,7 @@ def _check_entry(entry: Any, label: str, rule: UpdateRule) -> None:
     for tensor in rule.tensors:
         codec = saved_codec(tensor, entry, rule.codecs)
         kept |= {tensor.name} if codec is None else {part.name for part in codec.parts(tensor)}
-    unknown = [name for name, value in entry.items() if name not in kept and isinstance(value, Tensor)]
-    if unknown:
+    if unknown := [name for name, value in entry.items() if name not in kept and isinstance(value, Tensor)]:
         raise StateMismatchError(
             f"the state of {label} holds {unknown[0]}, which this optimizer does not keep: it was saved by another, or "
             "with other options, such as amsgrad=True or ema_decay. Train on with that one, or drop it from the state"
@@ -310,8 +300,6 @@ def _check_place(engine: Engine, saved: Mapping[str, Any]) -> None:
 def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     """Collective. Nothing is changed on any rank unless the state fits on all. The caller has settled the engine."""
     world, parameters = engine.sharding.world, engine.parameters
-    saved: dict[int, Mapping[str, Any]] = {}
-    own_parts: list[list[int]] = []
     with world.raising_together("load_state_dict"):
         saved = match_state(state_dict, parameters, engine.rules)
         _check_place(engine, state_dict)

@@ -71,15 +71,16 @@ def write_entries(
     path: Path,
     entries: Sequence[Entry],
     values: Iterable[Tensor],
-    see: Callable[[bytes], None] = lambda block: None,
-    metadata: Mapping[str, str] | None = None,
+    see: Callable[[bytes], None],
+    metadata: Mapping[str, str],
 ) -> tuple[bytes, list[int]]:
     """Write a new file, synced to the disk. Returns its header, and where each entry's values begin, in bytes.
 
     ``values``: of each entry, flat, in the same order; each is written before the next is asked for. ``see``: called
-    with every block, of ``BLOCK_BYTES`` but for the last of an entry. Raises CheckpointError where the system refuses.
+    with every block, of ``BLOCK_BYTES`` but for the last of an entry. ``metadata``: for the header. Raises
+    CheckpointError where the system refuses.
     """
-    header, offsets = _layout(entries, metadata or {})
+    header, offsets = _layout(entries, metadata)
     total = len(header) + sum(entry.nbytes for entry in entries)
     done = 0
     try:
@@ -155,18 +156,14 @@ def _on_host(flat: Tensor) -> Iterator[Tensor]:
     # Pinned, as the host would wait for a copy to other memory. Two, as one is written while the other is filled.
     staging = [torch.empty(parts[0].numel(), dtype=torch.uint8, device="cpu", pin_memory=True) for _ in parts[:2]]
     copied = [torch.cuda.Event() for _ in staging]
-
-    def start_copy(place: int) -> None:
-        staging[place % 2][: parts[place].numel()].copy_(parts[place], non_blocking=True)
-        copied[place % 2].record(torch.cuda.current_stream(flat.device))
-
-    start_copy(0)
-    for place, part in enumerate(parts):
-        if place + 1 < len(parts):
-            start_copy(place + 1)
-        with on_device(flat.device):
-            copied[place % 2].synchronize()  # the next part's copy stays in flight
-        yield staging[place % 2][: part.numel()]
+    for place in range(len(parts) + 1):
+        if place < len(parts):
+            staging[place % 2][: parts[place].numel()].copy_(parts[place], non_blocking=True)
+            copied[place % 2].record(torch.cuda.current_stream(flat.device))
+        if place > 0:
+            with on_device(flat.device):
+                copied[(place - 1) % 2].synchronize()  # the next part's copy stays in flight
+            yield staging[(place - 1) % 2][: parts[place - 1].numel()]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

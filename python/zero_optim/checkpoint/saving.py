@@ -156,9 +156,6 @@ def _prepare(subject: Subject, step: int | None, keep_last: int | None, extra: A
     )
 
 
-# -- who writes what ---------------------------------------------------------------------------------------------------
-
-
 def _cut_for_rank(holdings: Sequence[Holding]) -> list[FlatRange]:
     """Choose what this rank writes of a part's holdings: of each a portion, empty where other ranks write all of it."""
     # Holdings that several ranks have alike are divided among them, by bytes.
