@@ -233,11 +233,9 @@ def _match_groups(
         if name in place_there and here[place] != there[place_there[name]] and place != place_there[name]
     ]
     new = [f"{name!r} is in no group there" for name in place_here if name not in place_there]
-    gone = [f"{name!r} is in no group here" for name in place_there if name not in place_here]
+    old = [f"{name!r} is in no group here" for name in place_there if name not in place_here]
     sizes = f"sizes {[len(group) for group in here]} here, {[len(group) for group in there]} there"
-    matched.misfits.append(
-        f"the parameter groups differ ({sizes}): {listed([*moved, *new, *gone] or ['their number'])}"
-    )
+    matched.misfits.append(f"the parameter groups differ ({sizes}): {listed([*moved, *new, *old] or ['their number'])}")
     return found
 
 

@@ -41,10 +41,7 @@ def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
 def write_file(path: Path, portions: Sequence[FlatRange], values: Iterable[Tensor]) -> tuple[str, list[SavedTensor]]:
     """Write a file of ``portions``, synced to the disk. Returns the checksum of its header, and what it holds.
     ``values``: see ``write_entries``. Raises CheckpointError where the system refuses, naming file and bytes."""
-    entries = [
-        Entry(f"{portion.spec.kind}:{portion.spec.name}:{portion.start}", portion.spec.dtype, (portion.length,))
-        for portion in portions
-    ]
+    entries = [Entry(f"{of.spec.kind}:{of.spec.name}:{of.start}", of.spec.dtype, (of.length,)) for of in portions]
     checksums: list[str] = []
     header, offsets = write_entries(path, entries, values, lambda block: checksums.append(crc32c(block)), {})
     left = iter(checksums)

@@ -351,9 +351,7 @@ def ema_state_dict(engine: Engine, groups: Groups, which: int, rank: int | None)
             raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
         engine.shardings.check_whole("ema_state_dict")
     engine.begin_averages()
-    tensors = (
-        (keys[index], whole) for index, _, whole in engine.states.whole_tensors(lambda tensor: tensor.name == name)
-    )
+    tensors = ((keys[i], whole) for i, _, whole in engine.states.whole_tensors(lambda tensor: tensor.name == name))
     with engine.sharding.world.raising_together("ema_state_dict"):
         return collect(tensors, torch.device("cpu"), wanted=rank is None or rank == savers.rank)
 

@@ -110,12 +110,9 @@ def _layout(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[byte
     described: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     for place in order:
         entry = entries[place]
-        starts[place], end = end, end + entry.nbytes
-        described[entry.name] = {
-            "dtype": NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [starts[place], end],
-        }
+        starts[place] = begin = end
+        end += entry.nbytes
+        described[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text

@@ -79,7 +79,8 @@ class Subject:
         check_whole("a checkpoint", {id(parameter) for parameter in model.parameters()})
         self._models = sharded_model_of(model.parameters())
         self.device = _device_of(model.parameters())
-        shardings = [of.sharding for of in (*(sharded.engine for sharded in self._sharded), *self._models)]
+        shardings = [sharded.engine.sharding for sharded in self._sharded]
+        shardings += [of.sharding for of in self._models]
         cut = next((of for of in shardings if of.tensor_ranks is not None), None)
         of_experts = {
             id(parameter): ColumnRanks(sharding.data_parallel)
@@ -135,6 +136,7 @@ class Subject:
 
     def describe(self, names: Names, optimizers: Sequence[OptimizerPart]) -> dict[str, Any]:
         """Give the index's entries beside tensors."""
+        stages = [sharded.engine.sharding.stage for sharded in self._sharded]
         return {
             "aliases": names.aliases,
             "optimizers": [saved for optimizer in optimizers for saved in optimizer.describe()],
@@ -143,10 +145,7 @@ class Subject:
                 for name, module in modules_with_state(self.model).items()
             },
             **{f"{what}s": [encode(one.state_dict(), f"the {what}") for one in of] for what, of in self.beside.items()},
-            "configuration": {
-                "world_size": self.comm.world_size,
-                "stages": [sharded.engine.sharding.stage for sharded in self._sharded],
-            },
+            "configuration": {"world_size": self.comm.world_size, "stages": stages},
             "versions": {"zero_optim": _version(), "torch": str(torch.__version__)},
         }
 
@@ -181,10 +180,7 @@ class Subject:
             matched.misfits.append(f"the checkpoint has {positions} in data: {remedy}")
         numbers, known = iter(matched.groups), itertools.chain(index.optimizers, itertools.repeat(SavedOptimizer()))
         saved = [[next(known) for _ in of] for of in wanted]
-        groups = [
-            optimizer.groups_of(of, [next(numbers) for _ in of])
-            for optimizer, of in zip(optimizers, saved, strict=True)
-        ]
+        groups = [part.groups_of(of, [next(numbers) for _ in of]) for part, of in zip(optimizers, saved, strict=True)]
         if strict and matched.misfits:
             raise StateMismatchError(
                 f"{'; '.join(matched.misfits)}. With strict=False what fits is loaded, and state that is missing is "
