@@ -49,12 +49,8 @@ class ColumnRanks:
 
 @dataclass(frozen=True)
 class Columns:
-    """The column of each parameter.
-
-    Attributes:
-        main: of all parameters but experts; None: they are not cut, or how is not known here.
-        of_experts: of experts that are slices of one parameter, by its id.
-    """
+    """The column of each parameter. ``main``: of all but experts; None: they are not cut, or how is not known here.
+    ``of_experts``: of experts that are slices of one parameter, by its id."""
 
     main: ColumnRanks | None = None
     of_experts: Mapping[int, ColumnRanks] = field(default_factory=dict)
@@ -87,8 +83,7 @@ class Names:
 
     def of(self, parameter: Tensor, label: str) -> str:
         """Find a parameter's name. Raises ParameterError for one that the model does not have."""
-        name = self._of.get(id(plain_parameter(parameter)))
-        if name is None:
+        if (name := self._of.get(id(plain_parameter(parameter)))) is None:
             raise ParameterError(
                 f"{label} is in the optimizer, and not in the model: a checkpoint names tensors as the model does. "
                 "Give the model that has all of them"

@@ -183,16 +183,14 @@ def _match(
     stored = _find(path)
     known = {holding.spec.name: names.equal_to(holding.spec.name) for holding in holdings}
     found = {name: next((stored[one] for one in of if one in stored), None) for name, of in known.items()}
-    missing = [name for name, where in found.items() if where is None]
-    unused = set(stored).difference(*known.values())
     notes = []
-    if missing:
+    if missing := [name for name, where in found.items() if where is None]:
         notes.append(f"missing in {path}: {count(len(missing), 'tensor')}, {listed(missing)}")
-    if unused:
+    if unused := set(stored).difference(*known.values()):
         notes.append(f"left over in {path}: {count(len(unused), 'tensor')}, {listed([*unused])}")
     matched = {name: where for name, where in found.items() if where is not None}
     specs = [holding.spec for holding in holdings if holding.spec.name in matched]
-    differences = [shape_differs(spec, matched[spec.name].entry) for spec in specs]
+    differences = [shape_differs(spec, matched[spec.name]) for spec in specs]
     if wrong := [difference for difference in differences if difference is not None]:
         raise StateMismatchError(f"{path} does not fit: {listed(wrong)}")
     if strict and notes:
@@ -214,8 +212,7 @@ def _find(path: Path) -> dict[str, Stored]:
         stored: dict[str, Stored] = {}
         for name in sorted(files):
             stored |= read_header(folder / name)
-        lost = [name for name in place if name not in stored]
-        if lost:
+        if lost := [name for name in place if name not in stored]:
             raise CheckpointError(f"{folder / _INDEX} names tensors that no file has: {listed(lost)}")
         return stored
     if not (folder / _ONE_FILE).exists():
@@ -233,9 +230,9 @@ def _read(stored: Mapping[str, Stored], holdings: Sequence[Holding], values: Ite
 
 
 def _read_range(files: OpenFiles, where: Stored, target: Tensor, start: int) -> None:
-    dtype = where.entry.dtype
+    dtype = where.dtype
     for part in target.split(BLOCK_BYTES // dtype.itemsize):
         offset = where.offset + start * dtype.itemsize
-        data = files.read(str(where.path), offset, part.numel() * dtype.itemsize, f"tensor {where.entry.name!r}")
+        data = files.read(str(where.path), offset, part.numel() * dtype.itemsize, f"tensor {where.name!r}")
         fill(part, dtype, data, 0)
         start += part.numel()

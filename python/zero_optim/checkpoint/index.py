@@ -228,8 +228,7 @@ def merge(specs: Iterable[TensorSpec], tensors: Iterable[SavedTensor]) -> dict[K
     known = {spec.key: spec for spec in specs}
     pieces: dict[Key, list[Piece]] = {key: [] for key in known}
     for tensor in tensors:
-        spec = known.get(tensor.spec.key)
-        if spec is None:
+        if (spec := known.get(tensor.spec.key)) is None:
             raise ValueError(f"rank 0 has no {tensor.spec.label}")
         if spec != tensor.spec:
             raise ValueError(f"the ranks disagree on the {spec.label}: {spec}, and {tensor.spec}")

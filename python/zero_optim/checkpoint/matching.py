@@ -154,19 +154,16 @@ def _match_state(index: Index, wanted: Wanted, matched: Match) -> None:
     known = {name for optimizer in index.optimizers for group in optimizer.groups for name in group["params"]}
     trained = [name for name in lacking if name not in wanted.spared]
     not_updated = known - index.updated()  # their state was not made yet when they were saved
-    never = [name for name in trained if matched.saved_name[name] in not_updated]
-    if never:
+    if never := [name for name in trained if matched.saved_name[name] in not_updated]:
         matched.notes.append(f"never updated before: {count(len(never), PARAMETER)}, {listed(never)}")
-    missed = [name for name in trained if name not in never]
-    if missed:
+    if missed := [name for name in trained if name not in never]:
         matched.misfits.append(f"missing in the checkpoint: {_state_of({name: lacking[name] for name in missed})}")
 
 
 def _check_shapes(specs: Sequence[TensorSpec], matched: Match) -> None:
     wrong, remedy = [], ""
     for spec in specs:
-        source = matched.source.get(spec.key)
-        if source is None:
+        if (source := matched.source.get(spec.key)) is None:
             continue
         if source.spec.stacked != spec.stacked:
             wrong.append(f"{spec.label} is {_whole_or_slices(spec)} here, and {_whole_or_slices(source.spec)} there")

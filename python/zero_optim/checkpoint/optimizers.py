@@ -123,8 +123,6 @@ class ShardedPart:
         every = [[next(names) for _ in group["params"]] for group in self._groups]
         return [every[number] for number in self._groups_of(rule)]
 
-    # -- loading -------------------------------------------------------------------------------------------------
-
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
         """Say what each rule takes from a checkpoint. ``saved_name``: of each parameter, its name there."""
         trained = self._engine.parameters.trained
@@ -217,8 +215,6 @@ class TorchPart(TensorContents):
 
     def _names_of_groups(self) -> list[list[str]]:
         return [[self._names[id(parameter)] for parameter in group["params"]] for group in self._opt.param_groups]
-
-    # -- loading -------------------------------------------------------------------------------------------------
 
     def wanted(self, index: Index, saved_name: Mapping[str, str]) -> list[Wanted]:
         """Want all state that the checkpoint has: before its first step the optimizer has none to compare with."""

@@ -121,7 +121,7 @@ def saved_state_of(saved: Mapping[int, Mapping[str, Any]], parameters: Parameter
     return SavedState(tensors, torch.tensor(steps, dtype=torch.float64, device="cpu"), frozenset(rounded))
 
 
-def load_groups(groups: Groups, saved: Groups, rules: Sequence[UpdateRule] = ()) -> None:
+def load_groups(groups: Groups, saved: Groups, rules: Sequence[UpdateRule]) -> None:
     """Take over the options of saved parameter groups; the parameters and their names stay. ``rules``: of each group;
     empty for an optimizer of torch's."""
     copies: dict[int, Any] = {}  # a tensor that several saved groups have, as one rate of all, stays one tensor

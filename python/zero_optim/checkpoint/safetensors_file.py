@@ -167,11 +167,10 @@ def _on_host(flat: Tensor) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(Entry):
     """An entry of a file at ``path``. Its values begin at byte ``offset``."""
 
     path: Path
-    entry: Entry
     offset: int
 
 
@@ -187,11 +186,10 @@ def read_header(path: Path) -> dict[str, Stored]:
         described.pop("__metadata__", None)
         stored = {}
         for name, of in described.items():
-            entry = Entry(name, _DTYPES[of["dtype"]], tuple(of["shape"]))
             begin, end = of["data_offsets"]
-            if begin < 0 or end - begin != entry.nbytes or 8 + length + end > size:
+            stored[name] = Stored(name, _DTYPES[of["dtype"]], tuple(of["shape"]), path, 8 + length + begin)
+            if begin < 0 or end - begin != stored[name].nbytes or 8 + length + end > size:
                 raise CheckpointError(f"{path} was cut off, or is damaged: {name!r} is not in it")
-            stored[name] = Stored(path, entry, 8 + length + begin)
         return stored
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
@@ -210,8 +208,7 @@ class OpenFiles(contextlib.ExitStack):
     def read(self, path: str, offset: int, nbytes: int, label: str) -> bytes:
         """Read bytes of the tensor ``label``. Raises CheckpointError, naming file and tensor."""
         try:
-            file = self._descriptors.get(path)
-            if file is None:
+            if (file := self._descriptors.get(path)) is None:
                 file = self._descriptors[path] = os.open(path, os.O_RDONLY)
                 self.callback(os.close, file)
             # The disk reads between a half and all of ``RUN_BYTES`` ahead while the processor computes checksums.

@@ -77,8 +77,7 @@ def save(
     wait()
     subject = make_subject(model, opt, _WHERE, scaler=scaler, scheduler=scheduler, data=data)
     comm = subject.comm
-    given = {"path": str(path), "step": step, "keep_last": keep_last, "background": background}
-    subject.check_same_call(given, _WHERE)
+    subject.check_same_call({"path": str(path), "step": step, "keep_last": keep_last, "background": background}, _WHERE)
     absolute = together(comm, lambda: Path(path).absolute(), _WHERE)  # a thread may write there, later
     subject.come_to_rest()
     part = together(comm, lambda: _prepare(subject, step, keep_last, extra), _WHERE)

@@ -107,8 +107,6 @@ class Subject:
         for model in self._models:
             model.schedule.reshard_all()  # a unit that stays gathered would hold stale values after a load
 
-    # -- saving --------------------------------------------------------------------------------------------------
-
     def contents(self, names: Names, *, stored: bool) -> tuple[TensorContents, list[OptimizerPart]]:
         """Collect what is in the model, and in each optimizer, at rest. ``stored``: see ``ShardedPart``.
         Raises ParameterError where slices would be saved, or loaded, as if they were wholes."""
@@ -148,8 +146,6 @@ class Subject:
             "configuration": {"world_size": self.comm.world_size, "stages": stages},
             "versions": {"zero_optim": _version(), "torch": str(torch.__version__)},
         }
-
-    # -- loading -------------------------------------------------------------------------------------------------
 
     def check_not_gathered(self, what: str) -> None:
         """Raise ShardAccessError within ``gather_parameters``, where whole parameters take the place of shards."""
