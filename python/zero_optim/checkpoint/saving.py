@@ -96,13 +96,9 @@ def save(
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of a checkpoint that this rank is going to write.
-
-    Attributes:
-        specs: of all tensors, whichever ranks write them.
-        portions: what this rank writes of the tensors. ``values``: the elements of each, read as they are asked for.
-        described: the index's entries beside tensors. ``own``: those of this rank.
-    """
+    """The part of a checkpoint that this rank is going to write. ``values``: the elements of each of ``portions``, read
+    as they are asked for. ``specs``: of all tensors, whichever ranks write them. ``described``: the index's entries
+    beside tensors. ``own``: those of this rank."""
 
     step: int
     specs: Sequence[TensorSpec]
