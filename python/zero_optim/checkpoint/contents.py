@@ -121,7 +121,7 @@ class TensorContents:
                 continue
             sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
             extent = 1 + sum((size - 1) * stride for size, stride in sizes)
-            shared = extent < tensor.numel() or any(stride == 0 for _, stride in sizes)  # surely, as in an expanded tensor
+            shared = extent < tensor.numel() or any(stride == 0 for _, stride in sizes)  # surely; others may, too
             if tensor.numel() > 0 and shared:
                 raise ParameterError(
                     f"the {holding.spec.label} is a view, such as expand gives, of which several elements are one in "

@@ -30,7 +30,7 @@ def fill(target: Tensor, dtype: torch.dtype, data: bytes, first: int) -> None:
     """Give ``target`` [length] the values of ``dtype`` in ``data``, from element ``first`` on."""
     begin, nbytes = first * dtype.itemsize, target.numel() * dtype.itemsize
     in_place = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
-    where = target if in_place else torch.empty(target.numel(), dtype=dtype, device="cpu")
+    where = target if in_place else torch.empty(target.numel(), dtype=dtype, device="cpu")  # else a second buffer
     ctypes.memmove(where.data_ptr(), data[begin : begin + nbytes], nbytes)  # a slice of all is no copy
     if in_place:
         torch.autograd.graph.increment_version(target)  # torch has not seen the write
