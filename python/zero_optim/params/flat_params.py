@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Sequence
 from math import prod
@@ -20,8 +19,6 @@ from .layout import BucketLayout
 from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, strides_of, view_of
 from .tensor_slice import is_cut, local_of, slice_of
-
-_version_of = operator.attrgetter("_version")
 
 
 class FlatParams:
@@ -122,10 +119,8 @@ class FlatParams:
         """
         self._sharding.alike(cut=self.cut).broadcast(self.full)
         self.offloaded = host_memory is not None
-        if host_memory is not None:
-            shard = host_memory.take(self.shard.nbytes).view(self.dtype)
-        else:
-            shard = torch.empty_like(self.shard)
+        on_host = None if host_memory is None else host_memory.take(self.shard.nbytes).view(self.dtype)
+        shard = torch.empty_like(self.shard) if on_host is None else on_host
         self.shard = shard.copy_(self.shard)
         if lanes is not None:
             self._lanes, self._allocated, self._copied = lanes, lanes.mark(), lanes.mark()
@@ -176,7 +171,7 @@ class FlatParams:
             local.data = view
         self._locate(self.full)
         self.shown = True
-        self._versions = list(map(_version_of, self.params))  # edits from here on are the user's
+        self._versions = [parameter._version for parameter in self.params]  # edits from here on are the user's
 
     def first_moved(self) -> int | None:
         """Find the first slot with a gradient whose parameter was cast, moved or given other strides; at stage 3, also
@@ -205,7 +200,7 @@ class FlatParams:
     def keep_edits(self, *, unseen: bool = False) -> None:
         """Take in-place writes to the plain parameters since ``show`` over into the shard. ``unseen``: also those that
         no version counter shows."""
-        versions = list(map(_version_of, self.params))
+        versions = [parameter._version for parameter in self.params]
         if unseen or versions != self._versions:
             self.wait_until_copied()
             self.shard.copy_(self._sharding.own_part(self.full))

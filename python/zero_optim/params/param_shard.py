@@ -118,8 +118,10 @@ class ParamShard(_Unsaved):
         )
 
     def _copy(self, source: Tensor) -> ParamShard:
-        same = isinstance(source, FlatShard) and source.same_range(self)
-        if source.shape != self.shape or (isinstance(source, FlatShard) and not same):
+        # True if a shard has the elements that this rank has.
+        shards = (self, source) if isinstance(source, FlatShard) else (self,)
+        same = len({(shard.start, shard._local.numel(), shard.order, shard.slice) for shard in shards}) == 1
+        if source.shape != self.shape or not same:
             given = repr(source) if isinstance(source, FlatShard) else f"a tensor of shape {tuple(source.shape)}"
             raise ShardAccessError(
                 f"the {self.label} cannot take over {given}: give it a whole tensor of shape "

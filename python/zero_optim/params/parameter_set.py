@@ -33,6 +33,7 @@ class ParameterSet:
         labels: of each parameter, in messages: its name where it has one, else place and shape.
         group_of: the number of each parameter's group.
         trained: the parameters that have a place in a bucket, by index.
+        frozen: the others, by index.
     """
 
     def __init__(self, groups: list[dict[str, Any]], model: nn.Module | None = None) -> None:
@@ -42,7 +43,7 @@ class ParameterSet:
         self.labels: list[str] = []
         self.group_of: list[int] = []
         self.trained: dict[int, Tensor] = {}
-        self._frozen: dict[int, Tensor] = {}
+        self.frozen: dict[int, Tensor] = {}
         self._sizes: list[int] = []  # of the groups
         self._model = None if model is None else weakref.ref(model)
         self._of_model: set[int] = set()  # indices of those that the model had when it, or they, became known
@@ -64,14 +65,12 @@ class ParameterSet:
         self._sizes = [len(group["params"]) for group in self.groups]
         self.group_of[:] = [number for number, group in enumerate(self.groups) for _ in group["params"]]
         self.relabel()
-        self._frozen = {index: p for index, p in enumerate(self.all) if index not in self.trained}
-        self._note_of_model(range(before, len(self.all)))
-        return list(range(before, len(self.all)))
-
-    def _note_of_model(self, indices: Iterable[int]) -> None:
+        self.frozen = {index: p for index, p in enumerate(self.all) if index not in self.trained}
+        new = list(range(before, len(self.all)))
         if self._model is not None and (model := self._model()) is not None:
             names = _names(model)
-            self._of_model.update(index for index in indices if id(self.all[index]) in names)
+            self._of_model.update(index for index in new if id(self.all[index]) in names)
+        return new
 
     def relabel(self) -> None:
         self.names[:] = own_names(self.groups)
@@ -85,14 +84,7 @@ class ParameterSet:
 
     def thawed(self) -> list[int]:
         """Parameters that are to be trained from now on: they require a gradient, or have one."""
-        return [index for index, p in self._frozen.items() if p.requires_grad or p.grad is not None]
-
-    def untrained(self) -> Iterable[Tensor]:
-        return self._frozen.values()
-
-    def train(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            self.trained[index] = self._frozen.pop(index)
+        return [index for index, p in self.frozen.items() if p.requires_grad or p.grad is not None]
 
     def indices_of(self, parameters: Tensor | Iterable[Tensor]) -> list[int]:
         """Find the indices, sorted. Raises ParameterError for a parameter that is not in the set."""
@@ -120,7 +112,7 @@ class ParameterSet:
                 )
             group["param_names"] = [names[id(plain_parameter(p))] for p in group["params"]]
         self._model = weakref.ref(model)
-        self._note_of_model(range(len(self.all)))
+        self._of_model.update(index for index, parameter in enumerate(self.all) if id(parameter) in names)
         self.relabel()
 
     def with_names(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -185,10 +177,13 @@ class ParameterSet:
 
     # -- one live optimizer a parameter --------------------------------------------------------------------------
 
-    def claim(self, indices: Iterable[int]) -> None:
+    def claim(self, indices: Iterable[int], trained: Iterable[int]) -> None:
+        """Claim these parameters, and train the ``trained`` ones from now on."""
         own = weakref.ref(self)  # a dropped optimizer must not keep its parameters claimed
         for index in indices:
             _set_of[self.all[index]] = own
+        for index in trained:
+            self.trained[index] = self.frozen.pop(index)
 
     def release(self) -> None:
         for parameter in self.all:
@@ -274,8 +269,7 @@ def check_free(parameters: Sequence[Tensor], labels: Sequence[str], own: Paramet
 
 
 def _other_of(parameter: Tensor, own: ParameterSet | None) -> ParameterSet | None:
-    other = _set_of.get(parameter)
-    alive: ParameterSet | None = None if other is None else other()
+    alive: ParameterSet | None = _set_of.get(parameter, lambda: None)()
     return alive if alive is not own else None
 
 

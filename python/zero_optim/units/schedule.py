@@ -119,7 +119,7 @@ class UnitSchedule(Owing):
         root_alone_by_part = self.calls.by_part and self.cycle.position == 0
         if not (self.cycle.direction is Pass.FORWARD and root_alone_by_part):
             self._complete_open()
-        self.orders.forget_calls()
+        self.orders.called, self.orders.ended = [], []
         self.calls.running.clear()  # they have raised, and no hook has ended them
         # The model may be moved or cast while an evaluation has left units unsharded.
         moved = [label for unit in self.units for label in unit.moved()]
@@ -295,7 +295,7 @@ class UnitSchedule(Owing):
         self.cycle.begin(direction, self.orders.forward)
         self.calls.cycle_begins()
         if self.calls.by_part:
-            self.orders.forget_calls()  # a model that is called by parts alone agrees on no order
+            self.orders.called, self.orders.ended = [], []  # a model that is called by parts alone agrees on no order
         self.due.forward_begins(by_part=self.calls.by_part)
         for unit in self.units:
             if unit.state is UnitState.NODE_SHARDED:  # no backward came, and shards may have been written since
