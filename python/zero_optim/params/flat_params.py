@@ -94,16 +94,9 @@ class FlatParams:
             for slot, kind in zip(self.layout.slots, kinds, strict=True)
         ]
 
-    def as_stored(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """View each parameter's tensor with its dimensions in its slot's order: contiguous where it lies so."""
-        if not self.permuted:  # by default: no work for each parameter
-            return tensors
-        return [as_stored(tensor, order) for tensor, order in zip(tensors, self.orders, strict=True)]
-
     def _locate(self, full: Tensor) -> None:
-        start = full.data_ptr()
-        places = [(slot.numel, start + slot.offset * self.dtype.itemsize) for slot in self.layout.slots]
-        self.addresses = [address if numel else 0 for numel, address in places]
+        start, itemsize = full.data_ptr(), self.dtype.itemsize
+        self.addresses = [start + slot.offset * itemsize if slot.numel else 0 for slot in self.layout.slots]
 
     # -- where they are sharded ----------------------------------------------------------------------------------
 
@@ -176,7 +169,9 @@ class FlatParams:
     def first_moved(self) -> int | None:
         """Find the first slot with a gradient whose parameter was cast, moved or given other strides; at stage 3, also
         other memory. Below it ``take_assigned`` takes that over."""
-        stored = self.as_stored(self.locals)
+        stored = self.locals
+        if self.permuted:  # by default: no work for each parameter
+            stored = [as_stored(tensor, order) for tensor, order in zip(stored, self.orders, strict=True)]
         if [*map(Tensor.data_ptr, stored)] == self.addresses and all(map(Tensor.is_contiguous, stored)):
             return None  # a cast shows by the address
         for slot, (view, place) in enumerate(zip(stored, self.addresses, strict=True)):

@@ -262,19 +262,15 @@ REMEDIES: Mapping[ShardKind, Mapping[Use, str]] = {
         Use.COPY: f"To keep or save it, copy this rank's part: {_LOCAL}. No checkpoint has gradients",
     },
     ShardKind.PARAMETER: {
-        Use.NORM: _READ_PARAMETER,
-        Use.READ: _READ_PARAMETER,
+        **dict.fromkeys((Use.NORM, Use.READ, Use.VIEW), _READ_PARAMETER),
         Use.EDIT: "To write it, enter zero_optim.gather_parameters(model, writeback=True) on every rank",
-        Use.VIEW: _READ_PARAMETER,
         Use.COPY: "To save it, call zero_optim.checkpoint.save, or zero_optim.full_model_state_dict(model) for whole "
         f"weights, on every rank; to copy it, {_GATHER}",
     },
     ShardKind.STATE: {
-        Use.NORM: _WHOLE_STATE,
-        Use.READ: _WHOLE_STATE,
+        **dict.fromkeys((Use.NORM, Use.READ, Use.VIEW), _WHOLE_STATE),
         Use.EDIT: "To change it, load what zero_optim.full_state_dict(opt) gave, with your changes, by "
         "zero_optim.load_full_state_dict(opt, state)",
-        Use.VIEW: _WHOLE_STATE,
         Use.COPY: "To save it, call zero_optim.checkpoint.save, or zero_optim.full_state_dict(opt) for whole tensors, "
         "on every rank",
     },

@@ -20,8 +20,12 @@ _PIPELINE_BACKWARD = "torch.distributed.pipelining._backward"
 _REMEDY = "enter zero_optim.gather_parameters(model) on every rank"
 
 
-class _Unsaved(FlatShard):
-    """A shard of a parameter. It cannot be pickled into a file, which would silently lack what other ranks hold."""
+class StateDictShard(FlatShard):
+    """The stand-in for a sharded parameter in ``state_dict()``.
+
+    It loads into the same rank's shard again, and ``torch.distributed.checkpoint`` takes it. It cannot be pickled into
+    a file, which would silently lack what other ranks hold.
+    """
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
         return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order, self.slice)
@@ -34,13 +38,6 @@ class _Unsaved(FlatShard):
         )
 
 
-class StateDictShard(_Unsaved):
-    """The stand-in for a sharded parameter in ``state_dict()``.
-
-    It loads into the same rank's shard again, and ``torch.distributed.checkpoint`` takes it.
-    """
-
-
 def _of_plain(name: str) -> Any:
     """Make an attribute of ``ParamShard`` that is its plain parameter's."""
     return property(
@@ -50,7 +47,7 @@ def _of_plain(name: str) -> Any:
     )
 
 
-class ParamShard(_Unsaved):
+class ParamShard(StateDictShard):
     """A ``torch.nn.Parameter`` in all but its values, of which this rank holds a flat range.
 
     Gradient, hooks and ``requires_grad`` are those of ``plain``. A whole tensor, or the same shard, can be copied into

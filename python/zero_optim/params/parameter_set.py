@@ -147,10 +147,8 @@ class ParameterSet:
         if model is None:
             return
         found = {index for index in self.trained if not used[index]} & self._of_model - self._found_unused
-        if not found:
-            return
         self._found_unused |= found
-        here = _names(model)
+        here = _names(model) if found else {}
         lost = [self.labels[index] for index in sorted(found) if id(self.all[index]) not in here]
         if lost:
             warnings.warn(
@@ -199,10 +197,8 @@ class Shardings:
         of_groups: the shardings of groups of experts, by the group's number.
     """
 
-    def __init__(
-        self, parameters: ParameterSet, main: Sharding, of_groups: Mapping[int, Sharding] | None = None
-    ) -> None:
-        self._parameters, self.main, self.of_groups = parameters, main, dict(of_groups or {})
+    def __init__(self, parameters: ParameterSet, main: Sharding, of_groups: Mapping[int, Sharding]) -> None:
+        self._parameters, self.main, self.of_groups = parameters, main, dict(of_groups)
 
     def of(self, index: int) -> Sharding:
         """Find the sharding of a parameter."""

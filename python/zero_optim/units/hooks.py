@@ -63,8 +63,8 @@ class BeforeForward(_Hook):
         torch_func = torch._C._functorch
         if self.unit.state is not UnitState.GATHERED and torch_func.maybe_current_level() is not None:
             # A gather can be a part of ``vmap`` without gradients, as parameters are not mapped.
-            vmap, levels = torch_func.TransformType.Vmap, torch_func.get_interpreter_stack()
-            if torch.is_grad_enabled() or any(level.key() != vmap for level in levels):
+            vmap = torch_func.TransformType.Vmap
+            if torch.is_grad_enabled() or any(level.key() != vmap for level in torch_func.get_interpreter_stack()):
                 raise ShardAccessError(
                     f"{self.unit.label} was called within a transform of torch.func, such as grad, jvp or vmap, while "
                     "it is sharded: gathers cannot be a part of one. Enter zero_optim.gather_parameters(model) around "
@@ -99,7 +99,17 @@ class AfterForward(_Hook):
         # A view of parameters must not outlive them. The root's parameters stay until its backward, where one follows.
         root = self.unit is self.schedule.units[0]
         if self.unit.state is UnitState.UNSHARDED and not (root and torch.is_grad_enabled()):
-            self._check_returned(output)
+            own = {flat.full.untyped_storage()._cdata for flat in self.unit.flats}
+            for tensor in tensors_in(output):
+                plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+                if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                    continue
+                if tensor.untyped_storage()._cdata in own:
+                    raise ZeroOptimError(
+                        f"the forward of {self.unit.label} returned a parameter, or a view of one, of shape "
+                        f"{tuple(tensor.shape)}: its memory is about to be freed. Return a .clone(), or make no unit "
+                        "of it"
+                    )
         nodes = set()
         for tensor in _made_by_autograd(self.unit, output, args, kwargs):
             given, version = self.unit.given.get(id(tensor), (None, 0))
@@ -111,18 +121,6 @@ class AfterForward(_Hook):
         for node in nodes:
             node.register_prehook(lambda grads: self.schedule.before_backward(self.unit))
         self.schedule.after_forward(self.unit, requires_grad=bool(nodes), part=self.part)
-
-    def _check_returned(self, output: Any) -> None:
-        own = {flat.full.untyped_storage()._cdata for flat in self.unit.flats}
-        for tensor in tensors_in(output):
-            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-            if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-                continue
-            if tensor.untyped_storage()._cdata in own:
-                raise ZeroOptimError(
-                    f"the forward of {self.unit.label} returned a parameter, or a view of one, of shape "
-                    f"{tuple(tensor.shape)}: its memory is about to be freed. Return a .clone(), or make no unit of it"
-                )
 
 
 class ForwardEnded(_Hook):

@@ -44,10 +44,6 @@ class Orders:
         """Learn the orders again, from the next forwards of the root."""
         self.known = Known.NOTHING
 
-    def is_wanted(self, *, trains: bool) -> bool:
-        """True if the ranks are to agree after this forward of the root."""
-        return self.known is Known.NOTHING or (trains and self.known is Known.FORWARD)
-
     def agree(self, *, trains: bool) -> None:
         """Collective. Take rank 0's order, and add the units to it that only other ranks, or none, have used."""
         number = {unit: index for index, unit in enumerate(self._units)}
@@ -147,7 +143,7 @@ def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
             while at < len(complete) and beside[-1] in complete[at].enclosing:
                 at += 1
         elif around:
-            outer = max(around, key=lambda outer: len(outer.enclosing))
-            at = len(complete) - complete[::-1].index(outer)
+            innermost = max(around, key=lambda other: len(other.enclosing))
+            at = len(complete) - complete[::-1].index(innermost)
         complete.insert(at, unit)
     return complete

@@ -24,7 +24,7 @@ from ..params.flat_params import FlatParams
 from ..recovery import BackwardWatch, Owing, all_of, complete_raised
 from ..user_thread import UserThread
 from .cycle import BackwardsDue, Calls, Cycle, Pass, Prefetch
-from .order import Orders
+from .order import Known, Orders
 from .unit import Unit, UnitState
 
 
@@ -147,8 +147,8 @@ class UnitSchedule(Owing):
         self.orders.ended.append((unit, requires_grad or checkpointed))
         if unit is self.units[0] and not self.calls.in_root:
             self._complete_open()
-            trains = self.calls.trains
-            if self.orders.is_wanted(trains=trains):
+            trains, known = self.calls.trains, self.orders.known
+            if known is Known.NOTHING or (trains and known is Known.FORWARD):
                 self.orders.agree(trains=trains)
                 for listener in self.listeners if trains else ():
                     listener.order_known()
@@ -311,7 +311,9 @@ class UnitSchedule(Owing):
         self._close(self.cycle.open)
         self.cycle.direction = None
         if direction is Pass.BACKWARD:
-            self.due.backward_ended()
+            self.due.count -= 1
+            if self.due.count <= 0:  # a re-entrant checkpoint makes none due, and takes a cycle all the same
+                self.due.reset()
         elif self.calls.trains:
             self.due.count += 1
 
