@@ -109,8 +109,9 @@ class FlatShard(Tensor):
             return args[0]._of_same_range(local, dtype)
         if func in _NEW:  # no value is read: what is made is a plain tensor
             return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
-        if func is aten._to_copy.default:
-            return args[0]._moved(kwargs)
+        if func is aten._to_copy.default:  # as clients move an optimizer's state about
+            dtype = kwargs.get("dtype")
+            return args[0]._of_same_range(args[0].local.to(kwargs.get("device"), dtype, copy=True), dtype)
         if func is aten.zero_.default:
             return args[0]._zero()
         if func is aten._foreach_zero_.default:
@@ -155,11 +156,6 @@ class FlatShard(Tensor):
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
         """Make a shard of the same range, with its elements in ``local``. ``dtype``: of the whole; None: this one's."""
         return FlatShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order, self.slice)
-
-    def _moved(self, options: Mapping[str, Any]) -> FlatShard:
-        """Copy to another device or dtype, as clients move an optimizer's state about."""
-        local = self.local.to(options.get("device"), options.get("dtype"), copy=True)
-        return self._of_same_range(local, options.get("dtype"))
 
     def _zero(self) -> FlatShard:
         if self.arrivals is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -77,6 +76,11 @@ class ParamShard(StateDictShard):
             return args[0]._copy(args[1])
         if func is aten.zero_.default or func is aten._foreach_zero_.default:
             raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func), Use.EDIT)
+        if func is aten._to_copy.default:
+            raise ParameterError(
+                f"{args[0].label} is sharded: move or cast the model, or change its memory format, before "
+                "zero_optim.shard_module(model, ...)"
+            )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _refusal(self, what: str, use: Use) -> ShardAccessError:
@@ -107,12 +111,6 @@ class ParamShard(StateDictShard):
     def requires_grad_(self, requires_grad: bool = True) -> ParamShard:
         self.plain.requires_grad_(requires_grad)
         return self
-
-    def _moved(self, options: Mapping[str, Any]) -> FlatShard:
-        raise ParameterError(
-            f"{self.label} is sharded: move or cast the model, or change its memory format, before "
-            "zero_optim.shard_module(model, ...)"
-        )
 
     def _copy(self, source: Tensor) -> ParamShard:
         # True if a shard has the elements that this rank has.

@@ -251,22 +251,21 @@ class Shardings:
 
 def check_free(parameters: Sequence[Tensor], labels: Sequence[str], own: ParameterSet | None = None) -> None:
     """Raise ParameterError for a parameter that another live optimizer than that of ``own`` has."""
-    if not any(_other_of(parameter, own) for parameter in parameters):
+
+    def is_claimed(parameter: Tensor) -> bool:
+        return _set_of.get(parameter, lambda: None)() not in (None, own)
+
+    if not any(map(is_claimed, parameters)):
         return
     gc.collect()  # an optimizer that was dropped may still be alive in a reference cycle
     for parameter, label in zip(parameters, labels, strict=True):
-        if _other_of(parameter, own):
+        if is_claimed(parameter):
             raise ParameterError(
                 f"{label} is in another optimizer of zero_optim already: both would reduce its gradient. close() that "
                 "one first, or give each its own parameters"
                 if own
                 else f"{label} is in an optimizer of zero_optim already: call shard_module before making the optimizer"
             )
-
-
-def _other_of(parameter: Tensor, own: ParameterSet | None) -> ParameterSet | None:
-    alive: ParameterSet | None = _set_of.get(parameter, lambda: None)()
-    return alive if alive is not own else None
 
 
 @contextmanager

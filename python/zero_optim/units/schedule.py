@@ -288,11 +288,10 @@ class UnitSchedule(Owing):
     # -- cycles --------------------------------------------------------------------------------------------------
 
     def _begin_cycle(self, direction: Pass) -> None:
+        self.cycle.begin(direction, self.orders.backward if direction is Pass.BACKWARD else self.orders.forward)
         if direction is Pass.BACKWARD:
-            self.cycle.begin(direction, self.orders.backward)
             self._over.clear()
             return
-        self.cycle.begin(direction, self.orders.forward)
         self.calls.cycle_begins()
         if self.calls.by_part:
             self.orders.called, self.orders.ended = [], []  # a model that is called by parts alone agrees on no order
