@@ -337,8 +337,7 @@ class Engine:
             kinds.setdefault((self.shardings.of(index), is_cut(parameter)), []).append(local_of(parameter).data)
         for (sharding, cut), alike in kinds.items():  # in no bucket; trained ones follow, a bucket at a time
             broadcast_together(sharding.alike(cut=cut), alike)
-        self.parameters.claim(indices)
-        self.parameters.train(trained)
+        self.parameters.claim(indices, trained)
         self.exchange.resize()
         self.clip.resize()
         self.hyper.grow(self.parameters.group_of, self.rules.by_group)

@@ -221,7 +221,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_usable()
         with torch._C.DisableTorchFunctionSubclass():  # 10 µs less for each parameter whose gather is in flight
             self.engine.reducer.clear(set_to_none)
-        for parameter in self.engine.parameters.untrained():
+        for parameter in self.engine.parameters.frozen.values():
             if parameter.grad is not None:
                 parameter.grad = None if set_to_none else parameter.grad.detach().zero_()
         self.engine.forget_coefficients()

@@ -65,7 +65,7 @@ complete_all_backwards  0
 due.reset               0
 ======================  ================
 
-The orders that are *known*. They are agreed on where ``is_wanted``, so never in a cell of *--*:
+The orders that are *known*. They are agreed on where more can be learned, so never in a cell of *--*:
 
 =================  =========  =========  =========
 known              NOTHING    FORWARD    BOTH

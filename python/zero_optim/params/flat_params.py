@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Sequence
 from math import prod
@@ -20,8 +19,6 @@ from .layout import BucketLayout
 from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, strides_of, view_of
 from .tensor_slice import is_cut, local_of, slice_of
-
-_version_of = operator.attrgetter("_version")
 
 
 class FlatParams:
@@ -97,16 +94,9 @@ class FlatParams:
             for slot, kind in zip(self.layout.slots, kinds, strict=True)
         ]
 
-    def as_stored(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """View each parameter's tensor with its dimensions in its slot's order: contiguous where it lies so."""
-        if not self.permuted:  # by default: no work for each parameter
-            return tensors
-        return [as_stored(tensor, order) for tensor, order in zip(tensors, self.orders, strict=True)]
-
     def _locate(self, full: Tensor) -> None:
-        start = full.data_ptr()
-        places = [(slot.numel, start + slot.offset * self.dtype.itemsize) for slot in self.layout.slots]
-        self.addresses = [address if numel else 0 for numel, address in places]
+        start, itemsize = full.data_ptr(), self.dtype.itemsize
+        self.addresses = [start + slot.offset * itemsize if slot.numel else 0 for slot in self.layout.slots]
 
     # -- where they are sharded ----------------------------------------------------------------------------------
 
@@ -122,10 +112,8 @@ class FlatParams:
         """
         self._sharding.alike(cut=self.cut).broadcast(self.full)
         self.offloaded = host_memory is not None
-        if host_memory is not None:
-            shard = host_memory.take(self.shard.nbytes).view(self.dtype)
-        else:
-            shard = torch.empty_like(self.shard)
+        on_host = None if host_memory is None else host_memory.take(self.shard.nbytes).view(self.dtype)
+        shard = torch.empty_like(self.shard) if on_host is None else on_host
         self.shard = shard.copy_(self.shard)
         if lanes is not None:
             self._lanes, self._allocated, self._copied = lanes, lanes.mark(), lanes.mark()
@@ -176,12 +164,14 @@ class FlatParams:
             local.data = view
         self._locate(self.full)
         self.shown = True
-        self._versions = list(map(_version_of, self.params))  # edits from here on are the user's
+        self._versions = [parameter._version for parameter in self.params]  # edits from here on are the user's
 
     def first_moved(self) -> int | None:
         """Find the first slot with a gradient whose parameter was cast, moved or given other strides; at stage 3, also
         other memory. Below it ``take_assigned`` takes that over."""
-        stored = self.as_stored(self.locals)
+        stored = self.locals
+        if self.permuted:  # by default: no work for each parameter
+            stored = [as_stored(tensor, order) for tensor, order in zip(stored, self.orders, strict=True)]
         if [*map(Tensor.data_ptr, stored)] == self.addresses and all(map(Tensor.is_contiguous, stored)):
             return None  # a cast shows by the address
         for slot, (view, place) in enumerate(zip(stored, self.addresses, strict=True)):
@@ -205,7 +195,7 @@ class FlatParams:
     def keep_edits(self, *, unseen: bool = False) -> None:
         """Take in-place writes to the plain parameters since ``show`` over into the shard. ``unseen``: also those that
         no version counter shows."""
-        versions = list(map(_version_of, self.params))
+        versions = [parameter._version for parameter in self.params]
         if unseen or versions != self._versions:
             self.wait_until_copied()
             self.shard.copy_(self._sharding.own_part(self.full))

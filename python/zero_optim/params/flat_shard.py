@@ -109,8 +109,9 @@ class FlatShard(Tensor):
             return args[0]._of_same_range(local, dtype)
         if func in _NEW:  # no value is read: what is made is a plain tensor
             return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
-        if func is aten._to_copy.default:
-            return args[0]._moved(kwargs)
+        if func is aten._to_copy.default:  # as clients move an optimizer's state about
+            dtype = kwargs.get("dtype")
+            return args[0]._of_same_range(args[0].local.to(kwargs.get("device"), dtype, copy=True), dtype)
         if func is aten.zero_.default:
             return args[0]._zero()
         if func is aten._foreach_zero_.default:
@@ -134,8 +135,10 @@ class FlatShard(Tensor):
         raise self._refusal("untyped_storage()", Use.COPY)
 
     def _refusal(self, what: str, use: Use) -> ShardAccessError:
+        of = self.label.partition(" ")[0]  # as of "gradient of 'fc.weight'"
+        kind = {"gradient": ShardKind.GRADIENT, "parameter": ShardKind.PARAMETER}.get(of, ShardKind.STATE)
         return ShardAccessError(
-            f"{what} on the {self.label}: it is sharded, {self.what_is_here()}. {REMEDIES[kind_of(self.label)][use]}"
+            f"{what} on the {self.label}: it is sharded, {self.what_is_here()}. {REMEDIES[kind][use]}"
         )
 
     def what_is_here(self) -> str:
@@ -150,19 +153,9 @@ class FlatShard(Tensor):
             return f"this rank holds {elements}, and other ranks none"
         return f"this rank holds {here} of its {whole} elements"
 
-    def same_range(self, other: FlatShard) -> bool:
-        """True if this rank's elements are those that ``other`` has."""
-        ranges = {(shard.start, shard._local.numel(), shard.order, shard.slice) for shard in (self, other)}
-        return self.shape == other.shape and len(ranges) == 1
-
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
         """Make a shard of the same range, with its elements in ``local``. ``dtype``: of the whole; None: this one's."""
         return FlatShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order, self.slice)
-
-    def _moved(self, options: Mapping[str, Any]) -> FlatShard:
-        """Copy to another device or dtype, as clients move an optimizer's state about."""
-        local = self.local.to(options.get("device"), options.get("dtype"), copy=True)
-        return self._of_same_range(local, options.get("dtype"))
 
     def _zero(self) -> FlatShard:
         if self.arrivals is not None:
@@ -177,7 +170,14 @@ class FlatShard(Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        _check_storage(self)
+        # DCP does not pass the storage on, but it is a local of a caller.
+        for writer in map(type, locals_of_callers("storage_writer", DCP_SAVER)):
+            if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in writer.__mro__):
+                raise ShardAccessError(
+                    f"the {self.label} is sharded, and {writer.__name__} keeps one piece of a tensor for each name and "
+                    "file: the others would be lost. Use DCP's file system storage, or zero_optim.checkpoint.save; of "
+                    "what that has written, `zero-optim export` makes Hugging Face's files"
+                )
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
@@ -258,43 +258,26 @@ REMEDIES: Mapping[ShardKind, Mapping[Use, str]] = {
         Use.COPY: f"To keep or save it, copy this rank's part: {_LOCAL}. No checkpoint has gradients",
     },
     ShardKind.PARAMETER: {
-        Use.NORM: _READ_PARAMETER,
-        Use.READ: _READ_PARAMETER,
+        **dict.fromkeys((Use.NORM, Use.READ, Use.VIEW), _READ_PARAMETER),
         Use.EDIT: "To write it, enter zero_optim.gather_parameters(model, writeback=True) on every rank",
-        Use.VIEW: _READ_PARAMETER,
         Use.COPY: "To save it, call zero_optim.checkpoint.save, or zero_optim.full_model_state_dict(model) for whole "
         f"weights, on every rank; to copy it, {_GATHER}",
     },
     ShardKind.STATE: {
-        Use.NORM: _WHOLE_STATE,
-        Use.READ: _WHOLE_STATE,
+        **dict.fromkeys((Use.NORM, Use.READ, Use.VIEW), _WHOLE_STATE),
         Use.EDIT: "To change it, load what zero_optim.full_state_dict(opt) gave, with your changes, by "
         "zero_optim.load_full_state_dict(opt, state)",
-        Use.VIEW: _WHOLE_STATE,
         Use.COPY: "To save it, call zero_optim.checkpoint.save, or zero_optim.full_state_dict(opt) for whole tensors, "
         "on every rank",
     },
 }
 
 _USES = {
-    "norm": Use.NORM,
-    "linalg_norm": Use.NORM,
-    "linalg_vector_norm": Use.NORM,
-    "_foreach_norm": Use.NORM,
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm"), Use.NORM),
+    **dict.fromkeys(("clone", "is_pinned", "pin_memory", "_pin_memory"), Use.COPY),
     "index": Use.VIEW,
-    "clone": Use.COPY,
-    "is_pinned": Use.COPY,
-    "pin_memory": Use.COPY,
-    "_pin_memory": Use.COPY,
 }
 """The use of operators whose signature does not show it."""
-
-
-def kind_of(label: str) -> ShardKind:
-    """Read the kind off a shard's label, such as "gradient of 'fc.weight'"."""
-    if label.startswith("gradient of "):
-        return ShardKind.GRADIENT
-    return ShardKind.PARAMETER if label.startswith("parameter ") else ShardKind.STATE
 
 
 def use_of(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shard: Tensor) -> Use:
@@ -371,14 +354,3 @@ def _parts(shard: FlatShard) -> Iterator[Rectangle]:
         if own is not None and own.cut is not None:
             offsets = tuple(at + own.offset * (dim == own.cut.dim) for dim, at in enumerate(offsets))
         yield replace(part, offsets=offsets, sizes=tensor_dims(part.sizes, order))
-
-
-def _check_storage(shard: FlatShard) -> None:
-    """Refuse Hugging Face's storage. DCP does not pass the storage on, but it is a local of a caller."""
-    for writer in map(type, locals_of_callers("storage_writer", DCP_SAVER)):
-        if any(kind.__name__ == "HuggingFaceStorageWriter" for kind in writer.__mro__):
-            raise ShardAccessError(
-                f"the {shard.label} is sharded, and {writer.__name__} keeps one piece of a tensor for each name and "
-                "file: the others would be lost. Use DCP's file system storage, or zero_optim.checkpoint.save; of what "
-                "that has written, `zero-optim export` makes Hugging Face's files"
-            )

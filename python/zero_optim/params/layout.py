@@ -92,8 +92,7 @@ class BucketLayout:
         """List, for each row of ``shard``, the index of the parameter that owns it; -1 for padding."""
         rows = [-1] * (self.shard_numel // ROW)
         for piece in self.pieces(shard):
-            first = piece.in_shard // ROW
-            count = -(-piece.numel // ROW)
+            first, count = piece.in_shard // ROW, -(-piece.numel // ROW)
             rows[first : first + count] = [piece.slot.param] * count
         return rows
 

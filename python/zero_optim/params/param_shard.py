@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,8 +19,12 @@ _PIPELINE_BACKWARD = "torch.distributed.pipelining._backward"
 _REMEDY = "enter zero_optim.gather_parameters(model) on every rank"
 
 
-class _Unsaved(FlatShard):
-    """A shard of a parameter. It cannot be pickled into a file, which would silently lack what other ranks hold."""
+class StateDictShard(FlatShard):
+    """The stand-in for a sharded parameter in ``state_dict()``.
+
+    It loads into the same rank's shard again, and ``torch.distributed.checkpoint`` takes it. It cannot be pickled into
+    a file, which would silently lack what other ranks hold.
+    """
 
     def _of_same_range(self, local: Tensor, dtype: torch.dtype | None = None) -> FlatShard:
         return StateDictShard(local, self.start, self.shape, self.label, dtype or self.dtype, self.order, self.slice)
@@ -34,13 +37,6 @@ class _Unsaved(FlatShard):
         )
 
 
-class StateDictShard(_Unsaved):
-    """The stand-in for a sharded parameter in ``state_dict()``.
-
-    It loads into the same rank's shard again, and ``torch.distributed.checkpoint`` takes it.
-    """
-
-
 def _of_plain(name: str) -> Any:
     """Make an attribute of ``ParamShard`` that is its plain parameter's."""
     return property(
@@ -50,7 +46,7 @@ def _of_plain(name: str) -> Any:
     )
 
 
-class ParamShard(_Unsaved):
+class ParamShard(StateDictShard):
     """A ``torch.nn.Parameter`` in all but its values, of which this rank holds a flat range.
 
     Gradient, hooks and ``requires_grad`` are those of ``plain``. A whole tensor, or the same shard, can be copied into
@@ -80,6 +76,11 @@ class ParamShard(_Unsaved):
             return args[0]._copy(args[1])
         if func is aten.zero_.default or func is aten._foreach_zero_.default:
             raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func), Use.EDIT)
+        if func is aten._to_copy.default:
+            raise ParameterError(
+                f"{args[0].label} is sharded: move or cast the model, or change its memory format, before "
+                "zero_optim.shard_module(model, ...)"
+            )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _refusal(self, what: str, use: Use) -> ShardAccessError:
@@ -111,15 +112,11 @@ class ParamShard(_Unsaved):
         self.plain.requires_grad_(requires_grad)
         return self
 
-    def _moved(self, options: Mapping[str, Any]) -> FlatShard:
-        raise ParameterError(
-            f"{self.label} is sharded: move or cast the model, or change its memory format, before "
-            "zero_optim.shard_module(model, ...)"
-        )
-
     def _copy(self, source: Tensor) -> ParamShard:
-        same = isinstance(source, FlatShard) and source.same_range(self)
-        if source.shape != self.shape or (isinstance(source, FlatShard) and not same):
+        # True if a shard has the elements that this rank has.
+        shards = (self, source) if isinstance(source, FlatShard) else (self,)
+        same = len({(shard.start, shard._local.numel(), shard.order, shard.slice) for shard in shards}) == 1
+        if source.shape != self.shape or not same:
             given = repr(source) if isinstance(source, FlatShard) else f"a tensor of shape {tuple(source.shape)}"
             raise ShardAccessError(
                 f"the {self.label} cannot take over {given}: give it a whole tensor of shape "

@@ -33,6 +33,7 @@ class ParameterSet:
         labels: of each parameter, in messages: its name where it has one, else place and shape.
         group_of: the number of each parameter's group.
         trained: the parameters that have a place in a bucket, by index.
+        frozen: the others, by index.
     """
 
     def __init__(self, groups: list[dict[str, Any]], model: nn.Module | None = None) -> None:
@@ -42,7 +43,7 @@ class ParameterSet:
         self.labels: list[str] = []
         self.group_of: list[int] = []
         self.trained: dict[int, Tensor] = {}
-        self._frozen: dict[int, Tensor] = {}
+        self.frozen: dict[int, Tensor] = {}
         self._sizes: list[int] = []  # of the groups
         self._model = None if model is None else weakref.ref(model)
         self._of_model: set[int] = set()  # indices of those that the model had when it, or they, became known
@@ -64,14 +65,12 @@ class ParameterSet:
         self._sizes = [len(group["params"]) for group in self.groups]
         self.group_of[:] = [number for number, group in enumerate(self.groups) for _ in group["params"]]
         self.relabel()
-        self._frozen = {index: p for index, p in enumerate(self.all) if index not in self.trained}
-        self._note_of_model(range(before, len(self.all)))
-        return list(range(before, len(self.all)))
-
-    def _note_of_model(self, indices: Iterable[int]) -> None:
+        self.frozen = {index: p for index, p in enumerate(self.all) if index not in self.trained}
+        new = list(range(before, len(self.all)))
         if self._model is not None and (model := self._model()) is not None:
             names = _names(model)
-            self._of_model.update(index for index in indices if id(self.all[index]) in names)
+            self._of_model.update(index for index in new if id(self.all[index]) in names)
+        return new
 
     def relabel(self) -> None:
         self.names[:] = own_names(self.groups)
@@ -85,14 +84,7 @@ class ParameterSet:
 
     def thawed(self) -> list[int]:
         """Parameters that are to be trained from now on: they require a gradient, or have one."""
-        return [index for index, p in self._frozen.items() if p.requires_grad or p.grad is not None]
-
-    def untrained(self) -> Iterable[Tensor]:
-        return self._frozen.values()
-
-    def train(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            self.trained[index] = self._frozen.pop(index)
+        return [index for index, p in self.frozen.items() if p.requires_grad or p.grad is not None]
 
     def indices_of(self, parameters: Tensor | Iterable[Tensor]) -> list[int]:
         """Find the indices, sorted. Raises ParameterError for a parameter that is not in the set."""
@@ -120,7 +112,7 @@ class ParameterSet:
                 )
             group["param_names"] = [names[id(plain_parameter(p))] for p in group["params"]]
         self._model = weakref.ref(model)
-        self._note_of_model(range(len(self.all)))
+        self._of_model.update(index for index, parameter in enumerate(self.all) if id(parameter) in names)
         self.relabel()
 
     def with_names(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -155,10 +147,8 @@ class ParameterSet:
         if model is None:
             return
         found = {index for index in self.trained if not used[index]} & self._of_model - self._found_unused
-        if not found:
-            return
         self._found_unused |= found
-        here = _names(model)
+        here = _names(model) if found else {}
         lost = [self.labels[index] for index in sorted(found) if id(self.all[index]) not in here]
         if lost:
             warnings.warn(
@@ -185,10 +175,13 @@ class ParameterSet:
 
     # -- one live optimizer a parameter --------------------------------------------------------------------------
 
-    def claim(self, indices: Iterable[int]) -> None:
+    def claim(self, indices: Iterable[int], trained: Iterable[int]) -> None:
+        """Claim these parameters, and train the ``trained`` ones from now on."""
         own = weakref.ref(self)  # a dropped optimizer must not keep its parameters claimed
         for index in indices:
             _set_of[self.all[index]] = own
+        for index in trained:
+            self.trained[index] = self.frozen.pop(index)
 
     def release(self) -> None:
         for parameter in self.all:
@@ -204,10 +197,8 @@ class Shardings:
         of_groups: the shardings of groups of experts, by the group's number.
     """
 
-    def __init__(
-        self, parameters: ParameterSet, main: Sharding, of_groups: Mapping[int, Sharding] | None = None
-    ) -> None:
-        self._parameters, self.main, self.of_groups = parameters, main, dict(of_groups or {})
+    def __init__(self, parameters: ParameterSet, main: Sharding, of_groups: Mapping[int, Sharding]) -> None:
+        self._parameters, self.main, self.of_groups = parameters, main, dict(of_groups)
 
     def of(self, index: int) -> Sharding:
         """Find the sharding of a parameter."""
@@ -260,23 +251,21 @@ class Shardings:
 
 def check_free(parameters: Sequence[Tensor], labels: Sequence[str], own: ParameterSet | None = None) -> None:
     """Raise ParameterError for a parameter that another live optimizer than that of ``own`` has."""
-    if not any(_other_of(parameter, own) for parameter in parameters):
+
+    def is_claimed(parameter: Tensor) -> bool:
+        return _set_of.get(parameter, lambda: None)() not in (None, own)
+
+    if not any(map(is_claimed, parameters)):
         return
     gc.collect()  # an optimizer that was dropped may still be alive in a reference cycle
     for parameter, label in zip(parameters, labels, strict=True):
-        if _other_of(parameter, own):
+        if is_claimed(parameter):
             raise ParameterError(
                 f"{label} is in another optimizer of zero_optim already: both would reduce its gradient. close() that "
                 "one first, or give each its own parameters"
                 if own
                 else f"{label} is in an optimizer of zero_optim already: call shard_module before making the optimizer"
             )
-
-
-def _other_of(parameter: Tensor, own: ParameterSet | None) -> ParameterSet | None:
-    other = _set_of.get(parameter)
-    alive: ParameterSet | None = None if other is None else other()
-    return alive if alive is not own else None
 
 
 @contextmanager

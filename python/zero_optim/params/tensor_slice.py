@@ -344,11 +344,6 @@ class Joint:
     dim: int
     blocks: tuple[tuple[int, ...], ...]
 
-    @property
-    def ranks(self) -> int:
-        """Number of slices."""
-        return len(self.blocks[0])
-
     def slices_of(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """List a rank's parts: the start in the whole, the start in the slice, and the length, along ``dim``."""
         in_whole = in_slice = 0

@@ -126,7 +126,7 @@ def joined_slices(number: int, own: Whole, cost: int, rank: int) -> Joined:
     here = [MatrixPiece(number, own, joint.dim, start, length) for _, start, length in joint.slices_of(rank) if length]
     there = [
         (other, MatrixPiece(0, whole, joint.dim, start, length))
-        for other in range(joint.ranks)
+        for other in range(len(joint.blocks[0]))
         for start, _, length in joint.slices_of(other)
         if length
     ]

@@ -161,11 +161,6 @@ class BackwardsDue:
         self._begun += 1
         self._by_part |= by_part
 
-    def backward_ended(self) -> None:
-        self.count -= 1
-        if self.count <= 0:  # a re-entrant checkpoint makes none due, and takes a cycle all the same
-            self.reset()
-
     def reset(self) -> None:
         """Let no backward be due: the gradients were applied."""
         self.count = self._begun = 0

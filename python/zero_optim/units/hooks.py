@@ -60,14 +60,17 @@ class _Hook:
 class BeforeForward(_Hook):
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.unit.state is not UnitState.GATHERED and _in_transform():
-            raise ShardAccessError(
-                f"{self.unit.label} was called within a transform of torch.func, such as grad, jvp or vmap, while it "
-                "is sharded: gathers cannot be a part of one. Enter zero_optim.gather_parameters(model) around the "
-                "transform, on every rank"
-            )
-        given = (args, kwargs, _in_attributes(self.unit.modules))
-        made = list(_made_by_autograd(given))
+        torch_func = torch._C._functorch
+        if self.unit.state is not UnitState.GATHERED and torch_func.maybe_current_level() is not None:
+            # A gather can be a part of ``vmap`` without gradients, as parameters are not mapped.
+            vmap = torch_func.TransformType.Vmap
+            if torch.is_grad_enabled() or any(level.key() != vmap for level in torch_func.get_interpreter_stack()):
+                raise ShardAccessError(
+                    f"{self.unit.label} was called within a transform of torch.func, such as grad, jvp or vmap, while "
+                    "it is sharded: gathers cannot be a part of one. Enter zero_optim.gather_parameters(model) around "
+                    "the transform, on every rank"
+                )
+        made = list(_made_by_autograd(self.unit, args, kwargs))
         caller = None if in_backward() else self.schedule.calls.caller_of(self.unit)
         if caller is not None:
             for node in dict.fromkeys(tensor.grad_fn for tensor in made):
@@ -76,15 +79,6 @@ class BeforeForward(_Hook):
         self.unit.given = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in made}
         self.unit.began = _get_sequence_nr()
         self.schedule.before_forward(self.unit, part=self.part)
-
-
-def _in_transform() -> bool:
-    """True within a transform of torch.func that a gather cannot be a part of."""
-    if torch._C._functorch.maybe_current_level() is None:
-        return False
-    # A gather can be a part of ``vmap`` without gradients, as parameters are not mapped.
-    levels = torch._C._functorch.get_interpreter_stack()
-    return torch.is_grad_enabled() or any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 class _BackIn(_Hook):
@@ -105,9 +99,19 @@ class AfterForward(_Hook):
         # A view of parameters must not outlive them. The root's parameters stay until its backward, where one follows.
         root = self.unit is self.schedule.units[0]
         if self.unit.state is UnitState.UNSHARDED and not (root and torch.is_grad_enabled()):
-            self._check_returned(output)
+            own = {flat.full.untyped_storage()._cdata for flat in self.unit.flats}
+            for tensor in tensors_in(output):
+                plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+                if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                    continue
+                if tensor.untyped_storage()._cdata in own:
+                    raise ZeroOptimError(
+                        f"the forward of {self.unit.label} returned a parameter, or a view of one, of shape "
+                        f"{tuple(tensor.shape)}: its memory is about to be freed. Return a .clone(), or make no unit "
+                        "of it"
+                    )
         nodes = set()
-        for tensor in _made_by_autograd((output, args, kwargs, _in_attributes(self.unit.modules))):
+        for tensor in _made_by_autograd(self.unit, output, args, kwargs):
             given, version = self.unit.given.get(id(tensor), (None, 0))
             # A tensor that is gone may have left its id to this one.
             as_given = given is not None and given() is tensor and version == tensor._version
@@ -117,18 +121,6 @@ class AfterForward(_Hook):
         for node in nodes:
             node.register_prehook(lambda grads: self.schedule.before_backward(self.unit))
         self.schedule.after_forward(self.unit, requires_grad=bool(nodes), part=self.part)
-
-    def _check_returned(self, output: Any) -> None:
-        own = {flat.full.untyped_storage()._cdata for flat in self.unit.flats}
-        for tensor in tensors_in(output):
-            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-            if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-                continue
-            if tensor.untyped_storage()._cdata in own:
-                raise ZeroOptimError(
-                    f"the forward of {self.unit.label} returned a parameter, or a view of one, of shape "
-                    f"{tuple(tensor.shape)}: its memory is about to be freed. Return a .clone(), or make no unit of it"
-                )
 
 
 class ForwardEnded(_Hook):
@@ -206,40 +198,33 @@ def watch_parts(units: Sequence[Unit], schedule: UnitSchedule) -> None:
 
 def watch_part(module: nn.Module, name: str, unit: Unit, schedule: UnitSchedule) -> None:
     """Let a call of a method of ``module`` gather ``unit``, which it is in."""
-    part = StandIn(module, name, _Part(module, unit, schedule))
-    unit.parts.append(part)
-    part.watch()
+    whole = _has_all(module, schedule.units)  # a call of it is a forward of the root
+    inner = schedule.units[1:] if whole else []
+    before = BeforeForward(schedule, unit, part=not whole)
+    ended = ForwardEnded(schedule, unit, part=not whole)
+    after = AfterForward(schedule, unit, part=not whole)
 
-
-class _Part:
-    """Calls a method of ``module`` with the parameters of ``unit`` gathered."""
-
-    def __init__(self, module: nn.Module, unit: Unit, schedule: UnitSchedule) -> None:
-        self._module, self._unit, self._schedule = module, unit, schedule
-        whole = _has_all(module, schedule.units)  # a call of it is a forward of the root
-        self._inner = schedule.units[1:] if whole else []
-        self._before = BeforeForward(schedule, unit, part=not whole)
-        self._ended = ForwardEnded(schedule, unit, part=not whole)
-        self._after = AfterForward(schedule, unit, part=not whole)
-
-    def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._must_gather():
+    def call_gathered(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or unit in schedule.calls.running
+            or unit.state is UnitState.GATHERED
+            # The modules of the root itself within it are parts of their own.
+            or (inner and all(of.state is UnitState.GATHERED for of in inner))
+            or (in_backward() and unit.state is UnitState.UNSHARDED)  # a checkpoint within it computes again
+        ):
             return method(*args, **kwargs)
         try:
-            self._before(self._module, args, kwargs)
+            before(module, args, kwargs)
             output = method(*args, **kwargs)
         finally:
-            self._ended()
-        self._after(self._module, args, kwargs, output)
+            ended()
+        after(module, args, kwargs, output)
         return output
 
-    def _must_gather(self) -> bool:
-        unit = self._unit
-        if unit in self._schedule.calls.running or unit.state is UnitState.GATHERED:
-            return False
-        if self._inner and all(inner.state is UnitState.GATHERED for inner in self._inner):
-            return False  # the modules of the root itself within it are parts of their own
-        return not (in_backward() and unit.state is UnitState.UNSHARDED)  # a checkpoint within it computes again
+    part = StandIn(module, name, call_gathered)
+    unit.parts.append(part)
+    part.watch()
 
 
 def _has_all(module: nn.Module, units: Sequence[Unit]) -> bool:
@@ -302,22 +287,18 @@ def tensors_in(thing: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
                 yield from tensors_in(value, seen)
 
 
-def _in_attributes(modules: Iterable[nn.Module]) -> list[object]:
-    """Collect attributes that may hold tensors, as a mixture of experts' balance loss. Large ones are left out."""
-    return [
+def _made_by_autograd(unit: Unit, *things: Any) -> Iterator[Tensor]:
+    """Yield the tensors in ``things`` and in attributes of the unit's modules that have a graph, and the bases of views
+    among them: a view that is changed in place gets another node, and its base keeps the one it has."""
+    in_attributes = [  # as a mixture of experts' balance loss; large ones are left out
         value
-        for module in modules
+        for module in unit.modules
         for values in (vars(module), module._buffers)
         for name, value in values.items()
         if name not in _MODULES_OWN
         and (isinstance(value, Tensor) or (isinstance(value, list | tuple | dict) and len(value) <= _FEW))
     ]
-
-
-def _made_by_autograd(thing: Any) -> Iterator[Tensor]:
-    """Yield the tensors in ``thing`` that have a graph, and the bases of views among them: a view that is changed in
-    place gets another node, and its base keeps the one it has."""
-    for tensor in tensors_in(thing):
+    for tensor in tensors_in((*things, in_attributes)):
         for made in (tensor, tensor._base):
             if made is not None and made.grad_fn is not None:
                 yield made

@@ -44,13 +44,6 @@ class Orders:
         """Learn the orders again, from the next forwards of the root."""
         self.known = Known.NOTHING
 
-    def forget_calls(self) -> None:
-        self.called, self.ended = [], []
-
-    def is_wanted(self, *, trains: bool) -> bool:
-        """True if the ranks are to agree after this forward of the root."""
-        return self.known is Known.NOTHING or (trains and self.known is Known.FORWARD)
-
     def agree(self, *, trains: bool) -> None:
         """Collective. Take rank 0's order, and add the units to it that only other ranks, or none, have used."""
         number = {unit: index for index, unit in enumerate(self._units)}
@@ -110,13 +103,10 @@ def merged(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit
     In ``orders``, and in ``known``, which is ``nested``, a unit comes before its inner units. So it does in the result,
     with no outside unit in between: the units around a unit stay unsharded on the way to it.
     """
-    used = {unit for order in orders for unit in order}
-    return _complete(orders[0] if used <= set(orders[0]) else _agreeing(orders, known), known)
-
-
-def _agreeing(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[Unit]:
-    """List every unit that any rank has, once: after the units that it first follows on any rank, else as ``known``."""
     before: dict[Unit, set[Unit]] = {unit: set() for order in orders for unit in order}
+    if before.keys() <= set(orders[0]):
+        return _complete(orders[0], known)
+    # Every unit that any rank has comes once: after the units that it first follows on any rank, else as ``known``.
     for order in orders:
         for earlier, later in itertools.pairwise(dict.fromkeys(order)):
             before[later].add(earlier)
@@ -126,7 +116,7 @@ def _agreeing(orders: Sequence[Sequence[Unit]], known: Sequence[Unit]) -> list[U
         ready = [unit for unit in left if before[unit].issubset(agreed)]
         agreed.append((ready or left)[0])  # none is ready where ranks contradict each other
         left.remove(agreed[-1])
-    return nested(agreed)
+    return _complete(nested(agreed), known)
 
 
 def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
@@ -149,14 +139,11 @@ def _complete(order: Sequence[Unit], known: Sequence[Unit]) -> list[Unit]:
         beside = [other for other in known[:place] if around_of[other] == around]
         at = 0
         if beside:
-            at = 1 + _last(complete, beside[-1])
+            at = len(complete) - complete[::-1].index(beside[-1])  # behind its last call
             while at < len(complete) and beside[-1] in complete[at].enclosing:
                 at += 1
         elif around:
-            at = 1 + _last(complete, max(around, key=lambda outer: len(outer.enclosing)))
+            innermost = max(around, key=lambda other: len(other.enclosing))
+            at = len(complete) - complete[::-1].index(innermost)
         complete.insert(at, unit)
     return complete
-
-
-def _last(order: Sequence[Unit], unit: Unit) -> int:
-    return len(order) - 1 - order[::-1].index(unit)

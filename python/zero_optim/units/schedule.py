@@ -24,7 +24,7 @@ from ..params.flat_params import FlatParams
 from ..recovery import BackwardWatch, Owing, all_of, complete_raised
 from ..user_thread import UserThread
 from .cycle import BackwardsDue, Calls, Cycle, Pass, Prefetch
-from .order import Orders
+from .order import Known, Orders
 from .unit import Unit, UnitState
 
 
@@ -119,7 +119,7 @@ class UnitSchedule(Owing):
         root_alone_by_part = self.calls.by_part and self.cycle.position == 0
         if not (self.cycle.direction is Pass.FORWARD and root_alone_by_part):
             self._complete_open()
-        self.orders.forget_calls()
+        self.orders.called, self.orders.ended = [], []
         self.calls.running.clear()  # they have raised, and no hook has ended them
         # The model may be moved or cast while an evaluation has left units unsharded.
         moved = [label for unit in self.units for label in unit.moved()]
@@ -147,8 +147,8 @@ class UnitSchedule(Owing):
         self.orders.ended.append((unit, requires_grad or checkpointed))
         if unit is self.units[0] and not self.calls.in_root:
             self._complete_open()
-            trains = self.calls.trains
-            if self.orders.is_wanted(trains=trains):
+            trains, known = self.calls.trains, self.orders.known
+            if known is Known.NOTHING or (trains and known is Known.FORWARD):
                 self.orders.agree(trains=trains)
                 for listener in self.listeners if trains else ():
                     listener.order_known()
@@ -288,14 +288,13 @@ class UnitSchedule(Owing):
     # -- cycles --------------------------------------------------------------------------------------------------
 
     def _begin_cycle(self, direction: Pass) -> None:
+        self.cycle.begin(direction, self.orders.backward if direction is Pass.BACKWARD else self.orders.forward)
         if direction is Pass.BACKWARD:
-            self.cycle.begin(direction, self.orders.backward)
             self._over.clear()
             return
-        self.cycle.begin(direction, self.orders.forward)
         self.calls.cycle_begins()
         if self.calls.by_part:
-            self.orders.forget_calls()  # a model that is called by parts alone agrees on no order
+            self.orders.called, self.orders.ended = [], []  # a model that is called by parts alone agrees on no order
         self.due.forward_begins(by_part=self.calls.by_part)
         for unit in self.units:
             if unit.state is UnitState.NODE_SHARDED:  # no backward came, and shards may have been written since
@@ -311,7 +310,9 @@ class UnitSchedule(Owing):
         self._close(self.cycle.open)
         self.cycle.direction = None
         if direction is Pass.BACKWARD:
-            self.due.backward_ended()
+            self.due.count -= 1
+            if self.due.count <= 0:  # a re-entrant checkpoint makes none due, and takes a cycle all the same
+                self.due.reset()
         elif self.calls.trains:
             self.due.count += 1
 

@@ -33,6 +33,7 @@ class ShardedModel:
             another.
         host_memory: where shards rest; None: on the device.
         lanes: those on which shards are copied from there.
+        offload: whether shards rest in host memory.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class ShardedModel:
     ) -> None:
         self._process_group = weakref.ref(process_group) if process_group is not None else None
         self.model, self.units, self.sharding, self.schedule = model, list(units), sharding, schedule
-        self.host_memory, self.lanes = host_memory, lanes
+        self.host_memory, self.lanes, self.offload = host_memory, lanes, host_memory is not None
         self.sharded = sharding.shard_count > 1 or self.offload
         for unit in units:
             for parameter in unit.parameters:
@@ -65,11 +66,6 @@ class ShardedModel:
 
     def __del__(self) -> None:
         self.sharding.world.close()
-
-    @property
-    def offload(self) -> bool:
-        """True if shards rest in host memory."""
-        return self.host_memory is not None
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
@@ -90,12 +86,8 @@ class ShardedModel:
                 kinds = [wanted.get(id(parameter)) for parameter in flat.params]
                 if len(set(kinds)) > 1 or (kinds[0] is not None and not flat.trained):
                     self._split(unit, flat, kinds)
-        return [
-            flat
-            for unit in self.schedule.orders.over
-            for flat in unit.flats
-            if any(id(parameter) in wanted for parameter in flat.params)
-        ]
+        flats = [flat for unit in self.schedule.orders.over for flat in unit.flats]
+        return [flat for flat in flats if any(id(parameter) in wanted for parameter in flat.params)]
 
     def _split(self, unit: Unit, flat: FlatParams, kinds: Sequence[Hashable]) -> None:
         """Collective. Give the parameters of each kind in ``flat`` a flat tensor of their own; None: frozen ones."""

@@ -185,7 +185,7 @@ class Unit:
             for flat in self.flats:
                 flat.keep_edits(unseen=unseen)
 
-    # -- what the modules hold -----------------------------------------------------------------------------------
+    # -- what the modules hold, and calls of what is within ------------------------------------------------------
 
     def show(self, module: nn.Module | None = None, *, plain: bool) -> None:
         """Let ``module``, or every one, hold plain parameters, or else shards."""
@@ -202,8 +202,6 @@ class Unit:
                 )
             # setattr would check, and find that a shard is no nn.Parameter
             held[place.name] = place.plain if plain else place.shard  # type: ignore[assignment]
-
-    # -- calls of what is within -----------------------------------------------------------------------------------
 
     def watch_parts(self) -> None:
         """Let a call of a part stand in for a forward of the unit: none is running."""
