@@ -210,7 +210,7 @@ class Bucket:
         if accumulate:
             self._drop_stale()
         elif self.arrivals.in_flight:  # nothing is wanted of what arrives
-            self.arrivals.then(partial(_zero, self.grad_shard))
+            self.arrivals.then(self.grad_shard.zero_)
             accumulate = True
         else:
             self._use_new_memory_if_kept()
@@ -235,11 +235,11 @@ class Bucket:
         del sources, found  # what was packed goes before memory is taken to receive into
         allocate(self.grad_buffer)
         # With state on the host, what was copied there of this shard is about to be out of date.
-        if self.follower is not None:
-            self.follower.reduction_begins()
+        if (follower := self.follower) is not None:
+            follower.reduction_begins()
         with span("reduce_scatter", self):
             handle = self._reduce(full, self.grad_shard, lend, accumulate=accumulate)
-        if (follower := self.follower) is not None:
+        if follower is not None:
             # On a GPU a stream beside this one takes the sum as it arrives. Else the host does, when it has waited.
             taken = follower.reduction_launched(handle)
         for buffer in lent:
@@ -260,13 +260,6 @@ class Bucket:
     def written(self) -> bool:
         """True if the user has written into gradients, in place, since ``note_writes``."""
         return self.shown.writes() != self._writes_known
-
-    def wait(self) -> None:
-        self.arrivals.wait()
-
-    def arrives_within(self, seconds: float) -> bool:
-        """True if every reduction arrives within ``seconds``. On CUDA the host need not know."""
-        return self.arrivals.arrives_within(seconds)
 
     def counted(self) -> list[Tensor]:
         """List the parts of ``grad_shard`` that this rank counts in a norm: as a rule all of it. Gaps are zero."""
@@ -324,7 +317,7 @@ class Bucket:
         if self.state is not GradState.EMPTY:
             # With averages the rest of ``grad_buffer`` means nothing, and a collective may still read it.
             buffer = self.grad_shard if self.state is GradState.REDUCED else self.grad_buffer
-            self.arrivals.then(partial(_zero, buffer) if unless is None else partial(_keep_where, buffer, unless))
+            self.arrivals.then(buffer.zero_ if unless is None else partial(_keep_where, buffer, unless))
         for _, grad in self.slots.scan(self.handles()).local if unless is None else ():
             local_of(grad).detach_().zero_()
 
@@ -339,8 +332,8 @@ class Bucket:
         if stale := self.slots.stale:
             # One kernel where all of it goes, as after ``module.zero_grad()``; else one for each slot.
             whole = len(stale) == len(self.params)
-            parts = [self.grad_shard] if whole else [self._part_of(index) for index in stale]
-            self.arrivals.then(partial(_zero, *parts))
+            for part in [self.grad_shard] if whole else map(self._part_of, stale):
+                self.arrivals.then(part.zero_)
 
     def _drop_zeroed(self, zeroed: Sequence[tuple[int, Tensor]]) -> None:
         """Zero the averages of local gradients that were zeroed in place: ``.grad`` did not show them."""
@@ -433,11 +426,6 @@ def _poison_beside(shard: Tensor, full: Tensor) -> None:
     kept = shard.clone()
     full.fill_(torch.nan)
     shard.copy_(kept)
-
-
-def _zero(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        tensor.zero_()
 
 
 def _keep_where(tensor: Tensor, keep: Tensor) -> None:

@@ -63,7 +63,7 @@ class Buckets:
     def use(self, parts: Sequence[Sequence[int]], buckets: Sequence[Bucket]) -> None:
         """Use these buckets from now on. Their gradients stay where they are."""
         for bucket in self.all:  # ``release_parameters`` leaves them their arrivals
-            bucket.wait()
+            bucket.arrivals.wait()
         self.parts, self.all = [list(part) for part in parts if part], list(buckets)
         device = self._sharding.device
         slots = [slot for bucket in buckets for slot in bucket.layout.slots]
@@ -88,7 +88,7 @@ class Buckets:
     def lay_out(self, *parts: Sequence[int]) -> None:
         """Build all buckets for ``parts``. Collective where there are reduced gradients, which move along."""
         for bucket in self.all:
-            bucket.wait()
+            bucket.arrivals.wait()
             bucket.unsharding.wait()
         reduced = [bucket for bucket in self.all if bucket.state is GradState.REDUCED]
         device = self._sharding.device

@@ -159,10 +159,15 @@ class Reducer:
         if number < self.rounds.next:
             self.late.add(index)
             return
-        if self._schedule is not None:
-            _check_shown(bucket, slot)
+        if self._schedule is not None and bucket.flat.sharded and not bucket.flat.shown:
+            raise ZeroOptimError(
+                f"the gradient of {bucket.label(slot)} was computed while its unit was sharded, and is worthless: a "
+                "gradient came into the unit by another way than what its forward returned, changed or left in "
+                "attributes. Return that tensor from the unit's forward"
+            )
         if self._reduces:
-            self.rounds.note(index, parameter.grad)
+            # As autograd has left it: a change from here on is the user's. No local name may keep the gradient below.
+            self.rounds.came[index] = -1 if parameter.grad is None else parameter.grad._version
             if bucket.slots.bucket_state is GradState.REDUCED:
                 bucket.slots.added(slot)
         if self._readiness.gradient_ready(index, number):
@@ -291,22 +296,19 @@ class Reducer:
                 assigned |= bucket.follow_edits().assigned
             self.leftover = set() if self.late else assigned
             if self._counts.learned is not Learned.ALL:
-                self._learn()
+                # Collective. Agree on readiness, and lay the buckets out in the order that rank 0 has seen.
+                reports = merged(self._counts.observation(), self.sharding, len(self.labels))
+                order = self._counts.agree(reports, self.layout.order)
+                if order is None:
+                    self._readiness.use(self.buckets)
+                else:
+                    self.lay_out(order)
+                LOGGER.info("learned when gradients become ready: %d buckets leave in that order", len(self.buckets))
         for bucket in self.buckets:
-            bucket.wait()
+            bucket.arrivals.wait()
             bucket.note_writes()  # what comes from here on is the user's
         self.rounds.deallocate_idle_buffers()
         return self.layout.used()
-
-    def _learn(self) -> None:
-        """Collective. Agree on readiness, and lay the buckets out in the order that rank 0 has seen."""
-        reports = merged(self._counts.observation(), self.sharding, len(self.labels))
-        order = self._counts.agree(reports, self.layout.order)
-        if order is None:
-            self._readiness.use(self.buckets)
-        else:
-            self.lay_out(order)
-        LOGGER.info("learned when gradients become ready: %d buckets leave in that order", len(self.buckets))
 
     def unapplied(self) -> list[str]:
         """Name the parameters with gradients that no step has applied."""
@@ -397,8 +399,8 @@ class Reducer:
                 self.rounds.complete_all_raised()
             for bucket in self.buckets if collective else ():
                 bucket.unsharding.wait()
-                if bucket.arrives_within(PATIENCE_SECONDS):
-                    bucket.wait()
+                if bucket.arrivals.arrives_within(PATIENCE_SECONDS):
+                    bucket.arrivals.wait()
         except RuntimeError:  # whoever closes after an error has seen it
             self._abandon()
         if self._schedule is not None:  # only now: it calls us for units that are over while the round is completed
@@ -472,12 +474,3 @@ class GradHooks:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
-
-
-def _check_shown(bucket: Bucket, slot: int) -> None:
-    if bucket.flat.sharded and not bucket.flat.shown:
-        raise ZeroOptimError(
-            f"the gradient of {bucket.label(slot)} was computed while its unit was sharded, and is worthless: a "
-            "gradient came into the unit by another way than what its forward returned, changed or left in "
-            "attributes. Return that tensor from the unit's forward"
-        )

@@ -317,16 +317,16 @@ class Shown:
             return True
         if any(max(map(sys.getrefcount, inner), default=0) > _ALONE + 1 for inner in self._inner):
             return True
-        return any(self._some_kept(tensors) for tensors in (self.full, self._terms, self.shards))
-
-    def _some_kept(self, tensors: Sequence[Tensor]) -> bool:
-        references = [*map(sys.getrefcount, tensors)]
-        uses = [*map(references_in_cpp, tensors)]  # all references in Python are one of these
-        if max(references, default=0) <= _ALONE and max(uses, default=0) <= 1:
-            return False  # the common case: not even ``.grad`` refers to one
-        in_grad = [p.grad is tensor for p, tensor in zip(self._params, tensors, strict=True)]
-        found = zip(in_grad, references, uses, strict=True)
-        return any(count > _ALONE + here or in_cpp > 1 + here for here, count, in_cpp in found)
+        for tensors in (self.full, self._terms, self.shards):
+            references = [*map(sys.getrefcount, tensors)]
+            uses = [*map(references_in_cpp, tensors)]  # all references in Python are one of these
+            if max(references, default=0) <= _ALONE and max(uses, default=0) <= 1:
+                continue  # the common case: not even ``.grad`` refers to one
+            in_grad = [p.grad is tensor for p, tensor in zip(self._params, tensors, strict=True)]
+            found = zip(in_grad, references, uses, strict=True)
+            if any(count > _ALONE + here or in_cpp > 1 + here for here, count, in_cpp in found):
+                return True
+        return False
 
 
 def _flat_shards(

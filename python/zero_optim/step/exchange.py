@@ -177,7 +177,7 @@ class Exchange:
             vector.named_counts[index].fill_(1.0)
         self.nonfinite.report(vector.reports, *own.flags)
         self.sharding.world.exchange(vector.all, maximum=own.norm_type == math.inf)
-        if self._reads_alarms():
+        if self._alarms and not is_capturing(self.sharding.device):
             vector.alarms.on_host.send()
             self._own_reasons = own.reasons
             # The host does not wait for a GPU, but for one case: a rank that has an alarm itself must know whether to
@@ -188,9 +188,6 @@ class Exchange:
                 self._raised = vector.alarms.read_first_raised()
         torch.gt(vector.use(), 0, out=self.used)
         self.state, self.norm_type = Exchanged.COUNTED if own.stats else Exchanged.USED, own.norm_type
-
-    def _reads_alarms(self) -> bool:
-        return bool(self._alarms) and not is_capturing(self.sharding.device)  # a replayed graph has no host to raise
 
     def combine_stages(
         self, norm_type: float | None, *, fresh: bool, stats: bool, inverse_scale: Tensor | None
@@ -217,15 +214,16 @@ class Exchange:
 
     def check_alarms(self) -> None:
         """Raise the last step's alarm, if any. A GPU's report has arrived; else the host is a step ahead and waits."""
-        if not self._reads_alarms():
+        if not self._alarms or is_capturing(self.sharding.device):  # a replayed graph has no host to raise
             return
         alarm, self._raised = self._raised or self._vector.alarms.read_first_raised(), None
         if alarm is not None:
             named = [index for index, count in enumerate(self._vector.named_counts.tolist()) if count > 0]
             names = ", ".join(self.labels[index] for index in named) or "a parameter"
-            dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
+            dtypes = sorted({str(self._parameters[index].dtype) for index in named if index in self._parameters})
+            own = "; ".join(self._own_reasons.get(alarm.name, ()))
             self.outdate()
-            raise alarm.error(names, " or ".join(sorted(dtypes)), self._own_reasons.get(alarm.name, ()))
+            raise alarm.kind(own or alarm.message.format(names=names, dtypes=" or ".join(dtypes)))
 
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in ``found_inf``. A raised alarm always skips the step; a non-finite gradient does if asked."""

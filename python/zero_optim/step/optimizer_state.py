@@ -110,7 +110,7 @@ class OptimizerState:
         self.shards: list[ShardState] = []
         self._finds_edits = "edits" in debug_options()
         self._aside: list[tuple[Bucket, Tensor]] = []  # parameters, while their averages are shown
-        self._batches: list[ShardBatch] = []  # of the shards, in the order in which they are updated
+        self._batches: list[ShardBatch] = []  # of the shards, in the order in which the next forward wants them
         self.started = False  # whether state may differ from what it is at construction
         self._versions = Versions()
 
@@ -118,12 +118,8 @@ class OptimizerState:
         """Make state for new buckets, whose parameters come last in ``parameters``."""
         self.refresh_edited()
         self.shards += [self._shard_state(bucket) for bucket in buckets]
-        self._follow_shards()
-        self._record_versions()
-
-    def _follow_shards(self) -> None:
-        # In the order in which the next forward wants the parameters.
         self._batches = batches_of(self.shards[::-1], self.lost)
+        self._record_versions()
 
     def close(self, *, wait: bool = True) -> None:
         """Release all state. ``wait``: for copies to and from the host."""
@@ -220,7 +216,7 @@ class OptimizerState:
                     with self.lost.recording(shard):
                         _fill(shard, tensor, full, parts)
             old.pop().release()  # before the next moves: not all old state and all new state is there together
-        self._follow_shards()
+        self._batches = batches_of(self.shards[::-1], self.lost)
         self._store.use_room()  # old pages and new ones were there together
         self.raise_lost_together()
 

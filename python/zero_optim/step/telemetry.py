@@ -99,18 +99,17 @@ class Measured:
 
     Args:
         on_host: whether they are updated, and measured, in host memory.
+
+    Attributes:
+        updated: [parameters] bool, which ones the step has updated; None: there was no step.
     """
 
     def __init__(
         self, states: OptimizerState, parameters: ParameterSet, shardings: Shardings, *, on_host: bool
     ) -> None:
         self._states, self._parameters, self._shardings, self._on_host = states, parameters, shardings, on_host
-        self._updated: Tensor | None = None  # [parameters] bool; None: there was no step
+        self.updated: Tensor | None = None
         self._chunks: WeakKeyDictionary[ShardState, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
-
-    def after_step(self, updated: Tensor) -> None:
-        """Record which parameters the step has updated: [parameters] bool."""
-        self._updated = updated
 
     def row_stats(self, *, on_host: bool) -> list[Tensor]:
         """List the measurements on the device, or in host memory."""
@@ -120,7 +119,7 @@ class Measured:
 
     def free(self) -> None:
         """Free the device's memory: the optimizer falls asleep. The measurements are lost."""
-        self._updated = None
+        self.updated = None
         for stats in self.row_stats(on_host=False):
             deallocate(stats)
 
@@ -143,8 +142,8 @@ class Measured:
         if over_ranks:
             sums, here = self._over_ranks(sums), set(self._parameters.trained)
         updated = torch.zeros(count, dtype=torch.bool, device=device)
-        if self._updated is not None:  # without the parameters that were added since that step
-            updated[: len(self._updated)].copy_(self._updated)
+        if self.updated is not None:  # without the parameters that were added since that step
+            updated[: len(self.updated)].copy_(self.updated)
         numbers = torch.cat([sums[:, :_LARGEST].sqrt(), sums[:, _LARGEST:_ELEMENTS]], dim=1)
         numbers[:, _ZEROS] /= sums[:, _ELEMENTS].clamp(min=1)
         wanted = sorted(here)
