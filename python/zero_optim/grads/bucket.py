@@ -84,7 +84,7 @@ class Bucket:
         self.unsharding = Unsharding(layout, flat, labels, sharding)
         self.follower: Follower | None = None
         self.slots = Slots(self.params)
-        self.packing = Packing(layout, flat, labels, sharding, self.slots.refused)
+        self.packing = Packing(layout, flat, labels, sharding)
         # Without a grid the shard group's reduce-scatter is the whole reduction: one call less on the way to it.
         whole = sharding.grid is None and sharding.shard_count > 1
         self._reduce = sharding.data_parallel.reduce_scatter if whole else sharding.reduce
@@ -301,6 +301,7 @@ class Bucket:
     def clear(self) -> None:
         """Drop every gradient; at stage 3 their memory, too."""
         self.slots.clear()
+        self.packing.refused.clear()
         if self.flat.sharded:
             self.leave_memory()
             deallocate(self.grad_buffer)

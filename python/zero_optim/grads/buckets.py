@@ -111,7 +111,7 @@ class Buckets:
             self._move_gradients(reduced.pop(0))
         for param in refused.keys() & self.slot_of.keys():
             bucket, _, index = self.slot_of[param]
-            bucket.slots.refused[index] = refused[param]
+            bucket.packing.refused[index] = refused[param]
 
     def _move_gradients(self, old: Bucket) -> None:
         """Collective. Copy this rank's part of every reduced gradient in ``old`` into the bucket that has it now."""
@@ -176,8 +176,8 @@ class Buckets:
     @property
     def refused(self) -> dict[int, str]:
         """By parameter index, why this rank could not use a gradient."""
-        slots = [(bucket, index) for bucket in self.all for index in bucket.slots.refused]
-        return {bucket.layout.slots[index].param: bucket.slots.refused[index] for bucket, index in slots}
+        slots = [(bucket, index) for bucket in self.all for index in bucket.packing.refused]
+        return {bucket.layout.slots[index].param: bucket.packing.refused[index] for bucket, index in slots}
 
     def used(self) -> bytearray:
         """One byte a parameter index: 1 where this rank has put a gradient for it into its bucket."""

@@ -33,16 +33,9 @@ class Packing:
         refused: by slot, why this rank's gradient was left out. The others' count, and the exchange raises on all.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        flat: FlatParams,
-        labels: Sequence[str],
-        sharding: Sharding,
-        refused: dict[int, str],
-    ) -> None:
+    def __init__(self, layout: BucketLayout, flat: FlatParams, labels: Sequence[str], sharding: Sharding) -> None:
         self._layout, self._flat, self._labels, self._sharding = layout, flat, labels, sharding
-        self.refused = refused
+        self.refused: dict[int, str] = {}
         self.nonfinite = torch.zeros(len(flat.params), dtype=torch.int32, device=flat.device)
         self.terms: set[int] = set()
         self._marked = [i for i, p in enumerate(flat.params) if sharding.of_plain_slices and is_term(p)]

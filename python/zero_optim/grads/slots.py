@@ -81,7 +81,6 @@ class Slots:
     Attributes:
         bucket_state: where the gradients are.
         used: one byte a slot, 1 where this rank has put a gradient of it into the bucket.
-        refused: by slot, why this rank's gradient was left out. The others' count, and the exchange raises on all.
         stale: the slots in that state.
     """
 
@@ -91,7 +90,6 @@ class Slots:
         # with its handle.
         self.bucket_state = GradState.EMPTY
         self.used = bytearray(len(params))
-        self.refused: dict[int, str] = {}
         self.stale: set[int] = set()
         self._taken: dict[int, _LocalGrad | None] = {}
         self._touched: set[int] = set()  # TAKEN slots that the running backward has added to
@@ -211,7 +209,6 @@ class Slots:
             parameter.grad = None
         self.bucket_state = GradState.EMPTY
         self.used = bytearray(len(self._params))
-        self.refused.clear()
         self.stale.clear()
         self._taken.clear()
 
@@ -278,7 +275,18 @@ class Shown:
             self._terms = [shown_as(parameter, local_of(view), term=True) for parameter, view in pairs]
         self.shards: Sequence[FlatShard] = ()
         if sharding.stage >= 1 and sharding.reduces:
-            self.shards = _flat_shards(shard, flat, pieces, labels)
+            self.shards = [
+                FlatShard(
+                    shard.narrow(0, piece.in_shard, piece.numel),
+                    piece.in_param,
+                    parameter.shape,
+                    f"gradient of {labels[piece.slot.param]}",
+                    flat.dtype,
+                    flat.orders[index],
+                    flat.slices[index],
+                )
+                for index, (piece, parameter) in enumerate(zip(pieces, flat.params, strict=True))
+            ]
         # The user can take these from the tensors above: the local shard, or the local tensor of a DTensor.
         inner = [view.local for view in self.shards] if flat.sharded else []
         self._inner = [[*map(local_of, self.full)] if flat.sliced else [], inner]
@@ -327,24 +335,6 @@ class Shown:
             if any(count > _ALONE + here or in_cpp > 1 + here for here, count, in_cpp in found):
                 return True
         return False
-
-
-def _flat_shards(
-    shard: Tensor, flat: FlatParams, pieces: Sequence[SlotPiece], labels: Sequence[str]
-) -> Sequence[FlatShard]:
-    """Make a ``FlatShard`` a slot over ``shard`` [shard_numel], which shows the parameters' dtype."""
-    return [
-        FlatShard(
-            shard.narrow(0, piece.in_shard, piece.numel),
-            piece.in_param,
-            parameter.shape,
-            f"gradient of {labels[piece.slot.param]}",
-            flat.dtype,
-            flat.orders[index],
-            flat.slices[index],
-        )
-        for index, (piece, parameter) in enumerate(zip(pieces, flat.params, strict=True))
-    ]
 
 
 def _storage_uses(tensor: Tensor) -> int:

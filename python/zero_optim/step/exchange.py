@@ -86,6 +86,8 @@ class Exchange:
     Attributes:
         state: which of the values below are those of the gradients as they are.
         norm_type: of the norm that was exchanged; None: no norm was.
+        totals: [2] fp32, the sum of |g|^p of all gradients, or their largest, of that type; and the number of values
+            that are not finite.
         used: [parameters] bool, whether any rank that has the parameter has a gradient for it.
         found_inf: [1] fp32, not 0 where the step must be skipped on every rank.
         skipped: [] fp32, steps skipped so far.
@@ -131,6 +133,7 @@ class Exchange:
         self.nonfinite.resize(count)
         places = [self._places(index) for index in range(count)]
         self._vector = ExchangeVector(self._alarms, places, self.nonfinite.entries, device)
+        self.totals = self._vector.totals
 
     def resize(self) -> None:
         """Make room for as many parameters as there are labels."""
@@ -154,12 +157,6 @@ class Exchange:
             self.used[index].fill_(False)
         self._edited |= dropped | written
 
-    @property
-    def totals(self) -> Tensor:
-        """[2] fp32: the sum of |g|^p of all gradients, or their largest, of the ``norm_type`` exchanged; and the number
-        of values that are not finite."""
-        return self._vector.totals
-
     def run(self, own: ToExchange) -> None:
         """Collective. Fill in the norm and what is used. Raises the errors of the alarms, on every rank, before
         anything is updated: on CUDA one step later, in the same call, and the step in between is skipped."""
@@ -167,9 +164,9 @@ class Exchange:
         about, self._edited = {**own.about, "edited": self._edited}, set()
         vector = self._vector
         if own.norm_type is not None or own.stats:
-            vector.totals.copy_(self._local_totals(own.buckets, own.norm_type or 2.0))
+            self.totals.copy_(self._local_totals(own.buckets, own.norm_type or 2.0))
         else:
-            vector.totals.zero_()
+            self.totals.zero_()
         vector.alarms.fill({name: len(of) for name, of in about.items()} | {"parted": own.order_code})
         vector.put_use(own.used)
         vector.named_counts.zero_()
@@ -227,7 +224,7 @@ class Exchange:
 
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in ``found_inf``. A raised alarm always skips the step; a non-finite gradient does if asked."""
-        nonfinite = self._vector.totals[1:] if skip_nonfinite else 0.0
+        nonfinite = self.totals[1:] if skip_nonfinite else 0.0
         raised = self._vector.alarms.raised_on_device()
         if self._pipeline is not None:
             raised = raised + self._pipeline.failed

@@ -154,7 +154,17 @@ class Measured:
         """[parameters that it has a piece of, 5] float64."""
         assert shard.row_stats is not None
         if shard not in self._chunks:
-            self._chunks[shard] = _chunks_of(shard)
+            # Starts and lengths of what is added up, level by level, until each piece has one row left.
+            levels: list[tuple[Tensor, Tensor]] = []
+            runs = [(piece.in_shard // ROW, -(-piece.numel // ROW)) for piece in shard.bucket.pieces if piece.numel]
+            while not levels or any(count > 1 for _, count in runs):
+                firsts = [range(first, first + count, _TOGETHER) for first, count in runs]
+                flat = [(start, min(_TOGETHER, of.stop - start)) for of in firsts for start in of]
+                table = to_device(shard.device, flat, torch.int64).view(-1, 2)
+                levels.append((table[:, 0], table[:, 1]))
+                sizes = [len(of) for of in firsts]
+                runs = list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
+            self._chunks[shard] = levels
         values, place = shard.row_stats, torch.arange(_TOGETHER, device=shard.device)[:, None]
         for starts, counts in self._chunks[shard]:
             zeros = len(values)  # the place of a row of zeros behind all others, which fills up short chunks
@@ -181,18 +191,3 @@ def _joined(parts: Tensor) -> Tensor:
     joined = parts.sum(0, dtype=torch.float64)
     joined[:, _LARGEST] = parts[:, :, _LARGEST].amax(0)
     return joined
-
-
-def _chunks_of(shard: ShardState) -> list[tuple[Tensor, Tensor]]:
-    """List starts and lengths of the chunks that are added up, level by level, until each piece has one row left."""
-    runs = [(piece.in_shard // ROW, -(-piece.numel // ROW)) for piece in shard.bucket.pieces if piece.numel]
-    levels: list[tuple[Tensor, Tensor]] = []
-    while not levels or any(count > 1 for _, count in runs):
-        starts = [range(first, first + count, _TOGETHER) for first, count in runs]
-        ends = [first + count for first, count in runs]
-        flat = [(start, min(_TOGETHER, end - start)) for of, end in zip(starts, ends, strict=True) for start in of]
-        table = to_device(shard.device, flat, torch.int64).view(-1, 2)
-        levels.append((table[:, 0], table[:, 1]))
-        sizes = [len(of) for of in starts]
-        runs = list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
-    return levels
