@@ -159,12 +159,6 @@ class Bucket:
         """True if this rank's own gradients can wait in ``grad_buffer``, readable through ``.grad``."""
         return bool(self.shown.full) and self.state is not GradState.REDUCED and not self.arrivals.in_flight
 
-    def before_accumulate(self, index: int) -> None:
-        """Take a reduced gradient out of slot ``index``'s ``.grad``, to which autograd is about to add."""
-        written = self.slots.accumulate(index, self.shown.reduced()[index])
-        if written and (grad := self.params[index].grad) is not None:
-            self._drop_zeroed([(index, grad)])
-
     def collect(self, streams: GradStreams) -> bool:
         """Move this rank's gradients into ``grad_buffer``, unscaled; every ``.grad`` becomes a view of it.
 
@@ -179,8 +173,7 @@ class Bucket:
         # In LOCAL those collected before are packed again, each from its own slot: ``pack`` zeroes what is absent.
         sources = found.local if self.state is GradState.EMPTY else _present(self.params)
         allocate(self.grad_buffer)
-        sources, terms = self.packing.of_this_rank(sources)
-        self.packing.pack(sources, self.grad_buffer, 1.0)
+        sources, terms = self.packing.pack(sources, self.grad_buffer, 1.0)
         if self.sharding.reduces:
             self._are_terms = {*terms}
         else:  # nothing leaves
@@ -202,7 +195,7 @@ class Bucket:
         if may_wait:
             self.arrivals.wait()
         found = self.slots.scan(self.handles())
-        self._drop_zeroed(found.zeroed)
+        self.drop_zeroed(found.zeroed)
         accumulate = self.state is GradState.REDUCED and len(self.slots.stale) < len(self.params)
         # Three cases. Some average stays: the rest is dropped, and the new sum added to it. Or no average stays, but an
         # old sum is on its way, and would arrive over the new one: it is zeroed as it arrives, and the new one added.
@@ -226,9 +219,8 @@ class Bucket:
         if in_place:  # a unit on one data-parallel rank, with parameters on the host, may have freed it
             allocate(self.grad_buffer)
         full = self.grad_buffer if in_place else lend(self.layout.numel)
-        sources, terms = self.packing.of_this_rank(sources)
         with span("pack", self):
-            self.packing.pack(sources, full, self.sharding.grad_scale, accumulate)
+            sources, terms = self.packing.pack(sources, full, self.sharding.grad_scale, accumulate)
         self.packing.sum_all_terms(terms, sources, full)
         self.slots.launch(sources, self.shown.reduced())
         streams.keep(grad for _, grad in sources)
@@ -278,17 +270,18 @@ class Bucket:
 
     # -- what the user does to gradients ---------------------------------------------------------------------------
 
-    def follow_edits(self) -> Edits:
-        """Drop what the user has zeroed since the last reduction. Returns the gradients assigned since, and dropped."""
+    def follow_edits(self, edits: Edits) -> None:
+        """Drop what the user has zeroed since the last reduction. Adds the gradients assigned since, and dropped."""
         found = self.slots.scan(self.handles())
         # Gradients that were zeroed are zeroed in ``grad_shard``, too, which has to have arrived for that.
         if self.state is GradState.REDUCED:
             self.arrivals.wait()
-            self._drop_zeroed(found.zeroed)
+            self.drop_zeroed(found.zeroed)
             self._drop_stale()
         assigned = _present(self.params) if self.state is GradState.LOCAL else found.local
         slots = self.layout.slots
-        return Edits({slots[index].param for index, _ in assigned}, {slots[index].param for index in found.gone})
+        edits.assigned.update(slots[index].param for index, _ in assigned)
+        edits.dropped.update(slots[index].param for index in found.gone)
 
     def abandon(self) -> None:
         """Wait for nothing any more: ranks are out of sync, or the optimizer is closed on this rank alone."""
@@ -336,7 +329,7 @@ class Bucket:
             for part in [self.grad_shard] if whole else map(self._part_of, stale):
                 self.arrivals.then(part.zero_)
 
-    def _drop_zeroed(self, zeroed: Sequence[tuple[int, Tensor]]) -> None:
+    def drop_zeroed(self, zeroed: Sequence[tuple[int, Tensor]]) -> None:
         """Zero the averages of local gradients that were zeroed in place: ``.grad`` did not show them."""
         for index, grad in zeroed:
             # Whether it is zero is asked on the device: no host sync.

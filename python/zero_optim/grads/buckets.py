@@ -129,7 +129,7 @@ class Buckets:
     def backward_begins(self) -> None:
         self._in_place.clear()
         for bucket in self.all:
-            bucket.slots.backward_begins()
+            bucket.slots.touched.clear()  # if the last backward has raised: writes since then are the user's
 
     def check_in_place(self, number: int) -> None:
         """Check once a backward that the parameters of bucket ``number`` are views of it, unless it is sharded."""

@@ -144,7 +144,9 @@ class Reducer:
             self._watch.enter()
         bucket, _, slot = self.layout.slot_of[index]
         if bucket.slots.bucket_state is GradState.REDUCED:
-            bucket.before_accumulate(slot)
+            written = bucket.slots.accumulate(slot, bucket.shown.reduced()[slot])
+            if written and (grad := bucket.params[slot].grad) is not None:
+                bucket.drop_zeroed([(slot, grad)])
 
     def _on_ready(self, index: int, parameter: Tensor) -> None:
         """Count a gradient that is ready."""
@@ -291,10 +293,10 @@ class Reducer:
             if self.rounds.state.owed:  # one at most: no round is open any more
                 self.layout.check_not_cast()
                 self.rounds.complete_round()
-            assigned: set[int] = set()
+            edits = Edits()
             for bucket in self.buckets:
-                assigned |= bucket.follow_edits().assigned
-            self.leftover = set() if self.late else assigned
+                bucket.follow_edits(edits)
+            self.leftover = set() if self.late else edits.assigned
             if self._counts.learned is not Learned.ALL:
                 # Collective. Agree on readiness, and lay the buckets out in the order that rank 0 has seen.
                 reports = merged(self._counts.observation(), self.sharding, len(self.labels))
@@ -346,9 +348,7 @@ class Reducer:
             if bucket.written:
                 edits.written.update(slot.param for slot in bucket.layout.slots)
             if self.sharding.reduces:
-                of_bucket = bucket.follow_edits()
-                edits.assigned |= of_bucket.assigned
-                edits.dropped |= of_bucket.dropped
+                bucket.follow_edits(edits)
             else:
                 before = bytes(bucket.slots.used)
                 if bucket.collect(self._streams):

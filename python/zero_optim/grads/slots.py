@@ -82,6 +82,7 @@ class Slots:
         bucket_state: where the gradients are.
         used: one byte a slot, 1 where this rank has put a gradient of it into the bucket.
         stale: the slots in that state.
+        touched: TAKEN slots that the running backward has added to.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -92,7 +93,7 @@ class Slots:
         self.used = bytearray(len(params))
         self.stale: set[int] = set()
         self._taken: dict[int, _LocalGrad | None] = {}
-        self._touched: set[int] = set()  # TAKEN slots that the running backward has added to
+        self.touched: set[int] = set()
 
     def __getitem__(self, index: int) -> SlotState:
         if self.bucket_state is GradState.EMPTY:
@@ -111,7 +112,7 @@ class Slots:
         if self.bucket_state is not GradState.REDUCED:
             return False
         # A parameter that is used twice comes twice. The gradient in ``.grad`` is then this backward's, and no edit.
-        if index in self._touched and index in self._taken:
+        if index in self.touched and index in self._taken:
             return False
         grad = self._params[index].grad
         self._look(index, grad, handle)
@@ -122,7 +123,7 @@ class Slots:
         # The average still counts, beside the gradient that comes now, unless the user has zeroed it.
         if self[index] is not SlotState.STALE:
             self._taken[index] = None  # autograd writes from here on, until ``added``
-            self._touched.add(index)
+            self.touched.add(index)
         return written
 
     def added(self, index: int) -> None:
@@ -138,13 +139,9 @@ class Slots:
 
     def backward_ended(self) -> None:
         """Record the gradients that were added beside an average: who writes into them from here on is the user."""
-        for index in self._touched:  # hooks of the user's may have run since ``added``
+        for index in self.touched:  # hooks of the user's may have run since ``added``
             self.added(index)
-        self._touched.clear()
-
-    def backward_begins(self) -> None:
-        """Take later writes for the user's, also where the last backward has raised."""
-        self._touched.clear()
+        self.touched.clear()
 
     def scan(self, handles: Sequence[Tensor | None]) -> Found:
         """Read each ``.grad`` once."""

@@ -140,7 +140,15 @@ class Measured:
                 sums.index_copy_(0, to_device(device, indices, torch.int64), of_shard)
                 here.update(indices)
         if over_ranks:
-            sums, here = self._over_ranks(sums), set(self._parameters.trained)
+            # One small message. The sums of all ranks are added up in the order of their numbers. Where ranks have
+            # different experts under one name, each of these has a place of its own.
+            world, places = self._shardings.main.world, [self._shardings.places_of_use(index) for index in range(count)]
+            own = to_device(device, own_places(places), torch.int64)
+            every = sums.new_zeros(world.world_size, sum(number for number, _ in places), _ELEMENTS + 1)
+            every[world.rank].index_copy_(0, own, sums)
+            if world.world_size > 1:
+                world.all_gather(every.view(-1), "telemetry").wait()
+            sums, here = _joined(every).index_select(0, own), set(self._parameters.trained)
         updated = torch.zeros(count, dtype=torch.bool, device=device)
         if self.updated is not None:  # without the parameters that were added since that step
             updated[: len(self.updated)].copy_(self.updated)
@@ -173,17 +181,6 @@ class Measured:
             # Twice as fast on a CPU as padded[index], for a table.
             values = _joined(padded.index_select(0, index.view(-1)).view(*index.shape, len(ROW_STATS)))
         return values
-
-    def _over_ranks(self, sums: Tensor) -> Tensor:
-        """Collective: one small message. Add up the sums of all ranks, in the order of their numbers."""
-        # Where ranks have different experts under one name, each of these has a place of its own.
-        world, places = self._shardings.main.world, [self._shardings.places_of_use(index) for index in range(len(sums))]
-        own = to_device(sums.device, own_places(places), torch.int64)
-        every = sums.new_zeros(world.world_size, sum(count for count, _ in places), _ELEMENTS + 1)
-        every[world.rank].index_copy_(0, own, sums)
-        if world.world_size > 1:
-            world.all_gather(every.view(-1), "telemetry").wait()
-        return _joined(every).index_select(0, own)
 
 
 def _joined(parts: Tensor) -> Tensor:
