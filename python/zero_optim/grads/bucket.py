@@ -7,7 +7,7 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -42,14 +42,9 @@ class Follower(Protocol):
     def reduction_begins(self) -> None:
         """Forget what was taken: the shard is about to be written."""
 
-    def reduction_launched(self, handle: Handle) -> bool:
-        """Let a stream take the sum as it arrives. Returns False where the host has to."""
-
-    def reduction_arrived(self) -> None:
-        """Take the sum, which is there, where ``reduction_launched`` could not."""
-
-    def after_taking(self) -> None:
-        """Order later work after the sum was taken: the user may zero it."""
+    def reduction_launched(self, handle: Handle) -> Callable[[], object]:
+        """Let a stream take the sum as it arrives, or leave that to the host. Returns what to call when the host has
+        waited: it orders later work after the sum was taken, as the user may zero it."""
 
 
 class Bucket:
@@ -233,14 +228,14 @@ class Bucket:
             handle = self._reduce(full, self.grad_shard, lend, accumulate=accumulate)
         if follower is not None:
             # On a GPU a stream beside this one takes the sum as it arrives. Else the host does, when it has waited.
-            taken = follower.reduction_launched(handle)
+            on_arrival = follower.reduction_launched(handle)
         for buffer in lent:
             handle.then(partial(buffers.give_back, buffer))
         # Reduced in place, the rest was communicated, too. At stage 0 every rank has the average of all of it.
         if in_place and buffers.poison and self.sharding.stage >= 1:
             handle.then(partial(_poison_beside, self.grad_shard, self.grad_buffer))
         if follower is not None:
-            handle.then(follower.after_taking if taken else follower.reduction_arrived)
+            handle.then(on_arrival)
         self.arrivals.expect(handle)
         self.note_writes()
 

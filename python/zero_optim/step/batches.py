@@ -208,19 +208,16 @@ def batches_of(shards: Sequence[ShardState], lost: LostState) -> list[ShardBatch
         else:
             others.append([shard])
             numel = shard.numel
-    joined = [JoinedBatch(batch, lost) for alike in joining.values() for batch in _parts(alike)]
+    joined: list[ShardBatch] = []
+    for alike in joining.values():
+        bucket, to_join = alike[0].bucket, alike[0].to_join
+        assert to_join is not None
+        # Replicas divide the work, too; but with more parameters for them a batch would take more memory.
+        ranks = prod(ranks.world_size for ranks in (to_join.ranks, to_join.slices) if ranks is not None)
+        # Below stage 3 a shard has only some of its bucket's parameters.
+        shards_of = bucket.layout.shards if to_join.ranks is None else 1
+        sizes = [Size(shard.numel, len(shard.parameters)) for shard in alike]
+        rest = iter(alike)
+        for length in batch_lengths(sizes, ranks * shards_of, bucket.sharding.device):
+            joined.append(JoinedBatch([*islice(rest, length)], lost))
     return [*joined, *(ShardBatch(batch, lost) for batch in others)]
-
-
-def _parts(shards: Sequence[ShardState]) -> Iterator[list[ShardState]]:
-    """Cut shards to join into batches."""
-    bucket, to_join = shards[0].bucket, shards[0].to_join
-    assert to_join is not None
-    # Replicas divide the work, too; but with more parameters for them a batch would take more memory.
-    ranks = prod(ranks.world_size for ranks in (to_join.ranks, to_join.slices) if ranks is not None)
-    # Below stage 3 a shard has only some of its bucket's parameters.
-    shards_of = bucket.layout.shards if to_join.ranks is None else 1
-    sizes = [Size(shard.numel, len(shard.parameters)) for shard in shards]
-    rest = iter(shards)
-    for length in batch_lengths(sizes, ranks * shards_of, bucket.sharding.device):
-        yield [*islice(rest, length)]

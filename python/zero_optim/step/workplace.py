@@ -112,20 +112,18 @@ class OnHost(OnDevice):
     def reduction_begins(self) -> None:
         self._source = None
 
-    def reduction_launched(self, handle: Handle) -> bool:
+    def reduction_launched(self, handle: Handle) -> Callable[[], object]:
         # The copy waits for the sum on its own stream, beside the rest of backward.
         with self._store.lanes.to_host.as_current():
             ordered = handle.order_current()
-        if ordered:
-            self._take()
-        return ordered
+        if not ordered:
+            return self._reduction_arrived
+        self._take()
+        return self._taken.order_current  # the user may zero the gradient: not before it is copied
 
-    def reduction_arrived(self) -> None:
+    def _reduction_arrived(self) -> None:
         self._take_from_current()
-        self.after_taking()
-
-    def after_taking(self) -> None:
-        self._taken.order_current()  # the user may zero the gradient: not before it is copied
+        self._taken.order_current()
 
     def _take_from_current(self) -> None:
         self._now.set()
