@@ -327,11 +327,11 @@ class Reducer:
         if self.sharding.stage == 0 and self.sharding.reduces:
             self.finish()
             return True
-        alone = not self.sharding.reduces
         waiting = self.sharding.stage == 1 and not self.overlap and all(bucket.can_collect for bucket in self.buckets)
-        if alone or waiting:
-            self._collect()
-        return alone or waiting
+        if self.sharding.reduces and not waiting:
+            return False
+        self._collect()
+        return True
 
     @torch.no_grad()
     def _collect(self) -> None:

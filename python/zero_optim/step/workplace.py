@@ -118,20 +118,18 @@ class OnHost(OnDevice):
             ordered = handle.order_current()
         if not ordered:
             return self._reduction_arrived
-        self._take()
+        self._take(after_current=False)
         return self._taken.order_current  # the user may zero the gradient: not before it is copied
 
     def _reduction_arrived(self) -> None:
-        self._take_from_current()
+        self._take(after_current=True)
         self._taken.order_current()
 
-    def _take_from_current(self) -> None:
-        self._now.set()
-        self._store.lanes.to_host.after(self._now)  # the gradient is written on the current stream
-        self._take()
-
-    def _take(self) -> None:
+    def _take(self, *, after_current: bool) -> None:
         source, lane = self._bucket.grad_shard, self._store.lanes.to_host
+        if after_current:  # the gradient is written there
+            self._now.set()
+            lane.after(self._now)
         lane.copy(self._grad, source)
         lane.set(self._taken)
         self._store.copied.to_host += source.nbytes
@@ -140,7 +138,7 @@ class OnHost(OnDevice):
     def prefetch(self) -> None:
         is_copied = self._source is self._bucket.gradient_to_apply() and self._source_written == self._written()
         if self._users_may_edit or not is_copied:
-            self._take_from_current()
+            self._take(after_current=True)
         if self._reads_parameters:
             self._bring_parameters()
 
