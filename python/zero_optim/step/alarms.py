@@ -77,6 +77,10 @@ class Alarm:
             return [float(count > 0), float(count == 0)]
         return [float(code == count) for code in range(self.codes)]
 
+    def error(self, names: str, dtypes: str, own: Sequence[str]) -> ZeroOptimError:
+        """Make the error, of this rank's ``own`` reasons where it has any."""
+        return self.kind("; ".join(own) or self.message.format(names=names, dtypes=dtypes))
+
 
 def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
     """List the alarms of a step, the one that is raised first in front. ``by_units``: at stage 3."""

@@ -217,10 +217,9 @@ class Exchange:
         if alarm is not None:
             named = [index for index, count in enumerate(self._vector.named_counts.tolist()) if count > 0]
             names = ", ".join(self.labels[index] for index in named) or "a parameter"
-            dtypes = sorted({str(self._parameters[index].dtype) for index in named if index in self._parameters})
-            own = "; ".join(self._own_reasons.get(alarm.name, ()))
+            dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
             self.outdate()
-            raise alarm.kind(own or alarm.message.format(names=names, dtypes=" or ".join(dtypes)))
+            raise alarm.error(names, " or ".join(sorted(dtypes)), self._own_reasons.get(alarm.name, ()))
 
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in ``found_inf``. A raised alarm always skips the step; a non-finite gradient does if asked."""
