@@ -278,7 +278,7 @@ class Engine:
         """End phase 4: every shard was updated and sent out."""
         self.param_gather.after_step()
         if self.measured is not None:
-            self.measured.after_step(self.exchange.used & (found_inf == 0))
+            self.measured.updated = self.exchange.used & (found_inf == 0)
         self.states.mark_updated()
         self.exchange.skipped += found_inf.reshape(())
         self.steps += 1

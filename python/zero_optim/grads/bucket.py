@@ -7,7 +7,7 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -42,14 +42,9 @@ class Follower(Protocol):
     def reduction_begins(self) -> None:
         """Forget what was taken: the shard is about to be written."""
 
-    def reduction_launched(self, handle: Handle) -> bool:
-        """Let a stream take the sum as it arrives. Returns False where the host has to."""
-
-    def reduction_arrived(self) -> None:
-        """Take the sum, which is there, where ``reduction_launched`` could not."""
-
-    def after_taking(self) -> None:
-        """Order later work after the sum was taken: the user may zero it."""
+    def reduction_launched(self, handle: Handle) -> Callable[[], object]:
+        """Let a stream take the sum as it arrives, or leave that to the host. Returns what to call when the host has
+        waited: it orders later work after the sum was taken, as the user may zero it."""
 
 
 class Bucket:
@@ -84,7 +79,7 @@ class Bucket:
         self.unsharding = Unsharding(layout, flat, labels, sharding)
         self.follower: Follower | None = None
         self.slots = Slots(self.params)
-        self.packing = Packing(layout, flat, labels, sharding, self.slots.refused)
+        self.packing = Packing(layout, flat, labels, sharding)
         # Without a grid the shard group's reduce-scatter is the whole reduction: one call less on the way to it.
         whole = sharding.grid is None and sharding.shard_count > 1
         self._reduce = sharding.data_parallel.reduce_scatter if whole else sharding.reduce
@@ -159,12 +154,6 @@ class Bucket:
         """True if this rank's own gradients can wait in ``grad_buffer``, readable through ``.grad``."""
         return bool(self.shown.full) and self.state is not GradState.REDUCED and not self.arrivals.in_flight
 
-    def before_accumulate(self, index: int) -> None:
-        """Take a reduced gradient out of slot ``index``'s ``.grad``, to which autograd is about to add."""
-        written = self.slots.accumulate(index, self.shown.reduced()[index])
-        if written and (grad := self.params[index].grad) is not None:
-            self._drop_zeroed([(index, grad)])
-
     def collect(self, streams: GradStreams) -> bool:
         """Move this rank's gradients into ``grad_buffer``, unscaled; every ``.grad`` becomes a view of it.
 
@@ -179,8 +168,7 @@ class Bucket:
         # In LOCAL those collected before are packed again, each from its own slot: ``pack`` zeroes what is absent.
         sources = found.local if self.state is GradState.EMPTY else _present(self.params)
         allocate(self.grad_buffer)
-        sources, terms = self.packing.of_this_rank(sources)
-        self.packing.pack(sources, self.grad_buffer, 1.0)
+        sources, terms = self.packing.pack(sources, self.grad_buffer, 1.0)
         if self.sharding.reduces:
             self._are_terms = {*terms}
         else:  # nothing leaves
@@ -202,7 +190,7 @@ class Bucket:
         if may_wait:
             self.arrivals.wait()
         found = self.slots.scan(self.handles())
-        self._drop_zeroed(found.zeroed)
+        self.drop_zeroed(found.zeroed)
         accumulate = self.state is GradState.REDUCED and len(self.slots.stale) < len(self.params)
         # Three cases. Some average stays: the rest is dropped, and the new sum added to it. Or no average stays, but an
         # old sum is on its way, and would arrive over the new one: it is zeroed as it arrives, and the new one added.
@@ -210,7 +198,7 @@ class Bucket:
         if accumulate:
             self._drop_stale()
         elif self.arrivals.in_flight:  # nothing is wanted of what arrives
-            self.arrivals.then(partial(_zero, self.grad_shard))
+            self.arrivals.then(self.grad_shard.zero_)
             accumulate = True
         else:
             self._use_new_memory_if_kept()
@@ -226,29 +214,28 @@ class Bucket:
         if in_place:  # a unit on one data-parallel rank, with parameters on the host, may have freed it
             allocate(self.grad_buffer)
         full = self.grad_buffer if in_place else lend(self.layout.numel)
-        sources, terms = self.packing.of_this_rank(sources)
         with span("pack", self):
-            self.packing.pack(sources, full, self.sharding.grad_scale, accumulate)
+            sources, terms = self.packing.pack(sources, full, self.sharding.grad_scale, accumulate)
         self.packing.sum_all_terms(terms, sources, full)
         self.slots.launch(sources, self.shown.reduced())
         streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
         allocate(self.grad_buffer)
         # With state on the host, what was copied there of this shard is about to be out of date.
-        if self.follower is not None:
-            self.follower.reduction_begins()
+        if (follower := self.follower) is not None:
+            follower.reduction_begins()
         with span("reduce_scatter", self):
             handle = self._reduce(full, self.grad_shard, lend, accumulate=accumulate)
-        if (follower := self.follower) is not None:
+        if follower is not None:
             # On a GPU a stream beside this one takes the sum as it arrives. Else the host does, when it has waited.
-            taken = follower.reduction_launched(handle)
+            on_arrival = follower.reduction_launched(handle)
         for buffer in lent:
             handle.then(partial(buffers.give_back, buffer))
         # Reduced in place, the rest was communicated, too. At stage 0 every rank has the average of all of it.
         if in_place and buffers.poison and self.sharding.stage >= 1:
             handle.then(partial(_poison_beside, self.grad_shard, self.grad_buffer))
         if follower is not None:
-            handle.then(follower.after_taking if taken else follower.reduction_arrived)
+            handle.then(on_arrival)
         self.arrivals.expect(handle)
         self.note_writes()
 
@@ -260,13 +247,6 @@ class Bucket:
     def written(self) -> bool:
         """True if the user has written into gradients, in place, since ``note_writes``."""
         return self.shown.writes() != self._writes_known
-
-    def wait(self) -> None:
-        self.arrivals.wait()
-
-    def arrives_within(self, seconds: float) -> bool:
-        """True if every reduction arrives within ``seconds``. On CUDA the host need not know."""
-        return self.arrivals.arrives_within(seconds)
 
     def counted(self) -> list[Tensor]:
         """List the parts of ``grad_shard`` that this rank counts in a norm: as a rule all of it. Gaps are zero."""
@@ -285,17 +265,18 @@ class Bucket:
 
     # -- what the user does to gradients ---------------------------------------------------------------------------
 
-    def follow_edits(self) -> Edits:
-        """Drop what the user has zeroed since the last reduction. Returns the gradients assigned since, and dropped."""
+    def follow_edits(self, edits: Edits) -> None:
+        """Drop what the user has zeroed since the last reduction. Adds the gradients assigned since, and dropped."""
         found = self.slots.scan(self.handles())
         # Gradients that were zeroed are zeroed in ``grad_shard``, too, which has to have arrived for that.
         if self.state is GradState.REDUCED:
             self.arrivals.wait()
-            self._drop_zeroed(found.zeroed)
+            self.drop_zeroed(found.zeroed)
             self._drop_stale()
         assigned = _present(self.params) if self.state is GradState.LOCAL else found.local
         slots = self.layout.slots
-        return Edits({slots[index].param for index, _ in assigned}, {slots[index].param for index in found.gone})
+        edits.assigned.update(slots[index].param for index, _ in assigned)
+        edits.dropped.update(slots[index].param for index in found.gone)
 
     def abandon(self) -> None:
         """Wait for nothing any more: ranks are out of sync, or the optimizer is closed on this rank alone."""
@@ -308,6 +289,7 @@ class Bucket:
     def clear(self) -> None:
         """Drop every gradient; at stage 3 their memory, too."""
         self.slots.clear()
+        self.packing.refused.clear()
         if self.flat.sharded:
             self.leave_memory()
             deallocate(self.grad_buffer)
@@ -324,7 +306,7 @@ class Bucket:
         if self.state is not GradState.EMPTY:
             # With averages the rest of ``grad_buffer`` means nothing, and a collective may still read it.
             buffer = self.grad_shard if self.state is GradState.REDUCED else self.grad_buffer
-            self.arrivals.then(partial(_zero, buffer) if unless is None else partial(_keep_where, buffer, unless))
+            self.arrivals.then(buffer.zero_ if unless is None else partial(_keep_where, buffer, unless))
         for _, grad in self.slots.scan(self.handles()).local if unless is None else ():
             local_of(grad).detach_().zero_()
 
@@ -339,10 +321,10 @@ class Bucket:
         if stale := self.slots.stale:
             # One kernel where all of it goes, as after ``module.zero_grad()``; else one for each slot.
             whole = len(stale) == len(self.params)
-            parts = [self.grad_shard] if whole else [self._part_of(index) for index in stale]
-            self.arrivals.then(partial(_zero, *parts))
+            for part in [self.grad_shard] if whole else map(self._part_of, stale):
+                self.arrivals.then(part.zero_)
 
-    def _drop_zeroed(self, zeroed: Sequence[tuple[int, Tensor]]) -> None:
+    def drop_zeroed(self, zeroed: Sequence[tuple[int, Tensor]]) -> None:
         """Zero the averages of local gradients that were zeroed in place: ``.grad`` did not show them."""
         for index, grad in zeroed:
             # Whether it is zero is asked on the device: no host sync.
@@ -433,11 +415,6 @@ def _poison_beside(shard: Tensor, full: Tensor) -> None:
     kept = shard.clone()
     full.fill_(torch.nan)
     shard.copy_(kept)
-
-
-def _zero(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        tensor.zero_()
 
 
 def _keep_where(tensor: Tensor, keep: Tensor) -> None:

@@ -63,7 +63,7 @@ class Buckets:
     def use(self, parts: Sequence[Sequence[int]], buckets: Sequence[Bucket]) -> None:
         """Use these buckets from now on. Their gradients stay where they are."""
         for bucket in self.all:  # ``release_parameters`` leaves them their arrivals
-            bucket.wait()
+            bucket.arrivals.wait()
         self.parts, self.all = [list(part) for part in parts if part], list(buckets)
         device = self._sharding.device
         slots = [slot for bucket in buckets for slot in bucket.layout.slots]
@@ -88,7 +88,7 @@ class Buckets:
     def lay_out(self, *parts: Sequence[int]) -> None:
         """Build all buckets for ``parts``. Collective where there are reduced gradients, which move along."""
         for bucket in self.all:
-            bucket.wait()
+            bucket.arrivals.wait()
             bucket.unsharding.wait()
         reduced = [bucket for bucket in self.all if bucket.state is GradState.REDUCED]
         device = self._sharding.device
@@ -111,7 +111,7 @@ class Buckets:
             self._move_gradients(reduced.pop(0))
         for param in refused.keys() & self.slot_of.keys():
             bucket, _, index = self.slot_of[param]
-            bucket.slots.refused[index] = refused[param]
+            bucket.packing.refused[index] = refused[param]
 
     def _move_gradients(self, old: Bucket) -> None:
         """Collective. Copy this rank's part of every reduced gradient in ``old`` into the bucket that has it now."""
@@ -129,7 +129,7 @@ class Buckets:
     def backward_begins(self) -> None:
         self._in_place.clear()
         for bucket in self.all:
-            bucket.slots.backward_begins()
+            bucket.slots.touched.clear()  # if the last backward has raised: writes since then are the user's
 
     def check_in_place(self, number: int) -> None:
         """Check once a backward that the parameters of bucket ``number`` are views of it, unless it is sharded."""
@@ -176,8 +176,8 @@ class Buckets:
     @property
     def refused(self) -> dict[int, str]:
         """By parameter index, why this rank could not use a gradient."""
-        slots = [(bucket, index) for bucket in self.all for index in bucket.slots.refused]
-        return {bucket.layout.slots[index].param: bucket.slots.refused[index] for bucket, index in slots}
+        slots = [(bucket, index) for bucket in self.all for index in bucket.packing.refused]
+        return {bucket.layout.slots[index].param: bucket.packing.refused[index] for bucket, index in slots}
 
     def used(self) -> bytearray:
         """One byte a parameter index: 1 where this rank has put a gradient for it into its bucket."""

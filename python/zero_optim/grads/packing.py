@@ -33,16 +33,9 @@ class Packing:
         refused: by slot, why this rank's gradient was left out. The others' count, and the exchange raises on all.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        flat: FlatParams,
-        labels: Sequence[str],
-        sharding: Sharding,
-        refused: dict[int, str],
-    ) -> None:
+    def __init__(self, layout: BucketLayout, flat: FlatParams, labels: Sequence[str], sharding: Sharding) -> None:
         self._layout, self._flat, self._labels, self._sharding = layout, flat, labels, sharding
-        self.refused = refused
+        self.refused: dict[int, str] = {}
         self.nonfinite = torch.zeros(len(flat.params), dtype=torch.int32, device=flat.device)
         self.terms: set[int] = set()
         self._marked = [i for i, p in enumerate(flat.params) if sharding.of_plain_slices and is_term(p)]
@@ -51,19 +44,19 @@ class Packing:
         self._dtypes = {flat.dtype}  # the one dtype that gradients may have; a set, as ``pack`` compares sets
         self._pack_op = zero_kernels.Prepared("pack")
 
-    def of_this_rank(self, sources: Sources) -> tuple[Sources, list[int]]:
-        """Take the local tensors of gradients that may be ``DTensor``s. Returns them, and the slots of gradients that
-        are terms of a sum over the tensor-parallel ranks."""
-        if not self._flat.sliced:
-            return sources, []
-        found = [(index, *local_gradient(self._flat.params[index], grad)) for index, grad in sources]
-        return [(index, grad) for index, grad, _ in found], [index for index, _, is_term in found if is_term]
-
-    def pack(self, sources: Sources, full: Tensor, scale: float, accumulate: bool = False) -> None:
+    def pack(self, sources: Sources, full: Tensor, scale: float, accumulate: bool = False) -> tuple[Sources, list[int]]:
         """Pack ``sources`` into ``full`` [numel], times ``scale``; slots without a gradient become zeros.
 
         ``accumulate``: slots that were marked non-finite before stay so.
+
+        Returns the gradients as tensors of this rank, of ``DTensor``s the local ones; and the slots of those that are
+        terms of a sum over the tensor-parallel ranks.
         """
+        terms: list[int] = []
+        if self._flat.sliced:
+            found = [(index, *local_gradient(self._flat.params[index], grad)) for index, grad in sources]
+            sources = [(index, grad) for index, grad, _ in found]
+            terms = [index for index, _, is_term in found if is_term]
         grads = [grad for _, grad in sources]
         usual = self._dtypes.issuperset(map(_dtype_of, grads)) and _STRIDED.issuperset(map(_layout_of, grads))
         if self._flat.permuted:  # autograd gives a gradient in the parameter's memory format, so these are contiguous
@@ -78,6 +71,7 @@ class Packing:
         self._pack_op(grads, self._offsets, full, scale, flags)  # zeroes the gaps
         if accumulate:
             torch.maximum(self.nonfinite, flags, out=self.nonfinite)
+        return sources, terms
 
     def sum_terms(self, slots: Sequence[int], full: Tensor) -> None:
         """Sum these slots of ``full`` over the tensor-parallel ranks."""

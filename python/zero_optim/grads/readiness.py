@@ -1,11 +1,7 @@
 """Decides when a bucket's reduction can be launched while backward runs.
 
-The rounds ask ``may_launch(number)``, in ascending order of buckets. When backward is over, every bucket is launched.
-
-- *By units* (stage 3): backward is through with the bucket's unit, or the backward before was.
-- *By counts* (stages 0 to 2): every gradient of the bucket has come as often as the ranks have agreed that it does. A
-  bucket waits for the end of backward where one comes more than once, or a later hook of the user's may change one, or
-  while the ranks have agreed on nothing yet: the first backward is observed.
+The rounds ask ``may_launch(number)``, in ascending order of buckets: ``ByUnits`` at stage 3, else ``ByCounts``. When
+backward is over, every bucket is launched.
 
 Ranks agree by the maximum over ranks of one vector, of two fp32 values a parameter and one more: how often gradients
 come, and rank 0's order. If every rank had the reports of all others, that would be ranks x parameters: 100 MB on each
@@ -84,7 +80,8 @@ class ByCounts:
     """A bucket can be launched when each of its gradients has come as often as in the backward that was observed.
 
     Most come once. One comes twice where a parameter is used in two segments of a re-entrant checkpoint: each segment
-    runs a backward of its own, and no hook knows which is the last. Such a bucket waits for the end.
+    runs a backward of its own, and no hook knows which is the last. Such a bucket waits for the end. So does one with a
+    gradient that a later hook of the user's may change, and every bucket while the ranks have agreed on nothing.
 
     Attributes:
         learned: what the ranks know; ``agree`` and ``forget`` change it.
@@ -188,7 +185,7 @@ class ByCounts:
 
 
 class ByUnits:
-    """A bucket holds a unit's parameters, and can be launched when backward is through with the unit.
+    """A bucket holds a unit's parameters, and can be launched when this backward, or the last, is through with them.
 
     Nothing is counted or observed: a unit that this rank has skipped is reduced all the same, in its turn.
     """

@@ -144,7 +144,9 @@ class Reducer:
             self._watch.enter()
         bucket, _, slot = self.layout.slot_of[index]
         if bucket.slots.bucket_state is GradState.REDUCED:
-            bucket.before_accumulate(slot)
+            written = bucket.slots.accumulate(slot, bucket.shown.reduced()[slot])
+            if written and (grad := bucket.params[slot].grad) is not None:
+                bucket.drop_zeroed([(slot, grad)])
 
     def _on_ready(self, index: int, parameter: Tensor) -> None:
         """Count a gradient that is ready."""
@@ -159,10 +161,15 @@ class Reducer:
         if number < self.rounds.next:
             self.late.add(index)
             return
-        if self._schedule is not None:
-            _check_shown(bucket, slot)
+        if self._schedule is not None and bucket.flat.sharded and not bucket.flat.shown:
+            raise ZeroOptimError(
+                f"the gradient of {bucket.label(slot)} was computed while its unit was sharded, and is worthless: a "
+                "gradient came into the unit by another way than what its forward returned, changed or left in "
+                "attributes. Return that tensor from the unit's forward"
+            )
         if self._reduces:
-            self.rounds.note(index, parameter.grad)
+            # As autograd has left it: a change from here on is the user's. No local name may keep the gradient below.
+            self.rounds.came[index] = -1 if parameter.grad is None else parameter.grad._version
             if bucket.slots.bucket_state is GradState.REDUCED:
                 bucket.slots.added(slot)
         if self._readiness.gradient_ready(index, number):
@@ -286,27 +293,24 @@ class Reducer:
             if self.rounds.state.owed:  # one at most: no round is open any more
                 self.layout.check_not_cast()
                 self.rounds.complete_round()
-            assigned: set[int] = set()
+            edits = Edits()
             for bucket in self.buckets:
-                assigned |= bucket.follow_edits().assigned
-            self.leftover = set() if self.late else assigned
+                bucket.follow_edits(edits)
+            self.leftover = set() if self.late else edits.assigned
             if self._counts.learned is not Learned.ALL:
-                self._learn()
+                # Collective. Agree on readiness, and lay the buckets out in the order that rank 0 has seen.
+                reports = merged(self._counts.observation(), self.sharding, len(self.labels))
+                order = self._counts.agree(reports, self.layout.order)
+                if order is None:
+                    self._readiness.use(self.buckets)
+                else:
+                    self.lay_out(order)
+                LOGGER.info("learned when gradients become ready: %d buckets leave in that order", len(self.buckets))
         for bucket in self.buckets:
-            bucket.wait()
+            bucket.arrivals.wait()
             bucket.note_writes()  # what comes from here on is the user's
         self.rounds.deallocate_idle_buffers()
         return self.layout.used()
-
-    def _learn(self) -> None:
-        """Collective. Agree on readiness, and lay the buckets out in the order that rank 0 has seen."""
-        reports = merged(self._counts.observation(), self.sharding, len(self.labels))
-        order = self._counts.agree(reports, self.layout.order)
-        if order is None:
-            self._readiness.use(self.buckets)
-        else:
-            self.lay_out(order)
-        LOGGER.info("learned when gradients become ready: %d buckets leave in that order", len(self.buckets))
 
     def unapplied(self) -> list[str]:
         """Name the parameters with gradients that no step has applied."""
@@ -323,11 +327,11 @@ class Reducer:
         if self.sharding.stage == 0 and self.sharding.reduces:
             self.finish()
             return True
-        alone = not self.sharding.reduces
         waiting = self.sharding.stage == 1 and not self.overlap and all(bucket.can_collect for bucket in self.buckets)
-        if alone or waiting:
-            self._collect()
-        return alone or waiting
+        if self.sharding.reduces and not waiting:
+            return False
+        self._collect()
+        return True
 
     @torch.no_grad()
     def _collect(self) -> None:
@@ -344,9 +348,7 @@ class Reducer:
             if bucket.written:
                 edits.written.update(slot.param for slot in bucket.layout.slots)
             if self.sharding.reduces:
-                of_bucket = bucket.follow_edits()
-                edits.assigned |= of_bucket.assigned
-                edits.dropped |= of_bucket.dropped
+                bucket.follow_edits(edits)
             else:
                 before = bytes(bucket.slots.used)
                 if bucket.collect(self._streams):
@@ -397,8 +399,8 @@ class Reducer:
                 self.rounds.complete_all_raised()
             for bucket in self.buckets if collective else ():
                 bucket.unsharding.wait()
-                if bucket.arrives_within(PATIENCE_SECONDS):
-                    bucket.wait()
+                if bucket.arrivals.arrives_within(PATIENCE_SECONDS):
+                    bucket.arrivals.wait()
         except RuntimeError:  # whoever closes after an error has seen it
             self._abandon()
         if self._schedule is not None:  # only now: it calls us for units that are over while the round is completed
@@ -472,12 +474,3 @@ class GradHooks:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
-
-
-def _check_shown(bucket: Bucket, slot: int) -> None:
-    if bucket.flat.sharded and not bucket.flat.shown:
-        raise ZeroOptimError(
-            f"the gradient of {bucket.label(slot)} was computed while its unit was sharded, and is worthless: a "
-            "gradient came into the unit by another way than what its forward returned, changed or left in "
-            "attributes. Return that tensor from the unit's forward"
-        )

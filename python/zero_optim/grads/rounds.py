@@ -204,7 +204,7 @@ class Rounds(RoundCounter, Owing):
         if self._sharding.stage == 0:
             prefetch_rest_of_backwards(self.thread)
             for bucket in self._layout.all:
-                bucket.wait()
+                bucket.arrivals.wait()
 
     def deallocate_idle_buffers(self) -> None:
         """Free the buffers' memory, at stage 3, while no reduction uses it: units take it meanwhile."""
@@ -222,16 +222,12 @@ class Rounds(RoundCounter, Owing):
         schedule = self._schedule
         return self._sharding.world.out_of_step or (schedule is not None and schedule.out_of_step)
 
-    def note(self, index: int, grad: Tensor | None) -> None:
-        """Note a gradient as autograd has left it: a change from here on is the user's."""
-        self.came[index] = -1 if grad is None else grad._version
-
     def note_again(self) -> None:
         """Note, as a backward begins, what waits for a round since ``no_sync``: edits so far came before it."""
         waiting, self.came = self.came, {}
         for index in waiting:
             if (grad := self._grad(index)) is not None:
-                self.note(index, grad)
+                self.came[index] = grad._version
 
     def _grad(self, index: int) -> Tensor | None:
         bucket, _, slot = self._layout.slot_of[index]

@@ -81,8 +81,8 @@ class Slots:
     Attributes:
         bucket_state: where the gradients are.
         used: one byte a slot, 1 where this rank has put a gradient of it into the bucket.
-        refused: by slot, why this rank's gradient was left out. The others' count, and the exchange raises on all.
         stale: the slots in that state.
+        touched: TAKEN slots that the running backward has added to.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -91,10 +91,9 @@ class Slots:
         # with its handle.
         self.bucket_state = GradState.EMPTY
         self.used = bytearray(len(params))
-        self.refused: dict[int, str] = {}
         self.stale: set[int] = set()
         self._taken: dict[int, _LocalGrad | None] = {}
-        self._touched: set[int] = set()  # TAKEN slots that the running backward has added to
+        self.touched: set[int] = set()
 
     def __getitem__(self, index: int) -> SlotState:
         if self.bucket_state is GradState.EMPTY:
@@ -113,7 +112,7 @@ class Slots:
         if self.bucket_state is not GradState.REDUCED:
             return False
         # A parameter that is used twice comes twice. The gradient in ``.grad`` is then this backward's, and no edit.
-        if index in self._touched and index in self._taken:
+        if index in self.touched and index in self._taken:
             return False
         grad = self._params[index].grad
         self._look(index, grad, handle)
@@ -124,7 +123,7 @@ class Slots:
         # The average still counts, beside the gradient that comes now, unless the user has zeroed it.
         if self[index] is not SlotState.STALE:
             self._taken[index] = None  # autograd writes from here on, until ``added``
-            self._touched.add(index)
+            self.touched.add(index)
         return written
 
     def added(self, index: int) -> None:
@@ -140,13 +139,9 @@ class Slots:
 
     def backward_ended(self) -> None:
         """Record the gradients that were added beside an average: who writes into them from here on is the user."""
-        for index in self._touched:  # hooks of the user's may have run since ``added``
+        for index in self.touched:  # hooks of the user's may have run since ``added``
             self.added(index)
-        self._touched.clear()
-
-    def backward_begins(self) -> None:
-        """Take later writes for the user's, also where the last backward has raised."""
-        self._touched.clear()
+        self.touched.clear()
 
     def scan(self, handles: Sequence[Tensor | None]) -> Found:
         """Read each ``.grad`` once."""
@@ -211,7 +206,6 @@ class Slots:
             parameter.grad = None
         self.bucket_state = GradState.EMPTY
         self.used = bytearray(len(self._params))
-        self.refused.clear()
         self.stale.clear()
         self._taken.clear()
 
@@ -278,7 +272,18 @@ class Shown:
             self._terms = [shown_as(parameter, local_of(view), term=True) for parameter, view in pairs]
         self.shards: Sequence[FlatShard] = ()
         if sharding.stage >= 1 and sharding.reduces:
-            self.shards = _flat_shards(shard, flat, pieces, labels)
+            self.shards = [
+                FlatShard(
+                    shard.narrow(0, piece.in_shard, piece.numel),
+                    piece.in_param,
+                    parameter.shape,
+                    f"gradient of {labels[piece.slot.param]}",
+                    flat.dtype,
+                    flat.orders[index],
+                    flat.slices[index],
+                )
+                for index, (piece, parameter) in enumerate(zip(pieces, flat.params, strict=True))
+            ]
         # The user can take these from the tensors above: the local shard, or the local tensor of a DTensor.
         inner = [view.local for view in self.shards] if flat.sharded else []
         self._inner = [[*map(local_of, self.full)] if flat.sliced else [], inner]
@@ -317,34 +322,16 @@ class Shown:
             return True
         if any(max(map(sys.getrefcount, inner), default=0) > _ALONE + 1 for inner in self._inner):
             return True
-        return any(self._some_kept(tensors) for tensors in (self.full, self._terms, self.shards))
-
-    def _some_kept(self, tensors: Sequence[Tensor]) -> bool:
-        references = [*map(sys.getrefcount, tensors)]
-        uses = [*map(references_in_cpp, tensors)]  # all references in Python are one of these
-        if max(references, default=0) <= _ALONE and max(uses, default=0) <= 1:
-            return False  # the common case: not even ``.grad`` refers to one
-        in_grad = [p.grad is tensor for p, tensor in zip(self._params, tensors, strict=True)]
-        found = zip(in_grad, references, uses, strict=True)
-        return any(count > _ALONE + here or in_cpp > 1 + here for here, count, in_cpp in found)
-
-
-def _flat_shards(
-    shard: Tensor, flat: FlatParams, pieces: Sequence[SlotPiece], labels: Sequence[str]
-) -> Sequence[FlatShard]:
-    """Make a ``FlatShard`` a slot over ``shard`` [shard_numel], which shows the parameters' dtype."""
-    return [
-        FlatShard(
-            shard.narrow(0, piece.in_shard, piece.numel),
-            piece.in_param,
-            parameter.shape,
-            f"gradient of {labels[piece.slot.param]}",
-            flat.dtype,
-            flat.orders[index],
-            flat.slices[index],
-        )
-        for index, (piece, parameter) in enumerate(zip(pieces, flat.params, strict=True))
-    ]
+        for tensors in (self.full, self._terms, self.shards):
+            references = [*map(sys.getrefcount, tensors)]
+            uses = [*map(references_in_cpp, tensors)]  # all references in Python are one of these
+            if max(references, default=0) <= _ALONE and max(uses, default=0) <= 1:
+                continue  # the common case: not even ``.grad`` refers to one
+            in_grad = [p.grad is tensor for p, tensor in zip(self._params, tensors, strict=True)]
+            found = zip(in_grad, references, uses, strict=True)
+            if any(count > _ALONE + here or in_cpp > 1 + here for here, count, in_cpp in found):
+                return True
+        return False
 
 
 def _storage_uses(tensor: Tensor) -> int:

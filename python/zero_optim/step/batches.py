@@ -158,9 +158,9 @@ class JoinedBatch(ShardBatch):
 
     def update(self, by: Coefficients) -> None:
         rule, bucket = self._rule, self.shards[0].bucket
-        device = bucket.sharding.device
+        device, ahead = bucket.sharding.device, self.shards[0].lookahead
         begun: dict[int, Tensor] = {}
-        for number, shard in enumerate(self._in_turn()):
+        for number, shard in enumerate(in_turn(self.shards, ahead, self._lost)):
             with self._lost.recording(shard):
                 with _begun(shard, by) as update:
                     to_send = rule.before_joining(update)
@@ -173,15 +173,12 @@ class JoinedBatch(ShardBatch):
         ]
         with span("step.join", bucket):
             rule.join(held, self._to_join)
-        for number, shard in enumerate(self._in_turn()):
+        for number, shard in enumerate(in_turn(self.shards, ahead, self._lost)):
             if number in begun:
                 with self._lost.recording(shard):
                     with _begun(shard, by) as update:
                         rule.after_joining(update, self._to_join[number], held[number].to(shard.device))
                     shard.end_update()
-
-    def _in_turn(self) -> Iterator[ShardState]:
-        return in_turn(self.shards, self.shards[0].lookahead, self._lost)
 
 
 @contextmanager
@@ -197,40 +194,30 @@ def _begun(shard: ShardState, by: Coefficients) -> Iterator[ShardUpdate]:
 def batches_of(shards: Sequence[ShardState], lost: LostState) -> list[ShardBatch]:
     """Cut ``shards`` into batches: first the shards to join, alike ones together, then the others in their order."""
     joining: dict[object, list[ShardState]] = {}
+    others: list[list[ShardState]] = []
+    numel = 0  # of the last of these
     for shard in shards:
         if shard.to_join is not None:
             joining.setdefault(shard.kind, []).append(shard)
-    others = [shard for shard in shards if shard.to_join is None]
-    return [
-        *(JoinedBatch(batch, lost) for alike in joining.values() for batch in _parts(alike)),
-        *(ShardBatch(batch, lost) for batch in _neighbours(others)),
-    ]
-
-
-def _parts(shards: Sequence[ShardState]) -> Iterator[list[ShardState]]:
-    """Cut shards to join into batches."""
-    bucket, to_join = shards[0].bucket, shards[0].to_join
-    assert to_join is not None
-    # Replicas divide the work, too; but with more parameters for them a batch would take more memory.
-    ranks = prod(ranks.world_size for ranks in (to_join.ranks, to_join.slices) if ranks is not None)
-    # Below stage 3 a shard has only some of its bucket's parameters.
-    shards_of = bucket.layout.shards if to_join.ranks is None else 1
-    sizes = [Size(shard.numel, len(shard.parameters)) for shard in shards]
-    rest = iter(shards)
-    for length in batch_lengths(sizes, ranks * shards_of, bucket.sharding.device):
-        yield [*islice(rest, length)]
-
-
-def _neighbours(shards: Sequence[ShardState]) -> list[list[ShardState]]:
-    batches: list[list[ShardState]] = []
-    numel = 0
-    for shard in shards:
+            continue
         numel += shard.numel
         most = ON_A_PROCESSOR if shard.device.type == "cpu" else ON_A_GPU
         # Pages that move are fetched one by one.
-        if batches and shard.keeps_views and shard.kind == batches[-1][-1].kind and numel <= most:
-            batches[-1].append(shard)
+        if others and shard.keeps_views and shard.kind == others[-1][-1].kind and numel <= most:
+            others[-1].append(shard)
         else:
-            batches.append([shard])
+            others.append([shard])
             numel = shard.numel
-    return batches
+    joined: list[ShardBatch] = []
+    for alike in joining.values():
+        bucket, to_join = alike[0].bucket, alike[0].to_join
+        assert to_join is not None
+        # Replicas divide the work, too; but with more parameters for them a batch would take more memory.
+        ranks = prod(ranks.world_size for ranks in (to_join.ranks, to_join.slices) if ranks is not None)
+        # Below stage 3 a shard has only some of its bucket's parameters.
+        shards_of = bucket.layout.shards if to_join.ranks is None else 1
+        sizes = [Size(shard.numel, len(shard.parameters)) for shard in alike]
+        rest = iter(alike)
+        for length in batch_lengths(sizes, ranks * shards_of, bucket.sharding.device):
+            joined.append(JoinedBatch([*islice(rest, length)], lost))
+    return [*joined, *(ShardBatch(batch, lost) for batch in others)]

@@ -86,6 +86,8 @@ class Exchange:
     Attributes:
         state: which of the values below are those of the gradients as they are.
         norm_type: of the norm that was exchanged; None: no norm was.
+        totals: [2] fp32, the sum of |g|^p of all gradients, or their largest, of that type; and the number of values
+            that are not finite.
         used: [parameters] bool, whether any rank that has the parameter has a gradient for it.
         found_inf: [1] fp32, not 0 where the step must be skipped on every rank.
         skipped: [] fp32, steps skipped so far.
@@ -131,6 +133,7 @@ class Exchange:
         self.nonfinite.resize(count)
         places = [self._places(index) for index in range(count)]
         self._vector = ExchangeVector(self._alarms, places, self.nonfinite.entries, device)
+        self.totals = self._vector.totals
 
     def resize(self) -> None:
         """Make room for as many parameters as there are labels."""
@@ -154,12 +157,6 @@ class Exchange:
             self.used[index].fill_(False)
         self._edited |= dropped | written
 
-    @property
-    def totals(self) -> Tensor:
-        """[2] fp32: the sum of |g|^p of all gradients, or their largest, of the ``norm_type`` exchanged; and the number
-        of values that are not finite."""
-        return self._vector.totals
-
     def run(self, own: ToExchange) -> None:
         """Collective. Fill in the norm and what is used. Raises the errors of the alarms, on every rank, before
         anything is updated: on CUDA one step later, in the same call, and the step in between is skipped."""
@@ -167,9 +164,9 @@ class Exchange:
         about, self._edited = {**own.about, "edited": self._edited}, set()
         vector = self._vector
         if own.norm_type is not None or own.stats:
-            vector.totals.copy_(self._local_totals(own.buckets, own.norm_type or 2.0))
+            self.totals.copy_(self._local_totals(own.buckets, own.norm_type or 2.0))
         else:
-            vector.totals.zero_()
+            self.totals.zero_()
         vector.alarms.fill({name: len(of) for name, of in about.items()} | {"parted": own.order_code})
         vector.put_use(own.used)
         vector.named_counts.zero_()
@@ -177,7 +174,7 @@ class Exchange:
             vector.named_counts[index].fill_(1.0)
         self.nonfinite.report(vector.reports, *own.flags)
         self.sharding.world.exchange(vector.all, maximum=own.norm_type == math.inf)
-        if self._reads_alarms():
+        if self._alarms and not is_capturing(self.sharding.device):
             vector.alarms.on_host.send()
             self._own_reasons = own.reasons
             # The host does not wait for a GPU, but for one case: a rank that has an alarm itself must know whether to
@@ -188,9 +185,6 @@ class Exchange:
                 self._raised = vector.alarms.read_first_raised()
         torch.gt(vector.use(), 0, out=self.used)
         self.state, self.norm_type = Exchanged.COUNTED if own.stats else Exchanged.USED, own.norm_type
-
-    def _reads_alarms(self) -> bool:
-        return bool(self._alarms) and not is_capturing(self.sharding.device)  # a replayed graph has no host to raise
 
     def combine_stages(
         self, norm_type: float | None, *, fresh: bool, stats: bool, inverse_scale: Tensor | None
@@ -217,7 +211,7 @@ class Exchange:
 
     def check_alarms(self) -> None:
         """Raise the last step's alarm, if any. A GPU's report has arrived; else the host is a step ahead and waits."""
-        if not self._reads_alarms():
+        if not self._alarms or is_capturing(self.sharding.device):  # a replayed graph has no host to raise
             return
         alarm, self._raised = self._raised or self._vector.alarms.read_first_raised(), None
         if alarm is not None:
@@ -229,7 +223,7 @@ class Exchange:
 
     def decide(self, skip_nonfinite: bool) -> None:
         """Fill in ``found_inf``. A raised alarm always skips the step; a non-finite gradient does if asked."""
-        nonfinite = self._vector.totals[1:] if skip_nonfinite else 0.0
+        nonfinite = self.totals[1:] if skip_nonfinite else 0.0
         raised = self._vector.alarms.raised_on_device()
         if self._pipeline is not None:
             raised = raised + self._pipeline.failed

@@ -110,7 +110,7 @@ class OptimizerState:
         self.shards: list[ShardState] = []
         self._finds_edits = "edits" in debug_options()
         self._aside: list[tuple[Bucket, Tensor]] = []  # parameters, while their averages are shown
-        self._batches: list[ShardBatch] = []  # of the shards, in the order in which they are updated
+        self._batches: list[ShardBatch] = []  # of the shards, in the order in which the next forward wants them
         self.started = False  # whether state may differ from what it is at construction
         self._versions = Versions()
 
@@ -118,12 +118,8 @@ class OptimizerState:
         """Make state for new buckets, whose parameters come last in ``parameters``."""
         self.refresh_edited()
         self.shards += [self._shard_state(bucket) for bucket in buckets]
-        self._follow_shards()
-        self._record_versions()
-
-    def _follow_shards(self) -> None:
-        # In the order in which the next forward wants the parameters.
         self._batches = batches_of(self.shards[::-1], self.lost)
+        self._record_versions()
 
     def close(self, *, wait: bool = True) -> None:
         """Release all state. ``wait``: for copies to and from the host."""
@@ -220,7 +216,7 @@ class OptimizerState:
                     with self.lost.recording(shard):
                         _fill(shard, tensor, full, parts)
             old.pop().release()  # before the next moves: not all old state and all new state is there together
-        self._follow_shards()
+        self._batches = batches_of(self.shards[::-1], self.lost)
         self._store.use_room()  # old pages and new ones were there together
         self.raise_lost_together()
 
@@ -316,14 +312,20 @@ class OptimizerState:
         A tensor is valid until the next is asked for.
         """
         self.refresh_edited()
-        for shard in self.shards:
-            for tensor in filter(wanted, shard.tensors):
-                full = self._gathered(shard, tensor)
-                for index, whole in _wholes(shard, tensor, full).items():
-                    yield index, tensor.name, whole
-                # Here ``full`` is a copy. Its memory is freed now, as gloo's threads may still refer to it.
-                if shard.bucket.sharding.shard_count > 1:
-                    deallocate(full)
+        for shard, tensor in ((of, tensor) for of in self.shards for tensor in filter(wanted, of.tensors)):
+            full, flat, sharding = self._gathered(shard, tensor), shard.bucket.flat, shard.bucket.sharding
+            every = sharding.gather_slices(full, "state") if flat.joined else None
+            for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
+                if every is None:  # a view in the parameter's shape, else a copy that is put together of slices
+                    yield slot.param, tensor.name, shard.view_in(full, tensor, number)
+                else:
+                    assert own is not None
+                    slices = (shard.view_in(row, tensor, number, rank) for rank, row in enumerate(every))
+                    yield slot.param, tensor.name, torch.cat([*slices], own.dim)
+            # Where ``full`` is a copy its memory is freed now, as gloo's threads may still refer to it.
+            if sharding.shard_count > 1:
+                deallocate(full)
+            del full, every  # before the next is gathered
         self.raise_lost_together()
 
     def _gathered(self, shard: ShardState, tensor: StateTensor, kind: str = "state") -> Tensor:
@@ -379,21 +381,6 @@ class OptimizerState:
         # The model may be loaded later, and a master may be older than the parameters, if another optimizer carried it.
         self.started = True
         self._versions.mark_stale()
-
-
-def _wholes(shard: ShardState, tensor: StateTensor, full: Tensor) -> dict[int, Tensor]:
-    """Collective where tensor-parallel ranks have slices. Cut ``full``, of a whole bucket, into one whole tensor a
-    parameter, by index: a view in the parameter's shape, or a copy that is put together of slices."""
-    flat = shard.bucket.flat
-    if not flat.joined:
-        return {slot.param: shard.view_in(full, tensor, n) for n, slot in enumerate(shard.bucket.layout.slots)}
-    every = shard.bucket.sharding.gather_slices(full, "state")
-    wholes = {}
-    for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
-        assert own is not None
-        slices = [shard.view_in(row, tensor, number, rank) for rank, row in enumerate(every)]
-        wholes[slot.param] = torch.cat(slices, own.dim)
-    return wholes
 
 
 def _fill(shard: ShardState, tensor: StateTensor, full: Tensor, parts: Sequence[tuple[SlotPiece, int]]) -> None:

@@ -153,15 +153,9 @@ def make_pipeline(
     """
     if comm.world_size == 1:
         return None
-    described = [f"{name}={value!r}" for name, value in options.items()]
-    check_same(comm, described, "the constructor", "give the optimizers of all stages of a pipeline")
-    _check_shared(comm, parameters)
-    comm.connect_for("all_reduce", comm.world_size, torch.float32, device)
-    return Pipeline(comm, device)
-
-
-def _check_shared(comm: Comm, parameters: Mapping[str, Tensor]) -> None:
-    """Check that each second copy has a first one on another stage, as far as shape, dtype and memory format tell."""
+    values = [f"{name}={value!r}" for name, value in options.items()]
+    check_same(comm, values, "the constructor", "give the optimizers of all stages of a pipeline")
+    # Each second copy must have a first one on another stage, as far as shape, dtype and memory format tell.
     shared = {label: described(p) for label, p in parameters.items() if is_shared(p)}
     counted = {described(p) for p in parameters.values() if not is_shared(p)}
     every = comm.gather_objects((shared, counted), "the constructor")
@@ -174,6 +168,8 @@ def _check_shared(comm: Comm, parameters: Mapping[str, Tensor]) -> None:
                     "stage has a parameter like it without that mark: it would count in no norm. Mark the copy of the "
                     "later stage alone"
                 )
+    comm.connect_for("all_reduce", comm.world_size, torch.float32, device)
+    return Pipeline(comm, device)
 
 
 def comm_of_pipeline(pipeline: dist.DeviceMesh | dist.ProcessGroup | None, device: torch.device | None) -> Comm:

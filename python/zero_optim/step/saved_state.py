@@ -20,10 +20,10 @@ from ..errors import StateMismatchError
 from ..params.flat_shard import FlatShard
 from ..params.layout import SlotPiece
 from ..params.storage_order import StorageOrder, flat_of, storage_order, strides_of
-from ..params.tensor_slice import TensorSlice, is_distributed, local_of, placed, slice_of
+from ..params.tensor_slice import is_distributed, local_of, placed, slice_of
 from ..rules.codec import Begins, Codec, Per, StateTensor, saved_codec
 from ..rules.update_rule import UpdateRule, tensors_for
-from .shard_state import Extent, ShardState
+from .shard_state import ShardState
 
 
 @dataclass(frozen=True)
@@ -141,23 +141,22 @@ def _describe(tensor: Tensor) -> str:
     return repr(tensor) if isinstance(tensor, FlatShard) else f"a whole tensor of shape {tuple(tensor.shape)}"
 
 
-def _flat_part(saved: Tensor, extent: Extent, own: TensorSlice | None) -> Tensor:
-    """Flatten this rank's part of ``saved``, which is the whole tensor, or the slice ``own`` of it that is here."""
-    whole = own is not None and not is_distributed(saved) and saved.shape == own.shape
-    here = own.of(saved) if own is not None and whole else local_of(saved)
-    flat = flat_of(here, extent.order)
-    return flat if extent.whole else flat.narrow(0, extent.start, extent.numel)
-
-
 def _values(
     shard: ShardState, number: int, entry: Mapping[str, Any], tensor: StateTensor, label: str
 ) -> Callable[[], Tensor]:
     """Make a function that returns the part of ``tensor`` in ``entry`` that belongs into slot ``number``, flat."""
     extent, own = shard.extent(number, tensor), shard.bucket.flat.slices[number]
     saved = state_tensor(entry, tensor, extent.shape, label)
+
+    def flat_part() -> Tensor:
+        """Flatten this rank's part of ``saved``, which is the whole tensor, or the slice ``own`` of it that is here."""
+        whole = own is not None and not is_distributed(saved) and saved.shape == own.shape
+        flat = flat_of(own.of(saved) if own is not None and whole else local_of(saved), extent.order)
+        return flat if extent.whole else flat.narrow(0, extent.start, extent.numel)
+
     if not isinstance(saved, FlatShard):
         if slice_of(saved, label) in (None, own):
-            return partial(_flat_part, saved, extent, own)  # deferred: in another memory format it makes a copy
+            return flat_part  # deferred: in another memory format it makes a copy
     elif not extent.whole and saved.slice == own and saved.stride() == strides_of(extent.shape, extent.order):
         local = saved.local
         if (saved.start, local.numel()) == (extent.start, extent.numel):

@@ -30,7 +30,7 @@ from ..rules.update_rule import (
     tensors_for,
 )
 from ..stores.state_store import HostStore, StateStore
-from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, to_join, wholes_in
+from .workplace import PARAMETER, Coefficients, OnDevice, OnHost, wholes_in
 
 _CHUNK = 2**22
 """Elements that are compared at once: bounds the memory for it to some 50 MB."""
@@ -92,10 +92,15 @@ class ShardState:
         self.page = store.allocate({tensor.name: self._first(tensor) for tensor in self.stored}, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=self.device)
-        self.wholes = wholes_in(bucket, rule, group)
-        self.to_join = to_join(bucket, rule, self.wholes, group, keeps_views=self.keeps_views)
-        by_noise = any(codec.stochastic for codec in rule.codecs.values())
-        self.row_keys = _keys_of(bucket, len(rows)).to(self.device) if by_noise else None
+        self.wholes, self.to_join = wholes_in(bucket, rule, group, keeps_views=self.keeps_views)
+        self.row_keys: Tensor | None = None
+        if any(codec.stochastic for codec in rule.codecs.values()):
+            # Made of the parameter's index and the row's number in it, however they are cut.
+            keys = torch.zeros(len(rows), dtype=torch.int32, device="cpu")
+            for piece in bucket.pieces:
+                first, count = piece.in_shard // ROW, -(-piece.numel // ROW)
+                keys[first : first + count] = row_keys(piece.slot.param, piece.in_param // ROW, count)
+            self.row_keys = keys.to(self.device)
         self.row_stats: Tensor | None = None
         if measures:
             self.row_stats = torch.zeros(len(rows), len(ROW_STATS), dtype=torch.float32, device=self.device)
@@ -278,15 +283,6 @@ class ShardState:
                 else:
                     first = self.master(state).narrow(0, piece.in_shard, piece.numel).to(self.device)
                 self.set_part(tensor, state, piece, first)
-
-
-def _keys_of(bucket: Bucket, rows: int) -> Tensor:
-    """[rows] int32, the keys of rows: of the parameter's index and the row's number in it, however they are cut."""
-    keys = torch.zeros(rows, dtype=torch.int32, device="cpu")
-    for piece in bucket.pieces:
-        first, count = piece.in_shard // ROW, -(-piece.numel // ROW)
-        keys[first : first + count] = row_keys(piece.slot.param, piece.in_param // ROW, count)
-    return keys
 
 
 def _follow(master: Tensor, parameter: Tensor) -> None:

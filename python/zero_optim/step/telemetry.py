@@ -99,18 +99,17 @@ class Measured:
 
     Args:
         on_host: whether they are updated, and measured, in host memory.
+
+    Attributes:
+        updated: [parameters] bool, which ones the step has updated; None: there was no step.
     """
 
     def __init__(
         self, states: OptimizerState, parameters: ParameterSet, shardings: Shardings, *, on_host: bool
     ) -> None:
         self._states, self._parameters, self._shardings, self._on_host = states, parameters, shardings, on_host
-        self._updated: Tensor | None = None  # [parameters] bool; None: there was no step
+        self.updated: Tensor | None = None
         self._chunks: WeakKeyDictionary[ShardState, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
-
-    def after_step(self, updated: Tensor) -> None:
-        """Record which parameters the step has updated: [parameters] bool."""
-        self._updated = updated
 
     def row_stats(self, *, on_host: bool) -> list[Tensor]:
         """List the measurements on the device, or in host memory."""
@@ -120,7 +119,7 @@ class Measured:
 
     def free(self) -> None:
         """Free the device's memory: the optimizer falls asleep. The measurements are lost."""
-        self._updated = None
+        self.updated = None
         for stats in self.row_stats(on_host=False):
             deallocate(stats)
 
@@ -141,10 +140,18 @@ class Measured:
                 sums.index_copy_(0, to_device(device, indices, torch.int64), of_shard)
                 here.update(indices)
         if over_ranks:
-            sums, here = self._over_ranks(sums), set(self._parameters.trained)
+            # One small message. The sums of all ranks are added up in the order of their numbers. Where ranks have
+            # different experts under one name, each of these has a place of its own.
+            world, places = self._shardings.main.world, [self._shardings.places_of_use(index) for index in range(count)]
+            own = to_device(device, own_places(places), torch.int64)
+            every = sums.new_zeros(world.world_size, sum(number for number, _ in places), _ELEMENTS + 1)
+            every[world.rank].index_copy_(0, own, sums)
+            if world.world_size > 1:
+                world.all_gather(every.view(-1), "telemetry").wait()
+            sums, here = _joined(every).index_select(0, own), set(self._parameters.trained)
         updated = torch.zeros(count, dtype=torch.bool, device=device)
-        if self._updated is not None:  # without the parameters that were added since that step
-            updated[: len(self._updated)].copy_(self._updated)
+        if self.updated is not None:  # without the parameters that were added since that step
+            updated[: len(self.updated)].copy_(self.updated)
         numbers = torch.cat([sums[:, :_LARGEST].sqrt(), sums[:, _LARGEST:_ELEMENTS]], dim=1)
         numbers[:, _ZEROS] /= sums[:, _ELEMENTS].clamp(min=1)
         wanted = sorted(here)
@@ -155,7 +162,17 @@ class Measured:
         """[parameters that it has a piece of, 5] float64."""
         assert shard.row_stats is not None
         if shard not in self._chunks:
-            self._chunks[shard] = _chunks_of(shard)
+            # Starts and lengths of what is added up, level by level, until each piece has one row left.
+            levels: list[tuple[Tensor, Tensor]] = []
+            runs = [(piece.in_shard // ROW, -(-piece.numel // ROW)) for piece in shard.bucket.pieces if piece.numel]
+            while not levels or any(count > 1 for _, count in runs):
+                firsts = [range(first, first + count, _TOGETHER) for first, count in runs]
+                flat = [(start, min(_TOGETHER, of.stop - start)) for of in firsts for start in of]
+                table = to_device(shard.device, flat, torch.int64).view(-1, 2)
+                levels.append((table[:, 0], table[:, 1]))
+                sizes = [len(of) for of in firsts]
+                runs = list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
+            self._chunks[shard] = levels
         values, place = shard.row_stats, torch.arange(_TOGETHER, device=shard.device)[:, None]
         for starts, counts in self._chunks[shard]:
             zeros = len(values)  # the place of a row of zeros behind all others, which fills up short chunks
@@ -165,35 +182,9 @@ class Measured:
             values = _joined(padded.index_select(0, index.view(-1)).view(*index.shape, len(ROW_STATS)))
         return values
 
-    def _over_ranks(self, sums: Tensor) -> Tensor:
-        """Collective: one small message. Add up the sums of all ranks, in the order of their numbers."""
-        # Where ranks have different experts under one name, each of these has a place of its own.
-        world, places = self._shardings.main.world, [self._shardings.places_of_use(index) for index in range(len(sums))]
-        own = to_device(sums.device, own_places(places), torch.int64)
-        every = sums.new_zeros(world.world_size, sum(count for count, _ in places), _ELEMENTS + 1)
-        every[world.rank].index_copy_(0, own, sums)
-        if world.world_size > 1:
-            world.all_gather(every.view(-1), "telemetry").wait()
-        return _joined(every).index_select(0, own)
-
 
 def _joined(parts: Tensor) -> Tensor:
     """Combine [parts, n, columns] into [n, columns]: sums, and the largest of the largest. NaN stays."""
     joined = parts.sum(0, dtype=torch.float64)
     joined[:, _LARGEST] = parts[:, :, _LARGEST].amax(0)
     return joined
-
-
-def _chunks_of(shard: ShardState) -> list[tuple[Tensor, Tensor]]:
-    """List starts and lengths of the chunks that are added up, level by level, until each piece has one row left."""
-    runs = [(piece.in_shard // ROW, -(-piece.numel // ROW)) for piece in shard.bucket.pieces if piece.numel]
-    levels: list[tuple[Tensor, Tensor]] = []
-    while not levels or any(count > 1 for _, count in runs):
-        starts = [range(first, first + count, _TOGETHER) for first, count in runs]
-        ends = [first + count for first, count in runs]
-        flat = [(start, min(_TOGETHER, end - start)) for of, end in zip(starts, ends, strict=True) for start in of]
-        table = to_device(shard.device, flat, torch.int64).view(-1, 2)
-        levels.append((table[:, 0], table[:, 1]))
-        sizes = [len(of) for of in starts]
-        runs = list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
-    return levels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm.handle import Handle
 from ..grads.bucket import Bucket
-from ..params.tensor_slice import Joint, joint_of
+from ..params.tensor_slice import joint_of
 from ..rules.update_rule import CutParameter, ToJoin, UpdateRule, Whole
 from ..stores.state_store import HostStore
 
@@ -112,28 +112,24 @@ class OnHost(OnDevice):
     def reduction_begins(self) -> None:
         self._source = None
 
-    def reduction_launched(self, handle: Handle) -> bool:
+    def reduction_launched(self, handle: Handle) -> Callable[[], object]:
         # The copy waits for the sum on its own stream, beside the rest of backward.
         with self._store.lanes.to_host.as_current():
             ordered = handle.order_current()
-        if ordered:
-            self._take()
-        return ordered
+        if not ordered:
+            return self._reduction_arrived
+        self._take(after_current=False)
+        return self._taken.order_current  # the user may zero the gradient: not before it is copied
 
-    def reduction_arrived(self) -> None:
-        self._take_from_current()
-        self.after_taking()
+    def _reduction_arrived(self) -> None:
+        self._take(after_current=True)
+        self._taken.order_current()
 
-    def after_taking(self) -> None:
-        self._taken.order_current()  # the user may zero the gradient: not before it is copied
-
-    def _take_from_current(self) -> None:
-        self._now.set()
-        self._store.lanes.to_host.after(self._now)  # the gradient is written on the current stream
-        self._take()
-
-    def _take(self) -> None:
+    def _take(self, *, after_current: bool) -> None:
         source, lane = self._bucket.grad_shard, self._store.lanes.to_host
+        if after_current:  # the gradient is written there
+            self._now.set()
+            lane.after(self._now)
         lane.copy(self._grad, source)
         lane.set(self._taken)
         self._store.copied.to_host += source.nbytes
@@ -142,7 +138,7 @@ class OnHost(OnDevice):
     def prefetch(self) -> None:
         is_copied = self._source is self._bucket.gradient_to_apply() and self._source_written == self._written()
         if self._users_may_edit or not is_copied:
-            self._take_from_current()
+            self._take(after_current=True)
         if self._reads_parameters:
             self._bring_parameters()
 
@@ -196,55 +192,35 @@ Group = Callable[[int], Mapping[str, Any]]
 """Gives the parameter group of a parameter, by its index."""
 
 
-def joins_shards(bucket: Bucket, rule: UpdateRule) -> bool:
-    """Whether updates join parameters that are cut over the ranks of the shard group."""
-    # A rank alone has whole parameters, in host memory perhaps, where they count as sharded, too.
-    return not rule.layout.cuts and bucket.flat.sharded and bucket.sharding.shard_count > 1
+def wholes_in(
+    bucket: Bucket, rule: UpdateRule, group: Group, *, keeps_views: bool
+) -> tuple[tuple[Whole, ...], ToJoin | None]:
+    """List the parameters in this rank's shard that ``rule`` has whole, or a slice of each; and those that an update
+    makes whole over ranks, or whose work replicas divide. None: there are none of these.
 
-
-def wholes_in(bucket: Bucket, rule: UpdateRule, group: Group) -> tuple[Whole, ...]:
-    """List the parameters in this rank's shard that ``rule`` has whole, or a slice of each."""
-    if rule.layout.cuts or joins_shards(bucket, rule):
-        return ()
-    shard, numel = bucket.sharding.shard_index, bucket.layout.shard_numel
-    return tuple(
-        whole._replace(start=piece.in_shard)
-        for piece, whole in zip(bucket.pieces, _from_zero(bucket, group), strict=True)
-        # A slice may be empty here, and have elements on other tensor-parallel ranks, at the same place.
-        if piece.numel or (_is_joined(rule, whole.joint) and piece.slot.offset // numel == shard)
-    )
-
-
-def to_join(
-    bucket: Bucket, rule: UpdateRule, wholes: Sequence[Whole], group: Group, *, keeps_views: bool
-) -> ToJoin | None:
-    """List the parameters that an update makes whole over ranks, or whose work replicas divide; None: there are none.
-
-    Args:
-        wholes: those of ``wholes_in``.
-        keeps_views: whether state stays on the device. Else replicas divide no work alone: pages would come twice, and
-            state on the host would go to the device and back.
+    ``keeps_views``: whether state stays on the device. Else replicas divide no work alone: pages would come twice, and
+    state on the host would go to the device and back.
     """
-    sharding, cut = bucket.sharding, joins_shards(bucket, rule)
-    every = [] if rule.layout.cuts else _from_zero(bucket, group)
-    # Alike on all tensor-parallel ranks, which have slices of the same parameters.
-    sliced = any(_is_joined(rule, whole.joint) for whole in every)
+    layout, flat, sharding = bucket.layout, bucket.flat, bucket.sharding
+    every: list[Whole] = []  # each as if it began a shard
+    if not rule.layout.cuts:
+        for slot, parameter, local, order in zip(layout.slots, flat.params, flat.locals, flat.orders, strict=True):
+            joint = joint_of(parameter, sharding.plain_slices)
+            every.append(Whole(slot.param, 0, local.shape, order, group(slot.param), joint))
+    needs_slices = [whole.joint is not None and rule.needs_whole(whole.joint) for whole in every]
+    # A rank alone has whole parameters, in host memory perhaps, where they count as sharded, too.
+    cut = not rule.layout.cuts and flat.sharded and sharding.shard_count > 1
+    wholes: list[Whole] = []
+    cuts: list[CutParameter] = []
+    for slot, piece, whole, needs in zip(layout.slots, bucket.pieces, every, needs_slices, strict=False):
+        if cut:
+            cuts.append(CutParameter(whole, tuple(layout.parts(slot))))
+        # A slice may be empty here, and have elements on other tensor-parallel ranks, at the same place.
+        elif piece.numel or (needs and slot.offset // layout.shard_numel == sharding.shard_index):
+            wholes.append(whole._replace(start=piece.in_shard))
+    sliced = any(needs_slices)  # alike on all tensor-parallel ranks, which have slices of the same parameters
     replicas = sharding.replicas if rule.splits_work and (cut or sliced or keeps_views) else None
     if not cut and not sliced and replicas is None:
-        return None
-    slots = zip(bucket.layout.slots, every, strict=True) if cut else ()
-    cuts = [CutParameter(whole, tuple(bucket.layout.parts(slot))) for slot, whole in slots]
+        return tuple(wholes), None
     slices = sharding.tensor_ranks.slices if sharding.tensor_ranks is not None and sliced else None
-    return ToJoin(wholes, cuts, sharding.shard_group if cut else None, slices, replicas)
-
-
-def _from_zero(bucket: Bucket, group: Group) -> list[Whole]:
-    """List the parameters of the bucket, each as if it began a shard."""
-    joints = [joint_of(parameter, bucket.sharding.plain_slices) for parameter in bucket.params]
-    slots = zip(bucket.layout.slots, bucket.flat.locals, bucket.flat.orders, joints, strict=True)
-    return [Whole(slot.param, 0, local.shape, order, group(slot.param), joint) for slot, local, order, joint in slots]
-
-
-def _is_joined(rule: UpdateRule, joint: Joint | None) -> bool:
-    """Whether the rule needs all slices of such a parameter."""
-    return joint is not None and rule.needs_whole(joint)
+    return tuple(wholes), ToJoin(tuple(wholes), cuts, sharding.shard_group if cut else None, slices, replicas)
