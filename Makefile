@@ -86,7 +86,8 @@ wheel: .venv/installed  ## dist/: a wheel for Linux, any torch >= 2.10 and Pytho
 	@$(PIP) --requirement requirements-wheel.txt
 	@rm -rf build/wheel && mkdir -p build/wheel
 	@ZERO_KERNELS_CUDA=1 $(BIN)/python -m build --no-isolation --outdir build/wheel .
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --exclude 'libtorch*' --wheel-dir dist build/wheel/*.whl
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --exclude 'libtorch*' \
+	  --plat manylinux_2_28_$$(uname -m) --only-plat --wheel-dir dist build/wheel/*.whl
 	@cp build/wheel/*.tar.gz dist/ && ls dist
 
 .PHONY: clean

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cells import slow_after
 from kills import MODEL, SAVE_EVERY, Death, assert_same, train
 from training import environment, write_text
 from zero_optim import checkpoint
@@ -23,14 +22,13 @@ DEATHS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deaths", slow_after(1, [DEATHS[:1], DEATHS]), ids=len)
-def test_a_run_that_loses_ranks_is_one_that_nobody_disturbed(deaths: list[Death], tmp_path: Path) -> None:
+def test_a_run_that_loses_ranks_is_one_that_nobody_disturbed(tmp_path: Path) -> None:
     """Each attempt gets a checkpoint further, or dies in saving it. ``kills.py`` does it fifty times."""
     text = write_text(tmp_path / "text")
     flags = [*MODEL, "--stage", "3", "--steps", "8", "--data", str(text), "--save-every", str(SAVE_EVERY)]
     train(tmp_path / "undisturbed", 2, flags, [], LIMIT)
-    said = train(tmp_path / "killed", 2, flags, deaths, LIMIT)
-    assert said.count("reading the text") == 1 + len(deaths)
+    said = train(tmp_path / "killed", 2, flags, DEATHS, LIMIT)
+    assert said.count("reading the text") == 1 + len(DEATHS)
     assert ", after step 2\n" in said
     assert_same(tmp_path / "killed" / "run", tmp_path / "undisturbed" / "run")
 

@@ -38,16 +38,14 @@ QUICK = {
 
 
 def cells() -> list[tuple[str, str, int]]:
-    """Every topology at each of its stages, by one of the rules in turn; and the quick ones."""
-    found = []
-    for number, (name, topology) in enumerate(TOPOLOGIES.items()):
-        for stage in topology.stages:
-            found += [
-                (rule, name, stage)
-                for turn, rule in enumerate(QUICK)
-                if (number + stage) % 2 == turn or stage in QUICK[rule].get(name, ())
-            ]
-    return found
+    """Every topology by each of the rules, at a stage of their own; and the quick ones."""
+    return [
+        (rule, name, stage)
+        for number, (name, topology) in enumerate(TOPOLOGIES.items())
+        for stage in topology.stages
+        for turn, rule in enumerate(QUICK)
+        if (number + 2 * turn) % len(topology.stages) == stage or stage in QUICK[rule].get(name, ())
+    ]
 
 
 def trained(rank: int, world_size: int, name: str, rule: str, stage: int, folder: str) -> eventful_cases.Outcome:

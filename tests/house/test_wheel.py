@@ -23,12 +23,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 def wheel() -> Path:
     if shutil.which("make") is None or shutil.which("c++") is None:
         pytest.skip("make and a C++ compiler build it")
-    subprocess.run(["make", "-C", str(ROOT), "wheel"], check=True, capture_output=True, text=True)
+    one = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0"}  # to compile for all architectures takes minutes
+    subprocess.run(["make", "-C", str(ROOT), "wheel"], env=one, check=True, capture_output=True, text=True)
     return max((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)
 
 
 def test_it_is_one_file_for_all(wheel: Path) -> None:
-    assert re.fullmatch(r"zero_kernels-.*-py3-none-manylinux_2_\d+_x86_64\.whl", wheel.name)
+    assert re.fullmatch(r"zero_kernels-.*-py3-none-manylinux_2_28_x86_64\.whl", wheel.name)
     names = zipfile.ZipFile(wheel).namelist()
     assert "zero_kernels/libzero_kernels_cpu.so" in names
     assert ("zero_kernels/libzero_kernels_cuda.so" in names) == (shutil.which("nvcc") is not None)

@@ -15,7 +15,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from cells import slow, slow_after
+from cells import slow_after
 from checkpoint_files import read_tensors, weights_in
 from training import (
     ENDLESS,
@@ -105,15 +105,12 @@ def test_a_resumed_run_repeats_the_whole_one(two_ranks: object, tmp_path: Path) 
     assert without_speed(read_log(tmp_path / "resumed")) == without_speed(whole[3:])
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [pytest.param(1, 4, marks=slow), (4, 1)])
-def test_a_run_resumes_with_fewer_and_with_more_ranks(
-    two_ranks: object, tmp_path: Path, ranks: int, batch: int
-) -> None:
+def test_a_run_resumes_with_more_ranks(two_ranks: object, tmp_path: Path) -> None:
     """As many windows a step, so the same losses but for the order of sums, which bf16 rounds: to 3e-5, measured."""
     whole = read_log(two_ranks.folder)
     checkpoint = two_ranks.folder / "checkpoint" / "step-3"
-    output = run_ranks(ranks, ["--resume", str(checkpoint), "--batch", str(batch), "--out", "run"], tmp_path)
-    assert f"random states were saved by 2 ranks, and are not loaded by {ranks}\n" in output
+    output = run_ranks(4, ["--resume", str(checkpoint), "--batch", "1", "--out", "run"], tmp_path)
+    assert "random states were saved by 2 ranks, and are not loaded by 4\n" in output
     losses = [record["loss"] for record in read_log(tmp_path / "run")]
     assert losses == pytest.approx([record["loss"] for record in whole[3:]], rel=2e-4)
 
