@@ -42,7 +42,6 @@ def sync_buffers(model: nn.Module, how: str = "broadcast", *, process_group: dis
         RankMismatchError: ranks disagree on ``how``, or on the names, shapes or dtypes of buffers.
     """
     comm = _comm(model, process_group)
-    buffers: dict[str, Tensor] = {}
     with comm.raising_together("sync_buffers"):
         if how not in _HOW:
             raise ValueError(f"how must be one of {_HOW}, got {how!r}")

@@ -236,9 +236,7 @@ class Comm:
         handle = self._transport(full.device).all_gather(full, own, self.groups.channel(full.nbytes))
         return self._record(handle, kind, full)
 
-    def all_to_all(
-        self, sent: Tensor, counts: Sequence[int], of_each: Sequence[int], kind: str = "all_to_all"
-    ) -> Tensor:
+    def all_to_all(self, sent: Tensor, counts: Sequence[int], of_each: Sequence[int], kind: str) -> Tensor:
         """Send ``counts[i]`` elements of ``sent``, flat, to each rank i. Returns the ``of_each[i]`` elements that each
         rank i has sent to this one, in rank order, before what follows."""
         self.log.check()

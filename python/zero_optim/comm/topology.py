@@ -180,12 +180,16 @@ def read_row(
     of_mesh = None
     if mesh is not None:
         along = f"dimension {mesh.mesh_dim_names[0]!r} of their mesh" if mesh.mesh_dim_names else "their mesh"
-        source = f"parameters are DTensors over ranks {_ranks(mesh)}, along {along}"
-        of_mesh = RowRanks(mesh.get_group(), _ranks(mesh), source, plain=False)
+        ranks = mesh.mesh.flatten().tolist()
+        source = f"parameters are DTensors over ranks {ranks}, along {along}"
+        of_mesh = RowRanks(mesh.get_group(), ranks, source, plain=False)
     if tensor_parallel is None:
         return of_mesh
     group = group_along(tensor_parallel, "tensor_parallel", "the slices", "mesh['tp']")
-    ranks = _ranks(tensor_parallel)
+    if isinstance(tensor_parallel, dist.DeviceMesh):
+        ranks = tensor_parallel.mesh.flatten().tolist()  # as it was made; those of a group ascend
+    else:
+        ranks = dist.get_process_group_ranks(group)
     given = RowRanks(group, ranks, f"tensor_parallel gives ranks {ranks}", plain=True)
     if of_mesh is None:
         return given if len(given.ranks) > 1 else None
@@ -207,13 +211,6 @@ class TensorRanks:
     data_parallel: Comm
     slices: Comm
     plain: bool = False
-
-
-def _ranks(of: dist.DeviceMesh | dist.ProcessGroup) -> list[int]:
-    """List the ranks: of a group in ascending order, of a mesh as it was made."""
-    if isinstance(of, dist.DeviceMesh):
-        return list(of.mesh.flatten().tolist())
-    return list(dist.get_process_group_ranks(of))
 
 
 def _check_rows(rows: list[list[int]], given: list[int], row: RowRanks, beside: list[list[int]]) -> None:
