@@ -71,7 +71,6 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
     is raised on all.
     """
     sharded = resharded_between_steps(model, "full_model_state_dict")
-    world = sharded[0].sharding.world if sharded else None
     savers = sharded[0].sharding.savers if sharded else savers_of({*map(id, model.parameters())}) or make_comm()
     if rank is not None and rank not in range(savers.world_size):
         raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
@@ -85,7 +84,7 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
         ((id(parameter), whole) for parameter, whole in gathered_one_by_one(sharded, ids)),
         ((key, whole_of(value.detach())) for key, value in cut.items()),
     )
-    with world.raising_together("full_model_state_dict") if world is not None else nullcontext():
+    with sharded[0].sharding.world.raising_together("full_model_state_dict") if sharded else nullcontext():
         wholes = collect(every, torch.device("cpu"), wanted=wanted, copy=False)
     return {key: _whole(value, wholes) for key, value in state.items()} if wanted else {}
 

@@ -298,9 +298,8 @@ def read_topology(
     with ranks.raising_together(_WHERE):
         _check_rows(rows, ranks.ranks, row, beside)
     columns = tuple(zip(*rows, strict=True))
-    return group_of_ranks(every, row.group), Topology(
-        columns=columns, plain=row.plain, explicit_tp=explicit_tp or row.plain
-    )
+    topology = Topology(columns=columns, plain=row.plain, explicit_tp=explicit_tp or row.plain)
+    return group_of_ranks(every, row.group), topology
 
 
 def own_row(columns: Rows) -> list[int]:

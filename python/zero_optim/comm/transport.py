@@ -288,8 +288,7 @@ def used() -> Transport | None:
 
 def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Back-ends by type of device: ``{"cpu": "gloo", "cuda": "nccl"}``."""
-    config = dist.get_backend_config(group)
-    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+    return dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(",") if ":" in pair)
 
 
 def new_group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
