@@ -123,8 +123,7 @@ def take(ranks: Ranks, make: Callable[[], dist.ProcessGroup], where: str, *, nee
         make: collective; gives a new group of them.
         needed: raise RankMismatchError where none can be made. Else None is returned then, on every rank.
     """
-    there = [group for group in map(alive, _left.get(tuple(ranks.ranks), ())) if group is not None]
-    spare = {group.group_name: group for group in there}
+    spare = {group.group_name: group for group in filter(None, map(alive, _left.get(tuple(ranks.ranks), ())))}
     reports = ranks.gather_objects((needed, set(spare), len(dist.distributed_c10d._world.pg_names)), where)
     # Only a group that every rank has left is free: on another rank its optimizer may not be closed yet.
     common = sorted(set.intersection(*(names for _, names, _ in reports)))
