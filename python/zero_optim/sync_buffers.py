@@ -48,11 +48,7 @@ def sync_buffers(model: nn.Module, how: str = "broadcast", *, process_group: dis
         buffers = _buffers(model)
     if comm.world_size == 1:
         return
-    devices = dict.fromkeys(buffer.device for buffer in buffers.values())
-    gpu = [comm.device] if comm.device is not None else []
-    gpu += [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
-    # Buffers are put together on the first of their devices that the group serves, else on another.
-    device = next((device for device in (*devices, *gpu) if validate.serves(comm, device)), torch.device("cpu"))
+    device = _device(comm, list(buffers.values()))
     description = [f"how={how}", f"buffers that travel on {device.type}"]
     description += [f"{name!r}: {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
     check_same(comm, description, "sync_buffers", "give sync_buffers the same model, with")
@@ -87,6 +83,14 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
             if stride == 0 and size > 1:  # expanded: torch does not write where one element is in several places
                 buffers[name] = buffers[name].narrow(dim, 0, 1)
     return buffers
+
+
+def _device(comm: Comm, buffers: Sequence[Tensor]) -> torch.device:
+    """Choose where buffers are put together: the first of their devices that the group serves, else another."""
+    devices = dict.fromkeys(buffer.device for buffer in buffers)
+    gpu = [comm.device] if comm.device is not None else []
+    gpu += [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+    return next((device for device in (*devices, *gpu) if validate.serves(comm, device)), torch.device("cpu"))
 
 
 def _send(comm: Comm, buffers: Sequence[Tensor], device: torch.device, *, mean: bool) -> None:
