@@ -21,14 +21,9 @@ def called_from(module: str) -> bool:
     return sys._getframe(2).f_globals.get("__name__") == module
 
 
-def called_within(module: str) -> bool:
-    """True if code of ``module`` is anywhere on the stack."""
-    return any(_frames_of(module))
-
-
-def called_within_function(module: str, name: str) -> bool:
-    """True if the function of that name and module is anywhere on the stack."""
-    return any(frame.f_code.co_name == name for frame in _frames_of(module))
+def called_within(module: str, function: str | None = None) -> bool:
+    """True if code of ``module`` is anywhere on the stack, or that of its ``function``."""
+    return any(function in (None, frame.f_code.co_name) for frame in _frames_of(module))
 
 
 def local_of_caller(name: str) -> Any:

@@ -9,12 +9,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .checkpoint.contents import Names
 from .checkpoint.rank_state import collect
-from .comm.collectives import Comm
+from .comm.collectives import make_comm
 from .comm.streams import deallocate
 from .engine import check_whole, savers_of
 from .errors import ShardAccessError
@@ -72,11 +71,10 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
     is raised on all.
     """
     sharded = resharded_between_steps(model, "full_model_state_dict")
-    world = sharded[0].sharding.world if sharded else None
-    here, ranks = _place(sharded[0].sharding.savers if sharded else savers_of({*map(id, model.parameters())}))
-    if rank is not None and rank not in range(ranks):
-        raise ValueError(f"rank must be None or one of {ranks} ranks, got {rank!r}")
-    wanted = rank is None or rank == here
+    savers = sharded[0].sharding.savers if sharded else savers_of({*map(id, model.parameters())}) or make_comm()
+    if rank is not None and rank not in range(savers.world_size):
+        raise ValueError(f"rank must be None or one of {savers.world_size} ranks, got {rank!r}")
+    wanted = rank is None or rank == savers.rank
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     state = model.state_dict(keep_vars=True)  # with parameters as modules hold them
     state = {key: value for key, value in state.items() if not trained_only or id(value) in trained}
@@ -86,16 +84,9 @@ def full_model_state_dict(model: nn.Module, rank: int | None = 0, *, trained_onl
         ((id(parameter), whole) for parameter, whole in gathered_one_by_one(sharded, ids)),
         ((key, whole_of(value.detach())) for key, value in cut.items()),
     )
-    with world.raising_together("full_model_state_dict") if world is not None else nullcontext():
+    with sharded[0].sharding.world.raising_together("full_model_state_dict") if sharded else nullcontext():
         wholes = collect(every, torch.device("cpu"), wanted=wanted, copy=False)
     return {key: _whole(value, wholes) for key, value in state.items()} if wanted else {}
-
-
-def _place(ranks: Comm | None) -> tuple[int, int]:
-    """Find this rank among ``ranks``, and how many there are. None: those of the default group."""
-    if ranks is not None:
-        return ranks.rank, ranks.world_size
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _whole(value: Any, wholes: dict[int, Tensor]) -> Any:

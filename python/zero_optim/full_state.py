@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,14 +75,6 @@ def _on(device: torch.device, groups: Any) -> Any:
     ]
 
 
-@dataclass(frozen=True)
-class _OfRank0:
-    """The state that the first of these ranks has read, without its tensors."""
-
-    state: SavedState
-    groups: Sequence[dict[str, Any]]
-
-
 @torch.no_grad()
 def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None) -> None:
     """Collective. Load what ``state_dict()`` of torch's counterpart or ``full_state_dict`` gave; parameters stay.
@@ -103,7 +94,7 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     world, savers = engine.sharding.world, engine.sharding.savers
     tensors: dict[int, Mapping[str, Any]] = {}  # they stay on the rank that reads them
 
-    def read() -> _OfRank0 | None:
+    def read() -> tuple[SavedState, list[dict[str, Any]]] | None:
         opt.check_usable()
         engine.shardings.check_whole("load_full_state_dict")
         if savers.rank != 0:  # with plain slices the first rank of each slice reads
@@ -114,16 +105,17 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
         for index, entry in tensors.items():
             _check_whole(engine, index, entry)
         groups = _on(torch.device("cpu"), [dict(group) for group in state["param_groups"]])
-        return _OfRank0(saved_state_of(tensors, engine.parameters, engine.rules), groups)
+        return saved_state_of(tensors, engine.parameters, engine.rules), groups
 
     opt.settle()
     every = gathered(world, read, "load_full_state_dict")
     of_rank_0 = every[world.ranks.index(savers.ranks[0])]
     assert of_rank_0 is not None
-    engine.begin_load(of_rank_0.state)
-    engine.states.distribute(of_rank_0.state.tensors, tensors)  # collective, one bucket of one tensor at a time
-    engine.end_load(of_rank_0.state)
-    load_groups(opt.param_groups, _on(opt.device, of_rank_0.groups), engine.rules.by_group)
+    saved, read_groups = of_rank_0
+    engine.begin_load(saved)
+    engine.states.distribute(saved.tensors, tensors)  # collective, one bucket of one tensor at a time
+    engine.end_load(saved)
+    load_groups(opt.param_groups, _on(opt.device, read_groups), engine.rules.by_group)
     opt.call_load_hooks()
 
 

@@ -102,7 +102,8 @@ class GradScaler(TorchGradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         if self._enabled:
             for key, state in self._per_optimizer_states.items():
-                optimizer = self._met(key)
+                reference = self._sharded.get(key)
+                optimizer = reference() if reference is not None else None
                 if optimizer is not None and state["stage"] is OptState.UNSCALED:
                     engine = optimizer.engine  # no step was made, whose exchange would show an overflow
                     with torch.inference_mode(False), torch.no_grad():
@@ -112,10 +113,6 @@ class GradScaler(TorchGradScaler):
         super().update(new_scale)
         if self._enabled:
             self._watch_scale()
-
-    def _met(self, key: int) -> Any:
-        reference = self._sharded.get(key)
-        return reference() if reference is not None else None
 
     def _watch_scale(self) -> None:
         """Warn when the scale has fallen below 1, and name the first gradient of each optimizer that was not finite."""
@@ -133,7 +130,7 @@ class GradScaler(TorchGradScaler):
             return
         before, self._last_scale = self._last_scale, seen[0]
         if seen[0] < 1.0 <= before:
-            firsts = [opt.first_non_finite() for opt in map(self._met, self._sharded) if opt is not None]
+            firsts = [opt.first_non_finite() for of in self._sharded.values() if (opt := of()) is not None]
             named = ["{parameter} on rank {rank} in step {step}".format(**first) for first in firsts if first]
             warnings.warn(
                 f"the loss scale fell to {seen[0]:g}: gradients are not finite whatever the scale. The first was that "

@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 
 from . import validate
 from .admission import Admission, Experts, check_order
-from .callers import DCP_STATE_DICT, called_from, called_within_function, local_of_caller
+from .callers import DCP_STATE_DICT, called_from, called_within, local_of_caller
 from .checkpoint import rank_state
 from .comm.collectives import Comm, make_comm
 from .comm.sharding import Sharding, make_expert_shardings, make_sharding
@@ -498,7 +498,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if getattr(info, "full_state_dict", False):
             self.settle()
             state = rank_state.save_whole(self.engine, self.param_groups, on_rank_0=info.cpu_offload)
-        elif as_torch and called_within_function(DCP_STATE_DICT, "_load_optim_state_dict"):
+        elif as_torch and called_within(DCP_STATE_DICT, "_load_optim_state_dict"):
             if flattened:
                 raise ZeroOptimError(
                     "set_optimizer_state_dict: torch cannot load a state with full_state_dict and "

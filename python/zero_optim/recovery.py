@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import Node
 
 from .user_thread import UserThread
 
@@ -78,19 +77,16 @@ class BackwardWatch:
             self._on_end()
         elif not self._open:
             self._outer_runs = True
-            self._enter_behind(outer)
+            # The outer backward is entered at the nodes that follow: a callback can be queued only from within its
+            # task, and this code runs within that of the inner one.
+            hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def _enter_behind(self, outer: Node) -> None:
-        """Enter the backward that ``outer`` is a node of, at the nodes that follow."""
-        # A callback can be queued only from within a task, and this code runs within the inner one.
-        hooks: list[torch.utils.hooks.RemovableHandle] = []
+            def enter(grads: tuple[torch.Tensor, ...]) -> None:
+                for hook in hooks:
+                    hook.remove()
+                self.enter()
 
-        def enter(grads: tuple[torch.Tensor, ...]) -> None:
-            for hook in hooks:
-                hook.remove()
-            self.enter()
-
-        hooks += [node.register_prehook(enter) for node, _ in outer.next_functions if node is not None]
+            hooks += [node.register_prehook(enter) for node, _ in outer.next_functions if node is not None]
 
 
 class Owing:

@@ -42,7 +42,6 @@ def sync_buffers(model: nn.Module, how: str = "broadcast", *, process_group: dis
         RankMismatchError: ranks disagree on ``how``, or on the names, shapes or dtypes of buffers.
     """
     comm = _comm(model, process_group)
-    buffers: dict[str, Tensor] = {}
     with comm.raising_together("sync_buffers"):
         if how not in _HOW:
             raise ValueError(f"how must be one of {_HOW}, got {how!r}")
@@ -53,30 +52,23 @@ def sync_buffers(model: nn.Module, how: str = "broadcast", *, process_group: dis
     description = [f"how={how}", f"buffers that travel on {device.type}"]
     description += [f"{name!r}: {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
     check_same(comm, description, "sync_buffers", "give sync_buffers the same model, with")
-    averaged = [buffer for buffer in buffers.values() if how == "mean" and buffer.is_floating_point()]
-    copied = [buffer for buffer in buffers.values() if how == "broadcast" or not buffer.is_floating_point()]
-    for run in runs(averaged):
-        _send(comm, run, device, mean=True)
-    for run in runs(copied):
-        _send(comm, run, device, mean=False)
+    for mean in (True, False):
+        for run in runs([of for of in buffers.values() if (how == "mean" and of.is_floating_point()) is mean]):
+            _send(comm, run, device, mean=mean)
 
 
 def _comm(model: nn.Module, process_group: dist.ProcessGroup | None) -> Comm:
     """Find the ranks of the buffers, over the group that was given and not over one of the optimizer's own."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)  # None: all of the model is on the CPU
     if process_group is not None:
-        return make_comm(process_group, _gpu_of(model))
+        return make_comm(process_group, gpu)
     known = [sharded.sharding.world for sharded in sharded_model_of(model.parameters())]
     known += [opt.engine.sharding.world for opt in optimizers_of(model)]
     of_ranks = {tuple(comm.ranks): comm for comm in known}
     if len(of_ranks) > 1:
         raise ValueError(f"parts of the model are trained on ranks {list(of_ranks)}: give sync_buffers a process_group")
-    return Comm(known[0].group, known[0].device) if known else make_comm(device=_gpu_of(model))
-
-
-def _gpu_of(model: nn.Module) -> torch.device | None:
-    """Find the model's GPU; None where all of the model is on the CPU."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    return Comm(known[0].group, known[0].device) if known else make_comm(device=gpu)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -142,7 +142,7 @@ class Comm:
             # Where one cannot be made, on any rank, the next cannot either.
             if (group := groups.take(self, lambda: self._split([self.ranks]), where, needed=False)) is None:
                 return
-            self.groups.use_channel(key, group)
+            self.groups.channels[key] = weakref.ref(group)
 
     def part(self, parts: Sequence[Sequence[int]], name: str) -> Comm:
         """Collective. Make a comm of this rank's part, with the same account of traffic.
@@ -236,9 +236,7 @@ class Comm:
         handle = self._transport(full.device).all_gather(full, own, self.groups.channel(full.nbytes))
         return self._record(handle, kind, full)
 
-    def all_to_all(
-        self, sent: Tensor, counts: Sequence[int], of_each: Sequence[int], kind: str = "all_to_all"
-    ) -> Tensor:
+    def all_to_all(self, sent: Tensor, counts: Sequence[int], of_each: Sequence[int], kind: str) -> Tensor:
         """Send ``counts[i]`` elements of ``sent``, flat, to each rank i. Returns the ``of_each[i]`` elements that each
         rank i has sent to this one, in rank order, before what follows."""
         self.log.check()
@@ -259,22 +257,15 @@ class Comm:
         if self.world_size > 1:
             self.log.check()
             handle = self._transport(vector.device).all_reduce(vector, self.groups.own, maximum=maximum)
-            self._record(handle, kind, vector, call=call, alike=alike).wait()
+            handle.call = call
+            self._record(handle, kind, vector, alike=alike).wait()
 
     def _record(
-        self,
-        handle: Handle,
-        kind: str,
-        tensor: Tensor,
-        number: int | None = None,
-        call: str = "",
-        *,
-        alike: bool = True,
+        self, handle: Handle, kind: str, tensor: Tensor, number: int | None = None, *, alike: bool = True
     ) -> Handle:
         """``alike``: whether ``tensor`` has one size on all ranks of the whole, and so distinguishes collectives."""
         number = self.log.issue(kind, tensor.nbytes if alike else 0, number)
         handle.traffic = self._count(kind, tensor)
-        handle.call = call
         handle.watch = Watch(self, number) if self.host_waits(tensor.device) else None
         return handle
 

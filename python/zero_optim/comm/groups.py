@@ -57,7 +57,7 @@ class Groups:
         self._numbers = tuple(self.ranks)
         self._several = given is not None and dist.get_world_size(given) > 1
         self._own = self._given
-        self._channels: dict[object, Reference] = {}
+        self.channels: dict[object, Reference] = {}
         self.own_name = ""  # where the own group is another than the given one
 
     @property
@@ -71,7 +71,7 @@ class Groups:
 
     def channel(self, key: object) -> dist.ProcessGroup | None:
         """The channel for ``key``; the own group where there is none."""
-        return self._alive(self._channels.get(key, self._own))
+        return self._alive(self.channels.get(key, self._own))
 
     @property
     def ranks(self) -> list[int]:
@@ -87,15 +87,12 @@ class Groups:
     def use_own(self, group: dist.ProcessGroup) -> None:
         self._own, self.own_name = weakref.ref(group), group.group_name
 
-    def use_channel(self, key: object, group: dist.ProcessGroup) -> None:
-        self._channels[key] = weakref.ref(group)
-
     def abandon(self) -> None:
         """Never free the groups that are in use, in which ranks may be deadlocked."""
         # A thread of gloo's waits in each, up to the time-out, by default for half an hour. Who frees the group waits
         # for the thread: ``destroy_process_group`` does, and so does the end of the process. So each group gets a
         # reference that nobody gives back. A variable would not do: the interpreter clears all variables as it ends.
-        for group in filter(None, map(alive, (self._own, *self._channels.values()))):
+        for group in filter(None, map(alive, (self._own, *self.channels.values()))):
             if id(group) not in _abandoned:
                 _abandoned.add(id(group))
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -103,14 +100,14 @@ class Groups:
     def leave(self, *, reusable: bool) -> None:
         """Go back to the given group. ``reusable``: leave the own ones, in which nothing may be in flight, to later
         optimizers."""
-        own = [*self._channels.values()]
+        own = [*self.channels.values()]
         if self._own is not None and self._own is not self._given:
             own.append(self._own)
         if own and reusable:
             # By numbers of its own: the garbage collector may have cleared ``_given`` by now.
             _left.setdefault(self._numbers, []).extend(own)
         self._own, self.own_name = self._given, ""
-        self._channels.clear()
+        self.channels.clear()
 
     def _alive(self, reference: Reference | None) -> dist.ProcessGroup | None:
         group = reference() if reference is not None else None
@@ -126,9 +123,8 @@ def take(ranks: Ranks, make: Callable[[], dist.ProcessGroup], where: str, *, nee
         make: collective; gives a new group of them.
         needed: raise RankMismatchError where none can be made. Else None is returned then, on every rank.
     """
-    there = [group for group in map(alive, _left.get(tuple(ranks.ranks), ())) if group is not None]
-    spare = {group.group_name: group for group in there}
-    reports = ranks.gather_objects((needed, set(spare), _count()), where)
+    spare = {group.group_name: group for group in filter(None, map(alive, _left.get(tuple(ranks.ranks), ())))}
+    reports = ranks.gather_objects((needed, set(spare), len(dist.distributed_c10d._world.pg_names)), where)
     # Only a group that every rank has left is free: on another rank its optimizer may not be closed yet.
     common = sorted(set.intersection(*(names for _, names, _ in reports)))
     if not common and not _give_same_name([count for _, _, count in reports]):
@@ -173,12 +169,8 @@ def part_of(
     return found
 
 
-def _count() -> int:
-    """Number of groups that this rank is in."""
-    return len(dist.distributed_c10d._world.pg_names)
-
-
 def _give_same_name(counts: Sequence[int]) -> bool:
+    """``counts``: by rank, of the groups that it is in."""
     # torch names a group of all ranks by another rule: there the counts may differ.
     return len({*counts}) == 1 or len(counts) == dist.get_world_size()
 
@@ -202,7 +194,8 @@ class HostRanks:
         # The program may have destroyed its process group, and made another of the same ranks.
         if self.world_size == 1 or alive(self._group) is not None:
             return
-        if not _give_same_name(comm.gather_objects(_count(), "making a process group")):
+        count = len(dist.distributed_c10d._world.pg_names)
+        if not _give_same_name(comm.gather_objects(count, "making a process group")):
             raise RankMismatchError(
                 "a process group for saving in the background cannot be made here: some ranks are in more groups than "
                 "others. Save without background=True"

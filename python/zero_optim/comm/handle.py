@@ -27,8 +27,7 @@ COUNT = 2
 class Work(Protocol):
     """An asynchronous collective, as ``torch.distributed`` returns it."""
 
-    def wait(self, timeout: timedelta = ...) -> object:
-        """Order later work after its arrival: the host's, or that of the current stream."""
+    def wait(self, timeout: timedelta = ...) -> object: ...
 
     def is_completed(self) -> bool: ...
 
@@ -58,9 +57,7 @@ class Traffic:
 class Handle:
     """An issued collective: its work, its event, and what happens on arrival.
 
-    Asynchrony is two calls: a collective returns a ``Handle``, and ``wait`` orders later work after it. Under NCCL the
-    current stream waits and the host goes on; under gloo the host blocks. ``wait`` may be called any number of times:
-    the first call runs what happens on arrival.
+    ``wait`` may be called any number of times: the first call runs what happens on arrival.
 
     Attributes:
         on_arrival: what is left to do with the result; None: nothing.

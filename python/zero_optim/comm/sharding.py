@@ -220,8 +220,7 @@ class Sharding:
             return shard
         full = shard.new_empty(shard.numel() * self.shard_count)
         self.own_part(full).copy_(shard)
-        if (gather := self.all_gather(as_sent(full), kind)) is not None:
-            gather.wait()
+        self.shard_group.all_gather(as_sent(full), kind).wait()
         return full
 
     @property

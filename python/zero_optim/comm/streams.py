@@ -86,8 +86,8 @@ class GradStreams:
 
     def join(self) -> None:
         """Order what follows on the current stream after all that was noted."""
-        if self._adding:
-            current = self._current()
+        if self._index is not None and self._adding:
+            current = torch._C._accelerator_getStream(self._index)
             for stream in self._adding - {current}:
                 current.wait_stream(stream)
 
@@ -101,7 +101,7 @@ class GradStreams:
         autograd has informed the allocator; but not of gradients that the program made, on the stream that it uses."""
         if self._index is None:
             return
-        current = self._current()
+        current = torch._C._accelerator_getStream(self._index)
         # A capture has a stream of its own. All gradients are made in it then, and memory recorded on two streams
         # would stay taken until it ends.
         called_here = self._called_on is not None and self._called_on == current  # None and a stream: no ==
@@ -113,11 +113,7 @@ class GradStreams:
         """Forget the streams, as nothing is left to be packed. The program is stepping or zeroing."""
         self._adding.clear()
         self._added.clear()
-        self._called_on = None if self._index is None else self._current()
-
-    def _current(self) -> torch.Stream:
-        assert self._index is not None
-        return torch._C._accelerator_getStream(self._index)
+        self._called_on = None if self._index is None else torch._C._accelerator_getStream(self._index)
 
 
 def allocate(tensor: Tensor, nbytes: int | None = None) -> None:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from ..errors import CheckpointError, ParameterError, RankMismatchError, StateMismatchError, UsageError
 
@@ -37,14 +36,6 @@ class Ranks(Protocol):
     def gather_objects(self, value: Any, where: str) -> list[Any]: ...
 
 
-@dataclass(frozen=True)
-class _Report(Generic[T]):
-    """The report of a rank: its result, or the type of its error and the message."""
-
-    result: T | None = None
-    failure: tuple[str, str] | None = None
-
-
 # -- alike -------------------------------------------------------------------------------------------------------------
 
 
@@ -55,13 +46,14 @@ def gathered(ranks: Ranks, work: Callable[[], T], where: str) -> list[T]:
     names this rank.
     """
     error: Exception | None = None
-    report: _Report[T]
+    result: T | None = None
     try:
-        report = _Report(work())
+        result = work()
     except Exception as caught:
-        error, report = caught, _Report(failure=(type(caught).__name__, str(caught)))
-    reports = ranks.gather_objects(report, where)
-    failures = [(rank, *of_rank.failure) for rank, of_rank in enumerate(reports) if of_rank.failure is not None]
+        error = caught
+    failure = None if error is None else (type(error).__name__, str(error))
+    reports = ranks.gather_objects((result, failure), where)
+    failures = [(rank, *failed) for rank, (_, failed) in enumerate(reports) if failed is not None]
     if failures:
         rank, kind, message = failures[0]
         # An own error of the same type is as good as that of the lowest rank, with more detail. One of another type
@@ -71,7 +63,7 @@ def gathered(ranks: Ranks, work: Callable[[], T], where: str) -> list[T]:
         if kind in _KEPT:
             raise _KEPT[kind](f"on rank {ranks.ranks[rank]}: {message}") from error
         raise RankMismatchError(f"rank {ranks.ranks[rank]} failed with {kind}: {message}") from error
-    return [cast(T, of_rank.result) for of_rank in reports]
+    return [cast(T, result) for result, _ in reports]
 
 
 def together(ranks: Ranks, work: Callable[[], T], where: str) -> T:

@@ -26,7 +26,6 @@ from .transport import backends, new_group_of, splits_communicators
 Rows = tuple[tuple[int, ...], ...]
 """Ranks as the whole job numbers them, by row and column of a matrix."""
 
-_REPLICATE, _SHARD = "replicate", "shard"  # in the names of dimensions
 _WHERE = "the constructor, of DTensors or with tensor_parallel"
 # Groups of meshes that are a part of the job, by ranks and back-ends.
 _of_meshes: dict[tuple[tuple[int, ...], str], groups.Reference] = {}
@@ -132,8 +131,8 @@ def read_rows(mesh: dist.DeviceMesh | None, *, shards: bool = True) -> Rows | No
             f"mesh must have one dimension, or two, of which the first replicates and the second shards; this one has "
             f"{mesh.ndim}: {names}. Give a part of it, as mesh['dp_replicate', 'dp_shard']"
         )
-    replicating = [number for number, name in enumerate(names) if _REPLICATE in name]
-    sharding = [number for number, name in enumerate(names) if _SHARD in name]
+    replicating = [number for number, name in enumerate(names) if "replicate" in name]
+    sharding = [number for number, name in enumerate(names) if "shard" in name]
     if len(replicating) == 2 or len(sharding) == 2:
         raise ValueError(f"one dimension of mesh has to replicate, and the other to shard; these are {names}")
     first = replicating[0] if replicating else 1 - sharding[0] if sharding else 0
@@ -181,20 +180,22 @@ def read_row(
     of_mesh = None
     if mesh is not None:
         along = f"dimension {mesh.mesh_dim_names[0]!r} of their mesh" if mesh.mesh_dim_names else "their mesh"
-        source = f"parameters are DTensors over ranks {_ranks(mesh)}, along {along}"
-        of_mesh = RowRanks(mesh.get_group(), _ranks(mesh), source, plain=False)
+        ranks = mesh.mesh.flatten().tolist()
+        source = f"parameters are DTensors over ranks {ranks}, along {along}"
+        of_mesh = RowRanks(mesh.get_group(), ranks, source, plain=False)
     if tensor_parallel is None:
         return of_mesh
     group = group_along(tensor_parallel, "tensor_parallel", "the slices", "mesh['tp']")
-    ranks = _ranks(tensor_parallel)
+    if isinstance(tensor_parallel, dist.DeviceMesh):
+        ranks = tensor_parallel.mesh.flatten().tolist()  # as it was made; those of a group ascend
+    else:
+        ranks = dist.get_process_group_ranks(group)
     given = RowRanks(group, ranks, f"tensor_parallel gives ranks {ranks}", plain=True)
-    if of_mesh is not None:
-        if given.ranks != of_mesh.ranks:
-            raise ValueError(
-                f"{of_mesh.source}, and {given.source}: leave tensor_parallel out, as DTensors have a mesh"
-            )
-        return of_mesh
-    return given if len(given.ranks) > 1 else None
+    if of_mesh is None:
+        return given if len(given.ranks) > 1 else None
+    if given.ranks != of_mesh.ranks:
+        raise ValueError(f"{of_mesh.source}, and {given.source}: leave tensor_parallel out, as DTensors have a mesh")
+    return of_mesh
 
 
 @dataclass(frozen=True)
@@ -210,13 +211,6 @@ class TensorRanks:
     data_parallel: Comm
     slices: Comm
     plain: bool = False
-
-
-def _ranks(of: dist.DeviceMesh | dist.ProcessGroup) -> list[int]:
-    """List the ranks: of a group in ascending order, of a mesh as it was made."""
-    if isinstance(of, dist.DeviceMesh):
-        return list(of.mesh.flatten().tolist())
-    return list(dist.get_process_group_ranks(of))
 
 
 def _check_rows(rows: list[list[int]], given: list[int], row: RowRanks, beside: list[list[int]]) -> None:
@@ -304,9 +298,8 @@ def read_topology(
     with ranks.raising_together(_WHERE):
         _check_rows(rows, ranks.ranks, row, beside)
     columns = tuple(zip(*rows, strict=True))
-    return group_of_ranks(every, row.group), Topology(
-        columns=columns, plain=row.plain, explicit_tp=explicit_tp or row.plain
-    )
+    topology = Topology(columns=columns, plain=row.plain, explicit_tp=explicit_tp or row.plain)
+    return group_of_ranks(every, row.group), topology
 
 
 def own_row(columns: Rows) -> list[int]:
@@ -376,8 +369,7 @@ def read_expert_ranks(
     found = {}
     for number, of_group in given.items():
         group = f"parameter group {number}"
-        ranks = _ranks_of(of_group, group)
-        divisor = _divisor_of(of_group.get("grad_divisor"), group)
+        ranks, divisor = _read_options(of_group, group)
         like_all_others = ranks == tuple(all_ranks) and divisor in (None, len(ranks))
         if like_all_others and not beside_slices:
             continue
@@ -398,8 +390,9 @@ def read_expert_ranks(
     return found
 
 
-def _ranks_of(options: Mapping[str, Any], group: str) -> tuple[int, ...]:
-    given, mesh = options.get("process_group"), options.get("mesh")
+def _read_options(options: Mapping[str, Any], group: str) -> tuple[tuple[int, ...], int | None]:
+    """Read the ranks that have the same experts, and the divisor, if there is one."""
+    given, mesh, divisor = map(options.get, KEYS)
     if given is None and mesh is None:
         raise ValueError(
             f"{group} has grad_divisor, and neither process_group nor mesh: it is for experts, whose ranks these are"
@@ -408,39 +401,32 @@ def _ranks_of(options: Mapping[str, Any], group: str) -> tuple[int, ...]:
         raise ValueError(f"give {group} either process_group or mesh, not both")
     option = "process_group" if mesh is None else "mesh"
     of_experts = group_along(options[option], f"{option} of {group}", "ranks with the same experts", "mesh['edp']")
-    return tuple(dist.get_process_group_ranks(of_experts))
-
-
-def _divisor_of(given: Any, group: str) -> int | None:
-    if isinstance(given, dist.DeviceMesh | dist.ProcessGroup):
-        return given.size()
-    if given is not None and (type(given) is not int or given < 1):
+    if isinstance(divisor, dist.DeviceMesh | dist.ProcessGroup):
+        divisor = divisor.size()
+    elif divisor is not None and (type(divisor) is not int or divisor < 1):
         raise ValueError(
-            f"grad_divisor of {group} must be an int of 1 or more, or a group or mesh whose size it is; got {given!r}"
+            f"grad_divisor of {group} must be an int of 1 or more, or a group or mesh whose size it is; got {divisor!r}"
         )
-    return given
+    return tuple(dist.get_process_group_ranks(of_experts)), divisor
 
 
 def exchange_columns(given: Mapping[int, ExpertRanks], world: Comm, where: str) -> dict[int, ExpertRanks]:
     """Collective. Fill in the columns. Raises ValueError, on every rank, where they are no matrix of ranks."""
     every = world.gather_objects([of_group.ranks for of_group in given.values()], where) if given else []
-    return {
-        number: replace(of_group, columns=_columns([of[place] for of in every], world.ranks, number))
-        for place, (number, of_group) in enumerate(given.items())
-    }
-
-
-def _columns(given: Sequence[tuple[int, ...]], all_ranks: Sequence[int], number: int) -> Rows:
-    """Check the columns that are ``given``: by rank, the ranks that have the same experts as it."""
-    columns: Rows = tuple(sorted({*given}))
-    found = f"the ranks of parameter group {number} are {[list(column) for column in columns]}, by what each rank gives"
-    if sorted(rank for column in columns for rank in column) != sorted(all_ranks):
-        raise ValueError(f"{found}: each rank of the optimizer, {list(all_ranks)}, has to be in one of these")
-    if any(rank not in ranks for rank, ranks in zip(all_ranks, given, strict=True)):
-        raise ValueError(f"{found}: each rank has to give the one in which it is")
-    if len({len(column) for column in columns}) > 1:
-        raise ValueError(f"{found}: as many ranks have to have each expert")
-    for line in (*columns, *zip(*columns, strict=True)):
-        if list(line) != sorted(line):
-            raise ValueError(f"{found}: they have to be the columns of a matrix of ranks in ascending order")
-    return columns
+    filled = {}
+    for place, (number, of_group) in enumerate(given.items()):
+        gives = {rank: of_rank[place] for rank, of_rank in zip(world.ranks, every, strict=True)}
+        columns: Rows = tuple(sorted({*gives.values()}))
+        lists = [list(column) for column in columns]
+        found = f"the ranks of parameter group {number} are {lists}, by what each rank gives"
+        if sorted(rank for column in columns for rank in column) != sorted(gives):
+            raise ValueError(f"{found}: each rank of the optimizer, {[*gives]}, has to be in one of these")
+        if any(rank not in ranks for rank, ranks in gives.items()):
+            raise ValueError(f"{found}: each rank has to give the one in which it is")
+        if len({len(column) for column in columns}) > 1:
+            raise ValueError(f"{found}: as many ranks have to have each expert")
+        for line in (*columns, *zip(*columns, strict=True)):
+            if list(line) != sorted(line):
+                raise ValueError(f"{found}: they have to be the columns of a matrix of ranks in ascending order")
+        filled[number] = replace(of_group, columns=columns)
+    return filled

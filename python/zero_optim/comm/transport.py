@@ -92,8 +92,7 @@ class Transport:
         self, sent: Tensor, counts: Sequence[int], received: Tensor, of_each: Sequence[int], group: dist.ProcessGroup
     ) -> Handle:
         """Send ``counts[i]`` elements of ``sent`` to each rank i, and receive ``of_each[i]`` from it, in rank order."""
-        work = dist.all_to_all_single(received, sent, [*of_each], [*counts], group=group, async_op=True)
-        return self._handle(work)
+        return self._handle(dist.all_to_all_single(received, sent, [*of_each], [*counts], group=group, async_op=True))
 
     def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         """Copy the ``tensor`` of the group's rank 0, contiguous, to every rank, in place, before what follows."""
@@ -122,7 +121,7 @@ class Transport:
         Collective over the ranks of ``group`` and no others. ``parts``: ranks as the whole job numbers them.
         """
         own = next(list(part) for part in parts if dist.get_rank() in part)
-        timeout, backend = _timeout(group), _backend(group)
+        timeout, backend = _options_of(group)
         if dist.get_world_size(group) == dist.get_world_size():
             made = {tuple(part): dist.new_group(list(part), timeout, backend) for part in parts}
             return made[tuple(own)]
@@ -289,13 +288,12 @@ def used() -> Transport | None:
 
 def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Back-ends by type of device: ``{"cpu": "gloo", "cuda": "nccl"}``."""
-    config = dist.get_backend_config(group)
-    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+    return dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(",") if ":" in pair)
 
 
 def new_group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
     """Collective over ``ranks``, some of the job's. Make a group with the back-end and time-out of ``like``."""
-    return dist.new_group(list(ranks), _timeout(like), _backend(like), use_local_synchronization=True)
+    return dist.new_group(list(ranks), *_options_of(like), use_local_synchronization=True)
 
 
 def splits_communicators(group: dist.ProcessGroup) -> bool:
@@ -311,14 +309,10 @@ def _of_every_rank(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return rows
 
 
-def _backend(group: Any) -> str:
-    backend: str = dist.get_backend(group)
-    if backend in dist.Backend.backend_list and backend != dist.Backend.UNDEFINED:
-        return backend
-    return dist.get_backend_config(group)  # one for each type of device
-
-
-def _timeout(group: Any) -> timedelta | None:
-    """The group's time-out; None, for the back-end's default, where the group has no options."""
+def _options_of(group: Any) -> tuple[timedelta | None, str]:
+    """The group's time-out and back-end. None, for the back-end's default time-out, where the group has no options."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None)
+    backend: str = dist.get_backend(group)
+    if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
+        backend = dist.get_backend_config(group)  # one for each type of device
+    return getattr(options, "_timeout", None), backend
