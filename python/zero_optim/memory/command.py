@@ -25,13 +25,7 @@ from .models import KNOWN, ModelShapes, gpt_of, of_decoder, of_module, usual_uni
 from .plan import Batch, Job, Plan, plan
 from .report import draw, memory_lines, ranks_of, unit_of, verdict
 
-RULES = {
-    "adamw": AdamW(),
-    "amsgrad": AdamW(amsgrad=True),
-    "lion": Lion(),
-    "sgd": SGD(),
-    "momentum": SGD(momentum=0.9),
-}
+RULES = {"adamw": AdamW(), "amsgrad": AdamW(amsgrad=True), "lion": Lion(), "sgd": SGD(), "momentum": SGD(momentum=0.9)}
 STAGES = (0, 1, 2, 3)
 _FLAGS = {"world": "--world", "tensor": "--tp", "pipeline": "--pp", "replicas": "--replicate"}  # by fields of ``Job``
 
@@ -40,8 +34,13 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the plans. Raises UsageError."""
     _check(parsed)
     model = _with_trained(parsed, _model(parsed))
+    if parsed.param_offload and 3 not in (parsed.stage or STAGES):
+        raise UsageError("--param-offload: is about stage 3 alone, which is not compared; see --stage")
+    stages = parsed.stage or (STAGES if model.units else STAGES[:3])
+    if 3 in stages and not model.units:
+        raise UsageError("--stage 3: the model has no ModuleList of layers, which stage 3 gathers one at a time")
     try:
-        plans = [plan(model, _job(parsed, stage)) for stage in _stages_of(parsed, model)]
+        plans = [plan(model, _job(parsed, stage)) for stage in stages]
     except ValueError as error:
         field, _, rest = str(error).partition(" ")
         raise UsageError(f"{_FLAGS.get(field, field)} {rest}") from error
@@ -68,17 +67,6 @@ def _check(parsed: argparse.Namespace) -> None:
         raise UsageError("--seq and --batch: activations need both")
     if parsed.checkpointing and parsed.batch is None:
         raise UsageError("--checkpointing: changes activations alone, which need --seq and --batch")
-
-
-def _stages_of(parsed: argparse.Namespace, model: ModelShapes) -> tuple[int, ...]:
-    """Choose the stages that were asked for; else all that there are of the model."""
-    if parsed.param_offload and 3 not in (parsed.stage or STAGES):
-        raise UsageError("--param-offload: is about stage 3 alone, which is not compared; see --stage")
-    if parsed.stage is None:
-        return STAGES if model.units else STAGES[:3]
-    if 3 in parsed.stage and not model.units:
-        raise UsageError("--stage 3: the model has no ModuleList of layers, which stage 3 gathers one at a time")
-    return tuple(parsed.stage)
 
 
 def _job(parsed: argparse.Namespace, stage: int) -> Job:
