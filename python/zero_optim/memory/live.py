@@ -228,18 +228,12 @@ def explaining_out_of_memory(optimizer: HasEngine, doing: str) -> Iterator[None]
         # A ZeroOptimError is explained already: another rank may have run out.
         if optimizer.engine.steps or isinstance(error, ZeroOptimError) or not ran_out:
             raise
-        raise OutOfMemoryError(_message(optimizer, doing, error)) from error
-
-
-def _message(optimizer: HasEngine, doing: str, error: RuntimeError) -> str:
-    device = optimizer.engine.sharding.device
-    there = device_memory(device)
-    made = plan_of(optimizer)
-    lines = [f"out of memory on {device}, {doing}: {str(error).splitlines()[0]}", "", of_one(made), ""]
-    if device.type == "cuda" and made.most <= there:
-        lines.append(
-            f"The plan takes {size(made.most)} of {size(there)}. Activations, other tensors or other processes "
-            f"have the rest: torch has {size(torch.cuda.memory_allocated(device))} in use. A smaller batch, or:"
-        )
-    lines.append(remedy(made, there))
-    return "\n".join(lines)
+        device = optimizer.engine.sharding.device
+        there, made = device_memory(device), plan_of(optimizer)
+        lines = [f"out of memory on {device}, {doing}: {str(error).splitlines()[0]}", "", of_one(made), ""]
+        if device.type == "cuda" and made.most <= there:
+            lines.append(
+                f"The plan takes {size(made.most)} of {size(there)}. Activations, other tensors or other processes "
+                f"have the rest: torch has {size(torch.cuda.memory_allocated(device))} in use. A smaller batch, or:"
+            )
+        raise OutOfMemoryError("\n".join([*lines, remedy(made, there)])) from error
