@@ -45,8 +45,6 @@ def run_command(name: str, work: Callable[[], int]) -> int:
 
 def _work(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Do what the command is for. Each command imports what it alone needs."""
-    if parsed.command == "train":
-        return _train(parsed, arguments)
     if parsed.command in ("inspect", "export"):
         return _read_checkpoint(parsed)
     if parsed.command == "bench":
@@ -57,10 +55,23 @@ def _work(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         from .memory.command import run as plan
 
         return plan(parsed)
-    from .doctor import report
+    if parsed.command == "doctor":
+        from .doctor import report
 
-    print(report())
-    return 0
+        print(report())
+        return 0
+    from .train.config import given_flags
+
+    given, ranks, started = given_flags(parsed), parsed.ranks, int(os.environ.get("WORLD_SIZE", "0"))
+    if ranks is not None and not started:
+        from .train.ranks import launch
+
+        return launch(ranks, given.get("device"), arguments)
+    if ranks is not None and ranks != started:
+        raise UsageError(f"--ranks {ranks}: the launcher has started {started}; leave the flag out")
+    from .train.loop import train
+
+    return train(given, parsed.resume, shlex.join(["zero-optim", *arguments]))
 
 
 def _read_checkpoint(parsed: argparse.Namespace) -> int:
@@ -87,18 +98,3 @@ def _read_checkpoint(parsed: argparse.Namespace) -> int:
         return FAILURE
     print("lengths are right" if parsed.quick else "all checksums are right")
     return 0
-
-
-def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from .train.config import given_flags
-
-    given, ranks, started = given_flags(parsed), parsed.ranks, int(os.environ.get("WORLD_SIZE", "0"))
-    if ranks is not None and not started:
-        from .train.ranks import launch
-
-        return launch(ranks, given.get("device"), arguments)
-    if ranks is not None and ranks != started:
-        raise UsageError(f"--ranks {ranks}: the launcher has started {started}; leave the flag out")
-    from .train.loop import train
-
-    return train(given, parsed.resume, shlex.join(["zero-optim", *arguments]))

@@ -60,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--out", str, "run directory: report.html, log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
     flag("--keep-last", _COUNT_OR_NONE, "keep so many checkpoints: the newest and those that it came from; 0: all (0)")
     saving = parser.add_mutually_exclusive_group()
-    every = "steps between checkpoints; 0: at the end alone (0)"
-    saving.add_argument("--save-every", type=_COUNT_OR_NONE, help=every)
+    saving.add_argument("--save-every", type=_COUNT_OR_NONE, help="steps between checkpoints; 0: at the end alone (0)")
     never = "save none, not at the end either"
     saving.add_argument("--no-checkpoint", dest="checkpoint", action="store_const", const=False, help=never)
     telemetry = "log norms, the largest update and zeros of each parameter at every step"

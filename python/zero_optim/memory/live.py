@@ -19,7 +19,7 @@ from ..params.tensor_slice import local_of
 from ..stats import memory_by_kind
 from ..units.unit import Unit
 from .models import ModelShapes, ParameterShape, shape_of
-from .plan import ON_THE_HOST, Job, Plan, plan
+from .plan import Job, Plan, plan
 from .report import of_one, remedy
 
 # What torch's allocator of the CPU writes in a RuntimeError: on Linux, and on other systems.
@@ -115,8 +115,8 @@ def held(engine: Engine) -> dict[str, int]:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of all of a GPU's memory; of a CPU ``ON_THE_HOST``."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else ON_THE_HOST
+    """Bytes of all of a GPU's memory; of a CPU the host's, taken as without limit."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 2**63
 
 
 class Tracker:

@@ -60,8 +60,7 @@ class Decoder:
 
 def llama(name: str, layers: int, hidden: int, ffn: int, kv: int, vocabulary: int) -> Decoder:
     """Grouped-query attention, a gated MLP, no biases, a head of its own. ``kv``: the width of keys, and of values."""
-    attention = [hidden * wide for wide in (hidden, kv, kv, hidden)]
-    block = (*attention, *[hidden * ffn] * 3, hidden, hidden)
+    block = (*(hidden * wide for wide in (hidden, kv, kv, hidden, ffn, ffn, ffn)), hidden, hidden)
     embedding = vocabulary * hidden
     return Decoder(name, Width(layers, hidden, vocabulary), block, (embedding,), (hidden, embedding))
 
@@ -89,12 +88,9 @@ def gpt_of(parameters: int) -> Decoder:
     if parameters < 10**6:
         raise ValueError(f"{parameters:,} parameters are too few for a GPT: at least 1,000,000")
     layers = max(1, round((parameters / (12 * ASPECT**2)) ** (1 / 3)))
-
-    def least(hidden: int) -> int:
-        return _gpt("", layers, hidden, GPT_VOCABULARY * hidden).numel
-
     widths = range(8, 1 << 22, 8)
-    hidden = widths[bisect_right(widths, parameters, key=least) - 1]
+    fitting = bisect_right(widths, parameters, key=lambda wide: _gpt("", layers, wide, GPT_VOCABULARY * wide).numel)
+    hidden = widths[fitting - 1]
     return _gpt("a GPT", layers, hidden, parameters - _gpt("", layers, hidden).numel)
 
 

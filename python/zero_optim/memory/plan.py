@@ -20,9 +20,6 @@ from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
 from ..stores.offload import FRAME_ALIGNMENT, FRAMES, Footprint, Offload, Tier, footprint
 from .models import ModelShapes, ParameterShape, Width, cut_over, of_stage
 
-ON_THE_HOST = 2**63
-"""The device memory of a CPU: the host's, taken as without limit."""
-
 LOCAL = "local_gradients"
 
 
@@ -220,8 +217,7 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
         memory["unsharded"] = _unsharded(laid)
     memory[LOCAL] = _local_gradients(laid)
     memory["activations"] = _activations(model, job, stage)
-    learns = laid.sharding.reduces and job.stage < 3
-    first_step = sum(flat.nbytes for flat in buckets) - memory[LOCAL] if learns else 0
+    first_step = sum(flat.nbytes for flat in buckets) - memory[LOCAL] if laid.sharding.reduces and job.stage < 3 else 0
     foot = _place_state(laid, others=sum(memory.values()) + first_step)
     if not on_device:
         memory[PAGES] = foot.device
@@ -350,8 +346,7 @@ def _unsharded(laid: _Laid) -> int:
     root, *units = (sum(flat.nbytes for flat in unit) for unit in laid.units)
     if (keepers := _keepers(laid)) == 1:
         return root + sum(units)
-    at_a_time = 1 + laid.job.prefetch
-    ahead = max((sum(units[start : start + at_a_time]) for start in range(len(units))), default=0)
+    ahead = max((sum(units[i : i + 1 + laid.job.prefetch]) for i in range(len(units))), default=0)
     return root + ahead + (sum(units) // keepers if keepers else 0)
 
 

@@ -102,9 +102,8 @@ def state_bytes(session: Session, held: Mapping[str, float]) -> float:
 
 def _memory(session: Session) -> Table:
     names, columns = _columns([rank["memory"] for rank in session["ending"]["ranks"]])
-    held = [*columns, session["plan"]["memory"]]
+    rows, held = [], [*columns, session["plan"]["memory"]]
     sums = [{**column, "model state": state_bytes(session, column)} for column in held]
-    rows = []
     for kind in dict.fromkeys([*session["plan"]["state_kinds"], "model state", *columns[0]]):
         *measured, plan = (column.get(kind, 0.0) for column in sums)
         name = "unsharded, at most" if kind == "unsharded" else kind
