@@ -87,6 +87,7 @@ def make_parser() -> Parser:
     export.add_argument("--ema", action="store_true", help="write the average of the parameters, in their place")
     export.add_argument("--average", metavar="NAME", help="of several averages, which: ema_0, ema_1 and so on")
     export.add_argument("--max-shard-size", type=_nbytes, default="5GB", help="of a file, as in 500MB (5GB)")
+    return parser
 
 
 def _nbytes(text: str) -> int:

@@ -33,7 +33,7 @@ _FLAGS = {"world": "--world", "tensor": "--tp", "pipeline": "--pp", "replicas": 
 def run(parsed: argparse.Namespace) -> int:
     """Print the plans. Raises UsageError."""
     _check(parsed)
-    model = _with_trained(parsed, _model(parsed))
+    model = _model(parsed)
     if parsed.param_offload and 3 not in (parsed.stage or STAGES):
         raise UsageError("--param-offload: is about stage 3 alone, which is not compared; see --stage")
     stages = parsed.stage or (STAGES if model.units else STAGES[:3])
@@ -99,26 +99,22 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
 
 
 def _model(parsed: argparse.Namespace) -> ModelShapes:
-    dtype = DTYPES[parsed.dtype or "bf16"]
+    """Find the model, and freeze what is not trained by ``--lora`` or ``--trainable``: a part, or a number."""
+    dtype, name, part = DTYPES[parsed.dtype or "bf16"], parsed.model, parsed.trainable
     if parsed.params is not None:
-        return of_decoder(gpt_of(parsed.params), dtype)
-    name = parsed.model
-    if name.lower() in KNOWN:
-        return of_decoder(KNOWN[name.lower()], dtype)
-    if name.endswith(".json") or Path(name).is_dir():
-        model = _from_config(Path(name)).to(dtype)
-        return of_module(model, usual_units(model), name)
-    near = difflib.get_close_matches(name.lower(), KNOWN, 1)
-    meant = f"did you mean {near[0]}?" if near else f"it knows {', '.join(KNOWN)}."
-    raise UsageError(
-        f"--model {name}: no name that it knows; {meant} Of any other model download its config.json and give "
-        "the path, or call zero_optim.memory.plan"
-    )
-
-
-def _with_trained(parsed: argparse.Namespace, model: ModelShapes) -> ModelShapes:
-    """Freeze what is not trained by ``--lora`` or ``--trainable``: a part, or a number of parameters."""
-    part = parsed.trainable
+        model = of_decoder(gpt_of(parsed.params), dtype)
+    elif name.lower() in KNOWN:
+        model = of_decoder(KNOWN[name.lower()], dtype)
+    elif name.endswith(".json") or Path(name).is_dir():
+        module = _from_config(Path(name)).to(dtype)
+        model = of_module(module, usual_units(module), name)
+    else:
+        near = difflib.get_close_matches(name.lower(), KNOWN, 1)
+        meant = f"did you mean {near[0]}?" if near else f"it knows {', '.join(KNOWN)}."
+        raise UsageError(
+            f"--model {name}: no name that it knows; {meant} Of any other model download its config.json and give "
+            "the path, or call zero_optim.memory.plan"
+        )
     if isinstance(part, int):
         if part > model.numel:
             raise UsageError(f"--trainable {part:,}: the model has {model.numel:,} parameters")

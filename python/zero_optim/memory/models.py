@@ -94,23 +94,21 @@ def gpt_of(parameters: int) -> Decoder:
     return _gpt("a GPT", layers, hidden, parameters - _gpt("", layers, hidden).numel)
 
 
-KNOWN = {
-    decoder.name: decoder
-    for decoder in (
-        gpt("gpt2", 12, 768, 1024),
-        gpt("gpt2-medium", 24, 1024, 1024),
-        gpt("gpt2-large", 36, 1280, 1024),
-        gpt("gpt2-xl", 48, 1600, 1024),
-        gpt("gpt3-175b", 96, 12288, 2048),
-        llama("llama-2-7b", 32, 4096, 11008, 4096, 32000),
-        llama("llama-2-13b", 40, 5120, 13824, 5120, 32000),
-        llama("llama-2-70b", 80, 8192, 28672, 1024, 32000),
-        llama("llama-3-8b", 32, 4096, 14336, 1024, 128256),
-        llama("llama-3-70b", 80, 8192, 28672, 1024, 128256),
-        llama("llama-3-405b", 126, 16384, 53248, 1024, 128256),
-        llama("mistral-7b", 32, 4096, 14336, 1024, 32000),
-    )
-}
+_DECODERS = (
+    gpt("gpt2", 12, 768, 1024),
+    gpt("gpt2-medium", 24, 1024, 1024),
+    gpt("gpt2-large", 36, 1280, 1024),
+    gpt("gpt2-xl", 48, 1600, 1024),
+    gpt("gpt3-175b", 96, 12288, 2048),
+    llama("llama-2-7b", 32, 4096, 11008, 4096, 32000),
+    llama("llama-2-13b", 40, 5120, 13824, 5120, 32000),
+    llama("llama-2-70b", 80, 8192, 28672, 1024, 32000),
+    llama("llama-3-8b", 32, 4096, 14336, 1024, 128256),
+    llama("llama-3-70b", 80, 8192, 28672, 1024, 128256),
+    llama("llama-3-405b", 126, 16384, 53248, 1024, 128256),
+    llama("mistral-7b", 32, 4096, 14336, 1024, 32000),
+)
+KNOWN = {decoder.name: decoder for decoder in _DECODERS}
 """By name, from their published configurations."""
 
 # -- shapes ------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ Session = Mapping[str, Any]
 class Run:
     """A run's folder as read: the lines of its log (see ``Trainer.step``), and its last start."""
 
-    path: Path
     steps: Sequence[Mapping[str, Any]]
     session: Session
 
@@ -58,7 +57,7 @@ def read_run(folder: Path) -> Run:
     """Read a run's folder. Raises OSError, and ValueError where a file is damaged."""
     lines = (folder / LOG).read_text().splitlines(keepends=True)
     steps = [json.loads(line) for line in lines if line.endswith("\n")]  # the last line may be cut off
-    return Run(folder, steps, json.loads((folder / RUN).read_text()))
+    return Run(steps, json.loads((folder / RUN).read_text()))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -302,7 +301,7 @@ def write_page(folder: Path) -> Path:
     facts = {**session["facts"], "started": session["started"][:19].replace("T", " ")}
     if session["resumed_from"]:
         facts["resumed from"] = f"{session['resumed_from']}, after step {session['after_step']:,}"
-    facts |= {"command": session["command"], "folder": str(run.path)}
+    facts |= {"command": session["command"], "folder": str(folder)}
     whole = _TEMPLATE.substitute(
         name=escape(folder.resolve().name),
         style=_STYLE,
