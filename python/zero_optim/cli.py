@@ -45,12 +45,8 @@ def run_command(name: str, work: Callable[[], int]) -> int:
 
 def _work(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Do what the command is for. Each command imports what it alone needs."""
-    if parsed.command == "train":
-        return _train(parsed, arguments)
-    if parsed.command == "inspect":
-        return _inspect(parsed)
-    if parsed.command == "export":
-        return _export(parsed)
+    if parsed.command in ("inspect", "export"):
+        return _read_checkpoint(parsed)
     if parsed.command == "bench":
         from .bench.run import main as bench
 
@@ -59,48 +55,11 @@ def _work(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         from .memory.command import run as plan
 
         return plan(parsed)
-    from .doctor import report
+    if parsed.command == "doctor":
+        from .doctor import report
 
-    print(report())
-    return 0
-
-
-def _checkpoints_in(path: Path) -> Path:
-    """Find the folder of checkpoints of a run of ``zero-optim train``; else return the path itself."""
-    from .train.run_dir import CHECKPOINTS
-
-    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-
-
-def _inspect(parsed: argparse.Namespace) -> int:
-    from .checkpoint.folder import inspect
-
-    text, problems = inspect(_checkpoints_in(parsed.checkpoint), quick=parsed.quick)
-    print(text)
-    if problems:
-        complain("\n".join(f"zero-optim inspect: {problem}" for problem in problems))
-        return FAILURE
-    print("lengths are right" if parsed.quick else "all checksums are right")
-    return 0
-
-
-def _export(parsed: argparse.Namespace) -> int:
-    from .checkpoint.hugging_face import export
-    from .rules.codec import DTYPES
-    from .rules.options import EMA
-
-    done = export(
-        _checkpoints_in(parsed.checkpoint),
-        parsed.out,
-        dtype=DTYPES[parsed.dtype] if parsed.dtype else None,
-        max_shard_bytes=parsed.max_shard_size,
-        average=EMA if parsed.ema else parsed.average,
-    )
-    print(f"{done.tensors} tensors, {done.nbytes:,} bytes, in {len(done.files)} file(s) in {done.folder}")
-    return 0
-
-
-def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
+        print(report())
+        return 0
     from .train.config import given_flags
 
     given, ranks, started = given_flags(parsed), parsed.ranks, int(os.environ.get("WORLD_SIZE", "0"))
@@ -113,3 +72,29 @@ def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .train.loop import train
 
     return train(given, parsed.resume, shlex.join(["zero-optim", *arguments]))
+
+
+def _read_checkpoint(parsed: argparse.Namespace) -> int:
+    """Inspect or export a checkpoint, or the newest of a folder, which may be that of a run of ``zero-optim train``."""
+    from .train.run_dir import CHECKPOINTS
+
+    of_run: Path = parsed.checkpoint / CHECKPOINTS
+    path = of_run if of_run.is_dir() else parsed.checkpoint
+    if parsed.command == "export":
+        from .checkpoint.hugging_face import export
+        from .rules.codec import DTYPES
+        from .rules.options import EMA
+
+        dtype, average = DTYPES[parsed.dtype] if parsed.dtype else None, EMA if parsed.ema else parsed.average
+        done = export(path, parsed.out, dtype=dtype, max_shard_bytes=parsed.max_shard_size, average=average)
+        print(f"{done.tensors} tensors, {done.nbytes:,} bytes, in {len(done.files)} file(s) in {done.folder}")
+        return 0
+    from .checkpoint.folder import inspect
+
+    text, problems = inspect(path, quick=parsed.quick)
+    print(text)
+    if problems:
+        complain("\n".join(f"zero-optim inspect: {problem}" for problem in problems))
+        return FAILURE
+    print("lengths are right" if parsed.quick else "all checksums are right")
+    return 0

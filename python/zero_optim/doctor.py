@@ -70,8 +70,14 @@ def _git(*words: str) -> str:
 
 def report() -> str:
     """Write the whole report, a fact a line."""
+    versions = {
+        "python": f"{platform.python_version()}, {platform.platform()}",
+        "torch": str(torch.__version__),
+        DISTRIBUTION: distribution_version(),
+        "triton": version_of("triton") or "not installed",
+    }
     sections = {
-        "versions": _versions(),
+        "versions": versions.items(),
         "kernel backends": _backends(),
         "compiled CPU library": _library("cpu"),
         "compiled CUDA library": _library("cuda"),
@@ -84,13 +90,6 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def _versions() -> Iterator[tuple[str, str]]:
-    yield "python", f"{platform.python_version()}, {platform.platform()}"
-    yield "torch", str(torch.__version__)
-    yield DISTRIBUTION, distribution_version()
-    yield "triton", version_of("triton") or "not installed"
-
-
 def _backends() -> Iterator[tuple[str, str]]:
     """List for each device type of this machine the backends by preference, then those that can't run and why."""
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
@@ -98,8 +97,7 @@ def _backends() -> Iterator[tuple[str, str]]:
         yield f"on {device} tensors", f"{first}" + (f" (also {', '.join(others)})" if others else "")
         for name, reason in dispatch.unusable_backends(device).items():
             yield "", f"not {name}: {reason}"
-    forced = os.environ.get(dispatch.ENVIRONMENT)
-    if forced:
+    if forced := os.environ.get(dispatch.ENVIRONMENT):
         yield "forced", f"{forced}, by {dispatch.ENVIRONMENT}"
 
 

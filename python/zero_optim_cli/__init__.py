@@ -60,61 +60,34 @@ def make_parser() -> Parser:
     parser = Parser(prog="zero-optim", description="ZeRO optimizer sharding for PyTorch.", allow_abbrev=False)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    training = commands.add_parser(
-        "train",
-        help="train a byte-level GPT on real text, the optimizer sharded over the ranks",
-        description="Trains a byte-level GPT on as many ranks as torchrun or --ranks starts. Defaults in brackets.",
-        allow_abbrev=False,
-    )
-    train.add_arguments(training)
-    about = "show versions, kernel backends, devices, and why what is missing is missing"
-    commands.add_parser("doctor", help=about, description=about, allow_abbrev=False)
-    measuring = commands.add_parser(
-        "bench",
-        help="time the kernels and the step on this machine against torch and against the memory",
-        description="Times ops in interleaved rounds on the same tensors, prints a table and draws the roofline. "
-        "Defaults in brackets.",
-        allow_abbrev=False,
-    )
-    bench.add_arguments(measuring)
-    _add_plan_command(commands)
-    _add_checkpoint_commands(commands)
-    return parser
 
+    def add(name: str, text: str, description: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=description, allow_abbrev=False)
 
-def _add_plan_command(commands: Any) -> None:
-    planning = commands.add_parser(
-        "plan",
-        help="what a rank needs of memory, before there is a job: by stage and by kind",
-        description="Lays a model out as the optimizer does, from shapes alone, and adds up. Defaults in brackets.",
-        allow_abbrev=False,
-    )
-    plan.add_arguments(planning)
-
-
-def _add_checkpoint_commands(commands: Any) -> None:
-    def add(name: str, **about: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, allow_abbrev=False, **about)
-        which = "a checkpoint; or a folder of several, or a run of zero-optim train: the newest whole one"
+    about = "Trains a byte-level GPT on as many ranks as torchrun or --ranks starts. Defaults in brackets."
+    text = "train a byte-level GPT on real text, the optimizer sharded over the ranks"
+    train.add_arguments(add("train", text, about))
+    text = "show versions, kernel backends, devices, and why what is missing is missing"
+    add("doctor", text, text)
+    about = "Times ops in interleaved rounds on the same tensors, prints a table and draws the roofline."
+    text = "time the kernels and the step on this machine against torch and against the memory"
+    bench.add_arguments(add("bench", text, f"{about} Defaults in brackets."))
+    about = "Lays a model out as the optimizer does, from shapes alone, and adds up. Defaults in brackets."
+    plan.add_arguments(add("plan", "what a rank needs of memory, before there is a job: by stage and by kind", about))
+    about = "Lists names, shapes, dtypes, updates and sizes, and reads every byte. Exit code 1: it is damaged."
+    inspect = add("inspect", "list what is in a checkpoint, and verify every checksum", about)
+    about = "Writes parameters and buffers, offline, in one process, with memory for one tensor."
+    export = add("export", "write a checkpoint's weights as Hugging Face's safetensors", about)
+    which = "a checkpoint; or a folder of several, or a run of zero-optim train: the newest whole one"
+    for command in (inspect, export):
         command.add_argument("checkpoint", type=Path, help=which)
-        return command
-
-    inspect = add(
-        "inspect",
-        help="list what is in a checkpoint, and verify every checksum",
-        description="Lists names, shapes, dtypes, updates and sizes, and reads every byte. Exit code 1: it is damaged.",
-    )
     inspect.add_argument("--quick", action="store_true", help="do not read the tensors")
-    export = add(
-        "export",
-        help="write a checkpoint's weights as Hugging Face's safetensors",
-        description="Writes parameters and buffers, offline, in one process, with memory for one tensor.",
-    )
     export.add_argument("out", type=Path, help="a folder that is not there yet")
     export.add_argument("--dtype", choices=DTYPES, help="of the parameters, made of the masters (as saved)")
     export.add_argument("--ema", action="store_true", help="write the average of the parameters, in their place")
     export.add_argument("--average", metavar="NAME", help="of several averages, which: ema_0, ema_1 and so on")
     export.add_argument("--max-shard-size", type=_nbytes, default="5GB", help="of a file, as in 500MB (5GB)")
+    return parser
 
 
 def _nbytes(text: str) -> int:

@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--batch", int, "sequences of a micro-batch on each rank")
     flag("--accumulate", int, "micro-batches in a step (1; with --pp as many as stages)")
     parser.add_argument("--checkpointing", action="store_true", help="layers are computed again in backward")
-    text = "what memory is made of, by kind; buckets"
-    parser.add_argument("--verbose", action="store_true", help=text)
+    parser.add_argument("--verbose", action="store_true", help="what memory is made of, by kind; buckets")
     parser.add_argument("--json", action="store_true", help="print a list, an object a stage, in bytes")
     flag("--png", Path, "draw bars by kind, a stage each", metavar="FILE")
 

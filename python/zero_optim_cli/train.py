@@ -37,12 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     stages = "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (2)"
     flag("--stage", int, stages, choices=(0, 1, 2, 3))
-    flag(
-        "--dtype",
-        str,
-        "parameters and gradients; fp16 brings the loss scaler (bf16; fp32 without bf16 units)",
-        choices=DTYPES,
-    )
+    dtypes = "parameters and gradients; fp16 brings the loss scaler (bf16; fp32 without bf16 units)"
+    flag("--dtype", str, dtypes, choices=DTYPES)
     flag("--layers", _COUNT, "transformer blocks (3)")
     flag("--hidden", _COUNT, "width of the residual stream (192)")
     flag("--heads", _COUNT, "attention heads; they divide --hidden evenly (3)")
@@ -58,26 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--weight-decay", _at_least(float, 0), "decoupled, on matrices alone (0.1)")
     flag("--clip", positive, "largest norm of the averaged gradient (1.0)")
     flag("--seed", _COUNT_OR_NONE, "of the initial weights and of the data order (0)")
-    flag(
-        "--device",
-        str,
-        "auto is cuda where every rank can have a GPU of its own (auto)",
-        choices=("auto", "cpu", "cuda"),
-    )
+    devices = "auto is cuda where every rank can have a GPU of its own (auto)"
+    flag("--device", str, devices, choices=("auto", "cpu", "cuda"))
     flag("--data", str, "a file or a folder of text (the Python standard library of this interpreter)")
     flag("--out", str, "run directory: report.html, log.jsonl, loss.png, sample.txt, checkpoint/ (runs/<date>)")
     flag("--keep-last", _COUNT_OR_NONE, "keep so many checkpoints: the newest and those that it came from; 0: all (0)")
     saving = parser.add_mutually_exclusive_group()
-    every = "steps between checkpoints; 0: at the end alone (0)"
-    saving.add_argument("--save-every", type=_COUNT_OR_NONE, help=every)
+    saving.add_argument("--save-every", type=_COUNT_OR_NONE, help="steps between checkpoints; 0: at the end alone (0)")
     never = "save none, not at the end either"
     saving.add_argument("--no-checkpoint", dest="checkpoint", action="store_const", const=False, help=never)
-    parser.add_argument(
-        "--telemetry",
-        action="store_const",
-        const=True,
-        help="log norms, the largest update and zeros of each parameter at every step",
-    )
+    telemetry = "log norms, the largest update and zeros of each parameter at every step"
+    parser.add_argument("--telemetry", action="store_const", const=True, help=telemetry)
     offload = "where state lives: paged, cpu, or nvme:DIR; see docs/memory.md (on the device)"
     flag("--state-offload", str, offload, metavar="STORE")
     flag("--device-budget", str, "of paged: state that stays on the device, as in 8GB (auto)", metavar="SIZE")

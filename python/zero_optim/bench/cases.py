@@ -197,9 +197,8 @@ def update_in_form(shard: Shard, form: Form) -> Callable[[], object]:
 
 def _scalars(shard: Shard) -> dict[str, Any]:
     device = shard.grad.device
-    hyper = zero_kernels.hyper_table(**HYPER, step=STEP, device=device)
     return {
-        "hyper": hyper,
+        "hyper": zero_kernels.hyper_table(**HYPER, step=STEP, device=device),
         "grad_scale": torch.full((1,), 0.5, device=device),
         "found_inf": torch.zeros(1, device=device),
     }

@@ -35,7 +35,7 @@ def title(record: Mapping[str, Any]) -> str:
     return f"{record['device']}; torch {record['torch']}; {sources}"
 
 
-def results_folder(device: torch.device, out: Path | None = None) -> Path:
+def results_folder(device: torch.device, out: Path | None) -> Path:
     """Choose a folder: ``out``; else one below ``benchmarks/results`` in a checkout, or below the working folder."""
     in_checkout = (CHECKOUT / "pyproject.toml").is_file() and (CHECKOUT / "benchmarks").is_dir()
     parent = CHECKOUT / "benchmarks" / "results" if in_checkout else Path("zero-optim-bench")

@@ -25,13 +25,7 @@ from .models import KNOWN, ModelShapes, gpt_of, of_decoder, of_module, usual_uni
 from .plan import Batch, Job, Plan, plan
 from .report import draw, memory_lines, ranks_of, unit_of, verdict
 
-RULES = {
-    "adamw": AdamW(),
-    "amsgrad": AdamW(amsgrad=True),
-    "lion": Lion(),
-    "sgd": SGD(),
-    "momentum": SGD(momentum=0.9),
-}
+RULES = {"adamw": AdamW(), "amsgrad": AdamW(amsgrad=True), "lion": Lion(), "sgd": SGD(), "momentum": SGD(momentum=0.9)}
 STAGES = (0, 1, 2, 3)
 _FLAGS = {"world": "--world", "tensor": "--tp", "pipeline": "--pp", "replicas": "--replicate"}  # by fields of ``Job``
 
@@ -39,9 +33,14 @@ _FLAGS = {"world": "--world", "tensor": "--tp", "pipeline": "--pp", "replicas": 
 def run(parsed: argparse.Namespace) -> int:
     """Print the plans. Raises UsageError."""
     _check(parsed)
-    model = _with_trained(parsed, _model(parsed))
+    model = _model(parsed)
+    if parsed.param_offload and 3 not in (parsed.stage or STAGES):
+        raise UsageError("--param-offload: is about stage 3 alone, which is not compared; see --stage")
+    stages = parsed.stage or (STAGES if model.units else STAGES[:3])
+    if 3 in stages and not model.units:
+        raise UsageError("--stage 3: the model has no ModuleList of layers, which stage 3 gathers one at a time")
     try:
-        plans = [plan(model, _job(parsed, stage)) for stage in _stages_of(parsed, model)]
+        plans = [plan(model, _job(parsed, stage)) for stage in stages]
     except ValueError as error:
         field, _, rest = str(error).partition(" ")
         raise UsageError(f"{_FLAGS.get(field, field)} {rest}") from error
@@ -68,17 +67,6 @@ def _check(parsed: argparse.Namespace) -> None:
         raise UsageError("--seq and --batch: activations need both")
     if parsed.checkpointing and parsed.batch is None:
         raise UsageError("--checkpointing: changes activations alone, which need --seq and --batch")
-
-
-def _stages_of(parsed: argparse.Namespace, model: ModelShapes) -> tuple[int, ...]:
-    """Choose the stages that were asked for; else all that there are of the model."""
-    if parsed.param_offload and 3 not in (parsed.stage or STAGES):
-        raise UsageError("--param-offload: is about stage 3 alone, which is not compared; see --stage")
-    if parsed.stage is None:
-        return STAGES if model.units else STAGES[:3]
-    if 3 in parsed.stage and not model.units:
-        raise UsageError("--stage 3: the model has no ModuleList of layers, which stage 3 gathers one at a time")
-    return tuple(parsed.stage)
 
 
 def _job(parsed: argparse.Namespace, stage: int) -> Job:
@@ -111,26 +99,22 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
 
 
 def _model(parsed: argparse.Namespace) -> ModelShapes:
-    dtype = DTYPES[parsed.dtype or "bf16"]
+    """Find the model, and freeze what is not trained by ``--lora`` or ``--trainable``: a part, or a number."""
+    dtype, name, part = DTYPES[parsed.dtype or "bf16"], parsed.model, parsed.trainable
     if parsed.params is not None:
-        return of_decoder(gpt_of(parsed.params), dtype)
-    name = parsed.model
-    if name.lower() in KNOWN:
-        return of_decoder(KNOWN[name.lower()], dtype)
-    if name.endswith(".json") or Path(name).is_dir():
-        model = _from_config(Path(name)).to(dtype)
-        return of_module(model, usual_units(model), name)
-    near = difflib.get_close_matches(name.lower(), KNOWN, 1)
-    meant = f"did you mean {near[0]}?" if near else f"it knows {', '.join(KNOWN)}."
-    raise UsageError(
-        f"--model {name}: no name that it knows; {meant} Of any other model download its config.json and give "
-        "the path, or call zero_optim.memory.plan"
-    )
-
-
-def _with_trained(parsed: argparse.Namespace, model: ModelShapes) -> ModelShapes:
-    """Freeze what is not trained by ``--lora`` or ``--trainable``: a part, or a number of parameters."""
-    part = parsed.trainable
+        model = of_decoder(gpt_of(parsed.params), dtype)
+    elif name.lower() in KNOWN:
+        model = of_decoder(KNOWN[name.lower()], dtype)
+    elif name.endswith(".json") or Path(name).is_dir():
+        module = _from_config(Path(name)).to(dtype)
+        model = of_module(module, usual_units(module), name)
+    else:
+        near = difflib.get_close_matches(name.lower(), KNOWN, 1)
+        meant = f"did you mean {near[0]}?" if near else f"it knows {', '.join(KNOWN)}."
+        raise UsageError(
+            f"--model {name}: no name that it knows; {meant} Of any other model download its config.json and give "
+            "the path, or call zero_optim.memory.plan"
+        )
     if isinstance(part, int):
         if part > model.numel:
             raise UsageError(f"--trainable {part:,}: the model has {model.numel:,} parameters")

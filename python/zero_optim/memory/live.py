@@ -19,7 +19,7 @@ from ..params.tensor_slice import local_of
 from ..stats import memory_by_kind
 from ..units.unit import Unit
 from .models import ModelShapes, ParameterShape, shape_of
-from .plan import ON_THE_HOST, Job, Plan, plan
+from .plan import Job, Plan, plan
 from .report import of_one, remedy
 
 # What torch's allocator of the CPU writes in a RuntimeError: on Linux, and on other systems.
@@ -115,8 +115,8 @@ def held(engine: Engine) -> dict[str, int]:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of all of a GPU's memory; of a CPU ``ON_THE_HOST``."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else ON_THE_HOST
+    """Bytes of all of a GPU's memory; of a CPU the host's, taken as without limit."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 2**63
 
 
 class Tracker:
@@ -228,18 +228,12 @@ def explaining_out_of_memory(optimizer: HasEngine, doing: str) -> Iterator[None]
         # A ZeroOptimError is explained already: another rank may have run out.
         if optimizer.engine.steps or isinstance(error, ZeroOptimError) or not ran_out:
             raise
-        raise OutOfMemoryError(_message(optimizer, doing, error)) from error
-
-
-def _message(optimizer: HasEngine, doing: str, error: RuntimeError) -> str:
-    device = optimizer.engine.sharding.device
-    there = device_memory(device)
-    made = plan_of(optimizer)
-    lines = [f"out of memory on {device}, {doing}: {str(error).splitlines()[0]}", "", of_one(made), ""]
-    if device.type == "cuda" and made.most <= there:
-        lines.append(
-            f"The plan takes {size(made.most)} of {size(there)}. Activations, other tensors or other processes "
-            f"have the rest: torch has {size(torch.cuda.memory_allocated(device))} in use. A smaller batch, or:"
-        )
-    lines.append(remedy(made, there))
-    return "\n".join(lines)
+        device = optimizer.engine.sharding.device
+        there, made = device_memory(device), plan_of(optimizer)
+        lines = [f"out of memory on {device}, {doing}: {str(error).splitlines()[0]}", "", of_one(made), ""]
+        if device.type == "cuda" and made.most <= there:
+            lines.append(
+                f"The plan takes {size(made.most)} of {size(there)}. Activations, other tensors or other processes "
+                f"have the rest: torch has {size(torch.cuda.memory_allocated(device))} in use. A smaller batch, or:"
+            )
+        raise OutOfMemoryError("\n".join([*lines, remedy(made, there)])) from error

@@ -60,8 +60,7 @@ class Decoder:
 
 def llama(name: str, layers: int, hidden: int, ffn: int, kv: int, vocabulary: int) -> Decoder:
     """Grouped-query attention, a gated MLP, no biases, a head of its own. ``kv``: the width of keys, and of values."""
-    attention = [hidden * wide for wide in (hidden, kv, kv, hidden)]
-    block = (*attention, *[hidden * ffn] * 3, hidden, hidden)
+    block = (*(hidden * wide for wide in (hidden, kv, kv, hidden, ffn, ffn, ffn)), hidden, hidden)
     embedding = vocabulary * hidden
     return Decoder(name, Width(layers, hidden, vocabulary), block, (embedding,), (hidden, embedding))
 
@@ -89,32 +88,27 @@ def gpt_of(parameters: int) -> Decoder:
     if parameters < 10**6:
         raise ValueError(f"{parameters:,} parameters are too few for a GPT: at least 1,000,000")
     layers = max(1, round((parameters / (12 * ASPECT**2)) ** (1 / 3)))
-
-    def least(hidden: int) -> int:
-        return _gpt("", layers, hidden, GPT_VOCABULARY * hidden).numel
-
     widths = range(8, 1 << 22, 8)
-    hidden = widths[bisect_right(widths, parameters, key=least) - 1]
+    fitting = bisect_right(widths, parameters, key=lambda wide: _gpt("", layers, wide, GPT_VOCABULARY * wide).numel)
+    hidden = widths[fitting - 1]
     return _gpt("a GPT", layers, hidden, parameters - _gpt("", layers, hidden).numel)
 
 
-KNOWN = {
-    decoder.name: decoder
-    for decoder in (
-        gpt("gpt2", 12, 768, 1024),
-        gpt("gpt2-medium", 24, 1024, 1024),
-        gpt("gpt2-large", 36, 1280, 1024),
-        gpt("gpt2-xl", 48, 1600, 1024),
-        gpt("gpt3-175b", 96, 12288, 2048),
-        llama("llama-2-7b", 32, 4096, 11008, 4096, 32000),
-        llama("llama-2-13b", 40, 5120, 13824, 5120, 32000),
-        llama("llama-2-70b", 80, 8192, 28672, 1024, 32000),
-        llama("llama-3-8b", 32, 4096, 14336, 1024, 128256),
-        llama("llama-3-70b", 80, 8192, 28672, 1024, 128256),
-        llama("llama-3-405b", 126, 16384, 53248, 1024, 128256),
-        llama("mistral-7b", 32, 4096, 14336, 1024, 32000),
-    )
-}
+_DECODERS = (
+    gpt("gpt2", 12, 768, 1024),
+    gpt("gpt2-medium", 24, 1024, 1024),
+    gpt("gpt2-large", 36, 1280, 1024),
+    gpt("gpt2-xl", 48, 1600, 1024),
+    gpt("gpt3-175b", 96, 12288, 2048),
+    llama("llama-2-7b", 32, 4096, 11008, 4096, 32000),
+    llama("llama-2-13b", 40, 5120, 13824, 5120, 32000),
+    llama("llama-2-70b", 80, 8192, 28672, 1024, 32000),
+    llama("llama-3-8b", 32, 4096, 14336, 1024, 128256),
+    llama("llama-3-70b", 80, 8192, 28672, 1024, 128256),
+    llama("llama-3-405b", 126, 16384, 53248, 1024, 128256),
+    llama("mistral-7b", 32, 4096, 14336, 1024, 32000),
+)
+KNOWN = {decoder.name: decoder for decoder in _DECODERS}
 """By name, from their published configurations."""
 
 # -- shapes ------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,6 @@ from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
 from ..stores.offload import FRAME_ALIGNMENT, FRAMES, Footprint, Offload, Tier, footprint
 from .models import ModelShapes, ParameterShape, Width, cut_over, of_stage
 
-ON_THE_HOST = 2**63
-"""The device memory of a CPU: the host's, taken as without limit."""
-
 LOCAL = "local_gradients"
 
 
@@ -219,9 +216,16 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     if job.stage >= 3:
         memory["unsharded"] = _unsharded(laid)
     memory[LOCAL] = _local_gradients(laid)
-    memory["activations"] = _activations(model, job, stage)
-    learns = laid.sharding.reduces and job.stage < 3
-    first_step = sum(flat.nbytes for flat in buckets) - memory[LOCAL] if learns else 0
+    memory["activations"] = 0
+    if job.batch is not None and model.width is not None:
+        # By the schedule 1F1B a stage runs a forward for each stage behind it, and one of its own, before its first
+        # backward: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021), 2.2.1.
+        kept = min(job.pipeline - stage, job.accumulate) if job.pipeline > 1 else 1
+        itemsize = max((parameter.dtype.itemsize for parameter in model.parameters), default=2)
+        head = stage == job.pipeline - 1
+        activations = activation_bytes(model.width, job.batch, itemsize, in_flight=kept, head=head)
+        memory["activations"] = activations // job.tensor  # by sequence parallelism each rank keeps an equal part
+    first_step = sum(flat.nbytes for flat in buckets) - memory[LOCAL] if laid.sharding.reduces and job.stage < 3 else 0
     foot = _place_state(laid, others=sum(memory.values()) + first_step)
     if not on_device:
         memory[PAGES] = foot.device
@@ -350,8 +354,7 @@ def _unsharded(laid: _Laid) -> int:
     root, *units = (sum(flat.nbytes for flat in unit) for unit in laid.units)
     if (keepers := _keepers(laid)) == 1:
         return root + sum(units)
-    at_a_time = 1 + laid.job.prefetch
-    ahead = max((sum(units[start : start + at_a_time]) for start in range(len(units))), default=0)
+    ahead = max((sum(units[i : i + 1 + laid.job.prefetch]) for i in range(len(units))), default=0)
     return root + ahead + (sum(units) // keepers if keepers else 0)
 
 
@@ -370,18 +373,6 @@ def _local_gradients(laid: _Laid) -> int:
         return max((flat.nbytes for flat in laid.buckets), default=0)
     root, *units = (sum(flat.nbytes for flat in unit if flat.trained) for unit in laid.units)
     return root + max(units, default=0)  # the root's backward ends last
-
-
-def _activations(model: ModelShapes, job: Job, stage: int) -> int:
-    """Count what this stage of the pipeline keeps; by sequence parallelism each tensor-parallel rank an equal part."""
-    if job.batch is None or model.width is None:
-        return 0
-    # By the schedule 1F1B a stage runs a forward for each stage behind it, and one of its own, before its first
-    # backward: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021), section 2.2.1.
-    kept = min(job.pipeline - stage, job.accumulate) if job.pipeline > 1 else 1
-    itemsize = max((parameter.dtype.itemsize for parameter in model.parameters), default=2)
-    head = stage == job.pipeline - 1
-    return activation_bytes(model.width, job.batch, itemsize, in_flight=kept, head=head) // job.tensor
 
 
 def activation_bytes(width: Width, batch: Batch, itemsize: int, *, in_flight: int = 1, head: bool = True) -> int:

@@ -112,8 +112,7 @@ def draw(path: Path, plans: Sequence[Plan], device_memory: int) -> None:
         drawn = axes.barh([*bars], values, color=[_GREY] * small + [_BLUE], xerr=whiskers, capsize=3)
         axes.bar_label(drawn, [unit.cell(nbytes) for nbytes in bars.values()], padding=3)
         if device_memory < _IN_SIGHT * made.most:
-            roof = device_memory / unit.nbytes
-            axes.axvline(roof, color=_RED, linestyle="--", label=f"device: {size(device_memory)}")
+            axes.axvline(device_memory / unit.nbytes, color=_RED, ls="--", label=f"device: {size(device_memory)}")
             axes.legend(loc="upper right", frameon=False)
         axes.set_xlim(0, 1.15 * made.most / unit.nbytes)
         axes.invert_yaxis()

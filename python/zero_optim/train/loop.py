@@ -78,8 +78,15 @@ class Trainer:
         self.model = GPT(config, DTYPES[config.dtype]).to(self.device)
         if config.stage >= 3:
             shard_module(self.model, units=(Block,), prefetch=1, param_offload=config.param_offload)
+        named, decay = list(self.model.named_parameters()), config.weight_decay
+        groups: list[dict[str, Any]] = []
+        if config.optimizer == "muon":
+            matrices, named = ShardedMuon.split(self.model)
+            groups = [{"params": matrices, "rule": Muon(lr=config.muon_lr, weight_decay=decay)}]
+        decaying = {"params": [(name, p) for name, p in named if p.ndim >= 2], "weight_decay": decay}
+        others = {"params": [(name, p) for name, p in named if p.ndim < 2], "weight_decay": 0.0}  # gains and biases
         options: dict[str, Any] = {name: getattr(config, name) for name in _OPTIONS}
-        self.optimizer = ShardedAdamW(_parameter_groups(self.model, config), betas=(0.9, 0.95), **options)
+        self.optimizer = ShardedAdamW([decaying, others, *groups], betas=(0.9, 0.95), **options)
         self.scaler = GradScaler(enabled=config.dtype == "fp16")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self.clock, self.seconds = PhaseClock(self.device), Counter[str]()  # of all steps, by phase
@@ -161,20 +168,6 @@ class Trainer:
         for line in (*(str(warning.message) for warning in caught), *loaded.notes):
             say(line)
         self.steps_done = loaded.step
-
-
-def _parameter_groups(model: GPT, config: TrainConfig) -> list[dict[str, Any]]:
-    """Group parameters: matrices decay, gains and biases don't. With Muon, matrices of blocks are one more group."""
-    named, decay = list(model.named_parameters()), config.weight_decay
-    groups: list[dict[str, Any]] = []
-    if config.optimizer == "muon":
-        matrices, named = ShardedMuon.split(model)
-        groups = [{"params": matrices, "rule": Muon(lr=config.muon_lr, weight_decay=decay)}]
-    return [
-        {"params": [(name, p) for name, p in named if p.ndim >= 2], "weight_decay": decay},
-        {"params": [(name, p) for name, p in named if p.ndim < 2], "weight_decay": 0.0},
-        *groups,
-    ]
 
 
 def _finite(value: float) -> float | None:
@@ -277,7 +270,14 @@ def _train_on(trainer: Trainer, folder: Path, session: Session, asked_to_stop: C
             due = config.save_every and trainer.steps_done % config.save_every == 0
             if config.checkpoint and (due or stopped or trainer.steps_done == config.steps):
                 trainer.save(folder / CHECKPOINTS)
-    report = _report(trainer, trainer.steps_done - session["after_step"])
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    report = {
+        "memory": dict(trainer.tracker.peak),  # the most bytes of each kind, not all at one time
+        "collectives": trainer.optimizer.stats()["collectives"],
+        "seconds": dict(trainer.seconds),
+        "steps": trainer.steps_done - session["after_step"],
+        "peak_bytes": torch.cuda.max_memory_allocated() if trainer.device.type == "cuda" else resident,
+    }
     finished = trainer.steps_done == config.steps
     ending: dict[str, Any] = {
         "step": trainer.steps_done,
@@ -293,19 +293,6 @@ def _train_on(trainer: Trainer, folder: Path, session: Session, asked_to_stop: C
         write_atomically(folder / RUN, json.dumps(session, indent=1))
         _print_end(session, folder)
     return 0 if finished else INTERRUPTED
-
-
-def _report(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Report a rank's figures after ``steps`` steps: the most bytes of each kind of memory (not all at one time),
-    calls, bytes and seconds blocked by collective, seconds by phase, and the peak of allocated or resident bytes."""
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {
-        "memory": dict(trainer.tracker.peak),
-        "collectives": trainer.optimizer.stats()["collectives"],
-        "seconds": dict(trainer.seconds),
-        "steps": steps,
-        "peak_bytes": torch.cuda.max_memory_allocated() if trainer.device.type == "cuda" else resident,
-    }
 
 
 @torch.no_grad()

@@ -66,7 +66,13 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, VOCAB, bias=False)
         self.head.weight = self.embedding.weight
-        self._init_weights()
+        # Normal of std 1/sqrt(fan-in); what adds to the residual stream is scaled by 1/sqrt(2 layers), as in GPT-2.
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                std = 0.02 if "embedding" in name else parameter.shape[1] ** -0.5
+                if name.endswith(("out.weight", "down.weight")):
+                    std /= math.sqrt(2 * config.layers)
+                nn.init.normal_(parameter, 0.0, std)
         self.to(dtype)
         # Cosines and signed sines of RoPE (Su et al., 2021, eq. 34), [seq, head_dim] each.
         half = config.hidden // config.heads // 2
@@ -75,17 +81,6 @@ class GPT(nn.Module):
         cos, sin = angle.cos(), angle.sin()
         self.register_buffer("rotary_cos", torch.cat((cos, cos), -1).to(dtype), persistent=False)
         self.register_buffer("rotary_sin", torch.cat((-sin, sin), -1).to(dtype), persistent=False)
-
-    @torch.no_grad()
-    def _init_weights(self) -> None:
-        """Normal of std 1/sqrt(fan-in); what adds to the residual stream is scaled by 1/sqrt(2 layers), as in GPT-2."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
-                continue
-            std = 0.02 if "embedding" in name else parameter.shape[1] ** -0.5
-            if name.endswith(("out.weight", "down.weight")):
-                std /= math.sqrt(2 * self.config.layers)
-            parameter.normal_(0.0, std)
 
     def forward(self, tokens: Tensor) -> Tensor:
         seq = tokens.shape[1]

@@ -37,7 +37,6 @@ Session = Mapping[str, Any]
 class Run:
     """A run's folder as read: the lines of its log (see ``Trainer.step``), and its last start."""
 
-    path: Path
     steps: Sequence[Mapping[str, Any]]
     session: Session
 
@@ -58,7 +57,7 @@ def read_run(folder: Path) -> Run:
     """Read a run's folder. Raises OSError, and ValueError where a file is damaged."""
     lines = (folder / LOG).read_text().splitlines(keepends=True)
     steps = [json.loads(line) for line in lines if line.endswith("\n")]  # the last line may be cut off
-    return Run(folder, steps, json.loads((folder / RUN).read_text()))
+    return Run(steps, json.loads((folder / RUN).read_text()))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -102,20 +101,14 @@ def state_bytes(session: Session, held: Mapping[str, float]) -> float:
 
 def _memory(session: Session) -> Table:
     names, columns = _columns([rank["memory"] for rank in session["ending"]["ranks"]])
-    planned, state = session["plan"]["memory"], session["plan"]["state_kinds"]
-
-    def line(name: str, measured: Sequence[float], plan: float) -> list[str]:
-        return [name, *map(megabytes, measured), megabytes(plan), f"{plan / session['parameters']:.4g}"]
-
-    def of_kind(kind: str) -> list[str]:
+    rows, held = [], [*columns, session["plan"]["memory"]]
+    sums = [{**column, "model state": state_bytes(session, column)} for column in held]
+    for kind in dict.fromkeys([*session["plan"]["state_kinds"], "model state", *columns[0]]):
+        *measured, plan = (column.get(kind, 0.0) for column in sums)
         name = "unsharded, at most" if kind == "unsharded" else kind
-        return line(name, [column.get(kind, 0.0) for column in columns], planned.get(kind, 0.0))
-
-    total = line("model state", [state_bytes(session, column) for column in columns], state_bytes(session, planned))
-    others = [kind for kind in columns[0] if kind not in state]
+        rows.append([name, *map(megabytes, measured), megabytes(plan), f"{plan / session['parameters']:.4g}"])
     ranks = count(len(session["ending"]["ranks"]), "rank")
     title = f"model state, MB (stage {session['config']['stage']}, {ranks}, {session['parameters']:,} parameters)"
-    rows = [*map(of_kind, state), total, *map(of_kind, others)]
     return Table(title, [*names, "planned", "bytes/param"], rows)
 
 
@@ -290,18 +283,30 @@ $verdict
 def write_page(folder: Path) -> Path:
     """Write ``report.html`` into a run's folder. Returns its path. Raises OSError, and ValueError of a damaged file."""
     run = read_run(folder)
-    session, found = run.session, problems(run)
+    session, found, ending = run.session, problems(run), run.ending
+    speeds = [step["tokens_per_s"] for step in run.steps]
+    peaks = [rank["peak_bytes"] for rank in ending.get("ranks", ())]
+    tiles = {
+        "steps": f"{len(run.steps):,} of {session['config']['steps']:,}",
+        "final loss": short(run.steps[-1]["loss"] if run.steps else None, 5),
+        "held-out loss": short(ending.get("validation_loss"), 5),
+        "unigram entropy": short(ending.get("entropy"), 5),
+        "median tokens/s": short(statistics.median(speeds) if speeds else None),
+        "skipped steps": f"{len(run.without('grad_norm')):,}",
+        f"peak, {session['peak_of']}": size(max(peaks)) if peaks else NONE,
+        "duration": duration(ending["seconds"]) if ending else NONE,
+    }
     listed = "".join(f"<li>{escape(problem)}</li>" for problem in found)
     good = "All losses are finite, no step was skipped, memory is as planned."
     facts = {**session["facts"], "started": session["started"][:19].replace("T", " ")}
     if session["resumed_from"]:
         facts["resumed from"] = f"{session['resumed_from']}, after step {session['after_step']:,}"
-    facts |= {"command": session["command"], "folder": str(run.path)}
+    facts |= {"command": session["command"], "folder": str(folder)}
     whole = _TEMPLATE.substitute(
         name=escape(folder.resolve().name),
         style=_STYLE,
         verdict=f'<ul class="verdict off">{listed}</ul>' if found else f'<p class="verdict">{good}</p>',
-        tiles="".join(f"<div>{escape(name)}<b>{escape(value)}</b></div>" for name, value in _tiles(run).items()),
+        tiles="".join(f"<div>{escape(name)}<b>{escape(value)}</b></div>" for name, value in tiles.items()),
         facts="".join(f"<dt>{escape(name)}</dt><dd>{escape(fact)}</dd>" for name, fact in facts.items()),
         charts=_drawn(run),
         tables="".join(table.as_html() for table in tables(session)) or "<p>No rank has reported.</p>",
@@ -335,21 +340,6 @@ def problems(run: Run) -> list[str]:
             above = f"{100 * (held / planned - 1):+.2f}\N{NO-BREAK SPACE}% above the plan"
             found.append(f"Model state of rank {rank} is {megabytes(held)} MB, {above} of {megabytes(planned)} MB.")
     return found
-
-
-def _tiles(run: Run) -> dict[str, str]:
-    speeds = [step["tokens_per_s"] for step in run.steps]
-    peaks = [rank["peak_bytes"] for rank in run.ending.get("ranks", ())]
-    return {
-        "steps": f"{len(run.steps):,} of {run.session['config']['steps']:,}",
-        "final loss": short(run.steps[-1]["loss"] if run.steps else None, 5),
-        "held-out loss": short(run.ending.get("validation_loss"), 5),
-        "unigram entropy": short(run.ending.get("entropy"), 5),
-        "median tokens/s": short(statistics.median(speeds) if speeds else None),
-        "skipped steps": f"{len(run.without('grad_norm')):,}",
-        f"peak, {run.session['peak_of']}": size(max(peaks)) if peaks else NONE,
-        "duration": duration(run.ending["seconds"]) if run.ending else NONE,
-    }
 
 
 def _drawn(run: Run) -> str:
