@@ -283,20 +283,3 @@ def saved_codec(tensor: StateTensor, entry: Mapping[str, object], own: Mapping[s
     known = ([own[tensor.name]] if tensor.name in own else []) + [*CODECS.values()]
     alone = (codec for codec in known if not codec.reads_parameter)  # a state has split masters joined, in fp32
     return next((codec for codec in alone if all(part.name in entry for part in codec.parts(tensor))), None)
-
-
-def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) -> None:
-    """Raise ValueError where one of ``codecs``, by the name of a state tensor, is for none of ``tensors``, or for one
-    that it cannot store; TypeError for what is no codec of the package."""
-    known = {tensor.name: tensor for tensor in tensors}
-    for name, codec in codecs.items():
-        if type(codec) not in map(type, CODECS.values()):
-            ours = ", ".join(f"{type(one).__name__}()" for one in CODECS.values())
-            raise TypeError(f"the codec of {name!r} is a {type(codec).__name__}: give one of {ours}")
-        tensor = known.get(name)
-        if tensor is None:
-            raise ValueError(f"there is a codec for {name!r}, and the state is {', '.join(known)}")
-        begins = Begins.PARAMETER if codec.reads_parameter else Begins.ZERO
-        if tensor.begins is not begins or tensor.per is not Per.ELEMENT or tensor.dtype != torch.float32:
-            kind = "the master" if codec.reads_parameter else "fp32, a value an element, and zero at first"
-            raise ValueError(f"{name!r} cannot be stored by the codec {codec.name!r}: that is for state that is {kind}")

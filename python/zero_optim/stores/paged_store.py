@@ -167,14 +167,6 @@ class Page:
         visiting = sum(round_up(of.numel * of.dtype.itemsize, FRAME_ALIGNMENT) for of, _ in self.visiting.values())
         return (self.nbytes if self.backing is not None else 0) + visiting
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Give all that an update uses, on the device."""
-        if self.frame is None:
-            return dict(self.stays)
-        own = self.own if self.backing is not None else {}
-        here = {**own, **{name: field for name, (field, _) in self.visiting.items()}}
-        return {**self.stays, **{name: field.of(self.frame.run) for name, field in here.items()}}
-
     def leave_frame(self, free: Mark) -> None:
         """Leave the frame, which is free once the mark has passed."""
         if self.frame is not None:
@@ -271,7 +263,10 @@ class PagedStore(StateStore):
             self._bring(page)
         page.arrived.order_current()
         page.state = PageState.HERE
-        return page.tensors()
+        run = self._frame_of(page, "fetch").run
+        here = dict(page.own if page.backing is not None else {})
+        here |= {name: field for name, (field, _) in page.visiting.items()}
+        return {**page.stays, **{name: field.of(run) for name, field in here.items()}}
 
     def commit(self, number: int) -> None:
         page = self._pages[number]
@@ -346,7 +341,16 @@ class PagedStore(StateStore):
         """Copy the page into a frame, after the frame's last page has left it, and after its own copy out."""
         # The backing comes first: it raises where the page is lost, and no frame is taken.
         source = page.backing.fetch() if page.backing is not None else None
-        frame = self._free_frame()
+        # Take the least recently used frame whose page is not HERE.
+        frame = next((frame for frame in self._frames if frame.page is None), None)
+        # Else that of a page which was prefetched, and is not fetched yet: the page is copied in again later.
+        frame = frame or next((frame for frame in self._frames if frame.page.state is PageState.COMING), None)  # type: ignore[union-attr]
+        if frame is None:
+            raise RuntimeError("more pages are fetched at a time than there are frames")
+        if frame.page is not None:
+            self._send_back(frame.page)
+        self._frames.remove(frame)
+        self._frames.append(frame)
         lane = self._lanes.to_device
         lane.after(frame.free)
         # The page's copy out to this same memory may still run: lanes do not wait for each other.
@@ -358,19 +362,6 @@ class PagedStore(StateStore):
         lane.set(page.arrived)
         page.frame, page.state, frame.page = frame, PageState.COMING, page
         self.copied.to_device += page.moved
-
-    def _free_frame(self) -> Frame:
-        """Take the least recently used frame whose page is not HERE."""
-        frame = next((frame for frame in self._frames if frame.page is None), None)
-        # Else that of a page which was prefetched, and is not fetched yet: the page is copied in again later.
-        frame = frame or next((frame for frame in self._frames if frame.page.state is PageState.COMING), None)  # type: ignore[union-attr]
-        if frame is None:
-            raise RuntimeError("more pages are fetched at a time than there are frames")
-        if frame.page is not None:
-            self._send_back(frame.page)
-        self._frames.remove(frame)
-        self._frames.append(frame)
-        return frame
 
     def _send_back(self, page: Page) -> None:
         """Take the frame from a page that is COMING: nothing uses the page yet, and it is copied in again later."""
