@@ -161,8 +161,7 @@ class Int8(Codec):
 
     name = suffix = "int8"
     dtype, scaled = torch.int8, True
-    encode = staticmethod(encode_int8)
-    _decode = staticmethod(decode_int8)
+    encode, _decode = staticmethod(encode_int8), staticmethod(decode_int8)
 
 
 class Root8(Codec):
@@ -175,8 +174,7 @@ class Root8(Codec):
 
     name = suffix = "root8"
     dtype, scaled = torch.uint8, True
-    encode = staticmethod(encode_root8)
-    _decode = staticmethod(decode_root8)
+    encode, _decode = staticmethod(encode_root8), staticmethod(decode_root8)
 
 
 class Bf16(Codec):
@@ -190,8 +188,7 @@ class Bf16(Codec):
 
     name = suffix = "bf16"
     dtype, stochastic = torch.bfloat16, True
-    encode = staticmethod(encode_bf16)
-    _decode = staticmethod(decode_bf16)
+    encode, _decode = staticmethod(encode_bf16), staticmethod(decode_bf16)
 
     def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
         return encode_stochastic_in_update(values, columns, state)
@@ -235,7 +232,6 @@ class Split8(Split):
 
 CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Bf16(), Int8(), Root8(), Split(), Split8())}
 """The codecs of the package, by name."""
-
 
 MASTERS: Mapping[str, Codec | None] = {"fp32": None, "split": Split(), "split8": Split8()}
 """The codec of a master, by the word for it."""

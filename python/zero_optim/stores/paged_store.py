@@ -9,8 +9,6 @@ Two frames on the device are used in turn. While page 1 is updated, page 2 comes
 
 The update runs on the device, so it gives the same bits as without a store. As many pages as the budget holds never
 leave the device.
-
-The backing holds pages that are away: ``HostBacking`` here, or ``disk_pages.DiskBacking``.
 """
 
 from __future__ import annotations
@@ -68,9 +66,8 @@ class HostBacking:
     """Holds the pages of a store in host memory while they are away from the device. ``DiskBacking`` has the same face.
 
     Attributes:
-        lookahead: how many pages are worth prefetching while one is updated.
+        lookahead, copied: as those of ``StateStore``.
         at_once: whether a prefetched page can be copied in at once, or has to be read first.
-        copied: bytes moved so far.
         memory: the host memory that it takes.
         disk_bytes: those that it takes of a disk.
     """
@@ -423,9 +420,7 @@ class PagedStore(StateStore):
         self._fit_frames(max((page.moved for page in self._pages.values()), default=0))
 
 
-def make_store(
-    offload: Offload, device: torch.device, rank: int, *, params_on_host: bool, threads: int = 1
-) -> StateStore:
+def make_store(offload: Offload, device: torch.device, rank: int, *, params_on_host: bool, threads: int) -> StateStore:
     """Make the store that ``state_offload`` chooses.
 
     Args:
