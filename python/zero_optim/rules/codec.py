@@ -124,11 +124,6 @@ class Codec:
         ``state``: the number of the state among those of the rule."""
         return self.encode(values)
 
-    def keeps(self, saved: Codec | None) -> bool:
-        """Whether values that were stored by ``saved`` do not change in this codec. None: they were fp32."""
-        # A saved master is fp32, however it was stored. ``Split`` says which masters change.
-        return self.reads_parameter or saved == self
-
     # -- flat ------------------------------------------------------------------------------------------------------
 
     def decode_flat(self, tensor: StateTensor, parts: Sequence[Tensor]) -> Tensor:

@@ -49,11 +49,10 @@ reach 0.81 and 0.87, four threads 0.74 and 0.91. Blocks of 8 MiB are a tenth slo
 _LOST = "This rank's state is lost: make a new optimizer and load a checkpoint"
 
 Memory = ctypes.Array
-"""The bytes of a buffer. The caller keeps the buffer alive."""
 
 
 def memory_of(buffer: Tensor) -> Memory:
-    """View the bytes of ``buffer``: uint8, contiguous, on the host."""
+    """View the bytes of ``buffer``: uint8, contiguous, on the host. The caller keeps it alive."""
     return (ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())
 
 
