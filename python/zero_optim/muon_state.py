@@ -17,9 +17,6 @@ from .rules.codec import Begins, StateTensor, saved_codec
 from .rules.muon import BUFFER, Muon
 from .rules.update_rule import tensors_for
 
-_MOMENTA = ("exp_avg", BUFFER)
-"""Names of the saved state from which Muon's momentum is made."""
-
 
 def state_for_muon(opt: ShardedOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """Convert ``state`` for ``load_full_state_dict(opt, ...)``. Not collective: only rank 0 needs it.
@@ -40,9 +37,25 @@ def state_for_muon(opt: ShardedOptimizer, state: Mapping[str, Any]) -> dict[str,
     for index, name in enumerate(own_names(opt.param_groups)):
         if name is None:
             raise StateMismatchError(_unnamed(f"parameter {index} of the optimizer", "opt"))
-        if name in saved:
-            group, entry = saved[name]
-            converted[index] = _converted(opt, index, group, entry)
+        if name not in saved:
+            continue
+        group, entry = saved[name]
+        rule = opt.engine.rules.of(index)
+        tensors = tensors_for(rule, opt.engine.parameters.all[index].dtype)
+        made = {tensor.name: entry[tensor.name] for tensor in tensors if entry.get(tensor.name) is not None}
+        momentum = entry.get("exp_avg", entry.get(BUFFER))
+        if isinstance(rule, Muon) and momentum is not None:
+            made[BUFFER] = momentum
+            if "exp_avg" not in entry and "dampening" in group:
+                # SGD keeps a sum of gradients, Muon their exponential average.
+                made[BUFFER] = momentum * ((1 - float(group["momentum"])) / (1 - float(group["dampening"])))
+        lacking = [tensor for tensor in tensors if tensor.begins is Begins.ZERO and tensor.name not in made]
+        whole = next(value for kind, value in entry.items() if kind != "step" and isinstance(value, Tensor))
+        for tensor in lacking:
+            shape = tensor.shape(whole.shape, whole.numel())
+            made[tensor.name] = torch.zeros(shape, dtype=tensor.dtype, device=whole.device)
+        # Bias corrections start with state that starts at zero.
+        converted[index] = {**made, "step": 0.0 if lacking else float(entry.get("step", 1))}
     return {"state": converted, "param_groups": pack_groups(opt.param_groups)}
 
 
@@ -62,7 +75,7 @@ def _by_name(state: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], Map
                 f"{name} was trained with maximize=True: Muon minimizes, and cannot use its momentum"
             )
         problems = [f"{kind} of {name} is a part" for kind, value in entry.items() if isinstance(value, FlatShard)]
-        encoded = [kind for kind in _MOMENTA if saved_codec(StateTensor(kind), entry, {}) is not None]
+        encoded = [kind for kind in ("exp_avg", BUFFER) if saved_codec(StateTensor(kind), entry, {}) is not None]
         problems += [f"{kind} of {name} is in fewer bits than fp32" for kind in encoded]
         if problems:
             raise StateMismatchError(f"{problems[0]}: give the state that zero_optim.full_state_dict gave")
@@ -72,22 +85,3 @@ def _by_name(state: Mapping[str, Any]) -> dict[str, tuple[Mapping[str, Any], Map
 
 def _unnamed(which: str, optimizer: str) -> str:
     return f"{which} has no name of its own, by which states are matched: give {optimizer} model.named_parameters()"
-
-
-def _converted(opt: ShardedOptimizer, index: int, group: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    rule = opt.engine.rules.of(index)
-    tensors = tensors_for(rule, opt.engine.parameters.all[index].dtype)
-    made = {tensor.name: entry[tensor.name] for tensor in tensors if entry.get(tensor.name) is not None}
-    momentum = entry.get("exp_avg", entry.get(BUFFER))
-    if isinstance(rule, Muon) and momentum is not None:
-        made[BUFFER] = momentum
-        if "exp_avg" not in entry and "dampening" in group:
-            # SGD keeps a sum of gradients, Muon their exponential average.
-            made[BUFFER] = momentum * ((1 - float(group["momentum"])) / (1 - float(group["dampening"])))
-    lacking = [tensor for tensor in tensors if tensor.begins is Begins.ZERO and tensor.name not in made]
-    whole = next(value for kind, value in entry.items() if kind != "step" and isinstance(value, Tensor))
-    for tensor in lacking:
-        shape = tensor.shape(whole.shape, whole.numel())
-        made[tensor.name] = torch.zeros(shape, dtype=tensor.dtype, device=whole.device)
-    step = 0.0 if lacking else float(entry.get("step", 1))  # bias corrections start with state that starts at zero
-    return {**made, "step": step}

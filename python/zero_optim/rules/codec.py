@@ -124,11 +124,6 @@ class Codec:
         ``state``: the number of the state among those of the rule."""
         return self.encode(values)
 
-    def keeps(self, saved: Codec | None) -> bool:
-        """Whether values that were stored by ``saved`` do not change in this codec. None: they were fp32."""
-        # A saved master is fp32, however it was stored. ``Split`` says which masters change.
-        return self.reads_parameter or saved == self
-
     # -- flat ------------------------------------------------------------------------------------------------------
 
     def decode_flat(self, tensor: StateTensor, parts: Sequence[Tensor]) -> Tensor:
@@ -161,8 +156,7 @@ class Int8(Codec):
 
     name = suffix = "int8"
     dtype, scaled = torch.int8, True
-    encode = staticmethod(encode_int8)
-    _decode = staticmethod(decode_int8)
+    encode, _decode = staticmethod(encode_int8), staticmethod(decode_int8)
 
 
 class Root8(Codec):
@@ -175,8 +169,7 @@ class Root8(Codec):
 
     name = suffix = "root8"
     dtype, scaled = torch.uint8, True
-    encode = staticmethod(encode_root8)
-    _decode = staticmethod(decode_root8)
+    encode, _decode = staticmethod(encode_root8), staticmethod(decode_root8)
 
 
 class Bf16(Codec):
@@ -190,8 +183,7 @@ class Bf16(Codec):
 
     name = suffix = "bf16"
     dtype, stochastic = torch.bfloat16, True
-    encode = staticmethod(encode_bf16)
-    _decode = staticmethod(decode_bf16)
+    encode, _decode = staticmethod(encode_bf16), staticmethod(decode_bf16)
 
     def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
         return encode_stochastic_in_update(values, columns, state)
@@ -235,7 +227,6 @@ class Split8(Split):
 
 CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Bf16(), Int8(), Root8(), Split(), Split8())}
 """The codecs of the package, by name."""
-
 
 MASTERS: Mapping[str, Codec | None] = {"fp32": None, "split": Split(), "split8": Split8()}
 """The codec of a master, by the word for it."""
@@ -283,20 +274,3 @@ def saved_codec(tensor: StateTensor, entry: Mapping[str, object], own: Mapping[s
     known = ([own[tensor.name]] if tensor.name in own else []) + [*CODECS.values()]
     alone = (codec for codec in known if not codec.reads_parameter)  # a state has split masters joined, in fp32
     return next((codec for codec in alone if all(part.name in entry for part in codec.parts(tensor))), None)
-
-
-def check_codecs(codecs: Mapping[str, Codec], tensors: Sequence[StateTensor]) -> None:
-    """Raise ValueError where one of ``codecs``, by the name of a state tensor, is for none of ``tensors``, or for one
-    that it cannot store; TypeError for what is no codec of the package."""
-    known = {tensor.name: tensor for tensor in tensors}
-    for name, codec in codecs.items():
-        if type(codec) not in map(type, CODECS.values()):
-            ours = ", ".join(f"{type(one).__name__}()" for one in CODECS.values())
-            raise TypeError(f"the codec of {name!r} is a {type(codec).__name__}: give one of {ours}")
-        tensor = known.get(name)
-        if tensor is None:
-            raise ValueError(f"there is a codec for {name!r}, and the state is {', '.join(known)}")
-        begins = Begins.PARAMETER if codec.reads_parameter else Begins.ZERO
-        if tensor.begins is not begins or tensor.per is not Per.ELEMENT or tensor.dtype != torch.float32:
-            kind = "the master" if codec.reads_parameter else "fp32, a value an element, and zero at first"
-            raise ValueError(f"{name!r} cannot be stored by the codec {codec.name!r}: that is for state that is {kind}")

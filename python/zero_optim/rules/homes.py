@@ -7,8 +7,7 @@ Every rank sends its parts to their homes, and gets back what is made of them th
 
 So a rank sends and receives as much as it has of the parameters, twice, however many ranks there are.
 
-Parts are of two kinds: at stage 3 flat ranges, of the shard group; and slices, of tensor-parallel ranks. Where there
-are both, flat ranges are joined first, into whole slices. Replicas then divide the work: see ``WorkSplit``.
+Parts are of two kinds: at stage 3 flat ranges, of the shard group; and slices, of tensor-parallel ranks.
 """
 
 from __future__ import annotations

@@ -52,9 +52,6 @@ class KernelRule(UpdateRule):
     def coefficients(self) -> tuple[str, ...]:
         return self._of_kernel.coefficients
 
-    def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
-        self._of_kernel.fill_table(by_group, group_of, steps, active, table)
-
     def prepared(self) -> KernelRule:
         made = copy.copy(self)
         made._step = zero_kernels.Prepared("foreach_step")

@@ -59,12 +59,6 @@ def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
     return (1, shape[0], math.prod(shape[1:]))
 
 
-def dims_of(view: Mapping[str, Any], dims: int) -> range:
-    """The dimensions that ``view`` cuts of a parameter that has so many."""
-    first = 1 if dims == 3 else 0  # of the rows
-    return range(first, first + 1) if ROWS in view else range(first + 1, dims)
-
-
 def refuse_view(shape: Sequence[int], view: Mapping[str, Any] | None) -> str | None:
     """Return why a parameter of this shape has no such matrices, and what to do. None: it has."""
     if not 2 <= len(shape) <= 5:

@@ -23,14 +23,12 @@ from . import newton_schulz
 from .codec import Begins, StateTensor
 from .homes import TENSOR_ALL_TO_ALL, MatrixHomes, WorkSplit, joined_parts, joined_slices
 from .kernel_rule import KernelRule
-from .matrix_view import VIEW, MatrixView, blocks_of, dims_of, matrices_of, refuse_view, shapes_of
+from .matrix_view import ROWS, VIEW, MatrixView, blocks_of, matrices_of, refuse_view, shapes_of
 from .options import Fixed, Flag, Number, check_choice
 from .update_rule import MASTER, ShardUpdate, ToJoin, UpdateRule, Whole, parts_of
 
 BUFFER = "momentum_buffer"
 """The name of the momentum, an exponential average of gradients."""
-_DIRECTION = "direction"
-"""The kernel's name of the tensor that is subtracted."""
 
 _LOOK_AHEAD = zero_kernels.RULES["muon_look_ahead"]
 """The first kernel. The second reads the same table."""
@@ -162,10 +160,12 @@ class Muon(UpdateRule):
         known = hasattr(parameter, STRIDE) or hasattr(parameter, SIZES)  # the number of blocks
         if self.plain_slices == 1 or not is_plain_slice(parameter) or known:
             return None
-        if getattr(parameter, DIM) not in dims_of(view, parameter.dim()):
+        sliced, of_rows = getattr(parameter, DIM), 1 if parameter.dim() == 3 else 0
+        splits = sliced == of_rows if ROWS in view else sliced > of_rows
+        if not splits:
             return None
         return (
-            f"is a slice along dimension {getattr(parameter, DIM)}, which view={dict(view)!r} of its group splits: "
+            f"is a slice along dimension {sliced}, which view={dict(view)!r} of its group splits: "
             f"set {STRIDE} = 1 on the parameter where slices follow each other in the whole, and to the number of "
             "blocks where each rank has a slice of every one, as of queries, keys and values"
         )
@@ -189,9 +189,26 @@ class Muon(UpdateRule):
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         """In three passes: the momentum, what is subtracted from each matrix, the subtraction. Some matrices at a
         time."""
+        stored = [part for tensor in self.tensors for part in parts_of(self.codecs, tensor)]
         for shard in shards:
             for wholes in _together(shard.wholes, _most(shard.grad)):
-                run = self._run(shard, wholes)
+                # They follow each other in the shard: view that part of it.
+                start = wholes[0].start
+                numel = round_up(wholes[-1].start + wholes[-1].numel, ROW) - start
+                rows = slice(start // ROW, (start + numel) // ROW)
+                run = shard._replace(
+                    grad=shard.grad.narrow(0, start, numel),
+                    parameter=shard.parameter.narrow(0, start, numel),
+                    state={
+                        part.name: shard.state[part.name].narrow(0, *part.span(start, numel))
+                        for part in stored
+                        if part.name in shard.state
+                    },
+                    row_slot=shard.row_slot[rows],
+                    row_stats=None if shard.row_stats is None else shard.row_stats[rows],
+                    row_keys=None if shard.row_keys is None else shard.row_keys[rows],
+                    wholes=[whole._replace(start=whole.start - start) for whole in wholes],
+                )
                 ahead = self._look_ahead(run)
                 self._orthogonalize(ahead, run.wholes)
                 self._subtract(run, [_Part(whole, whole.start, 0, whole.numel) for whole in run.wholes], ahead)
@@ -228,26 +245,6 @@ class Muon(UpdateRule):
         ]
         self._subtract(shard, parts, joined.float(), to_join.slices)
 
-    def _run(self, shard: ShardUpdate, wholes: Sequence[Whole]) -> ShardUpdate:
-        """View the part of ``shard`` that has ``wholes``, which follow each other in it."""
-        start = wholes[0].start
-        numel = round_up(wholes[-1].start + wholes[-1].numel, ROW) - start
-        rows = slice(start // ROW, (start + numel) // ROW)
-        stored = [part for tensor in self.tensors for part in parts_of(self.codecs, tensor)]
-        return shard._replace(
-            grad=shard.grad.narrow(0, start, numel),
-            parameter=shard.parameter.narrow(0, start, numel),
-            state={
-                part.name: shard.state[part.name].narrow(0, *part.span(start, numel))
-                for part in stored
-                if part.name in shard.state
-            },
-            row_slot=shard.row_slot[rows],
-            row_stats=None if shard.row_stats is None else shard.row_stats[rows],
-            row_keys=None if shard.row_keys is None else shard.row_keys[rows],
-            wholes=[whole._replace(start=whole.start - start) for whole in wholes],
-        )
-
     def _look_ahead(self, shard: ShardUpdate) -> Tensor:
         """Update the momentum. Returns the input of the iteration, [shard_numel] fp32. Rows that are not updated are
         undefined in it: nothing is subtracted from them either."""
@@ -273,7 +270,7 @@ class Muon(UpdateRule):
             direction.narrow(0, start, numel).mul_(shard.hyper[whole.param, lr] * scale)
         _, subtract = self._passes
         # The first pass has marked the gradients that are not finite. This one does not read them.
-        subtract.update([shard._replace(state={**shard.state, _DIRECTION: direction}, marks=None)])
+        subtract.update([shard._replace(state={**shard.state, "direction": direction}, marks=None)])
 
     def _scale(self, whole: Whole, device: torch.device, slices: Comm | None) -> float | Tensor:
         """Give the factor of the rate: one for the parameter, or, where its matrices differ in it, one for each

@@ -46,7 +46,7 @@ class Option:
 
     def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         """Give the numbers of a group: floats, or tensors of one element."""
-        return ()
+        return tuple(group.get(name, self.default) if self.optional else group[name] for name in self.coefficients)
 
     def check(self, value: Any, owner: str) -> None:
         """Raise ValueError where ``value``, of ``owner``, is out of range. Tensors are not read."""
@@ -66,9 +66,6 @@ class Number(Option):
     @property
     def coefficients(self) -> tuple[str, ...]:
         return (self.name,)
-
-    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return (group[self.name],)
 
     def check(self, value: Any, owner: str) -> None:
         if self.rate and isinstance(value, Tensor):
@@ -111,9 +108,6 @@ class Flag(Option):
     @property
     def coefficients(self) -> tuple[str, ...]:
         return (self.name,)
-
-    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return (group.get(self.name, self.default),)
 
     def check(self, value: Any, owner: str) -> None:
         if value not in (False, True):

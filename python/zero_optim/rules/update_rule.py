@@ -8,7 +8,6 @@ own.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -23,7 +22,7 @@ from ..comm.collectives import Comm
 from ..params.layout import CUT_AT_ROWS, LayoutPolicy, SlotPiece
 from ..params.storage_order import StorageOrder, view_of
 from ..params.tensor_slice import Joint
-from .codec import Begins, Codec, StateTensor, check_codecs
+from .codec import CODECS, Begins, Codec, Per, StateTensor
 from .options import EMA_DECAY, Decays, Fixed, Option
 
 MASTER = "master"
@@ -208,7 +207,20 @@ class UpdateRule:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for what cannot be, whatever the parameters are."""
-        check_codecs(self.codecs, self.tensors)
+        known = {tensor.name: tensor for tensor in self.tensors}
+        for name, codec in self.codecs.items():
+            if type(codec) not in map(type, CODECS.values()):
+                ours = ", ".join(f"{type(one).__name__}()" for one in CODECS.values())
+                raise TypeError(f"the codec of {name!r} is a {type(codec).__name__}: give one of {ours}")
+            tensor = known.get(name)
+            if tensor is None:
+                raise ValueError(f"there is a codec for {name!r}, and the state is {', '.join(known)}")
+            begins = Begins.PARAMETER if codec.reads_parameter else Begins.ZERO
+            if tensor.begins is not begins or tensor.per is not Per.ELEMENT or tensor.dtype != torch.float32:
+                kind = "the master" if codec.reads_parameter else "fp32, a value an element, and zero at first"
+                raise ValueError(
+                    f"{name!r} cannot be stored by the codec {codec.name!r}: that is for state that is {kind}"
+                )
 
     def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
         """Give the rule for these parameter groups, the first that the optimizer has: they may decide what state there
@@ -340,10 +352,26 @@ class UpdateRule:
 
         Parameters have one dtype, and gradients one. ``common`` and ``rates`` are the same for all shards.
         """
-        rule, master = _with_codecs(self._as_kernel(), self.codecs), master_of(self)
-        stored = None if master is None else parts_of(self.codecs, StateTensor(master))[0].name
-        lists = lists_of(shards, stored, rule.states, self.averages)
-        zero_kernels.update_rows(rule.update, rule.columns, *lists)
+        rule, codecs, master = self._as_kernel(), self.codecs, master_of(self)
+        parts = {name: parts_of(codecs, StateTensor(name)) for name in rule.states}
+
+        def update(
+            g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Mapping[str, Tensor]
+        ) -> tuple[Tensor, list[Tensor]]:
+            """Update some rows: decode their state before it, and encode it after."""
+            given = iter(stored)
+            own = {name: [next(given) for _ in of] for name, of in parts.items()}
+            decoded = [codecs[name].decode(of) if name in codecs else of[0] for name, of in own.items()]
+            new, changed = rule.update(g, p, decoded, c)
+            encoded = [
+                codecs[name].encode_in_update(value, c, number) if name in codecs else (value,)
+                for number, (name, value) in enumerate(zip(rule.states, changed, strict=True))
+            ]
+            return new, [part for of in encoded for part in of]
+
+        stored_master = None if master is None else parts_of(codecs, StateTensor(master))[0].name
+        states = [part.name for of in parts.values() for part in of]
+        zero_kernels.update_rows(update, rule.columns, *lists_of(shards, stored_master, states, self.averages))
 
     def before_joining(self, shard: ShardUpdate) -> Tensor:
         """Do the part of an update that comes before parameters are made whole. Returns the tensor to be made whole,
@@ -361,7 +389,9 @@ class UpdateRule:
         """Do the rest of the update of this shard, with ``joined``, the result of ``join``."""
         raise NotImplementedError(f"{self.name} joins parts, and has no after_joining")
 
-    def update_rows(self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]) -> NewValues:
+    def update_rows(
+        self, g: Tensor, p: Tensor, state: Mapping[str, Tensor], c: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Give the new master and state of whole rows: the arithmetic, in torch, of a rule written in Python.
 
         Args:
@@ -373,10 +403,6 @@ class UpdateRule:
         Returns ``(p, state)``, of the same shapes. What is not in ``state`` stays.
         """
         raise NotImplementedError(f"{self.name} has neither update_rows nor update")
-
-
-NewValues = tuple[Tensor, Mapping[str, Tensor]]
-"""The result of ``update_rows``."""
 
 
 def lists_of(
@@ -397,26 +423,6 @@ def lists_of(
         None if shards[0].row_stats is None else [shard.row_stats for shard in shards],
         None if shards[0].row_keys is None else [shard.row_keys for shard in shards],
     )
-
-
-def _with_codecs(rule: zero_kernels.Rule, codecs: Mapping[str, Codec]) -> zero_kernels.Rule:
-    """Make ``rule`` work on state that is stored by ``codecs``: decoded before the update of some rows, encoded after
-    it."""
-    parts = {name: parts_of(codecs, StateTensor(name)) for name in rule.states}
-
-    def update(g: Tensor, p: Tensor, stored: Sequence[Tensor], c: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        given = iter(stored)
-        own = {name: [next(given) for _ in of] for name, of in parts.items()}
-        decoded = [codecs[name].decode(of) if name in codecs else of[0] for name, of in own.items()]
-        new, changed = rule.update(g, p, decoded, c)
-        encoded = [
-            codecs[name].encode_in_update(value, c, number) if name in codecs else (value,)
-            for number, (name, value) in enumerate(zip(rule.states, changed, strict=True))
-        ]
-        return new, [part for of in encoded for part in of]
-
-    states = tuple(part.name for of in parts.values() for part in of)
-    return dataclasses.replace(rule, states=states, update=update)
 
 
 def parts_of(codecs: Mapping[str, Codec], tensor: StateTensor) -> tuple[StateTensor, ...]:

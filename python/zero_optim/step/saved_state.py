@@ -53,7 +53,8 @@ def tensors_of(
 def is_rounded(name: str, rule: UpdateRule, saved: Codec | None) -> bool:
     """Whether the state ``name``, stored by ``saved``, loses something as ``rule`` stores it."""
     own = rule.codecs.get(name)
-    return own is not None and not own.keeps(saved)
+    # A saved master is fp32, however it was stored. ``Split`` says which masters change.
+    return own is not None and not own.reads_parameter and own != saved
 
 
 def check_rows(tensors: Iterable[StateTensor], entry: Mapping[str, Any], order: StorageOrder, label: str) -> None:

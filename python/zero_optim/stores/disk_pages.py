@@ -49,11 +49,10 @@ reach 0.81 and 0.87, four threads 0.74 and 0.91. Blocks of 8 MiB are a tenth slo
 _LOST = "This rank's state is lost: make a new optimizer and load a checkpoint"
 
 Memory = ctypes.Array
-"""The bytes of a buffer. The caller keeps the buffer alive."""
 
 
 def memory_of(buffer: Tensor) -> Memory:
-    """View the bytes of ``buffer``: uint8, contiguous, on the host."""
+    """View the bytes of ``buffer``: uint8, contiguous, on the host. The caller keeps it alive."""
     return (ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())
 
 
@@ -102,7 +101,16 @@ class PageFile:
     def __init__(self, folder: Path, rank: int) -> None:
         """Raises OffloadError, naming the folder, where it is missing or cannot be written."""
         self.name, self.nbytes, self._pid = f"the page file of rank {rank} in {folder}", 0, os.getpid()
-        self.file = _open_unnamed(folder)
+        try:
+            with tempfile.TemporaryFile(dir=folder, prefix="zero-optim-") as file:
+                self.file = os.dup(file.fileno())  # it has no name
+        except OSError as error:
+            why = f"no file can be made there: {error.strerror}"
+            if not folder.is_dir():
+                why = "that is no directory" if folder.exists() else "there is no such directory"
+            raise OffloadError(
+                f"state_offload='nvme:{folder}': {why}; give one on a fast local disk, on every machine"
+            ) from error
         self._readers = ThreadPoolExecutor(THREADS, "zero-optim-read")
         self._writers = ThreadPoolExecutor(THREADS, "zero-optim-write")
         self._remove = weakref.finalize(self, _remove, self.file, self._pid, (self._readers, self._writers))
@@ -212,20 +220,6 @@ def _cut(offset: int, buffer: Tensor) -> list[tuple[int, Tensor]]:
     return [(offset + number * BLOCK_BYTES, block) for number, block in enumerate(blocks)]
 
 
-def _open_unnamed(folder: Path) -> int:
-    """Open a new file without a name. Raises OffloadError, naming the folder, where none can be made there."""
-    try:
-        with tempfile.TemporaryFile(dir=folder, prefix="zero-optim-") as file:
-            return os.dup(file.fileno())
-    except OSError as error:
-        why = f"no file can be made there: {error.strerror}"
-        if not folder.is_dir():
-            why = "that is no directory" if folder.exists() else "there is no such directory"
-        raise OffloadError(
-            f"state_offload='nvme:{folder}': {why}; give one on a fast local disk, on every machine"
-        ) from error
-
-
 def _remove(file: int, pid: int, pools: tuple[ThreadPoolExecutor, ...]) -> None:
     """Remove the file: by ``close``, when the owner is dropped, or at the process's end, once."""
     if os.getpid() != pid:
@@ -270,23 +264,18 @@ class DiskBacking:
             offset = other.offset + other.space
         page = DiskPage(self, offset, nbytes, space)
         self.file.grow(offset + space)
-        self._fit_buffers(space)
+        old = self._buffers
+        if old is None or old.nbytes < HOST_BUFFERS * space:
+            larger = self.memory.take(HOST_BUFFERS * space)  # where there is no memory for it, the old buffers stay
+            for other in self.pages:
+                other.leave_buffer()  # a thread may still use it
+            if old is not None:
+                self.memory.give_back(old)
+                self.memory.trim()
+            self._buffers, self.free = larger, list(larger.split(space))
         self.pages.append(page)
         self.pages.sort(key=lambda page: page.offset)
         return page
-
-    def _fit_buffers(self, nbytes: int) -> None:
-        """Make buffers for a page of that size. Where there is no memory for them, the old buffers stay."""
-        old = self._buffers
-        if old is not None and old.nbytes >= HOST_BUFFERS * nbytes:
-            return
-        larger = self.memory.take(HOST_BUFFERS * nbytes)
-        for page in self.pages:
-            page.leave_buffer()  # a thread may still use it
-        if old is not None:
-            self.memory.give_back(old)
-            self.memory.trim()
-        self._buffers, self.free = larger, list(larger.split(nbytes))
 
     @property
     def disk_bytes(self) -> int:

@@ -88,38 +88,33 @@ class HostMemory:
         except OSError as error:
             raise OffloadError(f"no {nbytes:,} bytes of host memory: {error}") from error
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        if self._pinned:
-            mapping.unpin = _pin(memory, self._device)
+        if not self._pinned:
+            return memory
+        # CUDA registers it for all GPUs.
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        with on_device(self._device):
+            status = int(runtime.cudaHostRegister(address, nbytes, 0))
+        if status != 0:
+            # Clear CUDA's last error, by a kernel that raises it: torch asks for it after each launch, so a later
+            # kernel of anybody's would raise it.
+            with suppress(RuntimeError):
+                torch.empty(1, device=self._device or "cuda").add_(1)
+            raise OffloadError(
+                f"{nbytes:,} bytes of host memory could not be pinned (CUDA error {status}): raise the limit of locked "
+                "memory (ulimit -l), or use fewer ranks a machine"
+            )
+        mapping.on_gpu, mapping.unpin = on_device(self._device), partial(runtime.cudaHostUnregister, address)
         return memory
 
 
 class _Mapping(mmap.mmap):
     """Anonymous memory, shared with forked processes: their writes to it must not move it away under a GPU's copy."""
 
+    # Made as the memory is pinned: while Python ends, the names of a module may be gone.
+    on_gpu: AbstractContextManager[Any]
     unpin: Callable[[], object] | None = None
 
     def __del__(self) -> None:
         if self.unpin is not None:  # while the memory is still there
-            self.unpin()
-
-
-def _pin(memory: Tensor, device: torch.device | None) -> Callable[[], object]:
-    """Register the memory with CUDA, for all GPUs. Returns the call that undoes it. Raises OffloadError."""
-    runtime, address = torch.cuda.cudart(), memory.data_ptr()
-    with on_device(device):
-        status = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
-    if status != 0:
-        # Clear CUDA's last error, by a kernel that raises it: torch asks for it after each launch, so a later kernel of
-        # anybody's would raise it.
-        with suppress(RuntimeError):
-            torch.empty(1, device=device or "cuda").add_(1)
-        raise OffloadError(
-            f"{memory.nbytes:,} bytes of host memory could not be pinned (CUDA error {status}): raise the limit of "
-            "locked memory (ulimit -l), or use fewer ranks a machine"
-        )
-    return partial(_within, on_device(device), partial(runtime.cudaHostUnregister, address))
-
-
-def _within(guard: AbstractContextManager[Any], call: Callable[[], object]) -> None:
-    with guard:
-        call()
+            with self.on_gpu:
+                self.unpin()

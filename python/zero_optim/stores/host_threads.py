@@ -43,22 +43,19 @@ def _quotas() -> Iterator[float]:
     for line in lines:  # "0::/a/b" of version 2, "4:cpu,cpuacct:/a/b" of version 1
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if number == "0" or "cpu" in controllers.split(","):
-            # A folder of version 1 is named by its controllers, in any order, and each has a link to it. In a container
-            # the path may be the host's: the container's own group is then the root.
-            root, inner = _CGROUPS / ("" if number == "0" else "cpu"), Path(path.lstrip("/"))
-            for group in (inner, *inner.parents):
-                yield from _granted(root / group)
-
-
-def _granted(group: Path) -> Iterator[float]:
-    with suppress(OSError, ValueError):  # of version 2: "max 100000", or "150000 100000"
-        granted, period = (group / "cpu.max").read_text().split()
-        yield int(granted) / int(period)
-    with suppress(OSError, ValueError):
-        granted, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        if int(granted) > 0:  # -1: no limit
-            yield int(granted) / int(period)
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        # A folder of version 1 is named by its controllers, in any order, and each has a link to it. In a container the
+        # path may be the host's: the container's own group is then the root.
+        root, inner = _CGROUPS / ("" if number == "0" else "cpu"), Path(path.lstrip("/"))
+        for group in (inner, *inner.parents):
+            with suppress(OSError, ValueError):  # of version 2: "max 100000", or "150000 100000"
+                granted, period = (root / group / "cpu.max").read_text().split()
+                yield int(granted) / int(period)
+            with suppress(OSError, ValueError):
+                granted, period = ((root / group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                if int(granted) > 0:  # -1: no limit
+                    yield int(granted) / int(period)
 
 
 def threads_of(rank: int, world: Sequence[Cores]) -> int:

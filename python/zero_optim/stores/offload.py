@@ -22,7 +22,6 @@ FRAME_ALIGNMENT = 512
 HOST_BUFFERS = 6
 """Buffers in host memory for pages on a disk: those that are being read, updated and written at a time."""
 
-_NVME = "nvme:"
 _CHOICES = "None, 'paged', 'cpu' or 'nvme:DIR'"
 
 
@@ -86,7 +85,7 @@ def read_offload(state_offload: str | None, device_budget: int | str | None = No
         return Offload(Tier.PAGED, nbytes)
     if state_offload == Tier.CPU.value:
         return Offload(Tier.CPU)
-    folder = state_offload.removeprefix(_NVME)
+    folder = state_offload.removeprefix("nvme:")
     if folder and folder != state_offload:
         return Offload(Tier.NVME, folder=Path(folder).expanduser().absolute())
     raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
@@ -105,12 +104,7 @@ def resident(pages: Sequence[int], budget: int) -> list[bool]:
 
 
 def footprint(
-    offload: Offload,
-    pages: Sequence[int],
-    mirrors: int = 0,
-    visiting: Sequence[int] = (),
-    *,
-    room: int = 0,
+    offload: Offload, pages: Sequence[int], mirrors: int = 0, visiting: Sequence[int] = (), *, room: int = 0
 ) -> Footprint:
     """Count what the state takes of each memory.
 

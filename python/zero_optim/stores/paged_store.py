@@ -9,8 +9,6 @@ Two frames on the device are used in turn. While page 1 is updated, page 2 comes
 
 The update runs on the device, so it gives the same bits as without a store. As many pages as the budget holds never
 leave the device.
-
-The backing holds pages that are away: ``HostBacking`` here, or ``disk_pages.DiskBacking``.
 """
 
 from __future__ import annotations
@@ -68,9 +66,8 @@ class HostBacking:
     """Holds the pages of a store in host memory while they are away from the device. ``DiskBacking`` has the same face.
 
     Attributes:
-        lookahead: how many pages are worth prefetching while one is updated.
+        lookahead, copied: as those of ``StateStore``.
         at_once: whether a prefetched page can be copied in at once, or has to be read first.
-        copied: bytes moved so far.
         memory: the host memory that it takes.
         disk_bytes: those that it takes of a disk.
     """
@@ -166,14 +163,6 @@ class Page:
         """Bytes that are copied in for an update, and out after it."""
         visiting = sum(round_up(of.numel * of.dtype.itemsize, FRAME_ALIGNMENT) for of, _ in self.visiting.values())
         return (self.nbytes if self.backing is not None else 0) + visiting
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Give all that an update uses, on the device."""
-        if self.frame is None:
-            return dict(self.stays)
-        own = self.own if self.backing is not None else {}
-        here = {**own, **{name: field for name, (field, _) in self.visiting.items()}}
-        return {**self.stays, **{name: field.of(self.frame.run) for name, field in here.items()}}
 
     def leave_frame(self, free: Mark) -> None:
         """Leave the frame, which is free once the mark has passed."""
@@ -271,7 +260,10 @@ class PagedStore(StateStore):
             self._bring(page)
         page.arrived.order_current()
         page.state = PageState.HERE
-        return page.tensors()
+        run = self._frame_of(page, "fetch").run
+        here = dict(page.own if page.backing is not None else {})
+        here |= {name: field for name, (field, _) in page.visiting.items()}
+        return {**page.stays, **{name: field.of(run) for name, field in here.items()}}
 
     def commit(self, number: int) -> None:
         page = self._pages[number]
@@ -346,7 +338,16 @@ class PagedStore(StateStore):
         """Copy the page into a frame, after the frame's last page has left it, and after its own copy out."""
         # The backing comes first: it raises where the page is lost, and no frame is taken.
         source = page.backing.fetch() if page.backing is not None else None
-        frame = self._free_frame()
+        # Take the least recently used frame whose page is not HERE.
+        frame = next((frame for frame in self._frames if frame.page is None), None)
+        # Else that of a page which was prefetched, and is not fetched yet: the page is copied in again later.
+        frame = frame or next((frame for frame in self._frames if frame.page.state is PageState.COMING), None)  # type: ignore[union-attr]
+        if frame is None:
+            raise RuntimeError("more pages are fetched at a time than there are frames")
+        if frame.page is not None:
+            self._send_back(frame.page)
+        self._frames.remove(frame)
+        self._frames.append(frame)
         lane = self._lanes.to_device
         lane.after(frame.free)
         # The page's copy out to this same memory may still run: lanes do not wait for each other.
@@ -358,19 +359,6 @@ class PagedStore(StateStore):
         lane.set(page.arrived)
         page.frame, page.state, frame.page = frame, PageState.COMING, page
         self.copied.to_device += page.moved
-
-    def _free_frame(self) -> Frame:
-        """Take the least recently used frame whose page is not HERE."""
-        frame = next((frame for frame in self._frames if frame.page is None), None)
-        # Else that of a page which was prefetched, and is not fetched yet: the page is copied in again later.
-        frame = frame or next((frame for frame in self._frames if frame.page.state is PageState.COMING), None)  # type: ignore[union-attr]
-        if frame is None:
-            raise RuntimeError("more pages are fetched at a time than there are frames")
-        if frame.page is not None:
-            self._send_back(frame.page)
-        self._frames.remove(frame)
-        self._frames.append(frame)
-        return frame
 
     def _send_back(self, page: Page) -> None:
         """Take the frame from a page that is COMING: nothing uses the page yet, and it is copied in again later."""
@@ -432,9 +420,7 @@ class PagedStore(StateStore):
         self._fit_frames(max((page.moved for page in self._pages.values()), default=0))
 
 
-def make_store(
-    offload: Offload, device: torch.device, rank: int, *, params_on_host: bool, threads: int = 1
-) -> StateStore:
+def make_store(offload: Offload, device: torch.device, rank: int, *, params_on_host: bool, threads: int) -> StateStore:
     """Make the store that ``state_offload`` chooses.
 
     Args:

@@ -106,7 +106,8 @@ class PagesStay(StateStore):
         self._pages: dict[int, Mapping[str, Tensor]] = {}
         self._allocated = 0
 
-    def _keep(self, page: Mapping[str, Tensor]) -> int:
+    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
+        assert not visiting, "what visits comes and goes: that takes a PagedStore"
         self._allocated += 1
         self._pages[self._allocated] = page
         return self._allocated
@@ -123,10 +124,6 @@ class DeviceStore(PagesStay):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.works_on = device
-
-    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
-        assert not visiting, "what visits comes and goes: that takes a PagedStore"
-        return self._keep(page)
 
     def release(self, number: int) -> None:
         keep_for_current_stream(*self._pages.pop(number).values())
@@ -154,10 +151,8 @@ class HostStore(PagesStay):
         self.memory, self.lanes, self.threads = memory, lanes, threads
 
     def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
-        assert not visiting, "the update is where they are"
-        return self._keep(
-            {name: self.memory.take(tensor.nbytes).view(tensor.dtype).copy_(tensor) for name, tensor in page.items()}
-        )
+        page = {name: self.memory.take(one.nbytes).view(one.dtype).copy_(one) for name, one in page.items()}
+        return super().allocate(page, visiting)
 
     def release(self, number: int) -> None:
         for tensor in self._pages.pop(number).values():
