@@ -28,26 +28,16 @@ Experts = dict[int, ExpertRanks]
 
 @dataclass(frozen=True)
 class Admission:
-    """The optimizer that parameters are to join, and the call that adds them.
+    """The optimizer that parameters are to join, and the call that adds them."""
 
-    Attributes:
-        world, topology: all ranks that train together, and their places.
-        stage: what is sharded.
-        pipeline_stages: how many stages of a pipeline the model has; 1: it is in one piece.
-        rules: of all groups, the new ones included.
-        where: the call, for messages.
-        first_group: the number of the first parameter group that is new.
-        state_offload: the optimizer's argument.
-    """
-
-    world: Comm
-    topology: Topology
-    stage: int
-    pipeline_stages: int
-    rules: GroupRules
-    where: str
-    first_group: int = 0
-    state_offload: str | None = None
+    world: Comm  # all ranks that train together
+    topology: Topology  # their places
+    stage: int  # what is sharded
+    pipeline_stages: int  # 1: the model is in one piece
+    rules: GroupRules  # of all groups, the new ones included
+    where: str  # the call, for messages
+    state_offload: str | None  # the optimizer's argument
+    first_group: int = 0  # the number of the first parameter group that is new
 
     def check(
         self, parameters: ParameterSet, expert_groups: Mapping[int, Mapping[str, Any]], row: RowRanks | None = None
@@ -60,7 +50,7 @@ class Admission:
 
         Raises ParameterError, ValueError or TypeError.
         """
-        indices = self._new(parameters)
+        indices = [index for index, number in enumerate(parameters.group_of) if number >= self.first_group]
         new = slice(self.first_group, None)
         validate.check_groups(self.rules.by_group[new], parameters.groups[new], self.first_group)
         for number, group in enumerate(parameters.groups[new], self.first_group):
@@ -84,8 +74,8 @@ class Admission:
         dense = [index for index in indices if parameters.group_of[index] not in experts]
         given, labels = [parameters.all[index] for index in dense], [parameters.labels[index] for index in dense]
         validate.check_marks(given, labels, self.topology)
-        if not experts:
-            self._check_slices(parameters, experts)
+        if not experts:  # else ``agree`` checks them, when the columns of all ranks are known
+            validate.check_slices(given, labels, self.topology, {})
         return experts
 
     def agree(self, parameters: ParameterSet, experts: Experts, options: Mapping[str, Any]) -> Experts:
@@ -106,18 +96,12 @@ class Admission:
             return experts
         experts = exchange_columns(experts, self.world, self.where)
         with self.world.raising_together(self.where):
-            self._check_slices(parameters, experts)
+            new = [index for index, number in enumerate(parameters.group_of) if number >= self.first_group]
+            given, labels = [parameters.all[index] for index in new], [parameters.labels[index] for index in new]
+            numbers = enumerate(parameters.group_of[index] for index in new)
+            of_experts = {place: experts[number] for place, number in numbers if number in experts}
+            validate.check_slices(given, labels, self.topology, of_experts)
         return experts
-
-    def _new(self, parameters: ParameterSet) -> list[int]:
-        return [index for index, number in enumerate(parameters.group_of) if number >= self.first_group]
-
-    def _check_slices(self, parameters: ParameterSet, experts: Experts) -> None:
-        new = self._new(parameters)
-        given, labels = [parameters.all[index] for index in new], [parameters.labels[index] for index in new]
-        numbers = enumerate(parameters.group_of[index] for index in new)
-        of_experts = {place: experts[number] for place, number in numbers if number in experts}
-        validate.check_slices(given, labels, self.topology, of_experts)
 
 
 def check_order(parameters: ParameterSet, shardings: Shardings, indices: Sequence[int], where: str) -> None:
@@ -133,27 +117,24 @@ def check_order(parameters: ParameterSet, shardings: Shardings, indices: Sequenc
     if not kinds:
         return
     with shardings.main.world.raising_together(where):
-        misplaced = [_misplaced(comm, _digests(parameters, own), where) for comm, own in kinds.items()]
-        for own, found in zip(kinds.values(), misplaced, strict=True):  # only now: other ranks take part in the others
-            if found is not None:
-                place, first, odd = found
-                raise RankMismatchError(
-                    f"{parameters.labels[own[place]]} has the values of another parameter on rank {odd} than on rank "
-                    f"{first}: every rank must give the optimizer the same parameters, in the same order. "
-                    "model.named_parameters() gives them names, which are compared"
-                )
-
-
-def _misplaced(comm: Comm, digests: list[bytes], where: str) -> tuple[int, int, int] | None:
-    """Collective. Find a place where two ranks of ``comm`` have the same values in another order, and these ranks."""
-    whole = [hashlib.sha256(b"".join(of)).digest() for of in (digests, sorted(digests))]
-    reports = comm.gather_objects(whole, where)
-    if all(in_order == reports[0][0] or values != reports[0][1] for in_order, values in reports):
-        return None
-    every = comm.gather_objects(digests, where)
-    odd = next(rank for rank, of in enumerate(every) if of != every[0] and sorted(of) == sorted(every[0]))
-    place = next(place for place, pair in enumerate(zip(every[0], every[odd], strict=True)) if pair[0] != pair[1])
-    return place, comm.ranks[0], comm.ranks[odd]
+        errors: list[str] = []
+        for comm, own in kinds.items():
+            digests = _digests(parameters, own)
+            whole = [hashlib.sha256(b"".join(of)).digest() for of in (digests, sorted(digests))]
+            reports = comm.gather_objects(whole, where)
+            if all(in_order == reports[0][0] or values != reports[0][1] for in_order, values in reports):
+                continue
+            # Two ranks have the same values in another order: find the ranks, and the first place.
+            every = comm.gather_objects(digests, where)
+            odd = next(rank for rank, of in enumerate(every) if of != every[0] and sorted(of) == sorted(every[0]))
+            place = next(place for place, of in enumerate(zip(every[0], every[odd], strict=True)) if of[0] != of[1])
+            errors.append(
+                f"{parameters.labels[own[place]]} has the values of another parameter on rank {comm.ranks[odd]} than "
+                f"on rank {comm.ranks[0]}: every rank must give the optimizer the same parameters, in the same order. "
+                "model.named_parameters() gives them names, which are compared"
+            )
+        if errors:  # raised only now: other ranks take part in the gathers of the other kinds
+            raise RankMismatchError(errors[0])
 
 
 def _digests(parameters: ParameterSet, indices: Sequence[int]) -> list[bytes]:

@@ -84,12 +84,7 @@ class Rest:
 
 
 class Asleep:
-    """The memory that one optimizer has put to rest. Its mode says whether it sleeps.
-
-    Attributes:
-        rest: the host memory kept for sleeping.
-        flats: the parameters that are asleep; empty where they stay awake.
-    """
+    """The memory that one optimizer has put to rest. Its mode says whether it sleeps."""
 
     def __init__(
         self,
@@ -103,9 +98,9 @@ class Asleep:
     ) -> None:
         self._mode, self._parameters, self._sharding = mode, parameters, sharding
         self._reducer, self._store, self._sharded_model, self._measured = reducer, store, sharded_model, measured
-        self.rest = Rest(sharding.device)
+        self.rest = Rest(sharding.device)  # kept for the next sleep
         self._moved: list[Tensor] = []  # [bytes] uint8 each, those of ``flats`` first
-        self.flats: list[FlatParams] = []
+        self.flats: list[FlatParams] = []  # the parameters that are asleep; empty where they stay awake
         self._forwards: Any = None  # the handle of the hook that refuses forwards
 
     # -- to sleep ------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import difflib
 import itertools
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,8 +52,9 @@ from .units.unit import Unit
 PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def check_max_norm(max_norm: object) -> None:
-    """Raise TypeError unless ``max_norm`` is one number."""
+def read_clip_arguments(max_norm: object, norm_type: object) -> float:
+    """Read the p of a p-norm, a number or, as torch takes it, "inf"; raises ValueError for any other. Raises TypeError
+    unless ``max_norm`` is one number, ValueError where it is negative."""
     if not is_number(max_norm) or (isinstance(max_norm, Tensor) and max_norm.numel() != 1):
         shape = f" of shape {[*max_norm.shape]}" if isinstance(max_norm, Tensor) else ""
         got = repr(max_norm) if isinstance(max_norm, str) else f"a {type(max_norm).__name__}{shape}"
@@ -65,10 +65,6 @@ def check_max_norm(max_norm: object) -> None:
     # A tensor's value may be on the device: to read it, the host would wait.
     if not isinstance(max_norm, Tensor) and not max_norm >= 0:  # type: ignore[operator]  # a number, by the check above
         raise ValueError(f"clip_grad_norm_: max_norm must be a number >= 0, got {max_norm}")
-
-
-def read_norm_type(norm_type: object) -> float:
-    """Read the p of a p-norm, a number or, as torch takes it, "inf". Raises ValueError for any other."""
     try:
         read = float(norm_type)  # type: ignore[arg-type]  # it raises
     except (TypeError, ValueError):
@@ -165,11 +161,8 @@ def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:
 
 
 def check_groups(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
-    """Raise ValueError for an option out of range; tensors are not read.
-
-    Args:
-        rules: of each group. ``first``: the number of the first group.
-    """
+    """Raise ValueError for an option out of range; tensors are not read. ``rules``: of each group. ``first``: the
+    number of the first group."""
     for number, (rule, group) in enumerate(zip(rules, groups, strict=True), first):
         rule.check_group(number, group)
 
@@ -217,12 +210,7 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
 
 
 def check_sharded(
-    parameters: ParameterSet,
-    indices: Sequence[int],
-    stage: int,
-    comm: Comm,
-    topology: Topology,
-    row: RowRanks | None = None,
+    parameters: ParameterSet, indices: Sequence[int], stage: int, comm: Comm, topology: Topology, row: RowRanks | None
 ) -> None:
     """Raise unless the parameters are, at stage 3, those of one sharded model, and below stage 3, of none.
 
@@ -417,10 +405,7 @@ def check_other_marks(
 ) -> None:
     """Raise ParameterError for the first of ``indices`` with a mark that has no meaning where it is.
 
-    Args:
-        experts: numbers of the groups of experts, which name the ranks that have the same ones.
-        ranks, stages: how many ranks train together, and stages of the pipeline there are.
-        rules: of the groups.
+    ``experts``: numbers of the groups of experts. ``ranks``: how many train one of the ``stages`` together.
     """
     for index in indices:
         parameter, label, rule = parameters.all[index], parameters.labels[index], rules.of(index)
@@ -450,10 +435,7 @@ def check_other_marks(
 
 
 def check_slices(
-    parameters: Sequence[Tensor],
-    labels: Sequence[str],
-    topology: Topology,
-    experts: Mapping[int, ExpertRanks] = MappingProxyType({}),
+    parameters: Sequence[Tensor], labels: Sequence[str], topology: Topology, experts: Mapping[int, ExpertRanks]
 ) -> None:
     """Raise ParameterError for the first of ``parameters`` that is cut over other ranks than ``topology`` has.
 

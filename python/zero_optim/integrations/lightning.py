@@ -158,7 +158,18 @@ class ShardedStrategy(DDPStrategy):
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
-        check_callbacks(trainer.callbacks, sharded=is_sharded(self.lightning_module))
+        for callback in trainer.callbacks:
+            if isinstance(callback, callbacks.ModelPruning):
+                if is_sharded(self.lightning_module):
+                    raise ZeroOptimError(
+                        "the callback ModelPruning ranks the values of whole weights, and at stage 3 the model has "
+                        "shards: make the optimizer with stage=2, and leave out units"
+                    )
+                if callback._use_lottery_ticket_hypothesis:
+                    raise ZeroOptimError(
+                        "the callback ModelPruning would give parameters new data after each epoch, which the "
+                        "optimizer does not follow: give it use_lottery_ticket_hypothesis=False"
+                    )
         for optimizer in sharded_among(self.optimizers):
             optimizer.close()  # these are of an earlier fit
         super().setup_optimizers(trainer)
@@ -239,7 +250,17 @@ class ShardedStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, content: Mapping[str, Any]) -> None:
         for optimizer in sharded_among(self.optimizers):
-            _add_assigned_groups(optimizer)
+            # ``BaseFinetuning``, when it resumes, has assigned groups to ``param_groups``. They may be frozen again by
+            # then. They need state all the same, as it was saved with that of the others.
+            assigned, own = optimizer.param_groups, optimizer.engine.parameters.groups
+            optimizer.param_groups = own
+            for group in assigned[len(own) :] if assigned is not own else ():
+                frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
+                for parameter in frozen:
+                    parameter.requires_grad_(True)
+                optimizer.add_param_group(group)
+                for parameter in frozen:
+                    parameter.requires_grad_(False)
         if any(content["optimizer_states"]) and not os.path.isdir(self._resumed_from):
             super().load_optimizer_state_dict(content)  # saved with AdamW, in DDP or on one rank
         else:
@@ -249,22 +270,6 @@ class ShardedStrategy(DDPStrategy):
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(f"{filepath}.sharded", ignore_errors=True)
-
-
-def _add_assigned_groups(optimizer: ShardedOptimizer) -> None:
-    """Collective. Add the groups that ``BaseFinetuning``, when it resumes, has assigned to ``param_groups``.
-
-    They may be frozen again by then. They need state all the same, as it was saved with that of the others.
-    """
-    assigned, own = optimizer.param_groups, optimizer.engine.parameters.groups
-    optimizer.param_groups = own
-    for group in assigned[len(own) :] if assigned is not own else ():
-        frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        optimizer.add_param_group(group)
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 # -- callbacks that read or write parameters outside of any forward ----------------------------------------------------
@@ -280,23 +285,6 @@ def prepare_callbacks(of_trainer: Iterable[Any]) -> None:
                     _gather_in(callback, method, writes=writes)
         if isinstance(callback, callbacks.BaseFinetuning) and "finetune_function" not in vars(callback):
             callback.finetune_function = _by_identity(callback.finetune_function)
-
-
-def check_callbacks(of_trainer: Iterable[Any], *, sharded: bool) -> None:
-    """Raise ZeroOptimError for ``ModelPruning`` where it would fail later. ``sharded``: the model is."""
-    for callback in of_trainer:
-        if not isinstance(callback, callbacks.ModelPruning):
-            continue
-        if sharded:
-            raise ZeroOptimError(
-                "the callback ModelPruning ranks the values of whole weights, and at stage 3 the model has shards: "
-                "make the optimizer with stage=2, and leave out units"
-            )
-        if callback._use_lottery_ticket_hypothesis:
-            raise ZeroOptimError(
-                "the callback ModelPruning would give parameters new data after each epoch, which the optimizer does "
-                "not follow: give it use_lottery_ticket_hypothesis=False"
-            )
 
 
 def _gather_in(owner: Any, method: str, *, writes: bool) -> None:

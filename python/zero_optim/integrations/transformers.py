@@ -84,7 +84,17 @@ class ShardedTrainer(Trainer):
         self._shard()
 
     def _shard(self) -> None:
-        _check_loaded(self.model)
+        check_sums(self.model)
+        loaded = getattr(getattr(self.model, "config", None), "distributed_config", None)
+        if loaded is not None and getattr(self.model, "is_distributed_loading_by_transformers", False):
+            for name in ("dp_replicate_size", "fsdp_size", "ep_size", "pp_size"):
+                if (size := getattr(loaded, name)) > 1:
+                    raise ParameterError(
+                        f"the model was loaded with DistributedConfig({name}={size}), and ShardedTrainer takes tp_size "
+                        "alone, over all ranks. With fewer tensor-parallel ranks load it whole, give TrainingArguments "
+                        "parallelism_config=ParallelismConfig(dp_shard_size=..., tp_size=...), and cut the model by "
+                        "torch's parallelize_module over parallelism_config.get_device_mesh(...)['tp']"
+                    )
         if self._units is not None and not sharded_model_of(self.model.parameters()):
             shard_module(self.model, self._units, mesh=data_parallel_mesh(self.accelerator))
 
@@ -190,22 +200,6 @@ class ShardedTrainer(Trainer):
         if folder is None or not os.path.isdir(folder):  # saved by a plain Trainer with AdamW
             return super()._load_optimizer_and_scheduler(output_dir)
         checkpoint.load(folder, self.model, plain_optimizer(self.optimizer), scheduler=self.lr_scheduler)
-
-
-def _check_loaded(model: nn.Module) -> None:
-    """Raise where ``from_pretrained`` has cut the model in a way that the optimizer cannot take."""
-    check_sums(model)
-    loaded = getattr(getattr(model, "config", None), "distributed_config", None)
-    if loaded is None or not getattr(model, "is_distributed_loading_by_transformers", False):
-        return
-    for name in ("dp_replicate_size", "fsdp_size", "ep_size", "pp_size"):
-        if (size := getattr(loaded, name)) > 1:
-            raise ParameterError(
-                f"the model was loaded with DistributedConfig({name}={size}), and ShardedTrainer takes tp_size alone, "
-                "over all ranks. With fewer tensor-parallel ranks load it whole, give TrainingArguments "
-                "parallelism_config=ParallelismConfig(dp_shard_size=..., tp_size=...), and cut the model by torch's "
-                "parallelize_module over parallelism_config.get_device_mesh(...)['tp']"
-            )
 
 
 def sharded(kind: type[Trainer]) -> type[ShardedTrainer]:
