@@ -34,8 +34,7 @@ from .stores.lanes import Lane, Lanes
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
-MOVES_STORAGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-"""Whether parameters can sleep at stages 0 to 2, which takes torch 2.13."""
+MOVES_STORAGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # so that parameters can sleep at stages 0 to 2
 
 
 class Rest:
@@ -138,7 +137,10 @@ class Asleep:
         with self._sharding.world.raising_together("sleep"):
             for bucket in self._reducer.buckets:
                 bucket.leave_memory()
-            moved = _storages([*map(_memory_of, flats), *self._store.residents()])
+            first: dict[int, Tensor] = {}  # of each storage, by its address
+            for tensor in filter(is_there, [*map(_memory_of, flats), *self._store.residents()]):
+                first.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            moved = [*map(bytes_of, first.values())]
             self.rest.save(moved)
         # Every rank has its copies now.
         self._moved, self.flats = moved, flats
@@ -243,14 +245,6 @@ class Asleep:
 
 def _memory_of(flat: FlatParams) -> Tensor:
     return flat.shard if flat.sharded else flat.full
-
-
-def _storages(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """List the storages of these tensors, [bytes] uint8, each once and in their order; empty ones are left out."""
-    first: dict[int, Tensor] = {}
-    for tensor in filter(is_there, tensors):
-        first.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-    return [*map(bytes_of, first.values())]
 
 
 def _refuser(asleep: Container[int]) -> Callable[[nn.Module, Any], None]:

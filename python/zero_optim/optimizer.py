@@ -154,7 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             admission = Admission(ranks.world, topology, settings.stage, stages, rules, where, settings.state_offload)
             experts = admission.check(parameters, expert_groups, ranks.tp_row)
         experts = admission.agree(parameters, experts, settings.described())
-        self.engine = _make_engine(settings, parameters, rules, model, admission, experts, ranks.stages)
+        self.engine = _make_engine(settings, parameters, model, admission, experts, ranks.stages)
         self._closed = False
         if not self.engine.sharding.reduces:
             validate.warn_of_narrow_sums(settings.grad_accumulation_dtype, self.engine.parameters.all, "on one rank")
@@ -667,7 +667,6 @@ def _find_ranks(
 def _make_engine(
     settings: Settings,
     parameters: ParameterSet,
-    rules: GroupRules,
     model: ShardedModel | None,
     admission: Admission,
     experts: Experts,
@@ -702,4 +701,4 @@ def _make_engine(
         store = make_store(offload, device, comm.rank, params_on_host=params_on_host, threads=threads)
     alike = {"max_grad_norm": settings.max_grad_norm, "skip_nonfinite": settings.skip_nonfinite}
     pipeline = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))
-    return Engine(parameters, shardings, rules, model, settings, store, pipeline)
+    return Engine(parameters, shardings, admission.rules, model, settings, store, pipeline)

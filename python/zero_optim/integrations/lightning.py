@@ -17,12 +17,12 @@ from torch.optim.swa_utils import AveragedModel
 from .. import checkpoint
 from ..errors import ZeroOptimError
 from ..optimizer import ShardedOptimizer
+from ..params.tensor_slice import is_distributed, shown_as, slice_of
 from ..shard_module import gather_parameters, register_forward_method, shard_module
 from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
 from .clients import (
     check_optimizer,
-    cut_like,
     entered,
     in_place,
     is_in_parts,
@@ -127,7 +127,13 @@ class ShardedStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        prepare_callbacks(self.lightning_module.trainer.callbacks)  # before their own setup, which copies the model
+        for callback in self.lightning_module.trainer.callbacks:  # before their own setup, which copies the model
+            for name, methods in _METHODS.items():
+                kind = getattr(callbacks, name, None)  # an older release lacks one
+                for method, writes in methods.items() if kind is not None and isinstance(callback, kind) else ():
+                    _gather_in(callback, method, writes=writes)
+            if isinstance(callback, callbacks.BaseFinetuning) and "finetune_function" not in vars(callback):
+                callback.finetune_function = _by_identity(callback.finetune_function)
         size = self._tensor_parallel_size
         if size > 1:
             if self.world_size % size:
@@ -228,7 +234,12 @@ class ShardedStrategy(DDPStrategy):
         return whole_state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        state = cut_like(self.lightning_module, checkpoint["state_dict"])
+        state = dict(checkpoint["state_dict"])
+        for name, value in self.lightning_module.state_dict(keep_vars=True).items():
+            if name in state and is_distributed(value):  # a whole tensor is cut as the model's is, by each rank alone
+                own = slice_of(value)
+                if own is not None and not is_distributed(state[name]):
+                    state[name] = shown_as(value, own.of(state[name]))
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -273,18 +284,6 @@ class ShardedStrategy(DDPStrategy):
 
 
 # -- callbacks that read or write parameters outside of any forward ----------------------------------------------------
-
-
-def prepare_callbacks(of_trainer: Iterable[Any]) -> None:
-    """Gather whole weights for the callbacks that average them; let ``BaseFinetuning`` find parameters by identity."""
-    for callback in of_trainer:
-        for name, methods in _METHODS.items():
-            kind = getattr(callbacks, name, None)  # an older release lacks one
-            if kind is not None and isinstance(callback, kind):
-                for method, writes in methods.items():
-                    _gather_in(callback, method, writes=writes)
-        if isinstance(callback, callbacks.BaseFinetuning) and "finetune_function" not in vars(callback):
-            callback.finetune_function = _by_identity(callback.finetune_function)
 
 
 def _gather_in(owner: Any, method: str, *, writes: bool) -> None:

@@ -114,7 +114,24 @@ class ShardedTrainer(Trainer):
         if self.optimizer is not None:
             return self.optimizer
         given = self.optimizer_cls_and_kwargs
-        self.optimizer_cls_and_kwargs = given or self._optimizer_and_options()
+        if not given:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            if kind not in _SHARDED:
+                raise ValueError(
+                    f"ShardedTrainer makes a ShardedAdamW, or a ShardedSGD, and TrainingArguments ask for "
+                    f"optim={self.args.optim.value!r}: leave optim out, or give optimizer_cls_and_kwargs"
+                )
+            options.pop("fused", None)
+            if is_cut(self.model):  # Trainer splits its groups by mesh, for torch's optimizers. These fit any mesh.
+                decaying = self.get_decay_parameter_names(self.model)
+                trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+                options["params"] = [
+                    {"params": [p for name, p in trained if (name in decaying) == decays], "weight_decay": decay}
+                    for decays, decay in ((True, self.args.weight_decay), (False, 0.0))
+                ]
+            mesh = None if sharded_model_of(self.model.parameters()) else data_parallel_mesh(self.accelerator)
+            options |= {"stage": self._stage, "mesh": mesh, **self._of_state}
+            self.optimizer_cls_and_kwargs = _SHARDED[kind], options
         try:
             optimizer = super().create_optimizer(model)
         finally:
@@ -123,24 +140,6 @@ class ShardedTrainer(Trainer):
             optimizer.attach(self.model)  # Trainer's groups have no names
             self._made = optimizer
         return optimizer
-
-    def _optimizer_and_options(self) -> tuple[type[ShardedOptimizer], dict[str, Any]]:
-        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        if kind not in _SHARDED:
-            raise ValueError(
-                f"ShardedTrainer makes a ShardedAdamW, or a ShardedSGD, and TrainingArguments ask for "
-                f"optim={self.args.optim.value!r}: leave optim out, or give optimizer_cls_and_kwargs"
-            )
-        options.pop("fused", None)
-        if is_cut(self.model):  # Trainer splits its groups by mesh, for torch's optimizers. These fit any mesh.
-            decaying = self.get_decay_parameter_names(self.model)
-            trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-            options["params"] = [
-                {"params": [p for name, p in trained if (name in decaying) == decays], "weight_decay": decay}
-                for decays, decay in ((True, self.args.weight_decay), (False, 0.0))
-            ]
-        mesh = None if sharded_model_of(self.model.parameters()) else data_parallel_mesh(self.accelerator)
-        return _SHARDED[kind], {**options, "stage": self._stage, "mesh": mesh, **self._of_state}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not in_place(model, device):
