@@ -10,20 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from . import validate
 from .comm.collectives import Comm
+from .comm.together import check_same
 from .comm.topology import ExpertRanks, RowRanks, Topology, exchange_columns, read_expert_ranks
 from .errors import RankMismatchError
 from .params.layout import ROW
 from .params.parameter_set import ParameterSet, Shardings
-from .params.storage_order import storage_order
-from .params.tensor_slice import is_cut, local_of
+from .params.storage_order import described, storage_order
+from .params.tensor_slice import is_cut, local_of, marked, partition, placed
 from .rules.group_rules import GroupRules
 from .rules.update_rule import stored_names
 
-Experts = dict[int, ExpertRanks]
-"""The ranks of experts, by the number of their parameter group."""
+Experts = dict[int, ExpertRanks]  # by the number of their parameter group
 
 
 @dataclass(frozen=True)
@@ -84,22 +85,37 @@ class Admission:
         Returns the experts with the columns of all ranks. Raises RankMismatchError, ValueError or
         ParameterError, on every rank.
         """
-        described = {**options, **self.topology.described()}
-        for number, rule in enumerate(self.rules.by_group[self.first_group :], self.first_group):
+        first, numbers = self.first_group, parameters.group_of
+        new = [index for index, number in enumerate(numbers) if number >= first]
+        description = [f"dtypes={sorted({str(parameters.all[index].dtype) for index in new})}"]
+        description += [f"{name}={value}" for name, value in {**options, **self.topology.described()}.items()]
+        for number, rule in enumerate(self.rules.by_group[first:], first):
             of_rule = {"rule": rule.name, **rule.fixed, **rule.described, "state": stored_names(rule)}
-            described |= {f"{name} of group {number}": value for name, value in of_rule.items()}
+            description += [f"{name} of group {number}={value}" for name, value in of_rule.items()]
         if experts:  # their ranks differ, but not how many there are
             counts = {number: (len(of_group.ranks), of_group.grad_divisor) for number, of_group in experts.items()}
-            described["experts: (ranks, grad_divisor) by group"] = counts
-        validate.check_agreement(self.world, parameters, self.first_group, described)
+            description.append(f"experts: (ranks, grad_divisor) by group={counts}")
+        for number, group in enumerate(parameters.groups[first:], first):
+            values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for key, value in [*values.items()]:
+                if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                    del values[key]  # to compare it would be a host sync
+            description.append(f"group {number} with {values}")
+        for index in new:
+            parameter, label = parameters.all[index], validate.without_shape(parameters.labels[index])
+            marks = marked(parameter)  # a plain slice has one
+            kind = f"{described(parameter)}{placed(parameter)}{marks}{partition(parameter) if marks else ''}"
+            place = f" of group {numbers[index]}" if parameters.names[index] else ""
+            description.append(f"{label}: {kind}{place}{'' if parameter.requires_grad else ', frozen'}")
+        remedy = "give the optimizer the same parameters, in the same order, with"
+        check_same(self.world, description, "the constructor", remedy)
         if not experts:
             return experts
         experts = exchange_columns(experts, self.world, self.where)
         with self.world.raising_together(self.where):
-            new = [index for index, number in enumerate(parameters.group_of) if number >= self.first_group]
             given, labels = [parameters.all[index] for index in new], [parameters.labels[index] for index in new]
-            numbers = enumerate(parameters.group_of[index] for index in new)
-            of_experts = {place: experts[number] for place, number in numbers if number in experts}
+            places = {place: numbers[index] for place, index in enumerate(new)}
+            of_experts = {place: experts[number] for place, number in places.items() if number in experts}
             validate.check_slices(given, labels, self.topology, of_experts)
         return experts
 

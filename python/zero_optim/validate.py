@@ -1,4 +1,4 @@
-"""Checks at construction, and what all ranks agree on before anything else is communicated."""
+"""Checks of what one rank was given: at construction, and where parameters or options come later."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 import zero_kernels
 
 from .comm.collectives import Comm
-from .comm.together import check_same
 from .comm.topology import ExpertRanks, RowRanks, Rows, Topology, own_row
 from .comm.transport import backends, used
 from .errors import GradientError, ParameterError
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
-from .params.storage_order import described, storage_order
+from .params.storage_order import storage_order
 from .params.tensor_slice import (
     AVERAGED,
     SLICE,
@@ -37,7 +35,6 @@ from .params.tensor_slice import (
     local_of,
     marked,
     mesh_of,
-    partition,
     placed,
     refuse_partition,
     slice_of,
@@ -201,7 +198,9 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
     first: dict[int, str] = {}
     for parameter, label in zip(everything, labels, strict=True):
         if first.setdefault(id(parameter), label) != label:
-            raise ParameterError(f"{label} is {_place(first[id(parameter)])} given again: give each parameter once")
+            raise ParameterError(
+                f"{label} is {without_shape(first[id(parameter)])} given again: give each parameter once"
+            )
     check_kinds(parameters, indices)
     if not sharded_model_of(everything):  # else they have no memory, or each its own
         check_memory(parameters.all, parameters.labels)
@@ -296,8 +295,8 @@ def check_memory(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
     for (_, end, label), (start, _, other) in itertools.pairwise(sorted(spans)):
         if start < end:
             raise ParameterError(
-                f"{label} and {_place(other)} share memory, which would end: tie them by giving both modules the same "
-                "Parameter"
+                f"{label} and {without_shape(other)} share memory, which would end: tie them by giving both modules "
+                "the same Parameter"
             )
 
 
@@ -461,30 +460,6 @@ def check_slices(
             )
 
 
-def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, options: dict[str, Any]) -> None:
-    """Collective. Compare parameters and options by a hash, of groups from ``first_group`` on.
-
-    Raises RankMismatchError, on every rank, unless all ranks have the same.
-    """
-    new = zip(parameters.all, parameters.group_of, strict=True)
-    dtypes = sorted({str(parameter.dtype) for parameter, number in new if number >= first_group})
-    description = [f"dtypes={dtypes}", *(f"{name}={value}" for name, value in options.items())]
-    for number, group in enumerate(parameters.groups[first_group:], first_group):
-        values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for key, value in [*values.items()]:
-            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
-                del values[key]  # to compare it would be a host sync
-        description.append(f"group {number} with {values}")
-    kinds = parameters.group_of, parameters.all, parameters.names, parameters.labels
-    for number, parameter, name, label in zip(*kinds, strict=True):
-        if number >= first_group:
-            marks = marked(parameter)  # a plain slice has one
-            kind = f"{described(parameter)}{placed(parameter)}{marks}{partition(parameter) if marks else ''}"
-            place = f" of group {number}" if name else ""
-            description.append(f"{_place(label)}: {kind}{place}{'' if parameter.requires_grad else ', frozen'}")
-    check_same(comm, description, "the constructor", "give the optimizer the same parameters, in the same order, with")
-
-
-def _place(label: str) -> str:
+def without_shape(label: str) -> str:
     """Leave the shape out of the label of a parameter without a name."""
     return label.partition(" (shape ")[0]
