@@ -114,9 +114,8 @@ class Admission:
         experts = exchange_columns(experts, self.world, self.where)
         with self.world.raising_together(self.where):
             given, labels = [parameters.all[index] for index in new], [parameters.labels[index] for index in new]
-            places = {place: numbers[index] for place, index in enumerate(new)}
-            of_experts = {place: experts[number] for place, number in places.items() if number in experts}
-            validate.check_slices(given, labels, self.topology, of_experts)
+            by_place = {place: experts[numbers[index]] for place, index in enumerate(new) if numbers[index] in experts}
+            validate.check_slices(given, labels, self.topology, by_place)
         return experts
 
 

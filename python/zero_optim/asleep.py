@@ -108,8 +108,7 @@ class Asleep:
         """Collective. Raise where a sleep would lose something."""
         check_same(self._sharding.world, [f"sleep(parameters={parameters})"], "sleep", "give sleep")
         with self._sharding.world.raising_together("sleep"):
-            unapplied = self._reducer.unapplied()
-            if unapplied:
+            if unapplied := self._reducer.unapplied():
                 others = f" and {len(unapplied) - 1} others" if len(unapplied) > 1 else ""
                 raise GradientError(
                     f"sleep would lose the gradients of {unapplied[0]}{others}, which no step has applied: call "
@@ -137,7 +136,7 @@ class Asleep:
         with self._sharding.world.raising_together("sleep"):
             for bucket in self._reducer.buckets:
                 bucket.leave_memory()
-            first: dict[int, Tensor] = {}  # of each storage, by its address
+            first: dict[int, Tensor] = {}  # a tensor of each storage, by its address; empty ones are left out
             for tensor in filter(is_there, [*map(_memory_of, flats), *self._store.residents()]):
                 first.setdefault(tensor.untyped_storage().data_ptr(), tensor)
             moved = [*map(bytes_of, first.values())]

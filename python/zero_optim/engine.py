@@ -385,8 +385,7 @@ class Engine:
         self.states.raise_lost_together()  # a rank that lost state must not raise alone later, within a collective
 
     def first_non_finite(self) -> dict[str, Any] | None:
-        first = self.exchange.nonfinite.first()
-        if first is None:
+        if (first := self.exchange.nonfinite.first()) is None:
             return None
         index, rank, step = first
         number = None if rank is None else self.sharding.world.ranks[rank]

@@ -152,8 +152,7 @@ def _refuse(parameter: Tensor, rule: UpdateRule, group: Mapping[str, Any], state
 
 def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:
     """Warn of torch's keywords that change nothing here. ``name``: of the optimizer."""
-    given = [keyword for keyword, value in keywords.items() if value]
-    if given:
+    if given := [keyword for keyword, value in keywords.items() if value]:
         warnings.warn(f"{', '.join(given)}: has no effect, {name} is always fused and capturable", stacklevel=3)
 
 

@@ -26,8 +26,7 @@ _LAYER = re.compile(r"\.\d+(?=\.|$)")  # a number in the name of a module, "*" i
 
 def require(integration: str, *packages: str) -> None:
     """Raise ImportError, naming the command that installs them, where packages are missing."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise ImportError(f"{integration} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 

@@ -85,6 +85,7 @@ class ShardedTrainer(Trainer):
 
     def _shard(self) -> None:
         check_sums(self.model)
+        # ``from_pretrained`` may have cut the model in a way that the optimizer cannot take.
         loaded = getattr(getattr(self.model, "config", None), "distributed_config", None)
         if loaded is not None and getattr(self.model, "is_distributed_loading_by_transformers", False):
             for name in ("dp_replicate_size", "fsdp_size", "ep_size", "pp_size"):
