@@ -10,44 +10,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from . import validate
 from .comm.collectives import Comm
+from .comm.together import check_same
 from .comm.topology import ExpertRanks, RowRanks, Topology, exchange_columns, read_expert_ranks
 from .errors import RankMismatchError
 from .params.layout import ROW
 from .params.parameter_set import ParameterSet, Shardings
-from .params.storage_order import storage_order
-from .params.tensor_slice import is_cut, local_of
+from .params.storage_order import described, storage_order
+from .params.tensor_slice import is_cut, local_of, marked, partition, placed
 from .rules.group_rules import GroupRules
 from .rules.update_rule import stored_names
 
-Experts = dict[int, ExpertRanks]
-"""The ranks of experts, by the number of their parameter group."""
+Experts = dict[int, ExpertRanks]  # by the number of their parameter group
 
 
 @dataclass(frozen=True)
 class Admission:
-    """The optimizer that parameters are to join, and the call that adds them.
+    """The optimizer that parameters are to join, and the call that adds them."""
 
-    Attributes:
-        world, topology: all ranks that train together, and their places.
-        stage: what is sharded.
-        pipeline_stages: how many stages of a pipeline the model has; 1: it is in one piece.
-        rules: of all groups, the new ones included.
-        where: the call, for messages.
-        first_group: the number of the first parameter group that is new.
-        state_offload: the optimizer's argument.
-    """
-
-    world: Comm
-    topology: Topology
-    stage: int
-    pipeline_stages: int
-    rules: GroupRules
-    where: str
-    first_group: int = 0
-    state_offload: str | None = None
+    world: Comm  # all ranks that train together
+    topology: Topology  # their places
+    stage: int  # what is sharded
+    pipeline_stages: int  # 1: the model is in one piece
+    rules: GroupRules  # of all groups, the new ones included
+    where: str  # the call, for messages
+    state_offload: str | None  # the optimizer's argument
+    first_group: int = 0  # the number of the first parameter group that is new
 
     def check(
         self, parameters: ParameterSet, expert_groups: Mapping[int, Mapping[str, Any]], row: RowRanks | None = None
@@ -60,7 +51,7 @@ class Admission:
 
         Raises ParameterError, ValueError or TypeError.
         """
-        indices = self._new(parameters)
+        indices = [index for index, number in enumerate(parameters.group_of) if number >= self.first_group]
         new = slice(self.first_group, None)
         validate.check_groups(self.rules.by_group[new], parameters.groups[new], self.first_group)
         for number, group in enumerate(parameters.groups[new], self.first_group):
@@ -84,8 +75,8 @@ class Admission:
         dense = [index for index in indices if parameters.group_of[index] not in experts]
         given, labels = [parameters.all[index] for index in dense], [parameters.labels[index] for index in dense]
         validate.check_marks(given, labels, self.topology)
-        if not experts:
-            self._check_slices(parameters, experts)
+        if not experts:  # else ``agree`` checks them, when the columns of all ranks are known
+            validate.check_slices(given, labels, self.topology, {})
         return experts
 
     def agree(self, parameters: ParameterSet, experts: Experts, options: Mapping[str, Any]) -> Experts:
@@ -94,30 +85,38 @@ class Admission:
         Returns the experts with the columns of all ranks. Raises RankMismatchError, ValueError or
         ParameterError, on every rank.
         """
-        described = {**options, **self.topology.described()}
-        for number, rule in enumerate(self.rules.by_group[self.first_group :], self.first_group):
+        first, numbers = self.first_group, parameters.group_of
+        new = [index for index, number in enumerate(numbers) if number >= first]
+        description = [f"dtypes={sorted({str(parameters.all[index].dtype) for index in new})}"]
+        description += [f"{name}={value}" for name, value in {**options, **self.topology.described()}.items()]
+        for number, rule in enumerate(self.rules.by_group[first:], first):
             of_rule = {"rule": rule.name, **rule.fixed, **rule.described, "state": stored_names(rule)}
-            described |= {f"{name} of group {number}": value for name, value in of_rule.items()}
+            description += [f"{name} of group {number}={value}" for name, value in of_rule.items()]
         if experts:  # their ranks differ, but not how many there are
             counts = {number: (len(of_group.ranks), of_group.grad_divisor) for number, of_group in experts.items()}
-            described["experts: (ranks, grad_divisor) by group"] = counts
-        validate.check_agreement(self.world, parameters, self.first_group, described)
+            description.append(f"experts: (ranks, grad_divisor) by group={counts}")
+        for number, group in enumerate(parameters.groups[first:], first):
+            values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for key, value in [*values.items()]:
+                if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                    del values[key]  # to compare it would be a host sync
+            description.append(f"group {number} with {values}")
+        for index in new:
+            parameter, label = parameters.all[index], validate.without_shape(parameters.labels[index])
+            marks = marked(parameter)  # a plain slice has one
+            kind = f"{described(parameter)}{placed(parameter)}{marks}{partition(parameter) if marks else ''}"
+            place = f" of group {numbers[index]}" if parameters.names[index] else ""
+            description.append(f"{label}: {kind}{place}{'' if parameter.requires_grad else ', frozen'}")
+        remedy = "give the optimizer the same parameters, in the same order, with"
+        check_same(self.world, description, "the constructor", remedy)
         if not experts:
             return experts
         experts = exchange_columns(experts, self.world, self.where)
         with self.world.raising_together(self.where):
-            self._check_slices(parameters, experts)
+            given, labels = [parameters.all[index] for index in new], [parameters.labels[index] for index in new]
+            by_place = {place: experts[numbers[index]] for place, index in enumerate(new) if numbers[index] in experts}
+            validate.check_slices(given, labels, self.topology, by_place)
         return experts
-
-    def _new(self, parameters: ParameterSet) -> list[int]:
-        return [index for index, number in enumerate(parameters.group_of) if number >= self.first_group]
-
-    def _check_slices(self, parameters: ParameterSet, experts: Experts) -> None:
-        new = self._new(parameters)
-        given, labels = [parameters.all[index] for index in new], [parameters.labels[index] for index in new]
-        numbers = enumerate(parameters.group_of[index] for index in new)
-        of_experts = {place: experts[number] for place, number in numbers if number in experts}
-        validate.check_slices(given, labels, self.topology, of_experts)
 
 
 def check_order(parameters: ParameterSet, shardings: Shardings, indices: Sequence[int], where: str) -> None:
@@ -133,27 +132,24 @@ def check_order(parameters: ParameterSet, shardings: Shardings, indices: Sequenc
     if not kinds:
         return
     with shardings.main.world.raising_together(where):
-        misplaced = [_misplaced(comm, _digests(parameters, own), where) for comm, own in kinds.items()]
-        for own, found in zip(kinds.values(), misplaced, strict=True):  # only now: other ranks take part in the others
-            if found is not None:
-                place, first, odd = found
-                raise RankMismatchError(
-                    f"{parameters.labels[own[place]]} has the values of another parameter on rank {odd} than on rank "
-                    f"{first}: every rank must give the optimizer the same parameters, in the same order. "
-                    "model.named_parameters() gives them names, which are compared"
-                )
-
-
-def _misplaced(comm: Comm, digests: list[bytes], where: str) -> tuple[int, int, int] | None:
-    """Collective. Find a place where two ranks of ``comm`` have the same values in another order, and these ranks."""
-    whole = [hashlib.sha256(b"".join(of)).digest() for of in (digests, sorted(digests))]
-    reports = comm.gather_objects(whole, where)
-    if all(in_order == reports[0][0] or values != reports[0][1] for in_order, values in reports):
-        return None
-    every = comm.gather_objects(digests, where)
-    odd = next(rank for rank, of in enumerate(every) if of != every[0] and sorted(of) == sorted(every[0]))
-    place = next(place for place, pair in enumerate(zip(every[0], every[odd], strict=True)) if pair[0] != pair[1])
-    return place, comm.ranks[0], comm.ranks[odd]
+        errors: list[str] = []
+        for comm, own in kinds.items():
+            digests = _digests(parameters, own)
+            whole = [hashlib.sha256(b"".join(of)).digest() for of in (digests, sorted(digests))]
+            reports = comm.gather_objects(whole, where)
+            if all(in_order == reports[0][0] or values != reports[0][1] for in_order, values in reports):
+                continue
+            # Two ranks have the same values in another order: find the ranks, and the first place.
+            every = comm.gather_objects(digests, where)
+            odd = next(rank for rank, of in enumerate(every) if of != every[0] and sorted(of) == sorted(every[0]))
+            place = next(place for place, of in enumerate(zip(every[0], every[odd], strict=True)) if of[0] != of[1])
+            errors.append(
+                f"{parameters.labels[own[place]]} has the values of another parameter on rank {comm.ranks[odd]} than "
+                f"on rank {comm.ranks[0]}: every rank must give the optimizer the same parameters, in the same order. "
+                "model.named_parameters() gives them names, which are compared"
+            )
+        if errors:  # raised only now: other ranks take part in the gathers of the other kinds
+            raise RankMismatchError(errors[0])
 
 
 def _digests(parameters: ParameterSet, indices: Sequence[int]) -> list[bytes]:

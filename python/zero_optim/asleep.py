@@ -34,8 +34,7 @@ from .stores.lanes import Lane, Lanes
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
-MOVES_STORAGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-"""Whether parameters can sleep at stages 0 to 2, which takes torch 2.13."""
+MOVES_STORAGES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # so that parameters can sleep at stages 0 to 2
 
 
 class Rest:
@@ -84,12 +83,7 @@ class Rest:
 
 
 class Asleep:
-    """The memory that one optimizer has put to rest. Its mode says whether it sleeps.
-
-    Attributes:
-        rest: the host memory kept for sleeping.
-        flats: the parameters that are asleep; empty where they stay awake.
-    """
+    """The memory that one optimizer has put to rest. Its mode says whether it sleeps."""
 
     def __init__(
         self,
@@ -103,9 +97,9 @@ class Asleep:
     ) -> None:
         self._mode, self._parameters, self._sharding = mode, parameters, sharding
         self._reducer, self._store, self._sharded_model, self._measured = reducer, store, sharded_model, measured
-        self.rest = Rest(sharding.device)
+        self.rest = Rest(sharding.device)  # kept for the next sleep
         self._moved: list[Tensor] = []  # [bytes] uint8 each, those of ``flats`` first
-        self.flats: list[FlatParams] = []
+        self.flats: list[FlatParams] = []  # the parameters that are asleep; empty where they stay awake
         self._forwards: Any = None  # the handle of the hook that refuses forwards
 
     # -- to sleep ------------------------------------------------------------------------------------------------
@@ -114,8 +108,7 @@ class Asleep:
         """Collective. Raise where a sleep would lose something."""
         check_same(self._sharding.world, [f"sleep(parameters={parameters})"], "sleep", "give sleep")
         with self._sharding.world.raising_together("sleep"):
-            unapplied = self._reducer.unapplied()
-            if unapplied:
+            if unapplied := self._reducer.unapplied():
                 others = f" and {len(unapplied) - 1} others" if len(unapplied) > 1 else ""
                 raise GradientError(
                     f"sleep would lose the gradients of {unapplied[0]}{others}, which no step has applied: call "
@@ -143,7 +136,10 @@ class Asleep:
         with self._sharding.world.raising_together("sleep"):
             for bucket in self._reducer.buckets:
                 bucket.leave_memory()
-            moved = _storages([*map(_memory_of, flats), *self._store.residents()])
+            first: dict[int, Tensor] = {}  # a tensor of each storage, by its address; empty ones are left out
+            for tensor in filter(is_there, [*map(_memory_of, flats), *self._store.residents()]):
+                first.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            moved = [*map(bytes_of, first.values())]
             self.rest.save(moved)
         # Every rank has its copies now.
         self._moved, self.flats = moved, flats
@@ -248,14 +244,6 @@ class Asleep:
 
 def _memory_of(flat: FlatParams) -> Tensor:
     return flat.shard if flat.sharded else flat.full
-
-
-def _storages(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """List the storages of these tensors, [bytes] uint8, each once and in their order; empty ones are left out."""
-    first: dict[int, Tensor] = {}
-    for tensor in filter(is_there, tensors):
-        first.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-    return [*map(bytes_of, first.values())]
 
 
 def _refuser(asleep: Container[int]) -> Callable[[nn.Module, Any], None]:

@@ -109,8 +109,7 @@ class ShardedLion(ShardedOptimizer):
         maximize: bool = False,
         **sharding: Unpack[ShardingOptions],
     ) -> None:
-        rule = Lion(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
-        super().__init__(params, rule, **sharding)
+        super().__init__(params, Lion(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize), **sharding)
 
 
 class ShardedSGD(ShardedOptimizer):

@@ -150,7 +150,19 @@ class Engine:
             batch.update(here)
             for shard in batch.shards:
                 shard.bucket.unsharding.start()  # the all-gather is in flight while the next batch is updated
-        self._end_step(by.found_inf)
+        self.param_gather.after_step()
+        if self.measured is not None:
+            self.measured.updated = self.exchange.used & (by.found_inf == 0)
+        self.states.mark_updated()
+        self.exchange.skipped += by.found_inf.reshape(())
+        self.steps += 1
+        # On CUDA the host would wait to know: ``stats()`` counts skipped steps there.
+        if by.found_inf.device.type == "cpu" and LOGGER.isEnabledFor(logging.INFO) and bool(by.found_inf):
+            LOGGER.info("step %d was skipped, not finite: %s", self.steps, self.first_non_finite())
+        self.reducer.end_step()
+        if self.sharded_model is not None:
+            self.sharded_model.schedule.due.reset()
+        self.forget_coefficients()
 
     def finish_and_exchange(self, norm_type: float | None) -> None:
         """Phases 1 and 2: complete the reductions; agree on norm, overflow and used parameters.
@@ -274,22 +286,6 @@ class Engine:
             rates=self.hyper.rates,
         )
 
-    def _end_step(self, found_inf: Tensor) -> None:
-        """End phase 4: every shard was updated and sent out."""
-        self.param_gather.after_step()
-        if self.measured is not None:
-            self.measured.updated = self.exchange.used & (found_inf == 0)
-        self.states.mark_updated()
-        self.exchange.skipped += found_inf.reshape(())
-        self.steps += 1
-        # On CUDA the host would wait to know: ``stats()`` counts skipped steps there.
-        if found_inf.device.type == "cpu" and LOGGER.isEnabledFor(logging.INFO) and bool(found_inf):
-            LOGGER.info("step %d was skipped, not finite: %s", self.steps, self.first_non_finite())
-        self.reducer.end_step()
-        if self.sharded_model is not None:
-            self.sharded_model.schedule.due.reset()
-        self.forget_coefficients()
-
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def unscale(self, inverse_scale: Tensor) -> None:
@@ -388,8 +384,7 @@ class Engine:
         self.states.raise_lost_together()  # a rank that lost state must not raise alone later, within a collective
 
     def first_non_finite(self) -> dict[str, Any] | None:
-        first = self.exchange.nonfinite.first()
-        if first is None:
+        if (first := self.exchange.nonfinite.first()) is None:
             return None
         index, rank, step = first
         number = None if rank is None else self.sharding.world.ranks[rank]

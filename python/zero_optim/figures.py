@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 NONE = "\N{EN DASH}"
 
@@ -64,8 +63,7 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02} s"
-    days = timedelta(minutes=minutes).days
-    hours = minutes // 60 - 24 * days
+    days, hours = divmod(minutes // 60, 24)
     return (f"{days} d " if days else "") + f"{hours} h {minutes % 60:02} min"
 
 

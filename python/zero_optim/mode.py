@@ -34,11 +34,7 @@ class Mode(enum.Enum):
 
 
 class CurrentMode:
-    """The mode of one optimizer, which all its parts read.
-
-    Attributes:
-        now: the mode.
-    """
+    """The mode of one optimizer, which all its parts read."""
 
     def __init__(self) -> None:
         self.now = Mode.OWN

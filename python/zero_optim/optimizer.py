@@ -25,7 +25,7 @@ from .admission import Admission, Experts, check_order
 from .callers import DCP_STATE_DICT, called_from, called_within, local_of_caller
 from .checkpoint import rank_state
 from .comm.collectives import Comm, make_comm
-from .comm.sharding import Sharding, make_expert_shardings, make_sharding
+from .comm.sharding import make_expert_shardings, make_sharding
 from .comm.topology import RowRanks, Topology, group_of, read_row, read_rows, read_topology, split_off
 from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
@@ -34,6 +34,7 @@ from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, Shardings, check_listed, gc_paused, listed, model_behind, tensors_of
 from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
+from .rules.options import EMA_DECAY
 from .rules.update_rule import UpdateRule, exported_for
 from .settings import Settings, ShardingOptions, check_keywords, shows_options
 from .stats import stats_of
@@ -42,9 +43,8 @@ from .step.pipeline import comm_of_pipeline, make_pipeline
 from .step.saved_state import SavedState
 from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
-from .stores.offload import Offload, Tier
+from .stores.offload import Tier
 from .stores.paged_store import make_store
-from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel, sharded_model_of
 
 if TYPE_CHECKING:
@@ -141,21 +141,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_listed(params)
             if model is None or mesh is not None:  # else the topology of the sharded model has its rows
                 topology = replace(topology, rows=read_rows(mesh, shards=settings.stage != 0))
-            self._rule, self._shared_defaults = rule, settings.group_defaults
+            self._rule = rule
+            self._shared_defaults = {} if settings.ema_decay is None else {EMA_DECAY: settings.ema_decay}
             self._rules_of_groups: list[UpdateRule] = []  # ``add_param_group`` adds them, which torch calls
-            super().__init__(params, {**rule.defaults, **settings.group_defaults})
+            super().__init__(params, {**rule.defaults, **self._shared_defaults})
             parameters = ParameterSet(self.param_groups, named_by)
             indices = parameters.read_groups()
             plain_slices = len(topology.slices) if topology.plain else 1
             rules = GroupRules(parameters, partial(settings.applied_to, plain_slices=plain_slices))
             rules.take(self._rules_of_groups)
             stages = ranks.stages.world_size
-            admission = Admission(
-                ranks.world, topology, settings.stage, stages, rules, where, state_offload=settings.state_offload
-            )
+            admission = Admission(ranks.world, topology, settings.stage, stages, rules, where, settings.state_offload)
             experts = admission.check(parameters, expert_groups, ranks.tp_row)
         experts = admission.agree(parameters, experts, settings.described())
-        self.engine = _make_engine(settings, parameters, rules, model, admission, experts, ranks.stages)
+        self.engine = _make_engine(settings, parameters, model, admission, experts, ranks.stages)
         self._closed = False
         if not self.engine.sharding.reduces:
             validate.warn_of_narrow_sums(settings.grad_accumulation_dtype, self.engine.parameters.all, "on one rank")
@@ -266,8 +265,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.check_usable()
         engine = self.engine
         with engine.failing_with_stages():
-            validate.check_max_norm(max_norm)
-            norm = validate.read_norm_type(norm_type)
+            norm = validate.read_clip_arguments(max_norm, norm_type)
             subset = None if parameters is None else engine.parameters.indices_of(parameters)
         engine.finish_and_exchange(norm if subset is None and norm in KERNEL_NORMS else None)
         return engine.clip.clip_to(max_norm, norm, engine.exchange, engine.reducer.buckets, subset)
@@ -439,20 +437,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.settle()
         before, engine = len(self.param_groups), self.engine
         parameters, sharding, rules = engine.parameters, engine.sharding, engine.rules
+        where = "add_param_group"
+        stages = 1 if engine.pipeline is None else engine.pipeline.comm.world_size
         admission = Admission(
-            sharding.world,
-            sharding.topology,
-            self.stage,
-            1 if engine.pipeline is None else engine.pipeline.comm.world_size,
-            rules,
-            "add_param_group",
-            first_group=before,
-            state_offload=engine.settings.state_offload,
+            sharding.world, sharding.topology, self.stage, stages, rules, where, engine.settings.state_offload, before
         )
         (param_group,), of_group = split_off([param_group])
         expert_groups = dict(zip([before], of_group.values(), strict=False))
         try:
-            with sharding.world.raising_together("add_param_group"):
+            with sharding.world.raising_together(where):
                 check_listed([param_group], before)
                 rule = _add_group(self, parameters.with_names(param_group))
                 indices = parameters.read_groups()
@@ -461,7 +454,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             experts = admission.agree(parameters, experts, {})
             engine.shardings.of_groups.update(make_expert_shardings(sharding, experts))
             if engine.sharded_model is None:
-                check_order(parameters, engine.shardings, indices, "add_param_group")
+                check_order(parameters, engine.shardings, indices, where)
         except BaseException:
             engine.shardings.of_groups.pop(before, None)
             del self.param_groups[before:]
@@ -674,7 +667,6 @@ def _find_ranks(
 def _make_engine(
     settings: Settings,
     parameters: ParameterSet,
-    rules: GroupRules,
     model: ShardedModel | None,
     admission: Admission,
     experts: Experts,
@@ -699,18 +691,14 @@ def _make_engine(
         pipeline_stages=stages.world_size,
     )
     shardings = Shardings(parameters, sharding, make_expert_shardings(sharding, experts))
-    store = _store(settings.offload, sharding, params_on_host=model is not None and model.offload)
-    alike = {"max_grad_norm": settings.max_grad_norm, "skip_nonfinite": settings.skip_nonfinite}
-    pipeline = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))
-    return Engine(parameters, shardings, rules, model, settings, store, pipeline)
-
-
-def _store(offload: Offload, sharding: Sharding, *, params_on_host: bool) -> StateStore:
-    """Collective. Make this rank's store of state."""
-    comm, threads = sharding.world, 1
+    offload, threads = settings.offload, 1
     if offload.tier is Tier.CPU:
         cores = comm.gather_objects(own_cores(), "the constructor")
         threads = threads_of(comm.rank, cores)
         warn_of_one_thread(threads, cores[comm.rank])
     with comm.raising_together("the constructor"):
-        return make_store(offload, sharding.device, comm.rank, params_on_host=params_on_host, threads=threads)
+        params_on_host = model is not None and model.offload
+        store = make_store(offload, device, comm.rank, params_on_host=params_on_host, threads=threads)
+    alike = {"max_grad_norm": settings.max_grad_norm, "skip_nonfinite": settings.skip_nonfinite}
+    pipeline = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))
+    return Engine(parameters, shardings, admission.rules, model, settings, store, pipeline)

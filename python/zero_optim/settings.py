@@ -112,11 +112,6 @@ class Settings:
         """Where the state lives."""
         return read_offload(self.state_offload, self.device_budget)
 
-    @property
-    def group_defaults(self) -> Mapping[str, Any]:
-        """The options that parameter groups have, with their defaults."""
-        return {} if self.ema_decay is None else {EMA_DECAY: self.ema_decay}
-
     def applied_to(self, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], *, plain_slices: int = 1) -> UpdateRule:
         """Make ``rule`` ready for its first parameter groups, with state in the form that was asked for, and averages.
 

@@ -215,16 +215,14 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 @dataclass
 class UnitPlan:
-    """The plan of a unit.
-
-    ``registrations``: by the parameter's id, the places that register it: module, name there, full name.
-    """
+    """The plan of a unit. ``parameters`` and ``registrations`` are by the parameter's id."""
 
     name: str
     module: nn.Module
     enclosing: set[int] = field(default_factory=set)
     modules: list[nn.Module] = field(default_factory=list)
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
+    # The places that register a parameter: module, name there, full name.
     registrations: dict[int, list[tuple[nn.Module, str, str]]] = field(default_factory=dict)
 
 
@@ -331,7 +329,7 @@ def _check_plans(plans: Sequence[UnitPlan], topology: Topology, *, alone: bool) 
                 "ranks: train the model at stage 2, without shard_module, and give the optimizer the experts in a "
                 "group with process_group. They are spread over the ranks already"
             )
-    validate.check_slices(parameters, labels, topology)
+    validate.check_slices(parameters, labels, topology, {})
     real = [(p, label) for p, label in zip(parameters, labels, strict=True) if not p.is_meta]
     validate.check_memory([p for p, _ in real], [label for _, label in real])
     check_free(parameters, labels)

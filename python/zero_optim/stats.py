@@ -14,7 +14,6 @@ from .rules.update_rule import UpdateRule, stored_names
 from .stores.state_store import DeviceStore
 
 PAGES = "pages"
-TELEMETRY = "telemetry"
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def memory_by_kind(engine: Engine) -> dict[str, int]:
     if engine.sharded_model is not None:
         memory["unsharded"] = sum(flat.nbytes() for unit in engine.sharded_model.units for flat in unit.flats)
     if engine.measured is not None:
-        memory[TELEMETRY] = sum(t.nbytes for t in engine.measured.row_stats(on_host=False) if is_there(t))
+        memory["telemetry"] = sum(t.nbytes for t in engine.measured.row_stats(on_host=False) if is_there(t))
     return memory
 
 

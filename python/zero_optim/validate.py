@@ -1,4 +1,4 @@
-"""Checks at construction, and what all ranks agree on before anything else is communicated."""
+"""Checks of what one rank was given: at construction, and where parameters or options come later."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import difflib
 import itertools
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 import zero_kernels
 
 from .comm.collectives import Comm
-from .comm.together import check_same
 from .comm.topology import ExpertRanks, RowRanks, Rows, Topology, own_row
 from .comm.transport import backends, used
 from .errors import GradientError, ParameterError
 from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, check_free
-from .params.storage_order import described, storage_order
+from .params.storage_order import storage_order
 from .params.tensor_slice import (
     AVERAGED,
     SLICE,
@@ -38,7 +35,6 @@ from .params.tensor_slice import (
     local_of,
     marked,
     mesh_of,
-    partition,
     placed,
     refuse_partition,
     slice_of,
@@ -53,8 +49,9 @@ from .units.unit import Unit
 PARAMETER_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def check_max_norm(max_norm: object) -> None:
-    """Raise TypeError unless ``max_norm`` is one number."""
+def read_clip_arguments(max_norm: object, norm_type: object) -> float:
+    """Read the p of a p-norm, a number or, as torch takes it, "inf"; raises ValueError for any other. Raises TypeError
+    unless ``max_norm`` is one number, ValueError where it is negative."""
     if not is_number(max_norm) or (isinstance(max_norm, Tensor) and max_norm.numel() != 1):
         shape = f" of shape {[*max_norm.shape]}" if isinstance(max_norm, Tensor) else ""
         got = repr(max_norm) if isinstance(max_norm, str) else f"a {type(max_norm).__name__}{shape}"
@@ -65,10 +62,6 @@ def check_max_norm(max_norm: object) -> None:
     # A tensor's value may be on the device: to read it, the host would wait.
     if not isinstance(max_norm, Tensor) and not max_norm >= 0:  # type: ignore[operator]  # a number, by the check above
         raise ValueError(f"clip_grad_norm_: max_norm must be a number >= 0, got {max_norm}")
-
-
-def read_norm_type(norm_type: object) -> float:
-    """Read the p of a p-norm, a number or, as torch takes it, "inf". Raises ValueError for any other."""
     try:
         read = float(norm_type)  # type: ignore[arg-type]  # it raises
     except (TypeError, ValueError):
@@ -159,17 +152,13 @@ def _refuse(parameter: Tensor, rule: UpdateRule, group: Mapping[str, Any], state
 
 def warn_of_meaningless(name: str, keywords: Mapping[str, bool | None]) -> None:
     """Warn of torch's keywords that change nothing here. ``name``: of the optimizer."""
-    given = [keyword for keyword, value in keywords.items() if value]
-    if given:
+    if given := [keyword for keyword, value in keywords.items() if value]:
         warnings.warn(f"{', '.join(given)}: has no effect, {name} is always fused and capturable", stacklevel=3)
 
 
 def check_groups(rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
-    """Raise ValueError for an option out of range; tensors are not read.
-
-    Args:
-        rules: of each group. ``first``: the number of the first group.
-    """
+    """Raise ValueError for an option out of range; tensors are not read. ``rules``: of each group. ``first``: the
+    number of the first group."""
     for number, (rule, group) in enumerate(zip(rules, groups, strict=True), first):
         rule.check_group(number, group)
 
@@ -208,7 +197,9 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
     first: dict[int, str] = {}
     for parameter, label in zip(everything, labels, strict=True):
         if first.setdefault(id(parameter), label) != label:
-            raise ParameterError(f"{label} is {_place(first[id(parameter)])} given again: give each parameter once")
+            raise ParameterError(
+                f"{label} is {without_shape(first[id(parameter)])} given again: give each parameter once"
+            )
     check_kinds(parameters, indices)
     if not sharded_model_of(everything):  # else they have no memory, or each its own
         check_memory(parameters.all, parameters.labels)
@@ -217,12 +208,7 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
 
 
 def check_sharded(
-    parameters: ParameterSet,
-    indices: Sequence[int],
-    stage: int,
-    comm: Comm,
-    topology: Topology,
-    row: RowRanks | None = None,
+    parameters: ParameterSet, indices: Sequence[int], stage: int, comm: Comm, topology: Topology, row: RowRanks | None
 ) -> None:
     """Raise unless the parameters are, at stage 3, those of one sharded model, and below stage 3, of none.
 
@@ -308,8 +294,8 @@ def check_memory(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
     for (_, end, label), (start, _, other) in itertools.pairwise(sorted(spans)):
         if start < end:
             raise ParameterError(
-                f"{label} and {_place(other)} share memory, which would end: tie them by giving both modules the same "
-                "Parameter"
+                f"{label} and {without_shape(other)} share memory, which would end: tie them by giving both modules "
+                "the same Parameter"
             )
 
 
@@ -417,10 +403,7 @@ def check_other_marks(
 ) -> None:
     """Raise ParameterError for the first of ``indices`` with a mark that has no meaning where it is.
 
-    Args:
-        experts: numbers of the groups of experts, which name the ranks that have the same ones.
-        ranks, stages: how many ranks train together, and stages of the pipeline there are.
-        rules: of the groups.
+    ``experts``: numbers of the groups of experts. ``ranks``: how many train one of the ``stages`` together.
     """
     for index in indices:
         parameter, label, rule = parameters.all[index], parameters.labels[index], rules.of(index)
@@ -450,10 +433,7 @@ def check_other_marks(
 
 
 def check_slices(
-    parameters: Sequence[Tensor],
-    labels: Sequence[str],
-    topology: Topology,
-    experts: Mapping[int, ExpertRanks] = MappingProxyType({}),
+    parameters: Sequence[Tensor], labels: Sequence[str], topology: Topology, experts: Mapping[int, ExpertRanks]
 ) -> None:
     """Raise ParameterError for the first of ``parameters`` that is cut over other ranks than ``topology`` has.
 
@@ -479,30 +459,6 @@ def check_slices(
             )
 
 
-def check_agreement(comm: Comm, parameters: ParameterSet, first_group: int, options: dict[str, Any]) -> None:
-    """Collective. Compare parameters and options by a hash, of groups from ``first_group`` on.
-
-    Raises RankMismatchError, on every rank, unless all ranks have the same.
-    """
-    new = zip(parameters.all, parameters.group_of, strict=True)
-    dtypes = sorted({str(parameter.dtype) for parameter, number in new if number >= first_group})
-    description = [f"dtypes={dtypes}", *(f"{name}={value}" for name, value in options.items())]
-    for number, group in enumerate(parameters.groups[first_group:], first_group):
-        values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for key, value in [*values.items()]:
-            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
-                del values[key]  # to compare it would be a host sync
-        description.append(f"group {number} with {values}")
-    kinds = parameters.group_of, parameters.all, parameters.names, parameters.labels
-    for number, parameter, name, label in zip(*kinds, strict=True):
-        if number >= first_group:
-            marks = marked(parameter)  # a plain slice has one
-            kind = f"{described(parameter)}{placed(parameter)}{marks}{partition(parameter) if marks else ''}"
-            place = f" of group {number}" if name else ""
-            description.append(f"{_place(label)}: {kind}{place}{'' if parameter.requires_grad else ', frozen'}")
-    check_same(comm, description, "the constructor", "give the optimizer the same parameters, in the same order, with")
-
-
-def _place(label: str) -> str:
+def without_shape(label: str) -> str:
     """Leave the shape out of the label of a parameter without a name."""
     return label.partition(" (shape ")[0]

@@ -135,35 +135,31 @@ class ShardedAccelerator(Accelerator):
                 f"the optimizer's parameters are on {plain.device}, and the accelerator is for {self.device}: "
                 "call model.to(accelerator.device) before the optimizer is made"
             )
-        self._check_ranks(plain)
-        return super().prepare_optimizer(optimizer, device_placement=False)  # its state lies with its parameters
-
-    def _check_ranks(self, optimizer: ShardedOptimizer) -> None:
-        """Raise ValueError unless the optimizer is for the ranks by which loaders give batches."""
-        sharding, mesh, chosen = optimizer.engine.sharding, self.torch_device_mesh, self.parallelism_config
+        # The optimizer must be for the ranks by which loaders give batches.
+        sharding, mesh, chosen = plain.engine.sharding, self.torch_device_mesh, self.parallelism_config
         topology = sharding.topology
-        if mesh is None:
-            if topology.columns is not None:
+        if mesh is None and topology.columns is not None:
+            raise ValueError(
+                f"parameters are cut over {len(topology.columns)} ranks, to which the accelerator would give different "
+                "batches: make it with parallelism_config=ParallelismConfig(dp_shard_size=..., "
+                f"tp_size={len(topology.columns)})"
+            )
+        if mesh is not None:
+            if chosen.tp_enabled and topology.columns is None:
                 raise ValueError(
-                    f"parameters are cut over {len(topology.columns)} ranks, to which the accelerator would give "
-                    "different batches: make it with parallelism_config=ParallelismConfig(dp_shard_size=..., "
-                    f"tp_size={len(topology.columns)})"
+                    f"parallelism_config has tp_size={chosen.tp_size}, and no parameter of the optimizer is cut: call "
+                    "parallelize_module(model, accelerator.torch_device_mesh['tp'], plan) before it is made"
                 )
-            return
-        if chosen.tp_enabled and topology.columns is None:
-            raise ValueError(
-                f"parallelism_config has tp_size={chosen.tp_size}, and no parameter of the optimizer is cut: call "
-                "parallelize_module(model, accelerator.torch_device_mesh['tp'], plan) before it is made"
-            )
-        columns = topology.columns or (tuple(sharding.world.ranks),)
-        wanted = tuple(zip(*mesh.mesh.reshape(-1, chosen.tp_size).tolist(), strict=True))  # "tp" is the last dimension
-        grid = mesh[tuple(chosen.dp_dim_names)] if len(chosen.dp_dim_names) == 2 else None
-        rows = read_rows(grid, shards=optimizer.stage != 0)
-        if columns != wanted or topology.rows != rows:
-            raise ValueError(
-                f"the optimizer is for ranks {topology.rows or columns}, and parallelism_config for {rows or wanted}: "
-                "give ShardedAdamW, or shard_module, mesh=data_parallel_mesh(accelerator)"
-            )
+            columns = topology.columns or (tuple(sharding.world.ranks),)
+            wanted = tuple(zip(*mesh.mesh.reshape(-1, chosen.tp_size).tolist(), strict=True))  # "tp" is the last one
+            grid = mesh[tuple(chosen.dp_dim_names)] if len(chosen.dp_dim_names) == 2 else None
+            rows = read_rows(grid, shards=plain.stage != 0)
+            if columns != wanted or topology.rows != rows:
+                raise ValueError(
+                    f"the optimizer is for ranks {topology.rows or columns}, and parallelism_config for "
+                    f"{rows or wanted}: give ShardedAdamW, or shard_module, mesh=data_parallel_mesh(accelerator)"
+                )
+        return super().prepare_optimizer(optimizer, device_placement=False)  # its state lies with its parameters
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Reduce no gradients in this block. ``accumulate`` enters it between steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..errors import ParameterError
 from ..full_parameters import full_model_state_dict
 from ..grad_scaler import GradScaler
 from ..optimizer import ShardedOptimizer
-from ..params.tensor_slice import is_distributed, shown_as, slice_of
+from ..params.tensor_slice import is_distributed
 from ..units.sharded_model import sharded_model_of
 
 # A style in transformers' tensor-parallel plans, used for the norms in Qwen3's attention.
@@ -26,8 +26,7 @@ _LAYER = re.compile(r"\.\d+(?=\.|$)")  # a number in the name of a module, "*" i
 
 def require(integration: str, *packages: str) -> None:
     """Raise ImportError, naming the command that installs them, where packages are missing."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise ImportError(f"{integration} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
@@ -49,17 +48,6 @@ def is_in_parts(model: nn.Module) -> bool:
 def whole_state_dict(model: nn.Module, *, on_all: bool = False) -> dict[str, Any]:
     """Return the whole state dict. Collective where the model is in parts: then on rank 0, or ``on_all`` ranks."""
     return full_model_state_dict(model, None if on_all else 0) if is_in_parts(model) else model.state_dict()
-
-
-def cut_like(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut the whole tensors of ``state`` as the model's are, for ``load_state_dict``. Nothing is communicated."""
-    wanted = {name: value for name, value in model.state_dict(keep_vars=True).items() if is_distributed(value)}
-    cut = dict(state)
-    for name in wanted.keys() & state.keys():
-        own = slice_of(wanted[name])
-        if own is not None and not is_distributed(state[name]):
-            cut[name] = shown_as(wanted[name], own.of(state[name]))
-    return cut
 
 
 def check_sums(model: nn.Module) -> None:

@@ -17,12 +17,12 @@ from torch.optim.swa_utils import AveragedModel
 from .. import checkpoint
 from ..errors import ZeroOptimError
 from ..optimizer import ShardedOptimizer
+from ..params.tensor_slice import is_distributed, shown_as, slice_of
 from ..shard_module import gather_parameters, register_forward_method, shard_module
 from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
 from .clients import (
     check_optimizer,
-    cut_like,
     entered,
     in_place,
     is_in_parts,
@@ -127,7 +127,13 @@ class ShardedStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        prepare_callbacks(self.lightning_module.trainer.callbacks)  # before their own setup, which copies the model
+        for callback in self.lightning_module.trainer.callbacks:  # before their own setup, which copies the model
+            for name, methods in _METHODS.items():
+                kind = getattr(callbacks, name, None)  # an older release lacks one
+                for method, writes in methods.items() if kind is not None and isinstance(callback, kind) else ():
+                    _gather_in(callback, method, writes=writes)
+            if isinstance(callback, callbacks.BaseFinetuning) and "finetune_function" not in vars(callback):
+                callback.finetune_function = _by_identity(callback.finetune_function)
         size = self._tensor_parallel_size
         if size > 1:
             if self.world_size % size:
@@ -158,7 +164,18 @@ class ShardedStrategy(DDPStrategy):
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
-        check_callbacks(trainer.callbacks, sharded=is_sharded(self.lightning_module))
+        for callback in trainer.callbacks:
+            if isinstance(callback, callbacks.ModelPruning):
+                if is_sharded(self.lightning_module):
+                    raise ZeroOptimError(
+                        "the callback ModelPruning ranks the values of whole weights, and at stage 3 the model has "
+                        "shards: make the optimizer with stage=2, and leave out units"
+                    )
+                if callback._use_lottery_ticket_hypothesis:
+                    raise ZeroOptimError(
+                        "the callback ModelPruning would give parameters new data after each epoch, which the "
+                        "optimizer does not follow: give it use_lottery_ticket_hypothesis=False"
+                    )
         for optimizer in sharded_among(self.optimizers):
             optimizer.close()  # these are of an earlier fit
         super().setup_optimizers(trainer)
@@ -217,7 +234,12 @@ class ShardedStrategy(DDPStrategy):
         return whole_state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        state = cut_like(self.lightning_module, checkpoint["state_dict"])
+        state = dict(checkpoint["state_dict"])
+        for name, value in self.lightning_module.state_dict(keep_vars=True).items():
+            if name in state and is_distributed(value):  # a whole tensor is cut as the model's is, by each rank alone
+                own = slice_of(value)
+                if own is not None and not is_distributed(state[name]):
+                    state[name] = shown_as(value, own.of(state[name]))
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -239,7 +261,17 @@ class ShardedStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, content: Mapping[str, Any]) -> None:
         for optimizer in sharded_among(self.optimizers):
-            _add_assigned_groups(optimizer)
+            # ``BaseFinetuning``, when it resumes, has assigned groups to ``param_groups``. They may be frozen again by
+            # then. They need state all the same, as it was saved with that of the others.
+            assigned, own = optimizer.param_groups, optimizer.engine.parameters.groups
+            optimizer.param_groups = own
+            for group in assigned[len(own) :] if assigned is not own else ():
+                frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
+                for parameter in frozen:
+                    parameter.requires_grad_(True)
+                optimizer.add_param_group(group)
+                for parameter in frozen:
+                    parameter.requires_grad_(False)
         if any(content["optimizer_states"]) and not os.path.isdir(self._resumed_from):
             super().load_optimizer_state_dict(content)  # saved with AdamW, in DDP or on one rank
         else:
@@ -251,52 +283,7 @@ class ShardedStrategy(DDPStrategy):
             shutil.rmtree(f"{filepath}.sharded", ignore_errors=True)
 
 
-def _add_assigned_groups(optimizer: ShardedOptimizer) -> None:
-    """Collective. Add the groups that ``BaseFinetuning``, when it resumes, has assigned to ``param_groups``.
-
-    They may be frozen again by then. They need state all the same, as it was saved with that of the others.
-    """
-    assigned, own = optimizer.param_groups, optimizer.engine.parameters.groups
-    optimizer.param_groups = own
-    for group in assigned[len(own) :] if assigned is not own else ():
-        frozen = [parameter for parameter in group["params"] if not parameter.requires_grad]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        optimizer.add_param_group(group)
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
 # -- callbacks that read or write parameters outside of any forward ----------------------------------------------------
-
-
-def prepare_callbacks(of_trainer: Iterable[Any]) -> None:
-    """Gather whole weights for the callbacks that average them; let ``BaseFinetuning`` find parameters by identity."""
-    for callback in of_trainer:
-        for name, methods in _METHODS.items():
-            kind = getattr(callbacks, name, None)  # an older release lacks one
-            if kind is not None and isinstance(callback, kind):
-                for method, writes in methods.items():
-                    _gather_in(callback, method, writes=writes)
-        if isinstance(callback, callbacks.BaseFinetuning) and "finetune_function" not in vars(callback):
-            callback.finetune_function = _by_identity(callback.finetune_function)
-
-
-def check_callbacks(of_trainer: Iterable[Any], *, sharded: bool) -> None:
-    """Raise ZeroOptimError for ``ModelPruning`` where it would fail later. ``sharded``: the model is."""
-    for callback in of_trainer:
-        if not isinstance(callback, callbacks.ModelPruning):
-            continue
-        if sharded:
-            raise ZeroOptimError(
-                "the callback ModelPruning ranks the values of whole weights, and at stage 3 the model has shards: "
-                "make the optimizer with stage=2, and leave out units"
-            )
-        if callback._use_lottery_ticket_hypothesis:
-            raise ZeroOptimError(
-                "the callback ModelPruning would give parameters new data after each epoch, which the optimizer does "
-                "not follow: give it use_lottery_ticket_hypothesis=False"
-            )
 
 
 def _gather_in(owner: Any, method: str, *, writes: bool) -> None:

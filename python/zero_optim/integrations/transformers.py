@@ -84,7 +84,18 @@ class ShardedTrainer(Trainer):
         self._shard()
 
     def _shard(self) -> None:
-        _check_loaded(self.model)
+        check_sums(self.model)
+        # ``from_pretrained`` may have cut the model in a way that the optimizer cannot take.
+        loaded = getattr(getattr(self.model, "config", None), "distributed_config", None)
+        if loaded is not None and getattr(self.model, "is_distributed_loading_by_transformers", False):
+            for name in ("dp_replicate_size", "fsdp_size", "ep_size", "pp_size"):
+                if (size := getattr(loaded, name)) > 1:
+                    raise ParameterError(
+                        f"the model was loaded with DistributedConfig({name}={size}), and ShardedTrainer takes tp_size "
+                        "alone, over all ranks. With fewer tensor-parallel ranks load it whole, give TrainingArguments "
+                        "parallelism_config=ParallelismConfig(dp_shard_size=..., tp_size=...), and cut the model by "
+                        "torch's parallelize_module over parallelism_config.get_device_mesh(...)['tp']"
+                    )
         if self._units is not None and not sharded_model_of(self.model.parameters()):
             shard_module(self.model, self._units, mesh=data_parallel_mesh(self.accelerator))
 
@@ -104,7 +115,24 @@ class ShardedTrainer(Trainer):
         if self.optimizer is not None:
             return self.optimizer
         given = self.optimizer_cls_and_kwargs
-        self.optimizer_cls_and_kwargs = given or self._optimizer_and_options()
+        if not given:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            if kind not in _SHARDED:
+                raise ValueError(
+                    f"ShardedTrainer makes a ShardedAdamW, or a ShardedSGD, and TrainingArguments ask for "
+                    f"optim={self.args.optim.value!r}: leave optim out, or give optimizer_cls_and_kwargs"
+                )
+            options.pop("fused", None)
+            if is_cut(self.model):  # Trainer splits its groups by mesh, for torch's optimizers. These fit any mesh.
+                decaying = self.get_decay_parameter_names(self.model)
+                trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+                options["params"] = [
+                    {"params": [p for name, p in trained if (name in decaying) == decays], "weight_decay": decay}
+                    for decays, decay in ((True, self.args.weight_decay), (False, 0.0))
+                ]
+            mesh = None if sharded_model_of(self.model.parameters()) else data_parallel_mesh(self.accelerator)
+            options |= {"stage": self._stage, "mesh": mesh, **self._of_state}
+            self.optimizer_cls_and_kwargs = _SHARDED[kind], options
         try:
             optimizer = super().create_optimizer(model)
         finally:
@@ -113,24 +141,6 @@ class ShardedTrainer(Trainer):
             optimizer.attach(self.model)  # Trainer's groups have no names
             self._made = optimizer
         return optimizer
-
-    def _optimizer_and_options(self) -> tuple[type[ShardedOptimizer], dict[str, Any]]:
-        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        if kind not in _SHARDED:
-            raise ValueError(
-                f"ShardedTrainer makes a ShardedAdamW, or a ShardedSGD, and TrainingArguments ask for "
-                f"optim={self.args.optim.value!r}: leave optim out, or give optimizer_cls_and_kwargs"
-            )
-        options.pop("fused", None)
-        if is_cut(self.model):  # Trainer splits its groups by mesh, for torch's optimizers. These fit any mesh.
-            decaying = self.get_decay_parameter_names(self.model)
-            trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-            options["params"] = [
-                {"params": [p for name, p in trained if (name in decaying) == decays], "weight_decay": decay}
-                for decays, decay in ((True, self.args.weight_decay), (False, 0.0))
-            ]
-        mesh = None if sharded_model_of(self.model.parameters()) else data_parallel_mesh(self.accelerator)
-        return _SHARDED[kind], {**options, "stage": self._stage, "mesh": mesh, **self._of_state}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not in_place(model, device):
@@ -190,22 +200,6 @@ class ShardedTrainer(Trainer):
         if folder is None or not os.path.isdir(folder):  # saved by a plain Trainer with AdamW
             return super()._load_optimizer_and_scheduler(output_dir)
         checkpoint.load(folder, self.model, plain_optimizer(self.optimizer), scheduler=self.lr_scheduler)
-
-
-def _check_loaded(model: nn.Module) -> None:
-    """Raise where ``from_pretrained`` has cut the model in a way that the optimizer cannot take."""
-    check_sums(model)
-    loaded = getattr(getattr(model, "config", None), "distributed_config", None)
-    if loaded is None or not getattr(model, "is_distributed_loading_by_transformers", False):
-        return
-    for name in ("dp_replicate_size", "fsdp_size", "ep_size", "pp_size"):
-        if (size := getattr(loaded, name)) > 1:
-            raise ParameterError(
-                f"the model was loaded with DistributedConfig({name}={size}), and ShardedTrainer takes tp_size alone, "
-                "over all ranks. With fewer tensor-parallel ranks load it whole, give TrainingArguments "
-                "parallelism_config=ParallelismConfig(dp_shard_size=..., tp_size=...), and cut the model by torch's "
-                "parallelize_module over parallelism_config.get_device_mesh(...)['tp']"
-            )
 
 
 def sharded(kind: type[Trainer]) -> type[ShardedTrainer]:
