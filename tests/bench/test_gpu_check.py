@@ -31,7 +31,7 @@ from zero_optim.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ("build", "bench_adam_step", "profile", "nccl_two_ranks", "bench_step")
 ALL = (*FEW, "test_large", "test_each_collective", "test_nccl_ranks", "test_work_order", "overlap", "memory", "trainer")
-ALL += ("stages", "offload", "test_symmetric_product", "products")
+ALL += ("test_symmetric_product",)
 
 
 def python(code: str) -> list[str]:

@@ -17,7 +17,6 @@ LIMIT = 240.0
 DEATHS = [
     Death(1, "backward", SAVE_EVERY + 2, 0.001),
     Death(0, "save", 1, 0.002),
-    Death(0, "step", SAVE_EVERY + 1, 0.001),
 ]
 
 

@@ -52,6 +52,18 @@ def test_only_the_stable_abi_is_needed(library: Path) -> None:
     check_stable_abi(library, "aoti_torch_get_current_cuda_stream")
 
 
+# A wheel with it is manylinux_2_28: these are glibc's version, and that of GCC 8's libstdc++.
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
+
+
+@needs_nm
+@pytest.mark.kernels
+def test_an_old_linux_has_all_that_is_needed(library: Path) -> None:
+    needed = subprocess.run(["nm", "-D", "--undefined-only", library], check=True, stdout=subprocess.PIPE, text=True)
+    found = re.findall(r"@(GLIBC|GLIBCXX|CXXABI)_([\d.]+)$", needed.stdout, re.MULTILINE)
+    assert found and all(tuple(map(int, version.split("."))) <= NEWEST[kind] for kind, version in found)
+
+
 def test_a_torch_without_cuda_says_so() -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")

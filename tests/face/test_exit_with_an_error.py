@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from cells import slow
 from script_ranks import run_script
 
 SCRIPT = """
@@ -71,13 +69,11 @@ train(opts)
 """
 
 
-# An interpreter that has to import torch takes seconds: the cell of one rank, of which two see the same.
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "world_size"), [pytest.param("step", 1, marks=slow), ("step", 2), ("backward", 2)])
+@pytest.mark.parametrize(("where", "world_size"), [("step", 2), ("backward", 2)])
 def test_an_error_that_nobody_catches_is_all_that_is_printed(where: str, world_size: int, tmp_path: Path) -> None:
     """Before a step, or within a backward whose reductions have begun to leave; at every stage."""
-    python = sys.executable if world_size == 1 else sys.executable
-    for code, output, errors in run_script(SCRIPT, world_size, tmp_path, where, python=python):
+    for code, output, errors in run_script(SCRIPT, world_size, tmp_path, where):
         errors = re.sub(r"^\[rank\d\]: ?", "", errors, flags=re.MULTILINE)  # torch's own hook says whose it is
         traceback = r"Traceback \(most recent call last\):\n(  .*\n)+ArithmeticError: the user's own error\n"
         assert re.fullmatch(traceback, errors), errors

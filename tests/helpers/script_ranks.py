@@ -16,7 +16,7 @@ class Ended(NamedTuple):
     errors: str
 
 
-def run_script(text: str, world_size: int, folder: Path, *arguments: str, python: str = sys.executable) -> list[Ended]:
+def run_script(text: str, world_size: int, folder: Path, *arguments: str) -> list[Ended]:
     """How each rank ended. Its arguments are its rank, ``world_size``, a file to meet at, and ``arguments``."""
     script = folder / "script.py"
     script.write_text(text)
@@ -24,7 +24,7 @@ def run_script(text: str, world_size: int, folder: Path, *arguments: str, python
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     ranks = [
         subprocess.Popen(
-            [python, str(script), str(rank), str(world_size), str(folder / "store"), *arguments],
+            [sys.executable, str(script), str(rank), str(world_size), str(folder / "store"), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -115,18 +115,13 @@ def test_a_run_resumes_with_more_ranks(two_ranks: object, tmp_path: Path) -> Non
     assert losses == pytest.approx([record["loss"] for record in whole[3:]], rel=2e-4)
 
 
-@pytest.mark.parametrize("stage", slow_after(1, [0, 1]))
-def test_every_stage_gives_the_same_losses(two_ranks: object, tmp_path: Path, stage: int) -> None:
-    flags = ["--stage", str(stage), "--steps", "6", "--data", str(two_ranks.text), "--out", "run"]
+def test_stage_0_gives_the_same_losses(two_ranks: object, tmp_path: Path) -> None:
+    flags = ["--stage", "0", "--steps", "6", "--data", str(two_ranks.text), "--out", "run"]
     output = run_ranks(2, [*TINY, *flags], tmp_path)
     ours, theirs = read_log(tmp_path / "run"), read_log(two_ranks.folder)
-    if stage == 1:
-        assert without_speed(ours) == without_speed(theirs)
-    else:
-        # The same sums of two terms; only the norm adds up in another order, by a few fp32 ulp, which bf16 may round.
-        assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=1e-3)
-    state = 10 if stage == 0 else 5
-    assert table_row(output, "model state")[-1] == 4 + state
+    # The same sums of two terms; only the norm adds up in another order, by a few fp32 ulp, which bf16 may round.
+    assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=1e-3)
+    assert table_row(output, "model state")[-1] == 14
 
 
 def assert_stage_3_is_stage_2(folder: Path) -> None:
