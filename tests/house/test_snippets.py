@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import io
 import re
 from pathlib import Path
@@ -133,6 +134,7 @@ def run_page(rank: int, world_size: int, page: Path, folder: str) -> str:
                 continue
             torch.manual_seed(rank)
             if page.stem not in IN_ORDER:
+                names.clear()
                 names = {"__name__": "page"}
                 exec(NAMES + GIVEN.get((page.stem, number), ""), names)
             for given, here in REPLACED.items():
@@ -140,6 +142,8 @@ def run_page(rank: int, world_size: int, page: Path, folder: str) -> str:
             first, opt, rest = snippet.partition("opt = zero_optim.")  # a second one is there in place of the first
             snippet = first + opt + rest.replace("\nopt = zero_optim.", "\nopt.close()\nopt = zero_optim.")
             exec(compile(snippet, f"{page.name}, snippet {number}", "exec"), names)
+    names.clear()
+    gc.collect()  # no optimizer stays behind on ranks that measure memory next
     return printed.getvalue()
 
 
