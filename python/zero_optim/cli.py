@@ -55,11 +55,15 @@ def _work(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
         from .memory.command import run as plan
 
         return plan(parsed)
-    if parsed.command == "doctor":
-        from .doctor import report
+    if parsed.command == "train":
+        return _train(parsed, arguments)
+    from .doctor import report
 
-        print(report())
-        return 0
+    print(report())
+    return 0
+
+
+def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
     from .train.config import given_flags
 
     given, ranks, started = given_flags(parsed), parsed.ranks, int(os.environ.get("WORLD_SIZE", "0"))

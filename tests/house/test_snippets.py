@@ -119,8 +119,8 @@ ELSEWHERE = {
 }
 
 
-def run_page(rank: int, world_size: int, page: Path, folder: str) -> str:
-    """Runs a page's snippets. Returns what they print."""
+def run_page(rank: int, world_size: int, page: Path, folder: str) -> tuple[str, dict[str, int]]:
+    """Runs a page's snippets. Returns what they print, and the collectives of the last one's ``optimizer``."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.chdir(folder)
@@ -142,9 +142,10 @@ def run_page(rank: int, world_size: int, page: Path, folder: str) -> str:
             first, opt, rest = snippet.partition("opt = zero_optim.")  # a second one is there in place of the first
             snippet = first + opt + rest.replace("\nopt = zero_optim.", "\nopt.close()\nopt = zero_optim.")
             exec(compile(snippet, f"{page.name}, snippet {number}", "exec"), names)
+        traffic = names["optimizer"].stats()["collectives"] if page.stem in IN_ORDER else {}
     names.clear()
     gc.collect()  # no optimizer stays behind on ranks that measure memory next
-    return printed.getvalue()
+    return printed.getvalue(), {kind: of_kind["calls"] for kind, of_kind in traffic.items()}
 
 
 EVERY = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -155,7 +156,10 @@ PAGES = [page for page in EVERY if SNIPPETS.search(page.read_text()) and (page.s
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_its_snippets_run(page: Path, tmp_path: Path) -> None:
     ranks = 2 if page.stem in IN_ORDER else 4
-    printed, *others = run_ranks(ranks, run_page, page, str(tmp_path), timeout=180)
+    (printed, calls), *others = run_ranks(ranks, run_page, page, str(tmp_path), timeout=180)
     if page.stem == "zero3":
         assert re.search(r"^norm of the head \d+\.\d{3}$", printed, re.MULTILINE)
-        assert others == [printed]  # rank 0's values, whole on both
+        assert [text for text, _ in others] == [printed]  # rank 0's values, whole on both
+        # Three steps, and a forward and backward by parts.
+        assert calls["all_gather"] == 4 * (1 + 2 * 4) and calls["reduce_scatter"] == 4 * (1 + 4)
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0"]  # no step is given there

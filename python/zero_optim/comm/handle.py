@@ -57,7 +57,8 @@ class Traffic:
 class Handle:
     """An issued collective: its work, its event, and what happens on arrival.
 
-    ``wait`` may be called any number of times: the first call runs what happens on arrival.
+    ``wait`` orders later work after the collective: under NCCL the current stream waits and the host goes on; under
+    gloo the host blocks. It may be called any number of times: the first call runs what happens on arrival.
 
     Attributes:
         on_arrival: what is left to do with the result; None: nothing.
