@@ -104,7 +104,7 @@ class Engine:
         )
         self.clip = Clip(sharding, labels, pipeline)
         self.hyper = HyperTable([], rules.by_group, sharding.device)
-        self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3)
+        self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3, sharding.device)
         # Bound methods of the parts, not of the engine: hooks make the parameters hold the reducer. Through a method of
         # the engine they would hold the engine, and the optimizer would never be collected and closed.
         self.reducer.on_layout = [self.states.lay_out, self.param_gather.use]

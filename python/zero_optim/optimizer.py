@@ -31,7 +31,16 @@ from .engine import Engine, open_engines
 from .errors import ClosedError, ZeroOptimError
 from .memory.live import explaining_out_of_memory
 from .params.param_shard import plain_parameter
-from .params.parameter_set import ParameterSet, Shardings, check_listed, gc_paused, listed, model_behind, tensors_of
+from .params.parameter_set import (
+    ParameterSet,
+    Shardings,
+    check_listed,
+    gc_paused,
+    is_model,
+    listed,
+    model_behind,
+    tensors_of,
+)
 from .params.tensor_slice import mesh_of
 from .rules.group_rules import RULE, GroupRules
 from .rules.options import EMA_DECAY
@@ -67,10 +76,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ``ShardedLion``, ``ShardedSGD`` and ``ShardedMuon`` are this with a rule and its arguments.
 
     Args:
-        params: parameters, ``model.named_parameters()``, or groups, as torch's optimizers take them. A group may bring
-            its own rule, as ``{"params": others, "rule": rules.AdamW(lr=3e-4)}``, and then has that rule's options. A
-            group of experts names the ranks that hold the same experts by ``mesh`` or ``process_group``, and what the
-            sum of their gradients is divided by as ``grad_divisor``, an int or a group.
+        params: the model, which is then attached (see ``attach``); or parameters, ``model.named_parameters()``, or
+            groups, as torch's optimizers take them. A group may bring its own rule, as ``{"params": others, "rule":
+            rules.AdamW(lr=3e-4)}``, and then has that rule's options. A group of experts names the ranks that hold the
+            same experts by ``mesh`` or ``process_group``, and what the sum of their gradients is divided by as
+            ``grad_divisor``, an int or a group.
         rule: the update rule with its default options, such as ``rules.Lion(lr=1e-4)``, for all groups that bring none.
             A group's own options win; they are read at every step.
         stage: what is sharded: 0 nothing, 1 optimizer state, 2 optimizer state and gradients; 3, parameters too,
@@ -95,8 +105,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         max_grad_norm: clip every step to this 2-norm, unless ``clip_grad_norm_`` was called for it.
         skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes through.
         overlap_grad_reduce: reduce while backward runs, instead of after it.
-        overlap_param_gather: gather updated parameters while the next forward runs, below stage 3. After
-            ``opt.attach(model)`` each module waits for its own; without it call ``opt.wait_for_parameters()`` first.
+        overlap_param_gather: gather updated parameters while the next forward runs, below stage 3, if the model is
+            attached: each module waits for its own. False: ``step`` waits for all.
         state_offload: where the state lives. None: on the device. "paged": in host memory, copied to the device around
             its update. "cpu": in host memory, and updated there. "nvme:DIR": in a file in that folder, read and written
             around the update. All give the same bits.
@@ -122,15 +132,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @shows_options
     @torch.inference_mode(False)  # tensors made here are written in every step
     @gc_paused()
-    def __init__(self, params: Iterable[Any], rule: UpdateRule, **options: Unpack[ShardingOptions]) -> None:
+    def __init__(self, params: nn.Module | Iterable[Any], rule: UpdateRule, **options: Unpack[ShardingOptions]) -> None:
         self._closed = True  # until the constructor is through
         self._warned_of_narrow_sums = False
         check_keywords(type(self), ShardedOptimizer, options)
         named_by = model_behind(params)
-        params, expert_groups = split_off(listed(params))
-        model = next(iter(sharded_model_of(tensors_of(params))), None)
+        given, expert_groups = split_off(listed(params))
+        model = next(iter(sharded_model_of(tensors_of(given))), None)
         settings = Settings.of(options, default_stage=2 if model is None else 3)
-        ranks = _find_ranks(params, expert_groups, model, options)
+        ranks = _find_ranks(given, expert_groups, model, options)
         where = "the constructor"
         with ranks.stages.raising_together(where), ranks.world.raising_together(where):
             # What is wrong on this rank alone, for all ranks to raise.
@@ -138,13 +148,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             validate.check_rule(rule)
             validate.check_group(options.get("process_group"), mesh)
             settings.check()
-            check_listed(params)
+            check_listed(given)
             if model is None or mesh is not None:  # else the topology of the sharded model has its rows
                 topology = replace(topology, rows=read_rows(mesh, shards=settings.stage != 0))
             self._rule = rule
             self._shared_defaults = {} if settings.ema_decay is None else {EMA_DECAY: settings.ema_decay}
             self._rules_of_groups: list[UpdateRule] = []  # ``add_param_group`` adds them, which torch calls
-            super().__init__(params, {**rule.defaults, **self._shared_defaults})
+            super().__init__(given, {**rule.defaults, **self._shared_defaults})
             parameters = ParameterSet(self.param_groups, named_by)
             indices = parameters.read_groups()
             plain_slices = len(topology.slices) if topology.plain else 1
@@ -164,6 +174,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 check_order(parameters, self.engine.shardings, indices, where)
             with explaining_out_of_memory(self, "as the optimizer was made"):
                 self.engine.grow(indices, self.engine.to_train(indices))
+            if is_model(params):
+                self.attach(params)
         except BaseException:
             _close(self, collective=False)
             raise
@@ -321,14 +333,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.states.refresh_masters(set(self.engine.parameters.trained))
 
     def wait_for_parameters(self) -> None:
-        """Order later work after the updates of the last ``step``. Needed only with ``overlap_param_gather=True``,
-        before parameters are read or written other than by calling their modules."""
+        """Order later work after the updates of the last ``step``. With an attached model needed before parameters are
+        read or written in ways that do not wait: see docs/step.md."""
         self.check_usable()
         self.engine.param_gather.wait()
 
     def attach(self, model: nn.Module) -> None:
-        """Make the model known: names in messages and state dicts are those of ``model.named_parameters()``, and with
-        ``overlap_param_gather=True`` its modules wait for their parameters as they are called.
+        """Make the model known: names in messages and state dicts are those of ``model.named_parameters()``. Unless
+        ``overlap_param_gather=False``, ``step`` leaves gathers in flight, and modules wait for their parameters as they
+        are called.
 
         Raises ParameterError where the model lacks a parameter of this optimizer.
         """

@@ -65,7 +65,7 @@ class Settings:
     max_grad_norm: float | None = None
     skip_nonfinite: bool = True
     overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = False
+    overlap_param_gather: bool = True
     state_offload: str | None = None
     device_budget: int | str | None = None
     ema_decay: float | Sequence[float] | None = None

@@ -123,6 +123,12 @@ def reductions_a_step(optimizer: zero_optim.ShardedAdamW) -> int:
     return calls // (stats["buckets"] * stats["steps"])
 
 
+def gathers_in_flight(optimizer: Any) -> bool:
+    """Whether ``step`` has left gathers to the next forward."""
+    ours = isinstance(optimizer, zero_optim.ShardedAdamW)
+    return ours and any(bucket.unsharding.pending is not None for bucket in optimizer.engine.reducer.buckets)
+
+
 def close(optimizer: Any) -> None:
     """Of those of one process that are not closed, each communicates in a group of its own: clients keep them alive."""
     if isinstance(optimizer, zero_optim.ShardedAdamW):

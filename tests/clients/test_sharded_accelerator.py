@@ -14,6 +14,7 @@ from client_cases import (
     assert_like_adamw,
     assert_ranks_alike,
     forget_accelerator,
+    gathers_in_flight,
     load_example,
     needs,
     reductions_a_step,
@@ -80,6 +81,7 @@ class Run:
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(self.model.parameters(), 0.1)
                 self.optimizer.step()
+                self.in_flight = gathers_in_flight(self.inner)
                 self.schedule.step()
                 self.optimizer.zero_grad()
         return weights(self.plain)
@@ -102,6 +104,7 @@ def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             run.accelerator.save_state(place)
             found[f"stage {stage}"] = run.train(2)
             assert run.inner.stage == stage and (world_size == 1 or reductions_a_step(run.inner) == 1)
+            assert run.in_flight == (world_size > 1 and stage in (1, 2))
             run.accelerator.save_model(run.model, f"{place}/model")
             state = run.accelerator.get_state_dict(run.model)
             assert bool(state) is (rank == 0 or stage < 3)

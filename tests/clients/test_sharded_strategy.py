@@ -17,6 +17,7 @@ from client_cases import (
     assert_like_adamw,
     assert_ranks_alike,
     close,
+    gathers_in_flight,
     load_example,
     needs,
     reductions_a_step,
@@ -56,6 +57,9 @@ def module_class(base: Any) -> type[Any]:
         def validation_step(self, batch: list[Tensor], index: int) -> None:
             self.validated.append(self.seen.item())
             self.log("validation", F.cross_entropy(self(batch[0]) * self.scale, batch[1]), sync_dist=True)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.in_flight = gathers_in_flight(self.trainer.optimizers[0])
 
         def configure_optimizers(self) -> Any:
             optimizer = self.make_optimizer(self.parameters(), lr=LR, eps=EPS)
@@ -120,6 +124,7 @@ def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             optimizer = trainer.optimizers[0]
             assert optimizer.stage == stage and optimizer.stats()["steps"] == STEPS
             assert world_size == 1 or reductions_a_step(optimizer) == 1
+            assert trainer.lightning_module.in_flight == (world_size > 1 and stage in (1, 2))
             there = trainer.callback_metrics["validation"]
             again = trainer.validate(dataloaders=data(), ckpt_path=f"{place}/{last}", verbose=False)
             assert again[0]["validation"] == there.item()

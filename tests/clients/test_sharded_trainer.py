@@ -18,6 +18,7 @@ from client_cases import (
     assert_like_adamw,
     assert_ranks_alike,
     close,
+    gathers_in_flight,
     load_example,
     needs,
     reductions_a_step,
@@ -64,17 +65,19 @@ def recorder() -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             if state.global_step == STEPS:
+                self.in_flight = gathers_in_flight(known["optimizer"].optimizer)
                 self.last = weights(known["model"])
 
     return Recorder()
 
 
 def train(kind: Any, folder: str, resume: str | None = None, **options: Any) -> dict[str, Any]:
-    """``last``: the weights after the last step. ``best``: those of the model in the end. ``trainer``."""
+    """``last``: the weights after the last step, which has left gathers ``in flight``. ``best``: those of the model in
+    the end. ``trainer``."""
     trainer, seen = make_trainer(kind, folder, **options), recorder()
     trainer.add_callback(seen)
     trainer.train(resume_from_checkpoint=resume)
-    return {"last": seen.last, "best": weights(trainer.model), "trainer": trainer}
+    return {"last": seen.last, "in flight": seen.in_flight, "best": weights(trainer.model), "trainer": trainer}
 
 
 def from_pretrained(folder: str) -> list[Tensor]:
@@ -102,6 +105,7 @@ def _all_stages(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             optimizer = straight["trainer"].optimizer.optimizer
             assert optimizer.stage == stage and optimizer.stats()["steps"] == STEPS
             assert world_size == 1 or reductions_a_step(optimizer) == 1
+            assert straight["in flight"] == (world_size > 1 and stage in (1, 2))
             optimizer.close()
             resumed = train(ShardedTrainer, place, f"{place}/checkpoint-2", how=at_stage(stage))
             close(resumed["trainer"].optimizer.optimizer)

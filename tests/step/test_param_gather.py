@@ -7,12 +7,14 @@ made when somebody waits for it.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -101,10 +103,7 @@ def _train(rank: int, world_size: int, stage: int, dtype: torch.dtype, overlap: 
             _lazy(monkeypatch)
         model = _model(dtype)
         called: Callable[[Tensor], Tensor] = torch.compile(model, backend="eager") if wrap == "compile" else model
-        opt = zero_optim.ShardedAdamW(
-            model.parameters(), lr=1e-2, stage=stage, bucket_cap_mb=CAP_MB, overlap_param_gather=overlap
-        )
-        opt.attach(called)
+        opt = zero_optim.ShardedAdamW(called, lr=1e-2, stage=stage, bucket_cap_mb=CAP_MB, overlap_param_gather=overlap)
         losses = []
         for step in range(STEPS):
             loss = called(_tokens(rank, step))
@@ -155,12 +154,92 @@ def test_a_compiled_model_waits_at_its_door() -> None:
         assert all(in_flight.values())
 
 
-def _other_readers(rank: int, world_size: int) -> tuple:
+class Blocks(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)))
+
+
+def _compiles_later(rank: int, world_size: int, how: str, first: int) -> tuple[list[float], list[bool]]:
+    """Losses, and whether each step has left gathers. What is compiled, at step ``first``, has no graph breaks."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _lazy(monkeypatch)
+        model = Blocks()
+        opt = zero_optim.ShardedAdamW(model, lr=1e-2, bucket_cap_mb=CAP_MB)
+        called: Callable[[Tensor], Tensor] = model
+        losses, in_flight = [], []
+        for step in range(STEPS):
+            if step == first and how == "model":
+                called = torch.compile(model, backend="eager", fullgraph=True)
+            for block in model if step == first and how == "blocks" else ():
+                block.compile(backend="eager", fullgraph=True)
+            draw = torch.Generator().manual_seed(10 * rank + step)
+            loss = called(torch.randn(4, 16, generator=draw)).square().mean()
+            loss.backward()
+            opt.step()
+            in_flight.append(any(_under_way(opt, model).values()))
+            opt.zero_grad()
+            losses.append(loss.item())
+        opt.close()
+        torch.compiler.reset()
+    return losses, in_flight
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_step_waits_once_a_graph_has_recorded_a_module(first: int) -> None:
+    plain = run_ranks(2, _compiles_later, "nothing", 0)
+    for how in ("model", "blocks"):
+        for (losses, plainly), (same, in_flight) in zip(plain, run_ranks(2, _compiles_later, how, first), strict=True):
+            assert losses == same and all(plainly)
+            assert in_flight == [step < first for step in range(STEPS)]
+
+
+def _captures(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether a step leaves gathers before a forward is captured, and after it."""
+    model = Blocks()
+    opt = zero_optim.ShardedAdamW(model, bucket_cap_mb=CAP_MB)
+    found = []
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.ones(4, 16)).sum().backward()
+            opt.step()
+        found.append(any(_under_way(opt, model).values()))
+        with mock.patch("zero_optim.step.param_gather.is_capturing", return_value=True):
+            if found == [True]:
+                with pytest.raises(zero_optim.ZeroOptimError, match=r"wait_for_parameters\(\) before the capture"):
+                    model(torch.ones(4, 16))
+            opt.wait_for_parameters()
+            model(torch.ones(4, 16))
+    opt.close()
+    return found[0], found[1]
+
+
+def test_step_waits_once_cuda_has_captured_a_module() -> None:
+    assert run_ranks(2, _captures) == [(True, False)] * 2
+
+
+def _gathered(model: Model) -> list[Tensor]:
+    with zero_optim.gather_parameters(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def _swapped(opt: zero_optim.ShardedAdamW, model: Model) -> list[Tensor]:
+    with opt.swap_to_ema():
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def _saved(folder: str, model: Model, opt: zero_optim.ShardedAdamW) -> list[Tensor]:
+    zero_optim.checkpoint.save(folder, model, opt)
+    other = _model(torch.float32)
+    zero_optim.checkpoint.load(folder, other)
+    return list(other.parameters())
+
+
+def _other_readers(rank: int, world_size: int, folder: str) -> tuple:
     with pytest.MonkeyPatch.context() as monkeypatch:
         _lazy(monkeypatch)
         model = _model(torch.float32)
-        opt = zero_optim.ShardedAdamW(model.parameters(), bucket_cap_mb=CAP_MB, overlap_param_gather=True)
-        opt.attach(model)
+        opt = zero_optim.ShardedAdamW(model, bucket_cap_mb=CAP_MB, ema_decay=0.5)
         read = {
             "state_dict": lambda: list(model.state_dict().values()),
             "load_state_dict": lambda: model.load_state_dict(saved) and list(model.parameters()),
@@ -179,6 +258,15 @@ def _other_readers(rank: int, world_size: int) -> tuple:
             "new parameters": lambda: [nn.Parameter(p) for p in model.parameters()],
             "groups": lambda: [p.norm() for group in opt.param_groups for p in group["params"]],
             "full_model_state_dict": lambda: list(zero_optim.full_model_state_dict(model, None).values()),
+            "gather_parameters": lambda: _gathered(model),
+            "checkpoint": lambda: _saved(folder, model, opt),
+            "average": lambda: list(opt.ema_state_dict(rank=None).values()),
+            "swapped average": lambda: _swapped(opt, model),
+            "master": lambda: opt.refresh_master() or list(model.parameters()),
+            "whole state": lambda: [
+                t for of in zero_optim.full_state_dict(opt, None)["state"].values() for t in of.values()
+            ],
+            "sleep": lambda: opt.sleep(parameters=True) or opt.wake() or list(model.parameters()),
             "wait_for_parameters": lambda: opt.wait_for_parameters() or list(model.parameters()),
             "close": lambda: opt.close() or list(model.parameters()),
         }
@@ -196,8 +284,8 @@ def _other_readers(rank: int, world_size: int) -> tuple:
         return finite, in_flight
 
 
-def test_whoever_reads_waits() -> None:
-    for finite, in_flight in run_ranks(2, _other_readers):
+def test_whoever_reads_waits(tmp_path: Path) -> None:
+    for finite, in_flight in run_ranks(2, _other_readers, str(tmp_path)):
         assert all(in_flight.values()), in_flight
         assert all(finite.values()), finite
 
@@ -205,7 +293,7 @@ def test_whoever_reads_waits() -> None:
 def _read_by_threads(rank: int, world_size: int) -> tuple[int, int, list[str]]:
     """Two threads read all parameters, as an average or a logger does, while the model trains."""
     model, ended, troubles, reads = _model(torch.float32), threading.Event(), [], []
-    opt = zero_optim.ShardedAdamW(model.parameters(), bucket_cap_mb=CAP_MB, overlap_param_gather=True)
+    opt = zero_optim.ShardedAdamW(model.parameters(), bucket_cap_mb=CAP_MB)
     opt.attach(model)
 
     def read() -> None:
@@ -239,10 +327,32 @@ def test_other_threads_may_read() -> None:
         assert found == (61, 0, [])
 
 
+def _dropped(rank: int, world_size: int) -> list[Tensor]:
+    """The model, once nothing but it is left of a training."""
+    model = Blocks()
+    opt = zero_optim.ShardedAdamW(model, lr=1e-2, bucket_cap_mb=CAP_MB)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _lazy(monkeypatch)
+        for step in range(2):
+            model(torch.full((4, 16), 1.0 + rank + step)).sum().backward()
+            opt.step()
+        assert all(_under_way(opt, model).values())
+        del opt
+        gc.collect()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    return list(model.parameters())
+
+
+def test_the_model_of_a_dropped_optimizer_is_whole() -> None:
+    first, second = run_ranks(2, _dropped)
+    assert_bitwise(first, second)
+    assert all(bool(value.isfinite().all()) for value in first)
+
+
 def _metadata(rank: int, world_size: int) -> tuple[bool, bool]:
     """Whether gathers are still under way after all that reads no value, and parameters are plain once they arrived."""
     model = _model(torch.float32)
-    opt = zero_optim.ShardedAdamW(model.parameters(), bucket_cap_mb=CAP_MB, overlap_param_gather=True)
+    opt = zero_optim.ShardedAdamW(model.parameters(), bucket_cap_mb=CAP_MB)
     opt.attach(model)
     for step in range(2):
         model(_tokens(rank, step)).backward()
@@ -271,7 +381,7 @@ def _alias(rank: int, world_size: int, poison: bool) -> tuple[bool, bool]:
         if poison:
             monkeypatch.setenv("ZERO_OPTIM_DEBUG", "poison")
         model = nn.Sequential(nn.Linear(64, 64, bias=False))
-        opt = zero_optim.ShardedAdamW(model.parameters(), overlap_param_gather=True)
+        opt = zero_optim.ShardedAdamW(model.parameters())
         opt.attach(model)
         seen = []
         for _ in range(3):
@@ -291,7 +401,7 @@ def test_poison_shows_reads_of_an_alias(poison: bool) -> None:
 
 def _copies(rank: int, world_size: int) -> tuple:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    opt = zero_optim.ShardedAdamW(model.parameters(), overlap_param_gather=True)
+    opt = zero_optim.ShardedAdamW(model.parameters())
     opt.attach(model)
     model(torch.ones(2, 4)).sum().backward()
     opt.step()
@@ -314,7 +424,7 @@ def test_copies_of_an_attached_model_know_nothing_of_the_optimizer() -> None:
 
 def _unattached(rank: int, world_size: int) -> bool:
     model = nn.Linear(4, 4)
-    opt = zero_optim.ShardedAdamW(model.parameters(), overlap_param_gather=True)
+    opt = zero_optim.ShardedAdamW(model.parameters())
     for _ in range(3):
         model(torch.ones(2, 4)).sum().backward()
         opt.step()
@@ -328,7 +438,7 @@ def test_without_attach_step_waits() -> None:
 
 def _layout_that_fails(rank: int, world_size: int) -> list[Tensor]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    opt = zero_optim.ShardedAdamW(model.named_parameters(), overlap_param_gather=True, stage=1)
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), stage=1)
     opt.attach(model)
     reducer = opt.engine.reducer
     with (

@@ -397,9 +397,9 @@ class Reducer:
         try:
             if collective:
                 self.rounds.complete_all_raised()
-            for bucket in self.buckets if collective else ():
-                bucket.unsharding.wait()
-                if bucket.arrivals.arrives_within(PATIENCE_SECONDS):
+            for bucket in self.buckets if not self.rounds.out_of_step else ():
+                bucket.unsharding.order_reader()  # the model may outlive an optimizer that was only dropped
+                if collective and bucket.arrivals.arrives_within(PATIENCE_SECONDS):
                     bucket.arrivals.wait()
         except RuntimeError:  # whoever closes after an error has seen it
             self._abandon()

@@ -26,6 +26,7 @@ from ..errors import CheckpointError, ParameterError, ZeroOptimError
 from ..optimizer import ShardedOptimizer, optimizers_of
 from ..params.param_shard import plain_parameter
 from .clients import (
+    attach,
     check_optimizer,
     check_sums,
     entered,
@@ -109,6 +110,11 @@ class ShardedAccelerator(Accelerator):
     def _prepare_tp(self, *objects: Any) -> tuple[Any, ...]:
         """Do nothing: accelerate would identify parameters by address, and all shards have the same address."""
         return objects
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        prepared = super().prepare(*objects, device_placement=device_placement)
+        attach(self._models)
+        return prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

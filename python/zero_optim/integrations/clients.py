@@ -15,7 +15,8 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from ..errors import ParameterError
 from ..full_parameters import full_model_state_dict
 from ..grad_scaler import GradScaler
-from ..optimizer import ShardedOptimizer
+from ..optimizer import ShardedOptimizer, optimizers_of
+from ..params.param_shard import plain_parameter
 from ..params.tensor_slice import is_distributed
 from ..units.sharded_model import sharded_model_of
 
@@ -113,6 +114,15 @@ def sharded_scaler(scaler: TorchGradScaler) -> GradScaler:
 def sharded_among(optimizers: Iterable[Any]) -> list[ShardedOptimizer]:
     """Pick out the sharded optimizers, unwrapped."""
     return [plain for plain in map(plain_optimizer, optimizers) if isinstance(plain, ShardedOptimizer)]
+
+
+def attach(models: Iterable[nn.Module]) -> None:
+    """Make known to each open sharded optimizer the model that has all its parameters."""
+    for model in models:
+        held = {id(plain_parameter(parameter)) for parameter in model.parameters()}
+        for optimizer in optimizers_of(model):
+            if all(id(parameter) in held for parameter in optimizer.engine.parameters.all):
+                optimizer.attach(model)
 
 
 def in_place(model: nn.Module, device: torch.device) -> bool:

@@ -22,6 +22,7 @@ from ..shard_module import gather_parameters, register_forward_method, shard_mod
 from ..sync_buffers import sync_buffers
 from ..units.sharded_model import sharded_model_of
 from .clients import (
+    attach,
     check_optimizer,
     entered,
     in_place,
@@ -189,6 +190,7 @@ class ShardedStrategy(DDPStrategy):
                     f"ShardedStrategy has tensor_parallel_size={size}, and {cut}: give the number of ranks over which "
                     "configure_model cuts it, by parallelize_module(model, self.device_mesh['tensor_parallel'], plan)"
                 )
+        attach([self.lightning_module])
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()

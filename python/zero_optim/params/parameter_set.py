@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -284,10 +284,13 @@ def gc_paused() -> Iterator[None]:
 
 
 def listed(params: Any) -> Any:
-    """Make a list of every iterable in an optimizer's ``params``, as each is read more than once.
+    """Make a list of every iterable in an optimizer's ``params``, as each is read more than once, or of a model's named
+    parameters.
 
     It may be an iterator, a view of a dict or an ``nn.ParameterList``. What torch refuses is left to torch.
     """
+    if is_model(params):
+        return list(params.named_parameters())
     if isinstance(params, Tensor | dict) or not isinstance(params, Iterable):
         return params
     groups = list(params)
@@ -320,8 +323,15 @@ def check_listed(params: Any, first: int = 0) -> None:
                 raise ParameterError(f"params has a tuple of {len(one)}: give pairs (name, parameter)")
 
 
+def is_model(params: Any) -> TypeGuard[nn.Module]:
+    """True if a model stands in place of parameters."""
+    return isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList)
+
+
 def model_behind(params: Any) -> nn.Module | None:
     """Find the model of ``model.named_parameters()`` or ``model.parameters()``, before the generator has begun."""
+    if is_model(params):
+        return params
     owner = params.gi_frame.f_locals.get("self") if isinstance(params, GeneratorType) and params.gi_frame else None
     return owner if isinstance(owner, nn.Module) else None
 

@@ -3,6 +3,9 @@
 A module's pre-forward hook waits for the buckets of its own parameters. That covers a parameter only if each module
 that owns it is called; some are not (``nn.MultiheadAttention`` reads ``out_proj.weight`` itself). So the forwards
 before the first step are observed, and for parameters of modules that were not called in them ``step`` waits.
+
+A graph that ``torch.compile`` traces, or that CUDA captures, replays no hook: once one has recorded a module, ``step``
+waits for all.
 """
 
 from __future__ import annotations
@@ -13,19 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_kernels import is_capturing
+
+from ..errors import ZeroOptimError
 from ..grads.bucket import Bucket
 
 
 class _OwningModule:
     """The pre-forward hook of a module that owns parameters. A copy of the module gets one that does nothing."""
 
-    def __init__(self, parameters: Sequence[int] = ()) -> None:
-        self.parameters = tuple(parameters)
+    def __init__(self, parameters: Sequence[int] = (), gather: ParamGather | None = None) -> None:
+        self.parameters, self._gather = tuple(parameters), gather
         self.buckets: tuple[Bucket, ...] = ()
         self.called = False
 
-    @torch.compiler.disable
     def __call__(self, *_: Any) -> None:
+        if torch.compiler.is_compiling() or (self._gather is not None and is_capturing(self._gather.device)):
+            self._recorded()
+            return
         self.called = True
         # The forward may run on another stream than the step: it waits for the all-gathers of its own parameters.
         self.wait()
@@ -34,6 +42,11 @@ class _OwningModule:
         for bucket in self.buckets:
             bucket.unsharding.wait()
 
+    @torch.compiler.assume_constant_result  # so that dynamo calls it at once, and traces nothing of it
+    def _recorded(self) -> None:
+        if self._gather is not None:
+            self._gather.stop_overlapping()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _OwningModule, ()
 
@@ -41,8 +54,8 @@ class _OwningModule:
 class ParamGather:
     """Knows the modules of the parameters, and which buckets ``step`` may leave in flight."""
 
-    def __init__(self, overlap: bool) -> None:
-        self.overlap = overlap
+    def __init__(self, overlap: bool, device: torch.device) -> None:
+        self.overlap, self.device = overlap, device
         self._buckets: Sequence[Bucket] = ()
         self._owners: list[_OwningModule] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -63,7 +76,7 @@ class ParamGather:
         self.wait()
         self.close()
         for module, parameters in _owners(model, set()):
-            owner = _OwningModule([index_of[id(p)] for p in parameters if id(p) in index_of])
+            owner = _OwningModule([index_of[id(p)] for p in parameters if id(p) in index_of], self)
             if owner.parameters:
                 self._owners.append(owner)
                 self._hooks += [
@@ -94,6 +107,17 @@ class ParamGather:
     def wait(self) -> None:
         for bucket in self._buckets:
             bucket.unsharding.wait()
+
+    def stop_overlapping(self) -> None:
+        """Have every ``step`` wait from now on."""
+        if is_capturing(self.device) and any(bucket.unsharding.pending is not None for bucket in self._buckets):
+            raise ZeroOptimError(
+                "a CUDA graph captures a forward while updated parameters are gathered: call opt.wait_for_parameters() "
+                "before the capture"
+            )
+        self.wait()
+        self.overlap = False
+        self._choose_in_flight()
 
     def _choose_in_flight(self) -> None:
         covered = {index for owner in self._owners if owner.called for index in owner.parameters}
