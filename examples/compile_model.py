@@ -43,9 +43,8 @@ def main(argv: list[str] | None = None) -> nn.Module:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     model = build_model().to(device)
-    compiled = torch.compile(model, backend=arguments.backend)  # before or after the optimizer
-    # The plain model's names: the compiled one's begin with "_orig_mod.".
-    optimizer = zero_optim.ShardedAdamW(model.named_parameters(), lr=1e-2, stage=arguments.stage)
+    compiled = torch.compile(model, backend=arguments.backend)
+    optimizer = zero_optim.ShardedAdamW(compiled, lr=1e-2, stage=arguments.stage)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-2, total_steps=1000)
 
     first = 0

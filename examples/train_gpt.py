@@ -77,6 +77,7 @@ def main() -> None:
         matrices, others = zero_optim.ShardedMuon.split(model)
         groups = [{"params": others}, {"params": matrices, "rule": rules.Muon(lr=0.02)}]
     optimizer = zero_optim.ShardedAdamW(groups, lr=1e-3, weight_decay=0.1, stage=arguments.stage)
+    optimizer.attach(model)  # then all-gathers overlap the next forward
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
     torch.manual_seed(rank)  # each rank draws its own windows
 

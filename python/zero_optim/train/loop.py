@@ -87,6 +87,7 @@ class Trainer:
         others = {"params": [(name, p) for name, p in named if p.ndim < 2], "weight_decay": 0.0}  # gains and biases
         options: dict[str, Any] = {name: getattr(config, name) for name in _OPTIONS}
         self.optimizer = ShardedAdamW([decaying, others, *groups], betas=(0.9, 0.95), **options)
+        self.optimizer.attach(self.model)
         self.scaler = GradScaler(enabled=config.dtype == "fp16")
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
         self.clock, self.seconds = PhaseClock(self.device), Counter[str]()  # of all steps, by phase
