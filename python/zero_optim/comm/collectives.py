@@ -211,11 +211,13 @@ class Comm:
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Handle:
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool, scale: float = 1.0
+    ) -> Handle:
         """Sum ``full`` [N * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard]. See
         ``Reduction``. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
         self.log.check()
-        reduction = Reduction(full, self.own_part(full), out, accumulate)
+        reduction = Reduction(full, self.own_part(full), out, accumulate, scale)
         handle = self._transport(full.device).reduce_scatter(reduction, self.groups.own, lend)
         return self._record(handle, "reduce_scatter", full)
 

@@ -184,9 +184,12 @@ class Sharding:
         for tensor, values in zip(tensors, summed.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
-    def reduce(self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool) -> Handle:
+    def reduce(
+        self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool, scale: float = 1.0
+    ) -> Handle:
         """Sum ``full`` [shard_count * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard]. See
-        ``Reduction``. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
+        ``Reduction``. ``lend``: lends so many elements of ``full``'s dtype until the sum is there. ``scale``: 1 if
+        there is a grid, or nothing is scattered."""
         store = out.add_ if accumulate else out.copy_
         if self.shard_count == 1:
             in_place = full.data_ptr() == out.data_ptr()

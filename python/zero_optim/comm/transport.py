@@ -38,17 +38,20 @@ class Reduction:
     """A sum over ranks, of which each keeps its shard.
 
     Attributes:
-        full: [N * shard] the contribution of this rank; its contents are lost.
+        full: [N * shard] the contribution of this rank. Its contents are lost where ``accumulate``, or where the dtype
+            of ``out`` is another.
         own: [shard] this rank's part of ``full``, a view.
         out: [shard] where the sum goes; it may be ``own``.
         accumulate: add to ``out`` instead of overwriting it. Then, and where its dtype is another, ``out`` must not be
             a part of ``full``.
+        scale: the sum is multiplied by it, a power of two.
     """
 
     full: Tensor
     own: Tensor
     out: Tensor
     accumulate: bool
+    scale: float = 1.0
 
 
 SUMMED_AT_ONCE = 2**16
@@ -73,11 +76,12 @@ class Transport:
         self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
     ) -> Handle:
         """Sum over the ranks. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
-        out, own, full = reduction.out, reduction.own, reduction.full
+        out, own, full, scale = reduction.out, reduction.own, reduction.full, reduction.scale
         if not reduction.accumulate and out.dtype == full.dtype:
-            return Handle(_reduce_scatter(out, full, group=group, async_op=True))
+            work = _reduce_scatter(out, full, group=group, async_op=True)
+            return Handle(work, None if scale == 1 else partial(out.mul_, scale))
         work = _reduce_scatter(own, full, group=group, async_op=True)
-        return Handle(work, partial(out.add_ if reduction.accumulate else out.copy_, own))
+        return Handle(work, partial(out.add_, own, alpha=scale) if reduction.accumulate else partial(out.copy_, own))
 
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
         """Fill ``full`` [N * shard] with every rank's ``own`` part of it, in place."""
@@ -186,7 +190,7 @@ class GlooTransport(Transport):
             dist.scatter(part, send if rank == this else None, group_src=rank, group=group, async_op=True)
             for rank, part in enumerate(parts)
         ]
-        return Handle(Works(works, send), partial(sum_in_rank_order, parts, out, reduction.accumulate))
+        return Handle(Works(works, send), partial(sum_in_rank_order, parts, out, reduction.accumulate, reduction.scale))
 
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
         """A broadcast a rank takes half the time of gloo's all-gather."""
@@ -249,19 +253,22 @@ def _has_failed(work: Any) -> bool:
         return True
 
 
-def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, accumulate: bool) -> None:
-    """Add the ranks' contributions in fp32, in rank order, round once to their dtype, then store or add.
+def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, accumulate: bool, scale: float = 1.0) -> None:
+    """Add the ranks' contributions in fp32, in rank order, times ``scale``, round once to their dtype, then store or
+    add.
 
-    ``out`` may be one of ``parts``; the first of them may be overwritten.
+    ``out`` may be one of ``parts``; the first of them may be overwritten where ``scale`` is 1.
     """
     if len(parts) == 2 and not accumulate and out.dtype == parts[0].dtype:
         torch.add(parts[0], parts[1], out=out)  # two 16-bit terms are added in fp32, and rounded once
+        if scale != 1:
+            out.mul_(scale)  # a power of two: nothing is rounded
         return
-    for of_out, first, *others in zip(*(whole.split(SUMMED_AT_ONCE) for whole in (out, *parts)), strict=True):
-        total = first.float()
+    for of_out, first, second, *others in zip(*(whole.split(SUMMED_AT_ONCE) for whole in (out, *parts)), strict=True):
+        total = first.float().add_(second) if scale == 1 else (first.float() + second)
         for other in others:
             total.add_(other)
-        total = total.to(first.dtype)
+        total = (total if scale == 1 else total.mul_(scale)).to(first.dtype)
         of_out.add_(total) if accumulate else of_out.copy_(total)
 
 

@@ -6,6 +6,7 @@ EMPTY ── collect ──> LOCAL ── launch ──┐
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class Bucket:
         arrivals: the reductions on their way into ``grad_shard``. Whoever reads or writes it waits, or queues, there.
         slots: the state of each parameter's gradient.
         packing: packs gradients for a reduction.
+        straight: whether its one gradient may be reduced as it is, without packing; the same on all ranks.
         unsharding: the all-gather of the parameters after a step.
         counted_in_norm: true on exactly one of the ranks that hold the same part: a sum over ranks counts it there.
         duplicates: slots of parameters that another stage of the pipeline counts in a norm.
@@ -85,6 +87,7 @@ class Bucket:
         self._reduce = sharding.data_parallel.reduce_scatter if whole else sharding.reduce
         self.keeps_full = sharding.keeps_full_gradients
         self._allocate_gradients()
+        self.straight = self._may_go_straight()
 
     @property
     def param_shard(self) -> Tensor:
@@ -211,12 +214,18 @@ class Bucket:
 
         # Where an average stays in ``grad_buffer``, or its dtype is not what is communicated, other memory is needed.
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
-        if in_place:  # a unit on one data-parallel rank, with parameters on the host, may have freed it
-            allocate(self.grad_buffer)
-        full = self.grad_buffer if in_place else lend(self.layout.numel)
-        with span("pack", self):
-            sources, terms = self.packing.pack(sources, full, self.sharding.grad_scale, accumulate)
-        self.packing.sum_all_terms(terms, sources, full)
+        scale = self.sharding.grad_scale
+        if straight := self.straight and not accumulate and self.packing.is_packed(sources):
+            lend(0)  # waits as long as for a buffer, so that no more gradients are in flight
+            full = sources[0][1].detach().view(-1)
+            self.packing.nonfinite.zero_()  # the update marks what is not finite in this rank's shard
+        else:
+            if in_place:  # a unit on one data-parallel rank, with parameters on the host, may have freed it
+                allocate(self.grad_buffer)
+            full = self.grad_buffer if in_place else lend(self.layout.numel)
+            with span("pack", self):
+                sources, terms = self.packing.pack(sources, full, 1.0 if self.straight else scale, accumulate)
+            self.packing.sum_all_terms(terms, sources, full)
         self.slots.launch(sources, self.shown.reduced())
         streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
@@ -225,10 +234,13 @@ class Bucket:
         if (follower := self.follower) is not None:
             follower.reduction_begins()
         with span("reduce_scatter", self):
-            handle = self._reduce(full, self.grad_shard, lend, accumulate=accumulate)
+            divided = scale if self.straight else 1.0
+            handle = self._reduce(full, self.grad_shard, lend, accumulate=accumulate, scale=divided)
         if follower is not None:
             # On a GPU a stream beside this one takes the sum as it arrives. Else the host does, when it has waited.
             on_arrival = follower.reduction_launched(handle)
+        if straight:
+            handle.then(partial(keep_for_current_stream, full))  # lives until then, and nowhere else
         for buffer in lent:
             handle.then(partial(buffers.give_back, buffer))
         # Reduced in place, the rest was communicated, too. At stage 0 every rank has the average of all of it.
@@ -238,6 +250,17 @@ class Bucket:
             handle.then(on_arrival)
         self.arrivals.expect(handle)
         self.note_writes()
+
+    def _may_go_straight(self) -> bool:
+        # The sum is divided as it arrives, also where this rank has to pack: the others may not. The bits are those of
+        # gradients that are divided as they are packed, as dividing by a power of two rounds nothing. In fp16 the sum
+        # might overflow.
+        slots, flat, scale = self.layout.slots, self.flat, self.sharding.grad_scale
+        alone = len(slots) == 1 and slots[0].numel == self.layout.numel
+        scatters = self.sharding.grid is None and not self.keeps_full
+        dtypes = {self.dtype, self.reduce_dtype, self.grad_buffer.dtype}
+        exact = math.frexp(scale)[0] == 0.5 and len(dtypes) == 1 and self.dtype != torch.float16
+        return alone and scatters and exact and not (flat.permuted or flat.sliced or self.sharding.of_plain_slices)
 
     def note_writes(self) -> None:
         """Record that all writes into the gradients so far are known, or were not the user's."""

@@ -73,6 +73,12 @@ class Packing:
             torch.maximum(self.nonfinite, flags, out=self.nonfinite)
         return sources, terms
 
+    def is_packed(self, sources: Sources) -> bool:
+        """Whether the gradient of the one slot is there, with nothing to cast or to move."""
+        grad = sources[0][1] if sources else self._absent
+        usual = grad.dtype == self._flat.dtype and grad.layout == torch.strided and grad.is_contiguous()
+        return usual and grad.numel() > 0
+
     def sum_terms(self, slots: Sequence[int], full: Tensor) -> None:
         """Sum these slots of ``full`` over the tensor-parallel ranks."""
         places = [self._layout.slots[index] for index in slots]

@@ -118,7 +118,9 @@ class Reducer:
 
     def _use_layout(self) -> None:
         self.rounds.buffers.deallocate()
-        buckets = ((bucket.layout.numel, bucket.dtype) for bucket in self.buckets)
+        # gloo receives what other ranks send in a buffer. NCCL needs none for a gradient that is reduced as it is.
+        packed = [bucket for bucket in self.buckets if self.sharding.host_waits or not bucket.straight]
+        buckets = ((bucket.layout.numel, bucket.dtype) for bucket in packed)
         self.rounds.buffers = CommBuffers(buffer_nbytes(buckets, self.sharding), self.sharding.device)
         self.rounds.deallocate_idle_buffers()
         self._readiness.use(self.buckets)
