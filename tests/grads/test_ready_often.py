@@ -121,6 +121,8 @@ FORWARDS: dict[str, Forward] = {
     "checkpointed on one rank": _checkpointed_on_one_rank,
     "less often later": _less_often_later,
 }
+# In the first backward of these gradients come again after their buckets have left: the step reduces a second time.
+REPEATED = {"layers used again", "checkpointed on one rank", "less often later"}
 # Whether each backward of a step is synchronised.
 ACCUMULATIONS = {"one": (True,), "two": (True, True), "no_sync before": (False, True), "no_sync alone": (False, False)}
 
@@ -198,7 +200,11 @@ def test_backwards_in_which_parameters_become_ready_often(accumulation, in_pairs
     for rank, result in enumerate(results):
         for (forward, (stage, overlap)), params in zip(cells, result, strict=True):
             what = f"{forward}, {accumulation}, stage {stage}, overlap {overlap}, rank {rank}"
-            assert_bitwise(params, expected[forward][stage != 1 or overlap], what)
+            if stage and overlap and forward in REPEATED:
+                for found, value in zip(params, expected[forward][True], strict=True):
+                    torch.testing.assert_close(found, value, rtol=0, atol=1e-6, msg=what)
+            else:
+                assert_bitwise(params, expected[forward][stage != 1 or overlap], what)
 
 
 # -- a backward that raises ------------------------------------------------------------------------------------------

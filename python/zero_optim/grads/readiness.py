@@ -26,7 +26,7 @@ from .bucket import Bucket
 class Learned(enum.Enum):
     """The knowledge that ranks have agreed on from backwards that were observed."""
 
-    NOTHING = enum.auto()  # buckets are launched when backward ends
+    NOTHING = enum.auto()  # buckets are launched when backward ends, or by a guess
     ORDER = enum.auto()  # the layout is final, and counts are not known: buckets are launched when backward ends
     ALL = enum.auto()  # buckets are launched when their counts are met
 
@@ -85,12 +85,14 @@ class ByCounts:
 
     Attributes:
         learned: what the ranks know; ``agree`` and ``forget`` change it.
+        guesses: whether, until they know more, each gradient is expected once in a backward. If one comes again on some
+            rank, all ranks reduce a second time.
     """
 
-    def __init__(self, observes: bool, may_change: Callable[[Sequence[int]], bool]) -> None:
+    def __init__(self, observes: bool, may_change: Callable[[Sequence[int]], bool], *, guesses: bool = False) -> None:
         """``observes``: whether there is anything to learn. ``may_change``: whether a later hook of the user's may
         change one of these gradients."""
-        self._observes, self._may_change = observes, may_change
+        self._observes, self._may_change, self.guesses = observes, may_change, guesses
         self.learned = Learned.NOTHING if observes else Learned.ALL
         # How often each parameter comes in a backward, as the ranks agreed. One that is not in it comes once.
         self._counts: dict[int, int] = {}
@@ -134,7 +136,7 @@ class ByCounts:
 
     def may_launch(self, number: int) -> bool:
         full = self._missing[number] == 0
-        known = full and self.learned is Learned.ALL and not self._repeats[number]
+        known = full and (self.guesses or self.learned is Learned.ALL) and not self._repeats[number]
         return known and not self._may_change(self._params[number])
 
     def backward_ended(self) -> None:
@@ -165,7 +167,7 @@ class ByCounts:
             last_first = dict.fromkeys(reversed(reports[0].order))  # where a gradient comes again, the last time counts
             new = list(reversed(last_first)) + [index for index in order if index not in last_first]
         if whole:
-            self.learned = Learned.ALL
+            self.learned, self.guesses = Learned.ALL, False
         self.drop_observation()
         return new if new != list(order) else None
 
@@ -175,6 +177,7 @@ class ByCounts:
             return
         self.learned = Learned.NOTHING if order or self.learned is Learned.NOTHING else Learned.ORDER
         self._counts = {}
+        self.guesses &= order  # else the user expects that some come again
         self.drop_observation()
 
     def drop_observation(self) -> None:

@@ -71,7 +71,9 @@ class Reducer:
         self.layout = Buckets(labels, sharding, make_buckets)
         self._schedule = schedule if sharding.reduces else None  # one rank gathers nothing
         self._hooks = GradHooks(self._before_accumulate if sharding.reduces else None, self._on_ready)
-        self._counts = ByCounts(sharding.reduces and self._schedule is None, self._hooks.followed_by_users)
+        # The first backward, too, must not hold all gradients. At stage 0 they are read when it ends.
+        observes, guesses = sharding.reduces and self._schedule is None, sharding.stage > 0
+        self._counts = ByCounts(observes, self._hooks.followed_by_users, guesses=guesses)
         self._readiness: Readiness = self._counts if self._schedule is None else ByUnits(self._schedule)
         self._watch = BackwardWatch(self._backward_begins, self._backward_ended)
         self.rounds = Rounds(self.layout, sharding, self._readiness, self._watch, self._schedule, overlap=overlap)
@@ -160,7 +162,7 @@ class Reducer:
             self._watch.enter()
         bucket, number, slot = self.layout.slot_of[index]
         # Its bucket was launched: the other ranks reduce without this gradient. The exchange makes all ranks raise.
-        if number < self.rounds.next:
+        if number < self.rounds.next and not self._counts.guesses:
             self.late.add(index)
             return
         if self._schedule is not None and bucket.flat.sharded and not bucket.flat.shown:
@@ -302,6 +304,10 @@ class Reducer:
             if self._counts.learned is not Learned.ALL:
                 # Collective. Agree on readiness, and lay the buckets out in the order that rank 0 has seen.
                 reports = merged(self._counts.observation(), self.sharding, len(self.labels))
+                # Buckets may have left before a gradient that came again: all ranks reduce the rest.
+                if self._counts.guesses and any(count > 1 for report in reports for count in report.counts.values()):
+                    self.rounds.complete_round()
+                    self.leftover.clear()
                 order = self._counts.agree(reports, self.layout.order)
                 if order is None:
                     self._readiness.use(self.buckets)

@@ -166,7 +166,7 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str]:
     if parsed.verbose:
         yield row("buckets", [f"{made.buckets:,}" for made in plans])
     if any(made.first_step for made in plans):
-        yield "\nIn the first step of stages 0 to 2 no gradient is reduced before backward ends."
+        yield "\nIn the first step of stage 0 no gradient is reduced before backward ends."
     total = {made.job.stage: made.total for made in plans}
     if plans[0].job.adds_up and 1 in total and total.get(2, 0) > total[1]:
         yield "\nStage 2 takes more than stage 1: gradients of micro-batches add up whole, beside their shard."

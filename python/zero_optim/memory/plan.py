@@ -113,7 +113,7 @@ class Plan:
             ones and buffers; ``unsharded``, the root and the largest run of units gathered together; of offloaded state
             ``pages``, what stays on the device. And ``local_gradients`` of buckets that have not left yet, and
             ``activations``, 0 where no batch was given.
-        first_step: bytes more in the first backward at stages 0 to 2 of several ranks. It observes the order in which
+        first_step: bytes more in the first backward at stage 0 of several ranks. It observes the order in which
             gradients become ready, so no bucket leaves before its end, and all gradients are local.
         host, disk: of what is offloaded.
         traffic: bytes of whole tensors that a step communicates for data parallelism, by collective, as
@@ -225,7 +225,7 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
         head = stage == job.pipeline - 1
         activations = activation_bytes(model.width, job.batch, itemsize, in_flight=kept, head=head)
         memory["activations"] = activations // job.tensor  # by sequence parallelism each rank keeps an equal part
-    first_step = sum(flat.nbytes for flat in buckets) - memory[LOCAL] if laid.sharding.reduces and job.stage < 3 else 0
+    first_step = sum(flat.nbytes for flat in buckets) - memory[LOCAL] if laid.sharding.reduces and job.stage == 0 else 0
     foot = _place_state(laid, others=sum(memory.values()) + first_step)
     if not on_device:
         memory[PAGES] = foot.device
