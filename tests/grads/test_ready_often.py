@@ -357,3 +357,34 @@ def test_several_losses_over_parts_of_the_model(order):
     for stage in (0, 1, 2):
         for own in run_ranks(2, _several_losses, stage, order):
             assert_bitwise(own, oracle.params, f"stage {stage}")
+
+
+# -- the first backward ------------------------------------------------------------------------------------------------
+
+
+def _first_backwards(rank: int, world_size: int, stage: int) -> tuple[list[int], int, int]:
+    """How many buckets have left when the last gradient comes, in the first backward and the third, all buckets, and
+    how many reductions the first step has made."""
+    import zero_optim
+
+    params = _model()
+    opt = zero_optim.ShardedAdamW(named(params), lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
+    left: list[int] = []
+    params[0].register_hook(lambda grad: left.append(opt.engine.reducer.rounds.next))
+    for step in range(3):
+        _layers_plain_twice(params, _input(rank, step, 0), rank, step).backward()
+        opt.step()
+        opt.zero_grad()
+        if step == 0:
+            kind = "reduce_scatter" if stage else "all_reduce"
+            reductions = opt.stats()["collectives"][kind]["calls"]
+    buckets = opt.stats()["buckets"]
+    opt.close()
+    return [left[0], left[-1]], buckets, reductions
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_buckets_leave_in_the_first_backward(stage: int) -> None:
+    for (first, third), buckets, reductions in run_ranks(2, _first_backwards, stage):
+        assert third == buckets - 1 >= 2 and reductions == buckets
+        assert first == (buckets - 1 if stage else 0)

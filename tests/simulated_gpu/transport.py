@@ -81,9 +81,7 @@ class LateTransport(Transport):
         return group
 
     def reduce_scatter(self, reduction: Reduction, group: Group, lend: Callable[[int], Tensor]) -> Handle:
-        full, own, out = reduction.full, reduction.own, reduction.out
-        beside = reduction.accumulate or out.dtype != full.dtype
-        into = own if beside else out
+        full, own, into = reduction.full, reduction.own, reduction.received()
         ranks, this = dist.get_world_size(group), dist.get_rank(group)
         if into.data_ptr() == own.data_ptr():  # in place: it is written, and the rest is read
             reads = [full.narrow(0, 0, this * own.numel())]
@@ -94,9 +92,8 @@ class LateTransport(Transport):
         def finish(parts: Sequence[Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
             return [(into, _sum([part.view(ranks, -1)[this] for part in parts]))]
 
-        store = out.add_ if reduction.accumulate else out.copy_
         work = self._issue(Collective("reduce_scatter", group, full, reads, [into], finish))
-        return Handle(work, (lambda: store(own)) if beside else None)
+        return Handle(work, reduction.on_arrival())
 
     def all_gather(self, full: Tensor, own: Tensor, group: Group) -> Handle:
         before = dist.get_rank(group) * own.numel()

@@ -53,6 +53,18 @@ class Reduction:
     accumulate: bool
     scale: float = 1.0
 
+    def received(self) -> Tensor:
+        """[shard] where the sum is received."""
+        return self.own if self.accumulate or self.out.dtype != self.full.dtype else self.out
+
+    def on_arrival(self) -> Callable[[], object] | None:
+        """Return what stores the sum that was received; None: nothing has to be done."""
+        if self.accumulate:
+            return partial(self.out.add_, self.own, alpha=self.scale)
+        if self.out.dtype != self.full.dtype:
+            return partial(self.out.copy_, self.own)
+        return None if self.scale == 1 else partial(self.out.mul_, self.scale)
+
 
 SUMMED_AT_ONCE = 2**16
 """Elements that a reduce-scatter sums at once: their fp32 sums fit into a core's cache."""
@@ -76,12 +88,8 @@ class Transport:
         self, reduction: Reduction, group: dist.ProcessGroup | None, lend: Callable[[int], Tensor]
     ) -> Handle:
         """Sum over the ranks. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
-        out, own, full, scale = reduction.out, reduction.own, reduction.full, reduction.scale
-        if not reduction.accumulate and out.dtype == full.dtype:
-            work = _reduce_scatter(out, full, group=group, async_op=True)
-            return Handle(work, None if scale == 1 else partial(out.mul_, scale))
-        work = _reduce_scatter(own, full, group=group, async_op=True)
-        return Handle(work, partial(out.add_, own, alpha=scale) if reduction.accumulate else partial(out.copy_, own))
+        work = _reduce_scatter(reduction.received(), reduction.full, group=group, async_op=True)
+        return Handle(work, reduction.on_arrival())
 
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
         """Fill ``full`` [N * shard] with every rank's ``own`` part of it, in place."""
