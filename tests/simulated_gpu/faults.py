@@ -68,6 +68,13 @@ FAULTS = (
         OrderProgram(2),
     ),
     Fault(
+        "a gradient is overwritten while it is reduced as it is",
+        "grads/bucket.py",
+        "handle.then(partial(keep_for_current_stream, full))",
+        OrderProgram(2),
+        new="full.zero_()",
+    ),
+    Fault(
         "nobody waits for a collective",
         "comm/handle.py",
         "self._work.wait()  # the current stream waits; the host goes on",
