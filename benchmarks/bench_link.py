@@ -1,0 +1,169 @@
+"""A training step as rank 0 of N over an emulated link: the communication that each schedule leaves exposed.
+
+    python benchmarks/bench_link.py                                     # 8 ranks, of which one runs
+    python benchmarks/bench_link.py --gigabytes 50 --microseconds 30    # another link
+
+The process group is made up: a collective takes ``microseconds``, and its bytes at ``gigabytes`` a second, one after
+another, as on the stream of one communicator. On a GPU it is copies on the device and a timed sleep on a stream. On a
+CPU nobody works meanwhile: who waits too early sleeps. What other ranks would send are copies of this rank's values.
+Exposed is a step's time above that over a link that takes no time; both run in turns, as do all contenders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import WAYS, Task
+from lab import parser_of, progress, run_script, show
+from torch import Tensor
+from zero_optim.bench.cases import DTYPES
+from zero_optim.bench.record import Result
+from zero_optim.bench.run import find_device
+from zero_optim.bench.step import model_config
+from zero_optim.bench.timing import Clock, Spread, interleaved
+
+CONTENDERS = ("fsdp2", "fsdp2_zero2", "stage1", "stage2", "stage3", "stage3_keep")
+NUMEL, TOKENS = {"cpu": 2**24, "cuda": 1.5e9}, {"cpu": 256, "cuda": 4096}
+STEPS = 4  # timed together: what one leaves in flight, the next hides
+GIGABYTES, MICROSECONDS = {"cpu": 1.0, "cuda": 378.0}, 30.0  # NVSwitch of eight H100: gpu time of NCCL 2.29
+
+
+class Arrival(dist.Work):
+    """The end of a collective: a time of the host, or an event of the link's stream."""
+
+    def __init__(self, end: float | torch.cuda.Event) -> None:
+        super().__init__()
+        self._end = end
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if isinstance(self._end, torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(self._end)
+        else:
+            time.sleep(max(0.0, self._end - time.perf_counter()))
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Link(dist.ProcessGroup):
+    """All groups of rank 0 share one link. ``speed``: [seconds a collective, seconds a byte]."""
+
+    speed = [0.0, 0.0]
+    _free = 0.0
+    _stream: Any = None
+    collectives, bytes = 0, 0
+
+    def _issue(self, tensor: Tensor, fill: Callable[[], object], nbytes: int | None = None) -> Arrival:
+        nbytes = tensor.nbytes if nbytes is None else nbytes
+        seconds = Link.speed[0] + nbytes * Link.speed[1]
+        Link.collectives, Link.bytes = Link.collectives + 1, Link.bytes + nbytes
+        if tensor.is_cuda:
+            Link._stream = Link._stream or torch.cuda.Stream(priority=-1)
+            Link._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(Link._stream):
+                fill()
+                rate = torch.cuda.get_device_properties(tensor.device).clock_rate * 1e3
+                torch.cuda._sleep(int(seconds * rate))
+                return Arrival(Link._stream.record_event())
+        fill()
+        Link._free = max(Link._free, time.perf_counter()) + seconds
+        return Arrival(Link._free)
+
+    def _allgather_base(self, output: Tensor, sent: Tensor, opts: Any = None) -> Arrival:
+        return self._issue(output, lambda: output.view(self.size(), -1).copy_(sent.clone().view(1, -1)))
+
+    def _reduce_scatter_base(self, output: Tensor, sent: Tensor, opts: Any = None) -> Arrival:
+        return self._issue(sent, lambda: output.view(-1).copy_(sent.view(self.size(), -1)[0]))
+
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names in torch 2.13
+
+    def allgather(self, outputs: Any, sent: Any, opts: Any = None) -> Arrival:
+        return self._issue(sent[0], lambda: [of_rank.copy_(sent[0]) for of_rank in outputs[0]])
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Arrival:
+        return self._issue(tensors[0], lambda: None)
+
+    broadcast = allreduce
+
+    def barrier(self, opts: Any = None) -> Arrival:
+        return Arrival(0.0)
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda" if torch.cuda.is_available() else "cpu")]
+
+    def _get_backend(self, device: torch.device) -> Link:
+        return self
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "link"
+
+
+def drained(device: torch.device) -> float:
+    """Read the clock once the device has done its work, and the link is empty: a gather of the last step counts."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    Arrival(Link._free).wait()
+    return time.perf_counter()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    about = "Measures a training step as rank 0 of N, over an emulated link."
+    parser = parser_of(__file__, about, device=None, dtype="bf16", numel=None, contenders=CONTENDERS, ranks=8, rounds=7)
+    parser.add_argument("--tokens", type=int, help="of a rank in a step (256, on a GPU 4096)")
+    parser.add_argument("--gigabytes", type=float, help="a second (1, on a GPU 378)")
+    parser.add_argument("--microseconds", type=float, default=MICROSECONDS, help="of each collective (30)")
+    return run_script(parser, work, arguments)
+
+
+def work(parsed: argparse.Namespace) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    device = find_device(parsed.device)
+    kind = device.type
+    rate = (parsed.gigabytes or GIGABYTES[kind]) * 1e9
+    dist.Backend.register_backend("link", lambda store, rank, size, timeout: Link(rank, size), devices=[kind])
+    dist.init_process_group("link", rank=0, world_size=parsed.ranks, store=FakeStore())
+    config = model_config(int(parsed.numel or NUMEL[kind]), device)
+    task = Task(config, DTYPES[parsed.dtype], (parsed.tokens or TOKENS[kind]) // config.seq or 1, device=device)
+    result = Result(device, parsed.out, parsed.write, "link", gigabytes=rate / 1e9, microseconds=parsed.microseconds)
+    jobs, of_step = {}, {}
+    for name in parsed.contenders:
+        progress(f"link: {name}")
+        training = WAYS[name].make(task)
+
+        def step(speed: list[float], laps: Any = tuple(training.laps.values())) -> None:
+            Link.speed = speed
+            for lap in laps:
+                lap()
+
+        for _ in range(3):
+            before = Link.collectives, Link.bytes
+            step([0.0, 0.0])
+        of_step[name] = Link.collectives - before[0], Link.bytes - before[1]
+        for link, speed in {"link": [parsed.microseconds / 1e6, 1 / rate], "free": [0.0, 0.0]}.items():
+            jobs[f"{name} {link}"] = [lambda step=step, speed=speed: [step(speed) for _ in range(STEPS)]]
+    times = interleaved(jobs, Clock(lambda: drained(device)), parsed.rounds)
+    ms = {name: Spread.of([round[0] / STEPS for round in of]) for name, of in times.items()}
+    for name in parsed.contenders:
+        exposed = ms[f"{name} link"].ms - ms[f"{name} free"].ms
+        row = {"op": "link", "backend": name, "dtype": parsed.dtype, "ranks": parsed.ranks, **vars(ms[f"{name} link"])}
+        calls, nbytes = of_step[name]
+        result.add([{**row, "exposed_ms": round(exposed, 3), "collectives": calls, "mebibytes": nbytes >> 20}])
+    show(result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
