@@ -1,12 +1,10 @@
 """A training step as rank 0 of N over an emulated link: the communication that each schedule leaves exposed.
 
-    python benchmarks/bench_link.py                                     # 8 ranks, of which one runs
-    python benchmarks/bench_link.py --gigabytes 50 --microseconds 30    # another link
+    python benchmarks/bench_link.py --gigabytes 50 --microseconds 30
 
-The process group is made up: a collective takes ``microseconds``, and its bytes at ``gigabytes`` a second, one after
-another, as on the stream of one communicator. On a GPU it is copies on the device and a timed sleep on a stream. On a
-CPU nobody works meanwhile: who waits too early sleeps. What other ranks would send are copies of this rank's values.
-Exposed is a step's time above that over a link that takes no time; both run in turns, as do all contenders.
+A collective takes so many microseconds, and its bytes at that rate, one after another. On a GPU it is copies and a
+timed sleep on a stream; on a CPU, who waits too early sleeps. Other ranks are copies of this one. Exposed is the time
+above that over a link that takes none; both run in turns.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from zero_optim.bench.cases import DTYPES
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
 from zero_optim.bench.step import model_config
-from zero_optim.bench.timing import Clock, Spread, interleaved
+from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 
 CONTENDERS = ("fsdp2", "fsdp2_zero2", "stage1", "stage2", "stage3", "stage3_keep")
 NUMEL, TOKENS = {"cpu": 2**24, "cuda": 1.5e9}, {"cpu": 256, "cuda": 4096}
@@ -49,22 +48,18 @@ class Arrival(dist.Work):
             time.sleep(max(0.0, self._end - time.perf_counter()))
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
 
 class Link(dist.ProcessGroup):
-    """All groups of rank 0 share one link. ``speed``: [seconds a collective, seconds a byte]."""
+    """A group of rank 0; all have one link. ``speed``: seconds a collective, seconds a byte."""
 
-    speed = [0.0, 0.0]
+    speed = 0.0, 0.0
     _free = 0.0
     _stream: Any = None
     collectives, bytes = 0, 0
 
-    def _issue(self, tensor: Tensor, fill: Callable[[], object], nbytes: int | None = None) -> Arrival:
-        nbytes = tensor.nbytes if nbytes is None else nbytes
-        seconds = Link.speed[0] + nbytes * Link.speed[1]
-        Link.collectives, Link.bytes = Link.collectives + 1, Link.bytes + nbytes
+    def _issue(self, tensor: Tensor, fill: Callable[[], object]) -> Arrival:
+        seconds = Link.speed[0] + tensor.nbytes * Link.speed[1]
+        Link.collectives, Link.bytes = Link.collectives + 1, Link.bytes + tensor.nbytes
         if tensor.is_cuda:
             Link._stream = Link._stream or torch.cuda.Stream(priority=-1)
             Link._stream.wait_stream(torch.cuda.current_stream())
@@ -107,12 +102,12 @@ class Link(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Link:
         return self
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return "link"
 
 
 def drained(device: torch.device) -> float:
-    """Read the clock once the device has done its work, and the link is empty: a gather of the last step counts."""
+    """Read the clock once device and link have done their work: a gather of the last step counts."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     Arrival(Link._free).wait()
@@ -122,9 +117,8 @@ def drained(device: torch.device) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     about = "Measures a training step as rank 0 of N, over an emulated link."
     parser = parser_of(__file__, about, device=None, dtype="bf16", numel=None, contenders=CONTENDERS, ranks=8, rounds=7)
-    parser.add_argument("--tokens", type=int, help="of a rank in a step (256, on a GPU 4096)")
-    parser.add_argument("--gigabytes", type=float, help="a second (1, on a GPU 378)")
-    parser.add_argument("--microseconds", type=float, default=MICROSECONDS, help="of each collective (30)")
+    for name, default in {"tokens": "256, on a GPU 4096", "gigabytes": "1, on a GPU 378", "microseconds": 30}.items():
+        parser.add_argument(f"--{name}", type=float, help=f"({default})")
     return run_script(parser, work, arguments)
 
 
@@ -133,36 +127,38 @@ def work(parsed: argparse.Namespace) -> None:
 
     device = find_device(parsed.device)
     kind = device.type
-    rate = (parsed.gigabytes or GIGABYTES[kind]) * 1e9
+    rate, wait = (parsed.gigabytes or GIGABYTES[kind]) * 1e9, parsed.microseconds or MICROSECONDS
     dist.Backend.register_backend("link", lambda store, rank, size, timeout: Link(rank, size), devices=[kind])
     dist.init_process_group("link", rank=0, world_size=parsed.ranks, store=FakeStore())
-    config = model_config(int(parsed.numel or NUMEL[kind]), device)
-    task = Task(config, DTYPES[parsed.dtype], (parsed.tokens or TOKENS[kind]) // config.seq or 1, device=device)
-    result = Result(device, parsed.out, parsed.write, "link", gigabytes=rate / 1e9, microseconds=parsed.microseconds)
-    jobs, of_step = {}, {}
+    numel = int(parsed.numel or NUMEL[kind])
+    config = model_config(numel, device)
+    task = Task(config, DTYPES[parsed.dtype], int(parsed.tokens or TOKENS[kind]) // config.seq or 1, device=device)
+    result = Result(device, parsed.out, parsed.write, "link", gigabytes=rate / 1e9, microseconds=wait)
+    free, link = (0.0, 0.0), (wait / 1e6, 1 / rate)
+    jobs: dict[str, Job] = {}
+    of_step: dict[str, tuple[int, int]] = {}
     for name in parsed.contenders:
         progress(f"link: {name}")
-        training = WAYS[name].make(task)
-
-        def step(speed: list[float], laps: Any = tuple(training.laps.values())) -> None:
-            Link.speed = speed
-            for lap in laps:
-                lap()
-
-        for _ in range(3):
-            before = Link.collectives, Link.bytes
-            step([0.0, 0.0])
-        of_step[name] = Link.collectives - before[0], Link.bytes - before[1]
-        for link, speed in {"link": [parsed.microseconds / 1e6, 1 / rate], "free": [0.0, 0.0]}.items():
-            jobs[f"{name} {link}"] = [lambda step=step, speed=speed: [step(speed) for _ in range(STEPS)]]
-    times = interleaved(jobs, Clock(lambda: drained(device)), parsed.rounds)
-    ms = {name: Spread.of([round[0] / STEPS for round in of]) for name, of in times.items()}
-    for name in parsed.contenders:
-        exposed = ms[f"{name} link"].ms - ms[f"{name} free"].ms
-        row = {"op": "link", "backend": name, "dtype": parsed.dtype, "ranks": parsed.ranks, **vars(ms[f"{name} link"])}
-        calls, nbytes = of_step[name]
-        result.add([{**row, "exposed_ms": round(exposed, 3), "collectives": calls, "mebibytes": nbytes >> 20}])
+        laps = tuple(WAYS[name].make(task).laps.values())
+        train(laps, free)  # the first step lays buckets out, and gathers in another order
+        calls, nbytes = Link.collectives, Link.bytes
+        train(laps, free)
+        of_step[name] = (Link.collectives - calls) // STEPS, (Link.bytes - nbytes) // STEPS
+        jobs |= {f"{name} {of}": [partial(train, laps, of)] for of in (free, link)}
+    times = interleaved(jobs, Clock(partial(drained, device)), parsed.rounds)
+    for name, (calls, nbytes) in of_step.items():
+        alone, linked = (Spread.of([lap / STEPS for (lap,) in times[f"{name} {of}"]]) for of in (free, link))
+        row = {"op": "link", "backend": name, "dtype": parsed.dtype, "ranks": parsed.ranks, **vars(linked)}
+        counts = {"collectives": calls, "communicated": nbytes}
+        result.add([{**row, "numel": numel, "exposed_ms": round(linked.ms - alone.ms, 3), **counts}])
     show(result)
+
+
+def train(laps: Sequence[Callable[[], object]], speed: tuple[float, float]) -> None:
+    Link.speed = speed
+    for _ in range(STEPS):
+        for lap in laps:
+            lap()
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def ours(task: Task, stage: int, reshard: bool = True, **form: Any) -> Training:
     model, mesh = task.model(), task.mesh()
     if stage == 3:
         shard_module(model, (Block,), reshard_after_forward=reshard, mesh=mesh)
-    opt = ShardedAdamW(model.named_parameters(), stage=stage, mesh=mesh, **TRAINING, **form)
+    opt = ShardedAdamW(model, stage=stage, mesh=mesh, **TRAINING, **form)
     clip = functools.partial(opt.clip_grad_norm_, MAX_NORM)
     return Passes(model, task).then(clip=clip, update=opt.step, zero_grad=opt.zero_grad)
 

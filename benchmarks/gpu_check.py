@@ -180,14 +180,12 @@ def nccl_ranks(make: Maker) -> Groups:
     for name, more in (("nccl_one_queue", ONE_QUEUE), ("nccl_sanitized", SANITIZER)) if make.on_gpu else ():
         pairs = ("-k", "test_programs and 2-")
         again += make.split(make.ranks("test_nccl_ranks", 100, *pairs, name=name, more={**more, **FEW}), 2)
-    overlap = replace(make.script("overlap", 50, "gpu_overlap.py"), environment=make.on_one_gpu, after=pair.name)
     return [
         [pair],
         [make.tests("test_each_collective", 50, *ALONE)],
         of_ranks,
         make.split(make.ranks("test_nccl_ranks", 130, more=FEW), 3),
         make.split(make.ranks("test_nccl_topologies", 80), 3),
-        [overlap],
         again,
     ]
 
@@ -214,7 +212,8 @@ def products(make: Maker) -> Groups:
     curves = make.script("convergence", 180, "bench_convergence.py", "--at-once", "8", "--lr", "0.001")
     return [
         [make.tests("test_symmetric_product", 120, more=interpreted)],
-        [replace(make.script("products", 200, "gpu_products.py"), environment=interpreted)],
+        [replace(make.script("products", 120, "gpu_products.py"), environment=interpreted)],
+        [make.script("link", 100, "bench_link.py", *(() if make.on_gpu else make.tiny))],
         *([[curves]] if make.on_gpu else []),
     ]
 

@@ -37,8 +37,9 @@ COLUMNS = {
         ("versus", "freed", "of_disk save", "of_disk load", "newton_schulz", "imbalance", "padding", "loss"), "{:.3f}"
     ),
     "bound": "{}",
+    "exposed_ms": "{:.1f}",
     "us_per_parameter": "{:.1f}",
-    **dict.fromkeys(("tokens_per_s", "buckets", "largest", "exchange"), "{:,.0f}"),
+    **dict.fromkeys(("tokens_per_s", "buckets", "largest", "exchange", "collectives"), "{:,.0f}"),
     **dict.fromkeys((*TIMES, "memory steady", "memory rest", "after", "peak", "communicated"), "{:,.1f}"),
     **dict.fromkeys(("held device", "held host", "held disk", "written", "extra save", "extra load"), "{:,.1f}"),
     **dict.fromkeys(("growth resident", "growth objects"), "{:.6f}"),

@@ -16,7 +16,6 @@ from typing import Any
 
 import gpu_check
 import gpu_memory
-import gpu_overlap
 import gpu_profile
 import gpu_ranks
 import gpu_trainer
@@ -30,7 +29,7 @@ from zero_optim.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ("build", "bench_adam_step", "profile", "nccl_two_ranks", "bench_step")
-ALL = (*FEW, "test_large", "test_each_collective", "test_nccl_ranks", "test_work_order", "overlap", "memory", "trainer")
+ALL = (*FEW, "test_large", "test_each_collective", "test_nccl_ranks", "test_work_order", "link", "memory", "trainer")
 ALL += ("test_symmetric_product",)
 
 
@@ -307,28 +306,6 @@ def test_the_table_of_ncu_is_read() -> None:
     assert kernel["kernel"] == "void adam_step_kernel<float>"
     assert (kernel["ns"], kernel["bytes_read"], kernel["occupancy_percent"]) == (1000, 2_000_000, None)
     assert gpu_profile.read(["==ERROR== ERR_NVGPUCTRPERM"]) == []
-
-
-def kernel(name: str, start: float, end: float, category: str = "kernel") -> dict[str, Any]:
-    return {"cat": category, "name": name, "ts": start, "dur": end - start}
-
-
-def test_hidden_shares_of_a_trace() -> None:
-    events = [
-        kernel("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 0, 2000),
-        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 4000, 5000),
-        kernel("ncclDevKernel_AllGather_RING_LL", 6000, 8000),
-        kernel("gemm", 1000, 4000),
-        kernel("Memcpy HtoD (Pinned -> Device)", 3500, 5500, "gpu_memcpy"),
-        kernel("nccl:all_gather", 0, 9000, "cpu_op"),
-        {"name": "process_name"},
-    ]
-    assert gpu_overlap.shares(events) == {
-        "reductions": {"count": 2, "ms": 3.0, "hidden": 0.3333},
-        "gathers": {"count": 1, "ms": 2.0, "hidden": 0.0},
-        "to the device": {"count": 1, "ms": 2.0, "hidden": 0.25},
-    }
-    assert gpu_overlap.length([(5, 6), (0, 2), (1, 3), (3, 4), (0, 1)]) == 5
 
 
 def log(*losses: float | None, scale: float = 65536.0) -> list[dict[str, Any]]:
