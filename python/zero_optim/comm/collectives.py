@@ -349,7 +349,7 @@ class Comm:
 
     def described_groups(self) -> dict[str, tuple[str, list[int]]]:
         """The description and ranks of each process group of this comm and its parts, by the group's name."""
-        every = [group for comm in (self, *self._parts) for group in comm.groups.alive]
+        every = [group for comm in (self, *self._parts) for group in comm.groups.existing]
         return {group.group_name: (group.group_desc, dist.get_process_group_ranks(group)) for group in every}
 
     def stats(self) -> dict[str, dict[str, float]]:

@@ -74,7 +74,7 @@ class Groups:
         return self._alive(self.channels.get(key, self._own))
 
     @property
-    def alive(self) -> list[dist.ProcessGroup]:
+    def existing(self) -> list[dist.ProcessGroup]:
         return [*filter(None, map(alive, (self._given, self._own, *self.channels.values())))]
 
     @property
