@@ -344,7 +344,8 @@ class Engine:
                 buckets = self.reducer.grow(trained)
             for sharding in dict.fromkeys(bucket.sharding for bucket in buckets):
                 flats = [(bucket.layout.numel, bucket.dtype) for bucket in buckets if bucket.sharding == sharding]
-                connect_for_buckets(sharding, flats, gathered=whole)  # units are gathered over the model's group
+                memory = self.reducer.rounds.buffers.storages[0]  # new with the layout, so not lent yet
+                connect_for_buckets(sharding, flats, memory, gathered=whole)  # the model's group gathers units
             for bucket in buckets if whole else ():
                 bucket.sharding.alike(cut=bucket.flat.cut).broadcast(bucket.flat.full)
             with world.raising_together("making the state", device):

@@ -552,7 +552,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Bytes leave out parameters that were frozen from the start, and modules' buffers.
 
         Keys: ``stage, world_size, buckets, steps`` (calls of ``step``), ``skipped_steps``, ``collectives`` ({kind:
-        {calls, bytes, wait_seconds}}), ``memory`` ({kind: bytes}), ``non_finite`` (None, or {parameter, rank, step} of
+        {calls, bytes, wait_seconds}}), ``process_groups`` ({name: (description, ranks)}, as NCCL's flight recorder
+        shows them), ``memory`` ({kind: bytes}), ``non_finite`` (None, or {parameter, rank, step} of
         the first non-finite gradient in the latest run of steps that had one, ``step`` counted from 1; parameter and
         rank are None until the next step where the overflow arose in the sum, in another rank's shard).
         ``state_offload`` has the bytes of state on ``device``, ``host`` and ``disk``, those moved ``to_device``,

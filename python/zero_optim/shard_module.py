@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import validate
 from .comm.collectives import make_comm
-from .comm.sharding import Sharding, largest_of, make_sharding
+from .comm.sharding import Sharding, make_sharding, of_each_size
 from .comm.together import check_same
 from .comm.topology import Topology, group_of, read_row, read_rows, read_topology
 from .errors import ParameterError, ShardAccessError
@@ -127,7 +127,7 @@ def shard_module(
     except BaseException:
         comm.close()
         raise
-    for dtype, numel in largest_of((flat.layout.numel, flat.dtype) for unit in made for flat in unit.flats).items():
+    for numel, dtype in of_each_size((flat.layout.numel, flat.dtype) for unit in made for flat in unit.flats):
         for ranks in (shard_group, *([node] if node is not None else [])):
             ranks.connect_for("all_gather", numel, dtype, target)
     for unit, plan in zip(made, plans, strict=True):

@@ -27,7 +27,7 @@ class FlatBytes:
 
 def stats_of(engine: Engine) -> dict[str, Any]:
     """See ``ShardedOptimizer.stats``."""
-    sharding, taken = engine.sharding, dict(engine.store.footprint())
+    sharding, model, taken = engine.sharding, engine.sharded_model, dict(engine.store.footprint())
     if engine.measured is not None:  # telemetry in host memory counts, too
         taken["host"] += sum(t.nbytes for t in engine.measured.row_stats(on_host=True))
     return {
@@ -37,6 +37,8 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "steps": engine.steps,
         "skipped_steps": int(engine.exchange.skipped),
         "collectives": sharding.world.stats(),
+        "process_groups": ({} if model is None else model.sharding.world.described_groups())
+        | sharding.world.described_groups(),
         "memory": memory_by_kind(engine),
         "non_finite": engine.first_non_finite(),
         "state_offload": {**taken, **asdict(engine.store.copied)},

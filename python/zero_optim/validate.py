@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
+import os
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -84,6 +86,18 @@ def check_backend(comm: Comm, device: torch.device) -> None:
         raise ValueError(
             f"the parameters are on {device}, for which the process group has {backend}: it takes NCCL for a GPU and "
             'gloo for the CPU, as init_process_group("cpu:gloo,cuda:nccl") gives'
+        )
+    if comm.world_size > 1 and backend_of(comm, device) == "nccl":
+        _warn_of_blocking_wait()
+
+
+@functools.cache  # once: stage 3 makes a model and an optimizer
+def _warn_of_blocking_wait() -> None:
+    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "").lower() in ("1", "y", "yes", "t", "true"):
+        warnings.warn(
+            "TORCH_NCCL_BLOCKING_WAIT is set: the host waits for each collective, also in hooks of the backward, and "
+            "nothing overlaps. Unset it; the group's timeout still ends a rank that waits in vain",
+            stacklevel=3,
         )
 
 

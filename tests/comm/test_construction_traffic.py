@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -173,6 +175,51 @@ def test_nccl_has_connected_for_the_sizes_of_a_step(stage, ranks, options):
         large = {of: numel for of, numel in first.items() if numel >= least}
         assert len(large) == {0: 1, 3: 2 + len(options)}.get(stage, 2)
         assert all(before.get(of, 0) >= numel for of, numel in large.items()), (before, first)
+
+
+WIDTHS = (1, 1, 3, 8, 8, 64)  # rows of a bucket of its own each; four of them are of sizes of their own
+
+
+def _connected(
+    rank: int, world_size: int, stage: int, reduced: torch.dtype | None
+) -> tuple[list[tuple[str, int]], list[int], int]:
+    """What a rank has connected for, by kind and elements, in this order; the buckets; memory taken for that."""
+    used: Any = transport.used()
+    params = [nn.Parameter(torch.ones(ROWS * width, dtype=torch.bfloat16)) for width in WIDTHS]
+    taken, empty = [], torch.empty
+
+    def seen(*size: Any, **options: Any) -> Tensor:
+        if options.get("dtype") == torch.uint8 and sys._getframe(1).f_code.co_name == "connect_for":
+            taken.append(size[0])
+        return empty(*size, **options)
+
+    with mock.patch.object(torch, "empty", seen):
+        opt = zero_optim.ShardedAdamW(params, stage=stage, bucket_cap_mb=TINY_CAP_MB, grad_reduce_dtype=reduced)
+    kinds = ("reduce_scatter", "all_gather", "all_reduce")
+    sent = [(entry.kind, entry.numel) for entry in used.issued if entry.kind in kinds]
+    buckets = [bucket.layout.numel for bucket in opt.engine.reducer.buckets]
+    opt.close()
+    return sent, buckets, max(taken)
+
+
+@pytest.mark.parametrize(("stage", "reduced"), [(0, None), (2, None), (2, torch.float32)])
+def test_nccl_has_connected_for_each_size_of_a_bucket(stage: int, reduced: torch.dtype | None) -> None:
+    """By a factor of 4: the largest of each. They take the memory of the buffers that reductions have anyway."""
+    (first, buckets, taken), *others = run_ranks(2, _connected, stage, reduced, simulated="late")
+    assert all(sent == first for sent, _, _ in others), "all ranks have to connect for the same, in one order"
+    assert sorted(buckets) == [ROWS * width for width in WIDTHS]
+    reductions = [numel for kind, numel in first if kind == ("reduce_scatter" if stage else "all_reduce")]
+    large = [numel for numel in reductions if numel >= ROWS]
+    assert sorted(large) == [ROWS, ROWS * 3, ROWS * 8, ROWS * 64], "one of each class of sizes"
+    gathers = [numel * 2 for kind, numel in first if kind == "all_gather" and numel * 2 >= ROWS]
+    assert sorted(gathers) == (sorted(large) if stage else [])
+    assert taken <= 64, "that of the first connection, of as many elements as there are ranks"
+
+
+def test_sizes_that_are_connected() -> None:
+    every = [(2**shift, torch.bfloat16) for shift in range(10, 21)] + [(2**20, torch.float32)]
+    sizes = sharding.of_each_size(every)
+    assert sizes == [(2**shift, torch.bfloat16) for shift in (11, 13, 15, 17, 19, 20)] + [(2**20, torch.float32)]
 
 
 def _kinds_of_construction(rank: int, world_size: int) -> list[str]:

@@ -1,12 +1,10 @@
-"""Groups of our own after ``init_process_group(device_id=...)``, where torch splits communicators: only the ranks that
-have an optimizer in common make them. gloo splits nothing, so ``dist.new_group`` and ``dist.split_group`` are replaced.
+"""Groups of our own after ``init_process_group(device_id=...)``, where torch splits the communicator of all ranks: only
+the ranks that have an optimizer in common make them. gloo splits nothing, so ``dist.new_group`` is replaced.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -16,10 +14,13 @@ import torch.distributed as dist
 from harness import run_ranks
 from sharded_cases import Block, Net, loss_of, tokens
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from training_cases import assert_bitwise, copies, linear_backward, make_gradients, make_parameters
-from zero_optim.comm import topology, transport
+from zero_optim.comm import transport
+from zero_optim.comm.handle import Handle
 
 SHAPES = ((17, 9), (300,))
+GPU = torch.device("cuda", 0)
 
 
 class SplitHangs(Exception):
@@ -30,32 +31,29 @@ _new_group = dist.new_group
 
 
 def _bound_new_group(ranks: Sequence[int] | None = None, *given: Any, **options: Any) -> Any:
-    """All ranks of the job split the default communicator."""
-    if ranks is not None and len(ranks) < dist.get_world_size() and options.get("use_local_synchronization"):
+    """Where the default group is bound, all ranks of the job split its communicator."""
+    some = ranks is not None and len(ranks) < dist.get_world_size()
+    if some and options.get("use_local_synchronization") and dist.group.WORLD.bound_device_id is not None:
         raise SplitHangs(f"new_group({list(ranks)}) splits the communicator of all ranks, and only these call it")
     return _new_group(ranks, *given, **options)
 
 
-def _bound_split_group(
-    parent_pg: dist.ProcessGroup, split_ranks: Sequence[Sequence[int]], timeout: timedelta | None = None
-) -> dist.ProcessGroup:
-    """The ranks of ``parent_pg`` alone split its communicator. ``split_ranks``: as ``parent_pg`` numbers them."""
-    ranks = dist.get_process_group_ranks(parent_pg)
-    if sorted(itertools.chain(*split_ranks)) != list(range(len(ranks))):
-        raise SplitHangs(f"split_group({split_ranks}) of a group of {len(ranks)} ranks leaves some out")
-    own = next(part for part in split_ranks if ranks.index(dist.get_rank()) in part)
-    return _new_group([ranks[rank] for rank in own], timeout, use_local_synchronization=True)
+def _barrier(gloo: transport.Transport, group: dist.ProcessGroup) -> Handle:
+    """torch's is on the device that is bound, which is not there."""
+    return gloo.all_reduce(torch.zeros(1), group)
 
 
 def _bound(rank: int, world_size: int, body: Callable[..., Any], *args: Any) -> Any:
-    """``body`` as if a device were bound to the default group."""
+    """``body`` with a device that is bound to the default group, as ``init_process_group`` binds it."""
+    dist.group.WORLD.bound_device_id = GPU
     with (
         mock.patch.object(dist, "new_group", _bound_new_group),
-        mock.patch.object(dist, "split_group", _bound_split_group),
-        mock.patch.object(transport, "splits_communicators", lambda group: True),
-        mock.patch.object(topology, "splits_communicators", lambda group: True),
+        mock.patch.object(dist.distributed_c10d, "_get_split_source", lambda group: None),  # gloo has none
+        mock.patch.object(transport.GlooTransport, "barrier", _barrier),
     ):
-        return body(rank, world_size, *args)
+        result = body(rank, world_size, *args)
+    assert dist.group.WORLD.bound_device_id == GPU
+    return result
 
 
 def _two_optimizers_on_some_ranks(rank: int, world_size: int, members: tuple[int, ...]) -> list[Tensor]:
@@ -108,3 +106,44 @@ def _nodes_of_some_ranks(rank: int, world_size: int) -> list[float]:
 
 def test_some_ranks_make_groups_of_nodes() -> None:
     assert run_ranks(5, _bound, _nodes_of_some_ranks) == run_ranks(5, _nodes_of_some_ranks)
+
+
+def _mesh_of_some_ranks(rank: int, world_size: int, kind: str) -> list[Tensor]:
+    """Four of five ranks train on a mesh, as a stage of a pipeline does, and its ranks alone make its groups."""
+    import zero_optim
+
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    if rank == 4:
+        return []
+    params = make_parameters(SHAPES, seed=1)
+    if kind == "slices":
+        for parameter in params:
+            parameter.tensor_model_parallel, parameter.partition_dim = True, 0
+    by_kind = {"grid": {"mesh": mesh}, "slices": {"mesh": mesh["replicate"], "tensor_parallel": mesh["shard"]}}
+    opt = zero_optim.ShardedAdamW(params, lr=1e-2, **by_kind[kind])
+    for step in range(2):
+        linear_backward(params, make_gradients(params, rank, step))
+        opt.step()
+        opt.zero_grad()
+    opt.close()
+    return copies(params)
+
+
+@pytest.mark.parametrize("kind", ["grid", "slices"])
+def test_some_ranks_make_the_groups_of_a_mesh(kind: str) -> None:
+    bound = run_ranks(5, _bound, _mesh_of_some_ranks, kind)
+    plain = run_ranks(5, _mesh_of_some_ranks, kind)
+    for rank in range(4):
+        assert_bitwise(bound[rank], plain[rank], f"rank {rank}")
+
+
+def _cannot_be_made(rank: int, world_size: int) -> None:
+    group = dist.new_group([0, 1])
+    with mock.patch.object(dist, "new_group", mock.Mock(side_effect=RuntimeError("no such group"))):
+        if rank < 2:
+            with pytest.raises(RuntimeError, match="no such group"):
+                transport.new_group_of([0, 1], group, "own")
+
+
+def test_the_device_is_bound_again_after_an_error() -> None:
+    run_ranks(3, _bound, _cannot_be_made)

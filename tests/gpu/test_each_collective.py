@@ -120,7 +120,7 @@ def _every_collective(rank: int, world_size: int, dtype: torch.dtype) -> list[st
     _arrived(transport.barrier(group))
     world = [*range(world_size)]
     assert transport.gather_objects({"rank": rank}, group) == [{"rank": other} for other in world]
-    again = transport.split(group, [world])
+    again = transport.split(group, [world], "again")
     assert transport.gather_objects("over a new group", again) == ["over a new group"] * world_size
     _reduced(transport, again, NUMEL * world_size, dtype)
     assert dist.get_backend(transport.host_group(group)) == "gloo"

@@ -12,7 +12,9 @@ import zero_optim
 from cells import pairs, pairs_of
 from harness import run_ranks
 from sharded_cases import Block, Net, loss_of, tokens
+from torch.distributed.device_mesh import init_device_mesh
 from zero_optim import memory
+from zero_optim.comm import transport
 from zero_optim.errors import OutOfMemoryError, RankMismatchError
 from zero_optim.params.flat_params import FlatParams
 from zero_optim.step.shard_state import ShardState
@@ -217,3 +219,49 @@ def test_the_other_rank_does_not_wait(when):
     assert name == RankMismatchError.__name__ and "rank 1 failed with" in said
     assert here[1:] == there[1:]
     assert all(name == "ZeroOptimError" and "make a new optimizer" in said for name, said in here[1:])
+
+
+def _communicating_groups(rank: int, world_size: int, job: memory.Job) -> int:
+    """How many groups of a rank a collective of the device is issued in, up to the first step."""
+    used: Any = transport.used()
+    parts = {"pp": job.pipeline, "replicate": job.replicas, "shard": job.data // job.replicas, "tp": job.tensor}
+    mesh = init_device_mesh("cpu", (*parts.values(),), mesh_dim_names=(*parts,))
+    model = Net()
+    for parameter in model.parameters() if job.tensor > 1 else ():
+        parameter.tensor_model_parallel, parameter.partition_dim = parameter.ndim > 1, 0
+    cut = mesh["tp"] if job.tensor > 1 else None
+    averaged = mesh["replicate", "shard"] if job.replicas > 1 else mesh["shard"]
+    pipeline = mesh["pp"] if job.pipeline > 1 else None
+    if job.stage == 3:
+        reshard = job.reshard_after_forward
+        zero_optim.shard_module(model, (Block,), mesh=averaged, tensor_parallel=cut, reshard_after_forward=reshard)
+        averaged = None
+    opt = zero_optim.ShardedAdamW(
+        model.named_parameters(), stage=job.stage, mesh=averaged, tensor_parallel=cut, pipeline=pipeline
+    )
+    loss_of(model, tokens(rank, 0)).backward()
+    opt.step()
+    opt.close()
+    return len({entry.group for entry in used.issued if entry.kind not in ("barrier", "gather_objects")})
+
+
+@pytest.mark.parametrize(
+    ("job", "count"),
+    [
+        (memory.Job(world=1), 0),
+        (memory.Job(world=2, stage=0), 2),
+        (memory.Job(world=2, stage=2), 2),
+        (memory.Job(world=2, stage=3), 3),
+        (memory.Job(world=4, stage=2, replicas=2), 4),
+        (memory.Job(world=4, stage=3, replicas=2), 7),
+        (memory.Job(world=4, stage=3, reshard_after_forward=2), 4),
+        (memory.Job(world=4, stage=2, tensor=2), 4),
+        (memory.Job(world=4, stage=3, tensor=2), 7),
+        (memory.Job(world=2, stage=2, tensor=2), 4),  # one of this rank alone: plain slices are reduced on one, too
+        (memory.Job(world=4, stage=2, pipeline=2, accumulate=2), 3),
+        (memory.Job(world=2, stage=2, pipeline=2, accumulate=2), 1),
+    ],
+)
+def test_communicators_are_counted(job: memory.Job, count: int) -> None:
+    assert memory.plan(memory.of_decoder(memory.KNOWN["gpt2"], torch.bfloat16), job).communicators == count
+    assert run_ranks(job.world, _communicating_groups, job, simulated="late") == [count] * job.world

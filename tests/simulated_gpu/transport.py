@@ -147,9 +147,9 @@ class LateTransport(Transport):
         self._record("gather_objects", group)
         return super().gather_objects(value, group)
 
-    def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup:
         self._record("split", group)
-        return super().split(group, parts)
+        return super().split(group, parts, purpose)
 
 
 class LateWork:

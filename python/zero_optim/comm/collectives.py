@@ -128,7 +128,7 @@ class Comm:
         over the given group, which another may use, too."""
         if self.world_size == 1:
             return
-        if (own := groups.take(self, lambda: self._split([self.ranks]), where, needed=needed)) is not None:
+        if (own := groups.take(self, lambda: self._split([self.ranks], "own"), where, needed=needed)) is not None:
             self.groups.use_own(own)
 
     def take_channels(self, of: Iterable[object], device: torch.device, where: str) -> None:
@@ -140,7 +140,7 @@ class Comm:
             return
         for key in [*of][: CHANNELS - 1]:
             # Where one cannot be made, on any rank, the next cannot either.
-            if (group := groups.take(self, lambda: self._split([self.ranks]), where, needed=False)) is None:
+            if (group := groups.take(self, lambda: self._split([self.ranks], "own"), where, needed=False)) is None:
                 return
             self.groups.channels[key] = weakref.ref(group)
 
@@ -154,17 +154,17 @@ class Comm:
         own = self.groups.own
         assert own is not None
         # Groups of parts belong to the own group: an optimizer that takes it over takes them over, too.
-        group = groups.part_of(own, parts, name, lambda: self._split(parts))
+        group = groups.part_of(own, parts, name, lambda: self._split(parts, name))
         made = Comm(group, self.device)
         made.whole, made.log, made.traffic = self.whole, self.log, self.traffic
         made.label, made._name = self.label, name
         self.whole._parts.append(made)
         return made
 
-    def _split(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    def _split(self, parts: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup:
         """Collective. Make a new group of this rank's part of these ranks."""
         assert self.group is not None
-        return self._transport(ON_HOST).split(self.group, parts)
+        return self._transport(ON_HOST).split(self.group, parts, purpose)
 
     def close(self) -> None:
         """Leave its own groups to later optimizers, unless something may still be in flight over them."""
@@ -181,13 +181,20 @@ class Comm:
         for kind in ("reduce_scatter", "all_gather", "all_reduce"):
             self.connect_for(kind, self.world_size, torch.float32, device)
 
-    def connect_for(self, kind: str, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    def connect_for(
+        self, kind: str, numel: int, dtype: torch.dtype, device: torch.device, memory: Tensor | None = None
+    ) -> None:
         """Collective. Connect for one kind of collective, on a flat tensor [numel], a multiple of the number of ranks.
-        NCCL chooses an algorithm by size, and connects the ranks for each algorithm when that is first used."""
+        NCCL chooses an algorithm by size, and connects the ranks for each algorithm when that is first used.
+
+        ``memory``: [bytes] uint8, which is overwritten; None, or too small, or deallocated: it takes memory for this.
+        """
         if self.world_size == 1 or self.host_waits(device):
             return
-        transport, group = self._transport(device), self.groups.own
-        full = torch.zeros(numel, dtype=dtype, device=device)
+        transport, group, nbytes = self._transport(device), self.groups.own, numel * dtype.itemsize
+        if memory is None or memory.untyped_storage().nbytes() < nbytes:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        full = memory[:nbytes].view(dtype).zero_()
         own = self.own_part(full)
         if kind == "reduce_scatter":
             handle = transport.reduce_scatter(Reduction(full, own, own, accumulate=False), group, full.new_empty)
@@ -341,6 +348,11 @@ class Comm:
         """This rank's 1/N of a flat tensor, a view."""
         shard_numel = full.numel() // self.world_size
         return full.narrow(0, self.rank * shard_numel, shard_numel)
+
+    def described_groups(self) -> dict[str, tuple[str, list[int]]]:
+        """The description and ranks of each process group of this comm and its parts, by the group's name."""
+        every = [group for comm in (self, *self._parts) for group in comm.groups.existing]
+        return {group.group_name: (group.group_desc, dist.get_process_group_ranks(group)) for group in every}
 
     def stats(self) -> dict[str, dict[str, float]]:
         counted = ("calls", "bytes", "wait_seconds")

@@ -74,6 +74,10 @@ class Groups:
         return self._alive(self.channels.get(key, self._own))
 
     @property
+    def existing(self) -> list[dist.ProcessGroup]:
+        return [*filter(None, map(alive, (self._given, self._own, *self.channels.values())))]
+
+    @property
     def ranks(self) -> list[int]:
         """The ranks, as the whole job numbers them; none where the given group was destroyed, or there is none."""
         group = alive(self._given) if dist.is_initialized() else None

@@ -293,22 +293,25 @@ def make_expert_shardings(main: Sharding, given: Mapping[int, ExpertRanks]) -> d
     return {number: replace(made[of.columns], grad_divisor=of.grad_divisor) for number, of in given.items()}
 
 
-def connect_for_buckets(sharding: Sharding, flats: Iterable[tuple[int, torch.dtype]], *, gathered: bool) -> None:
+def connect_for_buckets(
+    sharding: Sharding, flats: Iterable[tuple[int, torch.dtype]], memory: Tensor, *, gathered: bool
+) -> None:
     """Collective. Connect the ranks for the collectives of buckets, see ``Comm.connect_for``.
 
     Args:
         flats: elements and dtype of each bucket.
+        memory: a buffer of reductions that nothing uses.
         gathered: whether parameters are all-gathered, too.
     """
     shard_group, device = sharding.shard_group, sharding.device
     kind = "reduce_scatter" if sharding.shard_count > 1 else "all_reduce"
-    for dtype, numel in largest_of(flats).items():
+    for numel, dtype in of_each_size(flats):
         reduced = sharding.reduce_dtype(dtype)
-        shard_group.connect_for(kind, numel, reduced, device)
+        shard_group.connect_for(kind, numel, reduced, device, memory)
         if sharding.grid is not None:
-            sharding.grid.across.connect_for("all_reduce", numel // sharding.shard_count, reduced, device)
+            sharding.grid.across.connect_for("all_reduce", numel // sharding.shard_count, reduced, device, memory)
         if gathered and sharding.shard_count > 1:
-            shard_group.connect_for("all_gather", numel, dtype, device)
+            shard_group.connect_for("all_gather", numel, dtype, device, memory)
 
 
 def broadcast_together(comm: Comm, tensors: Sequence[Tensor]) -> None:
@@ -323,12 +326,13 @@ def broadcast_together(comm: Comm, tensors: Sequence[Tensor]) -> None:
             tensor.copy_(values.view(tensor.shape))
 
 
-def largest_of(flats: Iterable[tuple[int, torch.dtype]]) -> dict[torch.dtype, int]:
-    """Find, by dtype, the most elements that one of these flat tensors has."""
-    largest: dict[torch.dtype, int] = {}
+def of_each_size(flats: Iterable[tuple[int, torch.dtype]]) -> list[tuple[int, torch.dtype]]:
+    """Find the largest of these flat tensors, by elements and dtype, of each dtype and size: a factor of 4 of bytes."""
+    largest: dict[tuple[int, torch.dtype], int] = {}
     for numel, dtype in flats:
-        largest[dtype] = max(numel, largest.get(dtype, 0))
-    return largest
+        size = (numel * dtype.itemsize).bit_length() // 2, dtype
+        largest[size] = max(numel, largest.get(size, 0))
+    return [(numel, dtype) for (_, dtype), numel in largest.items()]
 
 
 def runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from . import groups
 from .collectives import Comm, make_comm
-from .transport import backends, new_group_of, splits_communicators
+from .transport import backends, new_group_of
 
 Rows = tuple[tuple[int, ...], ...]
 """Ranks as the whole job numbers them, by row and column of a matrix."""
@@ -77,15 +77,10 @@ def group_of_ranks(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.Proces
         return dist.group.WORLD
     if dist.get_rank() not in ranks:
         raise ValueError(f"rank {dist.get_rank()} is not in mesh, whose ranks are {ranks}: call it on these only")
-    if splits_communicators(like):
-        raise ValueError(
-            f"mesh has {len(ranks)} of {dist.get_world_size()} ranks, and init_process_group was given a device_id: so "
-            "a group of some ranks can be made by all ranks alone. Leave device_id out"
-        )
     key = tuple(ranks), str(backends(like))
     found = groups.alive(_of_meshes.get(key))
     if found is None:
-        found = new_group_of(ranks, like)
+        found = new_group_of(ranks, like, "world")
         _of_meshes[key] = weakref.ref(found)
     return found
 

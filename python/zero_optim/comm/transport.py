@@ -127,29 +127,23 @@ class Transport:
             rows = _of_every_rank(padded, group).cpu()
         return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(rows, sizes, strict=True)]
 
-    def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """Make a new group of this rank's part, with the back-end and time-out of ``group``.
+    def split(self, group: dist.ProcessGroup, parts: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup:
+        """Make a new group of this rank's part, like ``group``: see ``new_group_of``.
 
         Collective over the ranks of ``group`` and no others. ``parts``: ranks as the whole job numbers them.
         """
-        own = next(list(part) for part in parts if dist.get_rank() in part)
-        timeout, backend = _options_of(group)
-        if dist.get_world_size(group) == dist.get_world_size():
-            made = {tuple(part): dist.new_group(list(part), timeout, backend) for part in parts}
-            return made[tuple(own)]
-        if splits_communicators(group):
-            # new_group would split the communicator of all ranks here, and wait for those that are not in ``group``.
-            of_group = [[dist.get_group_rank(group, rank) for rank in part] for part in parts]
-            split = dist.split_group(parent_pg=group, split_ranks=of_group, timeout=timeout)
-            assert split is not None
-            return split
-        return new_group_of(own, group)
+        own = next(tuple(part) for part in parts if dist.get_rank() in part)
+        if dist.get_world_size(group) < dist.get_world_size():
+            return new_group_of(own, group, purpose)
+        return {tuple(part): new_group_of(part, group, purpose, by_all=True) for part in parts}[own]
 
     def host_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """A new group of the ranks of ``group`` over gloo. Collective over these alone."""
         ranks = dist.get_process_group_ranks(group)
         some = len(ranks) < dist.get_world_size()
-        return dist.new_group(ranks, HOST_PATIENCE, "gloo", use_local_synchronization=some)
+        return dist.new_group(
+            ranks, HOST_PATIENCE, "gloo", use_local_synchronization=some, group_desc="zero_optim:host"
+        )
 
     def _handle(self, work: Any) -> Handle:
         return Handle(work)
@@ -306,15 +300,35 @@ def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     return dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(",") if ":" in pair)
 
 
-def new_group_of(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Collective over ``ranks``, some of the job's. Make a group with the back-end and time-out of ``like``."""
-    return dist.new_group(list(ranks), *_options_of(like), use_local_synchronization=True)
-
-
-def splits_communicators(group: dist.ProcessGroup) -> bool:
-    """Whether torch makes groups of this kind by ``ncclCommSplit``: after ``init_process_group(device_id=...)``."""
-    bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
-    return bound and "nccl" in backends(group).values()
+def new_group_of(
+    ranks: Sequence[int], like: dist.ProcessGroup, purpose: str, *, by_all: bool = False
+) -> dist.ProcessGroup:
+    """Collective over ``ranks``, or ``by_all`` ranks of the job. Make a group with the back-end and time-out of
+    ``like``. ``purpose``: for its description, which NCCL's flight recorder dumps."""
+    timeout, backend = _options_of(like)
+    options: Any = None
+    if "nccl" in backends(like).values():
+        # Else a collective's blocks queue behind those of the kernels that the backward has launched before it.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if timeout is not None:
+            options._timeout = timeout  # torch warns where its two time-outs differ
+    world: Any = dist.group.WORLD
+    bound = world.bound_device_id
+    if not by_all:
+        # After ``init_process_group(device_id=...)`` torch makes a group by splitting the communicator of all ranks of
+        # the job, which waits for those that are not in ``ranks``. Of an unbound one it splits nothing.
+        world.bound_device_id = None
+    try:
+        return dist.new_group(
+            [*ranks],
+            timeout,
+            backend,
+            options,
+            use_local_synchronization=not by_all,
+            group_desc=f"zero_optim:{purpose}",
+        )
+    finally:
+        world.bound_device_id = bound
 
 
 def _of_every_rank(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -163,6 +163,7 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str]:
         yield row("stage of the pipeline", [f"{made.pipeline_stage + 1} of {parsed.pp}" for made in plans])
     yield from memory_lines(plans, unit, by_kind=parsed.verbose)
     yield row(f"fits into {size(room)}", ["yes" if made.most <= room else "no" for made in plans])
+    yield row("NCCL communicators", [str(made.communicators) for made in plans])
     if parsed.verbose:
         yield row("buckets", [f"{made.buckets:,}" for made in plans])
     if any(made.first_step for made in plans):
@@ -193,5 +194,6 @@ def _as_json(made: Plan, parsed: argparse.Namespace) -> dict[str, Any]:
         "host_bytes": made.host,
         "disk_bytes": made.disk,
         "buckets": made.buckets,
+        "nccl_communicators": made.communicators,
         "fits": made.most <= parsed.gpu_memory,
     }

@@ -145,6 +145,17 @@ class Plan:
         return self.total + self.first_step
 
     @property
+    def communicators(self) -> int:
+        """NCCL communicators that a rank connects, but for those of experts and of the program's other groups."""
+        job, shards = self.job, self.job.data // self.job.replicas
+        if job.world == job.pipeline:
+            return int(job.pipeline > 1)
+        # The optimizer's own group and its parts; a sharded model has as many, and one of the ranks that keep a unit.
+        own = 1 + 2 * (job.tensor > 1) + 2 * (job.replicas > 1 and job.stage >= 1)
+        of_model = own + (1 < job.reshard_after_forward < shards) if job.stage == 3 else 0
+        return 1 + own + of_model + (job.pipeline > 1)  # the first is of the group that is given
+
+    @property
     def model_state(self) -> int:
         """Bytes of parameters, gradients and state, without padding: what the table of the ZeRO paper has."""
         return sum(self.memory[kind] for kind in self.state_kinds)
