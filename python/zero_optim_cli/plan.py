@@ -6,7 +6,6 @@ import argparse
 import re
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from .choices import DTYPES, MASTERS, MODELS, MUON, RULES, STATE_DTYPES, read_nbytes
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", action="store_true", help="layers are computed again in backward")
     parser.add_argument("--verbose", action="store_true", help="what memory is made of, by kind; buckets")
     parser.add_argument("--json", action="store_true", help="print a list, an object a stage, in bytes")
-    flag("--png", Path, "draw bars by kind, a stage each", metavar="FILE")
 
 
 _MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

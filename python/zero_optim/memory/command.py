@@ -23,7 +23,7 @@ from ..rules.update_rule import UpdateRule
 from ..stores.offload import Offload, Tier, read_offload
 from .models import KNOWN, ModelShapes, gpt_of, of_decoder, of_module, usual_units, with_lora, with_trained_part
 from .plan import Batch, Job, Plan, plan
-from .report import draw, memory_lines, ranks_of, unit_of, verdict
+from .report import memory_lines, ranks_of, unit_of, verdict
 
 RULES = {"adamw": AdamW(), "amsgrad": AdamW(amsgrad=True), "lion": Lion(), "sgd": SGD(), "momentum": SGD(momentum=0.9)}
 STAGES = (0, 1, 2, 3)
@@ -44,14 +44,10 @@ def run(parsed: argparse.Namespace) -> int:
     except ValueError as error:
         field, _, rest = str(error).partition(" ")
         raise UsageError(f"{_FLAGS.get(field, field)} {rest}") from error
-    if parsed.png:
-        draw(parsed.png, plans, parsed.gpu_memory)
     if parsed.json:
         print(json.dumps([_as_json(made, parsed) for made in plans], indent=1))
     else:
         print("\n".join(_report(parsed, plans)))
-        if parsed.png:
-            print(f"drawn in {parsed.png}")
     return 0
 
 

@@ -1,12 +1,10 @@
-"""Plans as text, and as a picture."""
+"""Plans as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from ..errors import UsageError
 from ..figures import SizeUnit, count, row, size, unit_for
 from ..stores.offload import Tier
 from .plan import LOCAL, PAGES, Job, Plan, plan
@@ -84,46 +82,3 @@ def verdict(plans: Sequence[Plan], device_memory: int) -> str:
         return f"Does not fit into {room} at any stage below. {remedy(plans[-1], device_memory)}"
     left = size(device_memory - smallest.most)
     return f"Fits into {room} at stage {smallest.job.stage}: {size(smallest.most)} a rank, {left} to spare."
-
-
-_GREY, _BLUE, _RED = "#B9B9B9", "#0072B2", "#C4003F"
-_IN_SIGHT = 1.06  # of what a rank takes: a larger memory would press the bars to the left
-
-
-def draw(path: Path, plans: Sequence[Plan], device_memory: int) -> None:
-    """Write a PNG: what a rank holds on its device, by kind. Stages differ by factors of tens, so each has an axis.
-
-    Raises UsageError without matplotlib, and where the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(f"--png {path}: needs matplotlib ({error}): pip install zero-kernels[train]") from error
-    columns = min(2, len(plans))
-    figure = Figure((6.3 * columns, 0.4 + 3.6 * -(-len(plans) // columns)), dpi=110, layout="constrained")
-    figure.suptitle(f"{plans[0].model.numel / 1e9:,.3g} B parameters, {ranks_of(plans[0].job)}: memory of a rank")
-    for number, made in enumerate(plans):
-        axes, unit = figure.add_subplot(-(-len(plans) // columns), columns, number + 1), unit_for(made.most)
-        bars = {kind: made.memory[kind] for kind in kinds_of([made]) if made.memory.get(kind)}
-        bars["on the device"] = made.total
-        values = [nbytes / unit.nbytes for nbytes in bars.values()]
-        small = len(bars) - 1
-        whiskers = [[0] * len(bars), [0] * small + [made.first_step / unit.nbytes]]
-        drawn = axes.barh([*bars], values, color=[_GREY] * small + [_BLUE], xerr=whiskers, capsize=3)
-        axes.bar_label(drawn, [unit.cell(nbytes) for nbytes in bars.values()], padding=3)
-        if device_memory < _IN_SIGHT * made.most:
-            axes.axvline(device_memory / unit.nbytes, color=_RED, ls="--", label=f"device: {size(device_memory)}")
-            axes.legend(loc="upper right", frameon=False)
-        axes.set_xlim(0, 1.15 * made.most / unit.nbytes)
-        axes.invert_yaxis()
-        axes.set_title(f"Stage {made.job.stage}", loc="left")
-        axes.set_xlabel(unit.name + (" (whisker: in the first step)" if made.first_step else ""))
-        axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        where = ": give a file in a folder that is there" if missing else ""
-        raise UsageError(f"--png {path}: {error.strerror or error}{where}") from error
-    except ValueError as error:  # the name is not that of a picture
-        raise UsageError(f"--png {path}: {error}") from error
