@@ -52,10 +52,8 @@ class Arrival(dist.Work):
 class Link(dist.ProcessGroup):
     """A group of rank 0; all have one link. ``speed``: seconds a collective, seconds a byte."""
 
-    speed = 0.0, 0.0
-    _free = 0.0
-    _stream: Any = None
-    collectives, bytes = 0, 0
+    speed, collectives, bytes = (0.0, 0.0), 0, 0
+    _free, _stream = 0.0, None
 
     def _issue(self, tensor: Tensor, fill: Callable[[], object]) -> Arrival:
         seconds = Link.speed[0] + tensor.nbytes * Link.speed[1]
@@ -115,7 +113,7 @@ def drained(device: torch.device) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    about = "Measures a training step as rank 0 of N, over an emulated link."
+    about = "A training step as rank 0 of N, over an emulated link."
     parser = parser_of(__file__, about, device=None, dtype="bf16", numel=None, contenders=CONTENDERS, ranks=8, rounds=7)
     for name, default in {"tokens": "256, on a GPU 4096", "gigabytes": "1, on a GPU 378", "microseconds": 30}.items():
         parser.add_argument(f"--{name}", type=float, help=f"({default})")
@@ -130,13 +128,13 @@ def work(parsed: argparse.Namespace) -> None:
     rate, wait = (parsed.gigabytes or GIGABYTES[kind]) * 1e9, parsed.microseconds or MICROSECONDS
     dist.Backend.register_backend("link", lambda store, rank, size, timeout: Link(rank, size), devices=[kind])
     dist.init_process_group("link", rank=0, world_size=parsed.ranks, store=FakeStore())
-    numel = int(parsed.numel or NUMEL[kind])
+    numel, tokens = int(parsed.numel or NUMEL[kind]), int(parsed.tokens or TOKENS[kind])
     config = model_config(numel, device)
-    task = Task(config, DTYPES[parsed.dtype], int(parsed.tokens or TOKENS[kind]) // config.seq or 1, device=device)
+    task = Task(config, DTYPES[parsed.dtype], tokens // config.seq or 1, device=device)
     result = Result(device, parsed.out, parsed.write, "link", gigabytes=rate / 1e9, microseconds=wait)
     free, link = (0.0, 0.0), (wait / 1e6, 1 / rate)
     jobs: dict[str, Job] = {}
-    of_step: dict[str, tuple[int, int]] = {}
+    of_step = {}
     for name in parsed.contenders:
         progress(f"link: {name}")
         laps = tuple(WAYS[name].make(task).laps.values())
@@ -148,9 +146,9 @@ def work(parsed: argparse.Namespace) -> None:
     times = interleaved(jobs, Clock(partial(drained, device)), parsed.rounds)
     for name, (calls, nbytes) in of_step.items():
         alone, linked = (Spread.of([lap / STEPS for (lap,) in times[f"{name} {of}"]]) for of in (free, link))
-        row = {"op": "link", "backend": name, "dtype": parsed.dtype, "ranks": parsed.ranks, **vars(linked)}
-        counts = {"collectives": calls, "communicated": nbytes}
-        result.add([{**row, "numel": numel, "exposed_ms": round(linked.ms - alone.ms, 3), **counts}])
+        row = {"op": "link", "backend": name, "dtype": parsed.dtype, "numel": numel, "ranks": parsed.ranks}
+        row |= {**vars(linked), "exposed_ms": linked.ms - alone.ms, "collectives": calls, "communicated": nbytes}
+        result.add([row])
     show(result)
 
 

@@ -26,7 +26,7 @@ from zero_optim.bench.run import find_device
 BATCH = 20
 LAYERS, WIDTH = 8, 2048
 BEFORE, STEP = ("model", "optimizer", "data"), ("forward", "backward", "step")
-SHOWN_STEPS = (1, 3)  # in the first no bucket leaves before backward ends; from the third on all steps are alike
+SHOWN_STEPS = (1, 3)  # the first lays the buckets out; from the third on all steps are alike
 PHASES = (*BEFORE, *(f"{phase} {number}" for number in SHOWN_STEPS for phase in STEP))
 
 Readings = dict[str, tuple[int, int]]

@@ -217,19 +217,6 @@ def of_scale(rows: Sequence[Row]) -> list[list[Panel]]:
     return [[Panel(heading, of, lines=lines_of(rows, "ranks", figure), x="ranks") for of, figure in shown.items()]]
 
 
-def of_endurance(rows: Sequence[Row]) -> list[list[Panel]]:
-    """Draw resident memory along the steps. No script makes such rows now; a result in this repository has them."""
-    panels = []
-    for block in blocks(rows, "ranks"):
-        lines = {}
-        for row in block:
-            steps, resident = row["samples"]["step"], row["samples"]["resident"]
-            lines[row["backend"]] = [(at, (now - resident[0]) / 1024) for at, now in zip(steps, resident, strict=True)]
-        unit = "resident, KiB since the first sample"
-        panels.append([Panel(f"{block[0]['ranks']} ranks", unit, lines=lines, x="steps")])
-    return panels
-
-
 UPDATES = {
     "torch_pipeline": "torch: unscale, AdamW(fused=True), cast",
     "cuda": "CUDA, fp32 masters",
@@ -260,7 +247,6 @@ KINDS: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[list[Panel]]]]] = 
     "phases": ("phase", of_phases),
     "checkpoint": ("written", of_checkpoint),
     "scale": ("timed construction", of_scale),
-    "endurance": ("samples", of_endurance),
     "times": ("ms", of_times),
 }
 """By name: the key that rows of this kind have and no earlier kind does, and what draws them."""

@@ -68,7 +68,7 @@ def test_what_is_counted_is_what_the_optimizer_says_that_it_keeps():
             assert all(after <= peak for after, peak in readings.values())
         readings = walks["stage2"][0]
         first, later, at_rest = readings["backward 1"][1], readings["backward 3"][1], readings["data"][0]
-        assert first - at_rest > whole > later - at_rest, "gradients wait for the end of the first backward alone"
+        assert whole > first - at_rest and whole > later - at_rest, "no backward holds all gradients"
         assert walks["stage3"][0]["model"][1] < whole, "no rank ever holds the whole model"
         kept_by = [walks[way][0]["step 3"][0] for way in PLAIN]
         assert kept_by == sorted(kept_by, reverse=True)

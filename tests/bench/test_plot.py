@@ -14,6 +14,7 @@ from zero_optim.bench.record import CHECKOUT, Result
 from zero_optim.errors import UsageError
 
 RESULTS = sorted((CHECKOUT / "benchmarks" / "results").glob("*/*.json"))
+RESULTS = [path for path in RESULTS if not path.stem.endswith("endurance")]  # nothing draws these rows any more
 AMD = CHECKOUT / "benchmarks" / "results" / "amd-epyc-2-threads"
 
 
