@@ -415,9 +415,18 @@ class LossInside(Chain):
         return {"loss": entropy(super().forward(tokens[:, :-1], rank, step), tokens), "count": 3}
 
 
+class TiedByUse(Chain):
+    """Its embedding is tied where it is used: no module registers the weight twice."""
+
+    def forward(self, tokens: Tensor, rank: int = 0, step: int = 0) -> Tensor:
+        return F.linear(self.run(self.embedding(tokens), rank, step), self.embedding.weight, self.head.bias)
+
+
 PROGRAMS |= {
     "units within units": Program(partial(Chain, Outer), units=(Outer, Inner)),
     "units by name": Program(partial(Chain, Outer), units=("Outer", "Inner")),
+    "embedding and head as units": Program(units=(Block, nn.Embedding, "head")),
+    "an embedding whose weight is read without a call": Program(TiedByUse),
     "units within units, inner ones checkpointed": Program(
         partial(Chain, type("Outer", (Outer,), {"reentrant": False})), units=(Outer, Inner)
     ),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from guards import CollectiveLog
 from harness import run_ranks
-from sharded_cases import Net, Run, full_state, gathered, loss_of, make, tokens, train_step
+from sharded_cases import Block, Net, Run, full_state, gathered, loss_of, make, tokens, train_step
 from torch import Tensor, nn
 from training_cases import ROW
 from zero_optim.units.unit import UnitState
@@ -264,6 +264,33 @@ def test_evaluation_gathers_once_and_reduces_nothing(mode):
             for account_of, expected in ((step, without if kept else whole), (last, without if kept else whole)):
                 del account_of["exchange"]
                 assert account_of == expected, run
+
+
+class Untied(Net):
+    def __init__(self) -> None:
+        super().__init__(depth=DEPTH)
+        self.head = nn.Linear(self.norm.normalized_shape[0], self.embedding.num_embeddings)
+
+
+def _with_large_units(rank: int, world_size: int) -> tuple[list[str], Account]:
+    model, opt = make(Run(), Untied(), (Block, nn.Embedding, "head"))
+    train_step(Run(), rank, model, opt, 0)
+    before = account(opt)
+    train_step(Run(), rank, model, opt, 1)
+    moved = since(account(opt), before)
+    opt.close()
+    return [unit.name for unit in model._zero_optim_sharded.units], moved
+
+
+def test_embedding_and_head_may_be_units():
+    """By class and by name. The root is a norm then, and both are gathered for forward and for backward."""
+    model = Untied()
+    of_units = [list(module.parameters()) for module in (model.embedding, *model.blocks, model.head)]
+    root, units = padded(list(model.norm.parameters()), 3), sum(padded(unit, 3) for unit in of_units)
+    for names, moved in run_ranks(3, _with_large_units):
+        assert names == ["", "embedding", *(f"blocks.{number}" for number in range(DEPTH)), "head"]
+        assert moved["all_gather"] == (1 + 2 * len(of_units), 4 * (root + 2 * units))
+        assert moved["reduce_scatter"] == (1 + len(of_units), 4 * (root + units))
 
 
 def _asked_for(rank: int, world_size: int) -> list[Account]:
