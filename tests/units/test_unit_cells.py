@@ -197,3 +197,14 @@ def test_what_changes_values_changes_no_state(state: UnitState):
         bench.unit.write_back()
     assert bench.unit.state is state
     bench.check()
+
+
+def test_a_shard_that_is_written_after_its_gather_is_gathered_again():
+    """By the user, between a step and the forward that the step has gathered for."""
+    for ahead, gathers in ((True, 2), (False, 1)):
+        bench = Bench(UnitState.SHARDED)
+        bench.unit.unshard(ahead=ahead)
+        bench.shard.copy_(VALUES)
+        bench.unit.wait()
+        assert bench.comm.gathers == gathers
+        bench.check()
