@@ -105,6 +105,7 @@ class Engine:
         self.clip = Clip(sharding, labels, pipeline)
         self.hyper = HyperTable([], rules.by_group, sharding.device)
         self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3, sharding.device)
+        self._ahead = schedule if settings.overlap_param_gather and self.sharding.stage == 3 else None
         # Bound methods of the parts, not of the engine: hooks make the parameters hold the reducer. Through a method of
         # the engine they would hold the engine, and the optimizer would never be collected and closed.
         self.reducer.on_layout = [self.states.lay_out, self.param_gather.use]
@@ -146,10 +147,14 @@ class Engine:
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
         with span("step.coefficients"):
             by = self._coefficients(groups)
+        stale = {shard.bucket.flat for shard in self.states.shards}
         for batch, here in self.states.to_update(by):
             batch.update(here)
             for shard in batch.shards:
                 shard.bucket.unsharding.start()  # the all-gather is in flight while the next batch is updated
+                stale.remove(shard.bucket.flat)
+            if self._ahead is not None:
+                self._ahead.gather_ahead(stale)
         self.param_gather.after_step()
         if self.measured is not None:
             self.measured.updated = self.exchange.used & (by.found_inf == 0)

@@ -106,7 +106,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes through.
         overlap_grad_reduce: reduce while backward runs, instead of after it.
         overlap_param_gather: gather updated parameters while the next forward runs, below stage 3, if the model is
-            attached: each module waits for its own. False: ``step`` waits for all.
+            attached: each module waits for its own. At stage 3 ``step`` starts to gather the root and the first unit.
+            False: ``step`` waits for all, and starts none.
         state_offload: where the state lives. None: on the device. "paged": in host memory, copied to the device around
             its update. "cpu": in host memory, and updated there. "nvme:DIR": in a file in that folder, read and written
             around the update. All give the same bits.

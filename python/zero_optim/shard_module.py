@@ -53,8 +53,9 @@ def shard_module(
     unless ``param_offload`` moves the parameters.
 
     Args:
-        units: which modules are units, by class or by its name, as ``(Block,)``. What no unit holds, and what several
-            use, belongs to the root, ``model``: unsharded from the start of its forward to the end of backward.
+        units: which modules are units: classes, their names, or names of modules, as ``(Block, "lm_head")``. What no
+            unit holds, and what several use, belongs to the root, ``model``: unsharded from the start of its forward to
+            the end of backward.
         process_group: the ranks; None: the default group where ``torch.distributed`` is initialised, else one rank.
         mesh: a DeviceMesh, instead of ``process_group``. If it has two dimensions, ("replicate", "shard"), ranks along
             the second shard, and ranks along the first replicate. For a model that ``parallelize_module`` has cut,
@@ -237,7 +238,7 @@ def plan_units(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list
     seen: set[tuple[int, int]] = set()
 
     def walk(module: nn.Module, name: str, number: int) -> None:
-        if module not in number_of and _is_unit(module, kinds):
+        if module not in number_of and _is_unit(module, kinds, plain_name(name)):
             number_of[module] = number_of[_within(module)] = len(plans)
             plans.append(UnitPlan(plain_name(name), module))
         inner = number_of.get(module, number)
@@ -284,9 +285,10 @@ def _within(module: nn.Module) -> nn.Module:
     return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
 
 
-def _is_unit(module: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> bool:
+def _is_unit(module: nn.Module, kinds: Sequence[type[nn.Module] | str], name: str | None = None) -> bool:
     inner = _within(module)
-    return any(type(inner).__name__ == kind if isinstance(kind, str) else isinstance(inner, kind) for kind in kinds)
+    names = (type(inner).__name__, name)
+    return any(kind in names if isinstance(kind, str) else isinstance(inner, kind) for kind in kinds)
 
 
 def _describe(plans: Sequence[UnitPlan], options: Mapping[str, object]) -> list[str]:

@@ -91,9 +91,9 @@ def _exchanged(transport: Any, group: Any, numel: int, dtype: torch.dtype) -> No
 
 def _gathered(transport: Any, group: Any, numel: int, dtype: torch.dtype) -> None:
     full = torch.full((numel,), torch.nan, dtype=dtype, device=_device())
-    own = _own(full, group).fill_(7.0)
-    _arrived(transport.all_gather(full, own, group))
-    _expect(full, 7.0)
+    for own in (torch.empty_like(_own(full, group)), _own(full, group)):  # stage 3's is in other memory
+        _arrived(transport.all_gather(full.fill_(torch.nan), own.fill_(7.0), group))
+        _expect(full, 7.0)
     transport.broadcast(full, group)
     transport.broadcast(full.view(torch.uint8), group)
     _arrived(transport.all_reduce(full, group, maximum=True))

@@ -47,7 +47,7 @@ WHAT: Mapping[str, Sequence[int]] = {
     "zeroed in place": ALL,  # one more backward a step, dropped by zero_grad(set_to_none=False)
     "zeroed locally": ALL,  # of three micro-batches the second is under no_sync; two are dropped in place behind it
     "relaid": (1, 2),  # modules are registered in another order than called; the first step leaves gathers under way
-    "overlapped": (1, 2),  # at stage 0 and at stage 3 a step gathers nothing
+    "overlapped": (1, 2),  # at stage 0 a step gathers nothing; at stage 3 every program does
     "overlapped, saved and loaded": (1, 2),
     "two optimizers": ALL,
     "two optimizers, zeroed": ALL,  # as "zeroed at once"
@@ -377,7 +377,7 @@ class Run:
                 stage=self.program.stage,
                 process_group=self.process_group,
                 bucket_cap_mb=CAP_MB,
-                overlap_param_gather=self.program.overlaps,
+                overlap_param_gather=self.program.overlaps or self.program.stage == 3,
                 **STORES.get(self.program.store, {}),
             )
             for named in _owned(self.program, [*self.model.named_parameters()])

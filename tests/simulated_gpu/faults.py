@@ -109,6 +109,14 @@ FAULTS = (
         "        for batch, here in self.states.to_update(by):\n            batch.update(here)\n            continue",
     ),
     Fault(
+        "units of the next forward are gathered before they are updated",
+        "engine.py",
+        "stale = {shard.bucket.flat for shard in self.states.shards}",
+        OrderProgram(3),
+        new="stale = {shard.bucket.flat for shard in self.states.shards}\n"
+        "        if self._ahead is not None:\n            self._ahead.gather_ahead(())",
+    ),
+    Fault(
         "a forward reads parameters before their gather arrives",
         "grads/bucket.py",
         "self.pending.wait()\n                    self.end()",

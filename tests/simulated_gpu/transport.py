@@ -96,13 +96,12 @@ class LateTransport(Transport):
         return Handle(work, reduction.on_arrival())
 
     def all_gather(self, full: Tensor, own: Tensor, group: Group) -> Handle:
-        before = dist.get_rank(group) * own.numel()
-        after = before + own.numel()
-        writes = [full.narrow(0, 0, before), full.narrow(0, after, full.numel() - after)]  # its own part is there
+        places = list(full.chunk(dist.get_world_size(group)))
+        written = [rank for rank, place in enumerate(places) if place.data_ptr() != own.data_ptr()]  # else it is there
+        writes = [places[rank] for rank in written]
 
         def finish(parts: Sequence[Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
-            whole = torch.cat(list(parts))
-            return [(writes[0], whole[:before]), (writes[1], whole[after:])]
+            return [(places[rank], parts[rank]) for rank in written]
 
         return Handle(self._issue(Collective("all_gather", group, own, [own], writes, finish)))
 

@@ -15,6 +15,7 @@ import zero_optim
 from sharded_cases import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zero_optim.params.param_shard import ParamShard
 
 WIDTH, VOCABULARY = 12, 17
 
@@ -415,9 +416,26 @@ class LossInside(Chain):
         return {"loss": entropy(super().forward(tokens[:, :-1], rank, step), tokens), "count": 3}
 
 
+def write_shards(model: nn.Module, opt: Any, rank: int, step: int) -> None:
+    """Where ``step`` has begun to gather some of them for the next forward."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter.local if isinstance(parameter, ParamShard) else parameter).mul_(0.5)
+
+
+class TiedByUse(Chain):
+    """Its embedding is tied where it is used: no module registers the weight twice."""
+
+    def forward(self, tokens: Tensor, rank: int = 0, step: int = 0) -> Tensor:
+        return F.linear(self.run(self.embedding(tokens), rank, step), self.embedding.weight, self.head.bias)
+
+
 PROGRAMS |= {
     "units within units": Program(partial(Chain, Outer), units=(Outer, Inner)),
     "units by name": Program(partial(Chain, Outer), units=("Outer", "Inner")),
+    "shards written between steps": Program(between=write_shards),
+    "embedding and head as units": Program(units=(Block, nn.Embedding, "head")),
+    "an embedding whose weight is read without a call": Program(TiedByUse),
     "units within units, inner ones checkpointed": Program(
         partial(Chain, type("Outer", (Outer,), {"reentrant": False})), units=(Outer, Inner)
     ),

@@ -306,7 +306,7 @@ def test_the_tables_have_every_state_and_every_event():
     assert {cycle for _, cycle in CYCLE} == {"none", *(direction.name for direction in Pass)}
     methods = {name for name, value in vars(UnitSchedule).items() if callable(value) and not name.startswith("_")}
     by_modules = {"before_forward", "forward_ended", "after_forward", "before_backward", "complete_backward"}
-    about_others = {"check_not_gathered", "check_awake", "is_over"}
+    about_others = {"check_not_gathered", "check_awake", "is_over", "gather_ahead", "drop_ahead"}
     assert {event for event, _ in CYCLE} >= methods - by_modules - about_others
     assert methods >= by_modules | about_others
     assert {known for _, known in KNOWN} == {known.name for known in Known}

@@ -1,7 +1,8 @@
 """What stage 3 communicates, exactly: calls and bytes of each kind, by formula from shapes, padding included.
 
 A step gathers the root once and each unit twice (once where it is kept until backward), and reduces each once: with W
-the padded bytes of all units and R those of the root, 3W + 2R, or 2W + 2R.
+the padded bytes of all units and R those of the root, 3W + 2R, or 2W + 2R. A step ends with the gathers of the root and
+the first unit for the next one, so the first step has those two more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from guards import CollectiveLog
 from harness import run_ranks
-from sharded_cases import Net, Run, full_state, gathered, loss_of, make, tokens, train_step
+from sharded_cases import Block, Net, Run, full_state, gathered, loss_of, make, tokens, train_step
 from torch import Tensor, nn
 from training_cases import ROW
 from zero_optim.units.unit import UnitState
@@ -82,6 +83,14 @@ def expected_step(run: Run, world_size: int) -> Account:
     return {kind: (calls, n * itemsize.get(kind, run.dtype.itemsize)) for kind, (calls, n) in moved.items() if calls}
 
 
+def with_ahead(step: Account, run: Run, world_size: int, times: int = 1) -> Account:
+    """With the two gathers of the next forward, so many times."""
+    root, units = sizes(world_size)
+    calls, sent = step.get("all_gather", (0, 0))
+    ahead = (calls + 2 * times, sent + times * (root + units // DEPTH) * run.dtype.itemsize)
+    return {kind: of for kind, of in (step | {"all_gather": ahead}).items() if any(of)}
+
+
 def _cases(world_size: int) -> list[Run]:
     """Every way to reshard that the other numbers of ranks leave, with every prefetch; each accumulates in two ways."""
     reshards = {2: (True, False), 3: (True,), 4: (1, 2)}[world_size]
@@ -91,12 +100,14 @@ def _cases(world_size: int) -> list[Run]:
         runs.append(Run(steps=1, micro=3, no_sync=True, shard=shard))
         runs.append(Run(steps=1, micro=2, shard=shard, options={"overlap_grad_reduce": False}))
     wide = {"grad_reduce_dtype": torch.float32}
+    for options in ({"overlap_param_gather": False}, {"state_offload": "cpu"}, {"state_offload": "paged"}):
+        runs.append(Run(steps=3, options=options))
     return [*runs, Run(dtype=torch.bfloat16, steps=3, options=wide), Run(stage=2, steps=2)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_step_communicates_what_the_formula_says(world_size):
-    """Every step alike, the first one too: nothing is gathered twice to learn the order."""
+    """Every step alike, and the first but for what it gathers ahead: nothing is gathered twice to learn the order."""
     runs = _cases(world_size)
     root, units = sizes(world_size)
     for rank, accounts in enumerate(run_ranks(world_size, _steps, runs, timeout=120)):
@@ -107,7 +118,9 @@ def test_a_step_communicates_what_the_formula_says(world_size):
                 "construction": (flags + 1 + DEPTH, 4 * flags + (root + units) * run.dtype.itemsize)
             }
             exchange = {"exchange": (exchange_calls, exchange_bytes + 4 * ORDER_CODES)}
-            assert steps == [expected_step(run, world_size) | exchange] * run.steps, f"{run}, rank {rank}"
+            step = expected_step(run, world_size) | exchange
+            first = step if run.options.get("overlap_param_gather") is False else with_ahead(step, run, world_size)
+            assert steps == [first, *[step] * (run.steps - 1)], f"{run}, rank {rank}"
 
 
 def _logged(rank: int, world_size: int, run: Run) -> tuple[Account, list[tuple[str, int]]]:
@@ -257,13 +270,41 @@ def test_evaluation_gathers_once_and_reduces_nothing(mode):
     for results in run_ranks(world_size, _evaluated, runs, mode):
         for run, (first, step, second, third, last) in zip(runs, results, strict=True):
             kept = run.shard["reshard_after_forward"] is False
-            assert first == second == {"all_gather": once}, run
+            assert first == {"all_gather": once}, run
+            assert second == with_ahead({"all_gather": once}, run, world_size, -1), run
             assert third == ({} if kept else {"all_gather": once}), run
             whole = expected_step(run, world_size)
             without = {kind: of for kind, of in whole.items() if kind != "all_gather"}
-            for account_of, expected in ((step, without if kept else whole), (last, without if kept else whole)):
+            for account_of in (step, last):
                 del account_of["exchange"]
-                assert account_of == expected, run
+                assert account_of == with_ahead(without if kept else whole, run, world_size), run
+
+
+class Untied(Net):
+    def __init__(self) -> None:
+        super().__init__(depth=DEPTH)
+        self.head = nn.Linear(self.norm.normalized_shape[0], self.embedding.num_embeddings)
+
+
+def _with_large_units(rank: int, world_size: int) -> tuple[list[str], Account]:
+    model, opt = make(Run(), Untied(), (Block, nn.Embedding, "head"))
+    train_step(Run(), rank, model, opt, 0)
+    before = account(opt)
+    train_step(Run(), rank, model, opt, 1)
+    moved = since(account(opt), before)
+    opt.close()
+    return [unit.name for unit in model._zero_optim_sharded.units], moved
+
+
+def test_embedding_and_head_may_be_units():
+    """By class and by name. The root is a norm then, and both are gathered for forward and for backward."""
+    model = Untied()
+    of_units = [list(module.parameters()) for module in (model.embedding, *model.blocks, model.head)]
+    root, units = padded(list(model.norm.parameters()), 3), sum(padded(unit, 3) for unit in of_units)
+    for names, moved in run_ranks(3, _with_large_units):
+        assert names == ["", "embedding", *(f"blocks.{number}" for number in range(DEPTH)), "head"]
+        assert moved["all_gather"] == (1 + 2 * len(of_units), 4 * (root + 2 * units))
+        assert moved["reduce_scatter"] == (1 + len(of_units), 4 * (root + units))
 
 
 def _asked_for(rank: int, world_size: int) -> list[Account]:

@@ -60,6 +60,7 @@ class FakeComm:
     world_size: int
     fails: bool = False
     gathers: int = 0
+    sends: Tensor | None = None  # in the last gather; None: what is in its place already
 
     shard_index = 0
 
@@ -72,9 +73,10 @@ class FakeComm:
     def own_part(self, full: Tensor) -> Tensor:
         return full.narrow(0, 0, len(full) // self.world_size)
 
-    def all_gather(self, full: Tensor, kind: str = "") -> FakePending:
+    def all_gather(self, full: Tensor, kind: str = "", own: Tensor | None = None) -> FakePending:
         self.gathers += 1
-        full[len(full) // self.world_size :] = torch.nan  # until the others' parts arrive
+        self.sends = own
+        full[0 if own is not None else len(full) // self.world_size :] = torch.nan  # until the parts arrive
         return FakePending(self, full)
 
 
@@ -168,10 +170,12 @@ def test_a_cell(event: str, before: str, after: str):
 
 @pytest.mark.parametrize(("before", "gathers"), [("SHARDED", (1, 0)), ("NODE_SHARDED", (0, 1)), ("UNSHARDED", (0, 0))])
 def test_who_takes_part_in_a_gather(before: str, gathers: tuple[int, int]):
-    """All ranks, or those of the node where they keep all of it."""
+    """All ranks, or those of the node where they keep all of it. Their parts are sent from where they are."""
     bench = Bench(UnitState[before])
     bench.unit.unshard()
     assert (bench.comm.gathers, bench.node.gathers) == gathers
+    if any(gathers):
+        assert bench.node.sends is bench.flat._node_part if gathers[1] else bench.comm.sends is bench.flat.shard
 
 
 def test_what_has_failed_to_arrive_can_be_waited_for_again():
@@ -193,3 +197,14 @@ def test_what_changes_values_changes_no_state(state: UnitState):
         bench.unit.write_back()
     assert bench.unit.state is state
     bench.check()
+
+
+def test_a_shard_that_is_written_after_its_gather_is_gathered_again():
+    """By the user, between a step and the forward that the step has gathered for."""
+    for ahead, gathers in ((True, 2), (False, 1)):
+        bench = Bench(UnitState.SHARDED)
+        bench.unit.unshard(ahead=ahead)
+        bench.shard.copy_(VALUES)
+        bench.unit.wait()
+        assert bench.comm.gathers == gathers
+        bench.check()

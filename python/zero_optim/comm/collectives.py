@@ -238,8 +238,8 @@ class Comm:
         return self._record(handle, "all_reduce", full, number)
 
     def all_gather(self, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Handle:
-        """Fill ``full`` [N * shard] with every rank's own part of it, in place. ``own``: that part, a view, where the
-        caller has it at hand."""
+        """Fill ``full`` [N * shard] with every rank's ``own`` [shard], which may be elsewhere, and is not written until
+        the arrival; None: it is in its place in ``full``."""
         self.log.check()
         own = self.own_part(full) if own is None else own
         handle = self._transport(full.device).all_gather(full, own, self.groups.channel(full.nbytes))

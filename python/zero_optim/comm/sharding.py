@@ -211,9 +211,9 @@ class Sharding:
         return issue_behind(first, second, self.device)
 
     def all_gather(self, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Handle | None:
-        """Fill ``full`` [shard_count * shard] with every shard, in place; its own is there. None: there are no others.
+        """Fill ``full`` [shard_count * shard] with every shard. None: there are no others.
 
-        ``own``: this rank's shard, a view of ``full``, where the caller has it at hand.
+        ``own``: this rank's shard, in ``full`` or in other memory; None: it is in its place in ``full``.
         """
         return self.shard_group.all_gather(full, kind, own) if self.shard_count > 1 else None
 

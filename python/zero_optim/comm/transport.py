@@ -92,7 +92,7 @@ class Transport:
         return Handle(work, reduction.on_arrival())
 
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
-        """Fill ``full`` [N * shard] with every rank's ``own`` part of it, in place."""
+        """Fill ``full`` [N * shard] with every rank's ``own`` [shard], which is its part of ``full``, or elsewhere."""
         return Handle(_all_gather(full, own, group=group, async_op=True))
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> Handle:
@@ -196,8 +196,11 @@ class GlooTransport(Transport):
 
     def all_gather(self, full: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Handle:
         """A broadcast a rank takes half the time of gloo's all-gather."""
-        parts = enumerate(full.chunk(dist.get_world_size(group)))
-        return Handle(Works([dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in parts]))
+        parts = full.chunk(dist.get_world_size(group))
+        if (place := parts[dist.get_rank(group)]).data_ptr() != own.data_ptr():
+            place.copy_(own)  # a broadcast sends from where the others receive
+        works = [dist.broadcast(part, group_src=rank, group=group, async_op=True) for rank, part in enumerate(parts)]
+        return Handle(Works(works))
 
     def barrier(self, group: dist.ProcessGroup | None) -> Handle:
         """Meet on the host. Torch's own barrier would be NCCL's, on the current stream, where the group has NCCL."""

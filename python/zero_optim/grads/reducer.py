@@ -405,6 +405,8 @@ class Reducer:
         try:
             if collective:
                 self.rounds.complete_all_raised()
+                if self._schedule is not None and not self._schedule.out_of_step:
+                    self._schedule.drop_ahead()
             for bucket in self.buckets if not self.rounds.out_of_step else ():
                 bucket.unsharding.order_reader()  # the model may outlive an optimizer that was only dropped
                 if collective and bucket.arrivals.arrives_within(PATIENCE_SECONDS):

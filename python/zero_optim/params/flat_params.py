@@ -130,11 +130,9 @@ class FlatParams:
         """Start to fill ``full``: from the ranks of ``node`` where they keep all of it, else from all ranks."""
         allocate(self.full)
         if node is not None and self._node_part is not None:
-            node.own_part(self.full).copy_(self._node_part)
-            return node.all_gather(self.full, "node_all_gather")
+            return node.all_gather(self.full, "node_all_gather", own=self._node_part)
         if self._lanes is None:
-            self._sharding.own_part(self.full).copy_(self.shard)
-            return self._sharding.all_gather(self.full)
+            return self._sharding.all_gather(self.full, own=self.shard)
         # From host memory it is copied on a lane, and the gather follows there: the unit in use must not wait for the
         # copy of the next one.
         #

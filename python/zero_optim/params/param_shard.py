@@ -133,7 +133,7 @@ class ParamShard(StateDictShard):
             if self.flat is not None:
                 self.flat.wait_until_copied()
             self.local.copy_(source.local if isinstance(source, FlatShard) else self._own_range(source.detach()))
-        torch.autograd.graph.increment_version(self.plain)  # below autograd, nothing else counts the write
+        torch.autograd.graph.increment_version((self.plain, self.local))  # below autograd nothing else counts the write
         return self
 
     def _own_range(self, source: Tensor) -> Tensor:

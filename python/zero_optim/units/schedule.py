@@ -12,7 +12,7 @@ any order of calls works that is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -176,6 +176,20 @@ class UnitSchedule(Owing):
         while self.due.count:
             self._begin_cycle(Pass.BACKWARD)
             self.complete_backward()
+
+    def gather_ahead(self, stale: Container[FlatParams]) -> None:
+        """Collective. Start the gathers with which the next forward begins, of the root and of the first unit, as far
+        as nothing in them is ``stale``: ``step`` has yet to update it."""
+        for unit in self.orders.forward[:2] if self.orders.known is not Known.NOTHING else ():
+            if any(flat in stale or not flat.sharded or flat.offloaded for flat in unit.flats):
+                return
+            unit.unshard(ahead=True)
+
+    def drop_ahead(self) -> None:
+        """Free what was gathered ahead of a forward that has not begun."""
+        for unit in self.units:
+            if unit.ahead is not None:
+                unit.reshard()
 
     def reshard_all(self) -> None:
         """Collective, where a cycle is open. Complete it, and reshard every unit outside ``gather_parameters``."""

@@ -102,6 +102,7 @@ class Unit:
         parts: what stands in for methods of modules within it.
         given: by id, the tensors that the running forward finds in arguments and attributes, and their versions.
         began: the sequence number of the first node of autograd that this forward makes.
+        ahead: the versions of the shards as they were gathered ahead of a forward; None: they were not.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Unit:
         self.flats: list[FlatParams] = []
         self.registrations: list[Registration] = []
         self.parts: list[StandIn] = []
+        self.ahead: list[int] | None = None
         self._pending: list[Handle] = []
         self._wholes: list[Tensor] = []  # of each of ``flats``, while gathered
         self._versions: list[int] = []
@@ -128,8 +130,9 @@ class Unit:
     def parameters(self) -> list[Tensor]:
         return [parameter for flat in self.flats for parameter in flat.params]
 
-    def unshard(self) -> None:
-        """Start to bring in all parameters, where they are not here yet."""
+    def unshard(self, *, ahead: bool = False) -> None:
+        """Start to bring in all parameters, where they are not here yet. ``ahead``: of a forward that has not begun, so
+        that the user may write into the shards before ``wait``."""
         # Each gather is a collective. One that is in flight, or has arrived, must not be started again on this rank.
         if self.state in (UnitState.SHARDED, UnitState.NODE_SHARDED):
             # Where the ranks of the node keep all of it among them, no other rank needs to take part.
@@ -138,24 +141,33 @@ class Unit:
                 pending = [flat.unshard(node) for flat in self.flats]
             self._pending = [gather for gather in pending if gather is not None]
             self.state = UnitState.UNSHARDING
+            self.ahead = [flat.shard._version for flat in self.flats] if ahead else None
 
     def wait(self) -> None:
         """Order later work after the parameters' arrival, and let the modules hold them."""
         if self.state is UnitState.UNSHARDING:
-            with span("wait for", self.label):
-                for gather in self._pending:
-                    gather.of = self.label
-                    try:
-                        gather.wait()
-                    except CollectiveError as error:
-                        raise CollectiveError(f"gathering {self.label}: {error}") from error
-            self._pending = []  # only now: parameters that failed to arrive must not be shown
+            self._wait_for_gathers()
+            if self.ahead is not None and self.ahead != [flat.shard._version for flat in self.flats]:
+                self.state = UnitState.SHARDED  # the user has written since, on every rank
+                self.unshard()
+                self._wait_for_gathers()
+            self.ahead = None
             for flat in self.flats:
                 # A shard that rests in host memory was copied on a lane of its own. On one rank no gather follows that.
                 flat.order_after_copy()
                 flat.show()
             self.show(plain=True)
             self.state = UnitState.UNSHARDED
+
+    def _wait_for_gathers(self) -> None:
+        with span("wait for", self.label):
+            for gather in self._pending:
+                gather.of = self.label
+                try:
+                    gather.wait()
+                except CollectiveError as error:
+                    raise CollectiveError(f"gathering {self.label}: {error}") from error
+        self._pending = []  # only now: parameters that failed to arrive must not be shown
 
     def moved(self) -> list[str]:
         """List the labels of parameters that were moved or cast since they arrived, and undo that."""
@@ -169,6 +181,7 @@ class Unit:
         """Free all but this rank's shard; ``to_node``: and but its part of what its node keeps."""
         # The gather writes into the memory that is about to be freed, and the other ranks count on this one in it.
         if self.state is UnitState.UNSHARDING:
+            self.ahead = None  # what is about to be freed may be stale
             self.wait()
         # From NODE_SHARDED to the node there is nothing to do: its part was kept when the unit was last resharded.
         if self.state is UnitState.UNSHARDED or (self.state is UnitState.NODE_SHARDED and not to_node):
