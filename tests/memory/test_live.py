@@ -50,6 +50,8 @@ def differences(rank: int, world_size: int, stage: int, dtype: torch.dtype, opti
         planned = memory.plan_of(opt)  # the buckets are laid out in the order that the first step has seen
     assert planned.job.rank == rank
     moved = {kind: traffic["bytes"] / 2 for kind, traffic in opt.stats()["collectives"].items()}
+    calls = {kind: traffic["calls"] / 2 for kind, traffic in opt.stats()["collectives"].items()}
+    assert {kind: calls[kind] for kind in planned.calls} == planned.calls
     pairs = {kind: (planned.memory.get(kind), nbytes) for kind, nbytes in tracker.peak.items()}
     pairs |= {kind: (nbytes, moved[kind]) for kind, nbytes in planned.traffic.items()}
     off_device = opt.stats()["state_offload"]
