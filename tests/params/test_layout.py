@@ -1,9 +1,12 @@
 """The layout: integers that every rank computes alike."""
 
+import math
 import random
+from pathlib import Path
 
 import pytest
 from zero_optim import rules
+from zero_optim.memory import KNOWN
 from zero_optim.params.layout import ROW, BucketLayout, Slot, WholeParameters, bucket_capacities, build_layout
 
 
@@ -225,10 +228,10 @@ MODELS = {
 }
 
 
-def _default_layout(sizes, shards):
+def _default_layout(sizes, shards, cap_bytes=None):
     """In the order in which backward makes the gradients, bf16."""
     numels, kinds, order = dict(enumerate(sizes)), dict.fromkeys(range(len(sizes)), "bf16"), range(len(sizes))[::-1]
-    capacities = bucket_capacities(numels, kinds, None, {"bf16": 2}, shards)
+    capacities = bucket_capacities(numels, kinds, cap_bytes, {"bf16": 2}, shards)
     return build_layout(numels, kinds, order, capacities, shards)
 
 
@@ -255,6 +258,26 @@ def test_the_default_grows_with_the_ranks(shards, mebibytes):
     assert given == {"bf16": 25 * 2**20 // 2}, "a cap that was given holds"
     on_cpu = bucket_capacities(dict(enumerate(sizes)), kinds, None, {"bf16": 2}, shards, on_cpu=True)
     assert on_cpu == {"bf16": max(25 * 2**20 // 2, 128 * ROW * shards)}
+
+
+_QWEN3_LAYER = (4096 * 2048, 512 * 2048, 512 * 2048, 2048 * 4096, 128, 128)  # queries, keys, values, output, norms
+_QWEN3_LAYER += (128 * 2048, *[768 * 2048] * 3 * 128, 2048, 2048)  # router, experts, norms
+OF_THE_DOCS = {
+    "Llama 2 7B": KNOWN["llama-2-7b"].numels,
+    "Llama 3 8B": KNOWN["llama-3-8b"].numels,
+    "Llama 3 70B": KNOWN["llama-3-70b"].numels,
+    "Qwen3 30B-A3B": (151936 * 2048, *_QWEN3_LAYER * 48, 2048, 151936 * 2048),
+}
+
+
+@pytest.mark.parametrize("model", OF_THE_DOCS)
+def test_the_table_of_the_docs(model):
+    sizes = OF_THE_DOCS[model]
+    given, default = (_default_layout(sizes, 8, cap_bytes) for cap_bytes in (25 * 2**20, None))
+    mebibytes = [bucket.numel * 2 / 2**20 for bucket in default]
+    figures = [sum(sizes), len(sizes), len(given), len(default), round(min(mebibytes)), math.ceil(max(mebibytes))]
+    page = (Path(__file__).parents[2] / "docs" / "step.md").read_text()
+    assert f"| {' | '.join([model, *(f'{figure:,}' for figure in figures)])} |" in page
 
 
 def test_a_quarter_of_a_small_model_comes_before_little_padding():
