@@ -53,8 +53,11 @@ def differences(rank: int, world_size: int, stage: int, dtype: torch.dtype, opti
         train(rank, model, opt, steps=1)
         planned = memory.plan_of(opt)  # the buckets are laid out in the order that the first step has seen
     assert planned.job.rank == rank
-    both = opt.stats()["collectives"]
-    moved = {kind: of["bytes"] - first.get(kind, {"bytes": 0})["bytes"] for kind, of in both.items()}
+    both, none = opt.stats()["collectives"], {"bytes": 0, "calls": 0}
+    moved, calls = (
+        {kind: of[key] - first.get(kind, none)[key] for kind, of in both.items()} for key in ("bytes", "calls")
+    )
+    assert {kind: calls[kind] for kind in planned.calls} == planned.calls
     pairs = {kind: (planned.memory.get(kind), nbytes) for kind, nbytes in tracker.peak.items()}
     pairs |= {kind: (nbytes, moved[kind]) for kind, nbytes in planned.traffic.items()}
     off_device = opt.stats()["state_offload"]

@@ -269,9 +269,10 @@ def layouts_by_size(
         of_sharding = {number: kind.dtype for number, kind in enumerate(every) if kind.sharding == sharding}
         own = {index: number for index, number in numbers.items() if number in of_sharding}
         itemsizes = {number: sharding.reduce_dtype(dtype).itemsize for number, dtype in of_sharding.items()}
-        capacities = bucket_capacities(numels, own, cap_bytes, itemsizes, sharding.shard_count)
+        shards, on_cpu = sharding.shard_count, sharding.device.type == "cpu"
+        capacities = bucket_capacities(numels, own, cap_bytes, itemsizes, shards, on_cpu=on_cpu)
         placed = [index for index in order if index in own]
-        found += build_layout(numels, own, placed, capacities, sharding.shard_count, policies, costs)
+        found += build_layout(numels, own, placed, capacities, shards, policies, costs)
     place = {index: number for number, index in enumerate(order)}
     found.sort(key=lambda layout: max(place[slot.param] for slot in layout.slots))
     return [(layout, kinds[layout.slots[0].param]) for layout in found]

@@ -162,13 +162,14 @@ def _report(parsed: argparse.Namespace, plans: Sequence[Plan]) -> Iterator[str]:
     yield row("NCCL communicators", [str(made.communicators) for made in plans])
     if parsed.verbose:
         yield row("buckets", [f"{made.buckets:,}" for made in plans])
+        yield row("collectives of a step", [f"{sum(made.calls.values()):,}" for made in plans])
     if any(made.first_step for made in plans):
         yield "\nIn the first step of stage 0 no gradient is reduced before backward ends."
     total = {made.job.stage: made.total for made in plans}
     if plans[0].job.adds_up and 1 in total and total.get(2, 0) > total[1]:
         yield "\nStage 2 takes more than stage 1: gradients of micro-batches add up whole, beside their shard."
     if not parsed.verbose:
-        yield "\n--verbose: what it is made of, by kind; buckets"
+        yield "\n--verbose: what it is made of, by kind; buckets, collectives"
 
 
 def _as_json(made: Plan, parsed: argparse.Namespace) -> dict[str, Any]:
@@ -187,6 +188,7 @@ def _as_json(made: Plan, parsed: argparse.Namespace) -> dict[str, Any]:
         "model_state_bytes": made.model_state,
         "first_step_bytes": made.most,
         "collectives": dict(made.traffic),
+        "collective_calls": dict(made.calls),
         "host_bytes": made.host,
         "disk_bytes": made.disk,
         "buckets": made.buckets,

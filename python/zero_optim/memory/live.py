@@ -61,6 +61,7 @@ def plan_of(optimizer: HasEngine, *, mean: bool = False, accumulate: int = 1) ->
         accumulate=accumulate,
         offload=engine.offload,
         param_offload=sharded is not None and sharded.offload,
+        device=sharding.device.type,
         device_memory=device_memory(sharding.device),
         host_waits=sharding.host_waits,
         rule=engine.rules.all[0],

@@ -54,6 +54,7 @@ class Job:
         replicas: so many of these ranks hold each part of the state: the first dimension of a mesh. The others shard.
         rank: which of the ranks with one slice is planned, counted row by row in a mesh; None: the mean of all. They
             differ in how much of their shards is padding, and in no sum.
+        device: its type, by which buckets have their default size.
         device_memory: bytes of a rank's device, which ``device_budget="auto"`` fills; None: the budget is then 0.
         accumulate: micro-batches in a step, all but the last within ``no_sync``.
         param_offload: at stage 3, whether shards of parameters rest in host memory.
@@ -73,6 +74,7 @@ class Job:
     grad_reduce_dtype: torch.dtype | None = None
     grad_accumulation_dtype: torch.dtype | None = None
     offload: Offload = Offload()
+    device: str = "cuda"
     device_memory: int | None = None
     prefetch: int = 1
     reshard_after_forward: bool | int = True
@@ -118,6 +120,7 @@ class Plan:
         host, disk: of what is offloaded.
         traffic: bytes of whole tensors that a step communicates for data parallelism, by collective, as
             ``stats()["collectives"]`` counts. What tensor parallelism and a pipeline send is not in it.
+        calls: how many collectives that is, by kind; 0 of ``all_to_all``, where it is not known.
         buckets: how many there are.
         state_kinds: the kinds of the model's state: parameters, gradients and optimizer state.
         pipeline_stage: the planned stage of the pipeline, from 0: that with the most memory.
@@ -130,6 +133,7 @@ class Plan:
     host: int
     disk: int
     traffic: Mapping[str, int]
+    calls: Mapping[str, int]
     buckets: int
     state_kinds: tuple[str, ...]
     pipeline_stage: int = 0
@@ -242,7 +246,8 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
         memory[PAGES] = foot.device
     host = foot.host + (sum(flat.shard_nbytes for flat in laid.flats) if job.params_on_host else 0)
     kinds = ("parameters", "gradients", *dict.fromkeys(name for rule in rules for name in stored_names(rule)))
-    return Plan(whole, job, memory, first_step, host, foot.disk, _traffic(laid), len(buckets), kinds, stage)
+    calls, traffic = ({kind: pair[of] for kind, pair in _traffic(laid).items()} for of in (0, 1))
+    return Plan(whole, job, memory, first_step, host, foot.disk, traffic, calls, len(buckets), kinds, stage)
 
 
 def _check(model: ModelShapes, job: Job) -> None:
@@ -275,7 +280,7 @@ def _lay_out(model: ModelShapes, job: Job) -> _Laid:
         _AbsentComm(job.data, rank),
         job.stage,
         job.grad_reduce_dtype,
-        torch.device("meta"),
+        torch.device(job.device),
         grid,
         grad_accumulation_dtype=job.grad_accumulation_dtype,
     )
@@ -429,26 +434,28 @@ def _place_state(laid: _Laid, *, others: int) -> Footprint:
 # -- what is communicated ----------------------------------------------------------------------------------------------
 
 
-def _traffic(laid: _Laid) -> dict[str, int]:
-    job, sharding = laid.job, laid.sharding
+def _traffic(laid: _Laid) -> dict[str, tuple[int, int]]:
+    """Count collectives of a step, and their bytes, by kind."""
+    job, sharding, buckets = laid.job, laid.sharding, laid.buckets
+
+    def gathers(flats: Sequence[_Flat]) -> tuple[int, int]:
+        return job.accumulate * len(flats), job.accumulate * sum(flat.nbytes for flat in flats)
+
     if not sharding.reduces:
         return {}
-    reduced = sum(flat.layout.numel * sharding.reduce_dtype(flat.dtype).itemsize for flat in laid.buckets)
+    count, shards = len(buckets), sharding.shard_count
+    reduced = sum(flat.layout.numel * sharding.reduce_dtype(flat.dtype).itemsize for flat in buckets)
     if job.stage == 0:
-        return {"all_reduce": reduced}
-    across = {} if sharding.grid is None else {"all_reduce": reduced // sharding.shard_count}
+        return {"all_reduce": (count, reduced)}
+    across = {} if sharding.grid is None else {"all_reduce": (count, reduced // shards)}
+    traffic = {"reduce_scatter": (count, reduced), **across}
     if job.stage < 3:
-        return {"reduce_scatter": reduced, **across, "all_gather": sum(flat.nbytes for flat in laid.buckets)}
-    root, *units = (sum(flat.nbytes for flat in unit) for unit in laid.units)
-    forwards = backwards = job.accumulate * sum(units)  # backward gathers all but the root again
-    traffic = {"reduce_scatter": reduced, **across, "all_gather": job.accumulate * root + forwards}
-    keepers = _keepers(laid)
-    if keepers == 0:
-        traffic["all_gather"] += backwards
-    elif keepers > 1:
-        traffic["node_all_gather"] = backwards
-    joining = [flat for flat in laid.buckets if flat.rule.joins_parts]
-    joined = sum(slot.numel for flat in joining for slot in flat.layout.slots) // sharding.shard_count
-    if joined and sharding.shard_count > 1:  # matrices are sent to one rank each, and back
-        traffic["all_to_all"] = 2 * joined * torch.bfloat16.itemsize
+        return {**traffic, "all_gather": (count, sum(flat.nbytes for flat in buckets))}
+    keepers, units = _keepers(laid), [flat for unit in laid.units[1:] for flat in unit]
+    traffic["all_gather"] = gathers(laid.flats if keepers else [*laid.flats, *units])  # backward keeps the root alone
+    if keepers > 1:
+        traffic["node_all_gather"] = gathers(units)
+    joined = sum(s.numel for flat in buckets if flat.rule.joins_parts for s in flat.layout.slots) // shards
+    if joined and shards > 1:  # matrices are sent to one rank each, and back
+        traffic["all_to_all"] = 0, 2 * joined * torch.bfloat16.itemsize
     return traffic

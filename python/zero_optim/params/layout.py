@@ -115,17 +115,25 @@ class LayoutPolicy:
     cuts = True
 
     def split(self, params: Sequence[int], numels: Mapping[int, int], capacity: int, shards: int) -> list[list[int]]:
-        """Cut ``params``, in their order, into buckets of about ``capacity`` elements. By default none holds more, and
-        a larger parameter has one to itself."""
-        buckets: list[list[int]] = []
-        taken = 0  # in whole rows
+        """Cut ``params``, in their order, into buckets of about ``capacity`` elements. By default a bucket is closed
+        where the next parameter does not fit and 1/4 is full, so it holds 5/4 at most. A larger parameter has a bucket
+        to itself; where less than 1/4 is full before it, as of norm weights, that bucket goes on behind it."""
+        least = capacity // 4
+        alone: list[list[int]] = []
+        shared: list[list[int]] = [[]]
+        taken = [0]  # by each of ``shared``, in whole rows
         for param in params:
-            if not buckets or taken + numels[param] > capacity:
-                buckets.append([])
-                taken = 0
-            buckets[-1].append(param)
-            taken += round_up(numels[param], ROW)
-        return buckets
+            if taken[-1] >= least and taken[-1] + numels[param] > capacity:
+                shared.append([])
+                taken.append(0)
+            if numels[param] > capacity:
+                alone.append([param])
+            else:
+                shared[-1].append(param)
+                taken[-1] += round_up(numels[param], ROW)
+        if taken[-1] < least and sum(taken[-2:]) <= capacity + least:
+            shared[-2:] = [sum(shared[-2:], [])]
+        return [*alone, *filter(None, shared)]
 
     def place(self, params: Sequence[int], numels: Mapping[int, int], shards: int) -> tuple[list[int], int]:
         """Place ``params`` in a bucket. Returns the offset of each, in order and on a row, and the bucket's elements:
@@ -189,7 +197,8 @@ class WholeParameters(LayoutPolicy):
         return [shard * longest + start for shard, start in map(home.__getitem__, params)], shards * longest
 
 
-CAP_BYTES = 25 * 2**20
+# To start a collective of NCCL takes as long as to send some MiB; of gloo, less: small buckets leave earlier.
+CAP_BYTES, CAP_BYTES_ON_CPU = 100 * 2**20, 25 * 2**20
 # Rows that a bucket may hold for each shard, at least. Two neighbouring buckets together hold more than one may, so a
 # bucket has 64 rows a shard or more on average. Its padding is half a row a shard on average: less than 1 % of that.
 ROWS_A_SHARD = 128
@@ -201,6 +210,8 @@ def bucket_capacities(
     cap_bytes: float | None,
     itemsizes: Mapping[Any, int],
     shards: int,
+    *,
+    on_cpu: bool = False,
 ) -> dict[Hashable, int]:
     """Find how many elements a bucket of each kind may hold: ``cap_bytes``, never more than 1/4 of all of that kind.
 
@@ -208,14 +219,15 @@ def bucket_capacities(
     holds also where the default wants more: then there is more padding.
 
     Args:
-        cap_bytes: None: ``CAP_BYTES``, or ``ROWS_A_SHARD`` rows a shard where that is more, so that padding stays small
-            however many ranks there are.
+        cap_bytes: None: ``CAP_BYTES``, or where parameters are ``on_cpu`` ``CAP_BYTES_ON_CPU``; or ``ROWS_A_SHARD``
+            rows a shard where that is more, so that padding stays small however many ranks there are.
     """
     totals: dict[Hashable, int] = {}
     for param, kind in kinds.items():
         totals[kind] = totals.get(kind, 0) + round_up(numels[param], ROW)
     least = ROWS_A_SHARD * ROW * shards if cap_bytes is None else 0
-    wanted = {kind: max(least, int(cap_bytes or CAP_BYTES) // itemsizes[kind]) for kind in totals}
+    cap = int(cap_bytes or (CAP_BYTES_ON_CPU if on_cpu else CAP_BYTES))
+    wanted = {kind: max(least, cap // itemsizes[kind]) for kind in totals}
     return {kind: max(ROW, min(wanted[kind], total // 4)) for kind, total in totals.items()}
 
 
