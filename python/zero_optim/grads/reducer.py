@@ -179,6 +179,8 @@ class Reducer:
         if self._readiness.gradient_ready(index, number):
             self.layout.check_in_place(number)
             if self.rounds.open:
+                if self._counts.guesses and number == self.rounds.next == 0:  # DDP would read the shards in ``.grad``
+                    self.layout.check_not_in_ddp()
                 self.rounds.launch(rest=False)
             # With gradients enabled ``.grad`` has a graph to keep.
             elif not (self._reduces and self.synchronize) and bucket.can_collect and not torch.is_grad_enabled():
@@ -227,7 +229,8 @@ class Reducer:
         self._readiness.backward_ended()
         self._streams.backward_ended()
         if self.rounds.open:
-            if self._counts.learned is not Learned.ALL and self.rounds.launched == 0:  # the walk is slow: not each time
+            # The walk is slow: not each time.
+            if self._counts.learned is not Learned.ALL and self.rounds.launched == self.rounds.next == 0:
                 self.layout.check_not_in_ddp()
             self.rounds.complete()
             if self._schedule is not None:  # each gather launches the buckets of the units that are over by then
