@@ -96,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         pipeline: for a model that is cut into stages: the ranks that hold them, as ``world_mesh["pp"]``, or a process
             group. The gradient norm is then that of all stages, and a non-finite gradient on one stage skips the step
             of all. Their optimizers make the same calls, with the same ``max_grad_norm`` and ``skip_nonfinite``.
-        bucket_cap_mb: MiB of gradients in one collective; it may have 5/4 of this, or one larger parameter. Never over
+        bucket_cap_mb: MiB of gradients in one collective; it may have 5/4 of this, or one larger parameter. At most
             1/4 of the parameters of one dtype. None: 100 on a GPU, 25 on a CPU, or 16,384 elements a rank where that is
             more. At stage 3 a collective carries a unit's gradients.
         grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None: their own.

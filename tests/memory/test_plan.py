@@ -175,6 +175,14 @@ def test_the_first_step_holds_every_gradient_at_stage_0():
     assert accumulating.memory["local_gradients"] == pytest.approx(2 * 10**8, rel=1e-3)
 
 
+@pytest.mark.parametrize(("device", "buckets"), [("cuda", 162), ("cpu", 227)])
+def test_buckets_are_as_large_as_the_device_makes_them(device, buckets):
+    """The counts are those of the table of docs/step.md."""
+    made = plan(of_decoder(KNOWN["llama-2-7b"], torch.bfloat16), Job(world=8, stage=2, device=device))
+    assert made.buckets == buckets
+    assert made.calls == {"reduce_scatter": buckets, "all_gather": buckets}
+
+
 # -- stores --------------------------------------------------------------------------------------------------------
 
 
