@@ -129,12 +129,10 @@ def work(parsed: argparse.Namespace) -> None:
     dist.Backend.register_backend("link", lambda store, rank, size, timeout: Link(rank, size), devices=[kind])
     dist.init_process_group("link", rank=0, world_size=parsed.ranks, store=FakeStore())
     numel, tokens = int(parsed.numel or NUMEL[kind]), int(parsed.tokens or TOKENS[kind])
-    config = model_config(numel, device)
-    task = Task(config, DTYPES[parsed.dtype], tokens // config.seq or 1, device=device)
+    task = Task(config := model_config(numel, device), DTYPES[parsed.dtype], tokens // config.seq or 1, device=device)
     result = Result(device, parsed.out, parsed.write, "link", gigabytes=rate / 1e9, microseconds=wait)
-    free, link = (0.0, 0.0), (wait / 1e6, 1 / rate)
+    of_step, free, link = {}, (0.0, 0.0), (wait / 1e6, 1 / rate)
     jobs: dict[str, Job] = {}
-    of_step = {}
     for name in parsed.contenders:
         progress(f"link: {name}")
         laps = tuple(WAYS[name].make(task).laps.values())

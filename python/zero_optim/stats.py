@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .comm.collectives import described_groups
 from .comm.streams import is_there
 from .engine import Engine
 from .params.layout import BucketLayout, SlotPiece
@@ -37,8 +38,8 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "steps": engine.steps,
         "skipped_steps": int(engine.exchange.skipped),
         "collectives": sharding.world.stats(),
-        "process_groups": ({} if model is None else model.sharding.world.described_groups())
-        | sharding.world.described_groups(),
+        "process_groups": ({} if model is None else described_groups(model.sharding.world))
+        | described_groups(sharding.world),
         "memory": memory_by_kind(engine),
         "non_finite": engine.first_non_finite(),
         "state_offload": {**taken, **asdict(engine.store.copied)},

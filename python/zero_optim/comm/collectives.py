@@ -349,11 +349,6 @@ class Comm:
         shard_numel = full.numel() // self.world_size
         return full.narrow(0, self.rank * shard_numel, shard_numel)
 
-    def described_groups(self) -> dict[str, tuple[str, list[int]]]:
-        """The description and ranks of each process group of this comm and its parts, by the group's name."""
-        every = [group for comm in (self, *self._parts) for group in comm.groups.existing]
-        return {group.group_name: (group.group_desc, dist.get_process_group_ranks(group)) for group in every}
-
     def stats(self) -> dict[str, dict[str, float]]:
         counted = ("calls", "bytes", "wait_seconds")
         return {kind: {name: getattr(of, name) for name in counted} for kind, of in self.traffic.items()}
@@ -371,3 +366,9 @@ def make_comm(process_group: dist.ProcessGroup | None = None, device: torch.devi
     if process_group is not None and (ranks := dist.get_process_group_ranks(process_group)) != sorted(ranks):
         raise ValueError(f"process_group has its ranks in the order {ranks}: give one with ascending ranks")
     return Comm(process_group, device)
+
+
+def described_groups(comm: Comm) -> dict[str, tuple[str, list[int]]]:
+    """The description and ranks of each process group of ``comm`` and its parts, by the group's name."""
+    every = [group for of in (comm, *comm._parts) for group in of.groups.existing]
+    return {group.group_name: (group.group_desc, dist.get_process_group_ranks(group)) for group in every}
