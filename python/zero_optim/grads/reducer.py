@@ -72,8 +72,8 @@ class Reducer:
         self._schedule = schedule if sharding.reduces else None  # one rank gathers nothing
         self._hooks = GradHooks(self._before_accumulate if sharding.reduces else None, self._on_ready)
         # The first backward, too, must not hold all gradients. At stage 0 they are read when it ends.
-        observes, guesses = sharding.reduces and self._schedule is None, sharding.stage > 0
-        self._counts = ByCounts(observes, self._hooks.followed_by_users, guesses=guesses)
+        observes = sharding.reduces and self._schedule is None
+        self._counts = ByCounts(observes, self._hooks.followed_by_users, guesses=observes and sharding.stage > 0)
         self._readiness: Readiness = self._counts if self._schedule is None else ByUnits(self._schedule)
         self._watch = BackwardWatch(self._backward_begins, self._backward_ended)
         self.rounds = Rounds(self.layout, sharding, self._readiness, self._watch, self._schedule, overlap=overlap)
