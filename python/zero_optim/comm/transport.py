@@ -44,7 +44,7 @@ class Reduction:
         out: [shard] where the sum goes; it may be ``own``.
         accumulate: add to ``out`` instead of overwriting it. Then, and where its dtype is another, ``out`` must not be
             a part of ``full``.
-        scale: the sum is multiplied by it, a power of two.
+        scale: the sum is multiplied by it, a power of two; 1 where the dtype of ``out`` is another.
     """
 
     full: Tensor
