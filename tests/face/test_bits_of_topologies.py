@@ -39,6 +39,7 @@ class Cell:
 
     Attributes:
         micro: backwards of a step; with ``no_sync``, all but the last are under ``opt.no_sync()``.
+        attached: gathers overlap the next forward.
         absent: each rank leaves out some gradients, others than the other ranks.
         later: the last parameters come by ``add_param_group``.
         frozen: the first and the last parameter need no gradient before the last step.
@@ -50,7 +51,7 @@ class Cell:
     cap_mb: float = TINY_CAP_MB
     reduce_dtype: torch.dtype | None = None
     overlap: bool = True
-    gather_overlap: bool = False
+    attached: bool = False
     absent: bool = False
     later: bool = False
     frozen: bool = False
@@ -68,7 +69,8 @@ CELLS = [
     *(Cell(stage, 2, later=True) for stage in (1, 2)),
     *(Cell(stage, frozen=True) for stage in (1, 2)),
     Cell(2, 2, no_sync=True, absent=True, cap_mb=25.0),
-    Cell(2, 2, gather_overlap=True),
+    *(Cell(stage, 2, attached=True) for stage in (1, 2)),
+    Cell(2, 3, no_sync=True, cap_mb=25.0, attached=True),
     *(Cell(2, 2, offload=tier) for tier in ("cpu", "paged", "nvme:{folder}")),
 ]
 
@@ -270,20 +272,28 @@ def make_parameters(topology: Topology, dtype: torch.dtype, rank: int, world: An
     return made
 
 
-def backward(topology: Topology, params: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
-    loss = torch.zeros((), requires_grad=True)
-    for (kind, _), parameter, grad in zip(topology.parameters(), params, grads, strict=True):
-        if grad is None:
-            continue
-        placements = [Partial()] if kind.terms else None
-        local = parameter.to_local(grad_placements=placements) if kind.dtensor else parameter
-        loss = loss + (local.float() * grad.float()).sum()
-    loss.backward()
+class Given(nn.Module):
+    """Parameters whose gradients are given."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(params)
+
+    def forward(self, topology: Topology, grads: Sequence[Tensor | None]) -> Tensor:
+        loss = torch.zeros((), requires_grad=True)
+        for (kind, _), parameter, grad in zip(topology.parameters(), self.params, grads, strict=True):
+            if grad is None:
+                continue
+            placements = [Partial()] if kind.terms else None
+            local = parameter.to_local(grad_placements=placements) if kind.dtensor else parameter
+            loss = loss + (local.float() * grad.float()).sum()
+        return loss
 
 
 def train(rank: int, topology: Topology, cell: Cell, dtype: torch.dtype, world: Any, folder: str) -> list[Tensor]:
     """What this rank has of parameters in the end."""
     params = make_parameters(topology, dtype, rank, world)
+    model = Given(params)
     late = [kind.late for kind, _ in topology.parameters()]
     groups = [{"params": [p for p, of in zip(params, late, strict=True) if of == number]} for number in (False, True)]
     groups[1] |= topology.second(world)
@@ -297,18 +307,19 @@ def train(rank: int, topology: Topology, cell: Cell, dtype: torch.dtype, world: 
         bucket_cap_mb=cell.cap_mb,
         grad_reduce_dtype=cell.reduce_dtype,
         overlap_grad_reduce=cell.overlap,
-        overlap_param_gather=cell.gather_overlap,
         state_offload=None if cell.offload is None else cell.offload.format(folder=folder),
         **topology.given(world),
     )
     if cell.later:
         opt.add_param_group(groups[1])
+    if cell.attached:
+        opt.attach(model)
     for step in range(STEPS):
         for parameter in (params[0], params[-1]):
             parameter.requires_grad_(not cell.frozen or step == STEPS - 1)
         for micro in range(cell.micro):
             with maybe_no_sync(opt, cell.no_sync and micro < cell.micro - 1):
-                backward(topology, params, gradients(topology, cell, dtype, rank, step, micro))
+                model(topology, gradients(topology, cell, dtype, rank, step, micro)).backward()
         opt.step()
         opt.zero_grad()
     opt.close()

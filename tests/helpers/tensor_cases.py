@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from simulated_gpu.switch import the_device
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH, HEADS, HIDDEN, LENGTH, BATCH = 11, 16, 4, 24, 8, 2
@@ -51,11 +52,11 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
-def make_mesh(data: int, tensor: int, device: str = "cpu") -> dist.DeviceMesh:
+def make_mesh(data: int, tensor: int, device: str | None = None) -> dist.DeviceMesh:
     """Collective. All ranks of the test."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device, (data, tensor), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device or the_device().type, (data, tensor), mesh_dim_names=("dp", "tp"))
 
 
 def cut(model: Gpt, mesh: dist.DeviceMesh, *, sequence: bool = True) -> Gpt:

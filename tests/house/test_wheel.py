@@ -41,10 +41,10 @@ def test_it_is_one_file_for_all(wheel: Path) -> None:
 def test_it_trains_in_an_empty_environment_without_a_compiler(wheel: Path, torch: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
     bin = tmp_path / "env" / "bin"
-    install = [str(bin / "pip"), "install", "--quiet", f"torch=={torch}", str(wheel)]
-    done = subprocess.run(install, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ZERO_"))}
+    install = [str(bin / "pip"), "install", "--quiet", f"torch=={torch}", str(wheel)]
+    done = subprocess.run(install, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     environment["PATH"] = str(bin)
 
     def run(*command: str) -> str:

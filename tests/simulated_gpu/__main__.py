@@ -32,10 +32,14 @@ AT_ONCE = 8  # programs in a call of ranks
 SECONDS = 570
 CALL_SECONDS, FILE_SECONDS = 120, 200
 _BEGIN = time.monotonic()
+BITS = "face/test_bits_of_topologies.py::test_every_cell_equals_the_oracle_bit_for_bit"
 TESTS_RUN = (
     "face/test_many_optimizers.py",
     "units/test_stage3_parity.py",
+    "face/test_grids.py",  # replicas of shards
+    *(f"{BITS}[{name}-0]" for name in ("tensor parallel", "plain slices", "experts beside replicas of shards")),
     "rules/test_muon_stage3.py::test_it_has_the_bits_of_stage_2",  # the only one here with an all-to-all
+    "rules/test_muon_replicas.py",
 )
 """Tests that run on the simulated GPU, too: of these files, those of ``make test``."""
 
