@@ -60,7 +60,7 @@ class Bucket:
         arrivals: the reductions on their way into ``grad_shard``. Whoever reads or writes it waits, or queues, there.
         slots: the state of each parameter's gradient.
         packing: packs gradients for a reduction.
-        straight: whether its one gradient may be reduced as it is, without packing; the same on all ranks.
+        zero_copy: whether its one gradient may be reduced as it is, without packing; the same on all ranks.
         unsharding: the all-gather of the parameters after a step.
         counted_in_norm: true on exactly one of the ranks that hold the same part: a sum over ranks counts it there.
         duplicates: slots of parameters that another stage of the pipeline counts in a norm.
@@ -87,7 +87,7 @@ class Bucket:
         self._reduce = sharding.data_parallel.reduce_scatter if whole else sharding.reduce
         self.keeps_full = sharding.keeps_full_gradients
         self._allocate_gradients()
-        self.straight = self._may_go_straight()
+        self.zero_copy = self._may_be_zero_copy()
 
     @property
     def param_shard(self) -> Tensor:
@@ -214,8 +214,12 @@ class Bucket:
 
         # Where an average stays in ``grad_buffer``, or its dtype is not what is communicated, other memory is needed.
         in_place = self.keeps_full and self.grad_buffer.dtype == self.reduce_dtype and not accumulate
-        scale = self.sharding.grad_scale
-        if straight := self.straight and not accumulate and self.packing.is_packed(sources):
+        # Divided by N as it is packed, or as the sum arrives: on every rank alike.
+        pack_scale, sum_scale = self.sharding.grad_scale, 1.0
+        if self.zero_copy:
+            pack_scale, sum_scale = sum_scale, pack_scale
+        unpacked = self.zero_copy and not accumulate and self.packing.is_packed(sources)
+        if unpacked:
             lend(0)  # waits as long as for a buffer, so that no more gradients are in flight
             full = sources[0][1].detach().view(-1)
             self.packing.nonfinite.zero_()  # the update marks what is not finite in this rank's shard
@@ -224,7 +228,7 @@ class Bucket:
                 allocate(self.grad_buffer)
             full = self.grad_buffer if in_place else lend(self.layout.numel)
             with span("pack", self):
-                sources, terms = self.packing.pack(sources, full, 1.0 if self.straight else scale, accumulate)
+                sources, terms = self.packing.pack(sources, full, pack_scale, accumulate)
             self.packing.sum_all_terms(terms, sources, full)
         self.slots.launch(sources, self.shown.reduced())
         streams.keep(grad for _, grad in sources)
@@ -234,12 +238,11 @@ class Bucket:
         if (follower := self.follower) is not None:
             follower.reduction_begins()
         with span("reduce_scatter", self):
-            divided = scale if self.straight else 1.0
-            handle = self._reduce(full, self.grad_shard, lend, accumulate=accumulate, scale=divided)
+            handle = self._reduce(full, self.grad_shard, lend, accumulate=accumulate, scale=sum_scale)
         if follower is not None:
             # On a GPU a stream beside this one takes the sum as it arrives. Else the host does, when it has waited.
             on_arrival = follower.reduction_launched(handle)
-        if straight:
+        if unpacked:
             handle.then(partial(keep_for_current_stream, full))  # lives until then, and nowhere else
         for buffer in lent:
             handle.then(partial(buffers.give_back, buffer))
@@ -251,7 +254,7 @@ class Bucket:
         self.arrivals.expect(handle)
         self.note_writes()
 
-    def _may_go_straight(self) -> bool:
+    def _may_be_zero_copy(self) -> bool:
         # The sum is divided as it arrives, also where this rank has to pack: the others may not. The bits are those of
         # gradients that are divided as they are packed, as dividing by a power of two rounds nothing. In fp16 the sum
         # might overflow.

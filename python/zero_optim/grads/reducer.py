@@ -121,7 +121,7 @@ class Reducer:
     def _use_layout(self) -> None:
         self.rounds.buffers.deallocate()
         # gloo receives what other ranks send in a buffer. NCCL needs none for a gradient that is reduced as it is.
-        packed = [bucket for bucket in self.buckets if self.sharding.host_waits or not bucket.straight]
+        packed = [bucket for bucket in self.buckets if self.sharding.host_waits or not bucket.zero_copy]
         buckets = ((bucket.layout.numel, bucket.dtype) for bucket in packed)
         self.rounds.buffers = CommBuffers(buffer_nbytes(buckets, self.sharding), self.sharding.device)
         self.rounds.deallocate_idle_buffers()

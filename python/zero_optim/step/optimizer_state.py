@@ -177,7 +177,7 @@ class OptimizerState:
 
     def _shard_state(self, bucket: Bucket) -> ShardState:
         rule = self.rules.of(bucket.layout.slots[0].param)  # a bucket has one
-        bucket.straight &= not isinstance(self._store, HostStore)  # which takes the sum as it arrives, undivided
+        bucket.zero_copy &= not isinstance(self._store, HostStore)  # which takes the sum as it arrives, undivided
         return ShardState(bucket, rule, self._store, group=self._group, measures=self._measures)
 
     def to_update(self, by: Coefficients) -> Iterator[tuple[ShardBatch, Coefficients]]:

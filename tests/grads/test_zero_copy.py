@@ -1,4 +1,4 @@
-"""A bucket of one gradient is reduced straight out of ``.grad``: when, with the bits of a packed one."""
+"""A bucket of one gradient is reduced out of ``.grad``, without a copy: when, with the bits of a packed one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _train(
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Packing, "pack", pack)
         if not may:
-            monkeypatch.setattr(Bucket, "_may_go_straight", lambda self: False)
+            monkeypatch.setattr(Bucket, "_may_be_zero_copy", lambda self: False)
         model = Model(dtype)
         opt = zero_optim.ShardedAdamW(model, lr=1e-2, bucket_cap_mb=CAP_MB, max_grad_norm=1.0, **options)
         for step in range(STEPS):
@@ -72,9 +72,9 @@ MATRICES = {"first.weight", "second.weight"}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_bits_are_those_of_packed_gradients(world_size: int, dtype: torch.dtype) -> None:
-    straight = run_ranks(world_size, _train, dtype, {}, True)
+    unpacked = run_ranks(world_size, _train, dtype, {}, True)
     packed = run_ranks(world_size, _train, dtype, {}, False)
-    for (weights, left, averages), (same, names, same_averages) in zip(straight, packed, strict=True):
+    for (weights, left, averages), (same, names, same_averages) in zip(unpacked, packed, strict=True):
         assert_bitwise(weights, same)
         assert_bitwise(averages, same_averages)
         assert {*names} > MATRICES and {*left} == {*names} - MATRICES
@@ -97,9 +97,9 @@ def test_other_gradients_are_packed(why: str, dtype: torch.dtype, world_size: in
 
 
 def test_sums_of_several_reductions_are_packed_from_the_second_on() -> None:
-    straight = run_ranks(2, _train, torch.float32, {}, True, 2)
+    unpacked = run_ranks(2, _train, torch.float32, {}, True, 2)
     packed = run_ranks(2, _train, torch.float32, {}, False, 2)
-    for (weights, names, averages), (same, _, same_averages) in zip(straight, packed, strict=True):
+    for (weights, names, averages), (same, _, same_averages) in zip(unpacked, packed, strict=True):
         assert_bitwise(weights, same)
         assert_bitwise(averages, same_averages)
         assert {*names} > MATRICES
@@ -133,7 +133,7 @@ def test_what_is_not_finite_skips_the_step_and_is_named() -> None:
 
 def _one_is_absent(rank: int, world_size: int, may: bool) -> list[Tensor]:
     model = Model(torch.float32)
-    with nullcontext() if may else mock.patch.object(Bucket, "_may_go_straight", lambda self: False):
+    with nullcontext() if may else mock.patch.object(Bucket, "_may_be_zero_copy", lambda self: False):
         return _train_without_one(rank, model)
 
 
