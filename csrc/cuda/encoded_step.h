@@ -1,22 +1,22 @@
-// The update of shards whose states, masters or averages are not in fp32 alone, on CUDA. A kernel for each rule,
+// The update of shards whose states or masters are not in fp32 alone, on CUDA. A kernel for each rule,
 // whatever the forms and dtypes: what differs by them is loads, stores and conversions, and a warp takes one way
 // through them.
 #pragma once
 
 #include "estimates.h"
+#include "raw.h"
 #include "step.h"
 
 namespace zero_kernels {
 
 struct EncodedForeachArgs {
-  static constexpr int kMostShards = 20;
+  static constexpr int kMostShards = 24;
   int count;  // of shards
   DType grad, out;
   int low_size;  // of a split master
   Form forms[kMostStates];
   int64_t first_block[kMostShards];
   EncodedShard shards[kMostShards];
-  LaunchedAverages averages;
 };
 static_assert(sizeof(EncodedForeachArgs) <= kMostBytes);
 
@@ -90,98 +90,6 @@ using RuleKinds = std::conditional_t<
 
 // ---- kernel -------------------------------------------------------------------------------------------------------
 
-// Four elements of a tensor as they are stored: 4, 8 or 16 bytes. Nothing is converted until all have been asked for.
-struct Raw {
-  uint32_t words[kQuad];
-};
-
-template <class Word, bool kWhole>
-ZK_HOST_DEVICE inline void load_words(const void* from, int64_t i, int count, Raw& raw) {
-  constexpr int kSize = sizeof(Word);
-  const Word* at = static_cast<const Word*>(from) + i;
-  if constexpr (kWhole) {
-    Chunk<uint32_t, kSize> chunk = *reinterpret_cast<const Chunk<uint32_t, kSize>*>(at);
-    ZK_UNROLL
-    for (int w = 0; w < kSize; ++w) raw.words[w] = chunk.at[w];
-  } else {
-    ZK_UNROLL
-    for (int j = 0; j < kQuad; ++j)
-      if (j < count) raw.words[j * kSize / 4] |= uint32_t(at[j]) << (j * kSize % 4 * 8);
-  }
-}
-
-template <bool kWhole>
-ZK_HOST_DEVICE inline Raw load_raw(const void* from, int64_t size, int64_t i, int count) {
-  Raw raw = {};
-  if (size == 4)
-    load_words<uint32_t, kWhole>(from, i, count, raw);
-  else if (size == 2)
-    load_words<uint16_t, kWhole>(from, i, count, raw);
-  else
-    load_words<uint8_t, kWhole>(from, i, count, raw);
-  return raw;
-}
-
-template <class Word, bool kWhole>
-ZK_HOST_DEVICE inline void store_words(void* to, int64_t i, int count, const Raw& raw) {
-  constexpr int kSize = sizeof(Word);
-  Word* at = static_cast<Word*>(to) + i;
-  if constexpr (kWhole) {
-    Chunk<uint32_t, kSize> chunk;
-    ZK_UNROLL
-    for (int w = 0; w < kSize; ++w) chunk.at[w] = raw.words[w];
-    store_word(reinterpret_cast<Chunk<uint32_t, kSize>*>(at), chunk);
-  } else {
-    ZK_UNROLL
-    for (int j = 0; j < kQuad; ++j)
-      if (j < count) at[j] = Word(raw.words[j * kSize / 4] >> (j * kSize % 4 * 8));
-  }
-}
-
-template <bool kWhole>
-ZK_HOST_DEVICE inline void store_raw(void* to, int64_t size, int64_t i, int count, const Raw& raw) {
-  if (size == 4)
-    store_words<uint32_t, kWhole>(to, i, count, raw);
-  else if (size == 2)
-    store_words<uint16_t, kWhole>(to, i, count, raw);
-  else
-    store_words<uint8_t, kWhole>(to, i, count, raw);
-}
-
-ZK_HOST_DEVICE inline uint16_t half_word(const Raw& raw, int j) { return uint16_t(raw.words[j / 2] >> (j % 2 * 16)); }
-ZK_HOST_DEVICE inline uint8_t byte(const Raw& raw, int j) { return uint8_t(raw.words[0] >> (j * 8)); }
-
-ZK_HOST_DEVICE inline int16_t low_half(int low_size, const Raw& raw, int j) {
-  return low_size == 1 ? int16_t(byte(raw, j) << 8) : int16_t(half_word(raw, j));
-}
-
-ZK_HOST_DEVICE inline void widen_raw(DType dtype, const Raw& raw, float (&x)[kQuad]) {
-  ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j)
-    x[j] = dtype == DType::kFloat  ? bits_float(raw.words[j])
-           : dtype == DType::kHalf ? widen(Half{half_word(raw, j)})
-                                   : widen(BFloat16{half_word(raw, j)});
-}
-
-ZK_HOST_DEVICE inline Raw narrow_raw(DType dtype, const float (&x)[kQuad]) {
-  Raw raw = {};
-  ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j) {
-    if (dtype == DType::kFloat) {
-      raw.words[j] = float_bits(x[j]);
-    } else if (dtype == DType::kHalf) {
-      Half half;
-      narrow(x[j], &half);
-      raw.words[j / 2] |= uint32_t(half.bits) << (j % 2 * 16);
-    } else {
-      BFloat16 half;
-      narrow(x[j], &half);
-      raw.words[j / 2] |= uint32_t(half.bits) << (j % 2 * 16);
-    }
-  }
-  return raw;
-}
-
 ZK_HOST_DEVICE inline void decode_raw(Form form, const Raw& raw, float scale, float (&x)[kQuad]) {
   if (form == Form::kFloat || form == Form::kBFloat16)
     return widen_raw(form == Form::kFloat ? DType::kFloat : DType::kBFloat16, raw, x);
@@ -227,8 +135,6 @@ struct RawQuad {
 template <class Rule>
 struct UpdatedQuad {
   Quad<Rule> quad;
-  float before[kQuad];
-  float scale;                   // of gradients
   uint32_t bounds[kMostStates];  // the largest of its elements, and then of the row
   bool live;
 };
@@ -263,11 +169,10 @@ ZK_HOST_DEVICE inline UpdatedQuad<Rule> update_encoded(
   if (raw.slot >= step.slots) stop();
   HyperRow row = load_row<kWhole>(step.hyper + (raw.slot < 0 ? 0 : raw.slot));
   Coefficients<Rule, float> c(row, step.grad_scale ? *step.grad_scale : 1.0f);
-  of.scale = c.grad_scale;
   widen_raw(kinds.grad(), raw.grad, of.quad.g);
   bool skip = step.found_inf && *step.found_inf != 0.0f;
   // Threads that share a slot all write the same 1.
-  if (skip && step.nonfinite_slots && raw.slot >= 0 && any_nonfinite(of.quad.g, of.scale))
+  if (skip && step.nonfinite_slots && raw.slot >= 0 && any_nonfinite(of.quad.g, c.grad_scale))
     step.nonfinite_slots[raw.slot] = 1;
   ZK_UNROLL
   for (int j = 0; j < kQuad; ++j)
@@ -278,8 +183,6 @@ ZK_HOST_DEVICE inline UpdatedQuad<Rule> update_encoded(
     float scale = has_scale(kinds.form(s)) && raw.count > 0 ? shard.scale(s)[raw.i / kRow] : 0.0f;
     decode_raw(kinds.form(s), raw.states[s], scale, of.quad.states[s]);
   }
-  ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j) of.before[j] = of.quad.p[j];
   update_quad(of.quad, c);
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s) {
@@ -310,7 +213,6 @@ ZK_HOST_DEVICE inline void store_encoded(
       } else {
         low.words[j / 2] |= uint32_t(uint16_t(halves.low)) << (j % 2 * 16);
       }
-      of.quad.p[j] = join(halves);
       high.words[j / 2] |= uint32_t(halves.high.bits) << (j % 2 * 16);
     }
   }
@@ -338,56 +240,8 @@ ZK_HOST_DEVICE inline void store_encoded(
   }
 }
 
-// Averages of one shard, as `ShardAverages`, in fp32 or bf16.
-struct EncodedAverages {
-  const LaunchedAverages& launched;
-  int number;  // of the shard
-  const EncodedShard& shard;
-
-  ZK_HOST_DEVICE void* average(int k) const { return launched.of[number * launched.each + k]; }
-
-  template <bool kWhole>
-  ZK_HOST_DEVICE Raw ask(int64_t i, int count, int k = 0) const {
-    return k < launched.each ? load_raw<kWhole>(average(k), size_of(launched.dtype), i, count) : Raw{};
-  }
-
-  // p: the new master. first: what was asked for.
-  template <bool kWhole>
-  ZK_HOST_DEVICE void follow(int32_t slot, int64_t i, int count, const float (&p)[kQuad], const Raw& first) const {
-    if (launched.each) one<kWhole>(0, slot, i, count, p, first);
-    for (int k = 1; k < launched.each; ++k) one<kWhole>(k, slot, i, count, p, ask<kWhole>(i, count, k));
-  }
-
- private:
-  template <bool kWhole>
-  ZK_HOST_DEVICE void one(int k, int32_t slot, int64_t i, int count, const float (&p)[kQuad], const Raw& before) const {
-    float rate = launched.rates[int64_t(slot) * launched.each + k], e[kQuad];
-    widen_raw(launched.dtype, before, e);
-    for (int j = 0; j < kQuad; ++j) e[j] = e[j] + rate * (p[j] - e[j]);
-    Raw kept;
-    if (launched.dtype == DType::kFloat) {
-      kept = narrow_raw(DType::kFloat, e);
-    } else {
-      uint32_t of_row = noise_of_row(shard.row_keys[i / kRow], shard.step.hyper[slot].step_number);
-      kept = stochastic_raw(e, noise_of_average(of_row, k), int(i % kRow));
-    }
-    store_raw<kWhole>(average(k), size_of(launched.dtype), i, count, kept);
-  }
-};
-
-// Kernels that do the update alone.
-struct NoEncodedAverages {
-  template <bool kWhole>
-  ZK_HOST_DEVICE Raw ask(int64_t, int) const {
-    return {};
-  }
-  template <bool kWhole>
-  ZK_HOST_DEVICE void follow(int32_t, int64_t, int, const float (&)[kQuad], const Raw&) const {}
-};
-
 // The shard of a block, the thread's first element of it, and whether all of the block is whole.
 struct EncodedPlace {
-  int number;
   const EncodedShard& shard;
   int64_t first;
   bool whole;
@@ -398,66 +252,43 @@ ZK_HOST_DEVICE inline EncodedPlace place_of(const EncodedForeachArgs& args, int6
   const EncodedShard& shard = args.shards[at];
   int64_t of_shard = block - args.first_block[at];
   bool whole = shard.step.vector && (of_shard + 1) * kTile <= shard.step.numel;
-  return {at, shard, of_shard * kTile + thread * kQuad, whole};
+  return {shard, of_shard * kTile + thread * kQuad, whole};
 }
 
 #if defined(__CUDACC__)
 
+__device__ inline uint32_t largest_in_warp(uint32_t x) { return __reduce_max_sync(0xffffffff, x); }
+
 // All threads of a warp come here together: a block has one shard, and one way.
-template <class Rule, bool kWhole, class Kinds, class Measure, class Averages>
-__device__ inline void encoded_quads(
-    const Kinds& kinds, const EncodedPlace& at, const Measure& measure, const Averages& averages) {
+template <class Rule, bool kWhole, class Kinds>
+__device__ inline void encoded_quads(const Kinds& kinds, const EncodedPlace& at) {
   const EncodedShard& shard = at.shard;
   RawQuad<Rule> raws[kQuads];
-  Raw first_averages[kQuads];
   ZK_UNROLL
-  for (int q = 0; q < kQuads; ++q) {
-    raws[q] = load_encoded<Rule, kWhole>(kinds, shard, at.first, q);
-    first_averages[q] = averages.template ask<kWhole>(raws[q].i, raws[q].count);
-  }
+  for (int q = 0; q < kQuads; ++q) raws[q] = load_encoded<Rule, kWhole>(kinds, shard, at.first, q);
   ZK_UNROLL
   for (int q = 0; q < kQuads; ++q) {
     UpdatedQuad<Rule> of = update_encoded<Rule, kWhole>(kinds, shard, raws[q]);
     ZK_UNROLL
     for (int s = 0; s < Rule::kStates; ++s)
-      if (has_scale(kinds.form(s))) of.bounds[s] = InWarp::largest(of.bounds[s]);
+      if (has_scale(kinds.form(s))) of.bounds[s] = largest_in_warp(of.bounds[s]);
     store_encoded<Rule, kWhole>(kinds, shard, raws[q], of);
-    if (of.live) averages.template follow<kWhole>(raws[q].slot, raws[q].i, raws[q].count, of.quad.p, first_averages[q]);
-    if constexpr (Measure::kMeasures) {
-      if (shard.step.row_stats)
-        measure(
-            q, shard.step.row_stats + raws[q].i / kRow * kRowStats, kWhole || raws[q].i < shard.step.numel, of.live,
-            terms_of(of.quad, of.before, of.scale, raws[q].count));
-    }
   }
-}
-
-template <class Rule, class Kinds, class Measure, class Averages>
-__device__ inline void encoded_step_thread(
-    const EncodedForeachArgs& args, const EncodedPlace& at, const Measure& measure, const Averages& averages) {
-  if (at.whole)
-    encoded_quads<Rule, true>(Kinds(args), at, measure, averages);
-  else
-    encoded_quads<Rule, false>(Kinds(args), at, measure, averages);
 }
 
 template <class Rule, class Kinds>
 constexpr int kEncodedBlocksPerSm = Kinds::kBlocksPerSm;
 template <class Rule>
-constexpr int kEncodedBlocksPerSm<Rule, AnyKinds> = kExtendedBlocksPerSm<Rule>;
+constexpr int kEncodedBlocksPerSm<Rule, AnyKinds> = Rule::kStates <= 1 ? 3 : 2;
 
 template <class Rule, class Kinds>
 __global__ void __launch_bounds__(kThreads, kEncodedBlocksPerSm<Rule, Kinds>)
     encoded_step_kernel(const __grid_constant__ EncodedForeachArgs args) {
   EncodedPlace at = place_of(args, blockIdx.x, threadIdx.x);
-  encoded_step_thread<Rule, Kinds>(args, at, Unmeasured(), NoEncodedAverages());
-}
-
-template <class Rule>
-__global__ void __launch_bounds__(kThreads, 2)
-    extended_encoded_step_kernel(const __grid_constant__ EncodedForeachArgs args) {
-  EncodedPlace at = place_of(args, blockIdx.x, threadIdx.x);
-  encoded_step_thread<Rule, AnyKinds>(args, at, MeasuredInWarp(), EncodedAverages{args.averages, at.number, at.shard});
+  if (at.whole)
+    encoded_quads<Rule, true>(Kinds(args), at);
+  else
+    encoded_quads<Rule, false>(Kinds(args), at);
 }
 
 #endif
@@ -474,11 +305,9 @@ inline bool all_aligned(const EncodedShard& shard, const Encoded& of_all, int64_
 
 // Calls run(args, blocks) for each launch that several shards take, which are alike in dtypes and forms.
 template <class Run>
-void launch_encoded(
-    const std::vector<EncodedShard>& shards, const Averages& averages, const Encoded& of_all, DType grad, DType out,
-    Run run) {
+void launch_encoded(const std::vector<EncodedShard>& shards, const Encoded& of_all, DType grad, DType out, Run run) {
   auto aligned = [&](const EncodedShard& shard) { return all_aligned(shard, of_all, size_of(grad), size_of(out)); };
-  for_launches<EncodedForeachArgs>(shards, averages, aligned, [&](EncodedForeachArgs& args, int64_t blocks) {
+  for_launches<EncodedForeachArgs>(shards, aligned, [&](EncodedForeachArgs& args, int64_t blocks) {
     args.grad = grad;
     args.out = out;
     args.low_size = of_all.low_size;
@@ -491,18 +320,13 @@ void launch_encoded(
 
 template <class Rule>
 void run_encoded_step(
-    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Averages& averages, const Encoded& of_all,
-    DType grad, DType out) {
-  auto run = [&](auto kernel) {
-    launch_encoded(shards, averages, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Encoded& of_all, DType grad, DType out) {
+  RuleKinds<Rule>::choose(of_all, grad, out, [&](auto kinds) {
+    launch_encoded(shards, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+      auto kernel = encoded_step_kernel<Rule, typename decltype(kinds)::type>;
       on_stream(stream, "foreach_step", kernel, blocks, kThreads, args);
     });
-  };
-  if (is_extended(shards, averages))
-    run(extended_encoded_step_kernel<Rule>);
-  else
-    RuleKinds<Rule>::choose(
-        of_all, grad, out, [&](auto kinds) { run(encoded_step_kernel<Rule, typename decltype(kinds)::type>); });
+  });
 }
 
 #endif
