@@ -29,7 +29,7 @@ ZK_HOST_DEVICE inline void follow(const EmaArgs& args, int64_t i) {
   int64_t left = args.numel - i;
   if (!kWhole && left <= 0) return;
   int count = kWhole || left > kQuad ? kQuad : int(left);
-  int32_t slot = args.row_slot[i / kRow];
+  int32_t slot = args.row_slot[row_of(i)];
   float p[kQuad], e[kQuad];
   load_masters<kWhole>(args, i, count, p);
   load<kWhole>(args.averages[0] + i, count, e);

@@ -9,6 +9,10 @@ namespace {
 
 constexpr int kQuad = 4;
 
+// Of an element of a shard, which is never below 0: unsigned, a division is a shift.
+ZK_HOST_DEVICE inline int64_t row_of(int64_t i) { return int64_t(uint64_t(i) / kRow); }
+ZK_HOST_DEVICE inline int place_in_row(int64_t i) { return int(uint32_t(i) % kRow); }
+
 // 4, 8 or 16 bytes. Nothing is converted until all have been asked for.
 struct Raw {
   uint32_t words[kQuad];
@@ -99,6 +103,20 @@ ZK_HOST_DEVICE inline Raw narrow_raw(DType dtype, const float (&x)[kQuad]) {
     }
   }
   return raw;
+}
+
+// Two elements of bf16, the first in the lower half. No NaN.
+ZK_HOST_DEVICE inline uint32_t narrow_pair(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+#else
+  BFloat16 low, high;
+  narrow(a, &low);
+  narrow(b, &high);
+  return uint32_t(high.bits) << 16 | low.bits;
+#endif
 }
 
 }  // namespace

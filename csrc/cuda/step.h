@@ -115,7 +115,7 @@ ZK_HOST_DEVICE inline void step_quads(const StepArgs& args, int64_t first) {
     int64_t i = first + int64_t(q) * kThreads * kQuad;
     int64_t left = args.numel - i;
     counts[q] = kWhole || left > kQuad ? kQuad : left > 0 ? int(left) : 0;
-    slots[q] = kWhole || left > 0 ? args.row_slot[i / kRow] : -1;
+    slots[q] = kWhole || left > 0 ? args.row_slot[row_of(i)] : -1;
     load_quad<kWhole, Rule, Grad>(args, i, counts[q], quads[q]);
   }
   bool skip = args.found_inf && *args.found_inf != 0.0f;
