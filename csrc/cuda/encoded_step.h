@@ -1,6 +1,5 @@
-// The update of shards whose states or masters are not in fp32 alone, on CUDA. A kernel for each rule,
-// whatever the forms and dtypes: what differs by them is loads, stores and conversions, and a warp takes one way
-// through them.
+// The update of shards whose states or masters are not in fp32 alone, on CUDA. A kernel for each rule, whatever the
+// forms and dtypes: what differs by them is loads, stores and conversions, and a warp takes one way through them.
 #pragma once
 
 #include "encoded_rows.h"
@@ -24,17 +23,17 @@ ZK_HOST_DEVICE inline EncodedPlace place_of(const EncodedForeachArgs& args, int6
   return {shard, of_shard * kTile, whole};
 }
 
-#if defined(__CUDACC__)
-
-__device__ inline uint32_t largest_in_warp(uint32_t x) { return __reduce_max_sync(0xffffffff, x); }
-
-__device__ constexpr Decoded kDecoded = make_decoded();
-
 // Whether there is a quick way: see quick_step.h.
 template <class Rule, class Kinds>
 constexpr bool kIsQuick = false;
 template <int kLow>
 constexpr bool kIsQuick<AdamW, UsualKinds<kLow, Form::kInt8, Form::kRoot8>> = true;
+
+#if defined(__CUDACC__)
+
+__device__ inline uint32_t largest_in_warp(uint32_t x) { return __reduce_max_sync(0xffffffff, x); }
+
+__device__ constexpr Decoded kDecoded = make_decoded();
 
 template <class Rule, bool kWhole, class Kinds>
 __device__ inline void encoded_quad(const Kinds& kinds, const EncodedShard& shard, const RawQuad<Rule>& raw) {
@@ -78,9 +77,9 @@ __device__ inline bool quick_eight(const EncodedShard& shard, int64_t i, const D
   QuickEight of = update_quick<kLow>(raw, scale_m, scale_v, decoded, c);
   of.largest_m = bits_float(largest_in_row(float_bits(of.largest_m)));
   of.largest_s = largest_in_row(of.largest_s);
-  QuickStored stored = stored_quick<kLow>(of);
+  QuickMoments moments = moments_quick(of);
   if (!__all_sync(0xffffffff, of.usual)) return false;
-  if (slot >= 0 && row.active != 0.0f) store_quick<kLow>(shard, i, of, stored);
+  if (slot >= 0 && row.active != 0.0f) store_quick<kLow>(shard, i, of, moments);
   return true;
 }
 
@@ -129,11 +128,12 @@ __global__ void __launch_bounds__(kThreads, kEncodedBlocksPerSm<Rule, Kinds>)
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
 inline bool all_aligned(const EncodedShard& shard, const Encoded& of_all, int64_t grad_size, int64_t out_size) {
-  bool aligned = !of_all.low_size || is_aligned(shard.low, kQuad * of_all.low_size);
-  for (int s = 0; s < kMostStates; ++s) aligned &= is_aligned(shard.step.states[s], kQuad * size_of(of_all.forms[s]));
-  return aligned && is_aligned(shard.step.grad, kQuad * grad_size) &&
-         is_aligned(shard.step.param_out, kQuad * out_size) && is_aligned(shard.step.master, 16) &&
-         is_aligned(shard.step.hyper, 16);
+  bool aligned = !of_all.low_size || is_aligned(shard.low, std::min(16, kEight * of_all.low_size));
+  for (int s = 0; s < kMostStates; ++s)
+    aligned &= is_aligned(shard.step.states[s], std::min<int64_t>(16, kEight * size_of(of_all.forms[s])));
+  return aligned && is_aligned(shard.step.grad, std::min<int64_t>(16, kEight * grad_size)) &&
+         is_aligned(shard.step.param_out, std::min<int64_t>(16, kEight * out_size)) &&
+         is_aligned(shard.step.master, 16) && is_aligned(shard.step.hyper, 16);
 }
 
 // Calls run(args, blocks) for each launch that several shards take, which are alike in dtypes and forms.

@@ -64,17 +64,16 @@ struct QuickRaw {
   uint32_t grad[4], high[4], master[8], m[2], v[2];
 };
 
-// Eight elements that are updated, before what is stored of them is known.
+// Eight elements that are updated. What is stored of the moments is known when the largest of their row are.
 struct QuickEight {
-  float p[kEight], m[kEight], s[kEight];  // s: roots of the second moments
-  float largest_m;                        // of these elements, then of the row
-  uint32_t largest_s;                     // bits, so that NaN is above all
+  uint32_t high[4], master[8];  // as they are stored
+  float m[kEight], s[kEight];   // s: roots of the second moments
+  float largest_m;              // of these elements, then of the row
+  uint32_t largest_s;           // bits, so that NaN is above all
   bool usual;
 };
-
-// What is stored of them.
-struct QuickStored {
-  uint32_t high[4], master[8], m[2], v[2];
+struct QuickMoments {
+  uint32_t m[2], v[2];
 };
 
 // 8, 16 or 32 bytes of `words`.
@@ -157,11 +156,33 @@ ZK_HOST_DEVICE inline float master_of(const QuickRaw& raw, int j) {
   return bits_float(upper_half_of(raw.high, j) + low);
 }
 
+// Of p, element j and the one before it, where j is odd.
+template <int kLow>
+ZK_HOST_DEVICE inline void keep_master(QuickEight& of, const float (&p)[kEight], int j) {
+  if (kLow == 0) of.master[j] = float_bits(p[j]);
+  if (j % 2 == 0) return;
+  of.high[j / 2] = narrow_pair(p[j - 1], p[j]);
+  ZK_UNROLL
+  for (int k = j - 1; k <= j && kLow; ++k) {
+    uint32_t low = float_bits(p[k]) - upper_half_of(of.high, k);
+    if (kLow == 1) {
+      // As in_8_bits. In a sum of this size multiples of 256 alone are left, and what `split` clamps is clamped here.
+      float upper = bits_float(low + float_bits(kWhole)) + kWholeBytes;
+      upper = fminf(fmaxf(upper, kWholeBytes + kWhole - 127.0f * 256.0f), kWholeBytes + kWhole + 127.0f * 256.0f);
+      of.master[k / 4] |= (float_bits(upper) & 0xff) << k % 4 * 8;
+    } else {
+      int32_t clamped = int32_t(low) > 32767 ? 32767 : int32_t(low) < -32767 ? -32767 : int32_t(low);
+      of.master[k / 2] |= uint32_t(clamped & 0xffff) << k % 2 * 16;
+    }
+  }
+}
+
 template <int kLow>
 ZK_HOST_DEVICE inline QuickEight update_quick(
     const QuickRaw& raw, float scale_m, float scale_v, const Decoded& decoded, const Coefficients<AdamW, float>& c) {
   float correction = c.own.bias_correction2_sqrt.by, over_correction = quick_reciprocal(correction);
   uint32_t least_m = 0xffffffff, least_v = 0xffffffff;
+  float updated[kEight];
   QuickEight of = {};
   of.usual = true;
   ZK_UNROLL
@@ -173,7 +194,8 @@ ZK_HOST_DEVICE inline QuickEight update_quick(
     least_m = below(float_bits(fabsf(m)), least_m);
     least_v = below(float_bits(v), least_v);
     float s = quick_root(v), divisor = quick_quotient(s, correction, over_correction) + c.own.eps;
-    of.p[j] = p - c.own.step_size * quick_quotient(m, divisor, quick_reciprocal(divisor));
+    updated[j] = p - c.own.step_size * quick_quotient(m, divisor, quick_reciprocal(divisor));
+    keep_master<kLow>(of, updated, j);
     of.m[j] = m;
     of.s[j] = s;
     of.largest_m = fmaxf(of.largest_m, fabsf(m));  // NaN is not usual already
@@ -184,15 +206,14 @@ ZK_HOST_DEVICE inline QuickEight update_quick(
 }
 
 // `of.usual` becomes false where an estimate may be wrong.
-template <int kLow>
-ZK_HOST_DEVICE inline QuickStored stored_quick(QuickEight& of) {
+ZK_HOST_DEVICE inline QuickMoments moments_quick(QuickEight& of) {
   float largest_s = bits_float(of.largest_s);
   of.usual &= of.largest_m < kMostMoment && (of.largest_m >= 2.0f * kLeastMoment || of.largest_m == 0.0f);
   of.usual &= largest_s < kMostRoot && (largest_s >= kLeastScale || largest_s == 0.0f);
   float most_m = of.largest_m == 0.0f ? kOver254 : of.largest_m * kOver254;
   float most_s = largest_s == 0.0f ? 1.0f : largest_s;
   float factor = quick_quotient(255.0f, most_s, quick_reciprocal(most_s));
-  QuickStored to = {};
+  QuickMoments to = {};
   ZK_UNROLL
   for (int j = 0; j < kEight; ++j) {
     float x = of.m[j] * ZK_NEAR(near_reciprocal(fmaf(fabsf(of.m[j]), kOver254, most_m))), whole = x + kWhole;
@@ -203,45 +224,26 @@ ZK_HOST_DEVICE inline QuickStored stored_quick(QuickEight& of) {
     uint32_t least = float_bits(kWhole) + (float_bits(of.s[j]) < 1 ? 0 : 1);  // 0 is for 0 alone
     to.v[j / 4] |= ((float_bits(whole_y) > least ? float_bits(whole_y) : least) & 0xff) << j % 4 * 8;
   }
-  if constexpr (kLow == 0) {
-    ZK_UNROLL
-    for (int j = 0; j < kEight; ++j) to.master[j] = float_bits(of.p[j]);
-  }
-  ZK_UNROLL
-  for (int j = 0; j < kEight; j += 2) to.high[j / 2] = narrow_pair(of.p[j], of.p[j + 1]);
-  ZK_UNROLL
-  for (int j = 0; j < kEight && kLow; ++j) {
-    uint32_t low = float_bits(of.p[j]) - upper_half_of(to.high, j);
-    if (kLow == 1) {
-      // As in_8_bits. In a sum of this size multiples of 256 alone are left, and what `split` clamps is clamped here.
-      float upper = bits_float(low + float_bits(kWhole)) + kWholeBytes;
-      upper = fminf(fmaxf(upper, kWholeBytes + kWhole - 127.0f * 256.0f), kWholeBytes + kWhole + 127.0f * 256.0f);
-      to.master[j / 4] |= (float_bits(upper) & 0xff) << j % 4 * 8;
-    } else {
-      int32_t clamped = int32_t(low) > 32767 ? 32767 : int32_t(low) < -32767 ? -32767 : int32_t(low);
-      to.master[j / 2] |= uint32_t(clamped & 0xffff) << j % 2 * 16;
-    }
-  }
   return to;
 }
 
 template <int kLow>
 ZK_HOST_DEVICE inline void store_quick(
-    const EncodedShard& shard, int64_t i, const QuickEight& of, const QuickStored& stored) {
+    const EncodedShard& shard, int64_t i, const QuickEight& of, const QuickMoments& moments) {
   const StepArgs& step = shard.step;
   if constexpr (kLow == 0) {
-    store_eight<32>(step.master, i, stored.master);
-    if (step.param_out) store_eight<16>(step.param_out, i, stored.high);
+    store_eight<32>(step.master, i, of.master);
+    if (step.param_out) store_eight<16>(step.param_out, i, of.high);
   } else {
-    store_eight<16>(step.param_out, i, stored.high);
-    store_eight<8 * kLow>(shard.low, i, stored.master);
+    store_eight<16>(step.param_out, i, of.high);
+    store_eight<8 * kLow>(shard.low, i, of.master);
   }
   if (place_in_row(i) == 0) {
     shard.scale(0)[row_of(i)] = of.largest_m;
     shard.scale(1)[row_of(i)] = bits_float(of.largest_s);
   }
-  store_eight<8>(step.state(0), i, stored.m);
-  store_eight<8>(step.state(1), i, stored.v);
+  store_eight<8>(step.state(0), i, moments.m);
+  store_eight<8>(step.state(1), i, moments.v);
 }
 
 }  // namespace

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from executed import executed, kernels_in
 from toolchain import ARCHS, PTX_ARCHS, SOURCES, run, to_ptx
 
 # By the name of its struct: a rule.
@@ -219,6 +220,9 @@ def test_ptxas_spills_nothing(resources: Mapping[tuple[str, str], tuple[int, int
         assert max(registers for registers, _ in found) <= 32
 
 
+ESTIMATES = {"rcp.approx.ftz.f32", "sqrt.approx.ftz.f32", "rsqrt.approx.ftz.f32", "fma.rn.f32"}
+
+
 @pytest.mark.parametrize("arch", PTX_ARCHS)
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_operation_is_rounded_on_its_own(ptx: Mapping[tuple[str, str], Path], name: str, arch: str) -> None:
@@ -228,7 +232,7 @@ def test_every_operation_is_rounded_on_its_own(ptx: Mapping[tuple[str, str], Pat
         # ptxas contracts pairs (f32x2) on sm_100 whatever it is told.
         found = {*re.findall(r"\bfma\S+|\S+\.ftz\S*|\S+\.approx\S*|\S+\.f32x2", entry)}
         encoded = "encoded_step" in entry.partition("(")[0]
-        assert found <= ({"rcp.approx.ftz.f32", "sqrt.approx.ftz.f32", "fma.rn.f32"} if encoded else set())
+        assert found <= (ESTIMATES if encoded else set())
 
 
 @pytest.mark.parametrize("arch", PTX_ARCHS)
@@ -275,3 +279,21 @@ def test_updates_divide_and_take_roots_as_ieee_does(ptx: Mapping[tuple[str, str]
 def test_a_contraction_would_be_seen(setup_py: SimpleNamespace, nvcc: str, tmp_path: Path) -> None:
     text = to_ptx(setup_py, nvcc, "step_sgd", "80", tmp_path / "fused.ptx", "-fmad=true").read_text()
     assert "fma.rn.f32" in text
+
+
+MOST = {"ELNS_4FormE2ELS4_3E": 105.0, "step_kernelINS_5AdamWENS_8BFloat16ES3_E": 77.0}
+"""By a part of the mangled name: instructions that a thread may execute for an element."""
+
+
+def test_updates_execute_few_instructions(cuobjdump: Path, library: Path) -> None:
+    """With moments of 8 bits, for each form of the master; and in fp32, of bf16 gradients and parameters."""
+    counted = []
+    for arch, name, sass in kernels_in(run(cuobjdump, "-sass", library.parent / "step_adamw.o")):
+        for part, most in MOST.items():
+            if part in name:
+                counted.append((arch, part))
+                assert executed(sass) / 8 <= most, (arch, name)
+    archs = {arch for arch, _ in counted}
+    assert archs and Counter(part for _, part in counted) == {
+        part: n * len(archs) for part, n in zip(MOST, (3, 2), strict=True)
+    }

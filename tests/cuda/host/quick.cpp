@@ -11,7 +11,7 @@ static int g_off = 0;  // units in the last place
 static float off_by(float x) { return zero_kernels::bits_float(zero_kernels::float_bits(x) + g_off); }
 #define ZK_NEAR(x) off_by(x)
 
-#include "../../../csrc/cuda/encoded_step.h"
+#include "warp.h"
 
 using namespace zero_kernels;
 
@@ -19,6 +19,16 @@ static uint32_t g_state = 1;
 static uint32_t draw() { return g_state = mixed(g_state + 0x9e3779b9); }
 static float drawn(int least, int most) {  // positive, of an exponent between the two
   return bits_float(uint32_t(127 + least + int(draw() % uint32_t(most - least + 1))) << 23 | draw() >> 9);
+}
+
+static uint64_t wrong_decoded() {
+  Decoded decoded = make_decoded();
+  uint64_t wrong = 0;
+  for (int q = -128; q < 128; ++q) {
+    wrong += float_bits(decoded.int8[q & 0xff]) != float_bits(unscaled_int8(float(q)));
+    wrong += float_bits(decoded.root8[q + 128]) != float_bits(over_255(float(q + 128)));
+  }
+  return wrong;
 }
 
 static uint64_t wrong_roots() {
@@ -34,7 +44,9 @@ static uint64_t wrong_roots() {
 // All fractions of a divisor, and of some divisors all of the dividend.
 static uint64_t wrong_quotients() {
   uint64_t wrong = 0;
-  auto check = [&](float a, float b) { wrong += float_bits(quick_quotient(a, b, quick_reciprocal(b))) != float_bits(a / b); };
+  auto check = [&](float a, float b) {
+    wrong += float_bits(quick_quotient(a, b, quick_reciprocal(b))) != float_bits(a / b);
+  };
   for (uint32_t fraction = 0; fraction < 1u << 23; ++fraction) {
     check(drawn(-100, 59), bits_float(uint32_t(127 + int(draw() % 50) - 30) << 23 | fraction));
     check(drawn(-50, 9), bits_float(uint32_t(127 - int(draw() % 9)) << 23 | fraction));
@@ -81,59 +93,9 @@ static EncodedShard shard_of(Rows& rows, int low, const HyperRow* hyper, const i
   return {step, {rows.scale_m, rows.scale_v, nullptr}, lows, nullptr};
 }
 
-template <int kLow>
-static void usual_way(const EncodedShard& shard) {
-  using Kinds = UsualKinds<kLow, Form::kInt8, Form::kRoot8>;
-  EncodedForeachArgs args = {};
-  Kinds kinds(args);
-  for (int row = 0; row < 2; ++row) {
-    RawQuad<AdamW> raws[32];
-    UpdatedQuad<AdamW> of[32];
-    uint32_t bounds[2] = {};
-    for (int lane = 0; lane < 32; ++lane) {
-      raws[lane] = load_encoded<AdamW, true>(kinds, shard, row * kRow + lane * kQuad, 0);
-      of[lane] = update_encoded<AdamW, true>(kinds, shard, raws[lane]);
-      for (int s = 0; s < 2; ++s) bounds[s] = of[lane].bounds[s] > bounds[s] ? of[lane].bounds[s] : bounds[s];
-    }
-    for (int lane = 0; lane < 32; ++lane) {
-      of[lane].bounds[0] = bounds[0];
-      of[lane].bounds[1] = bounds[1];
-      store_encoded<AdamW, true>(kinds, shard, raws[lane], of[lane]);
-    }
-  }
-}
-
-// As quick_eight of encoded_step.h, by a warp.
-template <int kLow>
-static bool quick_way(const EncodedShard& shard) {
-  static constexpr Decoded decoded = make_decoded();
-  QuickEight of[32];
-  QuickStored stored[32];
-  bool usual = true;
-  for (int lane = 0; lane < 32; ++lane) {
-    HyperRow row = load_row<true>(shard.step.hyper + shard.step.row_slot[lane / 16]);
-    Coefficients<AdamW, float> c(row, *shard.step.grad_scale);
-    usual &= is_usual(c.own);
-    QuickRaw raw = load_quick<kLow>(shard, lane * kEight);
-    of[lane] = update_quick<kLow>(raw, shard.scales[0][lane / 16], shard.scales[1][lane / 16], decoded, c);
-  }
-  for (int half = 0; half < 32; half += 16) {
-    float m = 0.0f;
-    uint32_t s = 0;
-    for (int lane = half; lane < half + 16; ++lane) {
-      m = bits_float(float_bits(of[lane].largest_m) > float_bits(m) ? float_bits(of[lane].largest_m) : float_bits(m));
-      s = of[lane].largest_s > s ? of[lane].largest_s : s;
-    }
-    for (int lane = half; lane < half + 16; ++lane) {
-      of[lane].largest_m = m;
-      of[lane].largest_s = s;
-      stored[lane] = stored_quick<kLow>(of[lane]);
-      usual &= of[lane].usual;
-    }
-  }
-  if (!usual) return false;
-  for (int lane = 0; lane < 32; ++lane) store_quick<kLow>(shard, lane * kEight, of[lane], stored[lane]);
-  return true;
+static float normal() {
+  float u = float(draw() >> 8 | 1) * 0x1p-24f, angle = float(draw() >> 8) * 0x1p-24f * 6.2831853f;
+  return std::sqrt(-2.0f * std::log(u)) * std::cos(angle);
 }
 
 static uint16_t bf16(float x) {
@@ -142,19 +104,21 @@ static uint16_t bf16(float x) {
   return narrowed.bits;
 }
 
-// kind 0: as in a training; 1: of any magnitude; 2: with planted values; 3: rows of zeros, or almost.
+// kind 0: as in a training, normal gradients and the usual options; 1: of any magnitude; 2: with planted values; 3:
+// rows of zeros, or almost.
 static void fill(Rows& rows, int kind) {
-  static const float kPlanted[] = {0.0f,      -0.0f,      INFINITY,   -INFINITY,  NAN,        0x1p-126f, 0x1p-149f,
-                                   0x1p-100f, 0x1p-101f,  0x1p60f,    0x1p126f,   0x1p127f,   3e38f,     -3e38f,
-                                   0x1p-60f,  0x1.8p-99f, 1e-20f,     1e20f,      0x1p-133f,  0x1p10f};
-  int spread = kind == 1 ? 100 : 6;
+  static const float kPlanted[] = {0.0f,      -0.0f,      INFINITY, -INFINITY, NAN,       0x1p-126f, 0x1p-149f,
+                                   0x1p-100f, 0x1p-101f,  0x1p60f,  0x1p126f,  0x1p127f,  3e38f,     -3e38f,
+                                   0x1p-60f,  0x1.8p-99f, 1e-20f,   1e20f,     0x1p-133f, 0x1p10f};
+  int spread = kind == 1 ? 60 : 6;
   for (int row = 0; row < 2; ++row) {
-    rows.scale_m[row] = draw() % 16 == 0 ? 0.0f : kind == 1 ? drawn(-99, 60) : drawn(-20, 0);
-    rows.scale_v[row] = draw() % 16 == 0 ? 0.0f : kind == 1 ? drawn(-60, 20) : drawn(-20, 0);
+    rows.scale_m[row] = draw() % 16 == 0 ? 0.0f : kind == 1 ? drawn(-60, 12) : drawn(-11, -9);
+    rows.scale_v[row] = draw() % 16 == 0 ? 0.0f : kind == 1 ? drawn(-48, 9) : drawn(-10, -8);
     if (kind == 3) rows.scale_m[row] = draw() % 2 ? 0.0f : 0x1p-98f, rows.scale_v[row] = draw() % 2 ? 0.0f : 0x1p-49f;
   }
   for (int i = 0; i < Rows::kNumel; ++i) {
-    float g = drawn(-spread, kind == 1 ? 60 : 1) * (draw() % 2 ? 1 : -1), p = drawn(-spread - 3, 3) * (draw() % 2 ? 1 : -1);
+    float g = kind == 1 ? drawn(-45, 12 - 8 * int(draw() % 8)) * (draw() % 2 ? 1 : -1) : normal() * 0x1p-10f,
+          p = drawn(-spread - 3, 3) * (draw() % 2 ? 1 : -1);
     if (kind == 2 && draw() % 64 == 0) g = kPlanted[draw() % 20];
     if (kind == 2 && draw() % 64 == 0) p = kPlanted[draw() % 20];
     if (kind == 3 && draw() % 128) g = draw() % 2 ? 0.0f : -0.0f;
@@ -165,16 +129,21 @@ static void fill(Rows& rows, int kind) {
     rows.low8[i] = int8_t(draw());
     rows.m[i] = rows.scale_m[i / kRow] == 0.0f ? 0 : kind == 3 ? draw() % 3 - 1 : int8_t(int(draw() % 255) - 127);
     rows.v[i] = rows.scale_v[i / kRow] == 0.0f ? 0 : kind == 3 ? draw() % 2 : draw();
-    if (i % kRow == 5 && kind == 0) rows.m[i] = rows.m[i] ? 127 : 0, rows.v[i] = rows.v[i] ? 255 : 0;  // as it is stored
   }
 }
 
 static HyperRow hyper_row(int kind) {
-  float beta1 = draw() % 8 ? 0.9f : 0.0f, beta2 = draw() % 2 ? 0.999f : 0.95f, eps = draw() % 8 ? 1e-8f : drawn(-70, 3);
+  bool usual = kind == 0 || draw() % 2;
+  float beta1 = usual || draw() % 8 ? 0.9f : 0.0f, beta2 = draw() % 2 ? 0.999f : 0.95f;
+  float eps = usual || draw() % 8 ? 1e-8f : drawn(-70, 3);
   float correction = std::sqrt(1.0f - std::pow(beta2, float(1 + draw() % 100)));
-  float decay = 1.0f - 1e-3f * float(draw() % 3), weight = draw() % 16 ? 0.0f : 0.01f;
+  float decay = 1.0f - 1e-3f * float(draw() % 3), weight = usual || draw() % 16 ? 0.0f : 0.01f;
   float step = kind == 2 && draw() % 8 == 0 ? 1e10f : drawn(-14, -3);
-  return {{step, decay, weight, eps, beta1, 1.0f - beta1, beta2, 1.0f - beta2, correction}, 1.0f, draw() % 4 ? 1.0f : -1.0f, 1.0f};
+  return {
+      {step, decay, weight, eps, beta1, 1.0f - beta1, beta2, 1.0f - beta2, correction},
+      1.0f,
+      draw() % 4 ? 1.0f : -1.0f,
+      1.0f};
 }
 
 template <int kLow>
@@ -186,11 +155,14 @@ static void check_rows(int kind, int count, uint64_t& quick, uint64_t& wrong) {
     float scale = draw() % 2 ? 1.0f : drawn(-3, 0);
     fill(rows, kind);
     std::memcpy(&by_quick, &rows, sizeof rows);
-    if (!quick_way<kLow>(shard_of(by_quick, kLow, hyper, slots, &scale))) continue;
+    if (!quick_rows<kLow>(shard_of(by_quick, kLow, hyper, slots, &scale), 0)) continue;
     ++quick;
     int off = g_off;
     g_off = 0;
-    usual_way<kLow>(shard_of(rows, kLow, hyper, slots, &scale));
+    EncodedForeachArgs args = {};
+    UsualKinds<kLow, Form::kInt8, Form::kRoot8> kinds(args);
+    for (int row = 0; row < 2; ++row)
+      encoded_row<AdamW, true>(kinds, shard_of(rows, kLow, hyper, slots, &scale), row * kRow);
     g_off = off;
     wrong += std::memcmp(&by_quick, &rows, sizeof rows) != 0;
   }
@@ -201,7 +173,7 @@ static void check_rows(int kind, int count, uint64_t& quick, uint64_t& wrong) {
 int main(int argc, char** argv) {
   int count = argc > 1 ? std::atoi(argv[1]) : 2000;
   uint64_t wrong = 0;
-  wrong = wrong_roots() + wrong_quotients();
+  wrong = wrong_decoded() + wrong_roots() + wrong_quotients();
   std::printf("%llu\n", (unsigned long long)wrong);
   for (int kind = 0; kind < 4; ++kind) {
     uint64_t quick = 0;

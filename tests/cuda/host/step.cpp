@@ -3,12 +3,12 @@
 #include <cstring>
 #include <utility>
 
-#include "../../../csrc/cuda/encoded_step.h"
 #include "../../../csrc/rules/adamw.h"
 #include "../../../csrc/rules/amsgrad.h"
 #include "../../../csrc/rules/lion.h"
 #include "../../../csrc/rules/muon.h"
 #include "../../../csrc/rules/sgd.h"
+#include "warp.h"
 
 using namespace zero_kernels;
 
@@ -39,25 +39,6 @@ static int run(const std::vector<StepArgs>& shards, DType grad, DType out) {
   return launches;
 }
 
-// The threads of a warp together: each loads, each updates, the largest of theirs is that of the row, each stores.
-template <class Rule, bool kWhole, class Kinds>
-static void encoded_warp(const Kinds& kinds, const EncodedPlace& at) {
-  static RawQuad<Rule> raws[32][kQuads];
-  UpdatedQuad<Rule> of[32];
-  for (int lane = 0; lane < 32; ++lane)
-    for (int q = 0; q < kQuads; ++q)
-      raws[lane][q] = load_encoded<Rule, kWhole>(kinds, at.shard, at.first + lane * kQuad, q);
-  for (int q = 0; q < kQuads; ++q) {
-    for (int lane = 0; lane < 32; ++lane) of[lane] = update_encoded<Rule, kWhole>(kinds, at.shard, raws[lane][q]);
-    for (int s = 0; s < Rule::kStates; ++s) {
-      uint32_t largest = 0;
-      for (const UpdatedQuad<Rule>& quad : of) largest = std::max(largest, quad.bounds[s]);
-      for (UpdatedQuad<Rule>& quad : of) quad.bounds[s] = largest;
-    }
-    for (int lane = 0; lane < 32; ++lane) store_encoded<Rule, kWhole>(kinds, at.shard, raws[lane][q], of[lane]);
-  }
-}
-
 template <class Rule>
 static int run_encoded(const std::vector<EncodedShard>& shards, const Encoded& of_all, DType grad, DType out) {
   int launches = 0;
@@ -65,14 +46,15 @@ static int run_encoded(const std::vector<EncodedShard>& shards, const Encoded& o
     using Kinds = typename decltype(kinds)::type;
     launch_encoded(shards, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
       ++launches;
-      for (int64_t block = 0; block < blocks; ++block)
-        for (int thread = 0; thread < kThreads; thread += 32) {
-          EncodedPlace at = place_of(args, block, thread);
+      for (int64_t block = 0; block < blocks; ++block) {
+        EncodedPlace at = place_of(args, block);
+        for (int warp = 0; warp < kThreads / 32; ++warp) {
           if (at.whole)
-            encoded_warp<Rule, true>(Kinds(args), at);
+            encoded_warp<Rule, true>(Kinds(args), at.shard, at.tile, warp);
           else
-            encoded_warp<Rule, false>(Kinds(args), at);
+            encoded_warp<Rule, false>(Kinds(args), at.shard, at.tile, warp);
         }
+      }
     });
   });
   return launches;
