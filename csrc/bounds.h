@@ -32,6 +32,11 @@ inline void check_bounds(
   if (tensor) check_bounds(name, *tensor, dtype, numel, device);
 }
 
+// Bytes of a split master's low half; 0: the master is not split.
+inline int low_size_of(const Tensor& master) {
+  return master.scalar_type() == ScalarType::Char ? 1 : master.scalar_type() == ScalarType::Short ? 2 : 0;
+}
+
 // What an update of one shard is given.
 struct StepTensors {
   const Tensor &grad, &master;
@@ -40,18 +45,11 @@ struct StepTensors {
   const Tensor* param_out;  // or null
   const Tensor &row_slot, &hyper;
   const std::optional<Tensor>&grad_scale, &found_inf, &nonfinite_slots;
-  const Tensor* averages = nullptr;  // one behind the other
-  int average_count = 0;
-  const Tensor* rates = nullptr;
-  const Tensor* row_stats = nullptr;
   const Tensor* scales[kMostStates] = {};  // of each state, or null
   const Tensor* row_keys = nullptr;
 
-  bool is_split() const {
-    return master.scalar_type() == ScalarType::Short || master.scalar_type() == ScalarType::Char;
-  }
+  bool is_split() const { return low_size_of(master) != 0; }
   DType param_dtype() const { return param_out ? dtype_of(*param_out) : DType::kFloat; }
-  DType average_dtype() const { return average_count ? dtype_of(averages[0]) : DType::kFloat; }
 };
 
 // The form of a state, by its dtype.
@@ -78,7 +76,7 @@ inline Encoded encoded_of(const StepTensors& of) {
     encoded.scales[i] = of.scales[i] ? data<float>(*of.scales[i]) : nullptr;
   }
   encoded.low = of.is_split() ? data<void>(of.master) : nullptr;
-  encoded.low_size = !of.is_split() ? 0 : of.master.scalar_type() == ScalarType::Char ? 1 : 2;
+  encoded.low_size = low_size_of(of.master);
   encoded.row_keys = of.row_keys ? data<const int32_t>(*of.row_keys) : nullptr;
   return encoded;
 }
@@ -104,36 +102,23 @@ inline void check_step(const StepTensors& of, bool in_any_form = false) {
   check_bounds("grad_scale", of.grad_scale, ScalarType::Float, 1, device);
   check_bounds("found_inf", of.found_inf, ScalarType::Float, 1, device);
   check_bounds("nonfinite_slots", of.nonfinite_slots, ScalarType::Int, slots, device);
-  for (int i = 0; i < of.average_count; ++i) check_bounds("an average", of.averages[i], numel, device);
-  if (of.average_count) check_bounds("rates", *of.rates, ScalarType::Float, slots * of.average_count, device);
-  if (of.row_stats)
-    check_bounds("row_stats", *of.row_stats, ScalarType::Float, ceil_div(numel, kRow) * kRowStats, device);
   if (of.row_keys) check_bounds("row_keys", *of.row_keys, ScalarType::Int, ceil_div(numel, kRow), device);
 }
 
 // What foreach_step is given, shard by shard and checked: each has `state_count` of `states`, shard after shard.
-// params_out is empty where masters are the parameters. Averages are as many for each shard, shard after shard.
+// params_out is empty where masters are the parameters.
 inline std::vector<StepTensors> check_foreach_step(
     int state_count, const std::vector<Tensor>& grads, const std::vector<Tensor>& masters,
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-    const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
-    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats,
-    const std::optional<std::vector<Tensor>>& scales, const std::optional<std::vector<Tensor>>& row_keys) {
-  size_t count = grads.size(), of_all = averages ? averages->size() : 0, scaled = 0;
+    const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& scales,
+    const std::optional<std::vector<Tensor>>& row_keys) {
+  size_t count = grads.size(), scaled = 0;
   if (masters.size() != count || row_slots.size() != count || states.size() != count * state_count ||
-      (of_all && of_all % count != 0) || (row_stats && row_stats->size() != count) ||
       (row_keys && row_keys->size() != count))
     throw std::runtime_error("zero_kernels: foreach_step got lists of unlike lengths");
   if (!params_out.empty() && params_out.size() != count)
     throw std::runtime_error("zero_kernels: params_out must be empty, or have a tensor for each gradient");
-  if (of_all && !rates) throw std::runtime_error("zero_kernels: foreach_step got averages without rates");
-  for (size_t i = 0; i < of_all; ++i) {
-    ScalarType dtype = (*averages)[i].scalar_type();
-    bool known = dtype == ScalarType::Float || (dtype == ScalarType::BFloat16 && row_keys);
-    if (!known || dtype != (*averages)[0].scalar_type())
-      throw std::runtime_error("zero_kernels: averages must all be in float32, or all in bfloat16 and with row_keys");
-  }
   std::vector<StepTensors> shards;
   shards.reserve(count);
   for (size_t i = 0; i < count; ++i) {
@@ -147,12 +132,6 @@ inline std::vector<StepTensors> check_foreach_step(
         throw std::runtime_error("zero_kernels: foreach_step needs a scale for each int8 or uint8 state");
       shard.scales[s] = &(*scales)[scaled++];
     }
-    if (of_all) {
-      shard.average_count = int(of_all / count);
-      shard.averages = &(*averages)[i * shard.average_count];
-      shard.rates = &*rates;
-    }
-    if (row_stats) shard.row_stats = &(*row_stats)[i];
     if (row_keys) shard.row_keys = &(*row_keys)[i];
     check_step(shard, true);
     shards.push_back(shard);
@@ -165,6 +144,26 @@ inline std::vector<StepTensors> check_foreach_step(
   if (scales && scaled != scales->size())
     throw std::runtime_error("zero_kernels: foreach_step got more scales than int8 and uint8 states");
   return shards;
+}
+
+// Of ema: `averages` has as many for each shard as `rates` has columns, shard after shard.
+inline void check_ema(
+    const std::vector<Tensor>& averages, const std::vector<Tensor>& masters, const std::vector<Tensor>& params,
+    const std::vector<Tensor>& row_slots, const Tensor& rates) {
+  size_t count = masters.size(), each = rates.size(1);
+  int low_size = low_size_of(masters.at(0));
+  if (row_slots.size() != count || averages.size() != count * each || (low_size && params.size() != count))
+    throw std::runtime_error("zero_kernels: ema got lists of unlike lengths");
+  int32_t device = masters[0].get_device_index();
+  check_bounds("rates", rates, ScalarType::Float, rates.size(0) * each, device);
+  for (size_t i = 0; i < count; ++i) {
+    int64_t numel = masters[i].numel();
+    check_bounds("a master", masters[i], masters[0].scalar_type(), numel, device);
+    if (low_size) check_bounds("a parameter", params[i], ScalarType::BFloat16, numel, device);
+    check_bounds("row_slot", row_slots[i], ScalarType::Int, ceil_div(numel, kRow), device);
+    for (size_t k = 0; k < each; ++k)
+      check_bounds("an average", averages[i * each + k], ScalarType::Float, numel, device);
+  }
 }
 
 // The entry of that rule in a backend's table, whose last entry has a null name.

@@ -18,12 +18,13 @@ namespace {
 
 constexpr int64_t kGrain = 32768;  // elements: below this a second thread costs more than it brings
 
-void check_slots(const int32_t* row_slot, int64_t rows, int64_t slots) {
+// table: what the slots are rows of.
+void check_slots(const char* table, const int32_t* row_slot, int64_t rows, int64_t slots) {
   for (int64_t row = 0; row < rows; ++row)
     if (row_slot[row] >= slots)
       throw std::runtime_error(
-          "zero_kernels: row_slot[" + std::to_string(row) + "] = " + std::to_string(row_slot[row]) +
-          ", but hyper has " + std::to_string(slots) + " rows");
+          "zero_kernels: row_slot[" + std::to_string(row) + "] = " + std::to_string(row_slot[row]) + ", but " + table +
+          " has " + std::to_string(slots) + " rows");
 }
 
 template <class Kernel>
@@ -62,21 +63,15 @@ StepArgs args_of(const StepTensors& of) {
       of.grad_scale ? *data<const float>(*of.grad_scale) : 1.0f,
       dtype_of(of.grad),
       of.param_dtype(),
-      nullptr,
-      of.rates ? data<const float>(*of.rates) : nullptr,
-      of.average_count,
-      of.average_dtype(),
-      of.row_stats ? data<float>(*of.row_stats) : nullptr,
       encoded_of(of)};
   for (int i = 0; i < of.state_count; ++i) args.states[i] = data<float>(*of.states[i]);
-  check_slots(args.row_slot, ceil_div(args.numel, kRow), of.hyper.size(0));
+  check_slots("hyper", args.row_slot, ceil_div(args.numel, kRow), of.hyper.size(0));
   return args;
 }
 
-// Whether nothing is updated. Slots are marked then, where that is wanted, and no row has numbers.
+// Whether nothing is updated. Slots are marked then, where that is wanted.
 bool skips(const StepTensors& of, const StepArgs& args) {
   if (!of.found_inf || *data<const float>(*of.found_inf) == 0.0f) return false;
-  if (args.row_stats) std::fill_n(args.row_stats, of.row_stats->numel(), 0.0f);
   if (of.nonfinite_slots) mark_nonfinite(args, data<int32_t>(*of.nonfinite_slots));
   return true;
 }
@@ -100,22 +95,17 @@ void foreach_step(
     const std::string& rule, const std::vector<Tensor>& grads, const std::vector<Tensor>& masters,
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-    const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
-    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats,
-    const std::optional<std::vector<Tensor>>& scales, const std::optional<std::vector<Tensor>>& row_keys) {
+    const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& scales,
+    const std::optional<std::vector<Tensor>>& row_keys) {
   const StepKernel& kernel = entry_of(rule, kernels().steps);
   std::vector<StepTensors> given = check_foreach_step(
       kernel.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots,
-      averages, rates, row_stats, scales, row_keys);
-  std::vector<void*> of_averages;
-  if (averages)
-    for (const Tensor& average : *averages) of_averages.push_back(data<void>(average));
+      scales, row_keys);
   std::vector<StepArgs> shards;
   std::vector<int64_t> ends;  // of each shard, in the rows of all
   int64_t rows = 0;
   for (const StepTensors& of : given) {
     shards.push_back(args_of(of));
-    shards.back().averages = of_averages.data() + (shards.size() - 1) * of.average_count;
     ends.push_back(rows += ceil_div(shards.back().numel, kRow));
   }
   bool skipped = false;
@@ -128,6 +118,27 @@ void foreach_step(
       run(shards[i], begin - first, std::min(end, ends[i]) - first);
     }
   });
+}
+
+void ema(
+    const std::vector<Tensor>& averages, const std::vector<Tensor>& masters, const std::vector<Tensor>& params,
+    const std::vector<Tensor>& row_slots, const Tensor& rates) {
+  check_ema(averages, masters, params, row_slots, rates);
+  const KernelTable& table = kernels();
+  std::vector<float*> of_all;
+  for (const Tensor& average : averages) of_all.push_back(data<float>(average));
+  int each = int(rates.size(1)), low_size = low_size_of(masters.at(0));
+  std::vector<EmaArgs> shards;  // all of them are checked before the first is written
+  for (size_t i = 0; i < masters.size(); ++i) {
+    int64_t numel = masters[i].numel();
+    DType dtype = low_size ? DType::kBFloat16 : dtype_of(masters[i]);
+    shards.push_back(
+        {data<const void>(masters[i]), low_size ? data<const void>(params[i]) : nullptr, of_all.data() + i * each,
+         data<const float>(rates), data<const int32_t>(row_slots[i]), numel, each, low_size, dtype});
+    check_slots("rates", shards[i].row_slot, ceil_div(numel, kRow), rates.size(0));
+  }
+  for (const EmaArgs& args : shards)
+    parallel_rows(args.numel, [&](int64_t begin, int64_t end) { table.ema(args, begin, end); });
 }
 
 void stream(const Tensor& grad, const Tensor& a, const Tensor& b, const Tensor& c, const Tensor& out) {
@@ -258,8 +269,8 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
   m.def(
       "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
       "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale, Tensor? found_inf, Tensor(d!)? nonfinite_slots, "
-      "Tensor(e!)[]? averages=None, Tensor? rates=None, Tensor(f!)[]? row_stats=None, Tensor(g!)[]? scales=None, "
-      "Tensor[]? row_keys=None) -> ()");
+      "Tensor(e!)[]? scales=None, Tensor[]? row_keys=None) -> ()");
+  m.def("ema(Tensor(a!)[] averages, Tensor[] masters, Tensor[] params, Tensor[] row_slots, Tensor rates) -> ()");
   m.def("pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale, Tensor(b!)? nonfinite) -> ()");
   m.def("unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale) -> ()");
   m.def("grad_stats(Tensor[] shards, float norm_type) -> Tensor");
@@ -275,6 +286,7 @@ STABLE_TORCH_LIBRARY(zero_kernels_C, m) {
 STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CPU, m) {
   m.impl("adam_step", TORCH_BOX(&zero_kernels::adam_step));
   m.impl("foreach_step", TORCH_BOX(&zero_kernels::foreach_step));
+  m.impl("ema", TORCH_BOX(&zero_kernels::ema));
   m.impl("pack", TORCH_BOX(&zero_kernels::pack));
   m.impl("unpack", TORCH_BOX(&zero_kernels::unpack));
   m.impl("grad_stats", TORCH_BOX(&zero_kernels::grad_stats));

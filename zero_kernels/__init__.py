@@ -7,9 +7,9 @@ from zero_kernels import codecs
 from zero_kernels.capture import is_capturing
 from zero_kernels.dispatch import BackendError, available_backends, check_backend, use_backend
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, columns_of, hyper_table
-from zero_kernels.ops import adam_step, foreach_step, fused_adamw_, grad_stats, pack, unpack
+from zero_kernels.ops import adam_step, ema, foreach_step, fused_adamw_, grad_stats, pack, unpack
 from zero_kernels.prepared import Prepared
-from zero_kernels.reference import ROW_STATS, update_rows
+from zero_kernels.reference import update_rows
 from zero_kernels.rules import RULES, Rule
 from zero_kernels.symmetric import symmetric_product, why_no_symmetric_product
 
@@ -19,7 +19,6 @@ __all__ = [
     "HYPER_COEFFICIENTS",
     "HYPER_COLUMNS",
     "ROW",
-    "ROW_STATS",
     "RULES",
     "BackendError",
     "Prepared",
@@ -29,6 +28,7 @@ __all__ = [
     "check_backend",
     "codecs",
     "columns_of",
+    "ema",
     "foreach_step",
     "fused_adamw_",
     "grad_stats",

@@ -98,17 +98,12 @@ def noise_of(row_key: Tensor, step_number: Tensor, state: int, width: int = ROW)
     Args:
         row_key: int32 [rows, 1].
         step_number: fp32 [rows, 1]: the column of that name.
-        state: the number of the state among those of the rule, or `number_of_average`.
+        state: the number of the state among those of the rule.
     """
     of_row = mixed(row_key.to(torch.int64) & _WORD) + step_number.contiguous().view(torch.int32)
     of_state = mixed(mixed(of_row & _WORD) + state & _WORD)
     words = mixed(of_state + torch.arange(ROW // 2, device=row_key.device) * NOISE_STRIDE & _WORD)
     return torch.stack((words & 0xFFFF, words >> 16), dim=-1).view(-1, ROW)[:, :width]
-
-
-def number_of_average(average: int) -> int:
-    """Number the averages of a shard where states have their numbers: -1, -2, ... No state of any rule has these."""
-    return -1 - average
 
 
 def encode_bf16_stochastic(values: Tensor, noise: Tensor) -> tuple[Tensor]:

@@ -136,6 +136,10 @@ def _foreach_step(*args: Any) -> None:
     overload("foreach_step")(*args)
 
 
+def _ema(*args: Any) -> None:
+    overload("ema")(*args)
+
+
 def _pack(
     grads: Sequence[torch.Tensor],
     offsets: Sequence[int],
@@ -158,6 +162,7 @@ def _hyper_table(*args: torch.Tensor | None) -> None:
 OPS: dict[str, Callable[..., Any]] = {
     "adam_step": _adam_step,
     "foreach_step": _foreach_step,
+    "ema": _ema,
     "pack": _pack,
     "unpack": _unpack,
     "grad_stats": _grad_stats,

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_kernels import dispatch
 from zero_kernels.codecs import FORMS, LOWS
 from zero_kernels.hyper import HYPER_COEFFICIENTS, HYPER_COLUMNS, ROW, Coefficient, hyper_table
-from zero_kernels.reference import AVERAGES, ROW_STATS, Shard, StepArgs, check_average
+from zero_kernels.reference import Shard, StepArgs
 from zero_kernels.rules import RULES
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -25,8 +25,8 @@ SCHEMAS = (
     "Tensor(e!)? nonfinite_slots=None) -> ()",
     "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
     "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
-    "Tensor(d!)? nonfinite_slots=None, Tensor(e!)[]? averages=None, Tensor? rates=None, "
-    "Tensor(f!)[]? row_stats=None, Tensor(g!)[]? scales=None, Tensor[]? row_keys=None) -> ()",
+    "Tensor(d!)? nonfinite_slots=None, Tensor(e!)[]? scales=None, Tensor[]? row_keys=None) -> ()",
+    "ema(Tensor(a!)[] averages, Tensor[] masters, Tensor[] params, Tensor[] row_slots, Tensor rates) -> ()",
     "pack(Tensor[] grads, int[] offsets, Tensor(a!) bucket, float scale=1.0, Tensor(b!)? nonfinite=None) -> ()",
     "unpack(Tensor bucket, int[] offsets, Tensor(a!)[] grads, float scale=1.0) -> ()",
     "grad_stats(Tensor[] shards, float norm_type=2.0) -> Tensor",
@@ -93,9 +93,6 @@ def foreach_step(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     nonfinite_slots: Tensor | None = None,
-    averages: Sequence[Tensor] | None = None,
-    rates: Tensor | None = None,
-    row_stats: Sequence[Tensor] | None = None,
     scales: Sequence[Tensor] | None = None,
     row_keys: Sequence[Tensor] | None = None,
 ) -> None:
@@ -114,16 +111,10 @@ def foreach_step(
         row_slots: of each shard int32 [ceil(numel / ROW)], as in `adam_step`.
         hyper: fp32 [slots, 12], with the columns of the rule, shared by all shards.
         grad_scale, found_inf, nonfinite_slots: shared by all shards, as in `adam_step`.
-        averages: of each shard as many tensors, any number, [numel] fp32, or all bf16: all of the first shard, then
-            all of the second, ... Where a row is updated, each becomes average + rate * (new master - average). In bf16
-            that is rounded stochastically, which needs `row_keys`.
-        rates: fp32 [slots, averages of a shard].
-        row_stats: of each shard fp32 [ceil(numel / ROW), len(ROW_STATS)], overwritten with the numbers of each row
-            that `ROW_STATS` names; with zeros where a row is not updated.
         scales: of each int8 and uint8 state fp32 [ceil(numel / ROW)], one a row, in the order of `states`.
         row_keys: of each shard int32 [ceil(numel / ROW)], any numbers. Where they are given, bf16 states are rounded
             stochastically, by noise that is made of the row's key, the slot's `step_number` in `hyper`, the state and
-            the element's place in the row. So are averages in bf16, by noise of their own.
+            the element's place in the row.
 
     No two shards overlap. The bits are those of a call for each shard; those of "adamw" are those of `adam_step`.
     Raises what `adam_step` raises, and ValueError for an unknown rule, for lists of unlike lengths or without a shard.
@@ -141,12 +132,36 @@ def foreach_step(
         grad_scale,
         found_inf,
         nonfinite_slots,
-        averages,
-        rates,
-        row_stats,
         scales,
         row_keys,
     )
+
+
+def ema(
+    averages: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    params: Sequence[Tensor],
+    row_slots: Sequence[Tensor],
+    rates: Tensor,
+) -> None:
+    """Exponential averages of the masters of one or more flat shards, in place and in one pass over memory.
+
+    Each average becomes average + rate * (master - average), in fp32; where the rate is 0 it is left as it was.
+
+    Args:
+        averages: of each shard as many tensors, any number, [numel] fp32: all of the first shard, then all of the
+            second, ...
+        masters: of each shard [numel] fp32, fp16 or bf16. Or all int16, or all int8: the low parts of split masters.
+        params: of each shard [numel] bf16, the high halves of split masters; else empty.
+        row_slots: of each shard int32 [ceil(numel / ROW)]: for each row of 128 elements its row of `rates`; -1 marks
+            padding, which is left as it was.
+        rates: fp32 [slots, averages of a shard].
+
+    Raises what `adam_step` raises, and ValueError for lists of unlike lengths or without a shard.
+    """
+    if not masters:
+        raise ValueError("ema needs at least one shard")
+    torch.ops.zero_kernels.ema(averages, masters, params, row_slots, rates)
 
 
 def pack(
@@ -282,10 +297,8 @@ def _check_adam_step(
 
 def _check_shard(args: StepArgs, shard: Shard, names: Sequence[str], *, in_any_form: bool = True) -> torch.device:
     """Check one shard, whose states have these `names`. `in_any_form`: state may have another form than fp32."""
-    grad, master, states, param_out, row_slot, averages, row_stats, row_keys = shard
+    grad, master, states, param_out, row_slot, row_keys = shard
     hyper, device, numel, fp32 = args.hyper, grad.device, grad.numel(), (torch.float32,)
-    for k, average in enumerate(averages):
-        _check_flat(f"average {k}", average, AVERAGES, device, numel)
     _check_flat("grad", grad, FLOATS, device, None)
     _check_flat("master", master, (*fp32, *LOWS) if in_any_form else fp32, device, numel)
     for name, state in zip(names, states, strict=True):
@@ -309,8 +322,6 @@ def _check_shard(args: StepArgs, shard: Shard, names: Sequence[str], *, in_any_f
         _check("found_inf", args.found_inf, fp32, device, 1)
     if args.nonfinite_slots is not None:
         _check_flat("nonfinite_slots", args.nonfinite_slots, (torch.int32,), device, hyper.shape[0])
-    if row_stats is not None:
-        _check_row_stats(row_stats, len(row_slot), device)
     if row_keys is not None:
         _check_flat("row_keys", row_keys, (torch.int32,), device, len(row_slot))
     return device
@@ -329,8 +340,7 @@ def _check_foreach_step(rule: str, *given: Any) -> torch.device:
             raise type(error)(f"shard {i}: {error}") from None
         if device != grads[0].device:
             raise ValueError(f"shard {i} is on {device}, shard 0 on {grads[0].device}: make a call for each device")
-    averages = args.averages or ()
-    alike = {"grads": grads, "masters": args.masters, "params_out": args.params_out, "averages": averages}
+    alike = {"grads": grads, "masters": args.masters, "params_out": args.params_out}
     alike |= {f"states {name!r}": args.states[i :: len(names)] for i, name in enumerate(names)}
     for name, tensors in alike.items():
         if len({tensor.dtype for tensor in tensors}) > 1:
@@ -338,16 +348,12 @@ def _check_foreach_step(rule: str, *given: Any) -> torch.device:
     for state, scale in zip(args.states, args.scale_of_states(), strict=True):
         if scale is not None:
             _check_flat("a scale", scale, (torch.float32,), state.device, -(-state.numel() // ROW))
-    if averages:
-        _check_rates(args.rates, args.hyper.shape[0], len(averages) // len(grads), grads[0].device)
-        check_average(averages[0], args.row_keys)
     return grads[0].device
 
 
 def _check_lengths(rule: str, args: StepArgs) -> None:
     names, count = RULES[rule].states, len(args.grads)
     lists = {"masters": args.masters, "params_out": args.params_out or args.grads, "row_slots": args.row_slots}
-    lists |= {} if args.row_stats is None else {"row_stats": args.row_stats}
     lists |= {} if args.row_keys is None else {"row_keys": args.row_keys}
     for name, tensors in lists.items():
         if len(tensors) != count:
@@ -355,22 +361,40 @@ def _check_lengths(rule: str, args: StepArgs) -> None:
     if len(args.states) != count * len(names):
         each = f"{len(names)} ({', '.join(names)})" if names else "none"
         raise ValueError(f"states of {rule} are {each} a shard: {count} grads, {len(args.states)} states")
-    if args.averages and len(args.averages) % count:
-        raise ValueError(f"averages must be as many for each shard: {count} grads, {len(args.averages)} averages")
 
 
-def _check_row_stats(row_stats: Tensor, rows: int, device: torch.device) -> None:
-    _check("row_stats", row_stats, (torch.float32,), device, None)
-    if row_stats.shape != (rows, len(ROW_STATS)):
-        raise ValueError(f"row_stats must have shape [{rows}, {len(ROW_STATS)}], got {list(row_stats.shape)}")
-
-
-def _check_rates(rates: Tensor | None, slots: int, each: int, device: torch.device) -> None:
-    if rates is None:
-        raise ValueError("averages need rates, fp32 [slots, averages of a shard]")
+def _check_ema(
+    averages: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    params: Sequence[Tensor],
+    row_slots: Sequence[Tensor],
+    rates: Tensor,
+) -> torch.device:
+    device, dtype, count = masters[0].device, masters[0].dtype, len(masters)
     _check("rates", rates, (torch.float32,), device, None)
-    if rates.shape != (slots, each):
-        raise ValueError(f"rates must have shape [{slots}, {each}], got {list(rates.shape)}")
+    if rates.dim() != 2 or len(averages) != count * rates.shape[1]:
+        raise ValueError(
+            f"rates must have shape [slots, averages of a shard], got {list(rates.shape)} for {len(averages)} averages "
+            f"of {count} masters"
+        )
+    lists = {"row_slots": row_slots, "params": params if dtype in LOWS or params else masters}
+    for name, tensors in lists.items():
+        if len(tensors) != count:
+            raise ValueError(f"{name} must have one tensor a shard: {count} masters, {len(tensors)} {name}")
+    for i, master in enumerate(masters):
+        numel, of = master.numel(), averages[i * rates.shape[1] : (i + 1) * rates.shape[1]]
+        try:
+            _check_flat("master", master, (*FLOATS, *LOWS), device, None)
+            if master.dtype != dtype:
+                raise TypeError("masters must have one dtype: make a call for each dtype")
+            if dtype in LOWS:
+                _check_flat("param", params[i], (torch.bfloat16,), device, numel)
+            _check_flat("row_slot", row_slots[i], (torch.int32,), device, -(-numel // ROW))
+            for k, average in enumerate(of):
+                _check_flat(f"average {k}", average, (torch.float32,), device, numel)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"shard {i}: {error}") from None
+    return device
 
 
 def _check_slots(grads: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor) -> torch.device:
@@ -477,7 +501,8 @@ def _register(op: str, check: Callable[..., torch.device], fake: Callable[..., A
 
 
 _register("adam_step", _check_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))
-_register("foreach_step", _check_foreach_step, _fake_nothing, mutated=(2, 3, 4, 9, 10, 12, 13))
+_register("foreach_step", _check_foreach_step, _fake_nothing, mutated=(2, 3, 4, 9, 10))
+_register("ema", _check_ema, _fake_nothing, mutated=(0,))
 _register("pack", _check_pack, _fake_nothing, mutated=(2, 4))
 _register("unpack", _check_unpack, _fake_nothing, mutated=(2,))
 _register("grad_stats", _check_grad_stats, _fake_grad_stats, mutated=())

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from zero_kernels import dispatch, ops
 
-OPS = ("adam_step", "foreach_step", "pack")
+OPS = ("adam_step", "foreach_step", "ema", "pack")
 """What can be prepared: the ops that an optimizer calls for every bucket."""
 
 
 class Prepared:
-    """`adam_step`, `foreach_step` or `pack`, checked at the first call alone.
+    """One of `OPS`, checked at the first call alone.
 
     Call it with all arguments of the op, by position. Later calls must be like the first: with tensors on the same
     device that fit each other as the op wants it, and None where None was. Tensors, and the lengths of lists, may

@@ -12,14 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_kernels.codecs import (
-    FORMS,
-    LOWS,
-    encode_stochastic_in_update,
-    join_master,
-    number_of_average,
-    split_master,
-)
+from zero_kernels.codecs import FORMS, LOWS, encode_stochastic_in_update, join_master, split_master
 from zero_kernels.hyper import ROW, ROW_KEY
 from zero_kernels.rules import RULES
 from zero_kernels.rules.adamw import ADAMW
@@ -30,14 +23,6 @@ STATS_LANES = 1024
 
 STATS_BLOCK = 8 * STATS_LANES
 """Elements of one `grad_stats` block: one partial each."""
-
-AVERAGES = (torch.float32, torch.bfloat16)
-"""Dtypes of averages of the masters."""
-
-ROW_STATS = ("grad_squares", "update_squares", "master_squares", "largest_update", "grad_zeros")
-"""The numbers of a row that an update may give, in the order of the columns of `row_stats`."""
-
-_LINE = 16
 
 # Rows handled at once: bounds the temporaries to some 100 MB whatever the shard's size.
 _CHUNK_ROWS = 1 << 15
@@ -52,8 +37,6 @@ class Shard(NamedTuple):
     states: tuple[Tensor, ...]
     param_out: Tensor | None
     row_slot: Tensor
-    averages: tuple[Tensor, ...]
-    row_stats: Tensor | None
     row_keys: Tensor | None
 
 
@@ -69,16 +52,12 @@ class StepArgs(NamedTuple):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     nonfinite_slots: Tensor | None = None
-    averages: Sequence[Tensor] | None = None
-    rates: Tensor | None = None
-    row_stats: Sequence[Tensor] | None = None
     scales: Sequence[Tensor] | None = None
     row_keys: Sequence[Tensor] | None = None
 
     def shards(self) -> Iterator[Shard]:
         """The lists, shard by shard."""
-        averages, count = self.averages or (), len(self.grads)
-        own, kept = len(self.states) // count, len(averages) // count
+        own = len(self.states) // len(self.grads)
         for i, (grad, master, row_slot) in enumerate(zip(self.grads, self.masters, self.row_slots, strict=True)):
             yield Shard(
                 grad,
@@ -86,8 +65,6 @@ class StepArgs(NamedTuple):
                 tuple(self.states[i * own : (i + 1) * own]),
                 self.params_out[i] if self.params_out else None,
                 row_slot,
-                tuple(averages[i * kept : (i + 1) * kept]),
-                self.row_stats[i] if self.row_stats else None,
                 self.row_keys[i] if self.row_keys else None,
             )
 
@@ -153,9 +130,6 @@ def update_rows(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     nonfinite_slots: Tensor | None = None,
-    averages: Sequence[Tensor] | None = None,
-    rates: Tensor | None = None,
-    row_stats: Sequence[Tensor] | None = None,
     row_keys: Sequence[Tensor] | None = None,
 ) -> None:
     """Update flat shards by any rule that is written in torch, on any device. Reads nothing on the host.
@@ -167,29 +141,24 @@ def update_rows(
         states: of any dtype, shard after shard, each shard's in the order that `update` has. Either [numel], which
             `update` sees as [rows, 128], or one value a row, [rows], which it sees as [rows, 1].
         row_keys: of each shard int32 [ceil(numel / ROW)], which `update` finds beside the columns, under "row_key".
-            Averages in bf16 are rounded by them.
         the rest: as in `foreach_step`.
 
     `update` is called for many rows at a time, and for the last row of a shard apart where that is shorter than 128.
     What it returns is copied where a row is live: it has a slot that is active, and `found_inf` is 0.
     """
     args = StepArgs(grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots)
-    _update(update, columns, args._replace(averages=averages, rates=rates, row_stats=row_stats, row_keys=row_keys))
+    _update(update, columns, args._replace(row_keys=row_keys))
 
 
 def _update(update: Update, columns: Sequence[str], args: StepArgs) -> None:
-    hyper, rates, marks = args.hyper, args.rates, args.nonfinite_slots
-    for average in args.averages or ():
-        check_average(average, args.row_keys)
+    hyper, marks = args.hyper, args.nonfinite_slots
     if hyper.shape[0] == 0:
-        for of_shard in args.row_stats or ():
-            of_shard.zero_()
         return
     scale_of_all = hyper.new_ones(()) if args.grad_scale is None else args.grad_scale.reshape(())
     skipped = hyper.new_zeros(()) if args.found_inf is None else args.found_inf.reshape(())
     skipped = skipped != 0
     for shard in args.shards():
-        grad, master, own, param_out, row_slot, followers, stats, keys = shard
+        grad, master, own, param_out, row_slot, keys = shard
         for elements, rows, shape in _row_chunks(grad.numel()):
             slot = row_slot[rows].to(torch.int64)
             of_row = hyper.index_select(0, slot.clamp(min=0)).unsqueeze(-1).unbind(1)
@@ -213,46 +182,10 @@ def _update(update: Update, columns: Sequence[str], args: StepArgs) -> None:
             if split:
                 high, written = split_master(new, master.dtype)
                 new = join_master(high, written)
-            if stats is not None:
-                stats[rows].copy_(torch.where(live, _row_stats(g, p.float(), new.to(p.dtype).float()), 0.0))
             if param_out is not None:
                 _copy_where(live, new, param_out[elements].view(shape))
-            for k, follower in enumerate(followers):
-                rate = rates.index_select(0, slot.clamp(min=0))[:, k : k + 1]  # type: ignore[union-attr]
-                kept = follower[elements].view(shape)
-                average = kept.float() + rate * (new - kept.float())
-                if kept.dtype == torch.bfloat16:
-                    (average,) = encode_stochastic_in_update(average.float(), c, number_of_average(k))
-                _copy_where(live, average, kept)
             for value, old in zip((written, *news), (master[elements].view(shape), *olds), strict=True):
                 _copy_where(live, value, old)
-
-
-def check_average(average: Tensor, row_keys: Sequence[Tensor] | None) -> None:
-    """Raise TypeError for a dtype that no average has, ValueError for one in bf16 without keys."""
-    if average.dtype not in AVERAGES:
-        raise TypeError(f"averages must be float32 or bfloat16, got {str(average.dtype).removeprefix('torch.')}")
-    if average.dtype == torch.bfloat16 and row_keys is None:
-        raise ValueError(
-            "averages in bfloat16 need row_keys, by which they are rounded: rounded to nearest, an average that "
-            "moves little in each update stands still"
-        )
-
-
-def _row_stats(g: Tensor, before: Tensor, p: Tensor) -> Tensor:
-    """[rows, len(ROW_STATS)] of whole rows, or of one that is shorter: its missing elements are +0, and not counted."""
-    u = p - before
-    squares = [_row_sum(torch.nn.functional.pad(x * x, (0, ROW - x.shape[1]))) for x in (g, u, p)]
-    largest = u.abs().view(torch.int32).amax(1).view(torch.float32)  # as bit patterns: NaN is above inf
-    return torch.stack([*squares, largest, (g == 0).sum(1).float()], dim=1)
-
-
-def _row_sum(terms: Tensor) -> Tensor:
-    """[rows, 128] → [rows]: lines of 16 are added in pairs, then pairs of these; one line is left, folded by halves."""
-    lines = terms.view(-1, ROW // _LINE, _LINE)
-    while lines.shape[1] > 1:
-        lines = lines[:, 0::2] + lines[:, 1::2]
-    return _fold(lines)
 
 
 def _copy_where(live: Tensor, value: Tensor, to: Tensor) -> None:
@@ -272,6 +205,29 @@ def _row_chunks(numel: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
 def _mark_nonfinite(g: Tensor, slot: Tensor, skipped: Tensor, nonfinite_slots: Tensor) -> None:
     bad = ((~g.isfinite()).any(dim=1) & skipped & (slot >= 0)).to(torch.int32)
     nonfinite_slots.scatter_reduce_(0, slot.clamp(min=0), bad, "amax")
+
+
+def ema(
+    averages: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    params: Sequence[Tensor],
+    row_slots: Sequence[Tensor],
+    rates: Tensor,
+) -> None:
+    """See `zero_kernels.ema`."""
+    each = rates.shape[1]
+    if rates.shape[0] == 0:
+        return
+    for i, (master, row_slot) in enumerate(zip(masters, row_slots, strict=True)):
+        for elements, rows, shape in _row_chunks(master.numel()):
+            p = master[elements].view(shape)
+            p = join_master(params[i][elements].view(shape), p) if p.dtype in LOWS else p.float()
+            slot = row_slot[rows].to(torch.int64)
+            of_row = rates.index_select(0, slot.clamp(min=0))
+            for k in range(each):
+                rate, average = of_row[:, k : k + 1], averages[i * each + k][elements].view(shape)
+                moves = (slot >= 0).unsqueeze(1) & (rate != 0)
+                _copy_where(moves, average + rate * (p - average), average)
 
 
 def pack(
@@ -356,6 +312,7 @@ def hyper_table(coefficients: Tensor, group: Tensor | None, step: Tensor, active
 OPS: dict[str, Callable[..., Any]] = {
     "adam_step": adam_step,
     "foreach_step": foreach_step,
+    "ema": ema,
     "pack": pack,
     "unpack": unpack,
     "grad_stats": grad_stats,

@@ -19,12 +19,19 @@ struct StepArgs {
   float grad_scale;
   DType grad_dtype;
   DType param_dtype;
-  void* const* averages;  // [average_count]
-  const float* rates;     // [slots, average_count]
-  int average_count;
-  DType average_dtype;  // bf16 is rounded stochastically
-  float* row_stats;     // [rows, kRowStats] or null
   Encoded encoded;
+};
+
+struct EmaArgs {
+  const void* master;      // of `dtype`, or the low halves of `low_size` bytes
+  const void* high;        // of a split master, or null
+  float* const* averages;  // [each]
+  const float* rates;      // [slots, each]
+  const int32_t* row_slot;
+  int64_t numel;
+  int each;
+  int low_size;
+  DType dtype;
 };
 
 struct ScaleArgs {
@@ -64,6 +71,7 @@ struct StepKernel {
 struct KernelTable {
   const char* name;
   const StepKernel* steps;  // of each rule; after the last one a null name
+  void (*ema)(const EmaArgs&, int64_t row_begin, int64_t row_end);
   // True when a source value was inf or NaN.
   bool (*scale)(const ScaleArgs&);
   // The partials of blocks [begin, end), and the partials as one: sums for norm 1 and 2, the largest bits for 0 (inf).

@@ -123,10 +123,6 @@ inline Vec is_zero(Vec a) {
   return Vec(_mm256_and_ps(_mm256_cmp_ps(a.x, _mm256_setzero_ps(), _CMP_EQ_OQ), _mm256_set1_ps(1.0f)));
 }
 
-// Folds four lines of 16, each of two vectors, by halves.
-inline void fold_line(const Vec (&a)[2], const Vec (&b)[2], const Vec (&c)[2], const Vec (&d)[2], float* to) {
-  fold_eight((a[0] + a[1]).x, (b[0] + b[1]).x, (c[0] + c[1]).x, (d[0] + d[1]).x, to);
-}
 inline float largest_of_line(const Vec (&a)[2]) {
   return largest_of_eight(_mm256_castps_si256(max_bits(a[0], a[1]).x));
 }

@@ -326,11 +326,6 @@ struct Estimate {
 inline Vec any_bits(Vec a, Vec b) { return Vec(_mm512_or_ps(a.x, b.x)); }
 inline bool has_bits(Vec a) { return _mm512_test_epi32_mask(_mm512_castps_si512(a.x), _mm512_castps_si512(a.x)); }
 
-// Folds four lines of 16, each a vector, by halves.
-inline void fold_line(const Vec (&a)[1], const Vec (&b)[1], const Vec (&c)[1], const Vec (&d)[1], float* to) {
-  auto halved = [](Vec v) { return _mm256_add_ps(_mm512_castps512_ps256(v.x), _mm512_extractf32x8_ps(v.x, 1)); };
-  fold_eight(halved(a[0]), halved(b[0]), halved(c[0]), halved(d[0]), to);
-}
 inline float largest_of_line(const Vec (&a)[1]) {
   __m512i bits = _mm512_castps_si512(a[0].x);
   return largest_of_eight(_mm256_max_epu32(_mm512_castsi512_si256(bits), _mm512_extracti32x8_epi32(bits, 1)));

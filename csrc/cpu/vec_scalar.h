@@ -97,21 +97,6 @@ struct Estimate {
 inline Vec any_bits(Vec a, Vec) { return a; }
 inline bool has_bits(Vec) { return true; }
 
-// Folds a line by halves: a[j] gets a[j + h] for h = 8 ... 1.
-inline float fold_line(const Vec (&a)[16]) {
-  float lanes[16];
-  for (int j = 0; j < 16; ++j) lanes[j] = a[j].x;
-  for (int h = 8; h >= 1; h /= 2)
-    for (int j = 0; j < h; ++j) lanes[j] += lanes[j + h];
-  return lanes[0];
-}
-// Four lines.
-inline void fold_line(const Vec (&a)[16], const Vec (&b)[16], const Vec (&c)[16], const Vec (&d)[16], float* to) {
-  to[0] = fold_line(a);
-  to[1] = fold_line(b);
-  to[2] = fold_line(c);
-  to[3] = fold_line(d);
-}
 inline float largest_of_line(const Vec (&a)[16]) {
   Vec largest = a[0];
   for (Vec lane : a) largest = max_bits(largest, lane);

@@ -1,463 +1,126 @@
-// The update of shards whose states, masters or averages are not in fp32 alone, on CUDA. A kernel for each rule,
-// whatever the forms and dtypes: what differs by them is loads, stores and conversions, and a warp takes one way
-// through them.
+// The update of shards whose states or masters are not in fp32 alone, on CUDA. A kernel for each rule, whatever the
+// forms and dtypes: what differs by them is loads, stores and conversions, and a warp takes one way through them.
 #pragma once
 
-#include "estimates.h"
-#include "step.h"
+#include "encoded_rows.h"
+#include "quick_step.h"
 
 namespace zero_kernels {
-
-struct EncodedForeachArgs {
-  static constexpr int kMostShards = 20;
-  int count;  // of shards
-  DType grad, out;
-  int low_size;  // of a split master
-  Form forms[kMostStates];
-  int64_t first_block[kMostShards];
-  EncodedShard shards[kMostShards];
-  LaunchedAverages averages;
-};
-static_assert(sizeof(EncodedForeachArgs) <= kMostBytes);
-
 namespace {
 
-// ---- kinds --------------------------------------------------------------------------------------------------------
-
-// The dtypes and forms of a launch, of any kind: told by its arguments, which a thread asks for each element.
-struct AnyKinds {
-  const EncodedForeachArgs& args;
-  ZK_HOST_DEVICE explicit AnyKinds(const EncodedForeachArgs& args) : args(args) {}
-
-  ZK_HOST_DEVICE DType grad() const { return args.grad; }
-  ZK_HOST_DEVICE DType out() const { return args.out; }
-  ZK_HOST_DEVICE int low_size() const { return args.low_size; }
-  ZK_HOST_DEVICE bool is_split(const EncodedShard& shard) const { return shard.low != nullptr; }
-
-  // As StepArgs::state.
-  ZK_HOST_DEVICE Form form(int i) const { return i == 0 ? args.forms[0] : i == 1 ? args.forms[1] : args.forms[2]; }
-};
-
-// The usual ones, of a rule with two states, known as it is compiled. kLow: bytes of a split master's low half, or 0.
-template <int kLow, Form kFirst, Form kSecond>
-struct UsualKinds {
-  // Four blocks, but where masters are split beside moments of 16 bits or more: these kernels would spill. For moments
-  // of 8 bits an H100 had 0.88 of a copy's bandwidth with four, and 0.75 with three.
-  static constexpr int kBlocksPerSm = kLow == 0 || kFirst == Form::kInt8 ? 4 : 3;
-
-  ZK_HOST_DEVICE explicit UsualKinds(const EncodedForeachArgs&) {}
-
-  ZK_HOST_DEVICE static constexpr DType grad() { return DType::kBFloat16; }
-  ZK_HOST_DEVICE static constexpr DType out() { return DType::kBFloat16; }
-  ZK_HOST_DEVICE static constexpr int low_size() { return kLow; }
-  ZK_HOST_DEVICE static constexpr bool is_split(const EncodedShard&) { return kLow != 0; }
-  ZK_HOST_DEVICE static constexpr Form form(int i) { return i == 0 ? kFirst : kSecond; }
-
-  static bool are(const Encoded& of_all, DType grad, DType out) {
-    return grad == DType::kBFloat16 && out == DType::kBFloat16 && of_all.low_size == kLow &&
-           of_all.forms[0] == kFirst && of_all.forms[1] == kSecond;
-  }
-};
-
-// Calls run(Type<Kinds>): of the one of Usual that the shards have, else AnyKinds.
-template <class... Usual>
-struct KindsOf {
-  template <class Run>
-  static void choose(
-      [[maybe_unused]] const Encoded& of_all, [[maybe_unused]] DType grad, [[maybe_unused]] DType out, Run run) {
-    bool found = false;
-    ((!found && Usual::are(of_all, grad, out) ? (found = true, run(Type<Usual>())) : void()), ...);
-    if (!found) run(Type<AnyKinds>());
-  }
-};
-
-template <Form kFirst, Form kSecond>
-using Split = UsualKinds<2, kFirst, kSecond>;
-template <Form kFirst, Form kSecond>
-using Split8 = UsualKinds<1, kFirst, kSecond>;
-template <Form kFirst, Form kSecond>
-using Whole = UsualKinds<0, kFirst, kSecond>;
-
-// A kernel for each set of kinds: so only AdamW, the rule of two states, has more than one.
-template <class Rule>
-using RuleKinds = std::conditional_t<
-    Rule::kStates == 2,
-    KindsOf<
-        Whole<Form::kBFloat16, Form::kBFloat16>, Whole<Form::kInt8, Form::kRoot8>, Split<Form::kFloat, Form::kFloat>,
-        Split<Form::kBFloat16, Form::kBFloat16>, Split<Form::kInt8, Form::kRoot8>, Split8<Form::kFloat, Form::kFloat>,
-        Split8<Form::kBFloat16, Form::kBFloat16>, Split8<Form::kInt8, Form::kRoot8>>,
-    KindsOf<>>;
-
-// ---- kernel -------------------------------------------------------------------------------------------------------
-
-// Four elements of a tensor as they are stored: 4, 8 or 16 bytes. Nothing is converted until all have been asked for.
-struct Raw {
-  uint32_t words[kQuad];
-};
-
-template <class Word, bool kWhole>
-ZK_HOST_DEVICE inline void load_words(const void* from, int64_t i, int count, Raw& raw) {
-  constexpr int kSize = sizeof(Word);
-  const Word* at = static_cast<const Word*>(from) + i;
-  if constexpr (kWhole) {
-    Chunk<uint32_t, kSize> chunk = *reinterpret_cast<const Chunk<uint32_t, kSize>*>(at);
-    ZK_UNROLL
-    for (int w = 0; w < kSize; ++w) raw.words[w] = chunk.at[w];
-  } else {
-    ZK_UNROLL
-    for (int j = 0; j < kQuad; ++j)
-      if (j < count) raw.words[j * kSize / 4] |= uint32_t(at[j]) << (j * kSize % 4 * 8);
-  }
-}
-
-template <bool kWhole>
-ZK_HOST_DEVICE inline Raw load_raw(const void* from, int64_t size, int64_t i, int count) {
-  Raw raw = {};
-  if (size == 4)
-    load_words<uint32_t, kWhole>(from, i, count, raw);
-  else if (size == 2)
-    load_words<uint16_t, kWhole>(from, i, count, raw);
-  else
-    load_words<uint8_t, kWhole>(from, i, count, raw);
-  return raw;
-}
-
-template <class Word, bool kWhole>
-ZK_HOST_DEVICE inline void store_words(void* to, int64_t i, int count, const Raw& raw) {
-  constexpr int kSize = sizeof(Word);
-  Word* at = static_cast<Word*>(to) + i;
-  if constexpr (kWhole) {
-    Chunk<uint32_t, kSize> chunk;
-    ZK_UNROLL
-    for (int w = 0; w < kSize; ++w) chunk.at[w] = raw.words[w];
-    store_word(reinterpret_cast<Chunk<uint32_t, kSize>*>(at), chunk);
-  } else {
-    ZK_UNROLL
-    for (int j = 0; j < kQuad; ++j)
-      if (j < count) at[j] = Word(raw.words[j * kSize / 4] >> (j * kSize % 4 * 8));
-  }
-}
-
-template <bool kWhole>
-ZK_HOST_DEVICE inline void store_raw(void* to, int64_t size, int64_t i, int count, const Raw& raw) {
-  if (size == 4)
-    store_words<uint32_t, kWhole>(to, i, count, raw);
-  else if (size == 2)
-    store_words<uint16_t, kWhole>(to, i, count, raw);
-  else
-    store_words<uint8_t, kWhole>(to, i, count, raw);
-}
-
-ZK_HOST_DEVICE inline uint16_t half_word(const Raw& raw, int j) { return uint16_t(raw.words[j / 2] >> (j % 2 * 16)); }
-ZK_HOST_DEVICE inline uint8_t byte(const Raw& raw, int j) { return uint8_t(raw.words[0] >> (j * 8)); }
-
-ZK_HOST_DEVICE inline int16_t low_half(int low_size, const Raw& raw, int j) {
-  return low_size == 1 ? int16_t(byte(raw, j) << 8) : int16_t(half_word(raw, j));
-}
-
-ZK_HOST_DEVICE inline void widen_raw(DType dtype, const Raw& raw, float (&x)[kQuad]) {
-  ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j)
-    x[j] = dtype == DType::kFloat  ? bits_float(raw.words[j])
-           : dtype == DType::kHalf ? widen(Half{half_word(raw, j)})
-                                   : widen(BFloat16{half_word(raw, j)});
-}
-
-ZK_HOST_DEVICE inline Raw narrow_raw(DType dtype, const float (&x)[kQuad]) {
-  Raw raw = {};
-  ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j) {
-    if (dtype == DType::kFloat) {
-      raw.words[j] = float_bits(x[j]);
-    } else if (dtype == DType::kHalf) {
-      Half half;
-      narrow(x[j], &half);
-      raw.words[j / 2] |= uint32_t(half.bits) << (j % 2 * 16);
-    } else {
-      BFloat16 half;
-      narrow(x[j], &half);
-      raw.words[j / 2] |= uint32_t(half.bits) << (j % 2 * 16);
-    }
-  }
-  return raw;
-}
-
-ZK_HOST_DEVICE inline void decode_raw(Form form, const Raw& raw, float scale, float (&x)[kQuad]) {
-  if (form == Form::kFloat || form == Form::kBFloat16)
-    return widen_raw(form == Form::kFloat ? DType::kFloat : DType::kBFloat16, raw, x);
-  ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j)
-    x[j] = form == Form::kInt8 ? quick_unscaled_int8(float(int8_t(byte(raw, j)))) * scale
-                               : decoded_root8(float(byte(raw, j)), scale);
-}
-
-ZK_HOST_DEVICE inline Raw encode_raw(Form form, const float (&x)[kQuad], float scale) {
-  if (form == Form::kFloat || form == Form::kBFloat16)
-    return narrow_raw(form == Form::kFloat ? DType::kFloat : DType::kBFloat16, x);
-  Raw raw = {};
-  if (!is_usable(scale)) return raw;
-  Estimate estimate(form, scale);
-  ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j) raw.words[0] |= uint32_t(uint8_t(stored_by(estimate, x[j]))) << (j * 8);
-  return raw;
-}
-
-// `element`: the place of the first in its row.
-ZK_HOST_DEVICE inline Raw stochastic_raw(const float (&x)[kQuad], uint32_t of_state, int element) {
-  Raw raw = {};
-  ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j) {
-    uint32_t noise = noise_in(noise_word(of_state, element + j), j);
-    raw.words[j / 2] |= uint32_t(narrow_stochastic(x[j], noise).bits) << (j % 2 * 16);
-  }
-  return raw;
-}
-
-// A quad as it was loaded.
-template <class Rule>
-struct RawQuad {
-  Raw grad, master, high;  // high: of a split master, whose low halves `master` has
-  Raw states[Rule::kStates > 0 ? Rule::kStates : 1];
-  int64_t i;
-  int count;
-  int32_t slot;
-};
-
-// A quad that is updated, and what is to be done with it.
-template <class Rule>
-struct UpdatedQuad {
-  Quad<Rule> quad;
-  float before[kQuad];
-  float scale;                   // of gradients
-  uint32_t bounds[kMostStates];  // the largest of its elements, and then of the row
-  bool live;
-};
-
-template <class Rule, bool kWhole, class Kinds>
-ZK_HOST_DEVICE inline RawQuad<Rule> load_encoded(const Kinds& kinds, const EncodedShard& shard, int64_t first, int q) {
-  const StepArgs& step = shard.step;
-  RawQuad<Rule> raw;
-  raw.i = first + int64_t(q) * kThreads * kQuad;
-  int64_t left = step.numel - raw.i;
-  raw.count = kWhole || left > kQuad ? kQuad : left > 0 ? int(left) : 0;
-  raw.slot = kWhole || left > 0 ? step.row_slot[raw.i / kRow] : -1;
-  raw.grad = load_raw<kWhole>(step.grad, size_of(kinds.grad()), raw.i, raw.count);
-  raw.high = {};
-  if (kinds.is_split(shard)) {
-    raw.master = load_raw<kWhole>(shard.low, kinds.low_size(), raw.i, raw.count);
-    raw.high = load_raw<kWhole>(step.param_out, sizeof(BFloat16), raw.i, raw.count);
-  } else {
-    raw.master = load_raw<kWhole>(step.master, sizeof(float), raw.i, raw.count);
-  }
-  ZK_UNROLL
-  for (int s = 0; s < Rule::kStates; ++s)
-    raw.states[s] = load_raw<kWhole>(step.state(s), size_of(kinds.form(s)), raw.i, raw.count);
-  return raw;
-}
-
-template <class Rule, bool kWhole, class Kinds>
-ZK_HOST_DEVICE inline UpdatedQuad<Rule> update_encoded(
-    const Kinds& kinds, const EncodedShard& shard, const RawQuad<Rule>& raw) {
-  const StepArgs& step = shard.step;
-  UpdatedQuad<Rule> of;
-  if (raw.slot >= step.slots) stop();
-  HyperRow row = load_row<kWhole>(step.hyper + (raw.slot < 0 ? 0 : raw.slot));
-  Coefficients<Rule, float> c(row, step.grad_scale ? *step.grad_scale : 1.0f);
-  of.scale = c.grad_scale;
-  widen_raw(kinds.grad(), raw.grad, of.quad.g);
-  bool skip = step.found_inf && *step.found_inf != 0.0f;
-  // Threads that share a slot all write the same 1.
-  if (skip && step.nonfinite_slots && raw.slot >= 0 && any_nonfinite(of.quad.g, of.scale))
-    step.nonfinite_slots[raw.slot] = 1;
-  ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j)
-    of.quad.p[j] = kinds.is_split(shard) ? join({{half_word(raw.high, j)}, low_half(kinds.low_size(), raw.master, j)})
-                                         : bits_float(raw.master.words[j]);
-  ZK_UNROLL
-  for (int s = 0; s < Rule::kStates; ++s) {
-    float scale = has_scale(kinds.form(s)) && raw.count > 0 ? shard.scale(s)[raw.i / kRow] : 0.0f;
-    decode_raw(kinds.form(s), raw.states[s], scale, of.quad.states[s]);
-  }
-  ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j) of.before[j] = of.quad.p[j];
-  update_quad(of.quad, c);
-  ZK_UNROLL
-  for (int s = 0; s < Rule::kStates; ++s) {
-    of.bounds[s] = 0;
-    ZK_UNROLL
-    for (int j = 0; j < kQuad; ++j) {
-      uint32_t bound = float_bits(bound_of(kinds.form(s), of.quad.states[s][j]));
-      if (j < raw.count && bound > of.bounds[s]) of.bounds[s] = bound;
-    }
-  }
-  of.live = raw.slot >= 0 && row.active != 0.0f && !skip;
-  return of;
-}
-
-// The master becomes what is kept of it.
-template <class Rule, bool kWhole, class Kinds>
-ZK_HOST_DEVICE inline void store_encoded(
-    const Kinds& kinds, const EncodedShard& shard, const RawQuad<Rule>& raw, UpdatedQuad<Rule>& of) {
-  const StepArgs& step = shard.step;
-  Raw high = {}, low = {};
-  if (kinds.is_split(shard)) {
-    ZK_UNROLL
-    for (int j = 0; j < kQuad; ++j) {
-      Halves halves = split(of.quad.p[j]);
-      if (kinds.low_size() == 1) {
-        halves.low = in_8_bits(halves.low);
-        low.words[0] |= uint32_t(uint16_t(halves.low) >> 8) << (j * 8);
-      } else {
-        low.words[j / 2] |= uint32_t(uint16_t(halves.low)) << (j % 2 * 16);
-      }
-      of.quad.p[j] = join(halves);
-      high.words[j / 2] |= uint32_t(halves.high.bits) << (j % 2 * 16);
-    }
-  }
-  if (!of.live) return;
-  if (kinds.is_split(shard)) {
-    store_raw<kWhole>(step.param_out, sizeof(BFloat16), raw.i, raw.count, high);
-    store_raw<kWhole>(shard.low, kinds.low_size(), raw.i, raw.count, low);
-  } else {
-    store_raw<kWhole>(step.master, sizeof(float), raw.i, raw.count, narrow_raw(DType::kFloat, of.quad.p));
-    if (step.param_out)
-      store_raw<kWhole>(step.param_out, size_of(kinds.out()), raw.i, raw.count, narrow_raw(kinds.out(), of.quad.p));
-  }
-  // Loaded anew: kept since the update, the number of the step took registers where nobody needs it.
-  uint32_t noise = 0;
-  if (shard.row_keys) noise = noise_of_row(shard.row_keys[raw.i / kRow], step.hyper[raw.slot].step_number);
-  ZK_UNROLL
-  for (int s = 0; s < Rule::kStates; ++s) {
-    Form form = kinds.form(s);
-    float scale = has_scale(form) ? scale_of(form, bits_float(of.bounds[s])) : 0.0f;
-    if (has_scale(form) && raw.i % kRow == 0 && raw.count > 0) shard.scale(s)[raw.i / kRow] = scale;
-    Raw kept = form == Form::kBFloat16 && shard.row_keys
-                   ? stochastic_raw(of.quad.states[s], noise_of_state(noise, s), int(raw.i % kRow))
-                   : encode_raw(form, of.quad.states[s], scale);
-    store_raw<kWhole>(step.state(s), size_of(form), raw.i, raw.count, kept);
-  }
-}
-
-// Averages of one shard, as `ShardAverages`, in fp32 or bf16.
-struct EncodedAverages {
-  const LaunchedAverages& launched;
-  int number;  // of the shard
-  const EncodedShard& shard;
-
-  ZK_HOST_DEVICE void* average(int k) const { return launched.of[number * launched.each + k]; }
-
-  template <bool kWhole>
-  ZK_HOST_DEVICE Raw ask(int64_t i, int count, int k = 0) const {
-    return k < launched.each ? load_raw<kWhole>(average(k), size_of(launched.dtype), i, count) : Raw{};
-  }
-
-  // p: the new master. first: what was asked for.
-  template <bool kWhole>
-  ZK_HOST_DEVICE void follow(int32_t slot, int64_t i, int count, const float (&p)[kQuad], const Raw& first) const {
-    if (launched.each) one<kWhole>(0, slot, i, count, p, first);
-    for (int k = 1; k < launched.each; ++k) one<kWhole>(k, slot, i, count, p, ask<kWhole>(i, count, k));
-  }
-
- private:
-  template <bool kWhole>
-  ZK_HOST_DEVICE void one(int k, int32_t slot, int64_t i, int count, const float (&p)[kQuad], const Raw& before) const {
-    float rate = launched.rates[int64_t(slot) * launched.each + k], e[kQuad];
-    widen_raw(launched.dtype, before, e);
-    for (int j = 0; j < kQuad; ++j) e[j] = e[j] + rate * (p[j] - e[j]);
-    Raw kept;
-    if (launched.dtype == DType::kFloat) {
-      kept = narrow_raw(DType::kFloat, e);
-    } else {
-      uint32_t of_row = noise_of_row(shard.row_keys[i / kRow], shard.step.hyper[slot].step_number);
-      kept = stochastic_raw(e, noise_of_average(of_row, k), int(i % kRow));
-    }
-    store_raw<kWhole>(average(k), size_of(launched.dtype), i, count, kept);
-  }
-};
-
-// Kernels that do the update alone.
-struct NoEncodedAverages {
-  template <bool kWhole>
-  ZK_HOST_DEVICE Raw ask(int64_t, int) const {
-    return {};
-  }
-  template <bool kWhole>
-  ZK_HOST_DEVICE void follow(int32_t, int64_t, int, const float (&)[kQuad], const Raw&) const {}
-};
-
-// The shard of a block, the thread's first element of it, and whether all of the block is whole.
+// The shard of a block, the block's first element of it, and whether all of the block is whole.
 struct EncodedPlace {
-  int number;
   const EncodedShard& shard;
-  int64_t first;
+  int64_t tile;
   bool whole;
 };
 
-ZK_HOST_DEVICE inline EncodedPlace place_of(const EncodedForeachArgs& args, int64_t block, int thread) {
+ZK_HOST_DEVICE inline EncodedPlace place_of(const EncodedForeachArgs& args, int64_t block) {
   int at = shard_of(args, block);
   const EncodedShard& shard = args.shards[at];
   int64_t of_shard = block - args.first_block[at];
   bool whole = shard.step.vector && (of_shard + 1) * kTile <= shard.step.numel;
-  return {at, shard, of_shard * kTile + thread * kQuad, whole};
+  return {shard, of_shard * kTile, whole};
 }
+
+// Whether there is a quick way: see quick_step.h.
+template <class Rule, class Kinds>
+constexpr bool kIsQuick = false;
+template <int kLow>
+constexpr bool kIsQuick<AdamW, UsualKinds<kLow, Form::kInt8, Form::kRoot8>> = true;
 
 #if defined(__CUDACC__)
 
-// All threads of a warp come here together: a block has one shard, and one way.
-template <class Rule, bool kWhole, class Kinds, class Measure, class Averages>
-__device__ inline void encoded_quads(
-    const Kinds& kinds, const EncodedPlace& at, const Measure& measure, const Averages& averages) {
-  const EncodedShard& shard = at.shard;
-  RawQuad<Rule> raws[kQuads];
-  Raw first_averages[kQuads];
+__device__ inline uint32_t largest_in_warp(uint32_t x) { return __reduce_max_sync(0xffffffff, x); }
+
+__device__ constexpr Decoded kDecoded = make_decoded();
+
+template <class Rule, bool kWhole, class Kinds>
+__device__ inline void encoded_quad(const Kinds& kinds, const EncodedShard& shard, const RawQuad<Rule>& raw) {
+  UpdatedQuad<Rule> of = update_encoded<Rule, kWhole>(kinds, shard, raw);
   ZK_UNROLL
-  for (int q = 0; q < kQuads; ++q) {
-    raws[q] = load_encoded<Rule, kWhole>(kinds, shard, at.first, q);
-    first_averages[q] = averages.template ask<kWhole>(raws[q].i, raws[q].count);
-  }
-  ZK_UNROLL
-  for (int q = 0; q < kQuads; ++q) {
-    UpdatedQuad<Rule> of = update_encoded<Rule, kWhole>(kinds, shard, raws[q]);
-    ZK_UNROLL
-    for (int s = 0; s < Rule::kStates; ++s)
-      if (has_scale(kinds.form(s))) of.bounds[s] = InWarp::largest(of.bounds[s]);
-    store_encoded<Rule, kWhole>(kinds, shard, raws[q], of);
-    if (of.live) averages.template follow<kWhole>(raws[q].slot, raws[q].i, raws[q].count, of.quad.p, first_averages[q]);
-    if constexpr (Measure::kMeasures) {
-      if (shard.step.row_stats)
-        measure(
-            q, shard.step.row_stats + raws[q].i / kRow * kRowStats, kWhole || raws[q].i < shard.step.numel, of.live,
-            terms_of(of.quad, of.before, of.scale, raws[q].count));
-    }
-  }
+  for (int s = 0; s < Rule::kStates; ++s)
+    if (has_scale(kinds.form(s))) of.bounds[s] = largest_in_warp(of.bounds[s]);
+  store_encoded<Rule, kWhole>(kinds, shard, raw, of);
 }
 
-template <class Rule, class Kinds, class Measure, class Averages>
-__device__ inline void encoded_step_thread(
-    const EncodedForeachArgs& args, const EncodedPlace& at, const Measure& measure, const Averages& averages) {
-  if (at.whole)
-    encoded_quads<Rule, true>(Kinds(args), at, measure, averages);
-  else
-    encoded_quads<Rule, false>(Kinds(args), at, measure, averages);
+// The usual way for the two rows of a warp, where one has an unusual value. Loaded again: kept meanwhile, all that took
+// registers.
+template <class Kinds>
+__device__ __noinline__ void encoded_rows_again(const EncodedForeachArgs& args, const EncodedShard& shard, int64_t i) {
+  Kinds kinds(args);
+  for (int row = 0; row < 2; ++row)
+    encoded_quad<AdamW, true>(kinds, shard, load_encoded<AdamW, true>(kinds, shard, i + row * kRow, 0));
+}
+
+// The largest of the 16 threads of a row.
+__device__ inline uint32_t largest_in_row(uint32_t x) {
+  bool first = threadIdx.x % 32 < 16;  // a reduction is quick over all of a warp alone
+  uint32_t of_first = largest_in_warp(first ? x : 0), of_second = largest_in_warp(first ? 0 : x);
+  return first ? of_first : of_second;
+}
+
+// False: nothing is done.
+template <int kLow>
+__device__ inline bool quick_eight(const EncodedShard& shard, int64_t i, const Decoded& decoded) {
+  const StepArgs& step = shard.step;
+  int64_t at = row_of(i);
+  int32_t slot = step.row_slot[at];
+  QuickRaw raw = load_quick<kLow>(shard, i);
+  float scale_m = shard.scale(0)[at], scale_v = shard.scale(1)[at];
+  if (slot >= step.slots) stop();
+  HyperRow row = load_row<true>(step.hyper + (slot < 0 ? 0 : slot));
+  Coefficients<AdamW, float> c(row, step.grad_scale ? *step.grad_scale : 1.0f);
+  bool usual = !(step.found_inf && *step.found_inf != 0.0f) && is_usual(c.own);
+  if (!__all_sync(0xffffffff, usual)) return false;
+  c.own.l2 = false;  // known, and no longer asked
+  QuickEight of = update_quick<kLow>(raw, scale_m, scale_v, decoded, c);
+  of.largest_m = bits_float(largest_in_row(float_bits(of.largest_m)));
+  of.largest_s = largest_in_row(of.largest_s);
+  QuickMoments moments = moments_quick(of);
+  if (!__all_sync(0xffffffff, of.usual)) return false;
+  if (slot >= 0 && row.active != 0.0f) store_quick<kLow>(shard, i, of, moments);
+  return true;
+}
+
+// All threads of a warp come here together: a block has one shard, and one way.
+template <class Rule, bool kWhole, class Kinds>
+__device__ inline void encoded_quads(const EncodedForeachArgs& args, const EncodedPlace& at) {
+  const EncodedShard& shard = at.shard;
+  if constexpr (kWhole && kIsQuick<Rule, Kinds>) {
+    __shared__ Decoded decoded;
+    decoded.int8[threadIdx.x] = kDecoded.int8[threadIdx.x];
+    decoded.root8[threadIdx.x] = kDecoded.root8[threadIdx.x];
+    __syncthreads();
+    static_assert(kQuads * kQuad == kEight);
+    if (!quick_eight<Kinds::low_size()>(shard, at.tile + threadIdx.x * kEight, decoded)) {
+      int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+      encoded_rows_again<Kinds>(args, shard, at.tile + warp * 2 * kRow + lane * kQuad);
+    }
+  } else {
+    Kinds kinds(args);
+    RawQuad<Rule> raws[kQuads];
+    ZK_UNROLL
+    for (int q = 0; q < kQuads; ++q)
+      raws[q] = load_encoded<Rule, kWhole>(kinds, shard, at.tile + threadIdx.x * kQuad, q);
+    ZK_UNROLL
+    for (int q = 0; q < kQuads; ++q) encoded_quad<Rule, kWhole>(kinds, shard, raws[q]);
+  }
 }
 
 template <class Rule, class Kinds>
 constexpr int kEncodedBlocksPerSm = Kinds::kBlocksPerSm;
 template <class Rule>
-constexpr int kEncodedBlocksPerSm<Rule, AnyKinds> = kExtendedBlocksPerSm<Rule>;
+constexpr int kEncodedBlocksPerSm<Rule, AnyKinds> = Rule::kStates <= 1 ? 3 : 2;
 
 template <class Rule, class Kinds>
 __global__ void __launch_bounds__(kThreads, kEncodedBlocksPerSm<Rule, Kinds>)
     encoded_step_kernel(const __grid_constant__ EncodedForeachArgs args) {
-  EncodedPlace at = place_of(args, blockIdx.x, threadIdx.x);
-  encoded_step_thread<Rule, Kinds>(args, at, Unmeasured(), NoEncodedAverages());
-}
-
-template <class Rule>
-__global__ void __launch_bounds__(kThreads, 2)
-    extended_encoded_step_kernel(const __grid_constant__ EncodedForeachArgs args) {
-  EncodedPlace at = place_of(args, blockIdx.x, threadIdx.x);
-  encoded_step_thread<Rule, AnyKinds>(args, at, MeasuredInWarp(), EncodedAverages{args.averages, at.number, at.shard});
+  EncodedPlace at = place_of(args, blockIdx.x);
+  if (at.whole)
+    encoded_quads<Rule, true, Kinds>(args, at);
+  else
+    encoded_quads<Rule, false, Kinds>(args, at);
 }
 
 #endif
@@ -465,20 +128,19 @@ __global__ void __launch_bounds__(kThreads, 2)
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
 inline bool all_aligned(const EncodedShard& shard, const Encoded& of_all, int64_t grad_size, int64_t out_size) {
-  bool aligned = !of_all.low_size || is_aligned(shard.low, kQuad * of_all.low_size);
-  for (int s = 0; s < kMostStates; ++s) aligned &= is_aligned(shard.step.states[s], kQuad * size_of(of_all.forms[s]));
-  return aligned && is_aligned(shard.step.grad, kQuad * grad_size) &&
-         is_aligned(shard.step.param_out, kQuad * out_size) && is_aligned(shard.step.master, 16) &&
-         is_aligned(shard.step.hyper, 16);
+  bool aligned = !of_all.low_size || is_aligned(shard.low, std::min(16, kEight * of_all.low_size));
+  for (int s = 0; s < kMostStates; ++s)
+    aligned &= is_aligned(shard.step.states[s], std::min<int64_t>(16, kEight * size_of(of_all.forms[s])));
+  return aligned && is_aligned(shard.step.grad, std::min<int64_t>(16, kEight * grad_size)) &&
+         is_aligned(shard.step.param_out, std::min<int64_t>(16, kEight * out_size)) &&
+         is_aligned(shard.step.master, 16) && is_aligned(shard.step.hyper, 16);
 }
 
 // Calls run(args, blocks) for each launch that several shards take, which are alike in dtypes and forms.
 template <class Run>
-void launch_encoded(
-    const std::vector<EncodedShard>& shards, const Averages& averages, const Encoded& of_all, DType grad, DType out,
-    Run run) {
+void launch_encoded(const std::vector<EncodedShard>& shards, const Encoded& of_all, DType grad, DType out, Run run) {
   auto aligned = [&](const EncodedShard& shard) { return all_aligned(shard, of_all, size_of(grad), size_of(out)); };
-  for_launches<EncodedForeachArgs>(shards, averages, aligned, [&](EncodedForeachArgs& args, int64_t blocks) {
+  for_launches<EncodedForeachArgs>(shards, aligned, [&](EncodedForeachArgs& args, int64_t blocks) {
     args.grad = grad;
     args.out = out;
     args.low_size = of_all.low_size;
@@ -491,18 +153,13 @@ void launch_encoded(
 
 template <class Rule>
 void run_encoded_step(
-    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Averages& averages, const Encoded& of_all,
-    DType grad, DType out) {
-  auto run = [&](auto kernel) {
-    launch_encoded(shards, averages, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Encoded& of_all, DType grad, DType out) {
+  RuleKinds<Rule>::choose(of_all, grad, out, [&](auto kinds) {
+    launch_encoded(shards, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
+      auto kernel = encoded_step_kernel<Rule, typename decltype(kinds)::type>;
       on_stream(stream, "foreach_step", kernel, blocks, kThreads, args);
     });
-  };
-  if (is_extended(shards, averages))
-    run(extended_encoded_step_kernel<Rule>);
-  else
-    RuleKinds<Rule>::choose(
-        of_all, grad, out, [&](auto kinds) { run(encoded_step_kernel<Rule, typename decltype(kinds)::type>); });
+  });
 }
 
 #endif

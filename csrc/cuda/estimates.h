@@ -29,6 +29,16 @@ ZK_HOST_DEVICE inline float near_root(float x) {
 #endif
 }
 
+ZK_HOST_DEVICE inline float near_reciprocal_root(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return float(1.0 / std::sqrt(double(x)));
+#endif
+}
+
 // As `unscaled_int8`. The divisor is from just below 1 to 2, so a quotient that is corrected once by its rest is
 // rounded as the division rounds it: the tests try all of them, with reciprocals that are off as far as they may be.
 ZK_HOST_DEVICE inline float corrected_quotient(float a, float b, float near_one_over_b) {

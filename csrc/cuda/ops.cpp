@@ -2,6 +2,7 @@
 // included, and no kernel is: the host's compiler alone sees this file, through nvcc.
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "../rules/muon.h"
 #include "../rules/sgd.h"
 #include "../stable.h"
+#include "ema.h"
 #include "grad_stats.h"
 #include "hyper_table.h"
 #include "launch.h"
@@ -71,21 +73,12 @@ StepArgs args_of(const StepTensors& of) {
       of.grad_scale ? data<const float>(*of.grad_scale) : nullptr,
       of.found_inf ? data<const float>(*of.found_inf) : nullptr,
       of.nonfinite_slots ? data<int32_t>(*of.nonfinite_slots) : nullptr,
-      of.row_stats ? data<float>(*of.row_stats) : nullptr,
       of.grad.numel(),
       static_cast<int32_t>(of.hyper.size(0)),
       false,
       of.param_dtype()};
   for (int i = 0; i < of.state_count; ++i) args.states[i] = data<float>(*of.states[i]);
   return args;
-}
-
-Averages averages_of(const std::vector<StepTensors>& given) {
-  const float* rates = given[0].rates ? data<const float>(*given[0].rates) : nullptr;
-  Averages averages = {rates, given[0].average_count, {}, given[0].average_dtype()};
-  for (const StepTensors& of : given)
-    for (int k = 0; k < of.average_count; ++k) averages.of.push_back(data<void>(of.averages[k]));
-  return averages;
 }
 
 void adam_step(
@@ -98,40 +91,61 @@ void adam_step(
       grad_scale, found_inf, nonfinite_slots};
   check_step(of);
   OnGpu on_gpu("adam_step", grad);
-  step_adamw(on_gpu.stream(), "adam_step", {args_of(of)}, {}, dtype_of(grad), of.param_dtype());
+  step_adamw(on_gpu.stream(), "adam_step", {args_of(of)}, dtype_of(grad), of.param_dtype());
 }
 
 void foreach_step(
     const std::string& rule, const std::vector<Tensor>& grads, const std::vector<Tensor>& masters,
     const std::vector<Tensor>& states, const std::vector<Tensor>& params_out, const std::vector<Tensor>& row_slots,
     const Tensor& hyper, const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
-    const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& averages,
-    const std::optional<Tensor>& rates, const std::optional<std::vector<Tensor>>& row_stats,
-    const std::optional<std::vector<Tensor>>& scales, const std::optional<std::vector<Tensor>>& row_keys) {
+    const std::optional<Tensor>& nonfinite_slots, const std::optional<std::vector<Tensor>>& scales,
+    const std::optional<std::vector<Tensor>>& row_keys) {
   const StepEntry& step = entry_of(rule, kSteps);
   std::vector<StepTensors> given = check_foreach_step(
-      step.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots,
-      averages, rates, row_stats, scales, row_keys);
+      step.states, grads, masters, states, params_out, row_slots, hyper, grad_scale, found_inf, nonfinite_slots, scales,
+      row_keys);
   OnGpu on_gpu("foreach_step", grads.at(0));
   std::vector<StepArgs> shards;
   shards.reserve(given.size());
   for (const StepTensors& of : given) shards.push_back(args_of(of));
-  for (const StepArgs& shard : shards)  // without slots no row is updated, and nothing is launched
-    if (shard.row_stats && shard.slots == 0)
-      on_gpu.zero(shard.row_stats, ceil_div(shard.numel, kRow) * kRowStats * sizeof(float));
   DType grad = dtype_of(grads[0]), out = given[0].param_dtype();
-  Averages of_masters = averages_of(given);
   Encoded of_all = encoded_of(given[0]);
-  if (of_all.any() || of_masters.dtype != DType::kFloat) {
+  if (of_all.any()) {
     std::vector<EncodedShard> encoded;
     for (size_t i = 0; i < given.size(); ++i) {
       Encoded of = encoded_of(given[i]);
       encoded.push_back({shards[i], {of.scales[0], of.scales[1], of.scales[2]}, of.low, of.row_keys});
     }
-    (*step.run_encoded)(on_gpu.stream(), encoded, of_masters, of_all, grad, out);
+    (*step.run_encoded)(on_gpu.stream(), encoded, of_all, grad, out);
   } else {
-    (*step.run)(on_gpu.stream(), "foreach_step", shards, of_masters, grad, out);
+    (*step.run)(on_gpu.stream(), "foreach_step", shards, grad, out);
   }
+}
+
+// ---- ema ----------------------------------------------------------------------------------------------------------
+
+void ema(
+    const std::vector<Tensor>& averages, const std::vector<Tensor>& masters, const std::vector<Tensor>& params,
+    const std::vector<Tensor>& row_slots, const Tensor& rates) {
+  check_ema(averages, masters, params, row_slots, rates);
+  OnGpu on_gpu("ema", masters.at(0));
+  int low_size = low_size_of(masters[0]), columns = int(rates.size(1));
+  for (size_t i = 0; i < masters.size(); ++i)
+    for (int first = 0; first < columns; first += kMostAverages) {
+      EmaArgs args = {};
+      args.master = data<const void>(masters[i]);
+      args.high = low_size ? data<const void>(params[i]) : nullptr;
+      args.each = std::min(columns - first, kMostAverages);
+      for (int k = 0; k < args.each; ++k) args.averages[k] = data<float>(averages[i * columns + first + k]);
+      args.rates = data<const float>(rates) + first;
+      args.row_slot = data<const int32_t>(row_slots[i]);
+      args.numel = masters[i].numel();
+      args.columns = columns;
+      args.slots = int32_t(rates.size(0));
+      args.low_size = low_size;
+      args.dtype = low_size ? DType::kBFloat16 : dtype_of(masters[i]);
+      run_ema(on_gpu.stream(), args);
+    }
 }
 
 // ---- grad_stats ---------------------------------------------------------------------------------------------------
@@ -215,6 +229,7 @@ std::string cuda_problem() {
 STABLE_TORCH_LIBRARY_IMPL(zero_kernels_C, CUDA, m) {
   m.impl("adam_step", TORCH_BOX(&zero_kernels::adam_step));
   m.impl("foreach_step", TORCH_BOX(&zero_kernels::foreach_step));
+  m.impl("ema", TORCH_BOX(&zero_kernels::ema));
   m.impl("grad_stats", TORCH_BOX(&zero_kernels::grad_stats));
   m.impl("hyper_table", TORCH_BOX(&zero_kernels::hyper_table));
   m.impl("pack", TORCH_BOX(&zero_kernels::pack));

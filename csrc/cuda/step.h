@@ -7,9 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "average.h"
-#include "chunk.h"
-#include "row_stats.h"
+#include "raw.h"
 #include "shard_of_block.h"
 #include "step_args.h"
 
@@ -22,21 +20,13 @@ namespace zero_kernels {
 // Of a launch: its table of shards is among its arguments, and all of these stay below 4 KB.
 constexpr size_t kMostBytes = 4096;
 
-template <int kMost>
 struct ForeachArgs {
-  static constexpr int kMostShards = kMost;
+  static constexpr int kMostShards = 32;
   int count;  // of shards
-  int64_t first_block[kMost];
-  StepArgs shards[kMost];
+  int64_t first_block[kMostShards];
+  StepArgs shards[kMostShards];
 };
-using PlainArgs = ForeachArgs<32>;
-static_assert(sizeof(PlainArgs) <= kMostBytes);
-
-// With what is done beside the update: rows are measured, averages follow.
-struct ExtendedArgs : ForeachArgs<24> {
-  LaunchedAverages averages;
-};
-static_assert(sizeof(ExtendedArgs) <= kMostBytes);
+static_assert(sizeof(ForeachArgs) <= kMostBytes);
 
 namespace {
 
@@ -44,7 +34,6 @@ namespace {
 
 // A warp's access to a tensor of fp32 covers a row: 32 lanes of 16 bytes, side by side. So one row of the hyper table
 // serves the warp. 16-bit tensors go in 8 bytes a lane: 16 would put the fp32 accesses of neighbours 16 bytes apart.
-constexpr int kQuad = 4;
 constexpr int kThreads = 256;
 constexpr int kQuads = 2;  // of a thread: eight loads of data are under way before the first is used
 
@@ -54,14 +43,9 @@ constexpr int kBlocksPerSm = 4;
 template <class Rule>
 constexpr int kForeachBlocksPerSm = Rule::kStates <= 1 ? 4 : 3;
 
-// Where rows are measured, old masters and terms of sums take registers, too, and where averages follow, these.
-template <class Rule>
-constexpr int kExtendedBlocksPerSm = Rule::kStates <= 1 ? 3 : 2;
-
 constexpr int64_t kTile = kThreads * kQuads * kQuad;
 
-struct NoOutput {};   // the master is the parameter
-struct AnyOutput {};  // of any dtype, or none: told by the arguments
+struct NoOutput {};  // the master is the parameter
 
 template <class Rule>
 struct Quad {
@@ -79,19 +63,7 @@ ZK_HOST_DEVICE inline void load_quad(const StepArgs& args, int64_t i, int count,
 
 template <bool kWhole, class Out>
 ZK_HOST_DEVICE inline void store_output(const StepArgs& args, int64_t i, int count, const float (&p)[kQuad]) {
-  if constexpr (std::is_same_v<Out, AnyOutput>) {
-    if (args.param_out == nullptr) return;
-    switch (args.out_dtype) {
-      case DType::kHalf:
-        return store<kWhole>(static_cast<Half*>(args.param_out) + i, count, p);
-      case DType::kBFloat16:
-        return store<kWhole>(static_cast<BFloat16*>(args.param_out) + i, count, p);
-      case DType::kFloat:
-        return store<kWhole>(static_cast<float*>(args.param_out) + i, count, p);
-    }
-  } else if constexpr (!std::is_same_v<Out, NoOutput>) {
-    store<kWhole>(static_cast<Out*>(args.param_out) + i, count, p);
-  }
+  if constexpr (!std::is_same_v<Out, NoOutput>) store<kWhole>(static_cast<Out*>(args.param_out) + i, count, p);
 }
 
 template <bool kWhole, class Rule, class Out>
@@ -131,46 +103,11 @@ ZK_HOST_DEVICE inline HyperRow load_row(const HyperRow* at) {
   return {{a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0]}, c[1], c[2], c[3]};
 }
 
-// What is measured of a thread's part of a row. Elements that do not exist are +0, and no zeros.
-template <class Rule>
-ZK_HOST_DEVICE inline RowTerms<float, uint32_t> terms_of(
-    const Quad<Rule>& quad, const float (&before)[kQuad], float scale, int count) {
-  RowTerms<float, uint32_t> terms = {};
-  ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j) {
-    float g = quad.g[j] * scale, u = quad.p[j] - before[j];
-    if (j >= count) continue;
-    terms.g[j] = g * g;
-    terms.u[j] = u * u;
-    terms.p[j] = quad.p[j] * quad.p[j];
-    uint32_t size = float_bits(u) & 0x7fffffff;
-    terms.largest = size > terms.largest ? size : terms.largest;
-    terms.zeros += g == 0.0f;
-  }
-  return terms;
-}
-
-// Rows are not measured, or each by its warp, which gives it numbers if it exists.
-struct Unmeasured {
-  static constexpr bool kMeasures = false;
-};
-#if defined(__CUDACC__)
-struct MeasuredInWarp {
-  static constexpr bool kMeasures = true;
-  __device__ void operator()(int, float* stats, bool there, bool live, const RowTerms<float, uint32_t>& terms) const {
-    RowNumbers<float, uint32_t> numbers = row_numbers<InWarp>(terms);
-    if (there && threadIdx.x % 32 == 0) store_row_stats(stats, live, numbers);
-  }
-};
-#endif
-
 // No branch stands between the loads and the update: the compiler would move loads into it, behind the wait for
 // row_slot. Rows that nothing is done to are loaded and computed all the same, and not stored.
-template <class Rule, class Grad, class Out, bool kWhole, class Measure, class Averages>
-ZK_HOST_DEVICE inline void step_quads(
-    const StepArgs& args, int64_t first, const Measure& measure, const Averages& averages) {
+template <class Rule, class Grad, class Out, bool kWhole>
+ZK_HOST_DEVICE inline void step_quads(const StepArgs& args, int64_t first) {
   Quad<Rule> quads[kQuads];
-  float first_averages[kQuads][kQuad];
   int32_t slots[kQuads];
   int counts[kQuads];
   ZK_UNROLL
@@ -178,9 +115,8 @@ ZK_HOST_DEVICE inline void step_quads(
     int64_t i = first + int64_t(q) * kThreads * kQuad;
     int64_t left = args.numel - i;
     counts[q] = kWhole || left > kQuad ? kQuad : left > 0 ? int(left) : 0;
-    slots[q] = kWhole || left > 0 ? args.row_slot[i / kRow] : -1;
+    slots[q] = kWhole || left > 0 ? args.row_slot[row_of(i)] : -1;
     load_quad<kWhole, Rule, Grad>(args, i, counts[q], quads[q]);
-    averages.template ask<kWhole>(i, counts[q], first_averages[q]);
   }
   bool skip = args.found_inf && *args.found_inf != 0.0f;
   ZK_UNROLL
@@ -192,33 +128,21 @@ ZK_HOST_DEVICE inline void step_quads(
     // Threads that share a slot all write the same 1.
     if (skip && args.nonfinite_slots && slots[q] >= 0 && any_nonfinite(quads[q].g, c.grad_scale))
       args.nonfinite_slots[slots[q]] = 1;
-    float before[kQuad];
-    for (int j = 0; j < kQuad; ++j) before[j] = quads[q].p[j];
     update_quad(quads[q], c);
     int64_t i = first + int64_t(q) * kThreads * kQuad;
     bool live = slots[q] >= 0 && row.active != 0.0f && !skip;
-    if (live) {
-      store_quad<kWhole, Rule, Out>(args, i, counts[q], quads[q]);
-      averages.template follow<kWhole>(slots[q], i, counts[q], quads[q].p, first_averages[q]);
-    }
-    if constexpr (Measure::kMeasures) {
-      if (args.row_stats)
-        measure(
-            q, args.row_stats + i / kRow * kRowStats, kWhole || i < args.numel, live,
-            terms_of(quads[q], before, c.grad_scale, counts[q]));
-    }
+    if (live) store_quad<kWhole, Rule, Out>(args, i, counts[q], quads[q]);
   }
 }
 
 // The program of one thread of one block.
-template <class Rule, class Grad, class Out, class Measure = Unmeasured, class Averages = NoAverages>
-ZK_HOST_DEVICE inline void step_thread(
-    const StepArgs& args, int64_t block, int thread, const Measure& measure = {}, const Averages& averages = {}) {
+template <class Rule, class Grad, class Out>
+ZK_HOST_DEVICE inline void step_thread(const StepArgs& args, int64_t block, int thread) {
   int64_t first = block * kTile + thread * kQuad;
   if (args.vector && (block + 1) * kTile <= args.numel)
-    step_quads<Rule, Grad, Out, true>(args, first, measure, averages);
+    step_quads<Rule, Grad, Out, true>(args, first);
   else
-    step_quads<Rule, Grad, Out, false>(args, first, measure, averages);
+    step_quads<Rule, Grad, Out, false>(args, first);
 }
 
 template <class Args>
@@ -227,17 +151,9 @@ ZK_HOST_DEVICE inline int shard_of(const Args& args, int64_t block) {
 }
 
 template <class Rule, class Grad, class Out>
-ZK_HOST_DEVICE inline void foreach_step_thread(const PlainArgs& args, int64_t block, int thread) {
+ZK_HOST_DEVICE inline void foreach_step_thread(const ForeachArgs& args, int64_t block, int thread) {
   int shard = shard_of(args, block);
   step_thread<Rule, Grad, Out>(args.shards[shard], block - args.first_block[shard], thread);
-}
-
-template <class Rule, class Grad, class Measure>
-ZK_HOST_DEVICE inline void extended_step_thread(
-    const ExtendedArgs& args, int64_t block, int thread, const Measure& measure) {
-  int shard = shard_of(args, block);
-  step_thread<Rule, Grad, AnyOutput>(
-      args.shards[shard], block - args.first_block[shard], thread, measure, ShardAverages{args.averages, shard});
 }
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
@@ -278,50 +194,32 @@ void launch(StepArgs args, DType grad, DType out, Run run) {
 // Calls run(args, blocks) for each launch that several shards take, which are alike in their dtypes and share their
 // slots. aligned(shard): whether chunks of its tensors are.
 template <class Args, class Shard, class Aligned, class Run>
-void for_launches(const std::vector<Shard>& shards, const Averages& averages, Aligned aligned, Run run) {
+void for_launches(const std::vector<Shard>& shards, Aligned aligned, Run run) {
   if (shards.empty() || step_of(shards[0]).slots == 0) return;
-  size_t most = most_shards(Args::kMostShards, averages);
-  for (size_t from = 0; from < shards.size(); from += most) {
+  constexpr size_t kMost = Args::kMostShards;
+  for (size_t from = 0; from < shards.size(); from += kMost) {
     Args args;
-    args.count = int(std::min(most, shards.size() - from));
+    args.count = int(std::min(kMost, shards.size() - from));
     int64_t blocks = 0;
     for (int i = 0; i < args.count; ++i) {
       args.shards[i] = shards[from + i];
-      bool vector = aligned(shards[from + i]);
-      for (int k = 0; k < averages.each; ++k)
-        vector &= is_aligned(averages.of[(from + i) * averages.each + k], kQuad * size_of(averages.dtype));
-      step_of(args.shards[i]).vector = vector;
+      step_of(args.shards[i]).vector = aligned(shards[from + i]);
       args.first_block[i] = blocks;
       blocks += ceil_div(step_of(args.shards[i]).numel, kTile);
     }
-    if constexpr (!std::is_same_v<Args, PlainArgs>) args.averages = launched(averages, from, args.count);
     run(args, blocks);
   }
 }
 
-// Whether kernels do something beside the update.
-template <class Shard>
-bool is_extended(const std::vector<Shard>& shards, const Averages& averages) {
-  auto measured = [](const Shard& shard) { return step_of(shard).row_stats != nullptr; };
-  return averages.each || std::any_of(shards.begin(), shards.end(), measured);
-}
-
-// Calls plain(Type<Grad>, Type<Out>, args, blocks) or extended(Type<Grad>, args, blocks) for each launch.
-template <class Plain, class Extended>
-void launch_foreach(
-    const std::vector<StepArgs>& shards, const Averages& averages, DType grad, DType out, Plain plain,
-    Extended extended) {
+// Calls run(Type<Grad>, Type<Out>, args, blocks) for each launch.
+template <class Run>
+void launch_foreach(const std::vector<StepArgs>& shards, DType grad, DType out, Run run) {
   // An empty tensor's address is null.
   bool has_output = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.param_out; });
   auto aligned = [&](const StepArgs& shard) { return all_aligned(shard, size_of(grad), size_of(out)); };
-  if (is_extended(shards, averages))
-    for_launches<ExtendedArgs>(shards, averages, aligned, [&](const ExtendedArgs& args, int64_t blocks) {
-      with_type(grad, [&](auto g) { extended(g, args, blocks); });
-    });
-  else
-    for_launches<PlainArgs>(shards, averages, aligned, [&](const PlainArgs& args, int64_t blocks) {
-      with_types(grad, has_output, out, [&](auto g, auto o) { plain(g, o, args, blocks); });
-    });
+  for_launches<ForeachArgs>(shards, aligned, [&](const ForeachArgs& args, int64_t blocks) {
+    with_types(grad, has_output, out, [&](auto g, auto o) { run(g, o, args, blocks); });
+  });
 }
 
 #if defined(__CUDACC__)
@@ -333,15 +231,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) step_kernel(const __gr
 
 template <class Rule, class Grad, class Out>
 __global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
-    foreach_step_kernel(const __grid_constant__ PlainArgs args) {
+    foreach_step_kernel(const __grid_constant__ ForeachArgs args) {
   foreach_step_thread<Rule, Grad, Out>(args, blockIdx.x, threadIdx.x);
-}
-
-// One for all dtypes of outputs: a kernel for each would double the size of the library, which this adds a fifth to.
-template <class Rule, class Grad>
-__global__ void __launch_bounds__(kThreads, kExtendedBlocksPerSm<Rule>)
-    extended_step_kernel(const __grid_constant__ ExtendedArgs args) {
-  extended_step_thread<Rule, Grad>(args, blockIdx.x, threadIdx.x, MeasuredInWarp());
 }
 
 template <class Rule>
@@ -354,18 +245,11 @@ void run_step(CUstream_st* stream, const char* op, const StepArgs& shard, DType 
 }
 
 template <class Rule>
-void run_foreach_step(
-    CUstream_st* stream, const char* op, const std::vector<StepArgs>& shards, const Averages& averages, DType grad,
-    DType out) {
-  launch_foreach(
-      shards, averages, grad, out,
-      [&](auto g, auto o, const PlainArgs& args, int64_t blocks) {
-        auto kernel = foreach_step_kernel<Rule, typename decltype(g)::type, typename decltype(o)::type>;
-        on_stream(stream, op, kernel, blocks, kThreads, args);
-      },
-      [&](auto g, const ExtendedArgs& args, int64_t blocks) {
-        on_stream(stream, op, extended_step_kernel<Rule, typename decltype(g)::type>, blocks, kThreads, args);
-      });
+void run_foreach_step(CUstream_st* stream, const char* op, const std::vector<StepArgs>& shards, DType grad, DType out) {
+  launch_foreach(shards, grad, out, [&](auto g, auto o, const ForeachArgs& args, int64_t blocks) {
+    auto kernel = foreach_step_kernel<Rule, typename decltype(g)::type, typename decltype(o)::type>;
+    on_stream(stream, op, kernel, blocks, kThreads, args);
+  });
 }
 
 #endif

@@ -19,7 +19,6 @@ struct StepArgs {
   const float* grad_scale;   // or null: 1
   const float* found_inf;    // or null: 0
   int32_t* nonfinite_slots;  // or null
-  float* row_stats;          // [rows, kRowStats] or null
   int64_t numel;
   int32_t slots;
   bool vector;      // every tensor starts where its chunks are aligned
@@ -33,7 +32,7 @@ struct StepArgs {
   }
 };
 
-// A shard whose states, master or averages are not in fp32 alone. Pointers to states are those to what is stored.
+// A shard whose states or master are not in fp32 alone. Pointers to states are those to what is stored.
 struct EncodedShard {
   StepArgs step;
   float* scales[kMostStates];  // [rows], or null where the form has none
@@ -43,20 +42,10 @@ struct EncodedShard {
   ZK_HOST_DEVICE float* scale(int i) const { return i == 0 ? scales[0] : i == 1 ? scales[1] : scales[2]; }
 };
 
-// Averages of the masters of shards: those of a shard side by side, shard after shard.
-struct Averages {
-  const float* rates = nullptr;  // [slots, each]
-  int32_t each = 0;              // of a shard
-  std::vector<void*> of;
-  DType dtype = DType::kFloat;  // bf16 is rounded stochastically: the shards are encoded ones then, with keys of rows
-};
-
 // Of each rule: updates shards that are alike in their dtypes and share their slots. `of_all`: the forms of all.
-using RunStep =
-    void (*)(CUstream_st* stream, const char* op, const std::vector<StepArgs>&, const Averages&, DType grad, DType out);
-using RunEncodedStep = void (*)(
-    CUstream_st* stream, const std::vector<EncodedShard>&, const Averages&, const Encoded& of_all, DType grad,
-    DType out);
+using RunStep = void (*)(CUstream_st* stream, const char* op, const std::vector<StepArgs>&, DType grad, DType out);
+using RunEncodedStep =
+    void (*)(CUstream_st* stream, const std::vector<EncodedShard>&, const Encoded& of_all, DType grad, DType out);
 extern const RunStep step_adamw, step_amsgrad, step_lion, step_sgd, step_sgd_plain, step_muon_look_ahead,
     step_muon_subtract;
 extern const RunEncodedStep encoded_adamw, encoded_amsgrad, encoded_lion, encoded_sgd, encoded_sgd_plain,

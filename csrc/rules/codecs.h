@@ -39,12 +39,11 @@ ZK_HOST_DEVICE static inline uint32_t mixed(uint32_t x) {
 // Between the numbers of which the words of a row are made: zero_kernels/codecs.py says why it is not 1.
 constexpr uint32_t kStride = 0x9e3779b9;
 
-// The noise of a row in a step; then of one of its states, or averages; and a word of it, which two elements share.
+// The noise of a row in a step; then of one of its states; and a word of it, which two elements share.
 ZK_HOST_DEVICE static inline uint32_t noise_of_row(int32_t key, float step_number) {
   return mixed(mixed(uint32_t(key)) + float_bits(step_number));
 }
 ZK_HOST_DEVICE static inline uint32_t noise_of_state(uint32_t of_row, int state) { return mixed(of_row + state); }
-ZK_HOST_DEVICE static inline uint32_t noise_of_average(uint32_t of_row, int k) { return mixed(of_row - 1 - k); }
 ZK_HOST_DEVICE static inline uint32_t noise_word(uint32_t of_state, int element) {
   return mixed(of_state + uint32_t(element / 2) * kStride);
 }

@@ -20,11 +20,6 @@ namespace zero_kernels {
 
 constexpr int64_t kRow = 128;  // elements that share one entry of row_slot
 
-// Numbers of a row that is measured: the sums of squares of g, u and p, the largest |u|, and the zeros of g. A sum adds
-// up lines of the row, in pairs, then the elements of a line, by halves.
-constexpr int64_t kRowStats = 5;
-constexpr int kLine = 16;
-
 constexpr int kMostStates = 3;
 
 // One row of the hyper table, as zero_kernels/hyper.py lays it out.

@@ -207,9 +207,6 @@ class Asleep:
             if self._sharded_model is None:  # else they have memory while gradients are reduced
                 self._reducer.rounds.buffers.reallocate()
             self._store.make_frames()
-            for stats in [] if self._measured is None else self._measured.row_stats(on_host=False):
-                allocate(stats)
-                stats.zero_()
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"wake needs {sum(tensor.nbytes for tensor in self._moved):,} bytes on {self._sharding.device}, and "

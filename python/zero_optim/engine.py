@@ -51,7 +51,7 @@ from .step.saved_state import SavedState
 from .step.telemetry import Measured
 from .step.workplace import Coefficients
 from .stores.offload import Tier
-from .stores.state_store import HostStore, StateStore
+from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 
 Groups = Sequence[Mapping[str, Any]]
@@ -87,12 +87,10 @@ class Engine:
         schedule = None if sharded_model is None else sharded_model.schedule
         early = settings.overlap_grad_reduce
         self.reducer = Reducer(trained, labels, sharding, make_buckets, early, schedule, self.mode)
-        self.states = OptimizerState(
-            trained, sharding, rules, store, group=parameters.group, measures=settings.telemetry
-        )
-        self.measured: Measured | None = None  # the telemetry of the last update
-        if settings.telemetry:
-            self.measured = Measured(self.states, parameters, shardings, on_host=isinstance(store, HostStore))
+        self.states = OptimizerState(trained, sharding, rules, store, group=parameters.group)
+        self.measured: Measured | None = None  # the telemetry of the last update that was measured
+        if settings.telemetry_every is not None:
+            self.measured = Measured(self.states, parameters, shardings, settings.telemetry_every)
         self.exchange = Exchange(
             sharding,
             labels,
@@ -156,7 +154,7 @@ class Engine:
             if self._ahead is not None:
                 self._ahead.gather_ahead(stale)
         self.param_gather.after_step()
-        if self.measured is not None:
+        if self.measured is not None and by.measures:
             self.measured.updated = self.exchange.used & (by.found_inf == 0)
         self.states.mark_updated()
         self.exchange.skipped += by.found_inf.reshape(())
@@ -289,6 +287,7 @@ class Engine:
             self.exchange.nonfinite.marks,
             self.exchange.used,
             rates=self.hyper.rates,
+            measures=self.measured is not None and self.measured.wants(self.steps + 1),
         )
 
     # -- gradients -----------------------------------------------------------------------------------------------

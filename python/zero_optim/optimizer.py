@@ -121,7 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             of its master, and the other 16 bits are stored beside it. "split8": 8 bits, for a master of 24. None:
             "split", or "fp32" where a parameter is fp16. See ``docs/state.md``.
         state_dtype: "fp32", "bf16", rounded stochastically, or "int8": for state other than masters and averages.
-        telemetry: measure what ``telemetry()`` returns, in 20 bytes for each row of 128 elements that a rank updates.
+        telemetry_every: measure every k-th step for ``telemetry()``. None: no step.
 
     Raises:
         ParameterError: a parameter that it cannot hold, or that another live optimizer of ``zero_optim`` holds.
@@ -567,10 +567,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def telemetry(self, over_ranks: bool = False) -> Telemetry:
-        """Return numbers of the last step by parameter name: see ``ParameterNumbers``. Its ``floats()`` gives a flat
-        dict for TensorBoard or Weights & Biases.
+        """Return numbers of the last measured step by parameter name: see ``ParameterNumbers``. Their ``floats()`` is a
+        flat dict for TensorBoard or Weights & Biases.
 
-        The numbers are device tensors, and the host does not wait. After a skipped step, before the first step and
+        The numbers are device tensors, and the host does not wait. If that step was skipped, before the first one and
         after ``wake()`` all numbers are 0, ``updated`` is False, and ``floats()`` is empty.
 
         Args:
@@ -578,11 +578,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 True: numbers of whole parameters. The call is collective then, and takes one message of 48 bytes for
                 each parameter and rank. Experts that are plain tensors keep this rank's numbers.
 
-        Raises ZeroOptimError where the optimizer was made without ``telemetry=True``.
+        Raises ZeroOptimError where the optimizer was made without ``telemetry_every``.
         """
         self.check_usable()
         if self.engine.measured is None:
-            raise ZeroOptimError("there is no telemetry: the optimizer was made without telemetry=True")
+            raise ZeroOptimError("there is no telemetry: the optimizer was made without telemetry_every")
         if over_ranks:  # a backward that raised here may still owe another rank a reduction, which comes first
             self.engine.reducer.rounds.complete_all_raised()
         return self.engine.measured.read(over_ranks=over_ranks)

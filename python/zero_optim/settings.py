@@ -51,7 +51,7 @@ class ShardingOptions(RankOptions, total=False):
     ema_decay: float | Sequence[float] | None
     master: str | None
     state_dtype: str
-    telemetry: bool
+    telemetry_every: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Settings:
     ema_decay: float | Sequence[float] | None = None
     master: str | None = None
     state_dtype: str = "fp32"
-    telemetry: bool = False
+    telemetry_every: int | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *, default_stage: int) -> Settings:
@@ -89,7 +89,8 @@ class Settings:
         self._check("grad_reduce_dtype", self.grad_reduce_dtype in reduced_in, f"None or one of {PARAMETER_DTYPES}")
         self._check("grad_accumulation_dtype", accumulation_dtype in (None, torch.float32), "None or torch.float32")
         self._check("max_grad_norm", norm is None or norm > 0, "None or positive")
-        self._check("telemetry", isinstance(self.telemetry, bool), "True or False")
+        every = self.telemetry_every
+        self._check("telemetry_every", every is None or (type(every) is int and every > 0), "None or a number of steps")
         if accumulation_dtype is not None and self.stage == 0:
             raise ValueError(
                 "grad_accumulation_dtype: at stage 0 gradients add up in .grad; leave it out, or take stage=1"

@@ -29,8 +29,6 @@ class FlatBytes:
 def stats_of(engine: Engine) -> dict[str, Any]:
     """See ``ShardedOptimizer.stats``."""
     sharding, model, taken = engine.sharding, engine.sharded_model, dict(engine.store.footprint())
-    if engine.measured is not None:  # telemetry in host memory counts, too
-        taken["host"] += sum(t.nbytes for t in engine.measured.row_stats(on_host=True))
     return {
         "stage": sharding.stage,
         "world_size": sharding.world_size,
@@ -73,8 +71,6 @@ def memory_by_kind(engine: Engine) -> dict[str, int]:
     memory["communication"] = engine.reducer.rounds.buffers.nbytes()
     if engine.sharded_model is not None:
         memory["unsharded"] = sum(flat.nbytes() for unit in engine.sharded_model.units for flat in unit.flats)
-    if engine.measured is not None:
-        memory["telemetry"] = sum(t.nbytes for t in engine.measured.row_stats(on_host=False) if is_there(t))
     return memory
 
 

@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     saving.add_argument("--save-every", type=_COUNT_OR_NONE, help="steps between checkpoints; 0: at the end alone (0)")
     never = "save none, not at the end either"
     saving.add_argument("--no-checkpoint", dest="checkpoint", action="store_const", const=False, help=never)
-    telemetry = "log norms, the largest update and zeros of each parameter at every step"
-    parser.add_argument("--telemetry", action="store_const", const=True, help=telemetry)
+    telemetry = "log norms, the largest update and zeros of each parameter at every K-th step"
+    flag("--telemetry-every", _COUNT, telemetry, metavar="K")
     offload = "where state lives: paged, cpu, or nvme:DIR; see docs/memory.md (on the device)"
     flag("--state-offload", str, offload, metavar="STORE")
     flag("--device-budget", str, "of paged: state that stays on the device, as in 8GB (auto)", metavar="SIZE")

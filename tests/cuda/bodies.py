@@ -20,7 +20,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
-from kernel_cases import FLOATS, EncodedShards, at_offset, awkward, dominated, rule_table, same_bits  # noqa: E402
+from kernel_cases import FLOATS, Averaged, EncodedShards, at_offset, awkward, dominated, rule_table, same_bits  # noqa: E402
 
 from zero_kernels import ROW, RULES, codecs, reference  # noqa: E402
 
@@ -58,9 +58,6 @@ def step_body(folder: Path):
         *[ctypes.c_int] * 3,
         *[ADDRESS] * 4,
         ctypes.c_int32,
-        *[ADDRESS] * 2,
-        ctypes.c_int,
-        ADDRESS,
     ]
     body.restype = ctypes.c_int
     return body
@@ -92,41 +89,10 @@ def foreach_step(folder: Path) -> int:
                     step_arguments(rule, grad_dtype, out_dtype, numel, alone(i // 2 % 6 if i % 2 else -1), 0.0)
                     for i, numel in enumerate(sizes)
                 ]
-                for measured, averages in ((False, 0), (False, 1 + number % 3), (True, 0), (True, 2)):
-                    for tensor in itertools.chain.from_iterable(shards) if measured else ():
-                        if tensor is not None and tensor.is_floating_point():
-                            tensor.nan_to_num_(0.1, 0.2, -0.3).clamp_(-9, 9)  # whose sums are finite
-                    launches = compare(body, rule, shards, grad_dtype, out_dtype, found_inf, measured, averages)
-                    most = 24 if measured or averages else 32
-                    demand(launches == -(-len(sizes) // most), "launches", launches, sizes)
-                    ran += 1
-    # The addresses of 96 averages are as many as a launch takes.
-    shards = [step_arguments("lion", torch.float32, torch.float16, ROW, alone(-1), 0.0) for _ in range(5)]
-    demand(compare(body, "lion", shards, torch.float32, torch.float16, 0.0, averages=40) == 3, "launches of averages")
-    return ran + 1
-
-
-class OfMasters:
-    """Averages of the masters of shards, twice: of every second shard one is misaligned."""
-
-    def __init__(self, numels: list[int], each: int) -> None:
-        self.each, self.rates = each, torch.rand(4, each)
-        of = [(numel, i % 2 * (k == i // 2 % each)) for i, numel in enumerate(numels) for k in range(each)]
-        self.ours = [fresh(numel, torch.float32, 3 + k, offset) for k, (numel, offset) in enumerate(of)]
-        self.expected = [tensor.clone() for tensor in self.ours]
-
-    @property
-    def words(self) -> tuple[object, ...]:
-        """As a body takes ours."""
-        return addresses(self.ours), self.each, at(self.rates)
-
-    @property
-    def optional(self) -> dict[str, object]:
-        """As the reference takes what it makes anew."""
-        return {"averages": self.expected, "rates": self.rates} if self.each else {}
-
-    def agree(self) -> bool:
-        return all(map(same_bits, self.ours, self.expected))
+                launches = compare(body, rule, shards, grad_dtype, out_dtype, found_inf)
+                demand(launches == -(-len(sizes) // 32), "launches", launches, sizes)
+                ran += 1
+    return ran
 
 
 def alone(place: int) -> tuple[int, ...]:
@@ -161,8 +127,6 @@ def compare(
     grad_dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     found_inf: float,
-    measured: bool = False,
-    averages: int = 0,
 ) -> int:
     """Run the kernel and the reference on copies, demand the same bits, and tell how many launches it took."""
     rule = "adamw" if kernel == "adam_step" else kernel
@@ -173,23 +137,17 @@ def compare(
     twins = [[None if tensor is None else tensor.clone() for tensor in shard] for shard in shards]
     tensors = [tensor for shard in shards for tensor in shard]
     numels = [shard[0].numel() for shard in shards]
-    stats, twin_stats = ([torch.full((-(-numel // ROW), 5), 7.0) for numel in numels] for _ in range(2))
-    of_masters = OfMasters(numels, averages)
     launches = body(
         *(kernel.encode(), addresses(tensors), len(shards[0]) - 4),
         *(ctypes.cast((LONG * len(numels))(*numels), ADDRESS), len(shards)),
         *(DTYPE_CODE[grad_dtype], DTYPE_CODE[out_dtype or torch.float32]),
-        *(at(hyper), at(scale), at(found), at(flags), len(hyper), addresses(stats) if measured else None),
-        *of_masters.words,
+        *(at(hyper), at(scale), at(found), at(flags), len(hyper)),
     )
     grads, masters, outs, row_slots, *states = (list(column) for column in zip(*twins, strict=True))
     of_shards = [tensor for of_shard in zip(*states, strict=True) for tensor in of_shard]
     outs = [] if out_dtype is None else outs
     lists = (grads, masters, of_shards, outs, row_slots)
-    optional = {"row_stats": twin_stats if measured else None, **of_masters.optional}
-    reference.foreach_step(rule, *lists, hyper, scale, found, expected, **optional)
-    demand(of_masters.agree(), "averages", kernel, averages, grad_dtype, out_dtype, numels, found_inf)
-    demand(all(map(same_bits, stats, twin_stats)), "row_stats", kernel, grad_dtype, out_dtype, numels, found_inf)
+    reference.foreach_step(rule, *lists, hyper, scale, found, expected)
     for number, (ours, theirs) in enumerate(zip(shards, twins, strict=True)):
         for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             same = a is None or (torch.equal(a, b) if place == 3 else same_bits(a, b))
@@ -199,98 +157,88 @@ def compare(
 
 
 USUAL = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.int8, torch.uint8)]
-"""Forms of AdamW's moments that have kernels of their own, with bf16 gradients and parameters, where nothing is
-measured and nothing follows."""
+"""Forms of AdamW's moments that have kernels of their own, with bf16 gradients and parameters."""
 
 
 @dataclass(frozen=True)
 class EncodedCase:
-    """``form``: a number, by which sizes, dtypes and values are chosen."""
+    """`number`: by which sizes and values are chosen."""
 
     rule: str
-    form: int
-    given: Sequence[torch.dtype]
+    number: int
+    forms: Sequence[torch.dtype]
     low: torch.dtype | None
     grad: torch.dtype
     param: torch.dtype | None
-    measured: bool
-    found_inf: float
-    averages: int
-    average_dtype: torch.dtype
+    stochastic: bool
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (0, 1, 4097, 127, 2048) if self.form else (129,) * 25
+        return (0, 1, 4097, 127, 2048) if self.number else (129,) * 25
 
-
-def encoded_cases() -> Iterator[EncodedCase]:
-    forms = tuple(codecs.FORMS)
-    for (number, rule), form, low in itertools.product(enumerate(RULES), range(4), (None, *codecs.LOWS)):
-        given = [forms[(form + i * (1 + form % 2)) % 4] for i in range(len(RULES[rule].states))]
-        param = torch.bfloat16 if low else (*FLOATS, None)[(form + number) % 4]
-        for measured, found_inf in ((True, 0.0), (False, float(form == 1))):
-            average_dtype = torch.bfloat16 if measured and (number + form) % 2 else torch.float32
-            of = (rule, form, given, low, FLOATS[(form + number) % 3], param, measured, found_inf)
-            yield EncodedCase(*of, (form + measured) % 3, average_dtype)
-    for given, low, form in itertools.product(USUAL, (None, *codecs.LOWS), range(5)):
-        of = ("adamw", form, given, low, torch.bfloat16, torch.bfloat16, False, float(form == 1))
-        yield EncodedCase(*of, 0, torch.float32)
-
-
-def encoded_step(folder: Path) -> int:
-    """Every form for every state, beside others, bf16 also rounded stochastically; tails, misaligned shards, rows that
-    are measured, averages in fp32 and bf16, a skipped step, huge gradients; and the usual forms of AdamW."""
-    body = ctypes.CDLL(str(folder / "step.so")).encoded_step
-    body.argtypes = [*step_body(folder).argtypes, ADDRESS, ADDRESS, ctypes.c_int, ADDRESS, ctypes.c_int]
-    body.restype = ctypes.c_int
-    ran = 0
-    for case in encoded_cases():
-        rule, form, sizes, measured, count = case.rule, case.form, case.sizes, case.measured, len(case.given)
+    def shards(self) -> EncodedShards:
+        number = self.number
         shards = EncodedShards(
-            *(rule, sizes, case.grad, case.param, form % 2),
-            calm=measured or form in (2, 4),
-            huge=form == 4 or (measured and form >= 2),
-            averages=case.averages,
-            average_dtype=case.average_dtype,
-            forms=case.given,
-            low=case.low,
-            stochastic=measured or (not case.averages and form == 3),
+            *(self.rule, self.sizes, self.grad, self.param, number % 2),
+            calm=number in (2, 4),
+            huge=number == 4,
+            forms=self.forms,
+            low=self.low,
+            stochastic=self.stochastic,
         )
-        marks = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
-        stats, twins = ([torch.full((-(-n // ROW), 5), 7.0) for n in sizes] for _ in range(2))
-        # Where the scale is inf, elements that do not exist are NaN, and the others inf.
-        found, scale = torch.tensor([case.found_inf]), torch.tensor([math.inf if form == 2 and not measured else 0.25])
-        if case.low and measured and form == 3:  # masters stay, and all are ties
+        if self.low and number == 3 and self.stochastic:  # masters stay, and all are ties
             for grad, low, high in zip(shards.grads, shards.masters, shards.params, strict=True):
                 grad.zero_()
                 low.fill_(torch.iinfo(low.dtype).min)
                 high.fill_(1.5)
-        optional = {"grad_scale": scale, "found_inf": found, "nonfinite_slots": marks[0]}
-        lists, want = shards.lists(row_stats=twins if measured else None, **optional)
+        return shards
+
+
+def encoded_cases() -> Iterator[EncodedCase]:
+    forms = tuple(codecs.FORMS)
+    for (at_rule, rule), number, low in itertools.product(enumerate(RULES), range(5), (None, *codecs.LOWS)):
+        given = [forms[(number + i * (1 + number % 2)) % 4] for i in range(len(RULES[rule].states))]
+        param = torch.bfloat16 if low else (*FLOATS, None)[(number + at_rule) % 4]
+        for stochastic in (False, True):
+            yield EncodedCase(rule, number, given, low, FLOATS[(number + at_rule) % 3], param, stochastic)
+    for given, low, number in itertools.product(USUAL, (None, *codecs.LOWS), range(5)):
+        yield EncodedCase("adamw", number, given, low, torch.bfloat16, torch.bfloat16, number == 3)
+
+
+def encoded_step(folder: Path) -> int:
+    """Every form for every state, beside others, bf16 also rounded stochastically; tails, misaligned shards, a skipped
+    step, huge gradients; and the usual forms of AdamW."""
+    body = ctypes.CDLL(str(folder / "step.so")).encoded_step
+    body.argtypes = [*step_body(folder).argtypes, ADDRESS, ADDRESS, ctypes.c_int, ADDRESS]
+    body.restype = ctypes.c_int
+    ran = 0
+    for case in encoded_cases():
+        rule, sizes, count, shards = case.rule, case.sizes, len(case.forms), case.shards()
+        marks = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
+        # Where the scale is inf, elements that do not exist are NaN, and the others inf.
+        found, scale = torch.tensor([float(case.number == 1)]), torch.tensor([math.inf if case.number == 2 else 0.25])
+        lists, want = shards.lists(grad_scale=scale, found_inf=found, nonfinite_slots=marks[0])
         reference.foreach_step(rule, *lists)
         lists, got = shards.lists()
-        _, masters, states, params, rows, table, *_, averages, rates, _, scales, keys = lists
+        grads, masters, states, params, rows, table, *_, scales, keys = lists
         left = list(scales or ())
         of_states = [left.pop(0) if state.element_size() == 1 else None for state in states]
         tensors, of_scales = [], []
         for i in range(len(sizes)):
             own = states[i * count : (i + 1) * count]
-            tensors += [shards.grads[i], masters[i], params[i] if params else None, rows[i], *own]
+            tensors += [grads[i], masters[i], params[i] if params else None, rows[i], *own]
             of_scales += [*of_states[i * count : (i + 1) * count], *[None] * (3 - count)]
         launches = body(
             *(rule.encode(), addresses(tensors), count, ctypes.cast((LONG * len(sizes))(*sizes), ADDRESS)),
             *(len(sizes), DTYPE_CODE[case.grad], DTYPE_CODE[case.param or torch.float32]),
-            *(at(table), at(scale), at(found), at(marks[1]), len(table), addresses(stats) if measured else None),
-            *(addresses(averages or []), len(averages or []) // len(sizes), at(rates)),
-            ctypes.cast((ctypes.c_int * 3)(*(FORM_CODE[x] for x in case.given)), ADDRESS),
+            *(at(table), at(scale), at(found), at(marks[1]), len(table)),
+            ctypes.cast((ctypes.c_int * 3)(*(FORM_CODE[x] for x in case.forms)), ADDRESS),
             *(addresses(of_scales), case.low.itemsize if case.low else 0, addresses(keys) if keys else None),
-            DTYPE_CODE[case.average_dtype],
         )
         for place, (a, b) in enumerate(zip(want, got, strict=True)):
             demand(same_bits(a, b), "encoded_step", place, case)
-        demand(not measured or all(map(same_bits, stats, twins)), "row_stats", case)
         demand(torch.equal(*marks), "flags", case)
-        demand(launches == -(-len(sizes) // 20), "launches", launches, case)
+        demand(launches == -(-len(sizes) // 24), "launches", launches, case)
         ran += 1
     return ran
 
@@ -315,6 +263,34 @@ def eight_bits(folder: Path) -> int:
         unsure = library.unsure_estimates(form, at(values), at(scales), count, 3)
         demand(0 <= unsure < 3 * count / 1000, "estimates", form, unsure)
     return 2
+
+
+# ---- ema ------------------------------------------------------------------------------------------------------------
+
+
+def ema(folder: Path) -> int:
+    """Also of a launch that has some of the averages, as where there are more than it takes."""
+    body = ctypes.CDLL(str(folder / "ema.so")).ema
+    body.argtypes = [*[ADDRESS] * 5, LONG, *[ctypes.c_int] * 5]
+    ran = 0
+    for dtype, each, offset in itertools.product((*FLOATS, *codecs.LOWS), (1, 3, 16), (0, 1, 2, 4)):
+        lists, ours = Averaged(SIZES, dtype, each, offset).lists()
+        _, masters, params, rows, rates = lists
+        expected = [average.clone() for average in ours]
+        reference.ema(expected, *lists[1:])
+        for i, numel in enumerate(SIZES):
+            of_shard, low = ours[i * each : (i + 1) * each], 0 if dtype in FLOATS else dtype.itemsize
+            for first, count in ((0, 1), (1, each - 1)) if each == 3 else ((0, each),):
+                body(
+                    *(at(masters[i]), at(params[i]) if low else None, addresses(of_shard[first : first + count])),
+                    *(rates.data_ptr() + 4 * first, at(rows[i]), numel, count, each, len(rates), low),
+                    DTYPE_CODE[torch.bfloat16 if low else dtype],
+                )
+            demand(
+                all(map(same_bits, of_shard, expected[i * each : (i + 1) * each])), "ema", dtype, each, numel, offset
+            )
+            ran += 1
+    return ran
 
 
 # ---- pack and unpack ------------------------------------------------------------------------------------------------
@@ -517,6 +493,7 @@ OPS = {
     "foreach_step": foreach_step,
     "encoded_step": encoded_step,
     "eight_bits": eight_bits,
+    "ema": ema,
     "pack": pack,
     "grad_stats": grad_stats,
     "hyper_table": hyper,

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from executed import executed, kernels_in
 from toolchain import ARCHS, PTX_ARCHS, SOURCES, run, to_ptx
 
 # By the name of its struct: a rule.
@@ -39,10 +40,9 @@ pytestmark = pytest.mark.kernels
 KERNELS = {
     "step of adamw": 12,
     **{f"foreach_step of {rule}": 12 for rule in RULES},
-    **{f"extended_step of {rule}": 3 for rule in RULES},
     **{f"encoded_step of {rule}": 1 for rule in RULES},
     "encoded_step of adamw": 9,  # of any kinds, and of each of the usual ones
-    **{f"extended_encoded_step of {rule}": 1 for rule in RULES},
+    "ema": 1,
     "stats": 3,
     "stats_large": 3,
     "stats_combine": 3,
@@ -52,8 +52,8 @@ KERNELS = {
 
 # Accesses of 16 bytes on the main path of a kernel, as (loads, stores).
 # step: master and states of two quads (16-bit tensors go in 8 bytes), and of their rows of the hyper table the pieces
-# that the rule needs all of. Extended, the first average, too. Where states are encoded, gradients and parameters may
-# be fp32.
+# that the rule needs all of. Where states are encoded, gradients and parameters may be fp32.
+# ema: a master in fp32, and an average: the first of them is asked for beside the master.
 # stats: eight rows of a block, in each dtype.
 # pack: four chunks for each dtype of the gradients. Where the bucket is fp32, a 16-bit gradient goes in 8 bytes; where
 # it is 16-bit, an fp32 gradient goes in twice 16.
@@ -64,16 +64,12 @@ WIDE = {
         for rule, (states, pieces) in RULES.items()
     },
     **{
-        f"extended_step of {rule}": (2 * (2 + states) + 2 * pieces, 2 * (2 + states))
-        for rule, (states, pieces) in RULES.items()
-    },
-    **{
-        f"{kernel} of {rule}": (2 * (2 + states) + 2 * pieces, 2 * (2 + states))
-        for kernel in ("encoded_step", "extended_encoded_step")
+        f"encoded_step of {rule}": (2 * (2 + states) + 2 * pieces, 2 * (2 + states))
         for rule, (states, pieces) in RULES.items()
     },
     "foreach_step of muon_look_ahead": (2, 2 * 2),  # the master is written alone
     "encoded_step of muon_look_ahead": (2 * 2, 2 * 3),
+    "ema": (1 + 2, 1),
     "stats": (8 + 8 + 16, 0),
     "pack, fp32 bucket": (4, 12),
     "pack, 16-bit bucket": (16, 12),
@@ -138,7 +134,7 @@ def resources(cuobjdump: Path, library: Path) -> Mapping[tuple[str, str], tuple[
 
 
 USUAL = "UsualKinds"  # kernels of encoded states that know what is stored as which form
-UPDATES = "foreach_step|extended_step|extended_encoded_step|encoded_step|step"
+UPDATES = "foreach_step|encoded_step|step"
 
 
 def kind(name: str) -> str:
@@ -209,17 +205,22 @@ def test_partials_are_all_asked_for_before_the_first_is_added(
 @pytest.mark.parametrize("name", KERNELS)
 def test_ptxas_spills_nothing(resources: Mapping[tuple[str, str], tuple[int, int]], name: str, arch: str) -> None:
     """A register that is spilled lies in the kernel's stack frame, in local memory. An update has blocks of 256
-    threads, four of which share the 64 Ki registers of a multiprocessor, or three; or two where rows are measured,
-    averages follow, or states are encoded."""
+    threads, four of which share the 64 Ki registers of a multiprocessor, or three; or two where states are encoded. ema
+    has eight."""
     skip_unless_made_for(arch, resources)
     found = [size for (of, kernel), size in resources.items() if of == arch and kind(kernel) == name]
     assert [local for _, local in found] == [0] * KERNELS[name]
     if name.startswith(("step of", "foreach_step of")):
         three = name in ("foreach_step of adamw", "foreach_step of amsgrad")
         assert max(registers for registers, _ in found) <= (80 if three else 64)
-    if name.startswith(("extended_step of", "encoded_step of", "extended_encoded_step of")):
-        two = name.endswith((" adamw", " amsgrad")) or name.startswith("extended_encoded_step")
+    if name.startswith("encoded_step of"):
+        two = name in ("encoded_step of adamw", "encoded_step of amsgrad")
         assert max(registers for registers, _ in found) <= (128 if two else 80)
+    if name == "ema":
+        assert max(registers for registers, _ in found) <= 32
+
+
+ESTIMATES = {"rcp.approx.ftz.f32", "sqrt.approx.ftz.f32", "rsqrt.approx.ftz.f32", "fma.rn.f32"}
 
 
 @pytest.mark.parametrize("arch", PTX_ARCHS)
@@ -231,7 +232,7 @@ def test_every_operation_is_rounded_on_its_own(ptx: Mapping[tuple[str, str], Pat
         # ptxas contracts pairs (f32x2) on sm_100 whatever it is told.
         found = {*re.findall(r"\bfma\S+|\S+\.ftz\S*|\S+\.approx\S*|\S+\.f32x2", entry)}
         encoded = "encoded_step" in entry.partition("(")[0]
-        assert found <= ({"rcp.approx.ftz.f32", "sqrt.approx.ftz.f32", "fma.rn.f32"} if encoded else set())
+        assert found <= (ESTIMATES if encoded else set())
 
 
 @pytest.mark.parametrize("arch", PTX_ARCHS)
@@ -253,7 +254,7 @@ def test_encoded_states_move_4_bytes_at_a_time_and_halves_8(
         assert found.stores[1] == 2 * 4 * (1 + states), kernel
 
 
-QUOTIENTS = {"step_adamw": 27, "step_amsgrad": 15, "step_lion": 0, "step_sgd": 0, "step_muon": 0}
+QUOTIENTS = {"step_adamw": 24, "step_amsgrad": 12, "step_lion": 0, "step_sgd": 0, "step_muon": 0}
 """Kernels of each file that divide, beside those of encoded states."""
 
 
@@ -264,7 +265,7 @@ def test_updates_divide_and_take_roots_as_ieee_does(ptx: Mapping[tuple[str, str]
         entries = re.split(r"(?=\.entry )", ptx[arch, source].read_text())
         text = "".join(entry for entry in entries if "encoded_step" not in entry.partition("(")[0])
         encoded = [entry for entry in entries if "encoded_step" in entry.partition("(")[0]]
-        assert len(encoded) == {"step_adamw": 10, "step_sgd": 4, "step_muon": 4}.get(source, 2)
+        assert len(encoded) == {"step_adamw": 9, "step_sgd": 2, "step_muon": 2}.get(source, 1)
         if kernels:
             # Two divisions and a root for each of at least two quads of four elements.
             assert text.count("div.rn.f32") == 2 * text.count("sqrt.rn.f32") >= 2 * 2 * 4 * kernels
@@ -278,3 +279,21 @@ def test_updates_divide_and_take_roots_as_ieee_does(ptx: Mapping[tuple[str, str]
 def test_a_contraction_would_be_seen(setup_py: SimpleNamespace, nvcc: str, tmp_path: Path) -> None:
     text = to_ptx(setup_py, nvcc, "step_sgd", "80", tmp_path / "fused.ptx", "-fmad=true").read_text()
     assert "fma.rn.f32" in text
+
+
+MOST = {"ELNS_4FormE2ELS4_3E": 105.0, "step_kernelINS_5AdamWENS_8BFloat16ES3_E": 77.0}
+"""By a part of the mangled name: instructions that a thread may execute for an element."""
+
+
+def test_updates_execute_few_instructions(cuobjdump: Path, library: Path) -> None:
+    """With moments of 8 bits, for each form of the master; and in fp32, of bf16 gradients and parameters."""
+    counted = []
+    for arch, name, sass in kernels_in(run(cuobjdump, "-sass", library.parent / "step_adamw.o")):
+        for part, most in MOST.items():
+            if part in name:
+                counted.append((arch, part))
+                assert executed(sass) / 8 <= most, (arch, name)
+    archs = {arch for arch, _ in counted}
+    assert archs and Counter(part for _, part in counted) == {
+        part: n * len(archs) for part, n in zip(MOST, (3, 2), strict=True)
+    }

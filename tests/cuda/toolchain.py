@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 ARCHS = ("80", "90", "100")
 PTX_ARCHS = ("80", "90", "100")  # where code is made for 80 too, that for 90 is made from its PTX
 STEPS = ("step_adamw", "step_amsgrad", "step_lion", "step_sgd", "step_muon")
-SOURCES = (*STEPS, "grad_stats", "hyper_table", "pack")
-BODIES = ("step", "grad_stats", "hyper_table", "pack")
+SOURCES = (*STEPS, "ema", "grad_stats", "hyper_table", "pack")
+BODIES = ("step", "ema", "grad_stats", "hyper_table", "pack")
 
 
 def run(*command: object) -> str:

@@ -38,8 +38,8 @@ def _model(stage: int) -> tuple[nn.Sequential, zero_optim.ShardedAdamW]:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
     if stage == 3:
         zero_optim.shard_module(model, (nn.Sequential,))
-        return model, zero_optim.ShardedAdamW(model.parameters(), lr=0.1, telemetry=True)
-    return model, zero_optim.ShardedAdamW(model.parameters(), lr=0.1, stage=stage, telemetry=True)
+        return model, zero_optim.ShardedAdamW(model.parameters(), lr=0.1, telemetry_every=1)
+    return model, zero_optim.ShardedAdamW(model.parameters(), lr=0.1, stage=stage, telemetry_every=1)
 
 
 def _input(rank: int, step: int) -> Tensor:

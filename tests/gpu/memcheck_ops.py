@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "python")]
 
 import zero_kernels  # noqa: E402
-from zero_kernels import HYPER_COLUMNS, ROW, ROW_STATS, RULES  # noqa: E402
+from zero_kernels import HYPER_COLUMNS, ROW, RULES  # noqa: E402
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = (0, 1, 7, 129, 2050, 4097)
@@ -61,15 +61,8 @@ def foreach_step(rule_name: str, device: str) -> int:
         outs = [make(numel, torch.bfloat16, device, offset) for numel in sizes] if has_output else []
         rows = [(torch.arange(-(-numel // ROW), device=device) % 3 - 1).to(torch.int32) for numel in sizes]
         zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table)
-        shared, rates = (table, flag, None, slots), torch.ones(2, 2, device=device)
-        for dtype, keys in ((torch.float32, None), (torch.bfloat16, rows)):
-            averages = [make(numel, dtype, device, offset) for numel in sizes for _ in range(2)]
-            lists = (grads, masters, states, outs, rows, *shared, averages, rates)
-            zero_kernels.foreach_step(rule.name, *lists, row_keys=keys)
         zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table, flag, flag, slots)
-        stats = [torch.empty(len(of_shard), len(ROW_STATS), device=device) for of_shard in rows]
-        zero_kernels.foreach_step(rule.name, grads, masters, states, outs, rows, table, row_stats=stats)
-        calls += 5
+        calls += 2
     return calls
 
 
@@ -83,6 +76,20 @@ def smaller_state(of_states: Sequence[torch.dtype], device: str) -> int:
         rows = [(torch.arange(-(-numel // ROW), device=device) % 3 - 1).to(torch.int32) for numel in SIZES]
         scales = [make(-(-len(state) // ROW), torch.float32, device) for state in states if state.itemsize == 1]
         zero_kernels.foreach_step("adamw", grads, masters, states, params, rows, table, scales=scales or None)
+        calls += 1
+    return calls
+
+
+def ema(device: str) -> int:
+    """Of masters of every dtype, and once of more averages than a launch takes."""
+    calls = 0
+    dtypes = (*FLOATS, torch.int16, torch.int8)
+    for dtype, offset, each in (*itertools.product(dtypes, (0, 1), (2,)), (torch.float32, 0, 17)):
+        averages = [make(numel, torch.float32, device, offset) for numel in SIZES for _ in range(each)]
+        masters = [make(numel, dtype, device, offset) for numel in SIZES]
+        params = [] if dtype in FLOATS else [make(numel, torch.bfloat16, device, offset) for numel in SIZES]
+        rows = [(torch.arange(-(-numel // ROW), device=device) % 3 - 1).to(torch.int32) for numel in SIZES]
+        zero_kernels.ema(averages, masters, params, rows, torch.full((2, each), 0.5, device=device))
         calls += 1
     return calls
 
@@ -153,6 +160,7 @@ OPS: dict[str, Callable[[str], int]] = {
     "adam_step": adam_step,
     **{f"smaller_state {forms[0]}": partial(smaller_state, forms) for forms in FORMS},
     **{f"foreach_step {rule}": partial(foreach_step, rule) for rule in RULES},
+    "ema": ema,
     "pack": pack,
     "grad_stats": grad_stats,
     "hyper_table": hyper_table,

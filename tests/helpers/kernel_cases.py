@@ -114,8 +114,7 @@ class Shards:
     `calm`: without special values, and of magnitudes whose sums are finite.
 
     Attributes:
-        written: masters, states, params_out and averages, in one list: what a call writes.
-        rates: [4, averages of a shard]
+        written: masters, states and params_out, in one list: what a call writes.
     """
 
     def __init__(
@@ -125,9 +124,7 @@ class Shards:
         grad: torch.dtype,
         param: torch.dtype | None,
         offset: int = 0,
-        averages: int = 0,
         calm: bool = False,
-        average_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.rule, self.table = rule, rule_table(RULES[rule])
         places = [(numel, offset + i % 5 if offset else 0) for i, numel in enumerate(sizes)]
@@ -139,34 +136,25 @@ class Shards:
             for s in range(len(RULES[rule].states))
         ]
         self.params = [at_offset(awkward(numel, param, 5 + i), at) for i, (numel, at) in enumerate(places) if param]
-        self.averages = [
-            at_offset(awkward(numel, average_dtype, 6 + i + 5 * k), at)
-            for i, (numel, at) in enumerate(places)
-            for k in range(averages)
-        ]
         for tensor in (*self.grads, *self.written) if calm else ():
             tensor.nan_to_num_(0.1, 0.2, -0.3).clamp_(-9, 9)
-        self.rates = torch.linspace(0.001, 1, 4 * averages).view(4, averages)
         generator = torch.Generator().manual_seed(sum(sizes))
         rows = [-(-numel // ROW) for numel in sizes]
         self.row_slots = [torch.randint(-1, 4, (n,), dtype=torch.int32, generator=generator) for n in rows]
 
     @property
     def written(self) -> list[Tensor]:
-        return [*self.masters, *self.states, *self.params, *self.averages]
+        return [*self.masters, *self.states, *self.params]
 
     def run(self, name: str, **shared: Any) -> list[Tensor]:
         """What the named backend makes of copies of `written`."""
-        groups = (self.masters, self.states, self.params, self.averages)
-        masters, states, params, averages = ([_twin(x) for x in group] for group in groups)
-        if averages:
-            shared |= {"averages": averages, "rates": self.rates}
+        masters, states, params = ([_twin(x) for x in group] for group in (self.masters, self.states, self.params))
         shared.setdefault("grad_scale", torch.tensor(0.37))
         with backend(name):
             zero_kernels.foreach_step(
                 self.rule, self.grads, masters, states, params, self.row_slots, self.table, **shared
             )
-        return [*masters, *states, *params, *averages]
+        return [*masters, *states, *params]
 
 
 class EncodedShards(Shards):
@@ -176,7 +164,7 @@ class EncodedShards(Shards):
 
     Attributes:
         scales: of the states, in their order.
-        row_keys: of each shard; None: bf16 is rounded to nearest, and averages have to be fp32.
+        row_keys: of each shard; None: bf16 is rounded to nearest.
     """
 
     def __init__(
@@ -211,15 +199,14 @@ class EncodedShards(Shards):
     def written(self) -> list[Tensor]:
         return [*super().written, *self.scales]
 
-    def lists(self, row_stats: list[Tensor] | None = None, **shared: Any) -> tuple[list[Any], list[Tensor]]:
+    def lists(self, **shared: Any) -> tuple[list[Any], list[Tensor]]:
         """The arguments of a call after the rule, with copies of `written`, and these copies."""
-        groups = (self.masters, self.states, self.params, self.averages, self.scales)
-        masters, states, params, averages, scales = ([_twin(x) for x in group] for group in groups)
+        groups = (self.masters, self.states, self.params, self.scales)
+        masters, states, params, scales = ([_twin(x) for x in group] for group in groups)
         shared.setdefault("grad_scale", torch.tensor(0.37))
         of_all = [shared.get(name) for name in ("grad_scale", "found_inf", "nonfinite_slots")]
-        lists = [self.grads, masters, states, params, self.row_slots, self.table, *of_all]
-        lists += [averages or None, self.rates if averages else None, row_stats, scales or None, self.row_keys]
-        return lists, [*masters, *states, *params, *averages, *scales]
+        lists = [self.grads, masters, states, params, self.row_slots, self.table, *of_all, scales or None]
+        return [*lists, self.row_keys], [*masters, *states, *params, *scales]
 
     def run(self, name: str, **shared: Any) -> list[Tensor]:
         lists, written = self.lists(**shared)
@@ -227,10 +214,47 @@ class EncodedShards(Shards):
             torch.ops.zero_kernels.foreach_step(self.rule, *lists)
         return written
 
-    def measured(self, name: str) -> list[Tensor]:
-        """What `run` gives, and the numbers of rows."""
-        stats = [torch.full((-(-grad.numel() // ROW), 5), 7.0) for grad in self.grads]
-        return [*self.run(name, row_stats=stats), *stats]
+
+class Averaged:
+    """What `ema` is given of several shards: masters of a dtype, `each` averages of every one, four slots and padding.
+
+    `dtype`: int16 or int8 for the low parts of split masters. `offset`: of each shard one tensor is misaligned.
+    """
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, each: int, offset: int = 0) -> None:
+        split, generator = dtype in codecs.LOWS, torch.Generator().manual_seed(sum(sizes))
+        self.masters, self.params, self.averages = [], [], []
+        for i, numel in enumerate(sizes):
+            master = awkward(numel, torch.float32 if split else dtype, 2 + i)
+            tensors = [master.view(torch.int32).to(dtype) if split else master]
+            tensors += [awkward(numel, torch.float32, 9 + i + k) for k in range(each)]
+            tensors += [awkward(numel, torch.bfloat16, 5 + i)] if split else []
+            tensors = [at_offset(x, offset * (at == i % len(tensors))) for at, x in enumerate(tensors)]
+            self.masters += tensors[:1]
+            self.averages += tensors[1 : 1 + each]
+            self.params += tensors[1 + each :]
+        self.row_slots = [torch.randint(-1, 4, (-(-n // ROW),), generator=generator).int() for n in sizes]
+        self.rates = torch.rand(4, each, generator=generator)
+        self.rates.diagonal().copy_(torch.tensor([0.0, 1.0, -0.0, 1e-3])[:each])
+
+    def lists(self) -> tuple[list[Any], list[Tensor]]:
+        """The arguments of a call, with copies of the averages, and these copies."""
+        averages = [_twin(x) for x in self.averages]
+        return [averages, self.masters, self.params, self.row_slots, self.rates], averages
+
+    def run(self, name: str) -> list[Tensor]:
+        """What the named backend makes of copies of the averages."""
+        lists, averages = self.lists()
+        with backend(name):
+            zero_kernels.ema(*lists)
+        return averages
+
+
+def joined(high: Tensor, low: Tensor) -> Tensor:
+    """A split master, by integers."""
+    bits = (high.view(torch.int16).long() << 16) + low.long() * (256 if low.dtype == torch.int8 else 1)
+    both = bits.to(torch.int32).view(torch.float32)
+    return torch.where(high.isfinite() & ~both.isnan(), both, high.float())
 
 
 def _twin(x: Tensor) -> Tensor:

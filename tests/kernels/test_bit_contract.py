@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import FLOATS, SIZES, EncodedShards, backend
+from kernel_cases import FLOATS, SIZES, Averaged, EncodedShards, backend
 from places import (
     ADAM_NAMES,
     ON_CUDA,
@@ -35,7 +35,7 @@ from places import (
 from torch import Tensor
 
 import zero_kernels
-from zero_kernels import ROW, ROW_STATS, RULES, codecs, dispatch
+from zero_kernels import ROW, RULES, codecs, dispatch
 
 STREAMING = (1 << 22) + 77  # past the sizes at which outputs go around the cache
 MILLION = 1_000_003
@@ -168,20 +168,18 @@ SHARDS = (2000, 1, 0, 127, 128, 129, 4097)
 
 
 def shard_cases(rule: str, place: Place) -> Iterator[EncodedShards]:
-    """Several shards in one call, with averages or none: state in fp32 with every pair of dtypes; each form of state
-    beside each other, whole and split masters. Where kernels are compiled for each case, or interpreted, few of them.
-    """
+    """Several shards in one call: state in fp32 with every pair of dtypes; each form of state beside each other, whole
+    and split masters. Where kernels are compiled for each case, or interpreted, few of them."""
     few = place.backend == "triton"
     states = len(RULES[rule].states)
     for i, (grad, param, offset) in list(enumerate(PAIRS))[:: 4 if few else 1]:
         forms = [torch.float32] * states
-        yield EncodedShards(rule, SHARDS, grad, param, offset, i // 4, i % 4 != 0, forms=forms)
+        yield EncodedShards(rule, SHARDS, grad, param, offset, i % 4 != 0, forms=forms)
     for i in range(4 if few else 4 ** min(2, states)):
         low = (None, *codecs.LOWS)[i % 3]
         yield EncodedShards(
-            *(rule, SHARDS, FLOATS[i % 3], torch.bfloat16 if low else (*FLOATS, None)[i // 3 % 4], i % 2 * 3, i % 3),
+            *(rule, SHARDS, FLOATS[i % 3], torch.bfloat16 if low else (*FLOATS, None)[i // 3 % 4], i % 2 * 3),
             calm=i % 4 != 0,
-            average_dtype=torch.bfloat16 if i % 5 == 2 else torch.float32,
             forms=[FORMS[(i // 4**at + i * few) % 4] for at in range(states)],
             low=low,
             stochastic=i % 5 == 2,
@@ -189,10 +187,8 @@ def shard_cases(rule: str, place: Place) -> Iterator[EncodedShards]:
         )
 
 
-def after(shards: EncodedShards, place: Place, *, measured: bool = False, **shared: Tensor) -> list[Tensor]:
-    """What a call writes, and the numbers of rows. Tensors are as far from the start of an allocation as on the CPU."""
-    stats = [torch.full((len(rows), len(ROW_STATS)), 7.0) for rows in shards.row_slots] if measured else []
-    lists, written = shards.lists(stats or None, **shared)
+def ran(op: Callable[..., object], lists: list[Any], written: list[Tensor], place: Place) -> list[Tensor]:
+    """What the op makes of `written`, which `lists` has. Tensors start as far into an allocation as on the CPU."""
     moved: dict[int, Tensor] = {}
 
     def there(given: Any) -> Any:
@@ -201,12 +197,17 @@ def after(shards: EncodedShards, place: Place, *, measured: bool = False, **shar
         return None if given is None else moved.setdefault(id(given), put(given, place, given.storage_offset()))
 
     arguments = there(lists)
-    using(place, lambda: torch.ops.zero_kernels.foreach_step(shards.rule, *arguments))
-    return [fetch(moved[id(tensor)]) for tensor in (*written, *stats)]
+    using(place, lambda: op(*arguments))
+    return [fetch(moved[id(tensor)]) for tensor in written]
 
 
-def check_shards(shards: EncodedShards, place: Place, what: object, **options: Any) -> None:
-    want, got = (after(shards, where, **options) for where in (SPECIFICATION, place))
+def after(shards: EncodedShards, place: Place, **shared: Tensor) -> list[Tensor]:
+    op = functools.partial(torch.ops.zero_kernels.foreach_step, shards.rule)
+    return ran(op, *shards.lists(**shared), place)
+
+
+def check_shards(shards: EncodedShards, place: Place, what: object) -> None:
+    want, got = (after(shards, where) for where in (SPECIFICATION, place))
     check(got, want, [f"tensor {i}" for i in range(len(want))], f"{place}, {shards.rule}, {what}")
 
 
@@ -214,7 +215,7 @@ def check_shards(shards: EncodedShards, place: Place, what: object, **options: A
 @pytest.mark.parametrize("rule", RULES)
 def test_foreach_step(rule: str, place: Place) -> None:
     for number, shards in enumerate(shard_cases(rule, place)):
-        check_shards(shards, place, number, measured=number % 2 == 1)
+        check_shards(shards, place, number)
     skipped = after(shards, place, found_inf=torch.ones(1))
     check(skipped, shards.written, [f"tensor {i}" for i in range(len(skipped))], f"{place}, {rule}, skipped")
 
@@ -230,8 +231,8 @@ def test_more_shards_than_a_launch_takes(place: Place) -> None:
 @pytest.mark.parametrize("low", (None, *codecs.LOWS), ids=str)
 @pytest.mark.parametrize("forms", (FLOATS[1:2] * 2, (torch.int8, torch.uint8), FLOATS[2:] * 2), ids=str)
 def test_the_usual_forms_of_adamw(forms: tuple[torch.dtype, ...], low: torch.dtype | None, place: Place) -> None:
-    """Where nothing is measured and nothing follows: CUDA has kernels of their own for these. The first shard has no
-    elements, so it has no address to tell by whether masters are split."""
+    """CUDA has kernels of their own for these. The first shard has no elements, so it has no address to tell by whether
+    masters are split."""
     for calm, offset, stochastic in ((False, 0, False), (True, 0, True), (True, 3, False)):
         shards = EncodedShards(
             *("adamw", sizes_at(place, (0, 2000, 1, 127, 129, 4097, 3 * 2048)), torch.bfloat16, torch.bfloat16, offset),
@@ -242,6 +243,28 @@ def test_the_usual_forms_of_adamw(forms: tuple[torch.dtype, ...], low: torch.dty
             stochastic=stochastic,
         )
         check_shards(shards, place, (forms, low, calm, offset))
+
+
+# ---- ema -------------------------------------------------------------------------------------------------------------
+
+
+def check_averages(shards: Averaged, place: Place, what: object) -> None:
+    want, got = (ran(zero_kernels.ema, *shards.lists(), where) for where in (SPECIFICATION, place))
+    check(got, want, [f"average {i}" for i in range(len(want))], f"{place}, {what}")
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", (*FLOATS, *codecs.LOWS), ids=str)
+def test_ema(dtype: torch.dtype, place: Place) -> None:
+    for each, offset in ((2, 0), (3, 3)):
+        sizes = sizes_at(place, (2000, 0, 1, 127, 128, 129, 100_003))
+        check_averages(Averaged(sizes, dtype, each, offset), place, (dtype, each, offset))
+
+
+@everywhere
+def test_ema_of_as_many_averages_as_wanted(place: Place) -> None:
+    for each in (0, 1, 16, 33):  # CUDA takes 16 in a launch
+        check_averages(Averaged((300, 2048), torch.float32, each), place, each)
 
 
 # ---- pack and unpack -------------------------------------------------------------------------------------------------

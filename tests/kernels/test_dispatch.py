@@ -110,10 +110,10 @@ def op_samples() -> dict[str, list[tuple]]:
                 *(torch.ones(()), torch.zeros(1), flags),
             ),
             ("sgd_plain", [flat(), flat()], [flat(), flat()], [], [], [rows, rows], table),
-            (
-                *("lion", [flat()], [flat()], [flat()], [], [rows], table, None, None, None),
-                *([flat()], torch.ones(2, 1), [torch.zeros(3, 5)]),
-            ),
+        ],
+        "ema": [
+            ([flat(), flat()], [flat(), flat()], [], [rows, rows], table[:, :1].contiguous()),
+            ([flat(), flat()], [flat().char()], [flat(torch.bfloat16)], [rows], table[:, :2].contiguous()),
         ],
         "pack": [(grads, [1, 128], bucket, 0.5, flags), (grads, [0, 20], bucket)],
         "unpack": [(bucket, [1, 128], grads, 0.5)],

@@ -23,7 +23,7 @@ PAIRS = [(grad, param, i % 2 * 3) for i, (grad, param) in enumerate((g, p) for g
 
 @every_rule
 def test_threads_share_shards_without_changing_a_bit(rule: str) -> None:
-    shards = Shards(rule, (0, 3 * ROW, 0, 100_003, 77_777), torch.bfloat16, torch.bfloat16, averages=1)
+    shards = Shards(rule, (0, 3 * ROW, 0, 100_003, 77_777), torch.bfloat16, torch.bfloat16)
     want = shards.run("reference")
     for isa in ISAS:
         for count in (1, 3):
@@ -114,27 +114,10 @@ def test_the_reference_is_the_written_formula(formula: Callable[..., tuple[np.nd
     assert same_bits(torch.where(live, got[0].bfloat16(), shards.params[0]), got[-1])
 
 
-@every_backend
-def test_averages_are_nearer_to_new_masters_where_rows_are_live(name: str) -> None:
-    shards = Shards("sgd_plain", (600, 200), torch.float32, None, averages=2)
-    shards.row_slots[0] = torch.tensor([1, 0, -1, 3, 2], dtype=torch.int32)
-    got = shards.run(name)
-    plain = Shards("sgd_plain", (600, 200), torch.float32, None)
-    plain.row_slots[0] = shards.row_slots[0]
-    assert all(map(same_bits, got[:2], plain.run(name)))  # which averages do not change
-    for i, k in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        slot = shards.row_slots[i].repeat_interleave(ROW)[: len(got[i])].long()
-        before, p, rate = shards.averages[2 * i + k].numpy(), got[i].numpy(), shards.rates[slot, k].numpy()
-        with np.errstate(all="ignore"):
-            want = torch.from_numpy(before + rate * (p - before))
-        live = (slot >= 0) & (slot < 3)
-        assert same_bits(torch.where(live, want, shards.averages[2 * i + k]), got[2 + 2 * i + k])
-
-
 @every_rule
 @every_backend
 def test_found_inf_leaves_every_shard_and_names_the_slots_of_all(name: str, rule: str) -> None:
-    shards = Shards(rule, (ROW, 2 * ROW, 5), torch.float32, None, averages=1)
+    shards = Shards(rule, (ROW, 2 * ROW, 5), torch.float32, None)
     shards.grads = [torch.ones_like(grad) for grad in shards.grads]
     shards.grads[0][7], shards.grads[2][4] = math.nan, -math.inf
     shards.row_slots = [torch.tensor(slots, dtype=torch.int32) for slots in ([2], [0, 1], [3])]
@@ -403,31 +386,6 @@ def good_arguments() -> dict[str, Any]:
         "row_slots": [torch.zeros(1, dtype=torch.int32)] * 2,
         "hyper": torch.zeros(4, 12),
     }
-
-
-@pytest.mark.parametrize(
-    ("averages", "rates", "error", "message"),
-    [
-        (
-            [torch.zeros(ROW)],
-            torch.zeros(4, 1),
-            ValueError,
-            "averages must be as many for each shard: 2 grads, 1 avera",
-        ),
-        ([torch.zeros(ROW)] * 2, None, ValueError, "averages need rates"),
-        ([torch.zeros(ROW)] * 2, torch.zeros(4, 2), ValueError, r"rates must have shape \[4, 1\], got \[4, 2\]"),
-        ([torch.zeros(ROW)] * 2, torch.zeros(4, 1).double(), TypeError, "rates must be float32, got float64"),
-        (
-            [torch.zeros(ROW), torch.zeros(1)],
-            torch.zeros(4, 1),
-            ValueError,
-            "shard 1: average 0 must have 128 elements",
-        ),
-    ],
-)
-def test_wrong_averages_are_named(averages: list, rates: Tensor | None, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        zero_kernels.foreach_step(**good_arguments(), averages=averages, rates=rates)
 
 
 @pytest.mark.parametrize("argument", BAD_ARGUMENTS)

@@ -49,6 +49,15 @@ def foreach_arguments(sizes: Sequence[int], seed: int, found_inf: float = 0.0, *
     return ["adamw", grads, masters, states, [] if masters_alone else outs, rows, *shards[0][6:]]
 
 
+def ema_arguments(seed: int, *, split: bool = False) -> list:
+    masters = [awkward(numel, torch.float32, seed + numel).clone() for numel in SIZES]
+    averages = [awkward(numel, torch.float32, seed + numel + k).clone() for numel in SIZES for k in (1, 2)]
+    params = [master.bfloat16() for master in masters] if split else []
+    lows = [master.view(torch.int32).to(torch.int16) for master in masters]
+    rows = [torch.arange(-(-numel // ROW), dtype=torch.int32) % 3 - 1 for numel in SIZES]
+    return [averages, lows if split else masters, params, rows, torch.tensor([[0.25, 0.0], [1.0, 0.5]])]
+
+
 def pack_arguments(seed: int) -> list:
     grads = [awkward(numel, torch.bfloat16, seed + numel).clone() for numel in (0, 5, 300)]
     return [grads, [1, 1, 128], torch.ones(500, dtype=torch.float16), 0.3, torch.ones(3, dtype=torch.int32)]
@@ -94,12 +103,10 @@ def test_foreach_step_has_the_bits_and_versions_of_the_op(name: str, masters_alo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_averages_have_the_bits_and_versions_of_the_op(name: str) -> None:
-    calls = [foreach_arguments(SIZES[:2], seed) for seed in (0, 50)]
-    for call in calls:
-        call += [[awkward(numel, torch.float32, 9).clone() for numel in SIZES[:2]], torch.full((2, 1), 0.25)]
+def test_ema_has_the_bits_and_versions_of_the_op(name: str) -> None:
     with backend(name):
-        runs_like_the_op("foreach_step", calls)
+        runs_like_the_op("ema", [ema_arguments(seed) for seed in (0, 50)])
+        runs_like_the_op("ema", [ema_arguments(seed, split=True) for seed in (0, 50)])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,7 +130,7 @@ def test_the_first_call_is_checked() -> None:
     arguments[1] = arguments[1].double()
     with pytest.raises(TypeError, match="master must be float32, got float64"):
         Prepared("adam_step")(*arguments)
-    with pytest.raises(ValueError, match="op must be one of adam_step, foreach_step, pack, got 'unpack'"):
+    with pytest.raises(ValueError, match="op must be one of adam_step, foreach_step, ema, pack, got 'unpack'"):
         Prepared("unpack")
 
 
@@ -210,6 +217,50 @@ def test_a_later_call_of_pack_stays_in_bounds(place: int, value: object) -> None
         prepared(*arguments)
         with pytest.raises(RuntimeError, match="this call was prepared for|do not fit"):
             prepared(*arguments[:place], value, *arguments[place + 1 :])
+
+
+LOW, HIGH = torch.ones(ROW, dtype=torch.int16), torch.ones(ROW, dtype=torch.bfloat16)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("split", "place", "value"),
+    [
+        (False, 0, [torch.ones(ROW)]),
+        (False, 0, [torch.ones(ROW), torch.ones(ROW - 1)]),
+        (False, 0, [torch.ones(ROW), torch.ones(2 * ROW)[::2]]),
+        (False, 0, [torch.ones(ROW), torch.ones(ROW, dtype=torch.float64)]),
+        (False, 1, [torch.ones(ROW - 1)]),
+        (False, 1, [torch.ones(ROW, dtype=torch.float64)]),
+        (False, 1, [torch.ones(2 * ROW)[::2]]),
+        (False, 1, [torch.ones(ROW), torch.ones(ROW)]),
+        (False, 1, [LOW]),
+        (False, 3, [torch.zeros(2, dtype=torch.int32)]),
+        (False, 3, [torch.zeros(1, dtype=torch.int64)]),
+        (False, 3, [torch.ones(1, dtype=torch.int32)]),
+        (False, 4, torch.ones(1, 1)),
+        (False, 4, torch.ones(1, 2).half()),
+        (False, 4, torch.ones(1, 4)[:, ::2]),
+        (True, 1, [LOW[1:]]),
+        (True, 1, [LOW, LOW]),
+        (True, 2, []),
+        (True, 2, [torch.ones(ROW)]),
+        (True, 2, [HIGH[1:]]),
+    ],
+)
+def test_a_later_call_of_ema_stays_in_bounds(split: bool, place: int, value: object) -> None:
+    prepared, masters = Prepared("ema"), [LOW] if split else [torch.ones(ROW)]
+    averages, rows = [torch.zeros(ROW), torch.zeros(ROW)], [torch.zeros(1, dtype=torch.int32)]
+    arguments = [averages, masters, [HIGH] if split else [], rows, torch.ones(1, 2)]
+    with backend(ISAS[0]):
+        prepared(*arguments)
+        wrong = [*arguments[:place], value, *arguments[place + 1 :]]
+        before = copied(wrong)
+        with pytest.raises(
+            RuntimeError, match="this call was prepared for|unlike lengths|expected float16|but rates has"
+        ):
+            prepared(*wrong)
+    assert all(map(torch.equal, tensors(wrong), tensors(before)))
 
 
 @needs_library

@@ -1,5 +1,4 @@
-"""bf16 that is rounded stochastically, of states and averages: the written arithmetic, its evenness, the same bits on
-every backend."""
+"""bf16 states that are rounded stochastically: the written arithmetic, its evenness, the same bits on every backend."""
 
 import math
 
@@ -20,45 +19,30 @@ SIZES = (2000, 1, 0, 127, 128, 129, 7)
 
 @pytest.mark.parametrize("rule", RULES)
 def test_same_bits_on_every_backend(rule: str) -> None:
-    """Alone and beside other forms; dtypes, misaligned or not, averages in fp32 and bf16, measured rows, split masters,
-    awkward values; and bf16 averages beside fp32 state alone. Without keys the bits of states are others."""
+    """Alone and beside other forms; dtypes, misaligned or not, split masters, awkward values. Without keys the bits are
+    others."""
     others = (BF16, torch.int8, torch.float32, torch.uint8)
-    for number in range(10):
+    for number in range(6):
         forms = [BF16 if number + i < 4 else others[(number + i) % 4] for i in range(len(RULES[rule].states))]
         low = (None, *codecs.LOWS)[number % 3]
-        if number >= 6:
-            forms, low = [torch.float32] * len(forms), None
         param = BF16 if low else (*FLOATS, None)[number % 4]
-        shards = EncodedShards(
-            *(rule, SIZES, FLOATS[number % 3], param, number % 2 * 3, (1, 2, 0)[number % 3]),
-            calm=number % 4 != 0,
-            average_dtype=torch.float32 if number in (0, 4) else BF16,
-            forms=forms,
-            low=low,
-            stochastic=True,
-        )
-        for run in (shards.measured, shards.run):
-            want = run("reference")
-            for isa in ISAS:
-                assert all(map(same_bits, want, run(isa))), (isa, forms, number)
+        of = (rule, SIZES, FLOATS[number % 3], param, number % 2 * 3)
+        shards = EncodedShards(*of, calm=number % 4 != 0, forms=forms, low=low, stochastic=True)
+        want = shards.run("reference")
+        for isa in ISAS:
+            assert all(map(same_bits, want, shards.run(isa))), (isa, forms, number)
         if BF16 in forms and number in (0, 4) and rule != "muon_subtract":  # whose state stays as it is
-            want, shards.row_keys = shards.run("reference"), None
+            shards.row_keys = None
             assert not all(map(same_bits, want, shards.run("reference")))
 
 
 def test_threads_share_rows_without_changing_a_bit() -> None:
-    for forms in ((BF16, BF16), (torch.float32, torch.float32)):
-        shards = EncodedShards(
-            *("adamw", (0, 3 * ROW, 100_003, 77_777), BF16, BF16),
-            averages=1,
-            average_dtype=BF16,
-            forms=forms,
-            stochastic=True,
-        )
-        want = shards.run("reference")
-        for isa in ISAS:
-            with threads(3):
-                assert all(map(same_bits, want, shards.run(isa))), isa
+    of = ("adamw", (0, 3 * ROW, 100_003, 77_777), BF16, BF16)
+    shards = EncodedShards(*of, forms=(BF16, BF16), stochastic=True)
+    want = shards.run("reference")
+    for isa in ISAS:
+        with threads(3):
+            assert all(map(same_bits, want, shards.run(isa))), isa
 
 
 # ---- the arithmetic, written anew, an element at a time --------------------------------------------------------------
@@ -136,38 +120,6 @@ def test_noise_is_that_of_row_step_state_and_element() -> None:
             assert int(got.view(torch.int16)[i]) % 2**16 == rounded(value, by)
 
 
-@every_backend
-@pytest.mark.parametrize("form", [torch.float32, BF16, torch.int8])
-def test_an_average_has_noise_of_its_own_whatever_form_the_states_have(form: torch.dtype, name: str) -> None:
-    """Two of them, each by the number -1 or -2 in the place of a state's; a last row of 5 elements. A row that is not
-    live stays."""
-    rule, numel = RULES["adamw"], 3 * ROW + 5
-    rows, keys = torch.tensor([2, -1, 3, 0], dtype=torch.int32), torch.tensor([5, 5, 5, -9], dtype=torch.int32)
-    generator, rates = torch.Generator().manual_seed(1), torch.tensor([[0.25, 1.0], [0.5, 0.5], [0.001, 0.3], [1, 1]])
-    before = [torch.randn(numel, generator=generator).bfloat16() for _ in range(2)]
-    lists = ([torch.full((numel,), 0.37)], [torch.randn(numel, generator=generator)])
-    given = ([*map(Tensor.clone, before)], [x.float() for x in before])
-    for averages, dtype in zip(given, (form, torch.float32), strict=True):
-        states = [torch.zeros(numel, dtype=dtype) for _ in rule.states]
-        scales = [torch.zeros(4) for _ in rule.states if dtype == torch.int8]
-        with backend(name):
-            zero_kernels.foreach_step(
-                *("adamw", lists[0], [lists[1][0].clone()], states, [], [rows], rule_table(rule)),
-                averages=averages,
-                rates=rates,
-                scales=scales,
-                row_keys=[keys],
-            )
-    steps = rule_table(rule)[:, rule.columns.index("step_number")].tolist()
-    for k, (got, exact, old) in enumerate(zip(*given, before, strict=True)):
-        want = [
-            rounded(value, noise(int(keys[i // ROW]), steps[int(rows[i // ROW])], -1 - k, i % ROW))
-            for i, value in enumerate(exact.numpy())
-        ]
-        assert same_bits(torch.from_numpy(np.array(want, dtype=np.uint16)).view(BF16), got)
-        assert same_bits(got[ROW : 3 * ROW], old[ROW : 3 * ROW])
-
-
 # ---- evenness --------------------------------------------------------------------------------------------------------
 
 
@@ -232,37 +184,6 @@ def test_a_second_moment_follows_where_nearest_even_stays() -> None:
     assert means["stochastic"] == pytest.approx(means["fp32"], rel=2e-3)
 
 
-def test_an_average_follows_where_nearest_even_stays() -> None:
-    """Of 4096 masters that go from 1 to 1.244 in 4000 steps of 2^-14, with a decay of 0.999: the average lags 0.061
-    behind. It moves by 2^-14 in a step at most, which is 1/128 of a unit of bf16.
-
-    With u such a unit, 2^-7, and d the distance, the rounding of a step has the variance u rate d at most, and that of
-    the step before it counts decay^2 as much. So the standard deviation of an element is sqrt(u d / 2) at most, 0.0154,
-    and that of the mean a 64th of it: the mean is off by 4 of these at most.
-    """
-    rule, count, rate, numel = RULES["sgd_plain"], 4000, 0.001, 32 * ROW
-    table = torch.zeros(1, len(rule.columns))
-    for column in ("lr", "active", "grad_factor"):
-        table[0, rule.columns.index(column)] = 1.0
-    master, rows = torch.ones(numel), torch.zeros(32, dtype=torch.int32)
-    grad, rates, keys = torch.full((numel,), -(2.0**-14)), torch.full((1, 1), rate), codecs.row_keys(0, 0, 32)
-    exact, stochastic, nearest = torch.ones(numel), torch.ones(numel, dtype=BF16), torch.ones(numel, dtype=BF16)
-    deviation = math.sqrt(2.0**-7 * 2.0**-14 / rate / 2)
-    for step in range(1, count + 1):
-        table[0, rule.columns.index("step_number")] = float(step)
-        averages = {"averages": [exact], "rates": rates}
-        zero_kernels.foreach_step(rule.name, [grad], [master], [], [], [rows], table, **averages)
-        same = {"averages": [stochastic], "rates": rates, "row_keys": [keys]}
-        zero_kernels.foreach_step(rule.name, [torch.zeros(numel)], [master], [], [], [rows], table, **same)
-        nearest = (nearest.float() + rate * (master - nearest.float())).bfloat16()
-        if step % 500 == 0:
-            error = stochastic.double() - exact.double()
-            assert float(error.square().mean().sqrt()) < deviation, step
-            assert abs(float(error.mean())) < 4 * deviation / math.sqrt(numel), step
-    assert bool((nearest == 1).all())
-    assert float(exact[0]) == pytest.approx(1 + count * 2.0**-14 - 2.0**-14 / rate, abs=2e-3)
-
-
 # ---- keys ------------------------------------------------------------------------------------------------------------
 
 
@@ -275,21 +196,6 @@ def test_keys_are_those_of_the_row_wherever_it_is() -> None:
     assert codecs.row_keys(7, 2**32 - 1, 2).tolist() == [int(whole[0]) - 1, int(whole[0])], "modulo 2^32"
 
 
-def test_what_does_not_fit_is_named_before_rows_are_updated() -> None:
-    """By an update in torch."""
-    master = torch.zeros(200)
-    lists = ([torch.ones(200)], [master], [], [], [torch.zeros(2, dtype=torch.int32)], rule_table(RULES["sgd_plain"]))
-    rule = RULES["sgd_plain"]
-    for dtype, error, message in (
-        (BF16, ValueError, "averages in bfloat16 need row_keys"),
-        (torch.float16, TypeError, "averages must be float32 or bfloat16, got float16"),
-    ):
-        more = {"averages": [torch.zeros(200, dtype=dtype)], "rates": torch.ones(4, 1)}
-        with pytest.raises(error, match=message):
-            zero_kernels.update_rows(rule.update, rule.columns, *lists, **more)
-        assert not master.any()
-
-
 def test_what_does_not_fit_is_named() -> None:
     lists = ([torch.zeros(200)], [torch.zeros(200)], [torch.zeros(200, dtype=BF16)], [])
     given = (*lists, [torch.zeros(2, dtype=torch.int32)], rule_table(RULES["lion"]))
@@ -300,36 +206,17 @@ def test_what_does_not_fit_is_named() -> None:
     ):
         with pytest.raises(error, match=message):
             zero_kernels.foreach_step("lion", *given, row_keys=keys)
-    good, half = (
-        {"rates": torch.ones(4, 2), "row_keys": [torch.zeros(2, dtype=torch.int32)]},
-        torch.zeros(200, dtype=BF16),
-    )
-    for averages, more, error, message in (
-        ([half, half], {"row_keys": None}, ValueError, "averages in bfloat16 need row_keys, by which they are rounded"),
-        ([half, half.float()], {}, TypeError, "averages must have one dtype"),
-        ([half.half(), half.half()], {}, TypeError, "average 0 must be float32 or bfloat16, got float16"),
-    ):
-        with pytest.raises(error, match=message):
-            zero_kernels.foreach_step("lion", *given, averages=averages, **good | more)
 
 
 def test_a_prepared_call_has_the_bits_of_the_op_and_refuses_what_does_not_fit() -> None:
-    forms, averages = (BF16, BF16), {"averages": 2, "average_dtype": BF16}
-    shards = EncodedShards(*("adamw", (300, 5), BF16, BF16), **averages, forms=forms, stochastic=True)
+    shards = EncodedShards(*("adamw", (300, 5), BF16, BF16), forms=(BF16, BF16), stochastic=True)
     want = shards.run("reference")
     prepared = zero_kernels.Prepared("foreach_step")
     for _ in range(2):
         lists, written = shards.lists()
         prepared("adamw", *lists)
         assert all(map(same_bits, want, written))
-    lists, _ = shards.lists()
-    for bad in ([torch.zeros(3, dtype=torch.int32)] * 2, lists[13][:1], [keys.float() for keys in lists[13]]):
+    *lists, keys = lists
+    for bad in ([torch.zeros(3, dtype=torch.int32)] * 2, keys[:1], [of_shard.float() for of_shard in keys]):
         with pytest.raises(RuntimeError, match="zero_kernels: "):
-            prepared("adamw", *lists[:13], bad)
-    for averages, keys in (
-        (lists[9], None),
-        ([average.half() for average in lists[9]], lists[13]),
-        ([lists[9][0].float(), *lists[9][1:]], lists[13]),
-    ):
-        with pytest.raises(RuntimeError, match="zero_kernels: averages must all be in float32, or all in bfloat16"):
-            prepared("adamw", *lists[:9], averages, *lists[10:13], keys)
+            prepared("adamw", *lists, bad)

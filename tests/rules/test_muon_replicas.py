@@ -123,7 +123,7 @@ def test_it_has_the_bits_of_ranks_that_repeat_the_work(ranks: int, stage: int, s
 STORED = {
     "state on the host": (3, {"state_offload": "cpu"}),
     "pages": (3, {"state_offload": "paged", "device_budget": 0, "state_dtype": "int8", "master": "split"}),
-    "averages, measured": (1, {"ema_decay": 0.9, "telemetry": True}),
+    "averages, measured": (1, {"ema_decay": 0.9, "telemetry_every": 1}),
 }
 
 

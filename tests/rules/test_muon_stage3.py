@@ -105,7 +105,7 @@ def _as_at_stage_2(rank: int, world_size: int, dtype: torch.dtype, options: dict
     for stage in (2, 3):
         model, opt = make(stage, dtype, **options)
         train(model, opt, STEPS)
-        if "telemetry" in options:
+        if "telemetry_every" in options:
             numbers.append(opt.telemetry(over_ranks=True).floats())
         found.append(everything(model, opt))
         opt.close()
@@ -119,7 +119,7 @@ def _as_at_stage_2(rank: int, world_size: int, dtype: torch.dtype, options: dict
     [
         (1, torch.bfloat16, {"max_grad_norm": 0.1}),
         pytest.param(2, torch.float32, {"ema_decay": 0.9}, marks=slow),
-        (3, torch.bfloat16, {"master": "split", "state_dtype": "int8", "telemetry": True}),
+        (3, torch.bfloat16, {"master": "split", "state_dtype": "int8", "telemetry_every": 1}),
         (5, torch.bfloat16, {"state_dtype": "bf16", "ema_decay": 0.5}),
     ],
 )

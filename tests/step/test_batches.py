@@ -205,11 +205,11 @@ def test_a_pass_that_fails_leaves_no_page_fetched():
 def test_an_update_that_fails_leaves_no_page_fetched():
     shards = [Shard(1), Shard(2, fails="begin"), Shard(3)]
     with pytest.raises(OSError):
-        ShardBatch(shards, LostState()).update(None)
+        ShardBatch(shards, LostState()).update(BY)
     assert [shard.done for shard in shards] == [["begin", "give up"], ["begin"], []]
     shards = [Shard(size, rule=Rule(fails=True)) for size in (1, 2)]
     with pytest.raises(OSError):
-        ShardBatch(shards, LostState()).update(None)
+        ShardBatch(shards, LostState()).update(BY)
     assert [shard.done for shard in shards] == [["begin", "give up"]] * 2
     assert ShardBatch(shards, LostState()).parameters == [1, 2]
 

@@ -74,7 +74,7 @@ def trained(rank: int, stage: int, **options: Any) -> tuple[list[Numbers], list[
     if stage == 3:
         model = zero_optim.shard_module(model, units=(nn.Linear,)) or model
     opt = zero_optim.ShardedAdamW(
-        model.named_parameters(), **ADAMW, stage=stage, telemetry=True, max_grad_norm=MAX_NORM, **options
+        model.named_parameters(), **ADAMW, stage=stage, telemetry_every=1, max_grad_norm=MAX_NORM, **options
     )
     whole, own, sent = [], [], []
     for step in range(STEPS):
@@ -133,6 +133,22 @@ def test_numbers_are_torchs_at_every_stage_and_store(world_size: int, tmp_path: 
     assert world_size == 1 or any(len(part) < len(want[0]) for part in parts)
 
 
+def test_steps_between_are_not_measured() -> None:
+    import zero_optim
+
+    model = make_model()
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), **ADAMW, telemetry_every=2, max_grad_norm=MAX_NORM)
+    found = []
+    for step in range(STEPS):
+        loss_of(model, 0, step).backward()
+        opt.step()
+        opt.zero_grad()
+        found.append(opt.telemetry().floats())
+    opt.close()
+    second = {f"{kind}/{name}": value for name, of in expected(1)[1].items() for kind, value in of.items()}
+    assert found[0] == {} and found[1] == pytest.approx(second, rel=3e-5, abs=1e-7) and found[2] == found[1]
+
+
 # ---- off -------------------------------------------------------------------------------------------------------------
 
 
@@ -141,10 +157,9 @@ def test_off_it_makes_no_tensor_and_raises() -> None:
 
     model = make_model()
     opt = zero_optim.ShardedAdamW(model.named_parameters())
-    assert all(shard.row_stats is None for shard in opt.engine.states.shards)
-    assert "telemetry" not in opt.stats()["memory"] and opt.engine.measured is None
-    with pytest.raises(zero_optim.ZeroOptimError, match="made without telemetry=True"):
+    assert opt.engine.measured is None
+    with pytest.raises(zero_optim.ZeroOptimError, match="made without telemetry_every"):
         opt.telemetry()
     opt.close()
-    with pytest.raises(ValueError, match="telemetry must be True or False, got 'yes'"):
-        zero_optim.ShardedAdamW(model.named_parameters(), telemetry="yes")
+    with pytest.raises(ValueError, match="telemetry_every must be None or a number of steps, got 0"):
+        zero_optim.ShardedAdamW(model.named_parameters(), telemetry_every=0)

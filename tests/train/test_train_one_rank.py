@@ -83,9 +83,11 @@ def test_what_a_run_writes_and_prints(zero_optim: Callable, text: Path, tmp_path
 
 def test_telemetry_is_logged_where_it_is_asked_for(zero_optim: Callable, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    flags = (*TINY, "--steps", "2", "--no-checkpoint", "--data", text, "--telemetry", "--out", run)
+    flags = (*TINY, "--steps", "4", "--no-checkpoint", "--data", text, "--telemetry-every", "2", "--out", run)
     assert zero_optim("train", *flags).code == 0
-    for line in read_log(run):
+    lines = read_log(run)
+    assert [line["step"] for line in lines if "telemetry" in line] == [2, 4]
+    for line in lines[1::2]:
         norms = [value for name, value in line["telemetry"].items() if name.startswith("grad_norm/")]
         assert len(line["telemetry"]) == 5 * len(norms)
         assert math.hypot(*norms) == pytest.approx(min(line["grad_norm"], 1.0), rel=2e-3)  # four digits of each

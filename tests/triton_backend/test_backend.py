@@ -86,7 +86,7 @@ class Recorder:
 
 def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the process's default is: the option is said at every launch. Nor does a launch read a value."""
-    modules = (triton.step, triton.pack, triton.grad_stats, triton.hyper_table, triton.symmetric)
+    modules = (triton.step, triton.ema, triton.pack, triton.grad_stats, triton.hyper_table, triton.symmetric)
     recorders: dict[str, Recorder] = {}
     for module in modules:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -97,6 +97,7 @@ def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
         triton.OPS["foreach_step"](
             "sgd_plain", [x, x], [x, x], [], [], [rows, rows], torch.zeros(1, 12), None, None, None
         )
+        triton.OPS["ema"]([x, x], [x], [], [rows], torch.zeros(1, 2))
         triton.OPS["pack"]([x], [0], torch.ones(128), 1.0, rows)
         triton.OPS["unpack"](torch.ones(128), [0], [x], 1.0)
         triton.OPS["grad_stats"]([x], 2.0)
@@ -105,6 +106,7 @@ def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = {name: len(recorder.options) for name, recorder in recorders.items()}
     assert launches == {
         "_step_kernel": 3,
+        "_ema_kernel": 1,
         "_slots_kernel": 2,
         "_block_kernel": 1,
         "_large_kernel": 0,

@@ -43,9 +43,7 @@ def adam_step(
     )
 
 
-def foreach_step(
-    rule: str, grad: torch.dtype, param: torch.dtype | None, averages: int = 0, measured: bool = False
-) -> None:
+def foreach_step(rule: str, grad: torch.dtype, param: torch.dtype | None) -> None:
     numel = 16 * ROW
     triton.OPS["foreach_step"](
         rule,
@@ -56,20 +54,13 @@ def foreach_step(
         [torch.zeros(16, dtype=torch.int32)],
         torch.zeros(2, 12),
         *(torch.ones(1), torch.ones(1), torch.zeros(2, dtype=torch.int32)),
-        *([torch.empty(numel) for _ in range(averages)], torch.zeros(2, averages)),
-        [torch.zeros(16, 5)] if measured else None,
     )
 
 
 def encoded_step(
-    *forms: torch.dtype,
-    rule: str = "adamw",
-    master: torch.dtype = FP32,
-    measured: bool = False,
-    stochastic: bool = False,
-    averages: int = 0,
+    *forms: torch.dtype, rule: str = "adamw", master: torch.dtype = FP32, stochastic: bool = False
 ) -> None:
-    """States of these forms; `master`: of an integer dtype the low part of a split one. Averages in bf16."""
+    """States of these forms; `master`: of an integer dtype the low part of a split one."""
     numel = 16 * ROW
     triton.OPS["foreach_step"](
         rule,
@@ -80,10 +71,18 @@ def encoded_step(
         [torch.zeros(16, dtype=torch.int32)],
         torch.zeros(2, 12),
         *(torch.ones(1), torch.ones(1), torch.zeros(2, dtype=torch.int32)),
-        *([torch.empty(numel, dtype=BF16) for _ in range(averages)], torch.zeros(2, averages)),
-        [torch.zeros(16, 5)] if measured else None,
         [torch.zeros(16) for form in forms if form.itemsize == 1],
         [torch.zeros(16, dtype=torch.int32)] if stochastic else None,
+    )
+
+
+def ema(master: torch.dtype, each: int = 2, numel: int = 16 * ROW, offset: int = 0) -> None:
+    triton.OPS["ema"](
+        [torch.empty(numel + offset)[offset:] for _ in range(each)],
+        [torch.empty(numel + offset, dtype=master)[offset:]],
+        [] if master.is_floating_point else [torch.empty(numel + offset, dtype=BF16)[offset:]],
+        [torch.zeros(-(-numel // ROW), dtype=torch.int32)],
+        torch.zeros(2, each),
     )
 
 
@@ -121,16 +120,18 @@ CALLS: dict[str, Callable[[], None]] = {
     "adam_step-misaligned": partial(adam_step, BF16, BF16, offset=1),
     "adam_step-bare": partial(adam_step, BF16, BF16, bare=True),
     **{f"foreach_step-{rule}": partial(foreach_step, rule, BF16, BF16) for rule in RULES if rule != "adamw"},
-    "foreach_step-averages": partial(foreach_step, "adamw", BF16, BF16, 2),
-    "foreach_step-measured": partial(foreach_step, "adamw", BF16, BF16, measured=True),
     "encoded_step-8": partial(encoded_step, torch.int8, torch.uint8),
     "encoded_step-8-split": partial(encoded_step, torch.int8, torch.uint8, master=torch.int16),
     "encoded_step-8-split8": partial(encoded_step, torch.int8, torch.uint8, master=torch.int8),
-    "encoded_step-8-measured": partial(encoded_step, torch.int8, torch.uint8, master=torch.int16, measured=True),
     "encoded_step-bf16": partial(encoded_step, BF16, BF16, master=torch.int16),
     "encoded_step-stochastic": partial(encoded_step, BF16, BF16, master=torch.int16, stochastic=True),
-    "encoded_step-averages": partial(encoded_step, FP32, FP32, stochastic=True, averages=2),
     "encoded_step-lion": partial(encoded_step, torch.int8, rule="lion", master=torch.int16),
+    **{f"ema-{NAMES[dtype]}": partial(ema, dtype) for dtype in FLOATS},
+    "ema-split": partial(ema, torch.int16),
+    "ema-split8": partial(ema, torch.int8),
+    "ema-8": partial(ema, FP32, 8),
+    "ema-ragged": partial(ema, FP32, 2, 16 * ROW + 1),
+    "ema-misaligned": partial(ema, FP32, offset=1),
     **{f"pack-{NAMES[dtype]}": partial(pack, dtype, True) for dtype in FLOATS},
     "pack-without-flags": partial(pack, BF16, False),
     **{f"unpack-{NAMES[dtype]}": partial(unpack, dtype) for dtype in FLOATS},
@@ -215,6 +216,8 @@ def test_a_fused_operation_would_be_seen(arch: int, fused: bool, machine: str) -
     [
         "adam_step-fp32-fp32",
         *(f"foreach_step-{rule}" for rule in RULES if rule != "adamw"),
+        "ema-fp32",
+        "ema-split",
         "pack-bf16",
         "unpack-bf16",
         "grad_stats-2.0-large",
@@ -309,6 +312,24 @@ def test_adam_step_asks_for_all_data_before_it_waits(arch: int) -> None:
 
 
 @every_arch
+@pytest.mark.parametrize(
+    ("name", "of_16_bytes", "of_8"),
+    [("ema-fp32", 3, 0), ("ema-bf16", 2, 1), ("ema-split", 2, 2), ("ema-split8", 2, 1), ("ema-8", 9, 0)],
+)
+def test_ema_reads_masters_once_and_does_what_is_written(arch: int, name: str, of_16_bytes: int, of_8: int) -> None:
+    """Four elements a thread: 16 bytes of each average, and of a master in fp32. Of an element and an average a
+    difference, a product and a sum; for compute capability 10.0 a difference also widens."""
+    (launch,) = launches(arch, name)
+    each = 8 if name == "ema-8" else 2
+    loads, stores = instructions(launch.ptx, "ld.global"), instructions(launch.ptx, "st.global")
+    assert (loads["ld.global.v4.b32"], loads["ld.global.v2.b32"]) == (of_16_bytes, of_8), loads
+    assert set(loads) <= {"ld.global.v4.b32", "ld.global.v2.b32", "ld.global.b32"}, loads
+    assert stores == {"st.global.v4.b32": each}, stores
+    for operation in ("mul", "add", "sub"):
+        assert instructions(launch.ptx, f"{operation}.rn.f32").total() == 4 * each
+
+
+@every_arch
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_pack_and_unpack_move_16_bytes_at_a_time(arch: int, dtype: torch.dtype) -> None:
     """16 elements a thread: two accesses of a 16-bit type, four of fp32. A gradient has any of the three dtypes."""
@@ -388,6 +409,7 @@ def test_registers_leave_room_for_many_warps(arch: int, name: str) -> None:
         "adam_step": 64,
         "foreach_step": 64,
         "encoded_step": 80,
+        "ema": 64,
         "pack": 64,
         "unpack": 64,
         "grad_stats": 128,

@@ -16,13 +16,14 @@ OPS: dict[str, Callable[..., Any]] = {}
 try:
     from triton.runtime.driver import driver
 
-    from zero_kernels.triton import common, grad_stats, hyper_table, pack, step, symmetric  # noqa: F401  (for who imports it from here)
+    from zero_kernels.triton import common, ema, grad_stats, hyper_table, pack, step, symmetric  # noqa: F401  (for who imports it from here)
 except (ImportError, AttributeError) as error:  # the latter from an older triton
     _import_error = f"triton can't be imported or is too old: {error}"
 else:
     OPS = {
         "adam_step": step.adam_step,
         "foreach_step": step.foreach_step,
+        "ema": ema.ema,
         "pack": pack.pack,
         "unpack": pack.unpack,
         "grad_stats": grad_stats.grad_stats,

@@ -23,12 +23,6 @@ def is_encoded(state):
     return state.dtype.element_ty != tl.float32
 
 
-@triton.constexpr_function
-def number_of_average(average):
-    """The same as an uint32: it is added to noise."""
-    return 2**32 - 1 - average
-
-
 @triton.jit
 def _nearest(x):
     """The nearest integer, ties to even, of |x| < 2^22."""

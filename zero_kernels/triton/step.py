@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_kernels.hyper import ROW
-from zero_kernels.reference import ROW_STATS, Shard, StepArgs
+from zero_kernels.reference import Shard, StepArgs
 from zero_kernels.triton.codecs import (
     decode,
     encode,
@@ -16,7 +16,6 @@ from zero_kernels.triton.codecs import (
     is_encoded,
     join,
     noise_of_rows,
-    number_of_average,
     split,
 )
 from zero_kernels.triton.common import (
@@ -39,7 +38,6 @@ WARPS = 8
 
 _ROW = tl.constexpr(ROW)
 _ROWS = tl.constexpr(ROWS)
-_ROW_STATS = tl.constexpr(len(ROW_STATS))
 
 
 @triton.jit
@@ -47,33 +45,6 @@ def _mark_nonfinite(g, slot, skipped, nonfinite_slots):
     if skipped:
         bad = tl.max(nonfinite(g).to(tl.int32), axis=1)
         tl.store(nonfinite_slots + slot, 1, mask=(bad != 0) & (slot >= 0))
-
-
-@triton.jit
-def _row_sum(terms):
-    """[ROWS, 128] to [ROWS]: lines of 16 are added in pairs, then pairs of these; one is left, and folded by halves."""
-    halves = tl.reshape(terms, (_ROWS, 2, 2, 2, 2, 2, 2, 2))
-    halves = tl.sum(tl.sum(tl.sum(halves, axis=3), axis=2), axis=1)
-    for _ in tl.static_range(4):
-        halves = tl.sum(halves, axis=1)
-    return halves
-
-
-@triton.jit
-def _measure(stats, g, before, p, row_live, has_row, inside):
-    # What is beyond the shard's end is +0, and not counted.
-    inside = inside & (tl.zeros_like(g) == 0)
-    g = tl.where(inside, g, 0.0)
-    p = tl.where(inside, p, 0.0)
-    u = p - tl.where(inside, before, 0.0)
-    row_live = tl.max(row_live.to(tl.int32), axis=1) != 0
-    zeros = tl.sum((inside & (g == 0)).to(tl.int32), axis=1).to(tl.float32)
-    largest = tl.max(u.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
-    tl.store(stats, tl.where(row_live, _row_sum(times(g, g)), 0.0), mask=has_row)
-    tl.store(stats + 1, tl.where(row_live, _row_sum(times(u, u)), 0.0), mask=has_row)
-    tl.store(stats + 2, tl.where(row_live, _row_sum(times(p, p)), 0.0), mask=has_row)
-    tl.store(stats + 3, tl.where(row_live, largest, 0.0), mask=has_row)
-    tl.store(stats + 4, tl.where(row_live, zeros, 0.0), mask=has_row)
 
 
 @triton.jit
@@ -87,9 +58,6 @@ def _step_rows(
     grad_scale,
     found_inf,
     nonfinite_slots,
-    averages,
-    rates,
-    row_stats,
     scales,
     row_keys,
     UPDATE: tl.constexpr,
@@ -133,14 +101,12 @@ def _step_rows(
         else:
             before = before + (stored[i],)  # type: ignore[assignment]
 
-    old = p
     p, after = UPDATE(g, p, before, coefficients)
 
     if is_split:
         high, low = split(p, master.dtype.element_ty)
         tl.store(param_out + at, high, mask=live)
         tl.store(master + at, low, mask=live)
-        p = join(high, low)
     else:
         tl.store(master + at, p, mask=live)
     if row_keys is not None:
@@ -160,18 +126,6 @@ def _step_rows(
             tl.store(scales[i] + row[:, None], scale_of_row, mask=row_live & has_row[:, None])
     if param_out is not None and not is_split:
         tl.store(param_out + at, narrow(p, param_out.dtype.element_ty), mask=live)
-    for k in tl.static_range(len(averages)):
-        average = tl.load(averages[k] + at, mask=live)
-        if is_encoded(averages[k]):
-            average = widen(average)
-        rate = tl.load(rates + tl.maximum(slot, 0).to(tl.int64)[:, None] * len(averages) + k)
-        average = average + times(rate, p - average)
-        if is_encoded(averages[k]):
-            tl.store(averages[k] + at, encode_stochastic(average, noise, number_of_average(k), element), mask=live)
-        else:
-            tl.store(averages[k] + at, average, mask=live)
-    if row_stats is not None:
-        _measure(row_stats + row * _ROW_STATS, g, old, p, row_live, has_row, inside)
     # Last: before the update, the branch made a kernel for compute capability 8.0 spill (Triton 3.7).
     if found_inf is not None and nonfinite_slots is not None:
         _mark_nonfinite(g, slot, skipped, nonfinite_slots)
@@ -188,9 +142,6 @@ def _step_kernel(
     grad_scale,
     found_inf,
     nonfinite_slots,
-    averages,  # a tuple of any number
-    rates,
-    row_stats,
     scales,  # a tuple of as many as states, of None for those without
     row_keys,  # or None: bf16 is rounded to nearest
     numel: tl.int64,
@@ -205,13 +156,13 @@ def _step_kernel(
         # A mask of elements makes every access narrow: only the last tile pays for it.
         _step_rows(
             grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, scales, row_keys, UPDATE, row, has_row,
+            grad_scale, found_inf, nonfinite_slots, scales, row_keys, UPDATE, row, has_row,
             at, at < numel,
         )  # fmt: skip
     else:
         _step_rows(
             grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, averages, rates, row_stats, scales, row_keys, UPDATE, row, has_row,
+            grad_scale, found_inf, nonfinite_slots, scales, row_keys, UPDATE, row, has_row,
             at, has_row[:, None],
         )  # fmt: skip
 
@@ -241,8 +192,6 @@ def foreach_step(rule: str, *given: Any) -> None:
 def _step(rule: str, args: StepArgs, shard: Shard, scales: tuple[Tensor | None, ...]) -> None:
     numel = shard.grad.numel()
     if numel == 0 or args.hyper.shape[0] == 0:
-        if shard.row_stats is not None:
-            shard.row_stats.zero_()
         return
     with torch.cuda.device_of(shard.grad):
         _step_kernel[(triton.cdiv(numel, ROWS * ROW),)](
@@ -255,9 +204,6 @@ def _step(rule: str, args: StepArgs, shard: Shard, scales: tuple[Tensor | None, 
             args.grad_scale,
             args.found_inf,
             args.nonfinite_slots,
-            shard.averages,
-            args.rates if shard.averages else None,
-            shard.row_stats,
             scales,
             shard.row_keys,
             numel,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ import zero_kernels
 from .codec import Begins, StateTensor
 from .options import Betas, Differentiable, Fixed, Flag, Number
 from .update_rule import MASTER, ShardUpdate, UpdateRule, lists_of, parts_of
+
+Kernel = TypeVar("Kernel", bound="KernelRule")
 
 
 class KernelRule(UpdateRule):
@@ -52,8 +54,8 @@ class KernelRule(UpdateRule):
     def coefficients(self) -> tuple[str, ...]:
         return self._of_kernel.coefficients
 
-    def prepared(self) -> KernelRule:
-        made = copy.copy(self)
+    def prepared(self: Kernel) -> Kernel:
+        made = super().prepared()
         made._step = zero_kernels.Prepared("foreach_step")
         names = (MASTER, *self._of_kernel.states)
         (master, *_), *states = (parts_of(self.codecs, StateTensor(name)) for name in names)
@@ -66,7 +68,7 @@ class KernelRule(UpdateRule):
         return self._of_kernel
 
     def update(self, shards: Sequence[ShardUpdate]) -> None:
-        *lists, row_keys = lists_of(shards, self._master, self._states, self.averages)
+        *lists, row_keys = lists_of(shards, self._master, self._states)
         scales = [shard.state[name] for shard in shards for name in self._scales]
         # Given keys of rows, a kernel rounds all bf16 by noise.
         self._step(self.kernel, *lists, scales or None, row_keys if self._by_noise else None)

@@ -3,7 +3,6 @@ layers in neural networks", 2024), as ``torch.optim.Muon`` has it."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -178,11 +177,10 @@ class Muon(UpdateRule):
         _LOOK_AHEAD.fill_table(by_group, group_of, steps, active, table)
 
     def prepared(self) -> Muon:
-        made = copy.copy(self)
+        made = super().prepared()
         look_ahead, subtract = (KernelRule(name) for name in (_LOOK_AHEAD.name, "muon_subtract"))
         look_ahead.codecs = {name: codec for name, codec in self.codecs.items() if name == BUFFER}
         subtract.codecs = {name: codec for name, codec in self.codecs.items() if name != BUFFER}
-        subtract.averages = self.averages
         made._passes = (look_ahead.prepared(), subtract.prepared())
         return made
 
@@ -205,7 +203,6 @@ class Muon(UpdateRule):
                         if part.name in shard.state
                     },
                     row_slot=shard.row_slot[rows],
-                    row_stats=None if shard.row_stats is None else shard.row_stats[rows],
                     row_keys=None if shard.row_keys is None else shard.row_keys[rows],
                     wholes=[whole._replace(start=whole.start - start) for whole in wholes],
                 )
@@ -251,8 +248,7 @@ class Muon(UpdateRule):
         ahead = torch.empty_like(shard.grad, dtype=torch.float32)
         momentum = {part.name: shard.state[part.name] for part in parts_of(self.codecs, StateTensor(BUFFER))}
         look_ahead, _ = self._passes
-        # Averages and measurements wait for the pass that writes the master.
-        look_ahead.update([shard._replace(parameter=ahead, state=momentum, rates=None, row_stats=None)])
+        look_ahead.update([shard._replace(parameter=ahead, state=momentum)])
         return ahead
 
     def _subtract(

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -93,9 +93,6 @@ class ShardUpdate(NamedTuple):
         grad_scale: [1] fp32, multiplies every gradient; None: nothing does.
         found_inf: [1] fp32; not 0: nothing is updated.
         marks: [parameters] int32, get 1 where a skipped gradient is not finite; None: they are not wanted.
-        rates: [parameters, averages] fp32, how far each average goes towards the new master; None: there are none.
-        row_stats: [shard_numel / ROW, 5] fp32, receives what ``zero_kernels.ROW_STATS`` names of each row; None: it is
-            not wanted.
         wholes: the parameters in it, where the rule has them whole, or a slice of each.
         row_keys: [shard_numel / ROW] int32, keys of each row's noise; None: nothing is rounded by noise.
     """
@@ -108,8 +105,6 @@ class ShardUpdate(NamedTuple):
     grad_scale: Tensor | None
     found_inf: Tensor | None
     marks: Tensor | None
-    rates: Tensor | None = None
-    row_stats: Tensor | None = None
     wholes: Sequence[Whole] = ()
     row_keys: Tensor | None = None
 
@@ -117,6 +112,9 @@ class ShardUpdate(NamedTuple):
     def common(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """The tensors that are the same for all shards, as ``foreach_step`` takes them."""
         return self.hyper, self.grad_scale, self.found_inf, self.marks
+
+
+Rule = TypeVar("Rule", bound="UpdateRule")
 
 
 class UpdateRule:
@@ -168,6 +166,7 @@ class UpdateRule:
     joins_parts = False
     joined_in = torch.float32
     plain_slices = 1
+    _ema: zero_kernels.Prepared  # set by ``prepared``
 
     def __init__(self, **values: Any) -> None:
         known = {option.name: option.default for option in self.options}
@@ -339,10 +338,11 @@ class UpdateRule:
 
     # -- the update ----------------------------------------------------------------------------------------------
 
-    def prepared(self) -> UpdateRule:
+    def prepared(self: Rule) -> Rule:
         """This rule, for updates of the same shards: their tensors keep dtypes and sizes, and what was checked and
         prepared for the first update holds for the others. ``update`` is called on such a rule alone."""
         made = copy.copy(self)
+        made._ema = zero_kernels.Prepared("ema")
         if self.compiled is not None:
             made.update_rows = torch.compile(self.update_rows, **self.compiled)  # type: ignore[method-assign]
         return made
@@ -350,7 +350,7 @@ class UpdateRule:
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         """Make one fused pass over each shard: unscale, clip, update, cast into the parameter.
 
-        Parameters have one dtype, and gradients one. ``common`` and ``rates`` are the same for all shards.
+        Parameters have one dtype, and gradients one. ``common`` is the same for all shards.
         """
         rule, codecs, master = self._as_kernel(), self.codecs, master_of(self)
         parts = {name: parts_of(codecs, StateTensor(name)) for name in rule.states}
@@ -371,7 +371,14 @@ class UpdateRule:
 
         stored_master = None if master is None else parts_of(codecs, StateTensor(master))[0].name
         states = [part.name for of in parts.values() for part in of]
-        zero_kernels.update_rows(update, rule.columns, *lists_of(shards, stored_master, states, self.averages))
+        zero_kernels.update_rows(update, rule.columns, *lists_of(shards, stored_master, states))
+
+    def follow(self, shards: Sequence[ShardUpdate], rates: Tensor) -> None:
+        """Move the averages towards the masters, which ``update`` has made. ``rates``: [parameters, averages] fp32, how
+        far; 0: not at all."""
+        masters, params = masters_of(self, shards)
+        averages = [shard.state[name] for shard in shards for name in self.averages]
+        self._ema(averages, masters, params, [shard.row_slot for shard in shards], rates)
 
     def before_joining(self, shard: ShardUpdate) -> Tensor:
         """Do the part of an update that comes before parameters are made whole. Returns the tensor to be made whole,
@@ -405,11 +412,20 @@ class UpdateRule:
         raise NotImplementedError(f"{self.name} has neither update_rows nor update")
 
 
-def lists_of(
-    shards: Sequence[ShardUpdate], master: str | None, states: Sequence[str], averages: Sequence[str]
-) -> tuple[Any, ...]:
-    """List the arguments of ``update_rows`` behind the columns, in its order. ``master``, ``states`` (the rule's own)
-    and ``averages``: names of stored tensors."""
+def masters_of(rule: UpdateRule, shards: Sequence[ShardUpdate]) -> tuple[list[Tensor], list[Tensor]]:
+    """List the masters of shards, or their low halves, and the parameters that are their high halves; else nothing."""
+    master = master_of(rule)
+    stored = None if master is None else parts_of(rule.codecs, StateTensor(master))[0].name
+    parameters = [shard.parameter for shard in shards]
+    if stored is None or stored not in shards[0].state:
+        return parameters, []
+    masters = [shard.state[stored] for shard in shards]
+    return masters, [] if masters[0].dtype.is_floating_point else parameters
+
+
+def lists_of(shards: Sequence[ShardUpdate], master: str | None, states: Sequence[str]) -> tuple[Any, ...]:
+    """List the arguments of ``update_rows`` behind the columns, in its order. ``master`` and ``states`` (the rule's
+    own): names of stored tensors."""
     apart = master in shards[0].state  # else the parameters are their own masters
     return (
         [shard.grad for shard in shards],
@@ -418,9 +434,6 @@ def lists_of(
         [shard.parameter for shard in shards] if apart else [],
         [shard.row_slot for shard in shards],
         *shards[0].common,
-        [shard.state[name] for shard in shards for name in averages] or None,
-        shards[0].rates,
-        None if shards[0].row_stats is None else [shard.row_stats for shard in shards],
         None if shards[0].row_keys is None else [shard.row_keys for shard in shards],
     )
 

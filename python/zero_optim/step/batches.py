@@ -12,6 +12,7 @@ messages take memory. Its pages are fetched twice: before the parameters are joi
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,10 +23,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from zero_kernels import codecs
+
 from ..comm.spans import span
 from ..errors import OffloadError
 from ..rules.homes import Size, batch_lengths
-from ..rules.update_rule import ShardUpdate
+from ..rules.update_rule import ShardUpdate, UpdateRule, masters_of
+from .exchange import to_device
 from .shard_state import ShardState
 from .workplace import Coefficients
 
@@ -134,8 +138,13 @@ class ShardBatch:
             try:
                 for shard in self.shards:
                     updates.append(shard.begin_update(by))
+                before = _copied(self._rule, updates) if by.measures else []
                 with span("step.update", self.shards[0].bucket):
                     self._rule.update(updates)
+                    if by.rates is not None:
+                        self._rule.follow(updates, by.rates)
+                for shard, update, old in zip(self.shards, updates, before, strict=False):
+                    shard.numbers = measured(self._rule, shard, update, old)
             except BaseException:
                 # A store lets two pages be fetched at a time: none may stay so after an error.
                 for shard in self.shards[: len(updates)]:
@@ -177,7 +186,12 @@ class JoinedBatch(ShardBatch):
             if number in begun:
                 with self._lost.recording(shard):
                     with _begun(shard, by) as update:
+                        before = _copied(rule, [update]) if by.measures else []
                         rule.after_joining(update, self._to_join[number], held[number].to(shard.device))
+                        if by.rates is not None:
+                            rule.follow([update], by.rates)
+                        for old in before:
+                            shard.numbers = measured(rule, shard, update, old)
                     shard.end_update()
 
 
@@ -189,6 +203,47 @@ def _begun(shard: ShardState, by: Coefficients) -> Iterator[ShardUpdate]:
     except BaseException:
         shard.give_up_update()
         raise
+
+
+# -- telemetry ---------------------------------------------------------------------------------------------------------
+
+
+def measured(rule: UpdateRule, shard: ShardState, update: ShardUpdate, before: Tensor) -> Tensor:
+    """Measure an update, from a copy of the masters before it, which is overwritten.
+
+    Returns [parameters in the shard, 6] float64: the 2-norms of gradient, change and master; the largest change;
+    elements of the gradient that are not 0; elements.
+    """
+    pieces = [piece for piece in shard.bucket.pieces if piece.numel]
+    master = _master(rule, update)
+    change = torch.sub(master, before, out=before)
+    grads, changes, masters = (
+        [flat.narrow(0, piece.in_shard, piece.numel) for piece in pieces] for flat in (update.grad, change, master)
+    )
+    if not pieces:
+        return torch.zeros(0, 6, dtype=torch.float64, device=shard.device)
+    params = to_device(shard.device, [piece.slot.param for piece in pieces], torch.int64)
+    scale = update.hyper[:, rule.columns.index("grad_factor")].index_select(0, params).abs()
+    if update.grad_scale is not None:
+        scale = scale * update.grad_scale.abs()
+    columns = (_norms(grads) * scale, _norms(changes), _norms(masters), _norms(changes, math.inf), _norms(grads, 0))
+    numels = to_device(shard.device, [piece.numel for piece in pieces], torch.float64)
+    return torch.stack([*columns, numels], dim=1)
+
+
+def _copied(rule: UpdateRule, updates: Sequence[ShardUpdate]) -> list[Tensor]:
+    return [_master(rule, update).clone() for update in updates]
+
+
+def _master(rule: UpdateRule, update: ShardUpdate) -> Tensor:
+    """[shard_numel] fp32, its own memory where the master is split or of 16 bits."""
+    (master,), high = masters_of(rule, [update])
+    return codecs.join_master(high[0], master) if high else master.float()
+
+
+def _norms(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
+    """[tensors] float64."""
+    return torch.stack(torch._foreach_norm([*tensors], ord, dtype=torch.float64))
 
 
 def batches_of(shards: Sequence[ShardState], lost: LostState) -> list[ShardBatch]:

@@ -99,7 +99,7 @@ class HyperTable:
             rule.fill_table(by_group[: self._own[rule]], self._group_of, self.steps, active, table)
         if self.rates is not None:
             rates = 1 - by_group[self._width :].index_select(1, self._group_of).t()
-            self.rates.copy_(torch.where(self.begins, 1.0, rates))
+            self.rates.copy_(torch.where(self.begins, 1.0, rates) * active[:, None])
             self.begins &= ~active[:, None]
         if factor is not None:
             for rule, table in self.tables.items():

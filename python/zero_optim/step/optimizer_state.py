@@ -88,7 +88,6 @@ class OptimizerState:
     Args:
         parameters: all trained parameters, by index.
         group: gives the parameter group of a parameter, by its index.
-        measures: whether each update measures its rows.
 
     Attributes:
         lost: the record of state that a store has lost.
@@ -102,10 +101,9 @@ class OptimizerState:
         store: StateStore,
         *,
         group: Callable[[int], Mapping[str, Any]],
-        measures: bool = False,
     ) -> None:
         self.parameters, self.sharding, self.rules, self._store = parameters, sharding, rules, store
-        self._group, self._measures = group, measures
+        self._group = group
         self.lost = LostState()
         self.shards: list[ShardState] = []
         self._finds_edits = "edits" in debug_options()
@@ -178,7 +176,7 @@ class OptimizerState:
     def _shard_state(self, bucket: Bucket) -> ShardState:
         rule = self.rules.of(bucket.layout.slots[0].param)  # a bucket has one
         bucket.zero_copy &= not isinstance(self._store, HostStore)  # which takes the sum as it arrives, undivided
-        return ShardState(bucket, rule, self._store, group=self._group, measures=self._measures)
+        return ShardState(bucket, rule, self._store, group=self._group)
 
     def to_update(self, by: Coefficients) -> Iterator[tuple[ShardBatch, Coefficients]]:
         """Yield all batches, and what each is to be updated by before the next is asked for. The state of later batches

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_kernels import ROW, ROW_STATS
+from zero_kernels import ROW
 from zero_kernels.codecs import row_keys
 
 from ..comm.streams import keep_tensors_of
@@ -68,8 +68,10 @@ class ShardState:
         wholes: the parameters in it, where the rule has them whole, or a slice of each.
         to_join: the parameters that an update makes whole over ranks, or whose work replicas divide; None: none.
         row_keys: [shard_numel / ROW] int32, keys of each row's noise; None: nothing is rounded by noise.
-        row_stats: [shard_numel / ROW, 5] fp32, the last update's measurements of each row; None: it measures none.
+        numbers: what was measured of the parameters in it, as ``batches.measured`` has it; None: nothing was.
     """
+
+    numbers: Tensor | None = None
 
     def __init__(
         self,
@@ -78,7 +80,6 @@ class ShardState:
         store: StateStore,
         *,
         group: Callable[[int], Mapping[str, Any]],
-        measures: bool = False,
     ) -> None:
         self.bucket, self.rule, self._store = bucket, rule, store
         self.numel, self.parameters = bucket.layout.shard_numel, [slot.param for slot in bucket.layout.slots]
@@ -101,9 +102,6 @@ class ShardState:
                 first, count = piece.in_shard // ROW, -(-piece.numel // ROW)
                 keys[first : first + count] = row_keys(piece.slot.param, piece.in_param // ROW, count)
             self.row_keys = keys.to(self.device)
-        self.row_stats: Tensor | None = None
-        if measures:
-            self.row_stats = torch.zeros(len(rows), len(ROW_STATS), dtype=torch.float32, device=self.device)
 
     def _first(self, tensor: StateTensor) -> Tensor:
         if tensor.begins is not Begins.ZERO:
@@ -137,8 +135,6 @@ class ShardState:
                 by.grad_scale,
                 by.found_inf,
                 by.marks,
-                by.rates,
-                self.row_stats,
                 self.wholes,
                 self.row_keys,
             )

@@ -1,39 +1,28 @@
-"""Numbers of each parameter: measurements of the last update, row by row, added up by parameter.
+"""Numbers of each parameter: measurements of an update, before and behind it, added up over ranks when they are read.
 
-An update writes five numbers for each row that it updates; see ``row_stats`` in docs/ops.md. Nothing more is done in a
-step. Rows are added up only when the numbers are read: 32 neighbours at a time, until each parameter has one left, in
-float64. That order is the same in every run. The sums of all ranks are gathered, and added up in the order of ranks.
+A measured step takes, for a batch of shards at a time, a copy of their masters in fp32, and three passes of norms. The
+sums of all ranks are gathered, and added up in the order of ranks.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from zero_kernels import ROW, ROW_STATS
-
-from ..comm.streams import deallocate
 from ..params.parameter_set import ParameterSet, Shardings
 from .exchange import own_places, to_device
 from .optimizer_state import OptimizerState
-from .shard_state import ShardState
 
-_TOGETHER = 32
-"""Rows, or sums of rows, that are added up at a time."""
-
-_LARGEST, _ZEROS = ROW_STATS.index("largest_update"), ROW_STATS.index("grad_zeros")
-_ELEMENTS = len(ROW_STATS)
-"""The column behind those of ``ROW_STATS``: how many elements were measured."""
+_NORMS, _LARGEST, _NONZERO, _ELEMENTS = range(3), 3, 4, 5
+"""The columns of ``batches.measured``."""
 
 
 @dataclass(frozen=True)
 class ParameterNumbers:
-    """Numbers of one parameter in the last step. Each is a tensor [] on the optimizer's device, fp32 but the last.
+    """Numbers of one parameter in the last measured step. Tensors [] on the optimizer's device, fp32 but the last.
 
     Attributes:
         grad_norm: 2-norm of the gradient that the update was given: averaged, unscaled and clipped.
@@ -95,33 +84,28 @@ class Telemetry(Mapping[str, ParameterNumbers]):
 
 
 class Measured:
-    """Measurements of an optimizer's shards in the last step.
+    """Measurements of an optimizer's shards.
 
     Args:
-        on_host: whether they are updated, and measured, in host memory.
+        every: how many steps there are from one that is measured to the next.
 
     Attributes:
-        updated: [parameters] bool, which ones the step has updated; None: there was no step.
+        updated: [parameters] bool, which ones that step has updated; None: none was measured.
     """
 
-    def __init__(
-        self, states: OptimizerState, parameters: ParameterSet, shardings: Shardings, *, on_host: bool
-    ) -> None:
-        self._states, self._parameters, self._shardings, self._on_host = states, parameters, shardings, on_host
+    def __init__(self, states: OptimizerState, parameters: ParameterSet, shardings: Shardings, every: int) -> None:
+        self._states, self._parameters, self._shardings, self._every = states, parameters, shardings, every
         self.updated: Tensor | None = None
-        self._chunks: WeakKeyDictionary[ShardState, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
-    def row_stats(self, *, on_host: bool) -> list[Tensor]:
-        """List the measurements on the device, or in host memory."""
-        if on_host != self._on_host:
-            return []
-        return [shard.row_stats for shard in self._states.shards if shard.row_stats is not None]
+    def wants(self, step: int) -> bool:
+        """True if the step of that number, from 1 on, is to be measured."""
+        return step % self._every == 0
 
     def free(self) -> None:
-        """Free the device's memory: the optimizer falls asleep. The measurements are lost."""
+        """Drop the measurements: the optimizer falls asleep."""
         self.updated = None
-        for stats in self.row_stats(on_host=False):
-            deallocate(stats)
+        for shard in self._states.shards:
+            shard.numbers = None
 
     def read(self, *, over_ranks: bool) -> Telemetry:
         """Collective with ``over_ranks``. See ``ShardedOptimizer.telemetry``."""
@@ -129,16 +113,12 @@ class Measured:
         sums = torch.zeros(count, _ELEMENTS + 1, dtype=torch.float64, device=device)
         here: set[int] = set()
         for shard in self._states.shards:
-            held = [piece for piece in shard.bucket.pieces if piece.numel]
-            if held and (shard.bucket.counted_in_norm or not over_ranks):
-                indices = [piece.slot.param for piece in held]
-                numels = to_device(device, [piece.numel for piece in held], torch.float64)
-                of_shard = torch.cat([self._sums_of(shard).to(device), numels[:, None]], dim=1)
-                # No row has two pieces. The gap behind a piece in its last row has zero gradients: not counted.
-                between = to_device(device, [-piece.numel % ROW for piece in held], torch.float64)
-                of_shard[:, _ZEROS].sub_(between).clamp_(min=0)
-                sums.index_copy_(0, to_device(device, indices, torch.int64), of_shard)
+            indices = [piece.slot.param for piece in shard.bucket.pieces if piece.numel]
+            if indices and (shard.bucket.counted_in_norm or not over_ranks):
+                if shard.numbers is not None:
+                    sums.index_copy_(0, to_device(device, indices, torch.int64), shard.numbers.to(device))
                 here.update(indices)
+        sums[:, : len(_NORMS)].square_()
         if over_ranks:
             # One small message. The sums of all ranks are added up in the order of their numbers. Where ranks have
             # different experts under one name, each of these has a place of its own.
@@ -148,43 +128,15 @@ class Measured:
             every[world.rank].index_copy_(0, own, sums)
             if world.world_size > 1:
                 world.all_gather(every.view(-1), "telemetry").wait()
-            sums, here = _joined(every).index_select(0, own), set(self._parameters.trained)
+            joined = every.sum(0)
+            joined[:, _LARGEST] = every[:, :, _LARGEST].amax(0)
+            sums, here = joined.index_select(0, own), set(self._parameters.trained)
         updated = torch.zeros(count, dtype=torch.bool, device=device)
         if self.updated is not None:  # without the parameters that were added since that step
             updated[: len(self.updated)].copy_(self.updated)
-        numbers = torch.cat([sums[:, :_LARGEST].sqrt(), sums[:, _LARGEST:_ELEMENTS]], dim=1)
-        numbers[:, _ZEROS] /= sums[:, _ELEMENTS].clamp(min=1)
+        zeros = 1 - sums[:, _NONZERO] / sums[:, _ELEMENTS].clamp(min=1)
+        numbers = torch.cat([sums[:, : len(_NORMS)].sqrt(), sums[:, _LARGEST, None], zeros[:, None]], dim=1)
+        numbers = torch.where(updated[:, None], numbers, 0.0)
         wanted = sorted(here)
         at, names = to_device(device, wanted, torch.int64), [self._parameters.name(index) for index in wanted]
         return Telemetry(names, numbers.float().index_select(0, at), updated.index_select(0, at))
-
-    def _sums_of(self, shard: ShardState) -> Tensor:
-        """[parameters that it has a piece of, 5] float64."""
-        assert shard.row_stats is not None
-        if shard not in self._chunks:
-            # Starts and lengths of what is added up, level by level, until each piece has one row left.
-            levels: list[tuple[Tensor, Tensor]] = []
-            runs = [(piece.in_shard // ROW, -(-piece.numel // ROW)) for piece in shard.bucket.pieces if piece.numel]
-            while not levels or any(count > 1 for _, count in runs):
-                firsts = [range(first, first + count, _TOGETHER) for first, count in runs]
-                flat = [(start, min(_TOGETHER, of.stop - start)) for of in firsts for start in of]
-                table = to_device(shard.device, flat, torch.int64).view(-1, 2)
-                levels.append((table[:, 0], table[:, 1]))
-                sizes = [len(of) for of in firsts]
-                runs = list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
-            self._chunks[shard] = levels
-        values, place = shard.row_stats, torch.arange(_TOGETHER, device=shard.device)[:, None]
-        for starts, counts in self._chunks[shard]:
-            zeros = len(values)  # the place of a row of zeros behind all others, which fills up short chunks
-            index = torch.where(place < counts, starts + place, zeros)  # [32, chunks]
-            padded = torch.cat([values, values.new_zeros(1, len(ROW_STATS))])
-            # Twice as fast on a CPU as padded[index], for a table.
-            values = _joined(padded.index_select(0, index.view(-1)).view(*index.shape, len(ROW_STATS)))
-        return values
-
-
-def _joined(parts: Tensor) -> Tensor:
-    """Combine [parts, n, columns] into [n, columns]: sums, and the largest of the largest. NaN stays."""
-    joined = parts.sum(0, dtype=torch.float64)
-    joined[:, _LARGEST] = parts[:, :, _LARGEST].amax(0)
-    return joined

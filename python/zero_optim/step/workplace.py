@@ -27,7 +27,9 @@ class Coefficients:
         hyper: by rule, [parameters, columns] fp32.
         used: [parameters] bool, which have a gradient.
         writes_all: whether each update writes every parameter of its shard, as far as the host knows.
-        rates: see ``ShardUpdate``.
+        rates: [parameters, averages] fp32, how far averages go towards the new masters, 0 for parameters that are not
+            updated; None: there are no averages.
+        measures: whether the update is measured, for ``telemetry()``.
     """
 
     hyper: Mapping[UpdateRule, Tensor]
@@ -37,6 +39,7 @@ class Coefficients:
     used: Tensor
     writes_all: bool = False
     rates: Tensor | None = None
+    measures: bool = False
 
     def on_host(self) -> Coefficients:
         """Copy all to host memory, with marks of its own. The host waits for the device."""
@@ -49,6 +52,7 @@ class Coefficients:
             used,
             writes_all=bool(found_inf == 0) and bool(used.all()),
             rates=None if self.rates is None else self.rates.cpu(),
+            measures=self.measures,
         )
 
 

@@ -53,7 +53,7 @@ class TrainConfig(ModelConfig):
     param_offload: str | None = None
     master: str | None = None
     state_dtype: str = "fp32"
-    telemetry: bool = False
+    telemetry_every: int | None = None
 
 
 def given_flags(arguments: argparse.Namespace) -> Flags:

@@ -41,7 +41,8 @@ from .run_dir import CHECKPOINTS, find_checkpoint, open_log, open_run, rewind, r
 
 INTERRUPTED = 130  # the exit code of a shell's Ctrl-C
 _VALIDATION_WINDOWS = 128
-_OPTIONS = ("lr", "stage", "state_offload", "device_budget", "master", "state_dtype", "telemetry")  # of the optimizer
+# Of the optimizer.
+_OPTIONS = ("lr", "stage", "state_offload", "device_budget", "master", "state_dtype", "telemetry_every")
 _PROMPT, _SAMPLE_LENGTH = 32, 400  # bytes
 
 
@@ -130,7 +131,9 @@ class Trainer:
             "tokens_per_s": self.comm.world_size * config.batch * config.seq * config.accumulate / seconds,
             "ms": {phase: round(1000 * value, 3) for phase, value in {**phases, WHOLE: seconds}.items()},
         }
-        if config.telemetry:  # finite numbers, to four digits to keep the log small
+        if (
+            config.telemetry_every and self.optimizer.engine.steps % config.telemetry_every == 0
+        ):  # finite numbers, to four digits to keep the log small
             numbers = self.optimizer.telemetry(over_ranks=True).floats().items()
             record["telemetry"] = {name: float(f"{value:.4g}") for name, value in numbers if math.isfinite(value)}
         return record, stops > 0
