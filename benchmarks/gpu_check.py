@@ -212,7 +212,6 @@ def products(make: Maker) -> Groups:
     curves = make.script("convergence", 180, "bench_convergence.py", "--at-once", "8", "--lr", "0.001")
     return [
         [make.tests("test_symmetric_product", 120, more=interpreted)],
-        [replace(make.script("products", 120, "gpu_products.py"), environment=interpreted)],
         [make.script("link", 100, "bench_link.py", *(() if make.on_gpu else make.tiny))],
         *([[curves]] if make.on_gpu else []),
     ]

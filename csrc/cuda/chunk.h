@@ -29,15 +29,31 @@ ZK_HOST_DEVICE inline void load_chunk(const T* from, float (&x)[N]) {
 }
 
 #if defined(__CUDA_ARCH__)
+#if defined(ZK_STRONG_STORES)  // a variant that benchmarks/gpu_variants.py times
+__device__ inline void store_whole(void* to, uint4 word) { __stwb(static_cast<uint4*>(to), word); }
+__device__ inline void store_whole(void* to, uint2 word) { __stwb(static_cast<uint2*>(to), word); }
+#else
+__device__ inline void store_whole(void* to, uint4 word) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(word.x), "r"(word.y),
+               "r"(word.z), "r"(word.w)
+               : "memory");
+}
+__device__ inline void store_whole(void* to, uint2 word) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(word.x), "r"(word.y)
+               : "memory");
+}
+#endif
+
 template <class Word, class C>
 __device__ inline void store_as(C* to, const C& chunk) {
   Word word;
   memcpy(&word, &chunk, sizeof word);
-  __stwb(reinterpret_cast<Word*>(to), word);
+  store_whole(to, word);
 }
 #endif
 
-// As one word of 8 or 16 bytes, by an intrinsic: the compiler was seen to cut an assignment into four.
+// As one word of 8 or 16 bytes, by assembly: the compiler was seen to cut an assignment into four, of a chunk and of a
+// word. The intrinsic __stwb keeps it whole, but as a store that is strong in the memory model (STG.STRONG.SM).
 template <class C>
 ZK_HOST_DEVICE inline void store_word(C* to, const C& chunk) {
 #if defined(__CUDA_ARCH__)

@@ -15,6 +15,15 @@
 #include "launch.h"
 #endif
 
+// For variants, which benchmarks/gpu_variants.py builds and times; ZK_BARRIER and chunk.h's ZK_STRONG_STORES are
+// others.
+#if !defined(ZK_QUADS)
+#define ZK_QUADS 2
+#endif
+#if !defined(ZK_BLOCKS)
+#define ZK_BLOCKS 4
+#endif
+
 namespace zero_kernels {
 
 // Of a launch: its table of shards is among its arguments, and all of these stay below 4 KB.
@@ -35,11 +44,11 @@ namespace {
 // A warp's access to a tensor of fp32 covers a row: 32 lanes of 16 bytes, side by side. So one row of the hyper table
 // serves the warp. 16-bit tensors go in 8 bytes a lane: 16 would put the fp32 accesses of neighbours 16 bytes apart.
 constexpr int kThreads = 256;
-constexpr int kQuads = 2;  // of a thread: eight loads of data are under way before the first is used
+constexpr int kQuads = ZK_QUADS;  // of a thread: eight loads of data are under way before the first is used
 
 // At 64 registers a thread four blocks share a multiprocessor: 112 KB of adam_step are under way on each. Held to as
 // many, kernels of several shards with two states or more spilled, as the shards' addresses take registers.
-constexpr int kBlocksPerSm = 4;
+constexpr int kBlocksPerSm = ZK_BLOCKS;
 template <class Rule>
 constexpr int kForeachBlocksPerSm = Rule::kStates <= 1 ? 4 : 3;
 
@@ -118,6 +127,9 @@ ZK_HOST_DEVICE inline void step_quads(const StepArgs& args, int64_t first) {
     slots[q] = kWhole || left > 0 ? args.row_slot[row_of(i)] : -1;
     load_quad<kWhole, Rule, Grad>(args, i, counts[q], quads[q]);
   }
+#if defined(ZK_BARRIER) && defined(__CUDA_ARCH__)
+  __syncthreads();
+#endif
   bool skip = args.found_inf && *args.found_inf != 0.0f;
   ZK_UNROLL
   for (int q = 0; q < kQuads; ++q) {

@@ -442,6 +442,43 @@ def test_grad_stats_of_several_shards(count: int, place: Place) -> None:
         check([got], [want], ["stats"], f"{place}, {count} shards, {norm=}")
 
 
+# Of three whole blocks and a tail: where one value is not finite.
+STATS_PLACES = {"first block": 5, "middle block": 8192 + 77, "last whole block": 3 * 8192 - 1, "tail": 3 * 8192 + 4}
+
+
+@everywhere
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_grad_stats_counts_one_value_wherever_it_is(dtype: torch.dtype, bad: float, place: Place) -> None:
+    """Where a block's partial is finite nothing is counted, and what its count would be is undefined."""
+    for at, norm in itertools.product(STATS_PLACES.values(), (1.0, 2.0, math.inf)):
+        shard = torch.full((3 * 8192 + 5,), 0.5, dtype=dtype)
+        shard[at] = bad
+        with zero_kernels.use_backend("reference"):
+            want = zero_kernels.grad_stats(shard, norm)
+        with backend(place.isa or place.backend):
+            got = zero_kernels.grad_stats(put(shard, place), norm).cpu()
+        check([got], [want], ["stats"], f"{place}, {at=}, {norm=}")
+        assert got[1] == 1
+
+
+@everywhere
+@pytest.mark.parametrize("norm", [1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_grad_stats_counts_no_finite_value_whose_sum_overflows(dtype: torch.dtype, norm: float, place: Place) -> None:
+    """A block's sum; the sum of blocks that are each finite; either beside a shard with a NaN, and beside an inf."""
+    in_a_block, over_blocks = (3e38, 3e34) if norm == 1.0 else (1e30, 1.7e17)
+    shards = [torch.full((3 * 8192 + 5,), big, dtype=dtype) for big in (in_a_block, over_blocks, 1.0, 1.0, in_a_block)]
+    shards[2][8192] = math.nan
+    shards[4][-1] = -math.inf
+    with backend(place.isa or place.backend):
+        got = zero_kernels.grad_stats([put(shard, place) for shard in shards], norm).cpu()
+    with zero_kernels.use_backend("reference"):
+        check([got], [zero_kernels.grad_stats(shards, norm)], ["stats"], place)
+    assert got[:, 0].isfinite().tolist() == [False, False, False, True, False]
+    assert got[:, 1].tolist() == [0, 0, 1, 0, 1]
+
+
 @everywhere
 def test_grad_stats_of_another_norm(place: Place) -> None:
     """Summed in float64, so no bits are promised."""

@@ -161,6 +161,39 @@ def instructions(code: str, *names: str) -> Counter[str]:
     return Counter(re.findall(rf"\b(?:{'|'.join(map(re.escape, names))})[\w.:]*", code))
 
 
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ +)?([A-Z]\S*)(.*?);", re.M)
+
+
+def paths_through(sass: str, name: str) -> list[int]:
+    """Of each instruction with this name: how many are executed on the shortest way from the kernel's first to its end
+    that passes there and calls no function."""
+    code = [(int(address, 16), bool(guard), op, rest) for address, guard, op, rest in INSTRUCTION.findall(sass)]
+    at = {address: i for i, (address, *_) in enumerate(code)}
+    after: dict[int, list[int]] = {i: [] for i in range(len(code))}
+    before: dict[int, list[int]] = {i: [] for i in range(len(code))}
+    for i, (_, guarded, op, rest) in enumerate(code):
+        ends, calls, jumps = op.startswith(("EXIT", "RET")), op.startswith("CALL"), op.startswith("BRA")
+        always = not guarded and (not jumps or re.match(r"\s*`?\(?0x", rest))
+        to = [at[int(rest.rpartition("0x")[2].strip(" )`"), 16)]] if jumps else []
+        if not calls and not ((ends or jumps) and always) and i + 1 < len(code):
+            to.append(i + 1)
+        for j in to:
+            after[i].append(j)
+            before[j].append(i)
+
+    def steps(starts: list[int], edges: dict[int, list[int]]) -> dict[int, int]:
+        found, queue = dict.fromkeys(starts, 0), list(starts)
+        for i in queue:
+            for j in edges[i]:
+                if j not in found:
+                    found[j] = found[i] + 1
+                    queue.append(j)
+        return found
+
+    begun, left = steps([0], after), steps([i for i, of in enumerate(code) if of[2] == "EXIT"], before)
+    return [begun[i] + 1 + left[i] for i, of in enumerate(code) if of[2] == name and i in begun and i in left]
+
+
 def inexact(ptx: str) -> Counter[str]:
     """Instructions that do not round as the contract wants, that flush subnormals, or that ptxas would contract."""
     found = instructions(ptx, "fma.", "mad.f", "mad.rn", "div.full", "div.approx", "sqrt.approx", "rcp.", "rsqrt.")
@@ -350,11 +383,33 @@ def test_grad_stats_loads_16_bytes_at_a_time(arch: int) -> None:
 @every_arch
 @pytest.mark.parametrize("norm", [2.0, float("inf")])
 def test_a_large_shard_has_many_rows_of_partials_on_their_way(arch: int, norm: float) -> None:
-    """In machine code: 32 rows of partials and of counts are asked for before the first sum, by each of 32 programs."""
+    """In machine code: 32 rows of partials are asked for before the first sum, by each of 32 programs; and by the
+    program of a shard all eight rows, by each thread of 128."""
     blocks, large, shards = launches(arch, f"grad_stats-{norm}-large")
     assert [blocks.grid, large.grid, shards.grid] == [(2**28 // 8192,), (1, 32), (1,)]
-    order = re.findall(r"LDG\.E(?= )|FADD|V?IMNMX", large.sass)
-    assert order[:64] == ["LDG.E"] * 64, order
+    for launch, loads in ((large, 32), (shards, 8 * 8)):
+        order = re.findall(r"LDG\.E(?= )|FADD|V?IMNMX", launch.sass)
+        assert order[:loads] == ["LDG.E"] * loads, order
+
+
+@every_arch
+@pytest.mark.parametrize(("norm", "most"), [(1.0, 5.4), (2.0, 5.9), (float("inf"), 5.5)])
+def test_grad_stats_counts_only_where_a_partial_is_not_finite(arch: int, norm: float, most: float) -> None:
+    """Instructions of a thread for each of its 64 elements, on the way through a block that is whole and finite; of
+    whichever dtype takes most. Counting takes 3 to 5 more, and stands in a function, called where all is done."""
+    blocks, _ = launches(arch, f"grad_stats-{norm}")
+    paths = paths_through(blocks.sass, "LDG.E.128")
+    assert len(paths) == sum(64 * x.itemsize // 16 for x in FLOATS) and max(paths) <= most * 64, max(paths) / 64
+    assert instructions(blocks.ptx, "call.uni") and instructions(blocks.sass, "CALL.REL.NOINC").total() == 3
+
+
+@every_arch
+@pytest.mark.parametrize("norm", [1.0, 2.0, float("inf")])
+def test_grad_stats_leaves_room_for_five_blocks(arch: int, norm: float) -> None:
+    """Of 128 threads each, on a multiprocessor with its 64 Ki registers: 20 warps of 64."""
+    blocks, shards = launches(arch, f"grad_stats-{norm}")
+    assert blocks.resources["REG"] <= 96
+    assert shards.resources["REG"] <= 168  # of a thread with 64 loads under way; the shards are few
 
 
 @every_arch

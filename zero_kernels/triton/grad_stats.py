@@ -6,6 +6,7 @@ Where a shard has many partials, a launch between the two has many programs add 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -29,6 +30,10 @@ LARGE_ROWS = 32  # rows whose loads are in flight together
 
 INF = 0  # the norm inf, for a kernel; 1 and 2 are themselves
 FIELDS = 5  # of a shard in the table
+
+# Few programs run at once. Without maxnreg ptxas was seen to take 64 registers, and to wait for the first loads before
+# issuing the last.
+ROOMY: dict[str, Any] = {"maxnreg": 255, **EXACT}
 
 _LANES = tl.constexpr(STATS_LANES)
 _DEPTH = tl.constexpr(STATS_BLOCK // STATS_LANES)
@@ -57,36 +62,53 @@ def _fold(lanes):
 
 
 @triton.jit
-def _block(address, begin, numel, partial, bad_count, DTYPE: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr):
+def _block(address, begin, numel, DTYPE: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr):
+    """The partial of a block of elements."""
     lane = tl.arange(0, _LANES)
     total = tl.zeros([_LANES], tl.float32)
     largest = tl.zeros([_LANES], tl.int32)
-    bad = tl.zeros([_LANES], tl.int32)
     for k in tl.static_range(_DEPTH):
         at = begin + k * _LANES + lane
         x = elements(address, at, DTYPE, WHOLE)
         x = widen(tl.load(x) if WHOLE else tl.load(x, mask=at < numel, other=0.0))
-        bad += nonfinite(x).to(tl.int32)
         if NORM == _INF:
             largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         elif NORM == 1:
             total = total + tl.abs(x)
         else:
             total = total + times(x, x)
+    return tl.max(largest, axis=0) if NORM == _INF else _fold(total)
+
+
+@triton.jit(noinline=True)
+def _count_nonfinite(address, begin, numel, bad_count, DTYPE: tl.constexpr):
+    """The count of a block, read once more. Inlined, it takes up to 128 registers of all blocks' threads, not 96."""
+    lane = tl.arange(0, _LANES)
+    bad = tl.zeros([_LANES], tl.int32)
+    for k in range(_DEPTH):
+        at = begin + k * _LANES + lane
+        x = tl.load(elements(address, at, DTYPE, False), mask=at < numel, other=0.0)
+        bad += nonfinite(widen(x)).to(tl.int32)
     tl.store(bad_count, tl.sum(bad, axis=0))
-    if NORM == _INF:
-        tl.store(partial, tl.max(largest, axis=0))
-    else:
-        tl.store(partial, _fold(total))
+
+
+@triton.jit
+def _is_nonfinite(partial):
+    """Of a partial, or of the bit pattern that stands for one."""
+    return nonfinite(partial.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _block_as(address, begin, numel, whole, partial, bad_count, DTYPE: tl.constexpr, NORM: tl.constexpr):
     # Two copies of the body: the mask that only a last block needs would make every load narrow.
     if whole:
-        _block(address, begin, numel, partial, bad_count, DTYPE, NORM, True)
+        total = _block(address, begin, numel, DTYPE, NORM, True)
     else:
-        _block(address, begin, numel, partial, bad_count, DTYPE, NORM, False)
+        total = _block(address, begin, numel, DTYPE, NORM, False)
+    tl.store(partial, total)
+    # Terms are never negative, so a non-finite value makes the partial non-finite: only then is counting needed.
+    if _is_nonfinite(total):
+        _count_nonfinite(address, begin, numel, bad_count, DTYPE)
 
 
 @triton.jit
@@ -106,7 +128,7 @@ def _shard_of(block, table, shards):
 def _block_kernel(
     table,
     partials,  # [blocks] fp32; for the norm inf int32, the bit patterns of the largest
-    bad_counts,  # [blocks] int32
+    bad_counts,  # [blocks] int32; written where the partial is not finite, and else undefined
     shards: tl.int64,
     NORM: tl.constexpr,
 ):
@@ -128,20 +150,32 @@ def _block_kernel(
 
 
 @triton.jit
-def _add_partials(partials, bad_counts, begin, end, lane, ROWS: tl.constexpr, NORM: tl.constexpr):
-    """Sum or largest, and count, of each lane: of the partials begin + lane, begin + 1024 + lane and so on to end."""
+def _add_partials(partials, count, lane, ROWS: tl.constexpr, NORM: tl.constexpr):
+    """The sum or largest of each lane: of the partials lane, lane + 1024 and so on, of `count` (int64)."""
     total = tl.zeros(lane.shape, partials.dtype.element_ty)
-    bad = tl.zeros(lane.shape, tl.int64)
-    while begin < end:
+    while count > 0:
+        left = tl.minimum(count, ROWS * _LANES).to(tl.int32)
         # Several rows at a time, so that their loads are in flight together.
         for k in tl.static_range(ROWS):
-            at = begin + k * _LANES + lane
-            inside = at < end
-            bad += tl.load(bad_counts + at, mask=inside, other=0)
-            partial = tl.load(partials + at, mask=inside, other=0)
+            partial = tl.load(partials + k * _LANES + lane, mask=k * _LANES + lane < left, other=0)
             total = tl.maximum(total, partial) if NORM == _INF else total + partial
-        begin += ROWS * _LANES
-    return total, bad
+        partials += ROWS * _LANES
+        count -= ROWS * _LANES
+    return total
+
+
+@triton.jit
+def _add_counts(partials, bad_counts, count, lane):
+    """The non-finite values behind each lane of the partials. A finite one has no count."""
+    bad = tl.zeros(lane.shape, tl.int64)
+    while count > 0:
+        inside = lane < count
+        inside &= _is_nonfinite(tl.load(partials + lane, mask=inside, other=0))
+        bad += tl.load(bad_counts + lane, mask=inside, other=0)
+        partials += _LANES
+        bad_counts += _LANES
+        count -= _LANES
+    return bad
 
 
 @triton.jit
@@ -158,25 +192,35 @@ def _large_kernel(
     """
     shard = table + tl.load(large + tl.program_id(0).to(tl.int64)) * _FIELDS
     begin = tl.load(shard + 2)
-    lane = tl.program_id(1).to(tl.int64) * _LARGE_LANES + tl.arange(0, _LARGE_LANES)
-    total, bad = _add_partials(partials, bad_counts, begin, tl.load(shard + _FIELDS + 2), lane, _LARGE_ROWS, NORM)
-    tl.store(partials + begin + lane, total)
-    tl.store(bad_counts + begin + lane, bad.to(tl.int32))
+    count = tl.load(shard + _FIELDS + 2) - begin
+    lane = (tl.program_id(1).to(tl.int64) * _LARGE_LANES).to(tl.int32) + tl.arange(0, _LARGE_LANES)
+    partials += begin
+    bad_counts += begin
+    total = _add_partials(partials, count, lane, _LARGE_ROWS, NORM)
+    bad = _is_nonfinite(total)
+    if tl.max(bad.to(tl.int32), axis=0) != 0:
+        counts = _add_counts(partials, bad_counts, count, lane).to(tl.int32)
+        tl.store(bad_counts + lane, counts, mask=bad)
+    tl.store(partials + lane, total)
 
 
 @triton.jit
 def _shard_kernel(table, partials, bad_counts, out, NORM: tl.constexpr):
     shard = tl.program_id(0).to(tl.int64)
     begin = tl.load(table + shard * _FIELDS + 2)
-    end = tl.load(table + (shard + 1) * _FIELDS + 2)
+    count = tl.load(table + (shard + 1) * _FIELDS + 2) - begin
     # The first row of a large shard's partials has become the sum of all rows.
-    end = tl.where(end - begin > _LARGE, begin + _LANES, end)
-    total, bad = _add_partials(partials, bad_counts, begin, end, tl.arange(0, _LANES), _DEPTH, NORM)
-    if NORM == _INF:
-        tl.store(out + 2 * shard, tl.max(total, axis=0).to(tl.float32, bitcast=True))
-    else:
-        tl.store(out + 2 * shard, _fold(total))
-    tl.store(out + 2 * shard + 1, tl.sum(bad, axis=0).to(tl.float32))
+    count = tl.where(count > _LARGE, _LANES, count)
+    lane = tl.arange(0, _LANES)
+    partials += begin
+    out += 2 * shard
+    total = _add_partials(partials, count, lane, _DEPTH, NORM)
+    total = tl.max(total, axis=0) if NORM == _INF else _fold(total)
+    tl.store(out, total.to(tl.float32, bitcast=True))
+    bad = 0.0
+    if _is_nonfinite(total):
+        bad = tl.sum(_add_counts(partials, bad_counts + begin, count, lane), axis=0).to(tl.float32)
+    tl.store(out + 1, bad)
 
 
 def _rows(shards: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
@@ -197,10 +241,8 @@ def _combine(
     if large:
         indices = upload(torch.tensor(large, dtype=torch.int64, device="cpu"), out.device)
         grid = (len(large), STATS_LANES // LARGE_LANES)
-        # Without maxnreg ptxas was seen to take 64 registers, and to wait for the first loads before issuing the last.
-        options = {"num_warps": 1, "maxnreg": 255, **EXACT}
-        _large_kernel[grid](table, indices, partials, bad_counts, NORM=norm, **options)
-    _shard_kernel[(len(rows) - 1,)](table, partials, bad_counts, out, NORM=norm, num_warps=WARPS, **EXACT)
+        _large_kernel[grid](table, indices, partials, bad_counts, NORM=norm, num_warps=1, **ROOMY)
+    _shard_kernel[(len(rows) - 1,)](table, partials, bad_counts, out, NORM=norm, num_warps=WARPS, **ROOMY)
 
 
 def grad_stats(shards: Sequence[Tensor], norm_type: float) -> Tensor:
