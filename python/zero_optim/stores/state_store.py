@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..comm.streams import is_there, keep_for_current_stream
 from ..params.layout import round_up
-from .host_memory import ALIGNMENT, HostMemory
+from .host_memory import HostMemory
 from .lanes import Lanes
-from .offload import Copied
+from .offload import FRAME_ALIGNMENT, Copied
 
 
 class StateStore:
@@ -132,7 +132,7 @@ class DeviceStore(PagesStay):
 
     def zeros(self, numels: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
         # They lie in one allocation: each costs ``sleep`` and ``wake`` a tenth of a millisecond (H200).
-        rooms = [round_up(numel, ALIGNMENT // dtype.itemsize) for numel in numels]
+        rooms = [round_up(numel, FRAME_ALIGNMENT // dtype.itemsize) for numel in numels]
         parts = torch.zeros(sum(rooms), dtype=dtype, device=self.works_on).split(rooms)
         return (part[:numel] for part, numel in zip(parts, numels, strict=True))
 
