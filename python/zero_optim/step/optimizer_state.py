@@ -224,7 +224,7 @@ class OptimizerState:
                     parts = [(places[slot.param][1], slot.offset) for slot in slots]
                     with self.lost.recording(shard):
                         _fill(shard, tensor, full, parts)
-            old.pop().release()  # before the next moves: not all old state and all new state is there together
+            old.pop().release()
         self._batches = batches_of(self.shards[::-1], self.lost)
         self._store.use_room()  # old pages and new ones were there together
         self.raise_lost_together()
