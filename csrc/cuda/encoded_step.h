@@ -27,7 +27,7 @@ ZK_HOST_DEVICE inline EncodedPlace place_of(const EncodedForeachArgs& args, int6
 template <class Rule, class Kinds>
 constexpr bool kIsQuick = false;
 template <int kLow>
-constexpr bool kIsQuick<AdamW, UsualKinds<kLow, Form::kInt8, Form::kRoot8>> = true;
+constexpr bool kIsQuick<AdamW, UsualKinds<kLow, Form::kInt8, Form::kRoot8>> = kTile == kThreads * kEight;
 
 #if defined(__CUDACC__)
 
@@ -92,7 +92,6 @@ __device__ inline void encoded_quads(const EncodedForeachArgs& args, const Encod
     decoded.int8[threadIdx.x] = kDecoded.int8[threadIdx.x];
     decoded.root8[threadIdx.x] = kDecoded.root8[threadIdx.x];
     __syncthreads();
-    static_assert(kQuads * kQuad == kEight);
     if (!quick_eight<Kinds::low_size()>(shard, at.tile + threadIdx.x * kEight, decoded)) {
       int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
       encoded_rows_again<Kinds>(args, shard, at.tile + warp * 2 * kRow + lane * kQuad);

@@ -3,7 +3,7 @@
 ::
 
     sleep   settle ── drop gradients ── copy everything out ── have all ranks done it? ── free ── ASLEEP
-    wake    take the memory ── copy everything in ── have all ranks done it? ── show the parameters ── OWN
+    wake    take memory, copy everything in ── have all ranks done it? ── show the parameters ── OWN
 
 Memory is freed only when every rank has its copies, and a rank that cannot wake has all of them free it again. So a
 failure leaves every rank as it was. Storages are emptied and filled in place: tensors that view them stay valid.
@@ -43,6 +43,7 @@ class Rest:
     def __init__(self, device: torch.device) -> None:
         self._device, self.memory = device, HostMemory(pinned=device.type == "cuda", device=device)
         self._run = self.memory.take(0)
+        self._places: list[Tensor] = []  # [bytes] uint8 each, of what was saved
 
     @cached_property
     def _lanes(self) -> Lanes:
@@ -50,35 +51,34 @@ class Rest:
 
     def save(self, flats: Sequence[Tensor]) -> None:
         """Copy all ``flats``, in place of what was saved before. Raises OffloadError; ``flats`` are not changed."""
-        needed = sum(round_up(flat.nbytes, ALIGNMENT) for flat in flats)
-        if self._run.nbytes < needed:
+        rooms = [round_up(flat.nbytes, ALIGNMENT) for flat in flats]
+        if self._run.nbytes < sum(rooms):
             self.close()  # before more is taken: host memory need not hold both
-            self._run = self.memory.take(needed)
-        self._copy(self._lanes.to_host, self._places(flats), flats)
+            self._run = self.memory.take(sum(rooms))
+        parts = self._run[: sum(rooms)].split(rooms)
+        self._places = [part[: flat.nbytes] for part, flat in zip(parts, flats, strict=True)]
+        self._copy(self._lanes.to_host, zip(self._places, flats, strict=True))
 
-    def load(self, flats: Sequence[Tensor]) -> None:
-        """Copy the first ``len(flats)`` saved tensors into ``flats``, of the sizes saved."""
-        self._copy(self._lanes.to_device, flats, self._places(flats))
+    def load(self, flats: Iterable[Tensor]) -> None:
+        """Copy the first saved tensors into ``flats``, of the sizes saved. Each copy runs while ``flats`` makes the
+        next, or ends."""
+        self._copy(self._lanes.to_device, zip(flats, self._places, strict=False))
 
-    def _copy(self, lane: Lane, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    def _copy(self, lane: Lane, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         now, over = self._lanes.mark(), self._lanes.mark()
-        now.set()
-        lane.after(now)  # earlier work of the device may use the memory
-        for target, source in zip(targets, sources, strict=True):
-            lane.copy(target, source)
-        lane.set(over)
-        over.wait()  # the memory of the sources is freed next
-
-    def _places(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
-        start = 0
-        for flat in flats:
-            yield self._run[start : start + flat.nbytes]
-            start += round_up(flat.nbytes, ALIGNMENT)
+        try:
+            for target, source in pairs:
+                now.set()
+                lane.after(now)  # earlier work of the device may use the memory
+                lane.copy(target, source)
+        finally:
+            lane.set(over)
+            over.wait()  # the memory of the sources is freed next; after an error that of the targets
 
     def close(self) -> None:
         """Give everything back."""
         self.memory.give_back(self._run)
-        self._run = self.memory.take(0)  # a slab goes back to the system with its last view
+        self._run, self._places = self.memory.take(0), []  # a slab goes back to the system with its last view
         self.memory.trim()
 
 
@@ -136,10 +136,8 @@ class Asleep:
         with self._sharding.world.raising_together("sleep"):
             for bucket in self._reducer.buckets:
                 bucket.leave_memory()
-            first: dict[int, Tensor] = {}  # a tensor of each storage, by its address; empty ones are left out
-            for tensor in filter(is_there, [*map(_memory_of, flats), *self._store.residents()]):
-                first.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-            moved = [*map(bytes_of, first.values())]
+            held = map(bytes_of, filter(is_there, [*map(_memory_of, flats), *self._store.residents()]))
+            moved = [*{memory.data_ptr(): memory for memory in held}.values()]  # each storage once
             self.rest.save(moved)
         # Every rank has its copies now.
         self._moved, self.flats = moved, flats
@@ -185,34 +183,33 @@ class Asleep:
             return
         try:
             with self._sharding.world.raising_together("wake"):
-                self._take_memory()
-                self.rest.load(self._moved)
+                self._load()
         except BaseException:
             self._free()
             raise
-        for bucket in self._reducer.buckets:
-            if is_there(bucket.grad_buffer):
-                bucket.grad_buffer.zero_()
         self._show_parameters()
         self._moved = []
         self._mode.now = Mode.OWN
 
-    def _take_memory(self) -> None:
+    def _load(self) -> None:
         try:
-            for tensor in self._moved:
-                allocate(tensor)
-            for bucket in self._reducer.buckets:
-                if not bucket.flat.sharded:  # else it has memory as gradients come
-                    allocate(bucket.grad_buffer)
-            if self._sharded_model is None:  # else they have memory while gradients are reduced
-                self._reducer.rounds.buffers.reallocate()
-            self._store.make_frames()
+            self.rest.load(self._take_memory())
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"wake needs {sum(tensor.nbytes for tensor in self._moved):,} bytes on {self._sharding.device}, and "
                 f"some for gradients: {str(error).splitlines()[0]}. It is still asleep: free what uses the device, and "
                 "call opt.wake() again"
             ) from error
+
+    def _take_memory(self) -> Iterator[Tensor]:
+        """Allocate everything. Yields what is to be copied in, as soon as it has memory."""
+        yield from map(allocate, self._moved)
+        for bucket in self._reducer.buckets:
+            if not bucket.flat.sharded:  # else it has memory as gradients come
+                allocate(bucket.grad_buffer).zero_()
+        if self._sharded_model is None:  # else they have memory while gradients are reduced
+            self._reducer.rounds.buffers.reallocate()
+        self._store.make_frames()
 
     def _show_parameters(self) -> None:
         for flat in self._plain_flats:
@@ -228,10 +225,7 @@ class Asleep:
         """Give everything back. Parameters that are asleep come back: raises where that fails."""
         try:
             if self._mode.now is Mode.ASLEEP and self.flats:
-                of_flats = self._moved[: len(self.flats)]
-                for tensor in of_flats:
-                    allocate(tensor)
-                self.rest.load(of_flats)
+                self.rest.load(map(allocate, self._moved[: len(self.flats)]))
                 self._show_parameters()
         finally:
             self.rest.close()

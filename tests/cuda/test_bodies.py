@@ -62,7 +62,7 @@ def test_an_overrun_would_be_seen(bodies: Path) -> None:
 
 
 def test_the_quick_way_has_the_bits_of_the_usual_one(tmp_path: Path) -> None:
-    """All fractions of roots and divisors. Rows as in a training, of any magnitude, with planted values, almost zero."""
+    """All fractions of roots and divisors; rows as in a training, of any magnitude, with planted values, of zeros."""
     flags = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
     subprocess.run(["g++", *flags, str(HERE / "host/quick.cpp"), "-o", str(tmp_path / "quick")], check=True)
     done = subprocess.run([str(tmp_path / "quick"), "2000"], capture_output=True, text=True, check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from training_cases import TINY_CAP_MB, assert_bitwise, linear_backward, make_gr
 from zero_optim import asleep, checkpoint, mode
 from zero_optim.mode import Mode
 from zero_optim.stores.host_memory import HostMemory
+from zero_optim.stores.lanes import Lane
 
 SHAPES = ((17, 9), (300,), (5, 3, 2), (40, 25))
 STEPS = 5
@@ -42,7 +44,7 @@ class Listed(nn.Module):
 class Job:
     """A model and its optimizer, with an average and tiny buckets."""
 
-    def __init__(self, stage: int, dtype: torch.dtype, store: str | None = None) -> None:
+    def __init__(self, stage: int, dtype: torch.dtype, store: str | None = None, **form: Any) -> None:
         if stage < 3:
             self.model: nn.Module = Listed(make_parameters(SHAPES, dtype))
             self.backward: Callable[[Any], None] = partial(linear_backward, list(self.model.weights))  # type: ignore
@@ -53,7 +55,7 @@ class Job:
         self.plain: list[Tensor] = [*self.model.parameters()]
         cap = {} if stage == 3 else {"stage": stage, "bucket_cap_mb": TINY_CAP_MB}
         self.opt: Any = zero_optim.ShardedAdamW(
-            self.model.named_parameters(), lr=1e-2, ema_decay=0.9, state_offload=store, **cap
+            self.model.named_parameters(), lr=1e-2, ema_decay=0.9, state_offload=store, **cap, **form
         )
         # What a user may have taken, and keeps.
         self.taken = [] if self.model_is_sharded else [p.data for p in self.plain]
@@ -78,6 +80,7 @@ class Job:
         flats = [bucket.flat for bucket in engine.reducer.buckets]
         return {
             "parameters": [flat.shard if flat.sharded else flat.full for flat in flats],
+            "gradients": [bucket.grad_buffer for bucket in engine.reducer.buckets],
             "rest": [
                 *(bucket.grad_buffer for bucket in engine.reducer.buckets),
                 *engine.reducer.rounds.buffers.storages,
@@ -201,6 +204,76 @@ def test_host_memory_is_taken_once() -> None:
     run_ranks(1, _kept)
 
 
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _runs(job: Job) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in job.opt.engine.store.residents()}
+
+
+def _one_run_a_kind(rank: int, world_size: int, stage: int, form: dict[str, Any]) -> None:
+    job = Job(stage, torch.bfloat16, **form)
+    kinds = {tensor.name for shard in job.opt.engine.states.shards for tensor in shard.stored}
+    assert len(_runs(job)) == len(kinds) < len(job.opt.engine.store.residents())
+    job.step(rank, 0)  # from here on buckets are in the order of the backward
+    buckets = job.opt.engine.reducer.buckets
+    assert len(_runs(job)) == len(kinds) < len(kinds) * len(buckets)
+    job.opt.zero_grad()
+    calls: list[str] = []
+    take, copy = asleep.allocate, Lane.copy
+
+    def counted_take(tensor: Tensor) -> Tensor:
+        calls.append("allocate")
+        return take(tensor)
+
+    def counted_copy(self: Lane, target: Tensor, source: Tensor) -> None:
+        calls.append("copy")
+        copy(self, target, source)
+
+    before, runs = job.held(), sum(tensor.nbytes for tensor in job.opt.engine.store.residents())
+    job.opt.sleep()
+    assert runs <= job.opt.stats()["sleep"]["host"] < runs + 4096 * len(kinds) + 512 * len(kinds) * len(buckets)
+    with mock.patch.object(asleep, "allocate", counted_take), mock.patch.object(Lane, "copy", counted_copy):
+        job.opt.wake()
+    # Each is copied before the next has memory. Gradients have theirs while the copies run.
+    unsharded = sum(not bucket.flat.sharded for bucket in buckets)
+    assert calls == ["allocate", "copy"] * len(kinds) + ["allocate"] * unsharded
+    assert_bitwise(job.held(), before)
+    job.opt.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("form", [{}, {"master": "split8", "state_dtype": "int8"}], ids=["fp32", "int8"])
+def test_state_of_all_buckets_lies_in_one_run_for_each_name(stage: int, form: dict[str, Any]) -> None:
+    run_ranks(2, _one_run_a_kind, stage, form)
+
+
+def _grown(rank: int, world_size: int) -> None:
+    """Parameters that are added have runs of their own, until buckets are laid out again. A state dict can be saved."""
+    job = Job(2, torch.bfloat16, state_dtype="int8")
+    job.step(rank, 0)
+    job.opt.zero_grad()
+    runs = len(_runs(job))
+    added = nn.Parameter(torch.ones(300, dtype=torch.bfloat16, device=job.plain[0].device))
+    job.opt.add_param_group({"params": [("added", added)]})
+    assert len(_runs(job)) == 2 * runs
+    held = job.opt.state_dict()["state"]
+    job.opt.sleep()
+    job.opt.wake()
+    now, file = job.opt.state_dict(), io.BytesIO()
+    torch.save(now, file)  # raises where tensors of two dtypes lie in one storage
+    assert len(file.getvalue()) < 2**20
+    for key, state in held.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                assert_bitwise([value], [now["state"][key][name]])
+    job.opt.close()
+
+
+def test_added_parameters_sleep_in_runs_of_their_own() -> None:
+    run_ranks(1, _grown)
+
+
 # ---- meanwhile -------------------------------------------------------------------------------------------------------
 
 
@@ -311,9 +384,9 @@ def _without_gradients(rank: int, world_size: int) -> None:
     """Memory that is taken again holds what others have left there."""
     take = asleep.allocate
 
-    def take_used(tensor: Tensor) -> None:
-        take(tensor)
-        tensor.view(torch.uint8).fill_(0xFF)
+    def take_used(tensor: Tensor) -> Tensor:
+        take(tensor).view(torch.uint8).fill_(0xFF)
+        return tensor
 
     for stage in range(4):
         plain, job = Job(stage, torch.float32), Job(stage, torch.float32)
@@ -376,8 +449,27 @@ def _no_memory(self: HostMemory, nbytes: int) -> Tensor:
     raise zero_optim.OffloadError(f"no {nbytes:,} bytes of host memory")
 
 
-def _no_device_memory(tensor: Tensor) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory")
+def _no_device_memory(after: int) -> Callable[[Tensor], Tensor]:
+    """The device has memory for so many tensors, and not for the next."""
+    take, calls = asleep.allocate, itertools.count()
+
+    def raising(tensor: Tensor) -> Tensor:
+        if next(calls) == after:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return take(tensor)
+
+    return raising
+
+
+def _no_copy(after: int) -> Callable[[Lane, Tensor, Tensor], None]:
+    copy, calls = Lane.copy, itertools.count()
+
+    def raising(self: Lane, target: Tensor, source: Tensor) -> None:
+        if next(calls) == after:
+            raise RuntimeError("a copy fails")
+        copy(self, target, source)
+
+    return raising
 
 
 def _fails(call: Callable[[], object], rank: int, error: type[Exception], patch: Any) -> None:
@@ -400,10 +492,15 @@ def _failing(rank: int, world_size: int) -> None:
         assert job.opt.stats()["sleep"]["mode"] == "OWN"
         assert_bitwise(job.held(), before)
         sleep()
-        no_room = mock.patch.object(asleep, "allocate", _no_device_memory)
-        _fails(job.opt.wake, rank, zero_optim.OutOfMemoryError, no_room)
-        assert _nbytes([*buffers["parameters"], *buffers["rest"]]) == 0
-        assert job.opt.stats()["sleep"]["mode"] == "ASLEEP"
+        moved, gradients = len(job.opt.engine.asleep._moved), len(buffers["gradients"]) if stage == 1 else 0
+        for after in (0, 1, moved - 1, *([moved + gradients - 1] if gradients else [])):
+            failures = [(zero_optim.OutOfMemoryError, mock.patch.object(asleep, "allocate", _no_device_memory(after)))]
+            if after < moved:
+                failures.append((RuntimeError, mock.patch.object(Lane, "copy", _no_copy(after))))
+            for error, patch in failures:
+                _fails(job.opt.wake, rank, error, patch)
+                assert _nbytes([*buffers["parameters"], *buffers["rest"]]) == 0
+                assert job.opt.stats()["sleep"]["mode"] == "ASLEEP"
         job.opt.wake()
         assert_bitwise(job.held(), before)
         job.step(rank, 1)

@@ -116,14 +116,15 @@ class GradStreams:
         self._called_on = None if self._index is None else torch._C._accelerator_getStream(self._index)
 
 
-def allocate(tensor: Tensor, nbytes: int | None = None) -> None:
-    """Give memory back to a tensor, and to its views, after ``deallocate``. Contents: undefined. ``nbytes``: of its
-    beginning, where no more will be used; None: all."""
+def allocate(tensor: Tensor, nbytes: int | None = None) -> Tensor:
+    """Give memory back to a tensor, and to its views, after ``deallocate``. Contents: undefined. Returns the tensor.
+    ``nbytes``: of its beginning, where no more will be used; None: all."""
     storage = tensor.untyped_storage()
     needed = tensor.nbytes if nbytes is None else nbytes
     if storage.nbytes() < needed:
         deallocate(tensor)  # else what is there would be copied
         storage.resize_(needed)
+    return tensor
 
 
 def deallocate(tensor: Tensor) -> None:

@@ -97,8 +97,7 @@ class Bucket:
         """Return ``grad_shard``. At stage 3, where no gradient has come, it is zeros in new memory."""
         # There the memory is freed while there is no gradient, and without a round nothing takes it again.
         if self.flat.sharded and self.grad_buffer.untyped_storage().nbytes() == 0:
-            allocate(self.grad_buffer)
-            self.grad_buffer.zero_()
+            allocate(self.grad_buffer).zero_()
         return self.grad_shard
 
     @property
@@ -132,8 +131,7 @@ class Bucket:
 
     def make_room(self) -> None:
         """Make memory for reduced gradients of other buckets: zeros until ``take_over``."""
-        allocate(self.grad_buffer)
-        self.grad_buffer.zero_()
+        allocate(self.grad_buffer).zero_()
         self.slots.make_room()
 
     def take_over(self, index: int, whole: Tensor, *, shown: bool, used: bool) -> None:

@@ -21,7 +21,7 @@ from ..grads.bucket import Bucket
 from ..params.layout import SlotPiece
 from ..rules.codec import StateTensor
 from ..rules.group_rules import GroupRules
-from ..rules.update_rule import has_master
+from ..rules.update_rule import has_master, stored_for
 from ..stores.host_threads import host_threads
 from ..stores.state_store import HostStore, StateStore
 from .batches import LostState, ShardBatch, batches_of, in_turn
@@ -115,7 +115,7 @@ class OptimizerState:
     def grow(self, buckets: Sequence[Bucket]) -> None:
         """Make state for new buckets, whose parameters come last in ``parameters``."""
         self.refresh_edited()
-        self.shards += [self._shard_state(bucket) for bucket in buckets]
+        self.shards += self._shard_states(buckets)
         self._batches = batches_of(self.shards[::-1], self.lost)
         self._record_versions()
 
@@ -173,10 +173,15 @@ class OptimizerState:
 
     # -- update --------------------------------------------------------------------------------------------------
 
-    def _shard_state(self, bucket: Bucket) -> ShardState:
-        rule = self.rules.of(bucket.layout.slots[0].param)  # a bucket has one
-        bucket.zero_copy &= not isinstance(self._store, HostStore)  # which takes the sum as it arrives, undivided
-        return ShardState(bucket, rule, self._store, group=self._group)
+    def _shard_states(self, buckets: Sequence[Bucket]) -> list[ShardState]:
+        ruled = [(bucket, self.rules.of(bucket.layout.slots[0].param)) for bucket in buckets]  # a bucket has one
+        numels: dict[StateTensor, list[int]] = {}
+        for bucket, rule in ruled:
+            bucket.zero_copy &= not isinstance(self._store, HostStore)  # which takes the sum as it arrives, undivided
+            for tensor in stored_for(rule, bucket.dtype):
+                numels.setdefault(tensor, []).append(tensor.span(0, bucket.layout.shard_numel)[1])
+        zeros = {tensor: self._store.zeros(of_pages, tensor.dtype) for tensor, of_pages in numels.items()}
+        return [ShardState(bucket, rule, self._store, zeros, group=self._group) for bucket, rule in ruled]
 
     def to_update(self, by: Coefficients) -> Iterator[tuple[ShardBatch, Coefficients]]:
         """Yield all batches, and what each is to be updated by before the next is asked for. The state of later batches
@@ -205,7 +210,7 @@ class OptimizerState:
             old.pop().release()
         # Memory may be lacking on one rank, and what follows may be collective.
         with self.sharding.world.raising_together("laying out the state", self.sharding.device):
-            self.shards = [self._shard_state(bucket) for bucket in buckets]
+            self.shards = self._shard_states(buckets)
         places = {piece.slot.param: (shard, piece) for shard in self.shards for piece in shard.bucket.pieces}
         while old:
             for tensor in old[-1].stored:
@@ -214,7 +219,7 @@ class OptimizerState:
                     parts = [(places[slot.param][1], slot.offset) for slot in slots]
                     with self.lost.recording(shard):
                         _fill(shard, tensor, full, parts)
-            old.pop().release()  # before the next moves: not all old state and all new state is there together
+            old.pop().release()
         self._batches = batches_of(self.shards[::-1], self.lost)
         self._store.use_room()  # old pages and new ones were there together
         self.raise_lost_together()

@@ -78,6 +78,7 @@ class ShardState:
         bucket: Bucket,
         rule: UpdateRule,
         store: StateStore,
+        zeros: Mapping[StateTensor, Iterator[Tensor]],
         *,
         group: Callable[[int], Mapping[str, Any]],
     ) -> None:
@@ -90,7 +91,11 @@ class ShardState:
         self._place, visiting = OnDevice(bucket), {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}
         if isinstance(store, HostStore):
             self._place, visiting = OnHost(bucket, store, reads_parameters=not self._has_master), {}
-        self.page = store.allocate({tensor.name: self._first(tensor) for tensor in self.stored}, visiting)
+        page = {tensor.name: next(zeros[tensor]) for tensor in self.stored}
+        for tensor in self.stored:
+            if tensor.begins is not Begins.ZERO:
+                page[tensor.name].copy_(bucket.param_shard)
+        self.page = store.allocate(page, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=self.device)
         self.wholes, self.to_join = wholes_in(bucket, rule, group, keeps_views=self.keeps_views)
@@ -102,12 +107,6 @@ class ShardState:
                 first, count = piece.in_shard // ROW, -(-piece.numel // ROW)
                 keys[first : first + count] = row_keys(piece.slot.param, piece.in_param // ROW, count)
             self.row_keys = keys.to(self.device)
-
-    def _first(self, tensor: StateTensor) -> Tensor:
-        if tensor.begins is not Begins.ZERO:
-            return self.bucket.param_shard.to(self.device, tensor.dtype, copy=True)
-        _, numel = tensor.span(0, self.numel)
-        return torch.zeros(numel, dtype=tensor.dtype, device=self.device)
 
     def release(self) -> None:
         """Release the page and all else that is held: nothing needs this state any more."""
