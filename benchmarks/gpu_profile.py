@@ -1,4 +1,4 @@
-"""One launch of each op on each backend under Nsight Compute: time, bytes of memory, occupancy, registers.
+"""One launch of each op on each backend under Nsight Compute: time, bytes, occupancy, registers, why warps wait.
 
     python benchmarks/gpu_profile.py
 
@@ -31,8 +31,11 @@ METRICS = {
     "memory_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "occupancy_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "registers": "launch__registers_per_thread",
-    "blocks": "launch__grid_size",
+    "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "instructions": "smsp__inst_executed.sum",  # of warps
 }
+STALLS = ("long_scoreboard", "short_scoreboard", "lg_throttle", "mio_throttle", "math_pipe_throttle", "wait", "barrier")
+METRICS |= {f"stalled_{why}": f"smsp__average_warps_issue_stalled_{why}_per_issue_active.ratio" for why in STALLS}
 
 
 def launch(device: str) -> None:
@@ -40,7 +43,8 @@ def launch(device: str) -> None:
     where = torch.device(device)
     for op, make_case in CASES.items():
         case = make_case(Setting(where, "bf16", NUMEL[device], choose_backends(where, None)))
-        for backend in case.setting.backends:
+        ways = [f"{backend}{form}" for backend in case.setting.backends for form in ("", ", split8, int8")]
+        for backend in filter(case.jobs.__contains__, ways):
             (job,) = case.jobs[backend]
             job()
             if device == "cuda":
@@ -65,10 +69,7 @@ def read(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return None
+    return float(text.replace(",", "")) if text[:1].isdigit() else None
 
 
 def main(options: Any) -> int:
@@ -96,9 +97,8 @@ def main(options: Any) -> int:
         print(f"{done.stdout[-2000:]}\nncu has ended with {done.returncode}", flush=True)
         return 1
     result = Result(device, options.out, options.write, "profile")
-    result.add(
-        [{"op": "profile", "backend": of["kernel"], "dtype": "bf16", "numel": NUMEL["cuda"], **of} for of in kernels]
-    )
+    same = {"op": "profile", "dtype": "bf16", "numel": NUMEL["cuda"]}
+    result.add([{**same, "backend": of["kernel"], **of} for of in kernels])
     for of in kernels:
         moved = ((of["bytes_read"] or 0) + (of["bytes_written"] or 0)) / (of["ns"] or 1)
         shares = f"memory {of['memory_percent']} %, occupancy {of['occupancy_percent']} %"
