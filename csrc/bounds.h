@@ -127,6 +127,8 @@ inline std::vector<StepTensors> check_foreach_step(
                          row_slots[i], hyper,      grad_scale, found_inf,   nonfinite_slots};
     for (int s = 0; s < state_count; ++s) {
       shard.states[s] = &states[i * state_count + s];
+      if (form_of(*shard.states[s]) == Form::kBFloat16 && !row_keys)
+        throw std::runtime_error("zero_kernels: foreach_step needs row_keys for states in bfloat16");
       if (!has_scale(form_of(*shard.states[s]))) continue;
       if (!scales || scaled == scales->size())
         throw std::runtime_error("zero_kernels: foreach_step needs a scale for each int8 or uint8 state");

@@ -104,7 +104,7 @@ def foreach_step(
         masters: of each shard [numel] fp32, updated in place. Or all int16, or all int8: the low parts of split
             masters, of which `params_out`, then in bf16, are the high halves, and are read, too.
         states: of each shard the tensors that `RULES[rule].states` names, [numel], updated in place: all of the first
-            shard, then all of the second, ... The dtype says the form: fp32, bf16 (rounded to nearest even), int8
+            shard, then all of the second, ... The dtype says the form: fp32, bf16 (rounded stochastically), int8
             (with steps that are finest close to 0) or uint8 (roots). A state has one form in all shards.
         params_out: of each shard [numel] fp16, bf16 or fp32, all of one dtype; empty when the masters are the
             parameters.
@@ -112,9 +112,9 @@ def foreach_step(
         hyper: fp32 [slots, 12], with the columns of the rule, shared by all shards.
         grad_scale, found_inf, nonfinite_slots: shared by all shards, as in `adam_step`.
         scales: of each int8 and uint8 state fp32 [ceil(numel / ROW)], one a row, in the order of `states`.
-        row_keys: of each shard int32 [ceil(numel / ROW)], any numbers. Where they are given, bf16 states are rounded
-            stochastically, by noise that is made of the row's key, the slot's `step_number` in `hyper`, the state and
-            the element's place in the row.
+        row_keys: of each shard int32 [ceil(numel / ROW)], any numbers; needed where states are in bf16. These are
+            rounded by noise that is made of the row's key, the slot's `step_number` in `hyper`, the state and the
+            element's place in the row.
 
     No two shards overlap. The bits are those of a call for each shard; those of "adamw" are those of `adam_step`.
     Raises what `adam_step` raises, and ValueError for an unknown rule, for lists of unlike lengths or without a shard.
@@ -345,6 +345,8 @@ def _check_foreach_step(rule: str, *given: Any) -> torch.device:
     for name, tensors in alike.items():
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise TypeError(f"{name} must have one dtype: make a call for each dtype")
+    if args.row_keys is None and any(state.dtype == torch.bfloat16 for state in args.states):
+        raise ValueError("bfloat16 states are rounded stochastically: give row_keys, of zero_kernels.codecs.row_keys")
     for state, scale in zip(args.states, args.scale_of_states(), strict=True):
         if scale is not None:
             _check_flat("a scale", scale, (torch.float32,), state.device, -(-state.numel() // ROW))

@@ -105,7 +105,7 @@ def _encoded(update: Update, dtypes: Sequence[torch.dtype]) -> Update:
     forms = [FORMS[dtype] for dtype in dtypes]
 
     def encode(state: int, value: Tensor, c: Coefficients) -> Sequence[Tensor]:
-        if dtypes[state] == torch.bfloat16 and ROW_KEY in c:
+        if dtypes[state] == torch.bfloat16:
             return encode_stochastic_in_update(value, c, state)
         return forms[state].encode(value)
 

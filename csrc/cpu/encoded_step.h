@@ -70,15 +70,10 @@ template <class Low>
 
 // What is encoded once a row is complete goes to `kept`: values, or their roots. AdamW has these roots anyway. `noise`:
 // of each row, by which bf16 is rounded.
-template <bool kStochastic>
 [[gnu::always_inline]] inline void store_state(
     Form form, void* to, float* kept, const uint32_t* noise, int i, Vec a, Vec b) {
   if (form == Form::kFloat) return store_pair(static_cast<float*>(to) + i, a, b);
-  if (form == Form::kBFloat16) {
-    BFloat16* at = static_cast<BFloat16*>(to) + i;
-    if constexpr (kStochastic) return store_stochastic(at, a, b, noise[i / kRow], i % kRow);
-    return store_pair(at, a, b);
-  }
+  if (form == Form::kBFloat16) return store_stochastic(static_cast<BFloat16*>(to) + i, a, b, noise[i / kRow], i % kRow);
   if (form == Form::kInt8) return store_pair(kept + i, a, b);
   store_pair(kept + i, square_root(a), square_root(b));
 }
@@ -140,9 +135,8 @@ T* of_row(T* tensor, int64_t row, int64_t size) {
 }
 
 // Updates `numel` elements of rows, and stores all but the states that have a scale. One loop for all forms and dtypes:
-// the processor foresees its branches, which are the same in every round. Stochastic rounding has a loop of its own: as
-// a branch it took 2 % of the time of bf16 that is rounded to nearest, one thread of an EPYC.
-template <class Rule, bool kStochastic>
+// the processor foresees its branches, which are the same in every round.
+template <class Rule>
 void update_pairs(
     const StepArgs& args, int64_t row, int numel, const Coefficients<Rule, Vec>& of, EncodedRows& rows, bool stream) {
   Coefficients<Rule, Vec> c = of;
@@ -181,8 +175,7 @@ void update_pairs(
     }
     Vec divisor_a = begin_update(g.a, next_a, c), divisor_b = begin_update(g.b, next_b, c);
     for (int s = 0; s < Rule::kStates; ++s)
-      store_state<kStochastic>(
-          encoded.forms[s], states[s], rows.states[s], rows.noise[s], i, next_a.states[s], next_b.states[s]);
+      store_state(encoded.forms[s], states[s], rows.states[s], rows.noise[s], i, next_a.states[s], next_b.states[s]);
     if (i > 0) end_pair(i - kPair);
     a = next_a;
     b = next_b;
@@ -197,8 +190,7 @@ void update_encoded(
     const StepArgs& args, int64_t row, int numel, int count, const Coefficients<Rule, Vec>& c, EncodedRows& of,
     bool stream) {
   const Encoded& encoded = args.encoded;
-  auto run = encoded.row_keys ? update_pairs<Rule, true> : update_pairs<Rule, false>;
-  run(args, row, numel, c, of, stream);
+  update_pairs(args, row, numel, c, of, stream);
   for (int s = 0; s < Rule::kStates; ++s) {
     for (int i = count; i < numel; ++i) of.states[s][i] = 0.0f;
     void* to = of_row(args.states[s], row, size_of(encoded.forms[s]));

@@ -98,8 +98,7 @@ ZK_HOST_DEVICE inline void decode_raw(Form form, const Raw& raw, float scale, fl
 }
 
 ZK_HOST_DEVICE inline Raw encode_raw(Form form, const float (&x)[kQuad], float scale) {
-  if (form == Form::kFloat || form == Form::kBFloat16)
-    return narrow_raw(form == Form::kFloat ? DType::kFloat : DType::kBFloat16, x);
+  if (form == Form::kFloat) return narrow_raw(DType::kFloat, x);
   Raw raw = {};
   if (!is_usable(scale)) return raw;
   Estimate estimate(form, scale);
@@ -231,7 +230,7 @@ ZK_HOST_DEVICE inline void store_encoded(
     Form form = kinds.form(s);
     float scale = has_scale(form) ? scale_of(form, bits_float(of.bounds[s])) : 0.0f;
     if (has_scale(form) && place_in_row(raw.i) == 0 && raw.count > 0) shard.scale(s)[row_of(raw.i)] = scale;
-    Raw kept = form == Form::kBFloat16 && shard.row_keys
+    Raw kept = form == Form::kBFloat16
                    ? stochastic_raw(of.quad.states[s], noise_of_state(noise, s), place_in_row(raw.i))
                    : encode_raw(form, of.quad.states[s], scale);
     store_raw<kWhole>(step.state(s), size_of(form), raw.i, raw.count, kept);

@@ -37,7 +37,7 @@ struct EncodedShard {
   StepArgs step;
   float* scales[kMostStates];  // [rows], or null where the form has none
   void* low;                   // of a split master, whose high halves are the parameters; or null
-  const int32_t* row_keys;     // [rows], by which bf16 is rounded stochastically; or null
+  const int32_t* row_keys;     // [rows], by which bf16 is rounded stochastically; or null, without states in bf16
 
   ZK_HOST_DEVICE float* scale(int i) const { return i == 0 ? scales[0] : i == 1 ? scales[1] : scales[2]; }
 };

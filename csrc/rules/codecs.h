@@ -21,7 +21,7 @@ struct Encoded {
   float* scales[kMostStates];  // [rows], or null where the form has none
   void* low;                   // of a split master, whose high halves are the parameters; or null
   int low_size;                // 2: int16; 1: int8; 0: masters are not split
-  const int32_t* row_keys;     // [rows], by which bf16 is rounded stochastically; or null: it is rounded to nearest
+  const int32_t* row_keys;     // [rows], by which bf16 is rounded stochastically; or null, without states in bf16
 
   // A shard without elements has no addresses, so that `low` does not tell.
   bool any() const {

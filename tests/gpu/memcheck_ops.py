@@ -75,7 +75,9 @@ def smaller_state(of_states: Sequence[torch.dtype], device: str) -> int:
         states = [make(numel, dtype, device, offset) for numel in SIZES for dtype in of_states]
         rows = [(torch.arange(-(-numel // ROW), device=device) % 3 - 1).to(torch.int32) for numel in SIZES]
         scales = [make(-(-len(state) // ROW), torch.float32, device) for state in states if state.itemsize == 1]
-        zero_kernels.foreach_step("adamw", grads, masters, states, params, rows, table, scales=scales or None)
+        zero_kernels.foreach_step(
+            "adamw", grads, masters, states, params, rows, table, scales=scales or None, row_keys=rows
+        )
         calls += 1
     return calls
 

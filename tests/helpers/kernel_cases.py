@@ -159,12 +159,12 @@ class Shards:
 
 class EncodedShards(Shards):
     """`Shards` whose states have these forms, in the order of the rule's. `low`: the masters, which awkward parameters
-    are the high halves of, are split, and the low parts have that dtype. `stochastic`: bf16 is rounded so. `huge`:
+    are the high halves of, are split, and the low parts have that dtype. `huge`:
     every second row has a gradient that is the largest of its dtype.
 
     Attributes:
         scales: of the states, in their order.
-        row_keys: of each shard; None: bf16 is rounded to nearest.
+        row_keys: of each shard.
     """
 
     def __init__(
@@ -173,7 +173,6 @@ class EncodedShards(Shards):
         *args: Any,
         forms: Sequence[torch.dtype],
         low: torch.dtype | None = None,
-        stochastic: bool = False,
         huge: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -181,8 +180,7 @@ class EncodedShards(Shards):
         super().__init__(rule, *args, **kwargs)
         for grad in self.grads if huge else ():
             grad[5 :: 2 * ROW] = torch.finfo(grad.dtype).max
-        keys = [at_offset(codecs.row_keys(i, i, len(rows)), i % 3) for i, rows in enumerate(self.row_slots)]
-        self.row_keys = keys if stochastic else None
+        self.row_keys = [at_offset(codecs.row_keys(i, i, len(rows)), i % 3) for i, rows in enumerate(self.row_slots)]
         for i, state in enumerate(self.states):
             form, values = (
                 codecs.FORMS[forms[i % len(RULES[rule].states)]],

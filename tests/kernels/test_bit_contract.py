@@ -182,7 +182,6 @@ def shard_cases(rule: str, place: Place) -> Iterator[EncodedShards]:
             calm=i % 4 != 0,
             forms=[FORMS[(i // 4**at + i * few) % 4] for at in range(states)],
             low=low,
-            stochastic=i % 5 == 2,
             huge=i % 4 == 2,
         )
 
@@ -233,14 +232,13 @@ def test_more_shards_than_a_launch_takes(place: Place) -> None:
 def test_the_usual_forms_of_adamw(forms: tuple[torch.dtype, ...], low: torch.dtype | None, place: Place) -> None:
     """CUDA has kernels of their own for these. The first shard has no elements, so it has no address to tell by whether
     masters are split."""
-    for calm, offset, stochastic in ((False, 0, False), (True, 0, True), (True, 3, False)):
+    for calm, offset in ((False, 0), (True, 0), (True, 3)):
         shards = EncodedShards(
             *("adamw", sizes_at(place, (0, 2000, 1, 127, 129, 4097, 3 * 2048)), torch.bfloat16, torch.bfloat16, offset),
             calm=calm,
             huge=offset != 0,
             forms=forms,
             low=low,
-            stochastic=stochastic,
         )
         check_shards(shards, place, (forms, low, calm, offset))
 

@@ -57,9 +57,7 @@ def foreach_step(rule: str, grad: torch.dtype, param: torch.dtype | None) -> Non
     )
 
 
-def encoded_step(
-    *forms: torch.dtype, rule: str = "adamw", master: torch.dtype = FP32, stochastic: bool = False
-) -> None:
+def encoded_step(*forms: torch.dtype, rule: str = "adamw", master: torch.dtype = FP32) -> None:
     """States of these forms; `master`: of an integer dtype the low part of a split one."""
     numel = 16 * ROW
     triton.OPS["foreach_step"](
@@ -72,7 +70,7 @@ def encoded_step(
         torch.zeros(2, 12),
         *(torch.ones(1), torch.ones(1), torch.zeros(2, dtype=torch.int32)),
         [torch.zeros(16) for form in forms if form.itemsize == 1],
-        [torch.zeros(16, dtype=torch.int32)] if stochastic else None,
+        [torch.zeros(16, dtype=torch.int32)] if BF16 in forms else None,
     )
 
 
@@ -124,7 +122,6 @@ CALLS: dict[str, Callable[[], None]] = {
     "encoded_step-8-split": partial(encoded_step, torch.int8, torch.uint8, master=torch.int16),
     "encoded_step-8-split8": partial(encoded_step, torch.int8, torch.uint8, master=torch.int8),
     "encoded_step-bf16": partial(encoded_step, BF16, BF16, master=torch.int16),
-    "encoded_step-stochastic": partial(encoded_step, BF16, BF16, master=torch.int16, stochastic=True),
     "encoded_step-lion": partial(encoded_step, torch.int8, rule="lion", master=torch.int16),
     **{f"ema-{NAMES[dtype]}": partial(ema, dtype) for dtype in FLOATS},
     "ema-split": partial(ema, torch.int16),

@@ -114,12 +114,10 @@ def _step_rows(
         noise = noise_of_rows(key, tl.load(coefficients + STEP_NUMBER))
         element = tl.arange(0, _ROW).to(tl.uint32)[None, :]
     for i in tl.static_range(len(states)):
-        if states[i].dtype.element_ty == tl.bfloat16 and row_keys is not None:
+        if states[i].dtype.element_ty == tl.bfloat16:
             tl.store(states[i] + at, encode_stochastic(after[i], noise, i, element), mask=live)
         elif not is_encoded(states[i]):
             tl.store(states[i] + at, after[i], mask=live)
-        elif scales[i] is None:
-            tl.store(states[i] + at, narrow(after[i], tl.bfloat16), mask=live)
         else:
             values, scale_of_row = encode(after[i], inside, states[i].dtype.element_ty)
             tl.store(states[i] + at, values, mask=live)
@@ -143,7 +141,7 @@ def _step_kernel(
     found_inf,
     nonfinite_slots,
     scales,  # a tuple of as many as states, of None for those without
-    row_keys,  # or None: bf16 is rounded to nearest
+    row_keys,  # or None, without states in bf16
     numel: tl.int64,
     UPDATE: tl.constexpr,
     RAGGED: tl.constexpr,  # whether numel is no multiple of a row

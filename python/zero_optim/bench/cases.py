@@ -192,7 +192,8 @@ def update_in_form(shard: Shard, form: Form) -> Callable[[], object]:
         scales += [each.view(-1) for each in scale]
     master = torch.zeros_like(shard.param, dtype=form.low) if form.low else shard.master
     lists = ([shard.grad], [master], states, [shard.param], [shard.row_slot])
-    return functools.partial(zero_kernels.foreach_step, "adamw", *lists, **_scalars(shard), scales=scales or None)
+    step = functools.partial(zero_kernels.foreach_step, "adamw", *lists, **_scalars(shard))
+    return functools.partial(step, scales=scales or None, row_keys=[shard.row_slot])
 
 
 def _scalars(shard: Shard) -> dict[str, Any]:

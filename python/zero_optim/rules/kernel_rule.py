@@ -31,12 +31,11 @@ class KernelRule(UpdateRule):
         kernel: its name in ``zero_kernels.RULES``, which lists the state beside the master.
     """
 
-    # Set by ``prepared``: the op, names of the stored tensors that it is given, and whether one is rounded by noise.
+    # Set by ``prepared``: the op, and names of the stored tensors that it is given.
     _step: zero_kernels.Prepared
     _master: str
     _states: list[str]
     _scales: list[str]
-    _by_noise: bool
 
     def __init__(self, kernel: str, **values: Any) -> None:
         super().__init__(**values)
@@ -61,7 +60,6 @@ class KernelRule(UpdateRule):
         (master, *_), *states = (parts_of(self.codecs, StateTensor(name)) for name in names)
         made._master, made._states = master.name, [parts[0].name for parts in states]
         made._scales = [part.name for parts in states for part in parts[1:]]
-        made._by_noise = any(codec.stochastic for codec in self.codecs.values())
         return made
 
     def _as_kernel(self) -> zero_kernels.Rule:
@@ -70,8 +68,7 @@ class KernelRule(UpdateRule):
     def update(self, shards: Sequence[ShardUpdate]) -> None:
         *lists, row_keys = lists_of(shards, self._master, self._states)
         scales = [shard.state[name] for shard in shards for name in self._scales]
-        # Given keys of rows, a kernel rounds all bf16 by noise.
-        self._step(self.kernel, *lists, scales or None, row_keys if self._by_noise else None)
+        self._step(self.kernel, *lists, scales or None, row_keys)
 
 
 class AdamW(KernelRule):
