@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import counted_bytes
 import torch
-from contenders import FORMS, STORES, WAYS, Task, Training, train
+from contenders import FORMS, PEERS, STORES, WAYS, Task, Training, train
 from counted_bytes import CountedTraffic
 from lab import parser_of, progress, run_script, show
 from ranks import RanksError, TogetherClock, of_the_slower, on_ranks
@@ -101,7 +101,7 @@ QUESTIONS: Mapping[str, Question] = {
     ),
     "forms": Question(
         "the update by form of state on one rank, against fused and 8-bit Adams of other packages",
-        (*(f"stage2{end}" for end in FORMS), "ddp", "deepspeed_adam", "apex", "te", "bitsandbytes", "torchao"),
+        (*(f"stage2{end}" for end in FORMS), "ddp", *PEERS),
         "stage2_fp32",
         ranks=(1,),
         tokens=(64,),

@@ -296,10 +296,10 @@ def fused_adam(masters: Sequence[Tensor], module: str, **options: Any) -> torch.
     return getattr(importlib.import_module(module), name)(masters, **{mode: True}, **options)
 
 
-def adamw_8bit(task: Task, module: str) -> Training:
-    """Train by a package's AdamW with 8-bit moments, which has no master beside the bf16 parameter."""
+def adamw_8bit(task: Task, module: str, name: str) -> Training:
+    """Train by a package's AdamW with 8-bit moments."""
     model = task.model()
-    opt = importlib.import_module(module).AdamW8bit(model.parameters(), **TRAINING)
+    opt = getattr(importlib.import_module(module), name)(model.parameters(), **TRAINING)
     return _plain_end(Passes(model, task), model, opt)
 
 
@@ -355,10 +355,11 @@ def _fused_adam(package: str, module: str) -> Way:
     return Way(functools.partial(ddp, optimizer=optimizer), package=package)
 
 
-def _adamw_8bit(package: str) -> Way:
-    return Way(functools.partial(adamw_8bit, module=f"{package}.optim"), package=package, has_masters=False)
+def _adamw_8bit(package: str, module: str, name: str = "AdamW8bit") -> Way:
+    return Way(functools.partial(adamw_8bit, module=module, name=name), package=package, has_masters=False)
 
 
+PEERS = ("deepspeed_adam", "apex", "te", "bitsandbytes", "torchao", "flashoptim")  # fused and 8-bit Adams
 WAYS: Mapping[str, Way] = {
     "stage0": _at(0),
     "stage1": _at(1),
@@ -381,6 +382,7 @@ WAYS: Mapping[str, Way] = {
     "deepspeed_adam": _fused_adam("deepspeed", "ops.adam"),
     "apex": _fused_adam("apex", "optimizers"),
     "te": _fused_adam("transformer_engine", "pytorch.optimizers"),
-    "bitsandbytes": _adamw_8bit("bitsandbytes"),
-    "torchao": _adamw_8bit("torchao"),
+    "bitsandbytes": _adamw_8bit("bitsandbytes", "bitsandbytes.optim"),
+    "torchao": _adamw_8bit("torchao", "torchao.optim"),
+    "flashoptim": _adamw_8bit("flashoptim", "flashoptim", "FlashAdamW"),  # its masters have 24 bits
 }

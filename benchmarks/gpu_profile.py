@@ -44,8 +44,7 @@ def launch(device: str) -> None:
     for op, make_case in CASES.items():
         case = make_case(Setting(where, "bf16", NUMEL[device], choose_backends(where, None)))
         ways = [f"{backend}{form}" for backend in case.setting.backends for form in ("", ", split8, int8")]
-        for backend in filter(case.jobs.__contains__, ways):
-            (job,) = case.jobs[backend]
+        for backend, (job,) in ((way, case.jobs[way]) for way in ways if way in case.jobs):
             job()
             if device == "cuda":
                 torch.cuda.synchronize()

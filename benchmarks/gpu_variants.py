@@ -24,12 +24,11 @@ from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
 from zero_optim_cli.choices import parse_numel
 
-ONE_QUAD = ("-DZK_QUADS=1", "-DZK_BARRIER")
 VARIANTS: Mapping[str, Sequence[str]] = {  # macros of csrc/cuda/chunk.h and step.h
     "plain": (),
     "strong": ("-DZK_STRONG_STORES",),
-    "one_quad_6": (*ONE_QUAD, "-DZK_BLOCKS=6"),  # Triton's shape: 40 registers, and one spilled
-    "one_quad_5": (*ONE_QUAD, "-DZK_BLOCKS=5"),
+    "one_quad_6": ("-DZK_QUADS=1", "-DZK_BARRIER", "-DZK_BLOCKS=6"),  # Triton's shape: 40 registers, and one spilled
+    "one_quad_5": ("-DZK_QUADS=1", "-DZK_BARRIER", "-DZK_BLOCKS=5"),
 }
 NUMELS = {"cuda": (2**26, 2**28, 250_000_000), "cpu": (4096,)}  # the third makes strides that are no powers of two
 
