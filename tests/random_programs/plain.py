@@ -248,9 +248,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for p, value in before.items():
                 p.copy_(value)
 
+    def close(self) -> None:
+        self.zero_grad()
+
     # What changes no value
 
-    def close(self) -> None: ...
     def observe(self) -> None: ...
     def stats(self) -> dict[str, Any]:
         return {}
