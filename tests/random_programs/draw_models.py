@@ -1,7 +1,7 @@
 """Random programs that call a model, parts of it and methods: legal by construction, as docs/zero3.md says what is.
 
-- A block of ``far``, a module of another block, has no block or linear layer within it: a unit that calls another and
-  has units itself may fail.
+- A block of ``far``, a module of another block, has no unit within it: a unit that calls another and has units itself
+  may fail.
 - Where ranks use different blocks, all units were called once in a forward before, in the order of registration.
 - A backward that raises on one rank uses each parameter once, begins without gradients, and ``step`` is next.
 - Checkpoints are not re-entrant: those change how often a gradient becomes ready.
@@ -41,7 +41,7 @@ class _Generator(Draw):
         model = self.model()
         self.wrapped = model.startswith("Wrapper")
         ties = [] if self.simple else self.ties(model)
-        units = self.units()
+        units = self.units(calls_others=".far = " in " ".join(ties))
         self.frozen = [self.pick([*self.parts])] if self.chance(30) else []
         self.scaled = self.some(self.of("Lin"), 50)
         self.distinct = not ties and "depth" not in model  # a forward uses each parameter once
@@ -104,13 +104,15 @@ class _Generator(Draw):
             found.append(f"i.blocks[{one}].far = [i.blocks[{other}]{self.pick(('', '.up', '.down'))}]")
         return found
 
-    def units(self) -> str:
+    def units(self, *, calls_others: bool) -> str:
         choices = [(5, "(Block,)"), (1, "(nn.LayerNorm, Block)")]
         if not self.simple:
             others = ("(Block, Lin)", "(Lin,)", "('Block', nn.Embedding)", "('Lin', nn.LayerNorm)")
             choices += [(1, other) for other in others]
         choices += [(2, "(Stack,)"), (2, "(Stack, Block)")] if self.of("Stack") else []
         choices += [(1, "(Model, Block)"), (1, "('Model',)")] if self.wrapped else []
+        if calls_others:  # a block that calls another one has no unit within it
+            choices = [choice for choice in choices if "Lin" not in choice[1] and "Norm" not in choice[1]]
         return self.weighted(choices)
 
     def options(self) -> str:
