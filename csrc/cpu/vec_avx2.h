@@ -4,7 +4,7 @@
 #include <immintrin.h>
 
 #include "../rules/codecs.h"
-#include "fold_x86.h"
+#include "x86.h"
 
 namespace zero_kernels {
 namespace {

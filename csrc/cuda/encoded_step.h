@@ -44,8 +44,7 @@ __device__ inline void encoded_quad(const Kinds& kinds, const EncodedShard& shar
   store_encoded<Rule, kWhole>(kinds, shard, raw, of);
 }
 
-// The usual way for the two rows of a warp, where one has an unusual value. Loaded again: kept meanwhile, all that took
-// registers.
+// Updates the two rows of a warp where one has an unusual value. It loads them again: kept meanwhile, they spilled.
 template <class Kinds>
 __device__ __noinline__ void encoded_rows_again(const EncodedForeachArgs& args, const EncodedShard& shard, int64_t i) {
   Kinds kinds(args);
@@ -60,7 +59,7 @@ __device__ inline uint32_t largest_in_row(uint32_t x) {
   return first ? of_first : of_second;
 }
 
-// False: nothing is done.
+// Updates two rows by the warp. Returns false, and stores nothing, where a value is unusual.
 template <int kLow>
 __device__ inline bool quick_eight(const EncodedShard& shard, int64_t i, const Decoded& decoded) {
   const StepArgs& step = shard.step;

@@ -1,6 +1,7 @@
-// AdamW with moments of 8 bits, where no value is unusual: a third of the instructions, with the same bits. Quotients
-// and roots are those of the GPU's own division and root, without their branches for what is very small or large. What
-// is stored is estimated, as estimates.h has it. A warp with an unusual value in a row takes the usual way for it.
+// AdamW with moments of 8 bits, where no value is unusual: little more than half the instructions, and the same bits.
+// Division and square root are the instructions that nvcc makes of them, without the branches for very small and very
+// large operands. What is stored is estimated, as estimates.h has it. One vote of the warp finds unusual values; then
+// the warp updates both of its rows by encoded_rows.h.
 #pragma once
 
 #include "../rules/adamw.h"
@@ -30,17 +31,19 @@ constexpr Decoded make_decoded() {
 
 namespace {
 
-// Within these a quotient and a root that are corrected by their rests are rounded as the division and the root round
-// them: no product and no rest is below the normal numbers, and none overflows. Of moments that are not 0 the least,
-// of the second moments' roots and of first moments the largest, of masters the largest; and of a row's numbers.
-constexpr float kLeastMoment = 0x1p-100f, kMostRoot = 0x1p10f, kMostMoment = 0x1p60f, kMostMaster = 0x1p126f;
+// What is usual. Within these bounds no product and no remainder of a quotient or a root is subnormal, and none
+// overflows, so that one correction by the remainder rounds as IEEE's operation does.
+constexpr float kLeastMoment = 0x1p-100f;  // of both moments, where they are not 0
+constexpr float kMostMoment = 0x1p60f, kMostMaster = 0x1p126f;
+constexpr float kLeastScale = 0x1p-50f, kMostRoot = 0x1p10f;  // of the roots of second moments: the largest of a row
+constexpr float kLeastEps = 0x1p-60f, kLeastCorrection = 0x1p-9f;
 constexpr float kLeastBeta1 = 0x1p-10f;  // so that no first moment is -0
-constexpr float kWholeBytes = 0x1.8p31f;
+
 constexpr float kOver254 = 1.0f / 254.0f;
-constexpr float kLeastScale = 0x1p-50f, kLeastEps = 0x1p-60f, kLeastCorrection = 0x1p-9f;
+constexpr float kWholeBytes = 0x1.8p31f;  // a sum with it is a multiple of 256
 
 ZK_HOST_DEVICE inline float quick_root(float x) {
-  float y = near_reciprocal_root(x > kLeastMoment ? x : kLeastMoment), q = x * y;  // 0 of 0
+  float y = near_reciprocal_root(x > kLeastMoment ? x : kLeastMoment), q = x * y;  // of 0: 0, and not 0 * inf
   return fmaf(fmaf(-q, q, x), 0.5f * y, q);
 }
 
@@ -142,7 +145,7 @@ ZK_HOST_DEVICE inline uint32_t upper_byte_of(const uint32_t* words, int j) {
 // The smaller of x - 1 and y: 0 is above all.
 ZK_HOST_DEVICE inline uint32_t below(uint32_t x, uint32_t y) { return x - 1 < y ? x - 1 : y; }
 
-// Whether a row's numbers leave room for that.
+// Whether the options of a row are usual.
 ZK_HOST_DEVICE inline bool is_usual(const AdamW::Own<float>& c) {
   float correction = c.bias_correction2_sqrt.by;
   return !c.l2 && fabsf(c.step_size) <= 1.0f && fabsf(c.decay) <= 1.0f && c.eps >= kLeastEps && c.eps <= 1.0f &&
@@ -198,14 +201,15 @@ ZK_HOST_DEVICE inline QuickEight update_quick(
     keep_master<kLow>(of, updated, j);
     of.m[j] = m;
     of.s[j] = s;
-    of.largest_m = fmaxf(of.largest_m, fabsf(m));  // NaN is not usual already
+    of.largest_m = fmaxf(of.largest_m, fabsf(m));  // without NaN, which moments_quick finds
     of.largest_s = float_bits(s) > of.largest_s ? float_bits(s) : of.largest_s;
   }
   of.usual &= least_m >= float_bits(kLeastMoment) - 1 && least_v >= float_bits(kLeastMoment) - 1;
   return of;
 }
 
-// `of.usual` becomes false where an estimate may be wrong.
+// `of.usual` becomes false where an estimate may be wrong, as where it is NaN. In units of 2^-24 the errors of estimate
+// and arithmetic add up to 13 for m, with a reciprocal that is off by two, and to 4 for v; 16 and 5 are allowed for.
 ZK_HOST_DEVICE inline QuickMoments moments_quick(QuickEight& of) {
   float largest_s = bits_float(of.largest_s);
   of.usual &= of.largest_m < kMostMoment && (of.largest_m >= 2.0f * kLeastMoment || of.largest_m == 0.0f);
@@ -220,8 +224,8 @@ ZK_HOST_DEVICE inline QuickMoments moments_quick(QuickEight& of) {
     of.usual &= fmaf(fabsf(x), 0x1p-20f, fabsf(x - (whole - kWhole))) < 0.5f;
     to.m[j / 4] |= (float_bits(whole) & 0xff) << j % 4 * 8;
     float y = of.s[j] * factor, whole_y = y + kWhole;
-    of.usual &= fmaf(y, 0x1p-22f, fabsf(y - (whole_y - kWhole))) < 0.5f;
-    uint32_t least = float_bits(kWhole) + (float_bits(of.s[j]) < 1 ? 0 : 1);  // 0 is for 0 alone
+    of.usual &= fmaf(y, 0x1.4p-22f, fabsf(y - (whole_y - kWhole))) < 0.5f;
+    uint32_t least = float_bits(kWhole) + (of.s[j] > 0.0f ? 1 : 0);  // 0 is for 0 alone
     to.v[j / 4] |= ((float_bits(whole_y) > least ? float_bits(whole_y) : least) & 0xff) << j % 4 * 8;
   }
   return to;

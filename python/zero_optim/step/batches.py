@@ -143,7 +143,7 @@ class ShardBatch:
                     self._rule.update(updates)
                     if by.rates is not None:
                         self._rule.follow(updates, by.rates)
-                for shard, update, old in zip(self.shards, updates, before, strict=False):
+                for shard, update, old in zip(self.shards, updates, before, strict=False):  # none if not measured
                     shard.numbers = measured(self._rule, shard, update, old)
             except BaseException:
                 # A store lets two pages be fetched at a time: none may stay so after an error.
@@ -215,13 +215,13 @@ def measured(rule: UpdateRule, shard: ShardState, update: ShardUpdate, before: T
     elements of the gradient that are not 0; elements.
     """
     pieces = [piece for piece in shard.bucket.pieces if piece.numel]
+    if not pieces:
+        return torch.zeros(0, 6, dtype=torch.float64, device=shard.device)
     master = _master(rule, update)
     change = torch.sub(master, before, out=before)
     grads, changes, masters = (
         [flat.narrow(0, piece.in_shard, piece.numel) for piece in pieces] for flat in (update.grad, change, master)
     )
-    if not pieces:
-        return torch.zeros(0, 6, dtype=torch.float64, device=shard.device)
     params = to_device(shard.device, [piece.slot.param for piece in pieces], torch.int64)
     scale = update.hyper[:, rule.columns.index("grad_factor")].index_select(0, params).abs()
     if update.grad_scale is not None:
@@ -232,13 +232,13 @@ def measured(rule: UpdateRule, shard: ShardState, update: ShardUpdate, before: T
 
 
 def _copied(rule: UpdateRule, updates: Sequence[ShardUpdate]) -> list[Tensor]:
-    return [_master(rule, update).clone() for update in updates]
+    return [_master(rule, update, copy=True) for update in updates]
 
 
-def _master(rule: UpdateRule, update: ShardUpdate) -> Tensor:
-    """[shard_numel] fp32, its own memory where the master is split or of 16 bits."""
+def _master(rule: UpdateRule, update: ShardUpdate, *, copy: bool = False) -> Tensor:
+    """[shard_numel] fp32: the master itself where it is one tensor in fp32, unless ``copy``."""
     (master,), high = masters_of(rule, [update])
-    return codecs.join_master(high[0], master) if high else master.float()
+    return codecs.join_master(high[0], master) if high else master.to(torch.float32, copy=copy)
 
 
 def _norms(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:

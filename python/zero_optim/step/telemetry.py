@@ -1,4 +1,4 @@
-"""Numbers of each parameter: measurements of an update, before and behind it, added up over ranks when they are read.
+"""Numbers of each parameter: measurements before and after an update, added up over ranks when they are read.
 
 A measured step takes, for a batch of shards at a time, a copy of their masters in fp32, and three passes of norms. The
 sums of all ranks are gathered, and added up in the order of ranks.
