@@ -128,43 +128,10 @@ def _grad_stats(shards: Sequence[torch.Tensor], norm_type: float) -> torch.Tenso
     return reference.grad_stats(shards, norm_type)
 
 
-def _adam_step(*args: torch.Tensor | None) -> None:
-    overload("adam_step")(*args)
-
-
-def _foreach_step(*args: Any) -> None:
-    overload("foreach_step")(*args)
-
-
-def _ema(*args: Any) -> None:
-    overload("ema")(*args)
-
-
-def _pack(
-    grads: Sequence[torch.Tensor],
-    offsets: Sequence[int],
-    bucket: torch.Tensor,
-    scale: float,
-    nonfinite: torch.Tensor | None,
-) -> None:
-    overload("pack")(grads, offsets, bucket, scale, nonfinite)
-
-
-def _unpack(bucket: torch.Tensor, offsets: Sequence[int], grads: Sequence[torch.Tensor], scale: float) -> None:
-    overload("unpack")(bucket, offsets, grads, scale)
-
-
-def _hyper_table(*args: torch.Tensor | None) -> None:
-    overload("hyper_table")(*args)
+def _run(op: str, *args: Any) -> None:
+    overload(op)(*args)
 
 
 # Both libraries define the same ops, each for the tensors of its device.
-OPS: dict[str, Callable[..., Any]] = {
-    "adam_step": _adam_step,
-    "foreach_step": _foreach_step,
-    "ema": _ema,
-    "pack": _pack,
-    "unpack": _unpack,
-    "grad_stats": _grad_stats,
-    "hyper_table": _hyper_table,
-}
+OPS: dict[str, Callable[..., Any]] = {op: functools.partial(_run, op) for op in reference.OPS}
+OPS["grad_stats"] = _grad_stats

@@ -20,9 +20,6 @@ from zero_kernels.rules import RULES
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 SCHEMAS = (
-    "adam_step(Tensor grad, Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? param_out, "
-    "Tensor row_slot, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
-    "Tensor(e!)? nonfinite_slots=None) -> ()",
     "foreach_step(str rule, Tensor[] grads, Tensor(a!)[] masters, Tensor(b!)[] states, Tensor(c!)[] params_out, "
     "Tensor[] row_slots, Tensor hyper, Tensor? grad_scale=None, Tensor? found_inf=None, "
     "Tensor(d!)? nonfinite_slots=None, Tensor(e!)[]? scales=None, Tensor[]? row_keys=None) -> ()",
@@ -68,18 +65,8 @@ def adam_step(
     All tensors are contiguous and on one device. The arithmetic is written out in docs/ops.md; every backend gives
     the same bits. Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or layout, and BackendError.
     """
-    torch.ops.zero_kernels.adam_step(
-        grad,
-        master,
-        exp_avg,
-        exp_avg_sq,
-        param_out,
-        row_slot,
-        hyper,
-        grad_scale,
-        found_inf,
-        nonfinite_slots,
-    )
+    params_out, shared = [] if param_out is None else [param_out], (hyper, grad_scale, found_inf, nonfinite_slots)
+    foreach_step("adamw", [grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
 
 
 def foreach_step(
@@ -121,20 +108,8 @@ def foreach_step(
     """
     if not grads:
         raise ValueError("foreach_step needs at least one shard")
-    torch.ops.zero_kernels.foreach_step(
-        rule,
-        grads,
-        masters,
-        states,
-        params_out,
-        row_slots,
-        hyper,
-        grad_scale,
-        found_inf,
-        nonfinite_slots,
-        scales,
-        row_keys,
-    )
+    shared = (hyper, grad_scale, found_inf, nonfinite_slots)
+    torch.ops.zero_kernels.foreach_step(rule, grads, masters, states, params_out, row_slots, *shared, scales, row_keys)
 
 
 def ema(
@@ -241,17 +216,9 @@ def fused_adamw_(
     row_slot = torch.zeros(-(-grad.numel() // ROW), dtype=torch.int32, device=device)
     if not isinstance(grad_scale, Tensor):
         grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=device)
-    adam_step(
-        _flat("grad", grad),
-        _flat("master", master),
-        _flat("exp_avg", exp_avg),
-        _flat("exp_avg_sq", exp_avg_sq),
-        None if param_out is None else _flat("param_out", param_out),
-        row_slot,
-        hyper,
-        grad_scale,
-        found_inf,
-    )
+    shard = {"grad": grad, "master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "param_out": param_out}
+    flat = [None if tensor is None else _flat(name, tensor) for name, tensor in shard.items()]
+    adam_step(*flat, row_slot, hyper, grad_scale, found_inf)
 
 
 def _flat(name: str, tensor: Tensor) -> Tensor:
@@ -281,28 +248,14 @@ def _check_flat(
     _check(name, tensor, dtypes, device, numel)
 
 
-def _check_adam_step(
-    grad: Tensor,
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    param_out: Tensor | None,
-    row_slot: Tensor,
-    *shared: Any,
-) -> torch.device:
-    params_out = [] if param_out is None else [param_out]
-    args = StepArgs([grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
-    return _check_shard(args, next(args.shards()), RULES["adamw"].states, in_any_form=False)
-
-
-def _check_shard(args: StepArgs, shard: Shard, names: Sequence[str], *, in_any_form: bool = True) -> torch.device:
-    """Check one shard, whose states have these `names`. `in_any_form`: state may have another form than fp32."""
+def _check_shard(args: StepArgs, shard: Shard, names: Sequence[str]) -> torch.device:
+    """Check one shard, whose states have these `names`."""
     grad, master, states, param_out, row_slot, row_keys = shard
     hyper, device, numel, fp32 = args.hyper, grad.device, grad.numel(), (torch.float32,)
     _check_flat("grad", grad, FLOATS, device, None)
-    _check_flat("master", master, (*fp32, *LOWS) if in_any_form else fp32, device, numel)
+    _check_flat("master", master, (*fp32, *LOWS), device, numel)
     for name, state in zip(names, states, strict=True):
-        _check_flat(name, state, tuple(FORMS) if in_any_form else fp32, device, numel)
+        _check_flat(name, state, tuple(FORMS), device, numel)
     if param_out is not None:
         _check_flat("param_out", param_out, FLOATS, device, numel)
     if master.dtype in LOWS and (param_out is None or param_out.dtype != torch.bfloat16):
@@ -502,7 +455,6 @@ def _register(op: str, check: Callable[..., torch.device], fake: Callable[..., A
     REGISTERED[op] = Registered(check, mutated)
 
 
-_register("adam_step", _check_adam_step, _fake_nothing, mutated=(1, 2, 3, 4, 9))
 _register("foreach_step", _check_foreach_step, _fake_nothing, mutated=(2, 3, 4, 9, 10))
 _register("ema", _check_ema, _fake_nothing, mutated=(0,))
 _register("pack", _check_pack, _fake_nothing, mutated=(2, 4))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_kernels import dispatch, ops
 
-OPS = ("adam_step", "foreach_step", "ema", "pack")
+OPS = ("foreach_step", "ema", "pack")
 """What can be prepared: the ops that an optimizer calls for every bucket."""
 
 

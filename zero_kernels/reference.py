@@ -77,20 +77,6 @@ class StepArgs(NamedTuple):
         return [left.pop(0) if FORMS[state.dtype].scaled else None for state in self.states]
 
 
-def adam_step(
-    grad: Tensor,
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    param_out: Tensor | None,
-    row_slot: Tensor,
-    *shared: Any,
-) -> None:
-    """See `zero_kernels.adam_step`."""
-    params_out = [] if param_out is None else [param_out]
-    foreach_step("adamw", [grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
-
-
 def foreach_step(rule: str, *given: Any, **optional: Any) -> None:
     """See `zero_kernels.foreach_step`."""
     args, of = StepArgs(*given, **optional), RULES[rule]
@@ -310,7 +296,6 @@ def hyper_table(coefficients: Tensor, group: Tensor | None, step: Tensor, active
 
 
 OPS: dict[str, Callable[..., Any]] = {
-    "adam_step": adam_step,
     "foreach_step": foreach_step,
     "ema": ema,
     "pack": pack,

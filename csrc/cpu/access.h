@@ -26,6 +26,8 @@ template <class T>
 
 bool aligned(const void* at) { return reinterpret_cast<uintptr_t>(at) % 64 == 0; }
 
+float scale_of(const StepArgs& args) { return args.grad_scale ? *args.grad_scale : 1.0f; }
+
 struct NoOutput {};  // the master is the parameter
 
 template <class T>

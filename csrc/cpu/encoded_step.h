@@ -138,18 +138,16 @@ T* of_row(T* tensor, int64_t row, int64_t size) {
 // the processor foresees its branches, which are the same in every round.
 template <class Rule>
 void update_pairs(
-    const StepArgs& args, int64_t row, int numel, const Coefficients<Rule, Vec>& of, EncodedRows& rows, bool stream) {
-  Coefficients<Rule, Vec> c = of;
-  Encoded encoded = args.encoded;
-  DType grad_dtype = args.grad_dtype, param_dtype = args.param_dtype;
-  const void* grad = of_row(args.grad, row, size_of(grad_dtype));
-  void* param = of_row(args.param_out, row, size_of(param_dtype));
+    const StepArgs& args, const Stored& of, int64_t row, int numel, const Coefficients<Rule, Vec>& given,
+    EncodedRows& rows, bool stream) {
+  Coefficients<Rule, Vec> c = given;
+  Stored stored = of;
+  const void* grad = of_row(args.grad, row, size_of(stored.grad));
+  void* param = of_row(args.param_out, row, size_of(stored.out));
+  void* master = of_row(args.master, row, stored.low_size ? stored.low_size : sizeof(float));
   BFloat16* high = static_cast<BFloat16*>(param);
-  void* low = of_row(encoded.low, row, encoded.low_size);
-  float* master = args.master + row * kRow;
   void* states[kMostStates];
-  for (int s = 0; s < Rule::kStates; ++s) states[s] = of_row(args.states[s], row, size_of(encoded.forms[s]));
-  bool written = args.param_out;
+  for (int s = 0; s < Rule::kStates; ++s) states[s] = of_row(args.states[s], row, size_of(stored.forms[s]));
   // The pair whose update has begun: it ends when the next one has begun, so that divisions have other work beside
   // them.
   Lane<Rule, Vec> a, b;
@@ -157,25 +155,26 @@ void update_pairs(
   auto end_pair = [&](int i) __attribute__((always_inline)) {
     end_update(a, divisor.a, c);
     end_update(b, divisor.b, c);
-    if (encoded.low) {
-      store_master(high, low, encoded.low_size, i, a.p, b.p);
+    if (stored.low_size) {
+      store_master(high, master, stored.low_size, i, a.p, b.p);
     } else {
-      store_pair(master + i, a.p, b.p);
-      if (written) write_pair(param_dtype, param, i, a.p, b.p, stream);
+      store_pair(static_cast<float*>(master) + i, a.p, b.p);
+      if (stored.has_output) write_pair(stored.out, param, i, a.p, b.p, stream);
     }
   };
   for (int i = 0; i < numel; i += kPair) {
-    Pair g = load_pair(grad_dtype, grad, i);
-    Pair p = encoded.low ? load_master(high, low, encoded.low_size, i) : load_pair(master + i);
+    Pair g = load_pair(stored.grad, grad, i);
+    Pair p =
+        stored.low_size ? load_master(high, master, stored.low_size, i) : load_pair(static_cast<float*>(master) + i);
     Lane<Rule, Vec> next_a = {p.a}, next_b = {p.b};
     for (int s = 0; s < Rule::kStates; ++s) {
-      Pair state = load_state(encoded.forms[s], states[s], encoded.scales[s] + row, i);
+      Pair state = load_state(stored.forms[s], states[s], args.scales[s] + row, i);
       next_a.states[s] = state.a;
       next_b.states[s] = state.b;
     }
     Vec divisor_a = begin_update(g.a, next_a, c), divisor_b = begin_update(g.b, next_b, c);
     for (int s = 0; s < Rule::kStates; ++s)
-      store_state(encoded.forms[s], states[s], rows.states[s], rows.noise[s], i, next_a.states[s], next_b.states[s]);
+      store_state(stored.forms[s], states[s], rows.states[s], rows.noise[s], i, next_a.states[s], next_b.states[s]);
     if (i > 0) end_pair(i - kPair);
     a = next_a;
     b = next_b;
@@ -187,21 +186,21 @@ void update_pairs(
 // `numel` elements of rows, of which `count` exist.
 template <class Rule>
 void update_encoded(
-    const StepArgs& args, int64_t row, int numel, int count, const Coefficients<Rule, Vec>& c, EncodedRows& of,
-    bool stream) {
-  const Encoded& encoded = args.encoded;
-  update_pairs(args, row, numel, c, of, stream);
+    const StepArgs& args, const Stored& stored, int64_t row, int numel, int count, const Coefficients<Rule, Vec>& c,
+    EncodedRows& of, bool stream) {
+  update_pairs(args, stored, row, numel, c, of, stream);
   for (int s = 0; s < Rule::kStates; ++s) {
     for (int i = count; i < numel; ++i) of.states[s][i] = 0.0f;
-    void* to = of_row(args.states[s], row, size_of(encoded.forms[s]));
-    encode(encoded.forms[s], of.states[s], numel, to, encoded.scales[s] + row);
+    void* to = of_row(args.states[s], row, size_of(stored.forms[s]));
+    encode(stored.forms[s], of.states[s], numel, to, args.scales[s] + row);
   }
 }
 
 // The last row of a shard, where it is shorter: copies of it, with zeros behind, are updated.
 template <class Rule>
 void update_encoded_tail(
-    const StepArgs& args, int64_t row, int count, const Coefficients<Rule, Vec>& c, EncodedRows& of) {
+    const StepArgs& args, const Stored& stored, int64_t row, int count, const Coefficients<Rule, Vec>& c,
+    EncodedRows& of) {
   alignas(64) float copies[3 + kMostStates][kRow] = {};
   struct Copied {
     void* tensor;
@@ -210,49 +209,47 @@ void update_encoded_tail(
   StepArgs tail = args;
   int made = 0;
   auto copy = [&](auto*& at, int64_t size) {
-    using Pointer = __typeof__(at + 0);
     if (at == nullptr) return;
     copied[made] = {const_cast<void*>(static_cast<const void*>(of_row(at, row, size))), size};
     __builtin_memcpy(copies[made], copied[made].tensor, count * size);
-    at = reinterpret_cast<Pointer>(copies[made++]);
+    at = copies[made++];
   };
-  copy(tail.master, sizeof(float));
-  copy(tail.encoded.low, args.encoded.low_size);
-  copy(tail.param_out, size_of(args.param_dtype));
+  copy(tail.master, stored.low_size ? stored.low_size : sizeof(float));
+  copy(tail.param_out, size_of(stored.out));
   for (int s = 0; s < Rule::kStates; ++s) {
-    copy(tail.states[s], size_of(args.encoded.forms[s]));
-    if (tail.encoded.scales[s]) tail.encoded.scales[s] += row;
+    copy(tail.states[s], size_of(stored.forms[s]));
+    if (tail.scales[s]) tail.scales[s] += row;
   }
   int written = made;
-  copy(tail.grad, size_of(args.grad_dtype));
-  update_encoded<Rule>(tail, 0, kRow, count, c, of, false);
+  copy(tail.grad, size_of(stored.grad));
+  update_encoded<Rule>(tail, stored, 0, kRow, count, c, of, false);
   for (int i = 0; i < written; ++i) __builtin_memcpy(copied[i].tensor, copies[i], count * copied[i].size);
 }
 
 void make_noise(const StepArgs& args, int64_t begin, int64_t end, int states, EncodedRows& of) {
   for (int64_t row = begin; row < end; ++row) {
-    uint32_t of_row = noise_of_row(args.encoded.row_keys[row], args.hyper[args.row_slot[row]].step_number);
+    uint32_t of_row = noise_of_row(args.row_keys[row], args.hyper[args.row_slot[row]].step_number);
     for (int s = 0; s < states; ++s) of.noise[s][row - begin] = noise_of_state(of_row, s);
   }
 }
 
 template <class Rule>
-void step_encoded(const StepArgs& args, int64_t row_begin, int64_t row_end) {
+void step_encoded(const StepArgs& args, const Stored& stored, int64_t row_begin, int64_t row_end) {
   EncodedRows of;
-  bool stream = aligned(args.param_out) && args.numel >= kStreamFrom && !args.encoded.low;
+  bool stream = aligned(args.param_out) && args.numel >= kStreamFrom && !stored.low_size;
   int64_t whole_end = args.numel / kRow;  // of rows that are whole
   for (int64_t row = row_begin; row < row_end;) {
     int32_t slot = args.row_slot[row];
     int64_t end = row + 1;
     while (end < row_end && end < whole_end && end < row + kTogether && args.row_slot[end] == slot) ++end;
     if (slot >= 0 && args.hyper[slot].active != 0.0f) {
-      Coefficients<Rule, Vec> c(args.hyper[slot], args.grad_scale);
+      Coefficients<Rule, Vec> c(args.hyper[slot], scale_of(args));
       int numel = int((end - row) * kRow), count = row < whole_end ? numel : int(args.numel % kRow);
-      if (args.encoded.row_keys) make_noise(args, row, end, Rule::kStates, of);
+      if (args.row_keys) make_noise(args, row, end, Rule::kStates, of);
       if (count == numel)
-        update_encoded<Rule>(args, row, numel, count, c, of, stream);
+        update_encoded<Rule>(args, stored, row, numel, count, c, of, stream);
       else
-        update_encoded_tail<Rule>(args, row, count, c, of);
+        update_encoded_tail<Rule>(args, stored, row, count, c, of);
     }
     row = end;
   }

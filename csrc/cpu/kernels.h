@@ -1,38 +1,9 @@
 // The boundary between the ops and the kernels: plain pointers in structs, one table of functions an instruction set.
 #pragma once
 
-#include <cstdint>
-
-#include "../rules/codecs.h"
-#include "../types.h"
+#include "../args.h"
 
 namespace zero_kernels {
-
-struct StepArgs {
-  const void* grad;
-  float* master;
-  float* states[kMostStates];  // as many as the rule has
-  void* param_out;             // or null
-  const int32_t* row_slot;
-  const HyperRow* hyper;
-  int64_t numel;
-  float grad_scale;
-  DType grad_dtype;
-  DType param_dtype;
-  Encoded encoded;
-};
-
-struct EmaArgs {
-  const void* master;      // of `dtype`, or the low halves of `low_size` bytes
-  const void* high;        // of a split master, or null
-  float* const* averages;  // [each]
-  const float* rates;      // [slots, each]
-  const int32_t* row_slot;
-  int64_t numel;
-  int each;
-  int low_size;
-  DType dtype;
-};
 
 struct ScaleArgs {
   const void* src;
@@ -64,8 +35,7 @@ struct StreamArgs {
 struct StepKernel {
   const char* rule;
   int states;
-  void (*run)(const StepArgs&, int64_t row_begin, int64_t row_end);
-  void (*run_encoded)(const StepArgs&, int64_t row_begin, int64_t row_end);  // of states or masters not in fp32 alone
+  void (*run)(const StepArgs&, const Stored&, int64_t row_begin, int64_t row_end);
 };
 
 struct KernelTable {

@@ -78,7 +78,7 @@ void ema(const EmaArgs& args, int64_t row_begin, int64_t row_end) {
     int count = args.numel - i < kRow ? int(args.numel - i) : int(kRow);
     const float* p = masters_of(args, i, count, kept);
     for (int k = 0; k < args.each; ++k) {
-      float rate = args.rates[int64_t(slot) * args.each + k];
+      float rate = args.rates[int64_t(slot) * args.columns + k];
       if (rate != 0.0f) follow(args.averages[k] + i, p, count, Vec(rate));
     }
   }

@@ -6,27 +6,31 @@
 namespace zero_kernels {
 namespace {
 
+float* state_of(const StepArgs& args, int s) { return static_cast<float*>(args.states[s]); }
+
 // Updates a vector, and gives the new masters.
 template <class Rule, class Grad>
 [[gnu::always_inline]] inline Vec update_at(
     const StepArgs& args, const Grad* grad, int64_t i, const Coefficients<Rule, Vec>& c) {
   Lane<Rule, Vec> lane;
-  lane.p = Vec::load(args.master + i);
-  for (int s = 0; s < Rule::kStates; ++s) lane.states[s] = Vec::load(args.states[s] + i);
+  float* master = static_cast<float*>(args.master) + i;
+  lane.p = Vec::load(master);
+  for (int s = 0; s < Rule::kStates; ++s) lane.states[s] = Vec::load(state_of(args, s) + i);
   update(Vec::load(grad + i), lane, c);
-  lane.p.store(args.master + i);
-  for (int s = 0; s < Rule::kStates; ++s) lane.states[s].store(args.states[s] + i);
+  lane.p.store(master);
+  for (int s = 0; s < Rule::kStates; ++s) lane.states[s].store(state_of(args, s) + i);
   return lane.p;
 }
 
 template <class Rule, class Grad>
 Vec update_tail(const StepArgs& args, const Grad* grad, int64_t i, int count, const Coefficients<Rule, Vec>& c) {
   Lane<Rule, Vec> lane;
-  lane.p = Vec::load_first(args.master + i, count);
-  for (int s = 0; s < Rule::kStates; ++s) lane.states[s] = Vec::load_first(args.states[s] + i, count);
+  float* master = static_cast<float*>(args.master) + i;
+  lane.p = Vec::load_first(master, count);
+  for (int s = 0; s < Rule::kStates; ++s) lane.states[s] = Vec::load_first(state_of(args, s) + i, count);
   update(Vec::load_first(grad + i, count), lane, c);
-  lane.p.store_first(args.master + i, count);
-  for (int s = 0; s < Rule::kStates; ++s) lane.states[s].store_first(args.states[s] + i, count);
+  lane.p.store_first(master, count);
+  for (int s = 0; s < Rule::kStates; ++s) lane.states[s].store_first(state_of(args, s) + i, count);
   return lane.p;
 }
 
@@ -38,8 +42,8 @@ void update_run(const StepArgs& args, int64_t begin, int64_t end, const Coeffici
   int64_t i = begin;
   for (; i + kPair <= end; i += kPair) {
     prefetch_pair(grad + i + kAhead);
-    prefetch_pair(args.master + i + kAhead);
-    for (int s = 0; s < Rule::kStates; ++s) prefetch_pair(args.states[s] + i + kAhead);
+    prefetch_pair(static_cast<float*>(args.master) + i + kAhead);
+    for (int s = 0; s < Rule::kStates; ++s) prefetch_pair(state_of(args, s) + i + kAhead);
     Vec a = update_at(args, grad, i, c);
     Vec b = update_at(args, grad, i + kLanes, c);
     write_pair(advance(out, i), a, b, stream);
@@ -61,7 +65,7 @@ void update_rows(const StepArgs& args, int64_t row_begin, int64_t row_end) {
     int64_t run_end = row + 1;
     while (run_end < row_end && args.row_slot[run_end] == slot) ++run_end;
     if (slot >= 0 && args.hyper[slot].active != 0.0f) {
-      Coefficients<Rule, Vec> c(args.hyper[slot], args.grad_scale);
+      Coefficients<Rule, Vec> c(args.hyper[slot], scale_of(args));
       int64_t end = run_end * kRow < args.numel ? run_end * kRow : args.numel;
       update_run<Rule, Grad, Out>(args, row * kRow, end, c, stream);
     }
@@ -71,9 +75,9 @@ void update_rows(const StepArgs& args, int64_t row_begin, int64_t row_end) {
 }
 
 template <class Rule, class Grad>
-void step_to(const StepArgs& args, int64_t row_begin, int64_t row_end) {
-  if (args.param_out == nullptr) return update_rows<Rule, Grad, NoOutput>(args, row_begin, row_end);
-  switch (args.param_dtype) {
+void step_to(const StepArgs& args, const Stored& stored, int64_t row_begin, int64_t row_end) {
+  if (!stored.has_output) return update_rows<Rule, Grad, NoOutput>(args, row_begin, row_end);
+  switch (stored.out) {
     case DType::kHalf:
       return update_rows<Rule, Grad, Half>(args, row_begin, row_end);
     case DType::kBFloat16:
@@ -84,15 +88,14 @@ void step_to(const StepArgs& args, int64_t row_begin, int64_t row_end) {
 }
 
 template <class Rule>
-void step(const StepArgs& args, int64_t row_begin, int64_t row_end) {
-  static_assert(Rule::kStates <= kMostStates);
-  switch (args.grad_dtype) {
+void step(const StepArgs& args, const Stored& stored, int64_t row_begin, int64_t row_end) {
+  switch (stored.grad) {
     case DType::kHalf:
-      return step_to<Rule, Half>(args, row_begin, row_end);
+      return step_to<Rule, Half>(args, stored, row_begin, row_end);
     case DType::kBFloat16:
-      return step_to<Rule, BFloat16>(args, row_begin, row_end);
+      return step_to<Rule, BFloat16>(args, stored, row_begin, row_end);
     case DType::kFloat:
-      return step_to<Rule, float>(args, row_begin, row_end);
+      return step_to<Rule, float>(args, stored, row_begin, row_end);
   }
 }
 

@@ -1,5 +1,5 @@
 // Averages of the masters on CUDA.
-#include "ema.h"
+#include "launchers.h"
 
 #include "raw.h"
 
@@ -56,7 +56,6 @@ ZK_HOST_DEVICE inline void ema_thread(const EmaArgs& args, int64_t block, int th
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
 inline bool all_aligned(const EmaArgs& args) {
-  auto is_aligned = [](const void* at, int64_t bytes) { return reinterpret_cast<uintptr_t>(at) % bytes == 0; };
   bool of_all = is_aligned(args.master, kQuad * (args.low_size ? args.low_size : size_of(args.dtype)));
   of_all &= is_aligned(args.high, kQuad * sizeof(BFloat16));
   for (int k = 0; k < args.each; ++k) of_all &= is_aligned(args.averages[k], kQuad * sizeof(float));

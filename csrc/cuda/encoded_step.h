@@ -1,5 +1,7 @@
 // The update of shards whose states or masters are not in fp32 alone, on CUDA. A kernel for each rule, whatever the
-// forms and dtypes: what differs by them is loads, stores and conversions, and a warp takes one way through them.
+// forms and dtypes: what differs by them is loads, stores and conversions, and a warp takes one way through them. For
+// AdamW, of bf16 gradients and parameters, there is one more for each way to store its state: quick_step.h. A warp has
+// two neighbouring rows.
 #pragma once
 
 #include "encoded_rows.h"
@@ -8,26 +10,51 @@
 namespace zero_kernels {
 namespace {
 
+static_assert(kTile == kThreads * kEight && kEight == 2 * kQuad);
+
 // The shard of a block, the block's first element of it, and whether all of the block is whole.
 struct EncodedPlace {
-  const EncodedShard& shard;
+  const StepArgs& shard;
   int64_t tile;
   bool whole;
 };
 
-ZK_HOST_DEVICE inline EncodedPlace place_of(const EncodedForeachArgs& args, int64_t block) {
+ZK_HOST_DEVICE inline EncodedPlace place_of(const ForeachArgs& args, int64_t block) {
   int at = shard_of(args, block);
-  const EncodedShard& shard = args.shards[at];
+  const StepArgs& shard = args.shards[at];
   int64_t of_shard = block - args.first_block[at];
-  bool whole = shard.step.vector && (of_shard + 1) * kTile <= shard.step.numel;
-  return {shard, of_shard * kTile, whole};
+  return {shard, of_shard * kTile, shard.vector && (of_shard + 1) * kTile <= shard.numel};
 }
 
-// Whether there is a quick way: see quick_step.h.
-template <class Rule, class Kinds>
-constexpr bool kIsQuick = false;
-template <int kLow>
-constexpr bool kIsQuick<AdamW, UsualKinds<kLow, Form::kInt8, Form::kRoot8>> = kTile == kThreads * kEight;
+// A quick way: for masters of which `low` bytes lie in the low half, or fp32 ones (0), and for moments in `form`, the
+// second in kRoot8 where the first is in kInt8.
+template <int low, Form form>
+struct Quick {
+  static constexpr int kLow = low;
+  static constexpr Form kForm = form;
+
+  // Four blocks, but where masters are split beside moments of 16 bits or more: these kernels would spill. For moments
+  // of 8 bits an H100 had 0.88 of a copy's bandwidth with four, and 0.75 with three.
+  static constexpr int kBlocksPerSm = low == 0 || form == Form::kInt8 ? 4 : 3;
+
+  static bool is_for(const Stored& of) {
+    return of.grad == DType::kBFloat16 && of.has_output && of.out == DType::kBFloat16 && of.low_size == low &&
+           of.forms[0] == form && of.forms[1] == (form == Form::kInt8 ? Form::kRoot8 : form);
+  }
+};
+
+template <class... Ways>
+struct OneOf {
+  // Calls run(Type<Quick>) of the one that is for the shards. Returns whether there is one.
+  template <class Run>
+  static bool choose([[maybe_unused]] const Stored& stored, [[maybe_unused]] Run run) {
+    return ((Ways::is_for(stored) && (run(Type<Ways>()), true)) || ...);
+  }
+};
+
+using QuickWays = OneOf<
+    Quick<0, Form::kBFloat16>, Quick<0, Form::kInt8>, Quick<1, Form::kFloat>, Quick<1, Form::kBFloat16>,
+    Quick<1, Form::kInt8>, Quick<2, Form::kFloat>, Quick<2, Form::kBFloat16>, Quick<2, Form::kInt8>>;
 
 #if defined(__CUDACC__)
 
@@ -35,21 +62,40 @@ __device__ inline uint32_t largest_in_warp(uint32_t x) { return __reduce_max_syn
 
 __device__ constexpr Decoded kDecoded = make_decoded();
 
-template <class Rule, bool kWhole, class Kinds>
-__device__ inline void encoded_quad(const Kinds& kinds, const EncodedShard& shard, const RawQuad<Rule>& raw) {
-  UpdatedQuad<Rule> of = update_encoded<Rule, kWhole>(kinds, shard, raw);
+template <class Rule, bool kWhole>
+__device__ inline void encoded_quad(const Stored& stored, const StepArgs& shard, const RawQuad<Rule>& raw) {
+  UpdatedQuad<Rule> of = update_encoded<Rule, kWhole>(stored, shard, raw);
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s)
-    if (has_scale(kinds.form(s))) of.bounds[s] = largest_in_warp(of.bounds[s]);
-  store_encoded<Rule, kWhole>(kinds, shard, raw, of);
+    if (has_scale(of_state(stored.forms, s))) of.bounds[s] = largest_in_warp(of.bounds[s]);
+  store_encoded<Rule, kWhole>(stored, shard, raw, of);
 }
 
-// Updates the two rows of a warp where one has an unusual value. It loads them again: kept meanwhile, they spilled.
-template <class Kinds>
-__device__ __noinline__ void encoded_rows_again(const EncodedForeachArgs& args, const EncodedShard& shard, int64_t i) {
-  Kinds kinds(args);
+// The first element of a thread's first quad; the second one is in the next row.
+__device__ inline int64_t first_of_thread(int64_t tile) {
+  return tile + threadIdx.x / 32 * 2 * kRow + threadIdx.x % 32 * kQuad;
+}
+
+// All threads of a warp come here together: a block has one shard.
+template <class Rule, bool kWhole>
+__device__ inline void encoded_rows(const Stored& stored, const StepArgs& shard, int64_t tile) {
+  int64_t i = first_of_thread(tile);
+  RawQuad<Rule> first = load_encoded<Rule, kWhole>(stored, shard, i);
+  RawQuad<Rule> second = load_encoded<Rule, kWhole>(stored, shard, i + kRow);
+  encoded_quad<Rule, kWhole>(stored, shard, first);
+  encoded_quad<Rule, kWhole>(stored, shard, second);
+}
+
+// The same where there is a quick way that cannot be taken. A row after the other, and what is known is found once
+// more: kept, it would spill.
+template <bool kWhole>
+__device__ __noinline__ void encoded_rows_apart(const ForeachArgs& args) {
+  EncodedPlace at = place_of(args, blockIdx.x);
+  int64_t i = first_of_thread(at.tile);
+#pragma unroll 1
   for (int row = 0; row < 2; ++row)
-    encoded_quad<AdamW, true>(kinds, shard, load_encoded<AdamW, true>(kinds, shard, i + row * kRow, 0));
+    encoded_quad<AdamW, kWhole>(
+        args.stored, at.shard, load_encoded<AdamW, kWhole>(args.stored, at.shard, i + row * kRow));
 }
 
 // The largest of the 16 threads of a row.
@@ -60,108 +106,73 @@ __device__ inline uint32_t largest_in_row(uint32_t x) {
 }
 
 // Updates two rows by the warp. Returns false, and stores nothing, where a value is unusual.
-template <int kLow>
-__device__ inline bool quick_eight(const EncodedShard& shard, int64_t i, const Decoded& decoded) {
-  const StepArgs& step = shard.step;
+template <int kLow, Form kForm>
+__device__ inline bool quick_eight(const StepArgs& shard, int64_t i, const Decoded& decoded) {
   int64_t at = row_of(i);
-  int32_t slot = step.row_slot[at];
-  QuickRaw raw = load_quick<kLow>(shard, i);
-  float scale_m = shard.scale(0)[at], scale_v = shard.scale(1)[at];
-  if (slot >= step.slots) stop();
-  HyperRow row = load_row<true>(step.hyper + (slot < 0 ? 0 : slot));
-  Coefficients<AdamW, float> c(row, step.grad_scale ? *step.grad_scale : 1.0f);
-  bool usual = !(step.found_inf && *step.found_inf != 0.0f) && is_usual(c.own);
+  int32_t slot = shard.row_slot[at];
+  QuickRaw raw = load_quick<kLow, kForm>(shard, i);
+  float scale_m = kForm == Form::kInt8 ? shard.scales[0][at] : 0.0f;
+  float scale_v = kForm == Form::kInt8 ? shard.scales[1][at] : 0.0f;
+  int32_t key = kForm == Form::kBFloat16 ? shard.row_keys[at] : 0;
+  if (slot >= shard.slots) stop();
+  HyperRow row = load_row<true>(shard.hyper + (slot < 0 ? 0 : slot));
+  Coefficients<AdamW, float> c(row, shard.grad_scale ? *shard.grad_scale : 1.0f);
+  bool usual = !(shard.found_inf && *shard.found_inf != 0.0f) && is_usual<kForm>(c.own);
   if (!__all_sync(0xffffffff, usual)) return false;
-  c.own.l2 = false;  // known, and no longer asked
-  QuickEight of = update_quick<kLow>(raw, scale_m, scale_v, decoded, c);
-  of.largest_m = bits_float(largest_in_row(float_bits(of.largest_m)));
-  of.largest_s = largest_in_row(of.largest_s);
-  QuickMoments moments = moments_quick(of);
+  if (kForm != Form::kFloat) c.own.l2 = false;  // known, and no longer asked
+  QuickEight of = update_quick<kLow, kForm>(raw, scale_m, scale_v, decoded, c);
+  if (kForm == Form::kInt8) {
+    of.largest_m = largest_in_row(of.largest_m);
+    of.largest_s = largest_in_row(of.largest_s);
+  }
+  QuickMoments moments = stored_of<kForm>(of, noise_of_row(key, row.step_number), place_in_row(i));
   if (!__all_sync(0xffffffff, of.usual)) return false;
-  if (slot >= 0 && row.active != 0.0f) store_quick<kLow>(shard, i, of, moments);
+  if (slot >= 0 && row.active != 0.0f) store_quick<kLow, kForm>(shard, i, of, moments);
   return true;
 }
 
-// All threads of a warp come here together: a block has one shard, and one way.
-template <class Rule, bool kWhole, class Kinds>
-__device__ inline void encoded_quads(const EncodedForeachArgs& args, const EncodedPlace& at) {
-  const EncodedShard& shard = at.shard;
-  if constexpr (kWhole && kIsQuick<Rule, Kinds>) {
-    __shared__ Decoded decoded;
+template <class Rule>
+__global__ void __launch_bounds__(kThreads, Rule::kStates <= 1 ? 3 : 2)
+    encoded_step_kernel(const __grid_constant__ ForeachArgs args) {
+  EncodedPlace at = place_of(args, blockIdx.x);
+  if (at.whole)
+    encoded_rows<Rule, true>(args.stored, at.shard, at.tile);
+  else
+    encoded_rows<Rule, false>(args.stored, at.shard, at.tile);
+}
+
+template <class Way>
+__global__ void __launch_bounds__(kThreads, Way::kBlocksPerSm)
+    quick_step_kernel(const __grid_constant__ ForeachArgs args) {
+  __shared__ Decoded decoded;
+  if constexpr (Way::kForm == Form::kInt8) {
     decoded.int8[threadIdx.x] = kDecoded.int8[threadIdx.x];
     decoded.root8[threadIdx.x] = kDecoded.root8[threadIdx.x];
     __syncthreads();
-    if (!quick_eight<Kinds::low_size()>(shard, at.tile + threadIdx.x * kEight, decoded)) {
-      int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-      encoded_rows_again<Kinds>(args, shard, at.tile + warp * 2 * kRow + lane * kQuad);
-    }
-  } else {
-    Kinds kinds(args);
-    RawQuad<Rule> raws[kQuads];
-    ZK_UNROLL
-    for (int q = 0; q < kQuads; ++q)
-      raws[q] = load_encoded<Rule, kWhole>(kinds, shard, at.tile + threadIdx.x * kQuad, q);
-    ZK_UNROLL
-    for (int q = 0; q < kQuads; ++q) encoded_quad<Rule, kWhole>(kinds, shard, raws[q]);
   }
-}
-
-template <class Rule, class Kinds>
-constexpr int kEncodedBlocksPerSm = Kinds::kBlocksPerSm;
-template <class Rule>
-constexpr int kEncodedBlocksPerSm<Rule, AnyKinds> = Rule::kStates <= 1 ? 3 : 2;
-
-template <class Rule, class Kinds>
-__global__ void __launch_bounds__(kThreads, kEncodedBlocksPerSm<Rule, Kinds>)
-    encoded_step_kernel(const __grid_constant__ EncodedForeachArgs args) {
   EncodedPlace at = place_of(args, blockIdx.x);
-  if (at.whole)
-    encoded_quads<Rule, true, Kinds>(args, at);
-  else
-    encoded_quads<Rule, false, Kinds>(args, at);
+  if (!at.whole)
+    encoded_rows_apart<false>(args);
+  else if (!quick_eight<Way::kLow, Way::kForm>(at.shard, at.tile + threadIdx.x * kEight, decoded))
+    encoded_rows_apart<true>(args);
 }
-
-#endif
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
-inline bool all_aligned(const EncodedShard& shard, const Encoded& of_all, int64_t grad_size, int64_t out_size) {
-  bool aligned = !of_all.low_size || is_aligned(shard.low, std::min(16, kEight * of_all.low_size));
-  for (int s = 0; s < kMostStates; ++s)
-    aligned &= is_aligned(shard.step.states[s], std::min<int64_t>(16, kEight * size_of(of_all.forms[s])));
-  return aligned && is_aligned(shard.step.grad, std::min<int64_t>(16, kEight * grad_size)) &&
-         is_aligned(shard.step.param_out, std::min<int64_t>(16, kEight * out_size)) &&
-         is_aligned(shard.step.master, 16) && is_aligned(shard.step.hyper, 16);
-}
-
-// Calls run(args, blocks) for each launch that several shards take, which are alike in dtypes and forms.
-template <class Run>
-void launch_encoded(const std::vector<EncodedShard>& shards, const Encoded& of_all, DType grad, DType out, Run run) {
-  auto aligned = [&](const EncodedShard& shard) { return all_aligned(shard, of_all, size_of(grad), size_of(out)); };
-  for_launches<EncodedForeachArgs>(shards, aligned, [&](EncodedForeachArgs& args, int64_t blocks) {
-    args.grad = grad;
-    args.out = out;
-    args.low_size = of_all.low_size;
-    std::copy(of_all.forms, of_all.forms + kMostStates, args.forms);
-    run(args, blocks);
-  });
-}
-
-#if defined(__CUDACC__)
-
 template <class Rule>
-void run_encoded_step(
-    CUstream_st* stream, const std::vector<EncodedShard>& shards, const Encoded& of_all, DType grad, DType out) {
-  RuleKinds<Rule>::choose(of_all, grad, out, [&](auto kinds) {
-    launch_encoded(shards, of_all, grad, out, [&](const EncodedForeachArgs& args, int64_t blocks) {
-      auto kernel = encoded_step_kernel<Rule, typename decltype(kinds)::type>;
+void run_step(CUstream_st* stream, const Stored& stored, std::vector<StepArgs>& shards) {
+  if (!is_encoded(stored)) return run_floats<Rule>(stream, stored, shards);
+  auto run = [&](void (*kernel)(ForeachArgs)) {
+    for_launches(stored, shards, [&](const ForeachArgs& args, int64_t blocks) {
       on_stream(stream, "foreach_step", kernel, blocks, kThreads, args);
     });
-  });
+  };
+  if constexpr (Rule::kStates == 2)  // AdamW
+    if (QuickWays::choose(stored, [&](auto way) { run(quick_step_kernel<typename decltype(way)::type>); })) return;
+  run(encoded_step_kernel<Rule>);
 }
 
 #endif
 
 }  // namespace
-
 }  // namespace zero_kernels

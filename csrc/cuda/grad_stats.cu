@@ -1,7 +1,7 @@
 // grad_stats on CUDA, for any number of shards in two launches: a block of threads makes the partial of each block of
 // elements, then one block adds the partials of each shard. Where a shard has many partials, a launch between the two
 // has many blocks add them to one row. The order of additions is that of docs/ops.md.
-#include "grad_stats.h"
+#include "launchers.h"
 
 #include <algorithm>
 #include <cmath>

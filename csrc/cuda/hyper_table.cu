@@ -1,5 +1,5 @@
 // hyper_table on CUDA: bias corrections are made where the step counts are, so that the host reads nothing.
-#include "hyper_table.h"
+#include "launchers.h"
 
 #if defined(__CUDACC__)
 #include "launch.h"

@@ -1,6 +1,6 @@
 // pack and unpack on CUDA: one launch for up to kLargeTable gradients, their pointers among its arguments, so that no
 // table has to reach the device first.
-#include "pack.h"
+#include "launchers.h"
 
 #include <algorithm>
 

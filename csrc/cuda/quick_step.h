@@ -1,7 +1,8 @@
-// AdamW with moments of 8 bits, where no value is unusual: little more than half the instructions, and the same bits.
-// Division and square root are the instructions that nvcc makes of them, without the branches for very small and very
-// large operands. What is stored is estimated, as estimates.h has it. One vote of the warp finds unusual values; then
-// the warp updates both of its rows by encoded_rows.h.
+// AdamW where gradients and parameters are bf16 and no value is unusual: with moments of 8 bits little more than half
+// the instructions, and the same bits. Division and square root are the instructions that nvcc makes of them, without
+// the branches for very small and very large operands; with fp32 moments, which may be very small, they are nvcc's own.
+// What is stored in 8 bits is estimated, as estimates.h has it. One vote of the warp finds unusual values; then the
+// warp updates both of its rows by encoded_rows.h.
 #pragma once
 
 #include "../rules/adamw.h"
@@ -64,19 +65,18 @@ constexpr int kEight = 8;
 
 // Eight elements as they are stored. `master`: the low halves, or all of it.
 struct QuickRaw {
-  uint32_t grad[4], high[4], master[8], m[2], v[2];
+  uint32_t grad[4], high[4], master[8], m[8], v[8];
 };
 
-// Eight elements that are updated. What is stored of the moments is known when the largest of their row are.
+// Eight elements that are updated. What is stored in 8 bits is known when the largest of their row are.
 struct QuickEight {
-  uint32_t high[4], master[8];  // as they are stored
-  float m[kEight], s[kEight];   // s: roots of the second moments
-  float largest_m;              // of these elements, then of the row
-  uint32_t largest_s;           // bits, so that NaN is above all
+  uint32_t high[4], master[8];    // as they are stored
+  float m[kEight], v[kEight];     // moments; of root8 the roots
+  uint32_t largest_m, largest_s;  // of these elements, then of the row, of magnitudes and roots: bits, NaN above all
   bool usual;
 };
 struct QuickMoments {
-  uint32_t m[2], v[2];
+  uint32_t m[8], v[8];
 };
 
 // 8, 16 or 32 bytes of `words`.
@@ -107,19 +107,14 @@ ZK_HOST_DEVICE inline void store_eight(void* to, int64_t i, const uint32_t (&wor
   }
 }
 
-template <int kLow>
-ZK_HOST_DEVICE inline QuickRaw load_quick(const EncodedShard& shard, int64_t i) {
-  const StepArgs& step = shard.step;
+template <int kLow, Form kForm>
+ZK_HOST_DEVICE inline QuickRaw load_quick(const StepArgs& args, int64_t i) {
   QuickRaw raw = {};
-  load_eight<16>(step.grad, i, raw.grad);
-  if constexpr (kLow == 0) {
-    load_eight<32>(step.master, i, raw.master);
-  } else {
-    load_eight<8 * kLow>(shard.low, i, raw.master);
-    load_eight<16>(step.param_out, i, raw.high);
-  }
-  load_eight<8>(step.state(0), i, raw.m);
-  load_eight<8>(step.state(1), i, raw.v);
+  load_eight<16>(args.grad, i, raw.grad);
+  load_eight<kLow ? 8 * kLow : 32>(args.master, i, raw.master);
+  if (kLow) load_eight<16>(args.param_out, i, raw.high);
+  load_eight<8 * size_of(kForm)>(args.states[0], i, raw.m);
+  load_eight<8 * size_of(kForm)>(args.states[1], i, raw.v);
   return raw;
 }
 
@@ -145,8 +140,10 @@ ZK_HOST_DEVICE inline uint32_t upper_byte_of(const uint32_t* words, int j) {
 // The smaller of x - 1 and y: 0 is above all.
 ZK_HOST_DEVICE inline uint32_t below(uint32_t x, uint32_t y) { return x - 1 < y ? x - 1 : y; }
 
-// Whether the options of a row are usual.
+// Whether the options of a row are usual. With fp32 moments all are.
+template <Form kForm>
 ZK_HOST_DEVICE inline bool is_usual(const AdamW::Own<float>& c) {
+  if (kForm == Form::kFloat) return true;
   float correction = c.bias_correction2_sqrt.by;
   return !c.l2 && fabsf(c.step_size) <= 1.0f && fabsf(c.decay) <= 1.0f && c.eps >= kLeastEps && c.eps <= 1.0f &&
          correction >= kLeastCorrection && correction <= 1.0f && c.beta1 > kLeastBeta1;
@@ -180,7 +177,16 @@ ZK_HOST_DEVICE inline void keep_master(QuickEight& of, const float (&p)[kEight],
   }
 }
 
-template <int kLow>
+// Element j of a moment: of 8 bits by the table of what they stand for.
+template <Form kForm>
+ZK_HOST_DEVICE inline float moment_of(const uint32_t* words, int j, const float* table, float scale) {
+  if constexpr (kForm == Form::kFloat) return bits_float(words[j]);
+  if constexpr (kForm == Form::kBFloat16) return bits_float(upper_half_of(words, j));
+  return table[byte_of(words, j)] * scale;
+}
+
+// kForm: of both moments, or kInt8, and kRoot8 of the second.
+template <int kLow, Form kForm>
 ZK_HOST_DEVICE inline QuickEight update_quick(
     const QuickRaw& raw, float scale_m, float scale_v, const Decoded& decoded, const Coefficients<AdamW, float>& c) {
   float correction = c.own.bias_correction2_sqrt.by, over_correction = quick_reciprocal(correction);
@@ -190,31 +196,44 @@ ZK_HOST_DEVICE inline QuickEight update_quick(
   of.usual = true;
   ZK_UNROLL
   for (int j = 0; j < kEight; ++j) {
-    float p = master_of<kLow>(raw, j), m = decoded.int8[byte_of(raw.m, j)] * scale_m;
-    float root = decoded.root8[byte_of(raw.v, j)] * scale_v, v = root * root;
+    float p = master_of<kLow>(raw, j), m = moment_of<kForm>(raw.m, j, decoded.int8, scale_m);
+    float v = moment_of<kForm>(raw.v, j, decoded.root8, scale_v);
+    if (kForm == Form::kInt8) v = v * v;
     of.usual &= fabsf(p) < kMostMaster;
     AdamW::moments(bits_float(upper_half_of(raw.grad, j)) * c.grad_scale, p, m, v, c.own);
-    least_m = below(float_bits(fabsf(m)), least_m);
-    least_v = below(float_bits(v), least_v);
-    float s = quick_root(v), divisor = quick_quotient(s, correction, over_correction) + c.own.eps;
-    updated[j] = p - c.own.step_size * quick_quotient(m, divisor, quick_reciprocal(divisor));
-    keep_master<kLow>(of, updated, j);
     of.m[j] = m;
-    of.s[j] = s;
-    of.largest_m = fmaxf(of.largest_m, fabsf(m));  // without NaN, which moments_quick finds
-    of.largest_s = float_bits(s) > of.largest_s ? float_bits(s) : of.largest_s;
+    of.v[j] = v;
+    if constexpr (kForm == Form::kFloat) {
+      updated[j] = AdamW::end(p, m, AdamW::divisor(v, c.own), c.own);
+      of.usual &= fabsf(updated[j]) < kMostMaster;
+    } else {
+      uint32_t bits = float_bits(fabsf(m));
+      least_m = below(bits, least_m);
+      least_v = below(float_bits(v), least_v);
+      float s = quick_root(v), divisor = quick_quotient(s, correction, over_correction) + c.own.eps;
+      updated[j] = p - c.own.step_size * quick_quotient(m, divisor, quick_reciprocal(divisor));
+      if (kForm == Form::kInt8)
+        of.v[j] = s;
+      else
+        of.usual &= float_bits(m) != 0x80000000;  // of -0 the quotient would be 0
+      of.largest_m = bits > of.largest_m ? bits : of.largest_m;
+      of.largest_s = float_bits(s) > of.largest_s ? float_bits(s) : of.largest_s;
+    }
+    keep_master<kLow>(of, updated, j);
   }
   of.usual &= least_m >= float_bits(kLeastMoment) - 1 && least_v >= float_bits(kLeastMoment) - 1;
+  if (kForm == Form::kBFloat16)  // of 8 bits the largest of the row are asked
+    of.usual &= of.largest_m < float_bits(kMostMoment) && of.largest_s < float_bits(kMostRoot);
   return of;
 }
 
-// `of.usual` becomes false where an estimate may be wrong, as where it is NaN. In units of 2^-24 the errors of estimate
-// and arithmetic add up to 13 for m, with a reciprocal that is off by two, and to 4 for v; 16 and 5 are allowed for.
-ZK_HOST_DEVICE inline QuickMoments moments_quick(QuickEight& of) {
-  float largest_s = bits_float(of.largest_s);
-  of.usual &= of.largest_m < kMostMoment && (of.largest_m >= 2.0f * kLeastMoment || of.largest_m == 0.0f);
+// `of.usual` becomes false where an estimate may be wrong. In units of 2^-24 the errors of estimate and arithmetic add
+// up to 13 for m, with a reciprocal that is off by two, and to 4 for v; 16 and 5 are allowed for.
+ZK_HOST_DEVICE inline QuickMoments in_8_bits(QuickEight& of) {
+  float largest_m = bits_float(of.largest_m), largest_s = bits_float(of.largest_s);
+  of.usual &= largest_m < kMostMoment && (largest_m >= 2.0f * kLeastMoment || largest_m == 0.0f);
   of.usual &= largest_s < kMostRoot && (largest_s >= kLeastScale || largest_s == 0.0f);
-  float most_m = of.largest_m == 0.0f ? kOver254 : of.largest_m * kOver254;
+  float most_m = largest_m == 0.0f ? kOver254 : largest_m * kOver254;
   float most_s = largest_s == 0.0f ? 1.0f : largest_s;
   float factor = quick_quotient(255.0f, most_s, quick_reciprocal(most_s));
   QuickMoments to = {};
@@ -223,31 +242,53 @@ ZK_HOST_DEVICE inline QuickMoments moments_quick(QuickEight& of) {
     float x = of.m[j] * ZK_NEAR(near_reciprocal(fmaf(fabsf(of.m[j]), kOver254, most_m))), whole = x + kWhole;
     of.usual &= fmaf(fabsf(x), 0x1p-20f, fabsf(x - (whole - kWhole))) < 0.5f;
     to.m[j / 4] |= (float_bits(whole) & 0xff) << j % 4 * 8;
-    float y = of.s[j] * factor, whole_y = y + kWhole;
+    float y = of.v[j] * factor, whole_y = y + kWhole;
     of.usual &= fmaf(y, 0x1.4p-22f, fabsf(y - (whole_y - kWhole))) < 0.5f;
-    uint32_t least = float_bits(kWhole) + (of.s[j] > 0.0f ? 1 : 0);  // 0 is for 0 alone
+    uint32_t least = float_bits(kWhole) + (of.v[j] > 0.0f ? 1 : 0);  // 0 is for 0 alone
     to.v[j / 4] |= ((float_bits(whole_y) > least ? float_bits(whole_y) : least) & 0xff) << j % 4 * 8;
   }
   return to;
 }
 
-template <int kLow>
-ZK_HOST_DEVICE inline void store_quick(
-    const EncodedShard& shard, int64_t i, const QuickEight& of, const QuickMoments& moments) {
-  const StepArgs& step = shard.step;
-  if constexpr (kLow == 0) {
-    store_eight<32>(step.master, i, of.master);
-    if (step.param_out) store_eight<16>(step.param_out, i, of.high);
+// As narrow_stochastic, of values that are far from overflow. `element`: the place of the first in its row.
+ZK_HOST_DEVICE inline void in_bf16(const float (&x)[kEight], uint32_t of_state, int element, uint32_t* to) {
+  ZK_UNROLL
+  for (int j = 0; j < kEight; j += 2) {
+    uint32_t word = noise_word(of_state, element + j);
+    uint32_t first = float_bits(x[j]) + noise_in(word, 0), second = float_bits(x[j + 1]) + noise_in(word, 1);
+    to[j / 2] = first >> 16 | (second & 0xffff0000);
+  }
+}
+
+// What is stored of the moments; `noise`: of the row. Where they have 8 bits, `of.usual` may become false.
+template <Form kForm>
+ZK_HOST_DEVICE inline QuickMoments stored_of(QuickEight& of, uint32_t noise, int element) {
+  if constexpr (kForm == Form::kInt8) return in_8_bits(of);
+  QuickMoments to = {};
+  if constexpr (kForm == Form::kBFloat16) {
+    in_bf16(of.m, noise_of_state(noise, 0), element, to.m);
+    in_bf16(of.v, noise_of_state(noise, 1), element, to.v);
   } else {
-    store_eight<16>(step.param_out, i, of.high);
-    store_eight<8 * kLow>(shard.low, i, of.master);
+    ZK_UNROLL
+    for (int j = 0; j < kEight; ++j) {
+      to.m[j] = float_bits(of.m[j]);
+      to.v[j] = float_bits(of.v[j]);
+    }
   }
-  if (place_in_row(i) == 0) {
-    shard.scale(0)[row_of(i)] = of.largest_m;
-    shard.scale(1)[row_of(i)] = bits_float(of.largest_s);
+  return to;
+}
+
+template <int kLow, Form kForm>
+ZK_HOST_DEVICE inline void store_quick(
+    const StepArgs& args, int64_t i, const QuickEight& of, const QuickMoments& moments) {
+  store_eight<kLow ? 8 * kLow : 32>(args.master, i, of.master);
+  store_eight<16>(args.param_out, i, of.high);
+  if (kForm == Form::kInt8 && place_in_row(i) == 0) {
+    args.scales[0][row_of(i)] = bits_float(of.largest_m);
+    args.scales[1][row_of(i)] = bits_float(of.largest_s);
   }
-  store_eight<8>(step.state(0), i, moments.m);
-  store_eight<8>(step.state(1), i, moments.v);
+  store_eight<8 * size_of(kForm)>(args.states[0], i, moments.m);
+  store_eight<8 * size_of(kForm)>(args.states[1], i, moments.v);
 }
 
 }  // namespace

@@ -9,6 +9,9 @@ namespace {
 
 constexpr int kQuad = 4;
 
+// Of what is not given, which is null, too.
+inline bool is_aligned(const void* at, int64_t bytes) { return reinterpret_cast<uintptr_t>(at) % bytes == 0; }
+
 // Of an element of a shard, which is never below 0: unsigned, a division is a shift.
 ZK_HOST_DEVICE inline int64_t row_of(int64_t i) { return int64_t(uint64_t(i) / kRow); }
 ZK_HOST_DEVICE inline int place_in_row(int64_t i) { return int(uint32_t(i) % kRow); }

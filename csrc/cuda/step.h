@@ -1,15 +1,15 @@
-// The update of shards on CUDA, by any rule: one launch for up to kShards shards, whatever the number of their
-// parameters and groups. AdamW has a kernel for one shard, too: adam_step. Rules are compiled beside each other, in
-// files of their own: step_<rule>.cu.
+// The update of shards on CUDA, by any rule: one launch for up to kMostShards, whatever the number of their parameters
+// and groups. AdamW has a kernel for one shard, too. Rules are compiled beside each other, in files of their own:
+// step_<rule>.cu.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
+#include "launchers.h"
 #include "raw.h"
 #include "shard_of_block.h"
-#include "step_args.h"
 
 #if defined(__CUDACC__)
 #include "launch.h"
@@ -27,15 +27,15 @@
 namespace zero_kernels {
 
 // Of a launch: its table of shards is among its arguments, and all of these stay below 4 KB.
-constexpr size_t kMostBytes = 4096;
+constexpr int kMostShards = 28;
 
 struct ForeachArgs {
-  static constexpr int kMostShards = 32;
+  Stored stored;
   int count;  // of shards
   int64_t first_block[kMostShards];
   StepArgs shards[kMostShards];
 };
-static_assert(sizeof(ForeachArgs) <= kMostBytes);
+static_assert(sizeof(ForeachArgs) <= 4096);
 
 namespace {
 
@@ -56,6 +56,18 @@ constexpr int64_t kTile = kThreads * kQuads * kQuad;
 
 struct NoOutput {};  // the master is the parameter
 
+// Indexed by constants alone: indexed by a loop's variable, though it was unrolled, the addresses took registers, and
+// AdamW's kernels for sm_100 spilled.
+template <class T>
+ZK_HOST_DEVICE inline T of_state(const T (&all)[kMostStates], int i) {
+  static_assert(kMostStates == 3);
+  return i == 0 ? all[0] : i == 1 ? all[1] : all[2];
+}
+ZK_HOST_DEVICE inline float* master_of(const StepArgs& args) { return static_cast<float*>(args.master); }
+ZK_HOST_DEVICE inline float* state_of(const StepArgs& args, int s) {
+  return static_cast<float*>(of_state(args.states, s));
+}
+
 template <class Rule>
 struct Quad {
   float g[kQuad], p[kQuad];
@@ -65,9 +77,9 @@ struct Quad {
 template <bool kWhole, class Rule, class Grad>
 ZK_HOST_DEVICE inline void load_quad(const StepArgs& args, int64_t i, int count, Quad<Rule>& quad) {
   load<kWhole>(static_cast<const Grad*>(args.grad) + i, count, quad.g);
-  load<kWhole>(args.master + i, count, quad.p);
+  load<kWhole>(master_of(args) + i, count, quad.p);
   ZK_UNROLL
-  for (int s = 0; s < Rule::kStates; ++s) load<kWhole>(args.state(s) + i, count, quad.states[s]);
+  for (int s = 0; s < Rule::kStates; ++s) load<kWhole>(state_of(args, s) + i, count, quad.states[s]);
 }
 
 template <bool kWhole, class Out>
@@ -77,9 +89,9 @@ ZK_HOST_DEVICE inline void store_output(const StepArgs& args, int64_t i, int cou
 
 template <bool kWhole, class Rule, class Out>
 ZK_HOST_DEVICE inline void store_quad(const StepArgs& args, int64_t i, int count, const Quad<Rule>& quad) {
-  store<kWhole>(args.master + i, count, quad.p);
+  store<kWhole>(master_of(args) + i, count, quad.p);
   ZK_UNROLL
-  for (int s = 0; s < Rule::kStates; ++s) store<kWhole>(args.state(s) + i, count, quad.states[s]);
+  for (int s = 0; s < Rule::kStates; ++s) store<kWhole>(state_of(args, s) + i, count, quad.states[s]);
   store_output<kWhole, Out>(args, i, count, quad.p);
 }
 
@@ -170,68 +182,40 @@ ZK_HOST_DEVICE inline void foreach_step_thread(const ForeachArgs& args, int64_t 
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
-// Tensors that are not given are null.
-inline bool is_aligned(const void* at, int64_t bytes) { return reinterpret_cast<uintptr_t>(at) % bytes == 0; }
-
-inline bool all_aligned(const StepArgs& args, int64_t grad_size, int64_t out_size) {
-  bool states =
-      std::all_of(std::begin(args.states), std::end(args.states), [&](float* at) { return is_aligned(at, 16); });
-  return states && is_aligned(args.grad, kQuad * grad_size) && is_aligned(args.param_out, kQuad * out_size) &&
-         is_aligned(args.master, 16) && is_aligned(args.hyper, 16);
+// A thread has eight elements, side by side or in two quads, and accesses of 16 bytes at most.
+inline bool all_aligned(const Stored& stored, const StepArgs& args) {
+  auto holds = [](const void* at, int64_t size) { return is_aligned(at, std::min<int64_t>(16, 2 * kQuad * size)); };
+  bool aligned = holds(args.grad, size_of(stored.grad)) && holds(args.param_out, size_of(stored.out)) &&
+                 holds(args.master, stored.low_size ? stored.low_size : sizeof(float)) && is_aligned(args.hyper, 16);
+  for (int s = 0; s < kMostStates; ++s) aligned &= holds(args.states[s], size_of(stored.forms[s]));
+  return aligned;
 }
-
-inline StepArgs& step_of(StepArgs& shard) { return shard; }
-inline const StepArgs& step_of(const StepArgs& shard) { return shard; }
-inline StepArgs& step_of(EncodedShard& shard) { return shard.step; }
-inline const StepArgs& step_of(const EncodedShard& shard) { return shard.step; }
 
 // Calls run(Type<Grad>, Type<Out>).
 template <class Run>
-void with_types(DType grad, bool has_output, DType out, Run run) {
-  with_type(grad, [&](auto g) {
-    if (!has_output) return run(g, Type<NoOutput>());
-    with_type(out, [&](auto o) { run(g, o); });
+void with_types(const Stored& stored, Run run) {
+  with_type(stored.grad, [&](auto g) {
+    if (!stored.has_output) return run(g, Type<NoOutput>());
+    with_type(stored.out, [&](auto o) { run(g, o); });
   });
 }
 
-// Calls run(Type<Grad>, Type<Out>, args, blocks), if there is anything to do.
+// Calls run(args, blocks) for each launch that the shards take, if there is anything to do.
 template <class Run>
-void launch(StepArgs args, DType grad, DType out, Run run) {
-  if (args.slots == 0) return;  // all is padding
-  args.vector = all_aligned(args, size_of(grad), size_of(out));
-  with_types(
-      grad, args.param_out != nullptr, out, [&](auto g, auto o) { run(g, o, args, ceil_div(args.numel, kTile)); });
-}
-
-// Calls run(args, blocks) for each launch that several shards take, which are alike in their dtypes and share their
-// slots. aligned(shard): whether chunks of its tensors are.
-template <class Args, class Shard, class Aligned, class Run>
-void for_launches(const std::vector<Shard>& shards, Aligned aligned, Run run) {
-  if (shards.empty() || step_of(shards[0]).slots == 0) return;
-  constexpr size_t kMost = Args::kMostShards;
-  for (size_t from = 0; from < shards.size(); from += kMost) {
-    Args args;
-    args.count = int(std::min(kMost, shards.size() - from));
+void for_launches(const Stored& stored, std::vector<StepArgs>& shards, Run run) {
+  for (StepArgs& shard : shards) shard.vector = all_aligned(stored, shard);
+  for (size_t from = 0; from < shards.size() && shards[0].slots; from += kMostShards) {
+    ForeachArgs args;
+    args.stored = stored;
+    args.count = int(std::min<size_t>(kMostShards, shards.size() - from));
     int64_t blocks = 0;
     for (int i = 0; i < args.count; ++i) {
       args.shards[i] = shards[from + i];
-      step_of(args.shards[i]).vector = aligned(shards[from + i]);
       args.first_block[i] = blocks;
-      blocks += ceil_div(step_of(args.shards[i]).numel, kTile);
+      blocks += ceil_div(args.shards[i].numel, kTile);
     }
     run(args, blocks);
   }
-}
-
-// Calls run(Type<Grad>, Type<Out>, args, blocks) for each launch.
-template <class Run>
-void launch_foreach(const std::vector<StepArgs>& shards, DType grad, DType out, Run run) {
-  // An empty tensor's address is null.
-  bool has_output = std::any_of(shards.begin(), shards.end(), [](const auto& shard) { return shard.param_out; });
-  auto aligned = [&](const StepArgs& shard) { return all_aligned(shard, size_of(grad), size_of(out)); };
-  for_launches<ForeachArgs>(shards, aligned, [&](const ForeachArgs& args, int64_t blocks) {
-    with_types(grad, has_output, out, [&](auto g, auto o) { run(g, o, args, blocks); });
-  });
 }
 
 #if defined(__CUDACC__)
@@ -247,20 +231,18 @@ __global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
   foreach_step_thread<Rule, Grad, Out>(args, blockIdx.x, threadIdx.x);
 }
 
+// Of states and masters in fp32. One shard has a kernel of its own where a rule has two states, as AdamW.
 template <class Rule>
-void run_step(CUstream_st* stream, const char* op, const StepArgs& shard, DType grad, DType out) {
-  launch(shard, grad, out, [&](auto g, auto o, const StepArgs& args, int64_t blocks) {
-    using Grad = typename decltype(g)::type;
-    using Out = typename decltype(o)::type;
-    on_stream(stream, op, step_kernel<Rule, Grad, Out>, blocks, kThreads, args);
-  });
-}
-
-template <class Rule>
-void run_foreach_step(CUstream_st* stream, const char* op, const std::vector<StepArgs>& shards, DType grad, DType out) {
-  launch_foreach(shards, grad, out, [&](auto g, auto o, const ForeachArgs& args, int64_t blocks) {
-    auto kernel = foreach_step_kernel<Rule, typename decltype(g)::type, typename decltype(o)::type>;
-    on_stream(stream, op, kernel, blocks, kThreads, args);
+void run_floats(CUstream_st* stream, const Stored& stored, std::vector<StepArgs>& shards) {
+  for_launches(stored, shards, [&](const ForeachArgs& args, int64_t blocks) {
+    with_types(stored, [&](auto g, auto o) {
+      using Grad = typename decltype(g)::type;
+      using Out = typename decltype(o)::type;
+      if constexpr (Rule::kStates == 2)
+        if (args.count == 1)
+          return on_stream(stream, "foreach_step", step_kernel<Rule, Grad, Out>, blocks, kThreads, args.shards[0]);
+      on_stream(stream, "foreach_step", foreach_step_kernel<Rule, Grad, Out>, blocks, kThreads, args);
+    });
   });
 }
 

@@ -3,7 +3,6 @@
 
 #if defined(__CUDACC__)
 namespace zero_kernels {
-const RunStep step_amsgrad = run_foreach_step<AmsGrad>;
-const RunEncodedStep encoded_amsgrad = run_encoded_step<AmsGrad>;
+const RunStep step_amsgrad = run_step<AmsGrad>;
 }  // namespace zero_kernels
 #endif

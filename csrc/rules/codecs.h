@@ -2,32 +2,9 @@
 // is float or a SIMD vector, as rule.h has it.
 #pragma once
 
-#include "rule.h"
+#include "../args.h"
 
 namespace zero_kernels {
-
-// What a state is stored as, by the dtype of its tensor. Those of eight bits have a scale for each row.
-enum class Form : uint8_t { kFloat, kBFloat16, kInt8, kRoot8 };
-
-ZK_HOST_DEVICE static constexpr bool has_scale(Form form) { return form == Form::kInt8 || form == Form::kRoot8; }
-
-ZK_HOST_DEVICE static constexpr int64_t size_of(Form form) {
-  return form == Form::kFloat ? 4 : form == Form::kBFloat16 ? 2 : 1;
-}
-
-// How a shard's states and master are stored, where it is not as fp32 alone.
-struct Encoded {
-  Form forms[kMostStates];
-  float* scales[kMostStates];  // [rows], or null where the form has none
-  void* low;                   // of a split master, whose high halves are the parameters; or null
-  int low_size;                // 2: int16; 1: int8; 0: masters are not split
-  const int32_t* row_keys;     // [rows], by which bf16 is rounded stochastically; or null, without states in bf16
-
-  // A shard without elements has no addresses, so that `low` does not tell.
-  bool any() const {
-    return low_size || forms[0] != Form::kFloat || forms[1] != Form::kFloat || forms[2] != Form::kFloat;
-  }
-};
 
 // The hash lowbias32 (Wellons, "Prospecting for Hash Functions", 2018).
 ZK_HOST_DEVICE static inline uint32_t mixed(uint32_t x) {

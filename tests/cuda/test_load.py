@@ -20,7 +20,7 @@ LOAD = """
 import sys, torch
 for library in sys.argv[1:]:
     torch.ops.load_library(library)
-for op in ("adam_step", "foreach_step", "pack", "unpack", "grad_stats", "hyper_table"):
+for op in ("foreach_step", "ema", "pack", "unpack", "grad_stats", "hyper_table"):
     print(op, torch._C._dispatch_has_kernel_for_dispatch_key(f"zero_kernels_C::{op}", "CUDA"))
 print(torch.ops.zero_kernels_C.cuda_archs())
 print(torch.ops.zero_kernels_C.cuda_problem())

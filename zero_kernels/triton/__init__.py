@@ -21,7 +21,6 @@ except (ImportError, AttributeError) as error:  # the latter from an older trito
     _import_error = f"triton can't be imported or is too old: {error}"
 else:
     OPS = {
-        "adam_step": step.adam_step,
         "foreach_step": step.foreach_step,
         "ema": ema.ema,
         "pack": pack.pack,

@@ -165,20 +165,6 @@ def _step_kernel(
         )  # fmt: skip
 
 
-def adam_step(
-    grad: Tensor,
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    param_out: Tensor | None,
-    row_slot: Tensor,
-    *shared: Any,
-) -> None:
-    """See `zero_kernels.adam_step`."""
-    params_out = [] if param_out is None else [param_out]
-    foreach_step("adamw", [grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
-
-
 def foreach_step(rule: str, *given: Any) -> None:
     """See `zero_kernels.foreach_step`: a launch for each shard."""
     args = StepArgs(*given)

@@ -1,4 +1,4 @@
-// The quick way of AdamW with moments of 8 bits, on a processor: quotients and roots have the bits of `/` and sqrt, and
+// The quick ways of AdamW, on a processor: quotients and roots have the bits of `/` and sqrt, and
 // rows those of the usual way, with estimates that are off as far as a GPU's may be. What is wrong is counted.
 #include <cmath>
 #include <cstdio>
@@ -73,24 +73,38 @@ struct Rows {
   alignas(32) int8_t low8[kNumel], m[kNumel];
   alignas(32) uint8_t v[kNumel];
   float scale_m[2], scale_v[2];
+  alignas(32) uint16_t m16[kNumel], v16[kNumel];
+  alignas(32) float m32[kNumel], v32[kNumel];
 };
 
-static EncodedShard shard_of(Rows& rows, int low, const HyperRow* hyper, const int32_t* slots, const float* scale) {
-  StepArgs step = {};
-  step.grad = rows.grad;
-  step.master = low ? nullptr : rows.master;
-  step.states[0] = reinterpret_cast<float*>(rows.m);
-  step.states[1] = reinterpret_cast<float*>(rows.v);
-  step.param_out = rows.param;
-  step.row_slot = slots;
-  step.hyper = hyper;
-  step.grad_scale = scale;
-  step.numel = Rows::kNumel;
-  step.slots = 2;
-  step.vector = true;
-  step.out_dtype = DType::kBFloat16;
-  void* lows = low == 0 ? nullptr : low == 1 ? static_cast<void*>(rows.low8) : rows.low16;
-  return {step, {rows.scale_m, rows.scale_v, nullptr}, lows, nullptr};
+template <class Way>
+static StepArgs shard_of(Rows& rows, const HyperRow* hyper, const int32_t* slots, const float* scale) {
+  static const int32_t kKeys[2] = {12345, -77};
+  constexpr Form kForm = Way::kForm;
+  StepArgs args = {};
+  args.grad = rows.grad;
+  args.master = Way::kLow == 0   ? static_cast<void*>(rows.master)
+                : Way::kLow == 1 ? static_cast<void*>(rows.low8)
+                                 : rows.low16;
+  args.states[0] = kForm == Form::kInt8    ? static_cast<void*>(rows.m)
+                   : kForm == Form::kFloat ? rows.m32
+                                           : static_cast<void*>(rows.m16);
+  args.states[1] = kForm == Form::kInt8    ? static_cast<void*>(rows.v)
+                   : kForm == Form::kFloat ? rows.v32
+                                           : static_cast<void*>(rows.v16);
+  if (kForm == Form::kInt8) {
+    args.scales[0] = rows.scale_m;
+    args.scales[1] = rows.scale_v;
+  }
+  args.param_out = rows.param;
+  args.row_slot = slots;
+  args.row_keys = kForm == Form::kBFloat16 ? kKeys : nullptr;
+  args.hyper = hyper;
+  args.grad_scale = scale;
+  args.numel = Rows::kNumel;
+  args.slots = 2;
+  args.vector = true;
+  return args;
 }
 
 static float normal() {
@@ -108,9 +122,10 @@ static uint16_t bf16(float x) {
 // rows of zeros, or almost.
 static void fill(Rows& rows, int kind) {
   static const float kPlanted[] = {0.0f,      -0.0f,      INFINITY, -INFINITY, NAN,       0x1p-126f, 0x1p-149f,
-                                   0x1p-100f, 0x1p-101f,  0x1p60f,  0x1p126f,  0x1p127f,  3e38f,     -3e38f,
+                                   0x1p-100f, 0x1p-101f,  0x1p60f,  0x1p126f,  0x1p127f,  3.4e38f,   -3.4e38f,
                                    0x1p-60f,  0x1.8p-99f, 1e-20f,   1e20f,     0x1p-133f, 0x1p10f};
   int spread = kind == 1 ? 60 : 6;
+  float turned = kind != 3 ? 1.0f : draw() % 4 == 0 ? -1.0f : draw() % 4 == 0 ? 0x1p-20f : 1.0f;
   for (int row = 0; row < 2; ++row) {
     rows.scale_m[row] = draw() % 16 == 0 ? 0.0f : kind == 1 ? drawn(-60, 12) : drawn(-11, -9);
     rows.scale_v[row] = draw() % 16 == 0 ? 0.0f : kind == 1 ? drawn(-48, 9) : drawn(-10, -8);
@@ -119,16 +134,26 @@ static void fill(Rows& rows, int kind) {
   for (int i = 0; i < Rows::kNumel; ++i) {
     float g = kind == 1 ? drawn(-45, 12 - 8 * int(draw() % 8)) * (draw() % 2 ? 1 : -1) : normal() * 0x1p-10f,
           p = drawn(-spread - 3, 3) * (draw() % 2 ? 1 : -1);
-    if (kind == 2 && draw() % 64 == 0) g = kPlanted[draw() % 20];
-    if (kind == 2 && draw() % 64 == 0) p = kPlanted[draw() % 20];
+    if (kind == 2 && draw() % 256 == 0) g = kPlanted[draw() % 20];
+    if (kind == 2 && draw() % 256 == 0) p = kPlanted[draw() % 20];
     if (kind == 3 && draw() % 128) g = draw() % 2 ? 0.0f : -0.0f;
+    bool zero = kind == 3 && draw() % 2;
+    if (zero) p = draw() % 2 ? 0.0f : -0.0f;
     rows.grad[i] = bf16(g);
     rows.param[i] = bf16(p);
     rows.master[i] = p;
-    rows.low16[i] = int16_t(draw());
-    rows.low8[i] = int8_t(draw());
+    rows.low16[i] = zero ? 0 : int16_t(draw());
+    rows.low8[i] = zero ? 0 : int8_t(draw());
     rows.m[i] = rows.scale_m[i / kRow] == 0.0f ? 0 : kind == 3 ? draw() % 3 - 1 : int8_t(int(draw() % 255) - 127);
     rows.v[i] = rows.scale_v[i / kRow] == 0.0f ? 0 : kind == 3 ? draw() % 2 : draw();
+    // The same moments, or planted ones, in 16 and 32 bits.
+    float m = unscaled_int8(float(rows.m[i])) * rows.scale_m[i / kRow];
+    float v = decoded_root8(float(rows.v[i]), rows.scale_v[i / kRow]);
+    if (kind == 2 && draw() % 256 == 0) m = kPlanted[draw() % 20];
+    if (kind == 2 && draw() % 256 == 0) v = kPlanted[draw() % 20];
+    m *= turned;
+    rows.m16[i] = bf16(rows.m32[i] = m);
+    rows.v16[i] = bf16(rows.v32[i] = v);
   }
 }
 
@@ -139,6 +164,7 @@ static HyperRow hyper_row(int kind) {
   float correction = std::sqrt(1.0f - std::pow(beta2, float(1 + draw() % 100)));
   float decay = 1.0f - 1e-3f * float(draw() % 3), weight = usual || draw() % 16 ? 0.0f : 0.01f;
   float step = kind == 2 && draw() % 8 == 0 ? 1e10f : drawn(-14, -3);
+  if (kind == 2 && draw() % 4 == 0) step = 1.1117f, eps = 1.0f;  // of 3.4e38: to what bf16 rounds to inf
   return {
       {step, decay, weight, eps, beta1, 1.0f - beta1, beta2, 1.0f - beta2, correction},
       1.0f,
@@ -146,8 +172,10 @@ static HyperRow hyper_row(int kind) {
       1.0f};
 }
 
-template <int kLow>
+template <class Way>
 static void check_rows(int kind, int count, uint64_t& quick, uint64_t& wrong) {
+  Stored stored = {DType::kBFloat16, DType::kBFloat16, true, Way::kLow, {Way::kForm, Way::kForm, Form::kFloat}};
+  if (Way::kForm == Form::kInt8) stored.forms[1] = Form::kRoot8;
   for (int n = 0; n < count; ++n) {
     static Rows rows, by_quick;
     HyperRow hyper[2] = {hyper_row(kind), hyper_row(kind)};
@@ -155,34 +183,34 @@ static void check_rows(int kind, int count, uint64_t& quick, uint64_t& wrong) {
     float scale = draw() % 2 ? 1.0f : drawn(-3, 0);
     fill(rows, kind);
     std::memcpy(&by_quick, &rows, sizeof rows);
-    if (!quick_rows<kLow>(shard_of(by_quick, kLow, hyper, slots, &scale), 0)) continue;
+    if (!quick_rows<Way>(shard_of<Way>(by_quick, hyper, slots, &scale), 0)) continue;
     ++quick;
     int off = g_off;
     g_off = 0;
-    EncodedForeachArgs args = {};
-    UsualKinds<kLow, Form::kInt8, Form::kRoot8> kinds(args);
-    for (int row = 0; row < 2; ++row)
-      encoded_row<AdamW, true>(kinds, shard_of(rows, kLow, hyper, slots, &scale), row * kRow);
+    encoded_warp<AdamW>(stored, shard_of<Way>(rows, hyper, slots, &scale), 0, true);
     g_off = off;
     wrong += std::memcmp(&by_quick, &rows, sizeof rows) != 0;
   }
 }
 
+template <class... Ways>
+static void check_ways(OneOf<Ways...>, int kind, int count, uint64_t* quick, uint64_t& wrong) {
+  (check_rows<Ways>(kind, count, quick[int(Ways::kForm)], wrong), ...);
+}
+
 // Prints how many quotients and roots are wrong, then for each kind of rows how many went the quick way, of `count` for
-// each form of master, and how many of these are wrong.
+// each way and each error, with fp32, bf16 and int8 moments; and how many of all are wrong.
 int main(int argc, char** argv) {
   int count = argc > 1 ? std::atoi(argv[1]) : 2000;
   uint64_t wrong = 0;
   wrong = wrong_decoded() + wrong_roots() + wrong_quotients();
   std::printf("%llu\n", (unsigned long long)wrong);
   for (int kind = 0; kind < 4; ++kind) {
-    uint64_t quick = 0;
+    uint64_t quick[4] = {};
     wrong = 0;
-    for (g_off = -2; g_off <= 2; ++g_off) {
-      check_rows<0>(kind, count, quick, wrong);
-      check_rows<1>(kind, count, quick, wrong);
-      check_rows<2>(kind, count, quick, wrong);
-    }
-    std::printf("%llu %llu\n", (unsigned long long)quick, (unsigned long long)wrong);
+    for (g_off = -2; g_off <= 2; ++g_off) check_ways(QuickWays(), kind, count, quick, wrong);
+    for (Form form : {Form::kFloat, Form::kBFloat16, Form::kInt8})
+      std::printf("%llu ", (unsigned long long)quick[int(form)]);
+    std::printf("%llu\n", (unsigned long long)wrong);
   }
 }
