@@ -15,7 +15,7 @@ import functools
 import importlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from zero_optim import ShardedAdamW, ShardedMuon, shard_module
 from zero_optim.bench.cases import HYPER
+from zero_optim.bench.peers import PEERS, Peer
 from zero_optim.bench.step import MAX_NORM, Masters
 from zero_optim.rules import AdamW
 from zero_optim.rules.muon import scale_of
@@ -289,18 +290,14 @@ def deepspeed(task: Task, stage: int, **zero: Any) -> Training:
     return Passes(engine, task, backward=engine.backward).then(update=engine.step)
 
 
-def fused_adam(masters: Sequence[Tensor], module: str, **options: Any) -> torch.optim.Optimizer:
-    """Make a package's fused Adam. On a CPU only DeepSpeed has one."""
-    on_cpu = masters[0].device.type == "cpu"
-    name, mode = ("DeepSpeedCPUAdam", "adamw_mode") if on_cpu else ("FusedAdam", "adam_w_mode")
-    return getattr(importlib.import_module(module), name)(masters, **{mode: True}, **options)
-
-
-def adamw_8bit(task: Task, module: str, name: str) -> Training:
-    """Train by a package's AdamW with 8-bit moments."""
+def by_peer(task: Task, peer: Peer) -> Training:
+    """Train by a package's AdamW: in DDP around masters, or on the model's parameters."""
+    if peer.name == "FusedAdam" and task.device.type == "cpu":  # where only DeepSpeed has one
+        peer = peer._replace(name="DeepSpeedCPUAdam")
+    if peer.has_masters:
+        return ddp(task, peer.make)
     model = task.model()
-    opt = getattr(importlib.import_module(module), name)(model.parameters(), **TRAINING)
-    return _plain_end(Passes(model, task), model, opt)
+    return _plain_end(Passes(model, task), model, peer.make(model.parameters(), **TRAINING))
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -350,16 +347,11 @@ def _at(stage: int, reshard: bool = True, **options: Any) -> Way:
     return Way(make, ours=True, gathers_twice=stage == 3 and reshard, bf16_only=why)
 
 
-def _fused_adam(package: str, module: str) -> Way:
-    optimizer = functools.partial(fused_adam, module=f"{package}.{module}")
-    return Way(functools.partial(ddp, optimizer=optimizer), package=package)
+def _of_peer(peer: Peer) -> Way:
+    make, package = functools.partial(by_peer, peer=peer), peer.module.split(".")[0]
+    return Way(make, package=package, has_masters=peer.has_masters)
 
 
-def _adamw_8bit(package: str, module: str, name: str = "AdamW8bit") -> Way:
-    return Way(functools.partial(adamw_8bit, module=module, name=name), package=package, has_masters=False)
-
-
-PEERS = ("deepspeed_adam", "apex", "te", "bitsandbytes", "torchao", "flashoptim")  # fused and 8-bit Adams
 WAYS: Mapping[str, Way] = {
     "stage0": _at(0),
     "stage1": _at(1),
@@ -379,10 +371,5 @@ WAYS: Mapping[str, Way] = {
     "deepspeed2_cpu": Way(
         functools.partial(deepspeed, stage=2, offload_optimizer={"device": "cpu"}), package="deepspeed"
     ),
-    "deepspeed_adam": _fused_adam("deepspeed", "ops.adam"),
-    "apex": _fused_adam("apex", "optimizers"),
-    "te": _fused_adam("transformer_engine", "pytorch.optimizers"),
-    "bitsandbytes": _adamw_8bit("bitsandbytes", "bitsandbytes.optim"),
-    "torchao": _adamw_8bit("torchao", "torchao.optim"),
-    "flashoptim": _adamw_8bit("flashoptim", "flashoptim", "FlashAdamW"),  # its masters have 24 bits
+    **{name: _of_peer(peer) for name, peer in PEERS.items()},
 }

@@ -127,7 +127,7 @@ def test_muon_trains_as_torchs_does():
 class CpuAdam(torch.optim.AdamW):
     """DeepSpeed's, played."""
 
-    def __init__(self, params, adamw_mode, **options) -> None:
+    def __init__(self, params, adamw_mode=True, **options) -> None:
         assert adamw_mode
         super().__init__(params, **options)
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from zero_optim import doctor
 from zero_optim.bench import cases, record, run, step, timing
 from zero_optim.bench.cases import COPY, STATE_FORMS, STREAM, TORCH, Case, Setting, choose_backends
+from zero_optim.bench.peers import FUSED, PEERS, TORCHS
 from zero_optim.bench.timing import Clock, EventClock, Job, Spread, interleaved
 from zero_optim.errors import UsageError, ZeroOptimError
 from zero_optim_cli.choices import parse_numel
@@ -45,17 +48,68 @@ def same_shards(setting: Setting, count: int) -> list[cases.Shard]:
     return shards
 
 
-def test_torchs_passes_make_the_update_that_adam_step_makes(setting):
-    first, second = same_shards(setting, 2)
+@pytest.mark.parametrize("peer", [FUSED, TORCHS["torch_foreach"]], ids=["fused", "foreach"])
+def test_torchs_passes_make_the_update_that_adam_step_makes(setting, peer):
+    (second,) = same_shards(setting, 1)
+    wide_grad = torch.empty_like(second.master)
+    (passes,), moved = cases.update_by_peer(second, wide_grad, peer)  # takes the first step
+    assert moved == pytest.approx(28, abs=0.01)
+    first = replace(second, **{name: getattr(second, name).clone() for name in vars(second)})
     before = first.master.clone()
     cases.update(first)()
-    wide_grad = torch.empty_like(second.master)
-    cases.adam_in_passes(second, wide_grad)()
+    passes()
     assert (first.master - before).abs().max() > 1e-4
     for name in ("master", "exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(getattr(second, name), getattr(first, name), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(second.param, first.param)
     assert torch.equal(wide_grad, second.grad.float() * 0.5)
+
+
+class Quantized:
+    """A moment as FlashOptim has it: no tensor, but an object with some."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.codes = torch.zeros_like(parameter, dtype=torch.uint8)
+        self.scales = torch.zeros(parameter.numel() // 256)
+
+
+class EightBit(torch.optim.Optimizer):
+    """Another package's, played."""
+
+    def __init__(self, params, **options) -> None:
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self):
+        (parameter,) = self.param_groups[0]["params"]
+        assert parameter.dtype == parameter.grad.dtype == torch.bfloat16
+        self.state[parameter] = {"step": 1, "exp_avg": Quantized(parameter), "exp_avg_sq": Quantized(parameter)}
+
+
+class Broken(EightBit):
+    def step(self):
+        raise RuntimeError("no kernel image\nis available")
+
+
+def test_peers_have_rows_with_their_own_bytes_and_those_that_fail_are_left_out(bench, monkeypatch):
+    modules = {"torchao.optim": {"AdamW8bit": EightBit}, "flashoptim": {"FlashAdamW": Broken}}
+    for name, names in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", None)
+    peers = {name: PEERS[name] for name in ("apex", "torchao", "flashoptim")} | TORCHS
+    monkeypatch.setitem(run.CASES, "adam_step", lambda setting: cases.adam_step(replace(setting, peers=peers)))
+    outcome = bench("adam_step", *SMALL, "--numel", "4096", "8192", "--dtypes", "bf16", "--out", ".")
+    assert outcome.code == 0, outcome.err
+    record = json.loads(next(Path().glob("*.json")).read_text())
+    moved = {row["backend"]: row["bytes"] for row in record["rows"] if row["backend"] in PEERS | TORCHS}
+    assert moved == pytest.approx(
+        {"torchao": 2 + 2 * (2 + 2 * (1 + 4 / 256)), "torch_fused": 14, "torch_foreach": 28}, 1e-3
+    )
+    failed = "RuntimeError: no kernel image is available"
+    assert outcome.err.count(f"left out: flashoptim: {failed}\n") == outcome.err.count("left out: apex: Module") == 1
+    assert record["baselines"].keys() == {"torchao", "flashoptim", "apex"}
+    assert record["baselines"]["torchao"] == (doctor.version_of("torchao") or "")
+    assert f"flashoptim: {failed}" in outcome.out
 
 
 @pytest.mark.parametrize("way", STATE_FORMS)

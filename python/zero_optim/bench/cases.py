@@ -17,6 +17,7 @@ from zero_kernels.codecs import FORMS
 
 from ..errors import UsageError
 from ..rules.codec import DTYPES
+from .peers import FUSED, Peer, state_bytes
 from .timing import Job, Spread
 
 TORCH, COPY, STREAM = "torch_pipeline", "copy", "stream"
@@ -26,12 +27,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What one case is measured with. ``backends``: those of ``zero_kernels``."""
+    """What one case is measured with. ``backends``: those of ``zero_kernels``. ``peers``: beside ``adam_step``."""
 
     device: torch.device
     dtype: str
     numel: int
     backends: tuple[str, ...]
+    peers: Mapping[str, Peer] = field(default_factory=dict)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -51,7 +53,8 @@ class Case:
     bytes: float  # the fewest bytes an element that the op must read plus write
     jobs: Mapping[str, Job]  # the contenders by name, TORCH among them
     yardstick: str = COPY  # the job that moves as many bytes and computes nothing
-    own_bytes: Mapping[str, float] = field(default_factory=dict)  # ``bytes`` of jobs whose state is smaller
+    own_bytes: Mapping[str, float] = field(default_factory=dict)  # ``bytes`` of jobs that have another state
+    left_out: Mapping[str, str] = field(default_factory=dict)  # why there is no job of a peer
 
     def rows(self, times: Mapping[str, Sequence[float]]) -> list[Row]:
         """Make a row for each job. ``times``: its milliseconds in each round."""
@@ -110,8 +113,6 @@ def copy_job(setting: Setting, bytes_per_element: int) -> Job:
 
 # -- adam_step ---------------------------------------------------------------------------------------------------------
 
-STEP = 10
-
 
 class Form(NamedTuple):
     """Dtypes of state other than fp32. ``low``: of a split master's lower half; None: the master is fp32."""
@@ -168,14 +169,20 @@ def adam_step(setting: Setting) -> Case:
     works = {"": update(shard), ", zeros": update(replace(shard, **zeros))}
     works |= {way: update_in_form(shard, form) for way, form in forms.items()}
     jobs = {name: job for way, work in works.items() for name, job in on_each_backend(setting, work, way).items()}
-    jobs |= {TORCH: [adam_in_passes(shard, torch.empty_like(shard.master))], COPY: copy_job(setting, 28)}
+    wide_grad = torch.empty_like(shard.master)
+    jobs |= {TORCH: update_by_peer(shard, wide_grad, FUSED)[0], COPY: copy_job(setting, 28)}
     yardstick = COPY
     if setting.device.type == "cpu" and "cpu" in zero_kernels.available_backends("cpu"):
         # The op's own loop without arithmetic. A processor also reads each line that ``copy`` is about to overwrite.
         state, yardstick = (shard.master, shard.exp_avg, shard.exp_avg_sq), STREAM
         jobs[STREAM] = [lambda: torch.ops.zero_kernels_C.stream(shard.grad, *state, shard.param)]
-    own_bytes = {f"{name}{way}": form.bytes for way, form in forms.items() for name in setting.backends}
-    return Case("adam_step", setting, 28, jobs, yardstick, own_bytes)
+    own_bytes, left_out = {f"{name}{way}": form.bytes for way, form in forms.items() for name in setting.backends}, {}
+    for name, peer in setting.peers.items():
+        try:
+            jobs[name], own_bytes[name] = update_by_peer(shard, wide_grad, peer)
+        except Exception as error:
+            left_out[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return Case("adam_step", setting, 28, jobs, yardstick, own_bytes, left_out)
 
 
 def update(shard: Shard) -> Callable[[], object]:
@@ -199,30 +206,35 @@ def update_in_form(shard: Shard, form: Form) -> Callable[[], object]:
 def _scalars(shard: Shard) -> dict[str, Any]:
     device = shard.grad.device
     return {
-        "hyper": zero_kernels.hyper_table(**HYPER, step=STEP, device=device),
+        "hyper": zero_kernels.hyper_table(**HYPER, step=2, device=device),  # of peers, the first made the state
         "grad_scale": torch.full((1,), 0.5, device=device),
         "found_inf": torch.zeros(1, device=device),
     }
 
 
-def adam_in_passes(shard: Shard, wide_grad: Tensor) -> Callable[[], None]:
-    """Update in several passes: widen and unscale, torch's step on the fp32 master, cast the parameter back."""
-    step = torch.tensor(STEP - 1.0, device=shard.master.device)
-    parameter = torch.nn.Parameter(shard.master)
-    parameter.grad = wide_grad
-    optimizer = torch.optim.AdamW([parameter], fused=True, **HYPER)
-    optimizer.state[parameter] = {"step": step, "exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
-    scale = torch.full((1,), 0.5, device=shard.grad.device)
+def update_by_peer(shard: Shard, wide_grad: Tensor, peer: Peer) -> tuple[Job, float]:
+    """Make the peer's update, in passes around its masters, and run it once. Returns it, and its bytes an element."""
+    values, grad = (shard.master, wide_grad) if peer.has_masters else (shard.param.clone(), shard.grad)
+    parameter = torch.nn.Parameter(values)
+    parameter.grad = grad
+    optimizer = peer.make([parameter], **HYPER)
+    scale = torch.full((1,), 0.5, device=grad.device)
 
-    def run() -> None:
-        if shard.grad.is_cuda:
-            torch.mul(shard.grad, scale, out=wide_grad)
+    def in_passes() -> None:
+        if grad.is_cuda:
+            torch.mul(shard.grad, scale, out=grad)
         else:  # two passes are torch's fastest way there: 33 ms of 64 Mi, a mixed mul takes 86
-            wide_grad.copy_(shard.grad).mul_(scale)
+            grad.copy_(shard.grad).mul_(scale)
         optimizer.step()
-        shard.param.copy_(shard.master)
+        shard.param.copy_(values)
 
-    return run
+    work = in_passes if peer.has_masters else optimizer.step
+    work()
+    state = optimizer.state[parameter]
+    nbytes = shard.grad.nbytes + shard.param.nbytes * peer.has_masters + 2 * (values.nbytes + state_bytes(state))
+    if peer.has_masters:  # one pair of moments for all of them: a pair each takes 8 GiB at 2^30
+        state |= {"exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
+    return [work], round(nbytes / shard.grad.numel(), 3)
 
 
 # -- pack and grad_stats -----------------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from ..doctor import version_of
 from ..errors import UsageError, ZeroOptimError
 from . import cases, step
 from .cases import Row, Setting, choose_backends
+from .peers import PEERS, TORCHS
 from .record import Result, title
 from .timing import Clock, interleaved, make_clock
 
@@ -36,12 +38,14 @@ def main(parsed: argparse.Namespace) -> int:
     device = find_device(parsed.device)
     backends = choose_backends(device, parsed.backends)
     torch.set_num_threads(parsed.threads or torch.get_num_threads())
-    result = Result(device, parsed.out, parsed.write, about=parsed.ops[0] if len(parsed.ops) == 1 else "")
-    clock = make_clock(device)
+    about, baselines = parsed.ops[0] if len(parsed.ops) == 1 else "", dict[str, str]()
+    result = Result(device, parsed.out, parsed.write, about, baselines=baselines)
+    clock, peers = make_clock(device), PEERS | TORCHS if device.type == "cuda" else {}  # the last needs most memory
     for op in dict.fromkeys(parsed.ops or (*CASES, "step")):
         for dtype in parsed.dtypes:
             for numel in parsed.numel or (NUMELS if op in CASES else STEP_NUMELS)[device.type]:
-                result.add(measure(op, Setting(device, dtype, numel, backends), clock, parsed.rounds))
+                setting = Setting(device, dtype, numel, backends, peers)
+                result.add(measure(op, setting, clock, parsed.rounds, baselines))
     if not result.rows:
         raise ZeroOptimError("nothing was measured: no case fits the device's memory; give smaller sizes by --numel")
     print(table(result.record()))
@@ -81,13 +85,17 @@ def find_device(asked: str | None) -> torch.device:
     return torch.device(name)
 
 
-def measure(op: str, setting: Setting, clock: Clock, rounds: int | None) -> list[Row]:
-    """Measure one case. One that the GPU's memory cannot hold is left out, and a line is printed."""
+def measure(op: str, setting: Setting, clock: Clock, rounds: int | None, baselines: dict[str, str]) -> list[Row]:
+    """Measure one case. What the GPU's memory cannot hold, or a peer that fails, is left out, and a line is printed."""
     progress(f"{op}, {setting.dtype}, {setting.numel:,} elements")
     try:
         if op not in CASES:
             return step.measure(setting, clock, rounds)
         case = CASES[op](setting)
+        for name, why in sorted(case.left_out.items() - baselines.items()):
+            progress(f"left out: {name}: {why}")
+        versions = {name: version_of(PEERS[name].module.split(".")[0]) or "" for name in case.jobs if name in PEERS}
+        baselines |= {**case.left_out, **baselines, **versions}
         times = interleaved(case.jobs, clock, rounds)
         return case.rows({name: [sum(laps) for laps in of_job] for name, of_job in times.items()})
     except torch.OutOfMemoryError:
