@@ -38,7 +38,7 @@ from zero_optim.params.layout import BucketLayout, bucket_capacities, build_layo
 TIMED = memory.KNOWN["llama-2-70b"]
 RANKS = (8, 64, 1024, 16384)
 STAGES = (2, 3)
-KERNELS = ("pack", "adam_step", "foreach_step")
+KERNELS = ("pack", "foreach_step")
 ITEMSIZE = 2  # bf16
 SHRINK = 4096  # the model that is timed has 17 million elements, not 69 billion
 

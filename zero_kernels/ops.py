@@ -216,9 +216,9 @@ def fused_adamw_(
     row_slot = torch.zeros(-(-grad.numel() // ROW), dtype=torch.int32, device=device)
     if not isinstance(grad_scale, Tensor):
         grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=device)
-    shard = {"grad": grad, "master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "param_out": param_out}
-    flat = [None if tensor is None else _flat(name, tensor) for name, tensor in shard.items()]
-    adam_step(*flat, row_slot, hyper, grad_scale, found_inf)
+    state = (_flat("master", master), _flat("exp_avg", exp_avg), _flat("exp_avg_sq", exp_avg_sq))
+    out = None if param_out is None else _flat("param_out", param_out)
+    adam_step(_flat("grad", grad), *state, out, row_slot, hyper, grad_scale, found_inf)
 
 
 def _flat(name: str, tensor: Tensor) -> Tensor:

@@ -95,16 +95,12 @@ def op_samples() -> dict[str, list[tuple]]:
 
     table = zero_kernels.hyper_table([1e-3, 1e-2], (0.9, 0.99), 1e-8, 0.1, 3)
     rows = torch.tensor([0, 1, -1], dtype=torch.int32)
-    state = (flat(), flat(), flat())
     flags = torch.zeros(2, dtype=torch.int32)
     grads = [torch.rand(3, 5), torch.rand(7).half()]
     bucket = torch.zeros(300, dtype=torch.bfloat16)
     return {
-        "adam_step": [
-            (flat(torch.float16), *state, flat(torch.bfloat16), rows, table, torch.ones(()), torch.zeros(1), flags),
-            (flat(), *state, None, rows, table),
-        ],
         "foreach_step": [
+            ("adamw", [flat()], [flat()], [flat(), flat()], [], [rows], table),
             (
                 *("lion", [flat(torch.float16)], [flat()], [flat()], [flat(torch.bfloat16)], [rows], table),
                 *(torch.ones(()), torch.zeros(1), flags),

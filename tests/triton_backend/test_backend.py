@@ -93,7 +93,7 @@ def test_no_launch_fuses(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, recorders.setdefault(name, Recorder()))
     x, rows, fp64 = torch.ones(128), torch.zeros(1, dtype=torch.int32), torch.zeros(7, 1, dtype=torch.float64)
     with no_host_reads():
-        triton.OPS["adam_step"](x, x, x, x, None, rows, torch.zeros(1, 12), x[:1], x[:1], rows)
+        triton.OPS["foreach_step"]("adamw", [x], [x], [x, x], [], [rows], torch.zeros(1, 12), x[:1], x[:1], rows)
         triton.OPS["foreach_step"](
             "sgd_plain", [x, x], [x, x], [], [], [rows, rows], torch.zeros(1, 12), None, None, None
         )

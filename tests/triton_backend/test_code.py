@@ -31,13 +31,15 @@ def adam_step(
     grad: torch.dtype, param: torch.dtype | None, numel: int = 16 * ROW, offset: int = 0, bare: bool = False
 ) -> None:
     """`offset` misaligns all tensors by as many elements; `bare` leaves out what is optional."""
-    state = [torch.empty(numel + offset)[offset:] for _ in range(3)]
+    master, *states = [torch.empty(numel + offset)[offset:] for _ in range(3)]
     optional = (None,) * 3 if bare else (torch.ones(1), torch.ones(1), torch.zeros(2, dtype=torch.int32))
-    triton.OPS["adam_step"](
-        torch.empty(numel + offset, dtype=grad)[offset:],
-        *state,
-        None if param is None else torch.empty(numel + offset, dtype=param)[offset:],
-        torch.zeros(-(-numel // ROW), dtype=torch.int32),
+    triton.OPS["foreach_step"](
+        "adamw",
+        [torch.empty(numel + offset, dtype=grad)[offset:]],
+        [master],
+        states,
+        [] if param is None else [torch.empty(numel + offset, dtype=param)[offset:]],
+        [torch.zeros(-(-numel // ROW), dtype=torch.int32)],
         torch.zeros(2, 12),
         *optional,
     )
@@ -486,11 +488,11 @@ def test_offsets_are_64_bit(name: str) -> None:
 
 def test_grids_reach_beyond_2_to_the_31_elements() -> None:
     numel = 2**31 + 2**20 + 5
-    shard = [torch.empty(numel, device="meta") for _ in range(4)]
+    grad, master, *states = (torch.empty(numel, device="meta") for _ in range(4))
     row_slot = torch.empty(-(-numel // ROW), dtype=torch.int32, device="meta")
     with aot.compiling_for(90) as made:
-        triton.OPS["adam_step"](*shard, None, row_slot, torch.zeros(1, 12), None, None, None)
-        triton.OPS["grad_stats"](shard[:1], 2.0)
+        triton.OPS["foreach_step"]("adamw", [grad], [master], states, [], [row_slot], torch.zeros(1, 12))
+        triton.OPS["grad_stats"]([grad], 2.0)
     grids = [launch.grid for launch in made]
     assert grids == [(-(-numel // 1024),), (-(-numel // 8192),), (1, 32), (1,)]
     assert made[0].kernel == "_step_kernel" and made[1].kernel == "_block_kernel"
