@@ -234,9 +234,11 @@ void stats(const StatsArgs& args, int norm, int64_t block_begin, int64_t block_e
 template <class Norm>
 float combine_as(const float* partials, int64_t count) {
   alignas(64) float acc[kStatsLanes] = {};
-  for (int64_t i = 0; i < count; ++i) {
-    float* lane = acc + i % kStatsLanes;
-    Norm::join(Vec::load_first(lane, 1), Vec::load_first(partials + i, 1)).store_first(lane, 1);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    int left = count - i < kLanes ? int(count - i) : kLanes;
+    float* lanes = acc + i % kStatsLanes;
+    Norm::join(Vec::load(lanes), left < kLanes ? Vec::load_first(partials + i, left) : Vec::load(partials + i))
+        .store(lanes);
   }
   return fold<Norm>(acc);
 }
