@@ -86,4 +86,22 @@ ZK_HOST_DEVICE static inline void narrow(float x, Half* out) {
 #endif
 }
 
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls f with the type of a DType, as Type<T>.
+template <class F>
+ZK_HOST_DEVICE static inline void with_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::kHalf:
+      return f(Type<Half>());
+    case DType::kBFloat16:
+      return f(Type<BFloat16>());
+    case DType::kFloat:
+      return f(Type<float>());
+  }
+}
+
 }  // namespace zero_kernels

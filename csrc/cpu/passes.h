@@ -1,6 +1,7 @@
 // What is done with a shard beside its update: averages, pack and unpack, grad_stats. Part of kernels.cpp.
 #pragma once
 
+#include "../norms.h"
 #include "access.h"
 
 namespace zero_kernels {
@@ -41,14 +42,8 @@ const float* masters_of(const EmaArgs& args, int64_t i, int count, float* kept) 
   const BFloat16* high = static_cast<const BFloat16*>(args.high) + i;
   if (args.low_size == 1) return joined(high, static_cast<const int8_t*>(args.master) + i, count, kept);
   if (args.low_size == 2) return joined(high, static_cast<const int16_t*>(args.master) + i, count, kept);
-  switch (args.dtype) {
-    case DType::kHalf:
-      return widened(static_cast<const Half*>(args.master) + i, count, kept);
-    case DType::kBFloat16:
-      return widened(static_cast<const BFloat16*>(args.master) + i, count, kept);
-    case DType::kFloat:
-      break;
-  }
+  if (args.dtype == DType::kHalf) return widened(static_cast<const Half*>(args.master) + i, count, kept);
+  if (args.dtype == DType::kBFloat16) return widened(static_cast<const BFloat16*>(args.master) + i, count, kept);
   return static_cast<const float*>(args.master) + i;
 }
 
@@ -118,45 +113,17 @@ bool scale_to(const ScaleArgs& args) {
   return any_nonfinite(largest);
 }
 
-template <class Src>
-bool scale_from(const ScaleArgs& args) {
-  switch (args.dst_dtype) {
-    case DType::kHalf:
-      return scale_to<Src, Half>(args);
-    case DType::kBFloat16:
-      return scale_to<Src, BFloat16>(args);
-    case DType::kFloat:
-      return scale_to<Src, float>(args);
-  }
-  return false;
-}
-
 bool scale(const ScaleArgs& args) {
-  switch (args.src_dtype) {
-    case DType::kHalf:
-      return scale_from<Half>(args);
-    case DType::kBFloat16:
-      return scale_from<BFloat16>(args);
-    case DType::kFloat:
-      return scale_from<float>(args);
-  }
-  return false;
+  bool found = false;
+  with_type(args.src_dtype, [&](auto src) {
+    with_type(args.dst_dtype, [&](auto dst) {
+      found = scale_to<typename decltype(src)::type, typename decltype(dst)::type>(args);
+    });
+  });
+  return found;
 }
 
 // ---- grad_stats ---------------------------------------------------------------------------------------------------
-
-struct Square {
-  static Vec term(Vec x) { return x * x; }
-  static Vec join(Vec acc, Vec term) { return acc + term; }
-};
-struct Magnitude {
-  static Vec term(Vec x) { return magnitude(x); }
-  static Vec join(Vec acc, Vec term) { return acc + term; }
-};
-struct Largest {
-  static Vec term(Vec x) { return magnitude(x); }
-  static Vec join(Vec acc, Vec term) { return max_bits(acc, term); }
-};
 
 // Folds kStatsLanes values by halves: acc[j] += acc[j + h] for h = 512 … 1.
 template <class Norm>
@@ -213,22 +180,12 @@ void stats_of(const StatsArgs& args, int64_t block_begin, int64_t block_end) {
   }
 }
 
-template <class T>
-void stats_for(const StatsArgs& args, int norm, int64_t block_begin, int64_t block_end) {
-  if (norm == 2) return stats_of<Square, T>(args, block_begin, block_end);
-  if (norm == 1) return stats_of<Magnitude, T>(args, block_begin, block_end);
-  return stats_of<Largest, T>(args, block_begin, block_end);
-}
-
 void stats(const StatsArgs& args, int norm, int64_t block_begin, int64_t block_end) {
-  switch (args.dtype) {
-    case DType::kHalf:
-      return stats_for<Half>(args, norm, block_begin, block_end);
-    case DType::kBFloat16:
-      return stats_for<BFloat16>(args, norm, block_begin, block_end);
-    case DType::kFloat:
-      return stats_for<float>(args, norm, block_begin, block_end);
-  }
+  with_type(args.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    auto run = norm == 2 ? stats_of<Square, T> : norm == 1 ? stats_of<Magnitude, T> : stats_of<Largest, T>;
+    run(args, block_begin, block_end);
+  });
 }
 
 template <class Norm>

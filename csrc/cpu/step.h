@@ -74,29 +74,14 @@ void update_rows(const StepArgs& args, int64_t row_begin, int64_t row_end) {
   if (stream) stream_fence();
 }
 
-template <class Rule, class Grad>
-void step_to(const StepArgs& args, const Stored& stored, int64_t row_begin, int64_t row_end) {
-  if (!stored.has_output) return update_rows<Rule, Grad, NoOutput>(args, row_begin, row_end);
-  switch (stored.out) {
-    case DType::kHalf:
-      return update_rows<Rule, Grad, Half>(args, row_begin, row_end);
-    case DType::kBFloat16:
-      return update_rows<Rule, Grad, BFloat16>(args, row_begin, row_end);
-    case DType::kFloat:
-      return update_rows<Rule, Grad, float>(args, row_begin, row_end);
-  }
-}
-
 template <class Rule>
 void step(const StepArgs& args, const Stored& stored, int64_t row_begin, int64_t row_end) {
-  switch (stored.grad) {
-    case DType::kHalf:
-      return step_to<Rule, Half>(args, stored, row_begin, row_end);
-    case DType::kBFloat16:
-      return step_to<Rule, BFloat16>(args, stored, row_begin, row_end);
-    case DType::kFloat:
-      return step_to<Rule, float>(args, stored, row_begin, row_end);
-  }
+  with_type(stored.grad, [&](auto g) {
+    using Grad = typename decltype(g)::type;
+    if (!stored.has_output) return update_rows<Rule, Grad, NoOutput>(args, row_begin, row_end);
+    with_type(
+        stored.out, [&](auto out) { update_rows<Rule, Grad, typename decltype(out)::type>(args, row_begin, row_end); });
+  });
 }
 
 }  // namespace

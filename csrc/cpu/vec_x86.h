@@ -177,7 +177,9 @@ inline void split_pair(Vec a, Vec b, BFloat16* high, Low* low) {
 
 // ---- 8 bits -------------------------------------------------------------------------------------------------------
 
-// Estimates of what is stored, as codecs.h has it, by the processor's reciprocals.
+// Estimates of what is rounded and stored, by the processor's reciprocals. All that these and rounding make of one is
+// less than 13 * 2^-24 of it. So where a little less and a little more have one nearest integer, it is the right one.
+constexpr float kLess = 1.0f - 0x1p-20f, kMore = 1.0f + 0x1p-20f;
 constexpr bool kEstimates = true;
 struct Estimate {
   Vec scale, less, more;

@@ -103,22 +103,4 @@ ZK_HOST_DEVICE inline void store(T* to, int count, const float (&x)[N]) {
 
 ZK_HOST_DEVICE inline bool is_nonfinite(float x) { return (float_bits(x) & 0x7f800000) == 0x7f800000; }
 
-template <class T>
-struct Type {
-  using type = T;
-};
-
-// Calls f with the type of a DType, as Type<T>.
-template <class F>
-void with_type(DType dtype, F f) {
-  switch (dtype) {
-    case DType::kHalf:
-      return f(Type<Half>());
-    case DType::kBFloat16:
-      return f(Type<BFloat16>());
-    case DType::kFloat:
-      return f(Type<float>());
-  }
-}
-
 }  // namespace zero_kernels

@@ -1,7 +1,6 @@
 // The update of four elements whose states or master are not in fp32 alone, on CUDA.
 #pragma once
 
-#include "estimates.h"
 #include "step.h"
 
 namespace zero_kernels {
@@ -12,7 +11,7 @@ ZK_HOST_DEVICE inline void decode_raw(Form form, const Raw& raw, float scale, fl
     return widen_raw(form == Form::kFloat ? DType::kFloat : DType::kBFloat16, raw, x);
   ZK_UNROLL
   for (int j = 0; j < kQuad; ++j)
-    x[j] = form == Form::kInt8 ? quick_unscaled_int8(float(int8_t(byte(raw, j)))) * scale
+    x[j] = form == Form::kInt8 ? unscaled_int8(float(int8_t(byte(raw, j)))) * scale
                                : decoded_root8(float(byte(raw, j)), scale);
 }
 
@@ -20,9 +19,8 @@ ZK_HOST_DEVICE inline Raw encode_raw(Form form, const float (&x)[kQuad], float s
   if (form == Form::kFloat) return narrow_raw(DType::kFloat, x);
   Raw raw = {};
   if (!is_usable(scale)) return raw;
-  Estimate estimate(form, scale);
   ZK_UNROLL
-  for (int j = 0; j < kQuad; ++j) raw.words[0] |= uint32_t(uint8_t(stored_by(estimate, x[j]))) << (j * 8);
+  for (int j = 0; j < kQuad; ++j) raw.words[0] |= uint32_t(uint8_t(nearest(encoded(form, x[j], scale)))) << (j * 8);
   return raw;
 }
 

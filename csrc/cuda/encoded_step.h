@@ -119,7 +119,6 @@ __device__ inline bool quick_eight(const StepArgs& shard, int64_t i, const Decod
   Coefficients<AdamW, float> c(row, shard.grad_scale ? *shard.grad_scale : 1.0f);
   bool usual = !(shard.found_inf && *shard.found_inf != 0.0f) && is_usual<kForm>(c.own);
   if (!__all_sync(0xffffffff, usual)) return false;
-  if (kForm != Form::kFloat) c.own.l2 = false;  // known, and no longer asked
   QuickEight of = update_quick<kLow, kForm>(raw, scale_m, scale_v, decoded, c);
   if (kForm == Form::kInt8) {
     of.largest_m = largest_in_row(of.largest_m);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../norms.h"
 #include "chunk.h"
 #include "shard_of_block.h"
 
@@ -45,22 +46,6 @@ struct StatsArgs {
   Shard shards[kShards];
 };
 static_assert(sizeof(StatsArgs) <= 32764);
-
-ZK_HOST_DEVICE inline float magnitude(float x) { return bits_float(float_bits(x) & 0x7fffffff); }
-
-struct Square {
-  ZK_HOST_DEVICE static float term(float x) { return x * x; }
-  ZK_HOST_DEVICE static float join(float acc, float term) { return acc + term; }
-};
-struct Magnitude {
-  ZK_HOST_DEVICE static float term(float x) { return magnitude(x); }
-  ZK_HOST_DEVICE static float join(float acc, float term) { return acc + term; }
-};
-// The larger bit pattern: NaN is above inf.
-struct Largest {
-  ZK_HOST_DEVICE static float term(float x) { return magnitude(x); }
-  ZK_HOST_DEVICE static float join(float acc, float term) { return float_bits(acc) > float_bits(term) ? acc : term; }
-};
 
 // A block is run as a sequence of phases: `each(f)` calls f(thread) for every thread, then waits for all of them.
 
@@ -149,14 +134,10 @@ ZK_HOST_DEVICE inline void stats_of(
 template <class Norm, class Each>
 ZK_HOST_DEVICE inline void stats_block(const StatsArgs& args, int64_t block, float* acc, Each each) {
   int shard = shard_of_block(block, args.count, [&](int i) { return args.shards[i].first_block; });
-  switch (args.dtypes[shard]) {
-    case DType::kHalf:
-      return stats_of<Norm>(args, Block<Half>(args.shards[shard], block), block, acc, each);
-    case DType::kBFloat16:
-      return stats_of<Norm>(args, Block<BFloat16>(args.shards[shard], block), block, acc, each);
-    case DType::kFloat:
-      return stats_of<Norm>(args, Block<float>(args.shards[shard], block), block, acc, each);
-  }
+  with_type(args.dtypes[shard], [&](auto type) {
+    using T = typename decltype(type)::type;
+    stats_of<Norm>(args, Block<T>(args.shards[shard], block), block, acc, each);
+  });
 }
 
 ZK_HOST_DEVICE inline int64_t partials_of(const Shard& shard) { return ceil_div(shard.numel, kStatsBlock); }

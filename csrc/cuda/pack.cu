@@ -150,14 +150,9 @@ ZK_HOST_DEVICE inline void move_part(const M& mover, int64_t from, int64_t to) {
 // Calls f with the mover of a slot.
 template <Direction kDirection, class Bucket, class Args, class F>
 ZK_HOST_DEVICE inline void with_mover(const Args& args, int slot, F f) {
-  switch (args.dtypes[slot]) {
-    case DType::kHalf:
-      return f(Mover<kDirection, Bucket, Half, Args>(args, slot));
-    case DType::kBFloat16:
-      return f(Mover<kDirection, Bucket, BFloat16, Args>(args, slot));
-    case DType::kFloat:
-      return f(Mover<kDirection, Bucket, float, Args>(args, slot));
-  }
+  with_type(args.dtypes[slot], [&](auto grad) {
+    f(Mover<kDirection, Bucket, typename decltype(grad)::type, Args>(args, slot));
+  });
 }
 
 // Elements [from, to), a chunk at most, of any slots and gaps; `slot` is the first that may reach into it.

@@ -1,9 +1,11 @@
 // AdamW where gradients and parameters are bf16 and no value is unusual: with moments of 8 bits little more than half
 // the instructions, and the same bits. Division and square root are the instructions that nvcc makes of them, without
 // the branches for very small and very large operands; with fp32 moments, which may be very small, they are nvcc's own.
-// What is stored in 8 bits is estimated, as estimates.h has it. One vote of the warp finds unusual values; then the
+// What is stored in 8 bits is estimated, and not near a tie. One vote of the warp finds unusual values; then the
 // warp updates both of its rows by encoded_rows.h.
 #pragma once
+
+#include <cmath>
 
 #include "../rules/adamw.h"
 #include "encoded_rows.h"
@@ -42,6 +44,26 @@ constexpr float kLeastBeta1 = 0x1p-10f;  // so that no first moment is -0
 
 constexpr float kOver254 = 1.0f / 254.0f;
 constexpr float kWholeBytes = 0x1.8p31f;  // a sum with it is a multiple of 256
+
+// Within 2^-22 of the reciprocal, or of that of the root, of what is neither very small nor very large.
+ZK_HOST_DEVICE inline float near_reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1.0f / x;
+#endif
+}
+ZK_HOST_DEVICE inline float near_reciprocal_root(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return float(1.0 / std::sqrt(double(x)));
+#endif
+}
 
 ZK_HOST_DEVICE inline float quick_root(float x) {
   float y = near_reciprocal_root(x > kLeastMoment ? x : kLeastMoment), q = x * y;  // of 0: 0, and not 0 * inf
@@ -145,7 +167,7 @@ template <Form kForm>
 ZK_HOST_DEVICE inline bool is_usual(const AdamW::Own<float>& c) {
   if (kForm == Form::kFloat) return true;
   float correction = c.bias_correction2_sqrt.by;
-  return !c.l2 && fabsf(c.step_size) <= 1.0f && fabsf(c.decay) <= 1.0f && c.eps >= kLeastEps && c.eps <= 1.0f &&
+  return fabsf(c.step_size) <= 1.0f && fabsf(c.decay) <= 1.0f && c.eps >= kLeastEps && c.eps <= 1.0f &&
          correction >= kLeastCorrection && correction <= 1.0f && c.beta1 > kLeastBeta1;
 }
 

@@ -127,10 +127,6 @@ ZK_HOST_DEVICE static inline int32_t nearest(float x) {
   return int32_t(float_bits(x + kWhole)) - int32_t(float_bits(kWhole));
 }
 
-// Of an estimate of what is rounded. All that rounding and a processor's reciprocals make of it is less than
-// 13 * 2^-24 of it. So where a little less and a little more have one nearest integer, it is the right one.
-constexpr float kLess = 1.0f - 0x1p-20f, kMore = 1.0f + 0x1p-20f;
-
 // A master in two halves: bf16, and what its bits are above or below those. Where 8 bits of the low half are stored,
 // they are its upper ones, and the others are 0.
 struct Halves {

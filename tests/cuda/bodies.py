@@ -245,24 +245,6 @@ def addresses(tensors: list[Tensor | None]) -> ctypes.c_void_p:
     return ctypes.cast((ctypes.c_void_p * len(tensors))(*map(at, tensors)), ADDRESS)
 
 
-def eight_bits(folder: Path) -> int:
-    """What is read and stored in 8 bits by estimates, with reciprocals and roots that are off as far as a GPU's are."""
-    library = ctypes.CDLL(str(folder / "step.so"))
-    demand(library.wrong_quotients(4) == 0, "quotients")
-    library.unsure_estimates.argtypes = [ctypes.c_int, ADDRESS, ADDRESS, LONG, ctypes.c_int]
-    library.unsure_estimates.restype = LONG
-    generator, count = torch.Generator().manual_seed(3), 200_000
-    for form, root in ((2, False), (3, True)):
-        exponents = torch.randint(-49, 60, (count,), generator=generator)
-        scales = torch.ldexp(1 + torch.rand(count, generator=generator), exponents)
-        small = torch.ldexp(torch.ones(count), -torch.randint(0, 30, (count,), generator=generator) * (exponents % 2))
-        values = scales * torch.rand(count, generator=generator) * small
-        values = values * values if root else values * torch.randint(0, 2, (count,), generator=generator).mul(2).sub(1)
-        unsure = library.unsure_estimates(form, at(values), at(scales), count, 3)
-        demand(0 <= unsure < 3 * count / 1000, "estimates", form, unsure)
-    return 2
-
-
 # ---- ema ------------------------------------------------------------------------------------------------------------
 
 
@@ -490,7 +472,6 @@ OPS = {
     "one_shard": one_shard,
     "foreach_step": foreach_step,
     "encoded_step": encoded_step,
-    "eight_bits": eight_bits,
     "ema": ema,
     "pack": pack,
     "grad_stats": grad_stats,

@@ -162,7 +162,7 @@ static HyperRow hyper_row(int kind) {
   float beta1 = usual || draw() % 8 ? 0.9f : 0.0f, beta2 = draw() % 2 ? 0.999f : 0.95f;
   float eps = usual || draw() % 8 ? 1e-8f : drawn(-70, 3);
   float correction = std::sqrt(1.0f - std::pow(beta2, float(1 + draw() % 100)));
-  float decay = 1.0f - 1e-3f * float(draw() % 3), weight = usual || draw() % 16 ? 0.0f : 0.01f;
+  float decay = 1.0f - 1e-3f * float(draw() % 3), weight = draw() % 4 ? 0.0f : 0.01f;
   float step = kind == 2 && draw() % 8 == 0 ? 1e10f : drawn(-14, -3);
   if (kind == 2 && draw() % 4 == 0) step = 1.1117f, eps = 1.0f;  // of 3.4e38: to what bf16 rounds to inf
   return {

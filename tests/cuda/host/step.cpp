@@ -92,35 +92,3 @@ extern "C" int step(
   if (!std::strcmp(rule, "muon_subtract")) return run<MuonSubtract>(stored, shards);
   return -1;
 }
-
-// How many of the numbers that 8 bits stand for are read wrongly, where reciprocals are off by up to `off` units of the
-// last place.
-extern "C" int wrong_quotients(int off) {
-  int wrong = 0;
-  for (int stored = -128; stored < 128; ++stored) {
-    float y = over_127(float(stored)), divisor = 2.0f - magnitude(y);
-    wrong += y != float(stored) / 127.0f || quick_unscaled_int8(float(stored)) != y / divisor;
-    for (int units = -off; units <= off; ++units) {
-      float near = bits_float(float_bits(1.0f / divisor) + units);
-      wrong += float_bits(corrected_quotient(y, divisor, near)) != float_bits(y / divisor);
-    }
-  }
-  return wrong;
-}
-
-// The same of what is stored, of `count` values below their scales. Returns how many estimates were not sure, or -1
-// where a sure one was wrong.
-extern "C" int64_t unsure_estimates(int form, const float* values, const float* scales, int64_t count, int off) {
-  int64_t unsure = 0;
-  for (int64_t i = 0; i < count; ++i)
-    for (int units : {-off, 0, off}) {
-      Estimate estimate(Form(form), scales[i]);
-      float near = Form(form) == Form::kInt8 ? 1.0f / (scales[i] + magnitude(values[i])) : std::sqrt(values[i]);
-      int32_t stored = estimate.stored(values[i], near > 0.0f ? bits_float(float_bits(near) + units) : near);
-      if (stored == kUnsure)
-        ++unsure;
-      else if (stored != nearest(encoded(Form(form), values[i], scales[i])))
-        return -1;
-    }
-  return unsure;
-}
