@@ -1,6 +1,8 @@
 // The update of shards on CUDA, by any rule: one launch for up to kMostShards, whatever the number of their parameters
-// and groups. AdamW has a kernel for one shard, too. Rules are compiled beside each other, in files of their own:
-// step_<rule>.cu.
+// and groups. Where states and masters are in fp32, a kernel knows its dtypes; and AdamW has one for a single shard,
+// too. Of other forms there is one kernel for each rule: what differs by them is loads, stores and conversions, and a
+// warp takes one way through them. For AdamW there are more: quick_step.h. Rules are compiled beside each other, in
+// files of their own: step_<rule>.cu.
 #pragma once
 
 #include <algorithm>
@@ -54,8 +56,6 @@ constexpr int kForeachBlocksPerSm = Rule::kStates <= 1 ? 4 : 3;
 
 constexpr int64_t kTile = kThreads * kQuads * kQuad;
 
-struct NoOutput {};  // the master is the parameter
-
 // Indexed by constants alone: indexed by a loop's variable, though it was unrolled, the addresses took registers, and
 // AdamW's kernels for sm_100 spilled.
 template <class T>
@@ -63,55 +63,53 @@ ZK_HOST_DEVICE inline T of_state(const T (&all)[kMostStates], int i) {
   static_assert(kMostStates == 3);
   return i == 0 ? all[0] : i == 1 ? all[1] : all[2];
 }
-ZK_HOST_DEVICE inline float* master_of(const StepArgs& args) { return static_cast<float*>(args.master); }
-ZK_HOST_DEVICE inline float* state_of(const StepArgs& args, int s) {
-  return static_cast<float*>(of_state(args.states, s));
+
+ZK_HOST_DEVICE inline void decode_raw(Form form, const Raw& raw, float scale, float (&x)[kQuad]) {
+  if (form == Form::kFloat || form == Form::kBFloat16)
+    return widen_raw(form == Form::kFloat ? DType::kFloat : DType::kBFloat16, raw, x);
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j)
+    x[j] = form == Form::kInt8 ? unscaled_int8(float(int8_t(byte(raw, j)))) * scale
+                               : decoded_root8(float(byte(raw, j)), scale);
 }
 
+ZK_HOST_DEVICE inline Raw encode_raw(Form form, const float (&x)[kQuad], float scale) {
+  if (form == Form::kFloat) return narrow_raw(DType::kFloat, x);
+  Raw raw = {};
+  if (!is_usable(scale)) return raw;
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j) raw.words[0] |= uint32_t(uint8_t(nearest(encoded(form, x[j], scale)))) << (j * 8);
+  return raw;
+}
+
+// `element`: the place of the first in its row.
+ZK_HOST_DEVICE inline Raw stochastic_raw(const float (&x)[kQuad], uint32_t of_state, int element) {
+  Raw raw = {};
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j) {
+    uint32_t noise = noise_in(noise_word(of_state, element + j), j);
+    raw.words[j / 2] |= uint32_t(narrow_stochastic(x[j], noise).bits) << (j % 2 * 16);
+  }
+  return raw;
+}
+
+// A quad as it was loaded.
 template <class Rule>
-struct Quad {
-  float g[kQuad], p[kQuad];
-  float states[Rule::kStates > 0 ? Rule::kStates : 1][kQuad];
+struct RawQuad {
+  Raw grad, master, high;  // high: of a split master, whose low halves `master` has
+  Raw states[Rule::kStates > 0 ? Rule::kStates : 1];
+  int64_t i;
+  int count;
+  int32_t slot;
 };
 
-template <bool kWhole, class Rule, class Grad>
-ZK_HOST_DEVICE inline void load_quad(const StepArgs& args, int64_t i, int count, Quad<Rule>& quad) {
-  load<kWhole>(static_cast<const Grad*>(args.grad) + i, count, quad.g);
-  load<kWhole>(master_of(args) + i, count, quad.p);
-  ZK_UNROLL
-  for (int s = 0; s < Rule::kStates; ++s) load<kWhole>(state_of(args, s) + i, count, quad.states[s]);
-}
-
-template <bool kWhole, class Out>
-ZK_HOST_DEVICE inline void store_output(const StepArgs& args, int64_t i, int count, const float (&p)[kQuad]) {
-  if constexpr (!std::is_same_v<Out, NoOutput>) store<kWhole>(static_cast<Out*>(args.param_out) + i, count, p);
-}
-
-template <bool kWhole, class Rule, class Out>
-ZK_HOST_DEVICE inline void store_quad(const StepArgs& args, int64_t i, int count, const Quad<Rule>& quad) {
-  store<kWhole>(master_of(args) + i, count, quad.p);
-  ZK_UNROLL
-  for (int s = 0; s < Rule::kStates; ++s) store<kWhole>(state_of(args, s) + i, count, quad.states[s]);
-  store_output<kWhole, Out>(args, i, count, quad.p);
-}
-
+// A quad that is updated, and what is to be done with it.
 template <class Rule>
-ZK_HOST_DEVICE inline void update_quad(Quad<Rule>& quad, const Coefficients<Rule, float>& c) {
-  for (int j = 0; j < kQuad; ++j) {
-    Lane<Rule, float> lane;
-    lane.p = quad.p[j];
-    for (int s = 0; s < Rule::kStates; ++s) lane.states[s] = quad.states[s][j];
-    update(quad.g[j], lane, c);
-    quad.p[j] = lane.p;
-    for (int s = 0; s < Rule::kStates; ++s) quad.states[s][j] = lane.states[s];
-  }
-}
-
-ZK_HOST_DEVICE inline bool any_nonfinite(const float (&grad)[kQuad], float scale) {
-  bool found = false;
-  for (float g : grad) found |= is_nonfinite(g * scale);
-  return found;
-}
+struct Quad {
+  float p[kQuad], states[Rule::kStates > 0 ? Rule::kStates : 1][kQuad];
+  uint32_t bounds[kMostStates];  // of states with a scale: the largest of its elements, and then of the row
+  bool live;
+};
 
 // Three accesses of 16 bytes, for which the row is padded.
 template <bool kWhole>
@@ -124,61 +122,190 @@ ZK_HOST_DEVICE inline HyperRow load_row(const HyperRow* at) {
   return {{a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0]}, c[1], c[2], c[3]};
 }
 
-// No branch stands between the loads and the update: the compiler would move loads into it, behind the wait for
-// row_slot. Rows that nothing is done to are loaded and computed all the same, and not stored.
-template <class Rule, class Grad, class Out, bool kWhole>
-ZK_HOST_DEVICE inline void step_quads(const StepArgs& args, int64_t first) {
-  Quad<Rule> quads[kQuads];
-  int32_t slots[kQuads];
-  int counts[kQuads];
+template <class Rule, bool kWhole>
+ZK_HOST_DEVICE inline RawQuad<Rule> load_quad(const Stored& stored, const StepArgs& args, int64_t i) {
+  RawQuad<Rule> raw = {};
+  raw.i = i;
+  int64_t left = args.numel - i;
+  raw.count = kWhole || left > kQuad ? kQuad : left > 0 ? int(left) : 0;
+  raw.slot = kWhole || left > 0 ? args.row_slot[row_of(i)] : -1;
+  raw.grad = load_raw<kWhole>(args.grad, size_of(stored.grad), i, raw.count);
+  raw.master = load_raw<kWhole>(args.master, stored.low_size ? stored.low_size : sizeof(float), i, raw.count);
+  if (stored.low_size) raw.high = load_raw<kWhole>(args.param_out, sizeof(BFloat16), i, raw.count);
   ZK_UNROLL
-  for (int q = 0; q < kQuads; ++q) {
-    int64_t i = first + int64_t(q) * kThreads * kQuad;
-    int64_t left = args.numel - i;
-    counts[q] = kWhole || left > kQuad ? kQuad : left > 0 ? int(left) : 0;
-    slots[q] = kWhole || left > 0 ? args.row_slot[row_of(i)] : -1;
-    load_quad<kWhole, Rule, Grad>(args, i, counts[q], quads[q]);
+  for (int s = 0; s < Rule::kStates; ++s)
+    raw.states[s] = load_raw<kWhole>(of_state(args.states, s), size_of(of_state(stored.forms, s)), i, raw.count);
+  return raw;
+}
+
+template <class Rule, bool kWhole>
+ZK_HOST_DEVICE inline Quad<Rule> update_quad(const Stored& stored, const StepArgs& args, const RawQuad<Rule>& raw) {
+  if (raw.slot >= args.slots) stop();
+  bool skip = args.found_inf && *args.found_inf != 0.0f;
+  HyperRow row = load_row<kWhole>(args.hyper + (raw.slot < 0 ? 0 : raw.slot));
+  Coefficients<Rule, float> c(row, args.grad_scale ? *args.grad_scale : 1.0f);
+  float g[kQuad];
+  widen_raw(stored.grad, raw.grad, g);
+  if (skip && args.nonfinite_slots && raw.slot >= 0) {
+    bool found = false;
+    for (float x : g) found |= is_nonfinite(x * c.grad_scale);
+    if (found) args.nonfinite_slots[raw.slot] = 1;  // threads that share a slot all write the same 1
   }
-#if defined(ZK_BARRIER) && defined(__CUDA_ARCH__)
+  Quad<Rule> of;
+  of.live = raw.slot >= 0 && row.active != 0.0f && !skip;
+  ZK_UNROLL
+  for (int s = 0; s < Rule::kStates; ++s) {
+    Form form = of_state(stored.forms, s);
+    float scale = has_scale(form) && raw.count > 0 ? of_state(args.scales, s)[row_of(raw.i)] : 0.0f;
+    decode_raw(form, raw.states[s], scale, of.states[s]);
+    of.bounds[s] = 0;
+  }
+  ZK_UNROLL
+  for (int j = 0; j < kQuad; ++j) {
+    Lane<Rule, float> lane;
+    lane.p = stored.low_size ? join({{half_word(raw.high, j)}, low_half(stored.low_size, raw.master, j)})
+                             : bits_float(raw.master.words[j]);
+    for (int s = 0; s < Rule::kStates; ++s) lane.states[s] = of.states[s][j];
+    update(g[j], lane, c);
+    of.p[j] = lane.p;
+    for (int s = 0; s < Rule::kStates; ++s) {
+      of.states[s][j] = lane.states[s];
+      Form form = of_state(stored.forms, s);
+      uint32_t bound = float_bits(bound_of(form, lane.states[s]));
+      if (has_scale(form) && j < raw.count && bound > of.bounds[s]) of.bounds[s] = bound;
+    }
+  }
+  return of;
+}
+
+template <class Rule, bool kWhole>
+ZK_HOST_DEVICE inline void store_quad(
+    const Stored& stored, const StepArgs& args, const RawQuad<Rule>& raw, const Quad<Rule>& of) {
+  if (!of.live) return;
+  if (stored.low_size) {
+    Raw high = {}, low = {};
+    ZK_UNROLL
+    for (int j = 0; j < kQuad; ++j) {
+      Halves halves = split(of.p[j]);
+      if (stored.low_size == 1)
+        low.words[0] |= uint32_t(uint16_t(in_8_bits(halves.low)) >> 8) << (j * 8);
+      else
+        low.words[j / 2] |= uint32_t(uint16_t(halves.low)) << (j % 2 * 16);
+      high.words[j / 2] |= uint32_t(halves.high.bits) << (j % 2 * 16);
+    }
+    store_raw<kWhole>(args.param_out, sizeof(BFloat16), raw.i, raw.count, high);
+    store_raw<kWhole>(args.master, stored.low_size, raw.i, raw.count, low);
+  } else {
+    store_raw<kWhole>(args.master, sizeof(float), raw.i, raw.count, narrow_raw(DType::kFloat, of.p));
+    if (stored.has_output)
+      store_raw<kWhole>(args.param_out, size_of(stored.out), raw.i, raw.count, narrow_raw(stored.out, of.p));
+  }
+  // Loaded anew: kept since the update, the number of the step took registers where nobody needs it.
+  uint32_t noise = 0;
+  if (is_encoded(stored) && args.row_keys)
+    noise = noise_of_row(args.row_keys[row_of(raw.i)], args.hyper[raw.slot].step_number);
+  ZK_UNROLL
+  for (int s = 0; s < Rule::kStates; ++s) {
+    Form form = of_state(stored.forms, s);
+    float scale = has_scale(form) ? scale_of(form, bits_float(of.bounds[s])) : 0.0f;
+    if (has_scale(form) && place_in_row(raw.i) == 0 && raw.count > 0) of_state(args.scales, s)[row_of(raw.i)] = scale;
+    Raw kept = form == Form::kBFloat16 ? stochastic_raw(of.states[s], noise_of_state(noise, s), place_in_row(raw.i))
+                                       : encode_raw(form, of.states[s], scale);
+    store_raw<kWhole>(of_state(args.states, s), size_of(form), raw.i, raw.count, kept);
+  }
+}
+
+// The shard of a block, the block's first element of it, and whether all of the block is whole.
+struct Place {
+  const StepArgs& shard;
+  int64_t tile;
+  bool whole;
+};
+
+ZK_HOST_DEVICE inline Place place_in(const StepArgs& shard, int64_t block) {
+  return {shard, block * kTile, shard.vector && (block + 1) * kTile <= shard.numel};
+}
+
+ZK_HOST_DEVICE inline Place place_of(const ForeachArgs& args, int64_t block) {
+  int at = shard_of_block(block, args.count, [&](int i) { return args.first_block[i]; });
+  return place_in(args.shards[at], block - args.first_block[at]);
+}
+
+// Of a thread's quads, which are in neighbouring rows: the first element.
+ZK_HOST_DEVICE inline int64_t first_of_thread(int64_t tile, int thread) {
+  return tile + thread / 32 * kQuads * kRow + thread % 32 * kQuad;
+}
+
+// Dtypes that are known as a kernel is compiled. NoOutput: the master is the parameter.
+struct NoOutput {};
+template <class T>
+constexpr DType kDType = std::is_same_v<T, Half>       ? DType::kHalf
+                         : std::is_same_v<T, BFloat16> ? DType::kBFloat16
+                                                       : DType::kFloat;
+template <class Grad, class Out>
+ZK_HOST_DEVICE constexpr Stored floats_of() {
+  return {kDType<Grad>, kDType<Out>, !std::is_same_v<Out, NoOutput>, 0, {}};
+}
+
+#if defined(__CUDACC__)
+
+__device__ inline uint32_t largest_in_warp(uint32_t x) { return __reduce_max_sync(0xffffffff, x); }
+
+template <class Rule, bool kWhole>
+__device__ __forceinline__ void finish_quad(const Stored& stored, const StepArgs& shard, const RawQuad<Rule>& raw) {
+  Quad<Rule> of = update_quad<Rule, kWhole>(stored, shard, raw);
+  ZK_UNROLL
+  for (int s = 0; s < Rule::kStates; ++s)
+    if (has_scale(of_state(stored.forms, s))) of.bounds[s] = largest_in_warp(of.bounds[s]);
+  store_quad<Rule, kWhole>(stored, shard, raw, of);
+}
+
+// No branch stands between the loads and the update: the compiler would move loads into it, behind the wait for
+// row_slot. Rows that nothing is done to are loaded and computed all the same, and not stored. All threads of a warp
+// come here together: a block has one shard.
+template <class Rule, bool kWhole>
+__device__ inline void step_quads(const Stored& stored, const Place& at) {
+  int64_t i = first_of_thread(at.tile, threadIdx.x);
+  RawQuad<Rule> raws[kQuads];
+  ZK_UNROLL
+  for (int q = 0; q < kQuads; ++q) raws[q] = load_quad<Rule, kWhole>(stored, at.shard, i + q * kRow);
+#if defined(ZK_BARRIER)
   __syncthreads();
 #endif
-  bool skip = args.found_inf && *args.found_inf != 0.0f;
-  ZK_UNROLL
-  for (int q = 0; q < kQuads; ++q) {
-    if (slots[q] >= args.slots) stop();
-    HyperRow row = load_row<kWhole>(args.hyper + (slots[q] < 0 ? 0 : slots[q]));
-    // Read again for each quad, beside the row: kept over both, it would be one register too many.
-    Coefficients<Rule, float> c(row, args.grad_scale ? *args.grad_scale : 1.0f);
-    // Threads that share a slot all write the same 1.
-    if (skip && args.nonfinite_slots && slots[q] >= 0 && any_nonfinite(quads[q].g, c.grad_scale))
-      args.nonfinite_slots[slots[q]] = 1;
-    update_quad(quads[q], c);
-    int64_t i = first + int64_t(q) * kThreads * kQuad;
-    bool live = slots[q] >= 0 && row.active != 0.0f && !skip;
-    if (live) store_quad<kWhole, Rule, Out>(args, i, counts[q], quads[q]);
-  }
+  static_assert(
+      kQuads <= 2);  // a loop that holds a reduction of the warp is not unrolled, and raws not kept in registers
+  finish_quad<Rule, kWhole>(stored, at.shard, raws[0]);
+  if constexpr (kQuads > 1) finish_quad<Rule, kWhole>(stored, at.shard, raws[1]);
 }
 
-// The program of one thread of one block.
-template <class Rule, class Grad, class Out>
-ZK_HOST_DEVICE inline void step_thread(const StepArgs& args, int64_t block, int thread) {
-  int64_t first = block * kTile + thread * kQuad;
-  if (args.vector && (block + 1) * kTile <= args.numel)
-    step_quads<Rule, Grad, Out, true>(args, first);
+template <class Rule>
+__device__ inline void step_block(const Stored& stored, const Place& at) {
+  if (at.whole)
+    step_quads<Rule, true>(stored, at);
   else
-    step_quads<Rule, Grad, Out, false>(args, first);
-}
-
-template <class Args>
-ZK_HOST_DEVICE inline int shard_of(const Args& args, int64_t block) {
-  return shard_of_block(block, args.count, [&](int i) { return args.first_block[i]; });
+    step_quads<Rule, false>(stored, at);
 }
 
 template <class Rule, class Grad, class Out>
-ZK_HOST_DEVICE inline void foreach_step_thread(const ForeachArgs& args, int64_t block, int thread) {
-  int shard = shard_of(args, block);
-  step_thread<Rule, Grad, Out>(args.shards[shard], block - args.first_block[shard], thread);
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) step_kernel(const __grid_constant__ StepArgs args) {
+  constexpr Stored stored = floats_of<Grad, Out>();
+  step_block<Rule>(stored, place_in(args, blockIdx.x));
 }
+
+template <class Rule, class Grad, class Out>
+__global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
+    foreach_step_kernel(const __grid_constant__ ForeachArgs args) {
+  constexpr Stored stored = floats_of<Grad, Out>();
+  step_block<Rule>(stored, place_of(args, blockIdx.x));
+}
+
+template <class Rule>
+__global__ void __launch_bounds__(kThreads, Rule::kStates <= 2 ? 3 : 2)
+    encoded_step_kernel(const __grid_constant__ ForeachArgs args) {
+  step_block<Rule>(args.stored, place_of(args, blockIdx.x));
+}
+
+#endif
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
@@ -220,17 +347,6 @@ void for_launches(const Stored& stored, std::vector<StepArgs>& shards, Run run) 
 
 #if defined(__CUDACC__)
 
-template <class Rule, class Grad, class Out>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) step_kernel(const __grid_constant__ StepArgs args) {
-  step_thread<Rule, Grad, Out>(args, blockIdx.x, threadIdx.x);
-}
-
-template <class Rule, class Grad, class Out>
-__global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
-    foreach_step_kernel(const __grid_constant__ ForeachArgs args) {
-  foreach_step_thread<Rule, Grad, Out>(args, blockIdx.x, threadIdx.x);
-}
-
 // Of states and masters in fp32. One shard has a kernel of its own where a rule has two states, as AdamW.
 template <class Rule>
 void run_floats(CUstream_st* stream, const Stored& stored, std::vector<StepArgs>& shards) {
@@ -246,8 +362,22 @@ void run_floats(CUstream_st* stream, const Stored& stored, std::vector<StepArgs>
   });
 }
 
+inline void run_kernel(
+    CUstream_st* stream, const Stored& stored, std::vector<StepArgs>& shards, void (*kernel)(ForeachArgs)) {
+  for_launches(stored, shards, [&](const ForeachArgs& args, int64_t blocks) {
+    on_stream(stream, "foreach_step", kernel, blocks, kThreads, args);
+  });
+}
+
+template <class Rule>
+void run_step(CUstream_st* stream, const Stored& stored, std::vector<StepArgs>& shards) {
+  if (is_encoded(stored))
+    run_kernel(stream, stored, shards, encoded_step_kernel<Rule>);
+  else
+    run_floats<Rule>(stream, stored, shards);
+}
+
 #endif
 
 }  // namespace
-
 }  // namespace zero_kernels

@@ -1,5 +1,5 @@
 #include "../rules/lion.h"
-#include "encoded_step.h"
+#include "step.h"
 
 #if defined(__CUDACC__)
 namespace zero_kernels {

@@ -213,7 +213,7 @@ def test_ptxas_spills_nothing(resources: Mapping[tuple[str, str], tuple[int, int
         three = name in ("foreach_step of adamw", "foreach_step of amsgrad")
         assert max(registers for registers, _ in found) <= (80 if three else 64)
     if name.startswith("encoded_step of"):
-        two = name in ("encoded_step of adamw", "encoded_step of amsgrad")
+        two = name == "encoded_step of amsgrad"
         assert max(registers for registers, _ in found) <= (128 if two else 80)
     if name == "quick_step":
         assert max(registers for registers, _ in found) <= 80

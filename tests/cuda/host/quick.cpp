@@ -187,7 +187,7 @@ static void check_rows(int kind, int count, uint64_t& quick, uint64_t& wrong) {
     ++quick;
     int off = g_off;
     g_off = 0;
-    encoded_warp<AdamW>(stored, shard_of<Way>(rows, hyper, slots, &scale), 0, true);
+    step_rows<AdamW>(stored, shard_of<Way>(rows, hyper, slots, &scale), 0, true);
     g_off = off;
     wrong += std::memcmp(&by_quick, &rows, sizeof rows) != 0;
   }

@@ -11,47 +11,22 @@
 
 using namespace zero_kernels;
 
-template <class Thread>
-static void for_threads(int64_t blocks, Thread run) {
-  for (int64_t block = 0; block < blocks; ++block)
-    for (int thread = 0; thread < kThreads; ++thread) run(block, thread);
-}
-
 template <class Rule>
-static int run_floats(const Stored& stored, std::vector<StepArgs>& shards) {
-  int launches = 0;
-  for_launches(stored, shards, [&](const ForeachArgs& args, int64_t blocks) {
-    ++launches;
-    with_types(stored, [&](auto g, auto o) {
-      for_threads(blocks, [&](int64_t block, int thread) {
-        foreach_step_thread<Rule, typename decltype(g)::type, typename decltype(o)::type>(args, block, thread);
-      });
-    });
-  });
-  return launches;
-}
-
-template <class Rule>
-static int run_encoded(const Stored& stored, std::vector<StepArgs>& shards) {
+static int run(const Stored& stored, std::vector<StepArgs>& shards) {
   int launches = 0;
   for_launches(stored, shards, [&](const ForeachArgs& args, int64_t blocks) {
     ++launches;
     for (int64_t block = 0; block < blocks; ++block) {
-      EncodedPlace at = place_of(args, block);
-      for (int64_t i = at.tile; i < at.tile + kTile; i += 2 * kRow) {
+      Place at = place_of(args, block);
+      for (int64_t i = at.tile; i < at.tile + kTile; i += kQuads * kRow) {
         bool done = false;
-        if (Rule::kStates == 2 && at.whole)
+        if (std::is_same_v<Rule, AdamW> && at.whole)
           QuickWays::choose(stored, [&](auto way) { done = quick_rows<typename decltype(way)::type>(at.shard, i); });
-        if (!done) encoded_warp<Rule>(stored, at.shard, i, at.whole);
+        if (!done) step_rows<Rule>(stored, at.shard, i, at.whole);
       }
     }
   });
   return launches;
-}
-
-template <class Rule>
-static int run(const Stored& stored, std::vector<StepArgs>& shards) {
-  return is_encoded(stored) ? run_encoded<Rule>(stored, shards) : run_floats<Rule>(stored, shards);
 }
 
 // tensors: of each shard grad, master, param_out, row_slot and its states. forms: of kMostStates states. scales: of

@@ -3,28 +3,39 @@
 
 #include <algorithm>
 
-#include "../../../csrc/cuda/encoded_step.h"
+#include "../../../csrc/cuda/quick_step.h"
 
 namespace zero_kernels {
 
 // Each thread loads, each updates, the largest of theirs is that of the row, each stores. i: of the first element.
 template <class Rule, bool kWhole>
-static void encoded_row(const Stored& stored, const StepArgs& shard, int64_t i) {
+static void step_row(const Stored& stored, const StepArgs& shard, int64_t i) {
   RawQuad<Rule> raws[32];
-  UpdatedQuad<Rule> of[32];
+  Quad<Rule> of[32];
   uint32_t bounds[kMostStates] = {};
   for (int lane = 0; lane < 32; ++lane) {
-    raws[lane] = load_encoded<Rule, kWhole>(stored, shard, i + lane * kQuad);
-    of[lane] = update_encoded<Rule, kWhole>(stored, shard, raws[lane]);
+    raws[lane] = load_quad<Rule, kWhole>(stored, shard, i + lane * kQuad);
+    of[lane] = update_quad<Rule, kWhole>(stored, shard, raws[lane]);
     for (int s = 0; s < Rule::kStates; ++s) bounds[s] = std::max(bounds[s], of[lane].bounds[s]);
   }
   for (int lane = 0; lane < 32; ++lane) {
     for (int s = 0; s < Rule::kStates; ++s) of[lane].bounds[s] = bounds[s];
-    store_encoded<Rule, kWhole>(stored, shard, raws[lane], of[lane]);
+    store_quad<Rule, kWhole>(stored, shard, raws[lane], of[lane]);
   }
 }
 
-// As quick_eight of encoded_step.h. False: nothing is done.
+// What a warp does of its rows.
+template <class Rule>
+static void step_rows(const Stored& stored, const StepArgs& shard, int64_t i, bool whole) {
+  for (int q = 0; q < kQuads; ++q) {
+    if (whole)
+      step_row<Rule, true>(stored, shard, i + q * kRow);
+    else
+      step_row<Rule, false>(stored, shard, i + q * kRow);
+  }
+}
+
+// As quick_eight of step_adamw.cu. False: nothing is done.
 template <class Way>
 static bool quick_rows(const StepArgs& shard, int64_t i) {
   static constexpr Decoded decoded = make_decoded();
@@ -63,17 +74,6 @@ static bool quick_rows(const StepArgs& shard, int64_t i) {
   for (int lane = 0; lane < 32 && usual; ++lane)
     if (live[lane]) store_quick<kLow, kForm>(shard, i + lane * kEight, of[lane], moments[lane]);
   return usual;
-}
-
-// What a warp does of two rows.
-template <class Rule>
-static void encoded_warp(const Stored& stored, const StepArgs& shard, int64_t i, bool whole) {
-  for (int row = 0; row < 2; ++row) {
-    if (whole)
-      encoded_row<Rule, true>(stored, shard, i + row * kRow);
-    else
-      encoded_row<Rule, false>(stored, shard, i + row * kRow);
-  }
 }
 
 }  // namespace zero_kernels
