@@ -15,7 +15,8 @@ _LARGEST = tl.constexpr(codecs.LARGEST)
 _OVER_127, _REST_127 = tl.constexpr(float.fromhex("0x1.0204p-7")), tl.constexpr(float.fromhex("0x1.020408p-28"))
 _OVER_255, _REST_255 = tl.constexpr(float.fromhex("0x1.01p-8")), tl.constexpr(float.fromhex("0x1.010102p-24"))
 _INTERPRETED = tl.constexpr(INTERPRETED)
-_SHIFT = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no fraction left
+_SHIFT, _SHIFT_BITS = tl.constexpr(1.5 * 2.0**23), tl.constexpr(0x4B400000)  # a sum with it has no fraction left
+_SHIFT_BYTES, _MOST_BYTES = tl.constexpr(1.5 * 2.0**31), tl.constexpr(127 * 256.0)
 
 
 @triton.constexpr_function
@@ -24,26 +25,35 @@ def is_encoded(state):
 
 
 @triton.jit
-def _nearest(x):
-    """The nearest integer, ties to even, of |x| < 2^22."""
-    return ((x + _SHIFT) - _SHIFT).to(tl.int32)
+def whole(x, dtype: tl.constexpr):
+    """The nearest integer, ties to even, of |x| < 2^22: the last bits of a sum that has no fraction left."""
+    return (x + _SHIFT).to(tl.int32, bitcast=True).to(dtype)
 
 
 @triton.jit
 def _over(stored, first, second):
     """stored / 127 or stored / 255, by the halves of their reciprocals: csrc/rules/codecs.h."""
-    return times(first + tl.zeros_like(stored), stored) + times(second + tl.zeros_like(stored), stored)
+    return tl.fma(stored, first, times(tl.zeros_like(stored) + second, stored))
 
 
 @triton.jit
-def _quotient(a, b):
-    """a / b where b is from 1 to 2: an estimate, corrected once by its rest. csrc/cuda/estimates.h has it, too."""
+def near_reciprocal(b):
     if _INTERPRETED:
-        return tl.div_rn(a, b)
+        return b  # `quotient` does not ask for it
     else:
-        near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], tl.float32, True, 1)
-        quotient = times(a, near)
-        return tl.fma(tl.fma(-b, quotient, a), near, quotient)
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], tl.float32, True, 1)
+
+
+@triton.jit
+def quotient(a, b, over_b):
+    """a / b, by a reciprocal of b: an estimate, corrected once by its rest. csrc/cuda/estimates.h has it, too. Here -0
+    stays -0: minus its rest is -0."""
+    if _INTERPRETED:
+        return tl.div_rn(a, b + tl.zeros_like(a))
+    else:
+        near = times(a, over_b)
+        minus = -1.0  # -x is 0 - x, and an instruction
+        return tl.fma(tl.fma(b, near, a * minus) * minus, over_b, near)
 
 
 @triton.jit
@@ -51,7 +61,8 @@ def decode(stored, scale):
     """Decode stored values to fp32. scale: [ROWS, 1], or None for a form without scales."""
     if stored.dtype == tl.int8:
         y = _over(stored.to(tl.float32), _OVER_127, _REST_127)
-        return times(_quotient(y, 2.0 - tl.abs(y)), scale)
+        divisor = 2.0 - tl.abs(y)
+        return times(quotient(y, divisor, near_reciprocal(divisor)), scale)
     elif stored.dtype == tl.uint8:
         root = times(_over(stored.to(tl.float32), _OVER_255, _REST_255), scale)
         return times(root, root)
@@ -109,33 +120,40 @@ def encode(values, inside, dtype: tl.constexpr):
     if dtype == tl.int8:
         x = tl.maximum(x, -1.0)
         y = tl.div_rn(x + x, 1.0 + tl.abs(x))
-        return _nearest(times(127.0 + tl.zeros_like(y), y)).to(tl.int8), scale
+        return whole(times(127.0 + tl.zeros_like(y), y), dtype), scale
     else:
-        near = _nearest(times(255.0 + tl.zeros_like(x), x))
-        lost = usable & (near == 0) & (values > 0)
-        return tl.where(lost, 1, near).to(tl.uint8), scale
+        least = (usable & (values > 0)).to(tl.float32)  # 0 is for 0 alone
+        return whole(tl.maximum(times(255.0 + tl.zeros_like(x), x), least), dtype), scale
 
 
 @triton.jit
-def join(high, low):
-    """Join the halves of a split master to fp32; the high half alone where that is not finite, or both are NaN."""
+def join(high, low, FINITE: tl.constexpr):
+    """Join the halves of a split master to fp32; the high half alone where that is not finite, or both are NaN. FINITE:
+    neither is."""
     bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
     away = low.to(tl.int32)
     if low.dtype == tl.int8:
         away = away << 8
     master = (bits + away).to(tl.float32, bitcast=True)
-    joins = ((bits & 0x7FFFFFFF) < 0x7F800000) & (master == master)
-    return tl.where(joins, master, bits.to(tl.float32, bitcast=True))
+    if FINITE:
+        return master
+    else:
+        joins = ((bits & 0x7FFFFFFF) < 0x7F800000) & (master == master)
+        return tl.where(joins, master, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def split(master, dtype: tl.constexpr):
+def split(master, dtype: tl.constexpr, FINITE: tl.constexpr):
     """Split fp32 into bf16 and the difference of their bits: in int16, or in int8 in units of 256."""
     high = narrow(master, tl.bfloat16)
     bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
     low = master.to(tl.int32, bitcast=True) - bits
-    low = tl.minimum(tl.maximum(low, -32767), 32767)
-    low = tl.where((bits & 0x7FFFFFFF) < 0x7F800000, low, 0)
     if dtype == tl.int8:
-        low = tl.minimum(tl.maximum((low + 127 + ((low >> 8) & 1)) >> 8, -127), 127)
+        near = (low + _SHIFT_BITS).to(tl.float32, bitcast=True) + _SHIFT_BYTES  # a multiple of 256
+        near = tl.minimum(tl.maximum(near, _SHIFT_BYTES + _SHIFT - _MOST_BYTES), _SHIFT_BYTES + _SHIFT + _MOST_BYTES)
+        low = near.to(tl.int32, bitcast=True)
+    else:
+        low = tl.minimum(tl.maximum(low, -32767), 32767)
+    if not FINITE:
+        low = tl.where((bits & 0x7FFFFFFF) < 0x7F800000, low, 0)
     return high, low.to(dtype)

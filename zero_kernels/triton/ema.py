@@ -19,7 +19,7 @@ _ROW, _ROWS = tl.constexpr(ROW), tl.constexpr(ROWS)
 @triton.jit
 def _follow(master, param, averages, rates, slot, at, inside):
     p = tl.load(master + at, mask=inside)
-    p = widen(p) if param is None else join(tl.load(param + at, mask=inside), p)
+    p = widen(p) if param is None else join(tl.load(param + at, mask=inside), p, False)
     for k in tl.static_range(len(averages)):
         average = tl.load(averages[k] + at, mask=inside)
         rate = tl.load(rates + tl.maximum(slot, 0).to(tl.int64) * len(averages) + k)

@@ -29,6 +29,7 @@ from zero_kernels.triton.common import (
     times,
     widen,
 )
+from zero_kernels.triton.quick_step import quick_adamw
 from zero_kernels.triton.rules import UPDATES
 
 # A row a warp: four elements a thread, so that every access of fp32 is 16 bytes and every warp's are contiguous. With
@@ -60,11 +61,12 @@ def _step_rows(
     nonfinite_slots,
     scales,
     row_keys,
-    UPDATE: tl.constexpr,
     row,  # [ROWS] int64
     has_row,  # [ROWS]: rows that exist
     at,  # [ROWS, 128] int64: elements
     inside,  # [ROWS, 128], or [ROWS, 1] where rows are whole: elements that exist
+    UPDATE: tl.constexpr,
+    QUICK: tl.constexpr,
 ):
     g = tl.load(grad + at, mask=inside, other=0.0)
     p = tl.load(master + at, mask=inside)
@@ -89,22 +91,24 @@ def _step_rows(
     if found_inf is not None:
         skipped = tl.load(found_inf) != 0
         row_live = row_live & (not skipped)
+
+    if is_split:
+        p = join(high, p, QUICK)
+    before, before_scales = (), ()
+    for i in tl.static_range(len(states)):
+        scale_of_row = tl.load(scales[i] + row, mask=has_row)[:, None] if scales[i] is not None else 0.0
+        before_scales = before_scales + (scale_of_row,)  # type: ignore[assignment]
+        before = before + (decode(stored[i], scale_of_row) if is_encoded(states[i]) else stored[i],)  # type: ignore[assignment]
+
+    if QUICK:
+        p, after, after_scales, unusual = quick_adamw(g, p, before, coefficients, is_split)
+        row_live = row_live & ~unusual
+    else:
+        p, after = UPDATE(g, p, before, coefficients)
     live = inside & row_live
 
     if is_split:
-        p = join(high, p)
-    before = ()
-    for i in tl.static_range(len(states)):
-        if is_encoded(states[i]):
-            scale_of_row = tl.load(scales[i] + row, mask=has_row)[:, None] if scales[i] is not None else None
-            before = before + (decode(stored[i], scale_of_row),)  # type: ignore[assignment]
-        else:
-            before = before + (stored[i],)  # type: ignore[assignment]
-
-    p, after = UPDATE(g, p, before, coefficients)
-
-    if is_split:
-        high, low = split(p, master.dtype.element_ty)
+        high, low = split(p, master.dtype.element_ty, QUICK)
         tl.store(param_out + at, high, mask=live)
         tl.store(master + at, low, mask=live)
     else:
@@ -119,11 +123,19 @@ def _step_rows(
         elif not is_encoded(states[i]):
             tl.store(states[i] + at, after[i], mask=live)
         else:
-            values, scale_of_row = encode(after[i], inside, states[i].dtype.element_ty)
+            if QUICK:
+                values, scale_of_row = after[i], after_scales[i]
+            else:
+                values, scale_of_row = encode(after[i], inside, states[i].dtype.element_ty)
             tl.store(states[i] + at, values, mask=live)
-            tl.store(scales[i] + row[:, None], scale_of_row, mask=row_live & has_row[:, None])
+            # By one lane of a warp. As [ROWS, 1], or seen to be contiguous, it would go through shared memory.
+            lane = tl.arange(0, 32)[None, :]
+            scale_of_row = tl.broadcast_to(tl.where(row_live, scale_of_row, before_scales[i]), [_ROWS, 32])
+            tl.store(scales[i] + ((row[:, None] * 32 + lane) >> 5), scale_of_row, mask=has_row[:, None] & (lane == 0))
     if param_out is not None and not is_split:
         tl.store(param_out + at, narrow(p, param_out.dtype.element_ty), mask=live)
+    if QUICK:
+        return unusual  # as a gradient that is not finite is: the other way marks its slot
     # Last: before the update, the branch made a kernel for compute capability 8.0 spill (Triton 3.7).
     if found_inf is not None and nonfinite_slots is not None:
         _mark_nonfinite(g, slot, skipped, nonfinite_slots)
@@ -145,24 +157,21 @@ def _step_kernel(
     numel: tl.int64,
     UPDATE: tl.constexpr,
     RAGGED: tl.constexpr,  # whether numel is no multiple of a row
+    QUICK: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * _ROWS
     row = first + tl.arange(0, _ROWS)
     at = row[:, None] * _ROW + tl.arange(0, _ROW)[None, :]
     has_row = row * _ROW < numel
+    given = (
+        grad, master, states, param_out, row_slot, hyper,
+        grad_scale, found_inf, nonfinite_slots, scales, row_keys, row, has_row, at,
+    )  # fmt: skip
     if RAGGED and (first + _ROWS) * _ROW > numel:
         # A mask of elements makes every access narrow: only the last tile pays for it.
-        _step_rows(
-            grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, scales, row_keys, UPDATE, row, has_row,
-            at, at < numel,
-        )  # fmt: skip
-    else:
-        _step_rows(
-            grad, master, states, param_out, row_slot, hyper,
-            grad_scale, found_inf, nonfinite_slots, scales, row_keys, UPDATE, row, has_row,
-            at, has_row[:, None],
-        )  # fmt: skip
+        _step_rows(*given, at < numel, UPDATE, False)
+    elif not QUICK or _step_rows(*given, has_row[:, None], UPDATE, True):
+        _step_rows(*given, has_row[:, None], UPDATE, False)
 
 
 def foreach_step(rule: str, *given: Any) -> None:
@@ -193,6 +202,7 @@ def _step(rule: str, args: StepArgs, shard: Shard, scales: tuple[Tensor | None, 
             numel,
             UPDATE=UPDATES[rule],
             RAGGED=numel % ROW != 0,
+            QUICK=rule == "adamw" and [s.dtype for s in shard.states] == [torch.int8, torch.uint8],
             num_warps=WARPS,
             **EXACT,
         )
