@@ -28,25 +28,10 @@ bool aligned(const void* at) { return reinterpret_cast<uintptr_t>(at) % 64 == 0;
 
 float scale_of(const StepArgs& args) { return args.grad_scale ? *args.grad_scale : 1.0f; }
 
-struct NoOutput {};  // the master is the parameter
-
-template <class T>
-void write(T* to, Vec x, int count) {
-  count == kLanes ? x.store(to) : x.store_first(to, count);
-}
-void write(NoOutput*, Vec, int) {}
-
 template <class T>
 [[gnu::always_inline]] inline void write_pair(T* to, Vec a, Vec b, bool stream) {
   stream ? stream_pair(to, a, b) : store_pair(to, a, b);
 }
-void write_pair(NoOutput*, Vec, Vec, bool) {}
-
-template <class Out>
-Out* advance(Out* out, int64_t by) {
-  return out + by;
-}
-NoOutput* advance(NoOutput* out, int64_t) { return out; }
 
 }  // namespace
 }  // namespace zero_kernels

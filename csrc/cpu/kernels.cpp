@@ -23,7 +23,6 @@
 #define ZK_NAME "scalar"
 #endif
 
-#include "encoded_step.h"
 #include "passes.h"
 #include "step.h"
 
@@ -31,14 +30,9 @@ namespace zero_kernels {
 namespace {
 
 template <class Rule>
-void run(const StepArgs& args, const Stored& stored, int64_t row_begin, int64_t row_end) {
-  static_assert(Rule::kStates <= kMostStates);
-  (is_encoded(stored) ? step_encoded<Rule> : step<Rule>)(args, stored, row_begin, row_end);
-}
-
-template <class Rule>
 constexpr StepKernel step_of(const char* rule) {
-  return {rule, Rule::kStates, run<Rule>};
+  static_assert(Rule::kStates <= kMostStates);
+  return {rule, Rule::kStates, step<Rule>};
 }
 
 const StepKernel kSteps[] = {

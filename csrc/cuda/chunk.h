@@ -73,32 +73,10 @@ ZK_HOST_DEVICE inline void store_chunk(T* to, const float (&x)[N]) {
   }
 }
 
-// The first `count` of them, one by one: tails and misaligned tensors. The rest of x is 0.
+// The first `count` of them, one by one. The rest of x is 0.
 template <int N, class T>
 ZK_HOST_DEVICE inline void load_first(const T* from, int count, float (&x)[N]) {
   for (int j = 0; j < N; ++j) x[j] = j < count ? widen(from[j]) : 0.0f;
-}
-
-template <int N, class T>
-ZK_HOST_DEVICE inline void store_first(T* to, int count, const float (&x)[N]) {
-  for (int j = 0; j < N; ++j)
-    if (j < count) narrow(x[j], to + j);
-}
-
-template <bool kWhole, class T, int N>
-ZK_HOST_DEVICE inline void load(const T* from, int count, float (&x)[N]) {
-  if (kWhole)
-    load_chunk(from, x);
-  else
-    load_first(from, count, x);
-}
-
-template <bool kWhole, class T, int N>
-ZK_HOST_DEVICE inline void store(T* to, int count, const float (&x)[N]) {
-  if (kWhole)
-    store_chunk(to, x);
-  else
-    store_first(to, count, x);
 }
 
 ZK_HOST_DEVICE inline bool is_nonfinite(float x) { return (float_bits(x) & 0x7f800000) == 0x7f800000; }

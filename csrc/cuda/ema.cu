@@ -30,17 +30,21 @@ ZK_HOST_DEVICE inline void follow(const EmaArgs& args, int64_t i) {
   if (!kWhole && left <= 0) return;
   int count = kWhole || left > kQuad ? kQuad : int(left);
   int32_t slot = args.row_slot[row_of(i)];
-  float p[kQuad], e[kQuad];
+  float p[kQuad];
   load_masters<kWhole>(args, i, count, p);
-  load<kWhole>(args.averages[0] + i, count, e);
+  Raw e = load_raw<kWhole>(args.averages[0], sizeof(float), i, count);
   if (slot >= args.slots) stop();
   if (slot < 0) return;
   for (int k = 0; k < args.each; ++k) {
     float rate = args.rates[int64_t(slot) * args.columns + k];
     if (rate == 0.0f) continue;
-    if (k > 0) load<kWhole>(args.averages[k] + i, count, e);
-    for (int j = 0; j < kQuad; ++j) e[j] = e[j] + rate * (p[j] - e[j]);
-    store<kWhole>(args.averages[k] + i, count, e);
+    if (k > 0) e = load_raw<kWhole>(args.averages[k], sizeof(float), i, count);
+    ZK_UNROLL
+    for (int j = 0; j < kQuad; ++j) {
+      float average = bits_float(e.words[j]);
+      e.words[j] = float_bits(average + rate * (p[j] - average));
+    }
+    store_raw<kWhole>(args.averages[k], sizeof(float), i, count, e);
   }
 }
 

@@ -54,7 +54,8 @@ constexpr int kBlocksPerSm = ZK_BLOCKS;
 template <class Rule>
 constexpr int kForeachBlocksPerSm = Rule::kStates <= 1 ? 4 : 3;
 
-constexpr int64_t kTile = kThreads * kQuads * kQuad;
+constexpr int64_t kStride = kThreads * kQuad;  // between a thread's quads
+constexpr int64_t kTile = kQuads * kStride;
 
 // Indexed by constants alone: indexed by a loop's variable, though it was unrolled, the addresses took registers, and
 // AdamW's kernels for sm_100 spilled.
@@ -122,6 +123,8 @@ ZK_HOST_DEVICE inline HyperRow load_row(const HyperRow* at) {
   return {{a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0]}, c[1], c[2], c[3]};
 }
 
+ZK_HOST_DEVICE inline bool skips(const StepArgs& args) { return args.found_inf && *args.found_inf != 0.0f; }
+
 template <class Rule, bool kWhole>
 ZK_HOST_DEVICE inline RawQuad<Rule> load_quad(const Stored& stored, const StepArgs& args, int64_t i) {
   RawQuad<Rule> raw = {};
@@ -139,9 +142,9 @@ ZK_HOST_DEVICE inline RawQuad<Rule> load_quad(const Stored& stored, const StepAr
 }
 
 template <class Rule, bool kWhole>
-ZK_HOST_DEVICE inline Quad<Rule> update_quad(const Stored& stored, const StepArgs& args, const RawQuad<Rule>& raw) {
+ZK_HOST_DEVICE inline Quad<Rule> update_quad(
+    const Stored& stored, const StepArgs& args, const RawQuad<Rule>& raw, bool skip) {
   if (raw.slot >= args.slots) stop();
-  bool skip = args.found_inf && *args.found_inf != 0.0f;
   HyperRow row = load_row<kWhole>(args.hyper + (raw.slot < 0 ? 0 : raw.slot));
   Coefficients<Rule, float> c(row, args.grad_scale ? *args.grad_scale : 1.0f);
   float g[kQuad];
@@ -202,8 +205,7 @@ ZK_HOST_DEVICE inline void store_quad(
   }
   // Loaded anew: kept since the update, the number of the step took registers where nobody needs it.
   uint32_t noise = 0;
-  if (is_encoded(stored) && args.row_keys)
-    noise = noise_of_row(args.row_keys[row_of(raw.i)], args.hyper[raw.slot].step_number);
+  if (args.row_keys) noise = noise_of_row(args.row_keys[row_of(raw.i)], args.hyper[raw.slot].step_number);
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s) {
     Form form = of_state(stored.forms, s);
@@ -231,11 +233,6 @@ ZK_HOST_DEVICE inline Place place_of(const ForeachArgs& args, int64_t block) {
   return place_in(args.shards[at], block - args.first_block[at]);
 }
 
-// Of a thread's quads, which are in neighbouring rows: the first element.
-ZK_HOST_DEVICE inline int64_t first_of_thread(int64_t tile, int thread) {
-  return tile + thread / 32 * kQuads * kRow + thread % 32 * kQuad;
-}
-
 // Dtypes that are known as a kernel is compiled. NoOutput: the master is the parameter.
 struct NoOutput {};
 template <class T>
@@ -252,34 +249,42 @@ ZK_HOST_DEVICE constexpr Stored floats_of() {
 __device__ inline uint32_t largest_in_warp(uint32_t x) { return __reduce_max_sync(0xffffffff, x); }
 
 template <class Rule, bool kWhole>
-__device__ __forceinline__ void finish_quad(const Stored& stored, const StepArgs& shard, const RawQuad<Rule>& raw) {
-  Quad<Rule> of = update_quad<Rule, kWhole>(stored, shard, raw);
+__device__ inline void finish_quad(const Stored& stored, const StepArgs& shard, const RawQuad<Rule>& raw, bool skip) {
+  Quad<Rule> of = update_quad<Rule, kWhole>(stored, shard, raw, skip);
   ZK_UNROLL
   for (int s = 0; s < Rule::kStates; ++s)
     if (has_scale(of_state(stored.forms, s))) of.bounds[s] = largest_in_warp(of.bounds[s]);
   store_quad<Rule, kWhole>(stored, shard, raw, of);
 }
 
-// No branch stands between the loads and the update: the compiler would move loads into it, behind the wait for
-// row_slot. Rows that nothing is done to are loaded and computed all the same, and not stored. All threads of a warp
-// come here together: a block has one shard.
+// All loads, then all updates. No branch stands between them: the compiler would move loads into it, behind the wait
+// for row_slot. Rows that nothing is done to are loaded and computed all the same, and not stored.
 template <class Rule, bool kWhole>
 __device__ inline void step_quads(const Stored& stored, const Place& at) {
-  int64_t i = first_of_thread(at.tile, threadIdx.x);
+  int64_t i = at.tile + threadIdx.x * kQuad;
   RawQuad<Rule> raws[kQuads];
   ZK_UNROLL
-  for (int q = 0; q < kQuads; ++q) raws[q] = load_quad<Rule, kWhole>(stored, at.shard, i + q * kRow);
+  for (int q = 0; q < kQuads; ++q) raws[q] = load_quad<Rule, kWhole>(stored, at.shard, i + q * kStride);
 #if defined(ZK_BARRIER)
   __syncthreads();
 #endif
-  static_assert(
-      kQuads <= 2);  // a loop that holds a reduction of the warp is not unrolled, and raws not kept in registers
-  finish_quad<Rule, kWhole>(stored, at.shard, raws[0]);
-  if constexpr (kQuads > 1) finish_quad<Rule, kWhole>(stored, at.shard, raws[1]);
+  bool skip = skips(at.shard);
+  ZK_UNROLL
+  for (int q = 0; q < kQuads; ++q) finish_quad<Rule, kWhole>(stored, at.shard, raws[q], skip);
 }
 
-template <class Rule>
-__device__ inline void step_block(const Stored& stored, const Place& at) {
+// A quad after the other, where what is stored is known by the arguments alone. i: the first element of the first one.
+// All threads of a warp come here together: a block has one shard.
+template <class Rule, bool kWhole>
+__device__ inline void step_in_turn(const Stored& stored, const StepArgs& shard, int64_t i, int stride) {
+#pragma unroll 1
+  for (int q = 0; q < kQuads; ++q, i += stride)
+    finish_quad<Rule, kWhole>(stored, shard, load_quad<Rule, kWhole>(stored, shard, i), skips(shard));
+}
+
+template <class Rule, class Grad, class Out>
+__device__ inline void step_floats(const Place& at) {
+  constexpr Stored stored = floats_of<Grad, Out>();
   if (at.whole)
     step_quads<Rule, true>(stored, at);
   else
@@ -288,21 +293,24 @@ __device__ inline void step_block(const Stored& stored, const Place& at) {
 
 template <class Rule, class Grad, class Out>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) step_kernel(const __grid_constant__ StepArgs args) {
-  constexpr Stored stored = floats_of<Grad, Out>();
-  step_block<Rule>(stored, place_in(args, blockIdx.x));
+  step_floats<Rule, Grad, Out>(place_in(args, blockIdx.x));
 }
 
 template <class Rule, class Grad, class Out>
 __global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
     foreach_step_kernel(const __grid_constant__ ForeachArgs args) {
-  constexpr Stored stored = floats_of<Grad, Out>();
-  step_block<Rule>(stored, place_of(args, blockIdx.x));
+  step_floats<Rule, Grad, Out>(place_of(args, blockIdx.x));
 }
 
 template <class Rule>
-__global__ void __launch_bounds__(kThreads, Rule::kStates <= 2 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, Rule::kStates <= 1 ? 4 : 3)
     encoded_step_kernel(const __grid_constant__ ForeachArgs args) {
-  step_block<Rule>(args.stored, place_of(args, blockIdx.x));
+  Place at = place_of(args, blockIdx.x);
+  int64_t i = at.tile + threadIdx.x * kQuad;
+  if (at.whole)
+    step_in_turn<Rule, true>(args.stored, at.shard, i, kStride);
+  else
+    step_in_turn<Rule, false>(args.stored, at.shard, i, kStride);
 }
 
 #endif

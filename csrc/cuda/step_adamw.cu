@@ -8,14 +8,12 @@ namespace {
 
 __device__ constexpr Decoded kDecoded = make_decoded();
 
-// Where the quick way cannot be taken: a row after the other. What is known is found once more: kept, it would spill.
+// Where the quick way cannot be taken: both rows of the warp. What is known is found once more: kept, it would spill.
 template <bool kWhole>
-__device__ __noinline__ void rows_apart(const ForeachArgs& args) {
+__device__ __noinline__ void step_apart(const ForeachArgs& args) {
   Place at = place_of(args, blockIdx.x);
-  int64_t i = first_of_thread(at.tile, threadIdx.x);
-#pragma unroll 1
-  for (int row = 0; row < 2; ++row)
-    finish_quad<AdamW, kWhole>(args.stored, at.shard, load_quad<AdamW, kWhole>(args.stored, at.shard, i + row * kRow));
+  int64_t i = at.tile + threadIdx.x / 32 * 2 * kRow + threadIdx.x % 32 * kQuad;
+  step_in_turn<AdamW, kWhole>(args.stored, at.shard, i, kRow);
 }
 
 // The largest of the 16 threads of a row.
@@ -37,7 +35,7 @@ __device__ inline bool quick_eight(const StepArgs& shard, int64_t i, const Decod
   if (slot >= shard.slots) stop();
   HyperRow row = load_row<true>(shard.hyper + (slot < 0 ? 0 : slot));
   Coefficients<AdamW, float> c(row, shard.grad_scale ? *shard.grad_scale : 1.0f);
-  bool usual = !(shard.found_inf && *shard.found_inf != 0.0f) && is_usual<kForm>(c.own);
+  bool usual = !skips(shard) && is_usual<kForm>(c.own);
   if (!__all_sync(0xffffffff, usual)) return false;
   QuickEight of = update_quick<kLow, kForm>(raw, scale_m, scale_v, decoded, c);
   if (kForm == Form::kInt8) {
@@ -61,9 +59,9 @@ __global__ void __launch_bounds__(kThreads, Way::kBlocksPerSm)
   }
   Place at = place_of(args, blockIdx.x);
   if (!at.whole)
-    rows_apart<false>(args);
+    step_apart<false>(args);
   else if (!quick_eight<Way::kLow, Way::kForm>(at.shard, at.tile + threadIdx.x * kEight, decoded))
-    rows_apart<true>(args);
+    step_apart<true>(args);
 }
 
 }  // namespace

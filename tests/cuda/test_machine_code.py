@@ -52,7 +52,7 @@ KERNELS = {
 
 # Accesses of 16 bytes on the main path of a kernel, as (loads, stores).
 # step: master and states of two quads (16-bit tensors go in 8 bytes), and of their rows of the hyper table the pieces
-# that the rule needs all of. Where states are encoded, gradients and parameters may be fp32.
+# that the rule needs all of. Where states are encoded, of one quad, and gradients and parameters may be fp32.
 # ema: a master in fp32, and an average: the first of them is asked for beside the master.
 # stats: eight rows of a block, in each dtype.
 # pack: four chunks for each dtype of the gradients. Where the bucket is fp32, a 16-bit gradient goes in 8 bytes; where
@@ -64,11 +64,11 @@ WIDE = {
         for rule, (states, pieces) in RULES.items()
     },
     **{
-        f"encoded_step of {rule}": (2 * (2 + states) + 2 * pieces, 2 * (2 + states))
+        f"encoded_step of {rule}": (2 + states + pieces, 2 + states)
         for rule, (states, pieces) in RULES.items()
     },
     "foreach_step of muon_look_ahead": (2, 2 * 2),  # the master is written alone
-    "encoded_step of muon_look_ahead": (2 * 2, 2 * 3),
+    "encoded_step of muon_look_ahead": (2, 3),
     "ema": (1 + 2, 1),
     "stats": (8 + 8 + 16, 0),
     "pack, fp32 bucket": (4, 12),
@@ -204,19 +204,14 @@ def test_partials_are_all_asked_for_before_the_first_is_added(
 @pytest.mark.parametrize("name", KERNELS)
 def test_ptxas_spills_nothing(resources: Mapping[tuple[str, str], tuple[int, int]], name: str, arch: str) -> None:
     """A register that is spilled lies in the kernel's stack frame, in local memory. An update has blocks of 256
-    threads, four of which share the 64 Ki registers of a multiprocessor, or three; or two where states are encoded. ema
-    has eight."""
+    threads, four of which share the 64 Ki registers of a multiprocessor, or three. ema has eight."""
     skip_unless_made_for(arch, resources)
     found = [size for (of, kernel), size in resources.items() if of == arch and kind(kernel) == name]
-    assert [local for _, local in found] == [0] * KERNELS[name]
-    if name.startswith(("step of", "foreach_step of")):
-        three = name in ("foreach_step of adamw", "foreach_step of amsgrad")
+    # A quick step's way apart, a function of its own, may keep two registers of its caller's there.
+    assert len(found) == KERNELS[name] and max(local for _, local in found) <= (8 if name == "quick_step" else 0)
+    if "step" in name:
+        three = re.fullmatch("(foreach|encoded)_step of a(damw|msgrad)|quick_step", name)
         assert max(registers for registers, _ in found) <= (80 if three else 64)
-    if name.startswith("encoded_step of"):
-        two = name == "encoded_step of amsgrad"
-        assert max(registers for registers, _ in found) <= (128 if two else 80)
-    if name == "quick_step":
-        assert max(registers for registers, _ in found) <= 80
     if name == "ema":
         assert max(registers for registers, _ in found) <= 32
 
@@ -240,18 +235,18 @@ def test_every_operation_is_rounded_on_its_own(ptx: Mapping[tuple[str, str], Pat
 def test_encoded_states_move_4_bytes_at_a_time_and_halves_8(
     accesses: Mapping[tuple[str, str], Accesses], name: str, arch: str
 ) -> None:
-    """Of two quads each state, the gradient, and both halves of a master; a state may be of 16 bits, too, and the low
-    half of a master of 8. Byte by byte go the elements of two quads that are not whole, alone."""
+    """Of a quad each state, the gradient, and both halves of a master; a state may be of 16 bits, too, and the low
+    half of a master of 8. Byte by byte go the elements of a quad that is not whole, alone."""
     skip_unless_made_for(arch, accesses)
     states = RULES[name.partition(" of ")[2]][0]
     bodies = {kernel: found for (of, kernel), found in accesses.items() if of == arch and path(kernel) == name}
     assert len(bodies) == 1
     for kernel, found in bodies.items():
         unread = name == "encoded_step of muon_look_ahead"  # the master, which is written alone
-        assert found.loads[8] >= 2 * (3 + states - 2 * unread) and found.stores[8] >= 2 * (3 + states), kernel
-        assert found.loads[4] >= 2 * (1 + states - unread) and found.stores[4] >= 2 * (1 + states), kernel
-        assert found.loads[1] == 2 * 4 * (1 + states - unread), kernel
-        assert found.stores[1] == 2 * 4 * (1 + states), kernel
+        assert found.loads[8] >= 3 + states - 2 * unread and found.stores[8] >= 3 + states, kernel
+        assert found.loads[4] >= 1 + states - unread and found.stores[4] >= 1 + states, kernel
+        assert found.loads[1] == 4 * (1 + states - unread), kernel
+        assert found.stores[1] == 4 * (1 + states), kernel
 
 
 QUOTIENTS = {"step_adamw": 24, "step_amsgrad": 12, "step_lion": 0, "step_sgd": 0, "step_muon": 0}
@@ -283,7 +278,7 @@ MOST = {
     "FormE0EEEEEvNS_11ForeachArgs": 80.0,
     "FormE1EEEEEvNS_11ForeachArgs": 85.0,
     "FormE2EEEEEvNS_11ForeachArgs": 105.0,
-    "step_kernelINS_5AdamWENS_8BFloat16ES3_E": 77.0,
+    "step_kernelINS_5AdamWENS_8BFloat16ES3_E": 73.0,
 }
 """By a part of the mangled name: instructions that a thread may execute for an element."""
 

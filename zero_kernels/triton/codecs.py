@@ -46,7 +46,7 @@ def near_reciprocal(b):
 
 @triton.jit
 def quotient(a, b, over_b):
-    """a / b, by a reciprocal of b: an estimate, corrected once by its rest. csrc/cuda/estimates.h has it, too. Here -0
+    """a / b, by a reciprocal of b: an estimate, corrected once by its rest. csrc/cuda/quick_step.h has it, too. Here -0
     stays -0: minus its rest is -0."""
     if _INTERPRETED:
         return tl.div_rn(a, b + tl.zeros_like(a))

@@ -15,7 +15,7 @@ static void step_row(const Stored& stored, const StepArgs& shard, int64_t i) {
   uint32_t bounds[kMostStates] = {};
   for (int lane = 0; lane < 32; ++lane) {
     raws[lane] = load_quad<Rule, kWhole>(stored, shard, i + lane * kQuad);
-    of[lane] = update_quad<Rule, kWhole>(stored, shard, raws[lane]);
+    of[lane] = update_quad<Rule, kWhole>(stored, shard, raws[lane], skips(shard));
     for (int s = 0; s < Rule::kStates; ++s) bounds[s] = std::max(bounds[s], of[lane].bounds[s]);
   }
   for (int lane = 0; lane < 32; ++lane) {
