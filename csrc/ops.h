@@ -116,6 +116,20 @@ const Entry& entry_of(const std::string& rule, const Entry* table) {
   refuse("this library has no rule '" + rule + "'");
 }
 
+// How the shards are stored, by the first of them; the others are alike.
+inline Stored stored_of(
+    int states_of_rule, const Tensors& grads, const Tensors& masters, const Tensors& states, const Tensors& params_out,
+    bool has_keys) {
+  Stored stored = {dtype_of(grads[0]), DType::kFloat, !params_out.empty(), low_size_of(masters[0]), {}};
+  if (stored.has_output) stored.out = dtype_of(params_out[0]);
+  for (int s = 0; s < states_of_rule; ++s) stored.forms[s] = form_of(states[s]);
+  if (stored.low_size && (!stored.has_output || stored.out != DType::kBFloat16))
+    refuse("a split master needs param_out in bfloat16, its high half");
+  if (!has_keys && std::count(stored.forms, stored.forms + kMostStates, Form::kBFloat16))
+    refuse("foreach_step needs row_keys for states in bfloat16");
+  return stored;
+}
+
 // `states` has those of each shard, shard after shard. params_out is empty where masters are the parameters.
 template <class Backend>
 void foreach_step(
@@ -130,14 +144,7 @@ void foreach_step(
     refuse("foreach_step got lists of unlike lengths");
   if (!params_out.empty() && params_out.size() != count)
     refuse("params_out must be empty, or have a tensor for each gradient");
-  Stored stored = {dtype_of(grads[0]), DType::kFloat, !params_out.empty(), low_size_of(masters[0]), {}};
-  if (stored.has_output) stored.out = dtype_of(params_out[0]);
-  for (size_t s = 0; s < each; ++s) stored.forms[s] = form_of(states[s]);
-  if (stored.low_size && (!stored.has_output || stored.out != DType::kBFloat16))
-    refuse("a split master needs param_out in bfloat16, its high half");
-  if (!row_keys && std::count(stored.forms, stored.forms + kMostStates, Form::kBFloat16))
-    refuse("foreach_step needs row_keys for states in bfloat16");
-
+  Stored stored = stored_of(entry.states, grads, masters, states, params_out, row_keys.has_value());
   int32_t device = grads[0].get_device_index();
   int64_t slots = hyper.size(0);
   check_bounds("hyper", hyper, ScalarType::Float, slots * kHyperColumns, device);
