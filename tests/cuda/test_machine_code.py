@@ -63,10 +63,7 @@ WIDE = {
         for kernel in ("step", "foreach_step")
         for rule, (states, pieces) in RULES.items()
     },
-    **{
-        f"encoded_step of {rule}": (2 + states + pieces, 2 + states)
-        for rule, (states, pieces) in RULES.items()
-    },
+    **{f"encoded_step of {rule}": (2 + states + pieces, 2 + states) for rule, (states, pieces) in RULES.items()},
     "foreach_step of muon_look_ahead": (2, 2 * 2),  # the master is written alone
     "encoded_step of muon_look_ahead": (2, 3),
     "ema": (1 + 2, 1),
