@@ -1,7 +1,5 @@
-// What the ops are given, on a processor and on a GPU alike: plain pointers, no torch. `ops.h` makes it of tensors.
+// What the ops are given, on a processor and on a GPU alike: plain pointers, no torch. `ops.h` makes them from tensors.
 #pragma once
-
-#include <vector>
 
 #include "rules/rule.h"
 
@@ -36,7 +34,7 @@ struct StepArgs {
   float* scales[kMostStates];  // [rows], or null where the form has none
   void* param_out;             // or null; of a split master the high half
   const int32_t* row_slot;     // [rows]
-  const int32_t* row_keys;     // [rows], by which bf16 is rounded stochastically; or null, without states in bf16
+  const int32_t* row_keys;     // [rows], by which bf16 is rounded stochastically; may be null where none is
   const HyperRow* hyper;       // [slots]
   const float* grad_scale;     // or null: 1
   const float* found_inf;      // or null: 0
@@ -60,23 +58,6 @@ struct EmaArgs {
   int low_size;
   DType dtype;
   bool vector;  // as that of StepArgs
-};
-
-// A gradient and its place in the bucket.
-struct Slot {
-  void* grad;
-  int64_t begin, end;  // elements of the bucket
-};
-
-// What is packed, or unpacked.
-struct PackJob {
-  void* bucket;
-  int64_t numel;
-  DType dtype;
-  float scale;
-  int32_t* nonfinite;  // [slots] or null
-  std::vector<Slot> slots;
-  std::vector<DType> dtypes;  // of the gradients
 };
 
 }  // namespace zero_kernels

@@ -1,6 +1,6 @@
 // The ops, written once for all devices: tensors of libtorch's stable ABI become plain pointers, and a backend has the
-// kernels. One binary serves all torch >= 2.10. Arguments were checked in Python (zero_kernels/ops.py). Refused again
-// is what a call without those checks, as of zero_kernels/prepared.py, could read or write out of bounds.
+// kernels. One binary serves all torch >= 2.10. Arguments are checked in Python (zero_kernels/ops.py), but for later
+// calls of zero_kernels/prepared.py: what could be read or written out of bounds is refused here again.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -15,6 +15,7 @@
 
 #include "args.h"
 #include "hyper_table.h"
+#include "pack_job.h"
 
 namespace zero_kernels {
 

@@ -65,6 +65,9 @@ def adam_step(
     All tensors are contiguous and on one device. The arithmetic is written out in docs/ops.md; every backend gives
     the same bits. Raises TypeError for a wrong dtype, ValueError for a wrong shape, device or layout, and BackendError.
     """
+    for name, tensor in {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}.items():
+        if tensor.dtype != torch.float32:  # `foreach_step` takes other forms, too
+            raise TypeError(f"{name} must be float32, got {str(tensor.dtype).removeprefix('torch.')}")
     params_out, shared = [] if param_out is None else [param_out], (hyper, grad_scale, found_inf, nonfinite_slots)
     foreach_step("adamw", [grad], [master], [exp_avg, exp_avg_sq], params_out, [row_slot], *shared)
 
@@ -290,7 +293,7 @@ def _check_foreach_step(rule: str, *given: Any) -> torch.device:
         try:
             device = _check_shard(args, shard, names)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"shard {i}: {error}") from None
+            raise type(error)(f"shard {i}: {error}" if len(grads) > 1 else str(error)) from None
         if device != grads[0].device:
             raise ValueError(f"shard {i} is on {device}, shard 0 on {grads[0].device}: make a call for each device")
     alike = {"grads": grads, "masters": args.masters, "params_out": args.params_out}

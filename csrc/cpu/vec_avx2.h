@@ -46,7 +46,7 @@ inline Mask16 equal_16(Ints a, Ints b) { return _mm256_cmpeq_epi16(a, b); }
 inline bool any(Ints mask) { return !_mm256_testz_si256(mask, mask); }
 inline Floats choose(Mask mask, Floats yes, Floats no) { return _mm256_blendv_ps(no, yes, from_bits(mask)); }
 
-// Sixteen of 16 bits: one more where it is above half, or where the sum of two others has a carry.
+// Sixteen of 16 bits, and one more where the fraction is above half; or where the sum of a and b has a carry.
 inline Ints rounded_up(Ints x, Ints fraction) {
   Ints up = above_16(fraction ^ _mm256_set1_epi16(-32768), _mm256_setzero_si256());
   return _mm256_sub_epi16(x, up);

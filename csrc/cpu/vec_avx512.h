@@ -49,7 +49,7 @@ inline Ints lanes_by(Lane lane) {
   return _mm512_load_si512(lanes);
 }
 
-// 32 of 16 bits: one more where it is above half, or where the sum of two others has a carry.
+// 32 of 16 bits, and one more where the fraction is above half; or where the sum of a and b has a carry.
 inline Ints rounded_up(Ints x, Ints fraction) {
   Mask16 up = _mm512_cmp_epu16_mask(fraction, lanes_by([](int) { return -32768; }), _MM_CMPINT_NLE);
   return _mm512_mask_add_epi16(x, up, x, lanes_by([](int) { return 1; }));

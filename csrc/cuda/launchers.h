@@ -3,6 +3,7 @@
 
 #include "../args.h"
 #include "../hyper_table.h"
+#include "../pack_job.h"
 
 struct CUstream_st;  // a cudaStream_t points to one
 

@@ -21,7 +21,7 @@ class OnGpu {
   OnGpu(const char* op, const Tensor& tensor) : op_(op), guard_(tensor.get_device_index()) {
     void* stream = nullptr;
     if (aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) != 0)
-      throw std::runtime_error(std::string("zero_kernels: ") + op + ": torch gave no CUDA stream");
+      refuse(std::string(op) + ": torch gave no CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
   }
 

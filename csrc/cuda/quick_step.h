@@ -247,7 +247,7 @@ ZK_HOST_DEVICE inline QuickEight update_quick(
 
 // `of.usual` becomes false where an estimate may be wrong. In units of 2^-24 the errors of estimate and arithmetic add
 // up to 13 for m, with a reciprocal that is off by two, and to 4 for v; 16 and 5 are allowed for.
-ZK_HOST_DEVICE inline QuickMoments in_8_bits(QuickEight& of) {
+ZK_HOST_DEVICE inline QuickMoments moments_in_8_bits(QuickEight& of) {
   float largest_m = bits_float(of.largest_m), largest_s = bits_float(of.largest_s);
   of.usual &= largest_m < kMostMoment && (largest_m >= 2.0f * kLeastMoment || largest_m == 0.0f);
   of.usual &= largest_s < kMostRoot && (largest_s >= kLeastScale || largest_s == 0.0f);
@@ -280,8 +280,8 @@ ZK_HOST_DEVICE inline void in_bf16(const float (&x)[kEight], uint32_t of_state, 
 
 // What is stored of the moments; `noise`: of the row. Where they have 8 bits, `of.usual` may become false.
 template <Form kForm>
-ZK_HOST_DEVICE inline QuickMoments stored_of(QuickEight& of, uint32_t noise, int element) {
-  if constexpr (kForm == Form::kInt8) return in_8_bits(of);
+ZK_HOST_DEVICE inline QuickMoments stored_moments(QuickEight& of, uint32_t noise, int element) {
+  if constexpr (kForm == Form::kInt8) return moments_in_8_bits(of);
   QuickMoments to = {};
   if constexpr (kForm == Form::kBFloat16) {
     in_bf16(of.m, noise_of_state(noise, 0), element, to.m);

@@ -54,8 +54,8 @@ constexpr int kBlocksPerSm = ZK_BLOCKS;
 template <class Rule>
 constexpr int kForeachBlocksPerSm = Rule::kStates <= 1 ? 4 : 3;
 
-constexpr int64_t kStride = kThreads * kQuad;  // between a thread's quads
-constexpr int64_t kTile = kQuads * kStride;
+constexpr int64_t kBetweenQuads = kThreads * kQuad;  // between a thread's quads
+constexpr int64_t kTile = kQuads * kBetweenQuads;
 
 // Indexed by constants alone: indexed by a loop's variable, though it was unrolled, the addresses took registers, and
 // AdamW's kernels for sm_100 spilled.
@@ -264,7 +264,7 @@ __device__ inline void step_quads(const Stored& stored, const Place& at) {
   int64_t i = at.tile + threadIdx.x * kQuad;
   RawQuad<Rule> raws[kQuads];
   ZK_UNROLL
-  for (int q = 0; q < kQuads; ++q) raws[q] = load_quad<Rule, kWhole>(stored, at.shard, i + q * kStride);
+  for (int q = 0; q < kQuads; ++q) raws[q] = load_quad<Rule, kWhole>(stored, at.shard, i + q * kBetweenQuads);
 #if defined(ZK_BARRIER)
   __syncthreads();
 #endif
@@ -274,7 +274,7 @@ __device__ inline void step_quads(const Stored& stored, const Place& at) {
 }
 
 // A quad after the other, where what is stored is known by the arguments alone. i: the first element of the first one.
-// All threads of a warp come here together: a block has one shard.
+// All threads of a warp come here together: a block has one shard, and the vote of quick_eight is one for the warp.
 template <class Rule, bool kWhole>
 __device__ inline void step_in_turn(const Stored& stored, const StepArgs& shard, int64_t i, int stride) {
 #pragma unroll 1
@@ -303,23 +303,25 @@ __global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
 }
 
 template <class Rule>
-__global__ void __launch_bounds__(kThreads, Rule::kStates <= 1 ? 4 : 3)
+__global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
     encoded_step_kernel(const __grid_constant__ ForeachArgs args) {
   Place at = place_of(args, blockIdx.x);
   int64_t i = at.tile + threadIdx.x * kQuad;
   if (at.whole)
-    step_in_turn<Rule, true>(args.stored, at.shard, i, kStride);
+    step_in_turn<Rule, true>(args.stored, at.shard, i, kBetweenQuads);
   else
-    step_in_turn<Rule, false>(args.stored, at.shard, i, kStride);
+    step_in_turn<Rule, false>(args.stored, at.shard, i, kBetweenQuads);
 }
 
 #endif
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
-// A thread has eight elements, side by side or in two quads, and accesses of 16 bytes at most.
-inline bool all_aligned(const Stored& stored, const StepArgs& args) {
-  auto holds = [](const void* at, int64_t size) { return is_aligned(at, std::min<int64_t>(16, 2 * kQuad * size)); };
+// Where accesses are of that many elements, or of 16 bytes.
+inline bool all_aligned(const Stored& stored, const StepArgs& args, int elements) {
+  auto holds = [elements](const void* at, int64_t size) {
+    return is_aligned(at, std::min<int64_t>(16, elements * size));
+  };
   bool aligned = holds(args.grad, size_of(stored.grad)) && holds(args.param_out, size_of(stored.out)) &&
                  holds(args.master, stored.low_size ? stored.low_size : sizeof(float)) && is_aligned(args.hyper, 16);
   for (int s = 0; s < kMostStates; ++s) aligned &= holds(args.states[s], size_of(stored.forms[s]));
@@ -335,10 +337,10 @@ void with_types(const Stored& stored, Run run) {
   });
 }
 
-// Calls run(args, blocks) for each launch that the shards take, if there is anything to do.
+// Calls run(args, blocks) for each launch that the shards take, if there is anything to do. `elements`: of an access.
 template <class Run>
-void for_launches(const Stored& stored, std::vector<StepArgs>& shards, Run run) {
-  for (StepArgs& shard : shards) shard.vector = all_aligned(stored, shard);
+void for_launches(const Stored& stored, std::vector<StepArgs>& shards, int elements, Run run) {
+  for (StepArgs& shard : shards) shard.vector = all_aligned(stored, shard, elements);
   for (size_t from = 0; from < shards.size() && shards[0].slots; from += kMostShards) {
     ForeachArgs args;
     args.stored = stored;
@@ -358,7 +360,7 @@ void for_launches(const Stored& stored, std::vector<StepArgs>& shards, Run run) 
 // Of states and masters in fp32. One shard has a kernel of its own where a rule has two states, as AdamW.
 template <class Rule>
 void run_floats(CUstream_st* stream, const Stored& stored, std::vector<StepArgs>& shards) {
-  for_launches(stored, shards, [&](const ForeachArgs& args, int64_t blocks) {
+  for_launches(stored, shards, kQuad, [&](const ForeachArgs& args, int64_t blocks) {
     with_types(stored, [&](auto g, auto o) {
       using Grad = typename decltype(g)::type;
       using Out = typename decltype(o)::type;
@@ -371,8 +373,9 @@ void run_floats(CUstream_st* stream, const Stored& stored, std::vector<StepArgs>
 }
 
 inline void run_kernel(
-    CUstream_st* stream, const Stored& stored, std::vector<StepArgs>& shards, void (*kernel)(ForeachArgs)) {
-  for_launches(stored, shards, [&](const ForeachArgs& args, int64_t blocks) {
+    CUstream_st* stream, const Stored& stored, std::vector<StepArgs>& shards, int elements,
+    void (*kernel)(ForeachArgs)) {
+  for_launches(stored, shards, elements, [&](const ForeachArgs& args, int64_t blocks) {
     on_stream(stream, "foreach_step", kernel, blocks, kThreads, args);
   });
 }
@@ -380,7 +383,7 @@ inline void run_kernel(
 template <class Rule>
 void run_step(CUstream_st* stream, const Stored& stored, std::vector<StepArgs>& shards) {
   if (is_encoded(stored))
-    run_kernel(stream, stored, shards, encoded_step_kernel<Rule>);
+    run_kernel(stream, stored, shards, kQuad, encoded_step_kernel<Rule>);
   else
     run_floats<Rule>(stream, stored, shards);
 }

@@ -42,7 +42,7 @@ __device__ inline bool quick_eight(const StepArgs& shard, int64_t i, const Decod
     of.largest_m = largest_in_row(of.largest_m);
     of.largest_s = largest_in_row(of.largest_s);
   }
-  QuickMoments moments = stored_of<kForm>(of, noise_of_row(key, row.step_number), place_in_row(i));
+  QuickMoments moments = stored_moments<kForm>(of, noise_of_row(key, row.step_number), place_in_row(i));
   if (!__all_sync(0xffffffff, of.usual)) return false;
   if (slot >= 0 && row.active != 0.0f) store_quick<kLow, kForm>(shard, i, of, moments);
   return true;
@@ -67,8 +67,9 @@ __global__ void __launch_bounds__(kThreads, Way::kBlocksPerSm)
 }  // namespace
 
 const RunStep step_adamw = [](CUstream_st* stream, const Stored& stored, std::vector<StepArgs>& shards) {
-  bool quick = QuickWays::choose(
-      stored, [&](auto way) { run_kernel(stream, stored, shards, quick_step_kernel<typename decltype(way)::type>); });
+  bool quick = QuickWays::choose(stored, [&](auto way) {
+    run_kernel(stream, stored, shards, kEight, quick_step_kernel<typename decltype(way)::type>);
+  });
   if (!quick) run_step<AdamW>(stream, stored, shards);
 };
 

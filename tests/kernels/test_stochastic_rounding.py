@@ -195,8 +195,8 @@ def test_what_does_not_fit_is_named() -> None:
     lists = ([torch.zeros(200)], [torch.zeros(200)], [torch.zeros(200, dtype=BF16)], [])
     given = (*lists, [torch.zeros(2, dtype=torch.int32)], rule_table(RULES["lion"]))
     for keys, error, message in (
-        ([torch.zeros(3, dtype=torch.int32)], ValueError, "shard 0: row_keys must have 2 elements, got 3"),
-        ([torch.zeros(2)], TypeError, "shard 0: row_keys must be int32, got float32"),
+        ([torch.zeros(3, dtype=torch.int32)], ValueError, "row_keys must have 2 elements, got 3"),
+        ([torch.zeros(2)], TypeError, "row_keys must be int32, got float32"),
         ([], ValueError, "row_keys must have one tensor a shard: 1 grads, 0 row_keys"),
         (None, ValueError, "bfloat16 states are rounded stochastically: give row_keys"),
     ):

@@ -46,8 +46,8 @@ def near_reciprocal(b):
 
 @triton.jit
 def quotient(a, b, over_b):
-    """a / b, by a reciprocal of b: an estimate, corrected once by its rest. csrc/cuda/quick_step.h has it, too. Here -0
-    stays -0: minus its rest is -0."""
+    """a / b, by a reciprocal of b: an estimate, corrected once by its rest. csrc/cuda/quick_step.h has it, too. By
+    these signs -0 stays -0."""
     if _INTERPRETED:
         return tl.div_rn(a, b + tl.zeros_like(a))
     else:

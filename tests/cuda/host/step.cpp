@@ -14,7 +14,8 @@ using namespace zero_kernels;
 template <class Rule>
 static int run(const Stored& stored, std::vector<StepArgs>& shards) {
   int launches = 0;
-  for_launches(stored, shards, [&](const ForeachArgs& args, int64_t blocks) {
+  int elements = std::is_same_v<Rule, AdamW> && QuickWays::choose(stored, [](auto) {}) ? kEight : kQuad;
+  for_launches(stored, shards, elements, [&](const ForeachArgs& args, int64_t blocks) {
     ++launches;
     for (int64_t block = 0; block < blocks; ++block) {
       Place at = place_of(args, block);

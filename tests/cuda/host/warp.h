@@ -67,7 +67,7 @@ static bool quick_rows(const StepArgs& shard, int64_t i) {
     for (int lane = first; lane < first + 16; ++lane) {
       of[lane].largest_m = m;
       of[lane].largest_s = s;
-      moments[lane] = stored_of<kForm>(of[lane], noise[lane], place_in_row(i + lane * kEight));
+      moments[lane] = stored_moments<kForm>(of[lane], noise[lane], place_in_row(i + lane * kEight));
       usual &= of[lane].usual;
     }
   }
