@@ -40,6 +40,8 @@ ISA_FLAGS = {
     "avx512": ["-DZK_ISA_AVX512", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
 }
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-w"]
+# An error, not a warning: what follows a call of a host function is silently left out of a kernel.
+NVCC_FLAGS += ["-Werror", "cross-execution-space-call"]
 NVCC_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off,-w"]
 EXPORTS = f"--version-script={CSRC / 'exports.map'}"  # for the linker
 USUAL_CUDA = "/usr/local/cuda/bin"

@@ -296,11 +296,12 @@ def _check_foreach_step(rule: str, *given: Any) -> torch.device:
             raise type(error)(f"shard {i}: {error}" if len(grads) > 1 else str(error)) from None
         if device != grads[0].device:
             raise ValueError(f"shard {i} is on {device}, shard 0 on {grads[0].device}: make a call for each device")
-    alike = {"grads": grads, "masters": args.masters, "params_out": args.params_out}
-    alike |= {f"states {name!r}": args.states[i :: len(names)] for i, name in enumerate(names)}
-    for name, tensors in alike.items():
-        if len({tensor.dtype for tensor in tensors}) > 1:
-            raise TypeError(f"{name} must have one dtype: make a call for each dtype")
+    if len(grads) > 1:
+        alike = {"grads": grads, "masters": args.masters, "params_out": args.params_out}
+        alike |= {f"states {name!r}": args.states[i :: len(names)] for i, name in enumerate(names)}
+        for name, tensors in alike.items():
+            if len({tensor.dtype for tensor in tensors}) > 1:
+                raise TypeError(f"{name} must have one dtype: make a call for each dtype")
     if args.row_keys is None and any(state.dtype == torch.bfloat16 for state in args.states):
         raise ValueError("bfloat16 states are rounded stochastically: give row_keys, of zero_kernels.codecs.row_keys")
     for state, scale in zip(args.states, args.scale_of_states(), strict=True):

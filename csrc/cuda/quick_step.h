@@ -1,8 +1,8 @@
-// AdamW where gradients and parameters are bf16 and no value is unusual: with moments of 8 bits little more than half
-// the instructions, and the same bits. Division and square root are the instructions that nvcc makes of them, without
-// the branches for very small and very large operands; with fp32 moments, which may be very small, they are nvcc's own.
-// What is stored in 8 bits is estimated, and not near a tie. One vote of the warp finds unusual values; then the
-// warp updates both of its rows as step.h does.
+// AdamW with bf16 gradients and parameters, for rows without unusual values: the same bits in about half of the
+// instructions. Division and square root are the sequences that nvcc emits, without their branches for very small and
+// very large operands. With fp32 moments, which may be very small, they are nvcc's own. Moments of 8 bits are rounded
+// from estimates, unless an estimate is close to a tie. One vote of the warp finds unusual values. Then the warp
+// updates both of its rows by step.h.
 #pragma once
 
 #include <cmath>
@@ -311,7 +311,7 @@ ZK_HOST_DEVICE inline void store_quick(
 
 // ---- ways ---------------------------------------------------------------------------------------------------------
 
-// A quick way: for masters of which `low` bytes lie in the low half, or fp32 ones (0), and for moments in `form`, the
+// A quick path: for masters of which `low` bytes lie in the low half, or fp32 ones (0), and for moments in `form`, the
 // second in kRoot8 where the first is in kInt8.
 template <int low, Form form>
 struct Quick {

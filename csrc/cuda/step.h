@@ -1,8 +1,10 @@
-// The update of shards on CUDA, by any rule: one launch for up to kMostShards, whatever the number of their parameters
-// and groups. Where states and masters are in fp32, a kernel knows its dtypes; and AdamW has one for a single shard,
-// too. Of other forms there is one kernel for each rule: what differs by them is loads, stores and conversions, and a
-// warp takes one way through them. For AdamW there are more: quick_step.h. Rules are compiled beside each other, in
-// files of their own: step_<rule>.cu.
+// The update of shards on CUDA, by any rule. A launch serves up to kMostShards shards, whatever the number of their
+// parameters and groups. Three kinds of kernels run one body:
+//   step_kernel            one shard with fp32 state, for AdamW; the dtypes are template arguments
+//   foreach_step_kernel    several shards with fp32 state; the dtypes are template arguments
+//   encoded_step_kernel    state of any form; the kernel branches on dtypes and forms at run time
+// AdamW has faster kernels for bf16 gradients and encoded state: quick_step.h. Each rule is compiled in a file of its
+// own, step_<rule>.cu.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +19,8 @@
 #include "launch.h"
 #endif
 
-// For variants, which benchmarks/gpu_variants.py builds and times; ZK_BARRIER and chunk.h's ZK_STRONG_STORES are
-// others.
+// benchmarks/gpu_variants.py builds and times variants by these two macros, ZK_BARRIER, and chunk.h's
+// ZK_STRONG_STORES.
 #if !defined(ZK_QUADS)
 #define ZK_QUADS 2
 #endif
@@ -28,7 +30,7 @@
 
 namespace zero_kernels {
 
-// Of a launch: its table of shards is among its arguments, and all of these stay below 4 KB.
+// Shards of a launch: their table is a kernel argument, and kernel arguments stay below 4 KB.
 constexpr int kMostShards = 28;
 
 struct ForeachArgs {
@@ -54,7 +56,7 @@ constexpr int kBlocksPerSm = ZK_BLOCKS;
 template <class Rule>
 constexpr int kForeachBlocksPerSm = Rule::kStates <= 1 ? 4 : 3;
 
-constexpr int64_t kBetweenQuads = kThreads * kQuad;  // between a thread's quads
+constexpr int64_t kBetweenQuads = kThreads * kQuad;  // elements from one quad of a thread to its next
 constexpr int64_t kTile = kQuads * kBetweenQuads;
 
 // Indexed by constants alone: indexed by a loop's variable, though it was unrolled, the addresses took registers, and
@@ -233,7 +235,7 @@ ZK_HOST_DEVICE inline Place place_of(const ForeachArgs& args, int64_t block) {
   return place_in(args.shards[at], block - args.first_block[at]);
 }
 
-// Dtypes that are known as a kernel is compiled. NoOutput: the master is the parameter.
+// `Stored` of fp32 state, a compile-time constant. NoOutput: the master is the parameter.
 struct NoOutput {};
 template <class T>
 constexpr DType kDType = std::is_same_v<T, Half>       ? DType::kHalf
@@ -273,8 +275,8 @@ __device__ inline void step_quads(const Stored& stored, const Place& at) {
   for (int q = 0; q < kQuads; ++q) finish_quad<Rule, kWhole>(stored, at.shard, raws[q], skip);
 }
 
-// A quad after the other, where what is stored is known by the arguments alone. i: the first element of the first one.
-// All threads of a warp come here together: a block has one shard, and the vote of quick_eight is one for the warp.
+// One quad after the other, for state of any form. i: the first element of the first quad. All threads of a warp must
+// call it together, as they reduce over the warp: a block has one shard, and quick_eight returns the same to all.
 template <class Rule, bool kWhole>
 __device__ inline void step_in_turn(const Stored& stored, const StepArgs& shard, int64_t i, int stride) {
 #pragma unroll 1
@@ -317,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, kForeachBlocksPerSm<Rule>)
 
 // ---- launcher -----------------------------------------------------------------------------------------------------
 
-// Where accesses are of that many elements, or of 16 bytes.
+// Whether every tensor is aligned for accesses of that many elements, or of 16 bytes if that is less.
 inline bool all_aligned(const Stored& stored, const StepArgs& args, int elements) {
   auto holds = [elements](const void* at, int64_t size) {
     return is_aligned(at, std::min<int64_t>(16, elements * size));
@@ -337,7 +339,8 @@ void with_types(const Stored& stored, Run run) {
   });
 }
 
-// Calls run(args, blocks) for each launch that the shards take, if there is anything to do. `elements`: of an access.
+// Calls run(args, blocks) for each launch that the shards take, if there is anything to do. `elements`: see
+// all_aligned.
 template <class Run>
 void for_launches(const Stored& stored, std::vector<StepArgs>& shards, int elements, Run run) {
   for (StepArgs& shard : shards) shard.vector = all_aligned(stored, shard, elements);

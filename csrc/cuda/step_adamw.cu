@@ -1,4 +1,4 @@
-// AdamW, and its quick ways: quick_step.h.
+// AdamW's kernels: those of step.h, and those with the quick path of quick_step.h.
 #include "../rules/adamw.h"
 #include "quick_step.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 __device__ constexpr Decoded kDecoded = make_decoded();
 
-// Where the quick way cannot be taken: both rows of the warp. What is known is found once more: kept, it would spill.
+// The slow path, for both rows of the warp. It computes its place again: kept in registers, that would spill.
 template <bool kWhole>
 __device__ __noinline__ void step_apart(const ForeachArgs& args) {
   Place at = place_of(args, blockIdx.x);

@@ -220,7 +220,7 @@ def test_nothing_is_spilled(arch: int, name: str) -> None:
 @every_arch
 @every_call
 def test_each_operation_rounds_on_its_own(arch: int, name: str) -> None:
-    """But for the quotients by which 8 bits are read, and of the quick way roots, too: estimates, corrected by their
+    """But for the quotients by which 8 bits are read, and of the quick path roots, too: estimates, corrected by their
     rests."""
     quotients = {"rcp.approx.ftz.f32", "fma.rn.f32", "fma.rn.f32x2"} if name.startswith("encoded_step") else set()
     quotients |= {"rsqrt.approx.ftz.f32"} if name.startswith("encoded_step-8") else set()
@@ -328,7 +328,7 @@ def test_other_rules_do_what_is_written(arch: int, rule: str, muls: int, adds: i
 @pytest.mark.parametrize(("name", "of_8_bytes"), [("encoded_step-8-split", 3), ("encoded_step-8-split8", 2)])
 def test_encoded_states_are_read_and_written_once_by_either_way(arch: int, name: str, of_8_bytes: int) -> None:
     """Four elements a thread: 4 bytes of what has 8 bits; 8 of the gradient, and of a half of the master that has 16.
-    Divisions, roots as written, but in the quick way."""
+    Divisions, roots as written, but in the quick path."""
     (launch,) = launches(arch, name)
     found = instructions(launch.ptx, "div.rn", "sqrt.rn")
     # Divisions: two of adamw, two and one of encoding, whose root is that of the update.

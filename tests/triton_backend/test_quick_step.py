@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits, interpreted: the quick way with a GPU's estimates, and each value that is unusual."""
+"""AdamW with moments of 8 bits, interpreted: the quick path with a GPU's estimates, and each value that is unusual."""
 
 import math
 from collections.abc import Callable, Iterator

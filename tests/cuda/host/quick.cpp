@@ -1,4 +1,4 @@
-// The quick ways of AdamW, on a processor: quotients and roots have the bits of `/` and sqrt, and
+// The quick paths of AdamW, on a processor: quotients and roots have the bits of `/` and sqrt, and
 // rows those of the usual way, with estimates that are off as far as a GPU's may be. What is wrong is counted.
 #include <cmath>
 #include <cstdio>
@@ -198,8 +198,8 @@ static void check_ways(OneOf<Ways...>, int kind, int count, uint64_t* quick, uin
   (check_rows<Ways>(kind, count, quick[int(Ways::kForm)], wrong), ...);
 }
 
-// Prints how many quotients and roots are wrong, then for each kind of rows how many went the quick way, of `count` for
-// each way and each error, with fp32, bf16 and int8 moments; and how many of all are wrong.
+// Prints how many quotients and roots are wrong, then for each kind of rows how many went the quick path, of `count`
+// for each way and each error, with fp32, bf16 and int8 moments; and how many of all are wrong.
 int main(int argc, char** argv) {
   int count = argc > 1 ? std::atoi(argv[1]) : 2000;
   uint64_t wrong = 0;
