@@ -12,7 +12,7 @@ __device__ constexpr Decoded kDecoded = make_decoded();
 template <bool kWhole>
 __device__ __noinline__ void step_apart(const ForeachArgs& args) {
   Place at = place_of(args, blockIdx.x);
-  int64_t i = at.tile + threadIdx.x / 32 * 2 * kRow + threadIdx.x % 32 * kQuad;
+  int64_t i = at.tile + (threadIdx.x & ~31u) * kEight + threadIdx.x % 32 * kQuad;
   step_in_turn<AdamW, kWhole>(args.stored, at.shard, i, kRow);
 }
 
