@@ -49,6 +49,7 @@ from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
 from .step.saved_state import SavedState
 from .step.telemetry import Measured
+from .step.token_count import TokenCount
 from .step.workplace import Coefficients
 from .stores.offload import Tier
 from .stores.state_store import StateStore
@@ -91,6 +92,7 @@ class Engine:
         self.measured: Measured | None = None  # the telemetry of the last update that was measured
         if settings.telemetry_every is not None:
             self.measured = Measured(self.states, parameters, shardings, settings.telemetry_every)
+        self.hyper = HyperTable([], rules.by_group, sharding.device, hashes=sharding.agrees)
         self.exchange = Exchange(
             sharding,
             labels,
@@ -99,9 +101,10 @@ class Engine:
             at_once=store.may_lose,
             pipeline=pipeline,
             places=shardings.places_of_use,
+            hyper=self.hyper,
         )
         self.clip = Clip(sharding, labels, pipeline)
-        self.hyper = HyperTable([], rules.by_group, sharding.device)
+        self.tokens = TokenCount(sharding)
         self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3, sharding.device)
         self._ahead = schedule if settings.overlap_param_gather and self.sharding.stage == 3 else None
         # Bound methods of the parts, not of the engine: hooks make the parameters hold the reducer. Through a method of
@@ -142,6 +145,8 @@ class Engine:
                     self.states.restart(set(self.parameters.trained), only=name)
             if not self.sharding.agrees:  # else all ranks raise together, in the exchange
                 self.states.lost.check()
+                if message := self.tokens.uncounted(self.reducer.backwards):
+                    raise GradientError(message)
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
         with span("step.coefficients"):
             by = self._coefficients(groups)
@@ -161,7 +166,7 @@ class Engine:
         self.steps += 1
         # On CUDA the host would wait to know: ``stats()`` counts skipped steps there.
         if by.found_inf.device.type == "cpu" and LOGGER.isEnabledFor(logging.INFO) and bool(by.found_inf):
-            LOGGER.info("step %d was skipped, not finite: %s", self.steps, self.first_non_finite())
+            LOGGER.info("step %d was skipped, not finite: %s", self.steps, self.first_non_finite() or "no token")
         self.reducer.end_step()
         if self.sharded_model is not None:
             self.sharded_model.schedule.due.reset()
@@ -173,13 +178,19 @@ class Engine:
         In a pipeline every call, on every stage, ends in one all-reduce over the stages, whatever this stage did.
         """
         if self.pipeline is None:
-            self._finish_and_exchange(norm_type)
+            if self._finish_and_exchange(norm_type) and self.tokens.counting:
+                self.tokens.average(self.exchange.tokens)
+                self.clip.token_scale = self.tokens.scale
             return
         with self.failing_with_stages():
             self.pipeline.check()
             fresh = self._finish_and_exchange(norm_type)
-        scale = self.clip.inverse_loss_scale
-        self.exchange.combine_stages(norm_type, fresh=fresh, stats=self._wants_stats, inverse_scale=scale)
+        scale, counting = self.clip.inverse_loss_scale, self.tokens.counting
+        self.exchange.combine_stages(
+            norm_type, fresh=fresh, stats=self._wants_stats, inverse_scale=scale, counting=counting
+        )
+        self.tokens.average(self.pipeline.tokens, self.pipeline.counting)
+        self.clip.token_scale = self.tokens.scale
         try:
             self.pipeline.check_now(wait=self.store.may_lose)
         except ZeroOptimError:
@@ -237,15 +248,22 @@ class Engine:
             "thawed": {*thawed},
             "leftover": reducer.leftover,
         }
+        reasons = {"refused": [*refused.values()], "offload": self.states.lost.reasons}
+        if uncounted := self.tokens.uncounted(reducer.backwards):
+            reasons["uncounted"] = [uncounted]
+        numbers = {"counting": int(self.tokens.counting), "uncounted": int(uncounted is not None)}
+        if self.sharded_model is not None:
+            numbers["parted"] = self.sharded_model.schedule.cycle.code
         own = ToExchange(
             reducer.buckets,
             used,
             norm_type,
             self._wants_stats,
             about,
-            order_code=0 if self.sharded_model is None else self.sharded_model.schedule.cycle.code,
-            reasons={"refused": [*refused.values()], "offload": self.states.lost.reasons},
+            numbers,
+            reasons,
             flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
+            tokens=self.tokens.own if self.tokens.counting else None,
         )
         try:
             self.exchange.run(own)
@@ -277,6 +295,8 @@ class Engine:
             self.clip.clip_to(self.max_grad_norm, 2.0, self.exchange, self.reducer.buckets)
         self.exchange.decide(self._wants_stats)
         grad_scale, found_inf = self.clip.grad_scale(), self.exchange.found_inf
+        if self.tokens.empty is not None:  # the scaler's is left alone: the loss scale is not at fault
+            found_inf = torch.where(self.tokens.empty, 1.0, found_inf)
         if self.sharded_model is not None:
             self.sharded_model.schedule.reshard_all()  # it may raise: before anything is counted
         self.hyper.advance(groups, self.exchange.used & (found_inf == 0), self.clip.factor)
@@ -291,6 +311,14 @@ class Engine:
         )
 
     # -- gradients -----------------------------------------------------------------------------------------------
+
+    def count(self, tokens: float | Tensor) -> None:
+        """See ``ShardedOptimizer.count``."""
+        if self.exchange.knows(stats=False):
+            raise GradientError(
+                "opt.count() came after clip_grad_norm_ or unscale_, which has averaged the gradients: call it before"
+            )
+        self.tokens.add(tokens)
 
     def unscale(self, inverse_scale: Tensor) -> None:
         """Divide gradients that are readable through ``.grad``, a dtype at a time; else leave it to ``step``."""
@@ -311,6 +339,7 @@ class Engine:
     def forget_coefficients(self) -> None:
         """Reset clipping and unscaling, and outdate the exchange: the gradients were applied or dropped."""
         self.clip.reset()
+        self.tokens.reset(self.reducer.backwards)
         self.exchange.outdate()
         if self.pipeline is not None:
             self.pipeline.end_step()
@@ -415,7 +444,7 @@ class Engine:
         self.param_gather.close()
         try:  # an error of the last step: there is no later step to raise it
             if not self.reducer.rounds.out_of_step:
-                self.exchange.check_alarms()
+                self.exchange.check_alarms(names_options=False)
         except ZeroOptimError as error:
             warnings.warn(f"the last step was skipped: {error}", stacklevel=2)
         except RuntimeError:  # the device has failed, which an earlier call has raised

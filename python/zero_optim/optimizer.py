@@ -255,6 +255,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.inference_mode(False)
     @torch.no_grad()
+    def count(self, tokens: float | Tensor) -> None:
+        """Count the tokens of a micro-batch: the next step averages gradients over the tokens of all ranks and
+        micro-batches, instead of over ranks. Losses are sums over tokens: ``loss.sum().backward(); opt.count(n)``.
+
+        Counts are summed in the exchange of ``step``, and their total divides in the update, so that norms, clipping
+        and telemetry are of that average. Call it for every micro-batch, on every rank: 0 where one has no tokens;
+        ranks along ``tensor_parallel`` count the same tokens; of a pipeline the last stage alone counts. Where no
+        rank has a token the step is skipped. ``step`` and ``zero_grad`` forget all counts. See docs/averaging.md.
+
+        Args:
+            tokens: a number of 0 or more; or a tensor of one element, which the host does not read.
+
+        Raises, here ValueError or TypeError for what is no such number, GradientError after ``clip_grad_norm_``; in
+        ``step``, on every rank, GradientError where a backward was not counted, RankMismatchError where a rank has
+        not counted.
+        """
+        self.check_usable()
+        self.engine.count(tokens)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float | str = 2.0, parameters: Tensor | Iterable[Tensor] | None = None
     ) -> Tensor:

@@ -126,14 +126,18 @@ def test_of_several_alarms_the_first_in_the_list_is_raised(of: tuple[Alarm, ...]
         assert first_raised(of, over_ranks(vectors, False)) is earlier
 
 
+MISMATCHES = ("parted", "thawed", "edited", "counting", "options")
+ABOUT_NO_PARAMETER = {"parted": "units", "uncounted": "count", "counting": "count", "options": "options"}
+
+
 @pytest.mark.parametrize("of", LISTS)
 def test_what_each_alarm_raises_has_a_type_and_names_what_it_is_about(of: tuple[Alarm, ...]):
     assert len({alarm.name for alarm in of}) == len(of)
     for alarm in of:
         error = alarm.error("weight", "torch.float32", ())
-        kinds = {"offload": OffloadError, **dict.fromkeys(("parted", "thawed", "edited"), RankMismatchError)}
+        kinds = {"offload": OffloadError, **dict.fromkeys(MISMATCHES, RankMismatchError)}
         assert isinstance(error, kinds.get(alarm.name, GradientError))
-        assert ("units" if alarm.name == "parted" else "weight") in str(error)
+        assert ABOUT_NO_PARAMETER.get(alarm.name, "weight") in str(error)
     refused = next(alarm for alarm in of if alarm.name == "refused")
     assert str(refused.error("weight", "torch.float32", ["mine", "too"])) == "mine; too"
 
@@ -182,7 +186,7 @@ def test_the_exchange_carries_a_new_alarm(
             about = {"invented": {*range(1, 1 + number)}}
             flags = torch.zeros(3, dtype=torch.int32), torch.arange(3)
             try:
-                carries.run(exchange.ToExchange([], bytearray(3), norm_type, True, about, 0, {}, flags))
+                carries.run(exchange.ToExchange([], bytearray(3), norm_type, True, about, {}, {}, flags))
                 raised.append(None)
             except ZeroOptimError as error:
                 raised.append(error)
@@ -202,7 +206,7 @@ def test_what_is_known_of_the_gradients(event: str, before: str, after: str):
 
     def run(*, stats: bool, late: Set[int] = frozenset()) -> None:
         flags = torch.zeros(2, dtype=torch.int32), torch.arange(2)
-        carries.run(exchange.ToExchange([], bytearray(2), None, stats, {"late": late}, 0, {}, flags))
+        carries.run(exchange.ToExchange([], bytearray(2), None, stats, {"late": late}, {}, {}, flags))
 
     assert {state for _, state in EXCHANGED} == {state.name for state in exchange.Exchanged}
     if before != "OUTDATED":
@@ -249,22 +253,21 @@ class OneOfMany:
     world_size: int = MANY
 
     def exchange(self, vector: Tensor, *, maximum: bool = False) -> None:
-        reports = 2 * MANY  # each rank's own
-        self.sent = vector[:-reports].clone()
+        own = len(vector) // MANY * MANY  # entries that only one rank writes: reports, and the largest of each
+        self.sent = vector[:-own].clone()
         if self.usual is not None:
-            both = torch.maximum(self.sent, self.usual) if maximum else added_up(self.usual, self.sent, self.order)
-            vector[:-reports] = both
+            vector[:-own] = added_up(self.usual, self.sent, self.order)
 
 
 def exchanged(comm: Any, norm_type: float, used: bytes, about: Mapping[str, set[int]]) -> exchange.Exchange:
     carries = exchange.Exchange(Sharding(comm, 2, None, torch.device("cpu")), ["a", "b", "c"], {}, by_units=False)
     flags = torch.zeros(3, dtype=torch.int32), torch.arange(3)
-    carries.run(exchange.ToExchange([], bytearray(used), norm_type, True, about, 0, {}, flags))
+    carries.run(exchange.ToExchange([], bytearray(used), norm_type, True, about, {}, {}, flags))
     return carries
 
 
 @pytest.mark.parametrize(
-    ("norm_type", "order"), [(2.0, "other first"), (2.0, "other last"), (2.0, "tree"), (torch.inf, "any")]
+    ("norm_type", "order"), [(2.0, "other first"), (2.0, "other last"), (2.0, "tree"), (torch.inf, "other last")]
 )
 def test_what_many_ranks_use_and_name_is_exact(norm_type: float, order: str) -> None:
     """An alarm that all ranks have is quiet, and the step goes on by who uses what: parameter 0 is used by one rank."""

@@ -62,10 +62,14 @@ def _watched_step(
     scaler = zero_optim.GradScaler(init_scale=4.0, enabled=scaled)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1))
 
+    tokens = torch.full((), 3.0)
+
     def one_step(step: int) -> None:
         for index in range(micro):
             with maybe_no_sync(opt, index < micro - 1):
                 scaler.scale(losses[index]).backward()
+            if clip == "counts":
+                opt.count(tokens)
         if clip.startswith("call"):
             scaler.unscale_(opt)
             opt.clip_grad_norm_(1.0, 3.0 if clip == "call, of any p" else 2.0)
@@ -89,6 +93,7 @@ CASES = [
     (torch.float16, True, "argument", 1),
     (torch.bfloat16, False, "call", 1),
     (torch.bfloat16, False, "none", 2),
+    (torch.float16, True, "counts", 2),
     (torch.float32, False, "argument", 1),
     (torch.float16, True, "call, of any p", 1),
 ]

@@ -51,6 +51,7 @@ class Reducer:
         on_layout: called with the buckets after they were laid out again.
         on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
         late: parameters whose gradient arrived after their bucket was launched; it stays on this rank.
+        backwards: how many have reached this optimizer.
         leftover: parameters whose gradient ``finish`` found to be assigned after the last round. Where all ranks have
             some, another round reduces them.
     """
@@ -81,6 +82,7 @@ class Reducer:
         self.synchronize = True  # False inside no_sync()
         self.late: set[int] = set()
         self.leftover: set[int] = set()
+        self.backwards = 0
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
         self.on_change: Sequence[Callable[[], None]] = ()
         self.grow(list(parameters))
@@ -210,6 +212,7 @@ class Reducer:
 
     def _backward_begins(self) -> None:
         self._mode.check_awake("backward")
+        self.backwards += 1
         self.rounds.thread.note()
         self.rounds.complete_raised()
         complete_raised(self.rounds.thread)

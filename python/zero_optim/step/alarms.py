@@ -1,15 +1,17 @@
 """Alarms: errors that one rank finds and every rank raises before it updates; and how the exchange carries them.
 
 An alarm is data. The list below decides the width of the exchange's vector, its contents in a usual step, when a step
-is skipped, and what is raised. A new alarm is one entry, and the set of parameters that the optimizer gives it.
+is skipped, and what is raised. A new alarm is one entry, and the set of parameters, or the number, that the optimizer
+gives it.
 
 For each alarm a rank gives a number: of parameters that it has the alarm for, or a code where the alarm is DIFFERENT.
-As a rule it is 0.
+As a rule it is 0. The hash of the options is one alarm more, of ``HASH_BITS`` that are DIVIDED, each by itself.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,10 @@ from torch import Tensor
 from ..comm.streams import HostCopy
 from ..errors import GradientError, OffloadError, RankMismatchError, ZeroOptimError
 from ..units.cycle import ORDER_CODES
+
+HASH_BITS = 64
+OPTIONS = "options"
+"""The name of the alarm that ranks have stepped with different options."""
 
 
 class Combine(enum.Enum):
@@ -52,6 +58,7 @@ class Alarm:
     Attributes:
         message: of the error, with ``{names}`` of parameters and their ``{dtypes}``.
         codes: their number, where it is DIFFERENT.
+        bits: that are DIVIDED.
     """
 
     name: str
@@ -59,22 +66,23 @@ class Alarm:
     kind: type[ZeroOptimError]
     message: str
     codes: int = 0
+    bits: int = 1
 
     @property
     def columns(self) -> int:
-        return {Combine.ANY: 1, Combine.DIVIDED: 2, Combine.DIFFERENT: self.codes}[self.combine]
+        return {Combine.ANY: 1, Combine.DIVIDED: 2 * self.bits, Combine.DIFFERENT: self.codes}[self.combine]
 
     @property
     def needed(self) -> int:
         """The columns that are above 0 where it is raised."""
-        return 1 if self.combine is Combine.ANY else 2
+        return {Combine.ANY: 1, Combine.DIVIDED: self.bits + 1, Combine.DIFFERENT: 2}[self.combine]
 
     def entry(self, count: int) -> list[float]:
         """Make the columns of a rank's ``count``: of parameters, or the code of a DIFFERENT alarm."""
         if self.combine is Combine.ANY:
             return [float(count)]
         if self.combine is Combine.DIVIDED:
-            return [float(count > 0), float(count == 0)]
+            return [float(count > 0)] * self.bits + [float(count == 0)] * self.bits
         return [float(code == count) for code in range(self.codes)]
 
     def error(self, names: str, dtypes: str, own: Sequence[str]) -> ZeroOptimError:
@@ -132,6 +140,27 @@ def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
             "assign it on every rank, or before. Nothing was updated",
         ),
         Alarm(
+            "uncounted",
+            Combine.ANY,
+            GradientError,
+            "a backward of another rank has no opt.count() of its own, in a step in which that rank has called it: its "
+            "error has the numbers",
+        ),
+        Alarm(
+            "counting",
+            Combine.DIVIDED,
+            RankMismatchError,
+            "opt.count() was called in this step on some ranks, and not on others: call it on every rank, with 0 where "
+            "one has no tokens. Nothing was updated",
+        ),
+        Alarm(
+            OPTIONS,
+            Combine.DIVIDED,
+            RankMismatchError,
+            "the last step has used other options on some ranks than on others. Nothing was updated now",
+            bits=HASH_BITS,
+        ),
+        Alarm(
             "edited",
             Combine.DIVIDED,
             RankMismatchError,
@@ -161,9 +190,20 @@ class AlarmColumns:
         masks = [torch.ones((1, alarm.columns), dtype=torch.bool, device=columns.device) for alarm in of]
         self._masks = torch.block_diag(*masks) if of else columns
         self._needed = torch.tensor([alarm.needed for alarm in of], device=columns.device)
+        starts = itertools.accumulate((alarm.columns for alarm in of), initial=0)
+        self._options = next(
+            (slice(s, s + a.columns) for a, s in zip(of, starts, strict=False) if a.name == OPTIONS), None
+        )
+        self._options_version = -1
 
-    def fill(self, counts: Mapping[str, int]) -> None:
-        """Write this rank's columns. As a rule it has no alarm, and one copy does it."""
+    def fill(self, counts: Mapping[str, int], options: Tensor | None = None) -> None:
+        """Write this rank's columns. As a rule it has no alarm, and one copy does it.
+
+        ``options``: [2 * HASH_BITS] fp32, the bits of the options' hash and their complements; None: of the hash 0.
+        """
+        if options is not None and self._options is not None and self._options_version != options._version:
+            self._quiet[self._options].copy_(options)
+            self._options_version = options._version
         self._all.copy_(self._quiet)
         for alarm, view in zip(self._alarms, self._views, strict=True):
             count = counts.get(alarm.name, 0)

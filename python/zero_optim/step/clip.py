@@ -57,6 +57,7 @@ class Clip:
         coefficient: [1] fp32, multiplies all gradients where ``clipped``.
         factor: [parameters] fp32, multiplies the gradients of each; None: no subset was clipped.
         inverse_scale: [1] fp32, multiplies the gradients of the next step; None: they are unscaled.
+        token_scale: [1] fp32, multiplies them, too, where tokens are counted; None: they are not.
         scaled: whether a GradScaler takes part in the next step.
         inverse_loss_scale: [1] fp32, what a GradScaler has given for the next step, applied already or not.
     """
@@ -68,6 +69,7 @@ class Clip:
         self.factor: Tensor | None = None
         self.inverse_scale: Tensor | None = None
         self.inverse_loss_scale: Tensor | None = None
+        self.token_scale: Tensor | None = None
         self.scaled = False
         self._subsets: dict[tuple[int, ...], Tensor] = {}
 
@@ -80,7 +82,7 @@ class Clip:
     def reset(self) -> None:
         """Forget all factors: the step is over, or its gradients were dropped."""
         self.unclip()
-        self.inverse_scale = self.inverse_loss_scale = None
+        self.inverse_scale = self.inverse_loss_scale = self.token_scale = None
         self.scaled = False
 
     def unclip(self) -> None:
@@ -97,9 +99,9 @@ class Clip:
 
     def grad_scale(self) -> Tensor | None:
         """[1] fp32, the factor of every gradient; None: there is none."""
-        if not self.clipped:
-            return self.inverse_scale
-        return self.coefficient if self.inverse_scale is None else self.coefficient * self.inverse_scale
+        factors = [self.coefficient if self.clipped else None, self.inverse_scale, self.token_scale]
+        there = [factor for factor in factors if factor is not None]
+        return math.prod(there[1:], start=there[0]) if there else None
 
     def clip_to(
         self,
@@ -123,9 +125,8 @@ class Clip:
             if self._pipeline is not None:
                 found = norms_over(self._pipeline.comm, found, norm_type, device)
             norm = found.norm(norm_type).reshape(())
-        norm = norm * self.coefficient.reshape(())
-        if self.inverse_scale is not None:
-            norm = norm * self.inverse_scale.reshape(())
+        for factor in (self.coefficient, self.inverse_scale, self.token_scale):
+            norm = norm if factor is None else norm * factor.reshape(())
         norm = norm.float()
         coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if subset is None:

@@ -3,10 +3,10 @@
 The vector that is exchanged::
 
     norm term | non-finite count | alarms ... | used count of each parameter ... | alarm count of each parameter ...
-    | reports of non-finite gradients ...
+    | tokens | reports of non-finite gradients ... | for the infinity norm, the largest of each rank ...
 
-It is summed for finite norms and maximised for the infinity norm; every part means the same under either. A rank adds 0
-or 1 to each count: in any order fp32 adds up to 2^24 ranks without rounding.
+It is summed. A rank adds 0 or 1 to each count: in any order fp32 adds up to 2^24 ranks, and as many tokens, without
+rounding.
 
 ``alarms`` has the errors that a step raises on every rank, ``clip`` what the norm is used for.
 """
@@ -24,11 +24,14 @@ from torch import Tensor
 
 from zero_kernels import is_capturing
 
+from ..comm.collectives import Comm
 from ..comm.sharding import Sharding
 from ..comm.streams import keep_tensors_of
+from ..comm.together import check_same
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
-from .alarms import Alarm, AlarmColumns, alarms
+from .alarms import OPTIONS, Alarm, AlarmColumns, alarms
+from .hyper_table import HyperTable
 from .pipeline import Pipeline
 
 
@@ -65,7 +68,7 @@ class ToExchange:
         norm_type: of the norm that is wanted; None: none is.
         stats: whether non-finite values are counted; with neither norm nor count no gradient is read.
         about: by alarm, the parameters that this rank raises it for.
-        order_code: this rank's code for the alarm "parted".
+        numbers: by alarm that is about no parameters, this rank's number.
         reasons: by alarm, this rank's reasons in words.
         flags: which slots were not finite as they were packed, and the parameters of the slots.
     """
@@ -75,9 +78,10 @@ class ToExchange:
     norm_type: float | None
     stats: bool
     about: Mapping[str, Set[int]]
-    order_code: int
+    numbers: Mapping[str, int]
     reasons: Mapping[str, Sequence[str]]
     flags: tuple[Tensor, Tensor]
+    tokens: Tensor | None = None  # [1] float64; None: this rank has counted none
 
 
 class Exchange:
@@ -89,7 +93,8 @@ class Exchange:
         totals: [2] fp32, the sum of |g|^p of all gradients, or their largest, of that type; and the number of values
             that are not finite.
         used: [parameters] bool, whether any rank that has the parameter has a gradient for it.
-        found_inf: [1] fp32, not 0 where the step must be skipped on every rank.
+        tokens: [1] fp32, those that all ranks have counted.
+        found_inf: [1] fp32, not 0 where a gradient or an alarm makes every rank skip the step.
         skipped: [] fp32, steps skipped so far.
         nonfinite: the record of who was not finite.
     """
@@ -104,6 +109,7 @@ class Exchange:
         at_once: bool = False,
         pipeline: Pipeline | None = None,
         places: Callable[[int], tuple[int, int]] = lambda index: (1, 0),
+        hyper: HyperTable | None = None,
     ) -> None:
         """
         Args:
@@ -111,9 +117,10 @@ class Exchange:
             pipeline: the other stages of the model; None: there are none.
             places: for a parameter's index, the number of parameters with it on all ranks together, and the number of
                 this rank's among them. Ranks may have different experts under one index.
+            hyper: whose options the ranks compare; None: they compare none.
         """
         self.sharding, self.labels, self._parameters, self._at_once = sharding, labels, parameters, at_once
-        self._pipeline, self._places = pipeline, places
+        self._pipeline, self._places, self._hyper = pipeline, places, hyper
         device = sharding.device
         self._alarms = alarms(by_units=by_units) if sharding.agrees else ()  # alone, a rank has none
         self.nonfinite = NonFinite(sharding.world.rank, sharding.world.world_size, device)
@@ -132,8 +139,8 @@ class Exchange:
         self.used = torch.zeros(count, dtype=torch.bool, device=device)
         self.nonfinite.resize(count)
         places = [self._places(index) for index in range(count)]
-        self._vector = ExchangeVector(self._alarms, places, self.nonfinite.entries, device)
-        self.totals = self._vector.totals
+        self._vector = ExchangeVector(self._alarms, places, self.sharding.world, device)
+        self.totals, self.tokens = self._vector.totals, self._vector.tokens
 
     def resize(self) -> None:
         """Make room for as many parameters as there are labels."""
@@ -162,18 +169,25 @@ class Exchange:
         anything is updated: on CUDA one step later, in the same call, and the step in between is skipped."""
         self.check_alarms()
         about, self._edited = {**own.about, "edited": self._edited}, set()
-        vector = self._vector
+        vector, largest = self._vector, own.norm_type == math.inf
+        vector.cleared.zero_()
         if own.norm_type is not None or own.stats:
             self.totals.copy_(self._local_totals(own.buckets, own.norm_type or 2.0))
         else:
             self.totals.zero_()
-        vector.alarms.fill({name: len(of) for name, of in about.items()} | {"parted": own.order_code})
+        options = None if self._hyper is None else self._hyper.hash_bits
+        vector.alarms.fill({name: len(of) for name, of in about.items()} | {**own.numbers}, options)
         vector.put_use(own.used)
-        vector.named_counts.zero_()
         for index in set().union(*about.values()) if self._alarms else ():
             vector.named_counts[index].fill_(1.0)
+        if own.tokens is not None:
+            self.tokens.copy_(own.tokens)
         self.nonfinite.report(vector.reports, *own.flags)
-        self.sharding.world.exchange(vector.all, maximum=own.norm_type == math.inf)
+        if largest:
+            vector.largest[self.sharding.world.rank].copy_(self.totals[0])
+        self.sharding.world.exchange(vector.all if largest else vector.usual)
+        if largest:
+            self.totals[0].copy_(vector.largest.amax())
         if self._alarms and not is_capturing(self.sharding.device):
             vector.alarms.on_host.send()
             self._own_reasons = own.reasons
@@ -187,17 +201,20 @@ class Exchange:
         self.state, self.norm_type = Exchanged.COUNTED if own.stats else Exchanged.USED, own.norm_type
 
     def combine_stages(
-        self, norm_type: float | None, *, fresh: bool, stats: bool, inverse_scale: Tensor | None
+        self, norm_type: float | None, *, fresh: bool, stats: bool, inverse_scale: Tensor | None, counting: bool
     ) -> None:
         """Collective over the stages of a pipeline: see ``Pipeline.combine``. Make this stage's totals those of all.
 
-        ``fresh``: whether this stage has exchanged since the last call.
+        Args:
+            fresh: whether this stage has exchanged since the last call.
+            counting: whether it has counted tokens.
         """
         assert self._pipeline is not None
         if fresh:
             self._own_totals.copy_(self.totals)
         own = self._own_totals if norm_type is not None or stats else None
-        of_all = self._pipeline.combine(own, norm_type, self._vector.alarms.raised_on_device(), inverse_scale)
+        raised, tokens = self._vector.alarms.raised_on_device(), self.tokens if counting else None
+        of_all = self._pipeline.combine(own, norm_type, raised, inverse_scale, tokens)
         # Another stage may have exchanged again, where gradients were edited: then its count of non-finite values is
         # another, while the norm of the clip stays.
         first = 0 if fresh else 1
@@ -209,8 +226,11 @@ class Exchange:
         """True on a rank that has an alarm itself, and knows already that it is raised: the step is skipped."""
         return self._raised is not None
 
-    def check_alarms(self) -> None:
-        """Raise the last step's alarm, if any. A GPU's report has arrived; else the host is a step ahead and waits."""
+    def check_alarms(self, *, names_options: bool = True) -> None:
+        """Raise the last step's alarm, if any. A GPU's report has arrived; else the host is a step ahead and waits.
+
+        ``names_options``: collective where ranks have used different options, which are gathered for the message.
+        """
         if not self._alarms or is_capturing(self.sharding.device):  # a replayed graph has no host to raise
             return
         alarm, self._raised = self._raised or self._vector.alarms.read_first_raised(), None
@@ -219,6 +239,11 @@ class Exchange:
             names = ", ".join(self.labels[index] for index in named) or "a parameter"
             dtypes = {str(self._parameters[index].dtype) for index in named if index in self._parameters}
             self.outdate()
+            if alarm.name == OPTIONS and self._hyper is not None:
+                self._hyper.reset_hash()  # on all ranks: the next step compares what it uses itself
+                if names_options:
+                    described, remedy = self._hyper.describe_used(), "use in every step"
+                    check_same(self.sharding.world, described, "step", remedy)
             raise alarm.error(names, " or ".join(sorted(dtypes)), self._own_reasons.get(alarm.name, ()))
 
     def decide(self, skip_nonfinite: bool) -> None:
@@ -256,25 +281,32 @@ class ExchangeVector:
     Args:
         of: the alarms that it carries; without any it does not name parameters either.
         places: of each parameter, the number of its used counts, and the number of this rank's among them.
-        reports: entries for reports of non-finite gradients.
+        world: the ranks that exchange it.
 
     Attributes:
         all: fp32, the vector. The others are views of it.
+        usual: what is exchanged unless the infinity norm is wanted: without ``largest``.
         totals: [2] the norm term and the non-finite count.
         alarms: their columns.
         used_counts: [parameters, and more of experts] how many ranks use each.
         named_counts: [parameters] how many ranks have an alarm about each.
-        reports: [reports]
+        tokens: [1]
+        reports: [2 * ranks] of non-finite gradients, see ``NonFinite``.
+        largest: [ranks] the largest |g| of each rank.
+        cleared: the last four: what other ranks write is zeroed before an exchange.
     """
 
     def __init__(
-        self, of: Sequence[Alarm], places: Sequence[tuple[int, int]], reports: int, device: torch.device
+        self, of: Sequence[Alarm], places: Sequence[tuple[int, int]], world: Comm, device: torch.device
     ) -> None:
-        counts = [count for count, _ in places]
-        totals = 2  # the norm term and the non-finite count
-        sizes = [totals, sum(alarm.columns for alarm in of), sum(counts), len(places) if of else 0, reports]
+        counts, ranks = [count for count, _ in places], world.world_size
+        cleared = [len(places) if of else 0, 1, 2 * ranks, ranks]
+        sizes = [2, sum(alarm.columns for alarm in of), sum(counts), *cleared]
         self.all = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self.totals, columns, self.used_counts, self.named_counts, self.reports = self.all.split(sizes)
+        self.usual, self.cleared = self.all[:-ranks], self.all[-sum(cleared) :]
+        self.totals, columns, self.used_counts, self.named_counts, self.tokens, self.reports, self.largest = (
+            self.all.split(sizes)
+        )
         self.alarms = AlarmColumns(of, columns)
         self._own_use = torch.zeros(len(places), dtype=torch.float32, device=device)  # as last sent there
         self._sent = bytearray(len(places))
@@ -326,18 +358,17 @@ class NonFinite:
 
     Attributes:
         marks: [parameters] int32, set by ``adam_step``.
-        entries: number of fp32 values in the exchange for reports: two a rank. An entry is a parameter's index plus
-            one, or 0; only its own rank writes it, so that it means the same summed and maximised.
+
+    A report is two entries a rank, each a parameter's index plus one, or 0; only its own rank writes it.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self._rank, self._world_size = rank, world_size
-        self.entries = 2 * world_size
         self.marks = torch.zeros(0, dtype=torch.int32, device=device)
         self._numbers = torch.zeros(0, dtype=torch.int64, device=device)  # [parameters] index
         self._steps, self._first_step = torch.zeros(2, dtype=torch.float32, device=device)
         self._was_bad, self._was_first = torch.zeros(2, dtype=torch.bool, device=device)
-        self._record = torch.zeros(self.entries, dtype=torch.float32, device=device)
+        self._record = torch.zeros(2 * world_size, dtype=torch.float32, device=device)
 
     def resize(self, parameters: int) -> None:
         keep_tensors_of(self)
@@ -347,8 +378,7 @@ class NonFinite:
         self._numbers = torch.arange(parameters, device=self.marks.device)
 
     def report(self, entries: Tensor, flags: Tensor, slot_params: Tensor) -> None:
-        """Fill in this rank's ``entries``, and zero the others'. ``flags`` [slots]: set by ``pack``."""
-        entries.zero_()
+        """Fill in this rank's ``entries``. ``flags`` [slots]: set by ``pack``."""
         entries[self._rank] = _first(flags, slot_params)
         entries[self._world_size + self._rank] = _first(self.marks, self._numbers)
 

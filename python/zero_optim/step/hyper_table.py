@@ -13,6 +13,7 @@ from zero_kernels import is_capturing
 from ..comm.streams import keep_for_current_stream, keep_tensors_of
 from ..rules.update_rule import UpdateRule
 from ..validate import check_described, check_groups
+from .alarms import HASH_BITS
 from .saved_state import SavedState
 
 
@@ -22,19 +23,27 @@ class HyperTable:
     Args:
         group_of: of every parameter, the number of its group.
         rules: the rule of each group.
+        hashes: whether ranks compare what they use.
 
     Attributes:
         steps: [parameters] float64, updates that each parameter has had. Skipped steps do not count.
         tables: by rule, [parameters, len(rule.columns)] fp32, what its update reads. The rows of parameters that
             another rule updates mean nothing.
+        hash_bits: [2 * HASH_BITS] fp32, the bits of a hash of what the last step has used, and their complements.
         rates: [parameters, averages] fp32, how far averages go towards the new master; None: there are none.
         begins: the same shape, bool, whether the next update makes the average what the parameter is then.
     """
 
-    def __init__(self, group_of: Sequence[int], rules: Sequence[UpdateRule], device: torch.device) -> None:
+    def __init__(
+        self, group_of: Sequence[int], rules: Sequence[UpdateRule], device: torch.device, *, hashes: bool = False
+    ) -> None:
         self.steps = torch.zeros(0, dtype=torch.float64, device=device)
         self.tables: dict[UpdateRule, Tensor] = {}
         self.begins = torch.ones(0, len(rules[0].averages) if rules else 0, dtype=torch.bool, device=device)
+        self.hash_bits, self._hashes = torch.zeros(2 * HASH_BITS, dtype=torch.float32, device=device), hashes
+        masks = torch.tensor([1 << bit for bit in range(HASH_BITS - 1)] + [-(1 << HASH_BITS - 1)], device="cpu")
+        self._masks = masks.to(device)
+        self.reset_hash()
         self.grow(group_of, rules)
 
     def grow(self, group_of: Sequence[int], rules: Sequence[UpdateRule]) -> None:
@@ -56,7 +65,11 @@ class HyperTable:
         # the decays of averages follow.
         self._width = max(self._own.values(), default=0)
         self._by_group = torch.zeros(self._width + averages, len(rules), dtype=torch.float64, device=device)
+        generator = torch.Generator().manual_seed(len(rules))
+        odd = torch.randint(-(2**62), 2**62, self._by_group.shape, generator=generator, dtype=torch.int64) | 1
+        self._weights = odd.to(device)
         self._sent: list[tuple[float | None, ...]] = []
+        self._used: list[list[tuple[Any, ...]]] = []  # in the last two steps
         self._checked: list[tuple[float | None, ...]] = []
         self._described: list[tuple[str, ...]] = []
         self.steps[: len(steps)], self.begins[: len(steps)] = steps, begins
@@ -94,7 +107,11 @@ class HyperTable:
         """Count a step for every ``active`` parameter ([parameters] bool) and make the tables for it. ``factor``,
         [parameters] fp32, multiplies the gradient of each: clipping some of them takes no pass over memory."""
         self.steps += active
-        by_group = self._on_device(self._read(groups))
+        rows = self._read(groups)
+        by_group, changed = self._on_device(rows)
+        self._used = [*self._used[-1:], rows]
+        if self._hashes and (changed or not self._hashed):
+            self._hash(by_group)
         for rule, table in self.tables.items():
             rule.fill_table(by_group[: self._own[rule]], self._group_of, self.steps, active, table)
         if self.rates is not None:
@@ -105,13 +122,43 @@ class HyperTable:
             for rule, table in self.tables.items():
                 table[:, rule.columns.index("grad_factor")].mul_(factor)
 
-    def _on_device(self, rows: Sequence[tuple[Any, ...]]) -> Tensor:
-        """The groups' coefficients, [coefficients, groups]. Numbers are sent when they change, tensors every time."""
+    def reset_hash(self) -> None:
+        """Forget what the last step has used."""
+        self.hash_bits[:HASH_BITS], self.hash_bits[HASH_BITS:] = 0.0, 1.0
+        self._hashed = False
+
+    def describe_used(self) -> list[str]:
+        """List what the last two steps have used, the earlier one first. The host waits for tensors on the device."""
+        return [
+            f"{name}={float(value)} in group {group}"
+            for rows in self._used
+            for group, row in enumerate(rows)
+            for column, value in enumerate(row)
+            if (name := self._name(group, column))
+        ]
+
+    def _name(self, group: int, column: int) -> str:
+        """Name a column of a group; it is empty where the group's rule has no such column."""
+        if column >= self._width:
+            return self._averages[column - self._width]
+        names = self._rules[group].coefficients
+        return names[column] if column < len(names) else ""
+
+    def _hash(self, by_group: Tensor) -> None:
+        # Odd factors: a change of one number always changes the sum. On the device, as options may be tensors.
+        bits = (by_group.view(torch.int64) * self._weights).sum() & self._masks
+        torch.cat([bits != 0, bits == 0], out=self.hash_bits)
+        self._hashed = True
+
+    def _on_device(self, rows: Sequence[tuple[Any, ...]]) -> tuple[Tensor, bool]:
+        """The groups' coefficients, [coefficients, groups], and whether they may have changed since the last step.
+        Numbers are sent when they change, tensors every time."""
         capturing = is_capturing(self._by_group.device)
         # A captured step has coefficients of its own, its numbers fixed in kernels: a copy from the host would read, at
         # every replay, memory that is long gone.
         by_group = torch.empty_like(self._by_group) if capturing else self._by_group
         numbers = _numbers(rows)
+        changed = capturing or numbers != self._sent or any(None in row for row in numbers)
         if not capturing and numbers != self._sent:
             columns = [[value or 0.0 for value in column] for column in zip(*numbers, strict=True)]
             host = torch.tensor(columns, dtype=torch.float64, device="cpu", pin_memory=by_group.is_cuda)
@@ -124,14 +171,12 @@ class HyperTable:
                         by_group[column, group].fill_(float(value))
                     continue
                 if capturing and not value.is_cuda:
-                    own = column < self._width
-                    name = self._rules[group].coefficients[column] if own else self._averages[column - self._width]
                     raise ValueError(
-                        f"{name} of group {group} is a tensor on {value.device}, which a captured step cannot read: "
-                        f"move it to {by_group.device}"
+                        f"{self._name(group, column)} of group {group} is a tensor on {value.device}, which a captured "
+                        f"step cannot read: move it to {by_group.device}"
                     )
                 by_group[column, group].copy_(value.reshape(()), non_blocking=True)
-        return by_group
+        return by_group, changed
 
 
 def _numbers(rows: Sequence[tuple[Any, ...]]) -> list[tuple[float | None, ...]]:

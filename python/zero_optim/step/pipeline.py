@@ -47,17 +47,22 @@ class Pipeline:
     They exchange one vector in every step, summed or maximised; each stage has places of its own in it::
 
         norm term | non-finite count | flag of each stage | inverse loss scale of each stage
+        | 1 for each stage that counts tokens | tokens of each
 
     Attributes:
         comm: the ranks, one of each stage.
-        failed: [1] fp32, above 0 where the step has to be skipped: a stage has failed, or loss scales differ.
+        failed: [1] fp32, above 0 where the step has to be skipped: a stage has failed, or loss scales or tokens differ.
+        counting: [1] bool, whether any stage counts tokens. As a rule the last one does.
+        tokens: [1] fp32, those that it has counted.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self.comm = comm
-        self._vector = torch.zeros(2 + 2 * comm.world_size, dtype=torch.float32, device=device)
-        self._totals, self._flags, self._scales = self._vector.split([2, comm.world_size, comm.world_size])
-        self.failed = torch.zeros(1, dtype=torch.float32, device=device)
+        self._vector = torch.zeros(2 + 4 * comm.world_size, dtype=torch.float32, device=device)
+        self._totals, *of_stages = self._vector.split([2] + [comm.world_size] * 4)
+        self._flags, self._scales, self._counting, self._tokens = of_stages
+        self.failed, self.tokens = torch.zeros(2, dtype=torch.float32, device=device).split(1)
+        self.counting = torch.zeros(1, dtype=torch.bool, device=device)
         # A step sends one in each of its calls, as clip_grad_norm_, and reads those of the step before.
         self._reports = [HostCopy(self._vector[2:]) for _ in range(_MOST_CALLS)]
         self._checked = False  # whether this step has read them
@@ -66,7 +71,12 @@ class Pipeline:
         self._known: Callable[[], RankMismatchError | None] = lambda: None
 
     def combine(
-        self, totals: Tensor | None, norm_type: float | None, alarm: Tensor, inverse_scale: Tensor | None
+        self,
+        totals: Tensor | None,
+        norm_type: float | None,
+        alarm: Tensor,
+        inverse_scale: Tensor | None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """Collective. Combine the ``totals`` of all stages: [2] fp32, the norm term and the non-finite count.
 
@@ -75,14 +85,22 @@ class Pipeline:
             norm_type: of the norm term; None: there is none.
             alarm: [1] fp32, 1 where this stage takes no step, else 0.
             inverse_scale: [1] fp32, the inverse of the loss scale of this step; None: the loss is not scaled.
+            tokens: [1] fp32, those that this stage's ranks have counted; None: they have not counted.
         """
         self._vector.zero_()
         if totals is not None:
             self._totals.copy_(totals)
         self._flags[self.comm.rank].copy_(alarm.reshape(()))
         self._scales[self.comm.rank].copy_(1.0 if inverse_scale is None else inverse_scale.reshape(()))
+        if tokens is not None:
+            self._counting[self.comm.rank].fill_(1.0)
+            self._tokens[self.comm.rank].copy_(tokens.reshape(()))
         self.comm.exchange(self._vector, maximum=norm_type == math.inf)
-        self.failed.copy_(self._flags.sum() + (self._scales.amax() != self._scales.amin()))
+        counting = self._counting > 0
+        self.counting.copy_(counting.any())
+        self.tokens.copy_(self._tokens.amax())
+        differ = (self._scales.amax() != self._scales.amin()) | (counting & (self._tokens != self.tokens)).any()
+        self.failed.copy_(self._flags.sum() + differ)
         if not is_capturing(self._vector.device):
             if all(report.unread for report in self._reports):
                 self._read()
@@ -115,7 +133,9 @@ class Pipeline:
             return
         own, stages = self.comm.rank, self.comm.world_size
         read = [report.read(wait=True) for report in self._reports]  # all of them, before one raises
-        for flags, scales in ((values[:stages], values[stages:]) for values in read if values is not None):
+        for values in (values for values in read if values is not None):
+            flags, scales, counting, tokens = (values[n * stages : (n + 1) * stages] for n in range(4))
+            totals = {total for total, counts in zip(tokens, counting, strict=True) if counts}
             failed = [stage for stage, flag in enumerate(flags) if flag >= _FAILED]
             message = ""
             if failed and own not in failed:  # else this stage's own alarm has the reason
@@ -127,6 +147,11 @@ class Pipeline:
                     f"the stages of the pipeline have different loss scales: {first} on stage 0, {other} on stage "
                     f"{odd}. Give every stage a zero_optim.GradScaler with the same options and state, and call "
                     "scaler.step(opt) and scaler.update() on all of them"
+                )
+            elif not any(flags) and len(totals) > 1:
+                message = (
+                    f"stages of the pipeline have counted different numbers of tokens, {sorted(totals)}: call "
+                    "opt.count() on the last stage alone"
                 )
             if message:
                 error = RankMismatchError(f"{message}. This rank has updated nothing")

@@ -1,0 +1,82 @@
+"""Options that a rank sets otherwise than the others: all ranks raise in the next step, and name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from simulated_gpu.switch import LATE, the_device
+from torch import nn
+from training_cases import linear_backward, make_gradients, make_parameters
+from zero_optim import RankMismatchError, ShardedAdamW, ShardedMuon, rules
+
+SHAPES = ((17, 9), (40, 3), (5,))
+STEPS, WRONG = 6, 2
+
+
+def _set(name: str, value: Any, group: int = 1) -> Callable[[Any], None]:
+    return lambda opt: opt.param_groups[group].__setitem__(name, value)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], None], str, str]] = {
+    "lr": (_set("lr", 0.02), "lr=0.01 in group 1", "lr=0.02 in group 1"),
+    "a bit of lr": (_set("lr", 0.010000000000000002), "lr=0.01 in group 1", "lr=0.010000000000000002 in group 1"),
+    "a tensor": (_set("lr", torch.tensor(0.5, dtype=torch.float64)), "lr=0.01 in group 1", "lr=0.5 in group 1"),
+    "betas": (_set("betas", (0.8, 0.999)), "beta1=0.9 in group 1", "beta1=0.8 in group 1"),
+    "decay of an average": (_set("ema_decay", 0.25, 0), "in group 0", "=0.25 in group 0"),
+    "of a rule": (_set("momentum", 0.5, 0), "momentum=0.95 in group 0", "momentum=0.5 in group 0"),
+}
+
+
+def _train(rank: int, world_size: int, change: str, clips: bool) -> tuple[list[tuple[int, str]], list[Any], Any]:
+    """The steps that raised, and what; the parameters at the end; what was sent. Rank 1 sets another value for one
+    step, between ``clip_grad_norm_`` and ``step`` where it clips."""
+    device = the_device()
+    params = [nn.Parameter(p.detach().to(device)) for p in make_parameters(SHAPES, torch.float32)]
+    if change == "of a rule":
+        others = {"params": params[1:], "rule": rules.AdamW(lr=1e-2)}
+        opt: Any = ShardedMuon([{"params": params[:1]}, others], lr=1e-2, ema_decay=0.5)
+    else:
+        opt = ShardedAdamW([{"params": params[:1]}, {"params": params[1:]}], lr=1e-2, ema_decay=0.5)
+    raised = []
+    for step in range(STEPS):
+        linear_backward(params, [grad.to(device) for grad in make_gradients(params, rank, step)])
+        before = [dict(group) for group in opt.param_groups]
+        if rank == 1 and step == WRONG and change and not clips:
+            CHANGES[change][0](opt)
+        try:
+            if clips:
+                opt.clip_grad_norm_(1e9)
+                if rank == 1 and step == WRONG and change:
+                    CHANGES[change][0](opt)
+            opt.step()
+        except RankMismatchError as error:
+            raised.append((step, str(error)))
+        for group, values in zip(opt.param_groups, before, strict=True):
+            group.update(values)
+        opt.zero_grad()
+    sent = opt.stats()["collectives"]["exchange"]
+    opt.close()
+    return raised, [p.detach().cpu() for p in params], (sent["calls"], sent["bytes"])
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_all_ranks_raise_in_the_next_step_and_train_on(change: str, clips: bool) -> None:
+    _, usual, there = CHANGES[change]
+    of_rank = run_ranks(2, _train, change, clips)
+    for raised, params, sent in of_rank:
+        ((step, message),) = raised
+        assert step == WRONG + 1
+        assert usual in message and there in message and "rank 1" in message
+        assert all(torch.equal(own, other) for own, other in zip(params, of_rank[0][1], strict=True))
+        assert sent == run_ranks(2, _train, "", clips)[0][2], "nothing more is sent"
+
+
+def test_on_a_gpu_they_raise_one_step_later() -> None:
+    for raised, _, _ in run_ranks(2, _train, "lr", False, simulated=LATE):
+        ((step, message),) = raised
+        assert step == WRONG + 2 and "lr=0.02 in group 1" in message
