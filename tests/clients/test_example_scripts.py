@@ -13,7 +13,7 @@ from client_cases import EXAMPLES, as_torchrun, load_example, needs
 from harness import run_ranks
 
 SCRIPTS = ("accelerate_loop", "compile_model", "hf_trainer", "lightning_module", "transformers_loop", "trl_sft")
-SCRIPTS += ("muon", "sleep_wake")
+SCRIPTS += ("muon", "sleep_wake", "packed_sequences")
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -74,6 +74,13 @@ def test_a_script_says_how_to_run_it(name: str) -> None:
 def run_example(rank: int, world_size: int, name: str, *arguments: Any) -> Any:
     with as_torchrun(rank, world_size):
         return load_example(name).main(*arguments)
+
+
+def test_packed_sequences_on_two_ranks_are_as_in_one_process() -> None:
+    (alone,) = run_ranks(1, run_example, "packed_sequences", [])
+    assert alone[-1] < 0.7 * alone[0]
+    for losses in run_ranks(2, run_example, "packed_sequences", []):
+        assert losses == pytest.approx(alone, rel=1e-4)
 
 
 def test_muon_learns() -> None:

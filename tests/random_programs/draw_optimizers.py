@@ -9,7 +9,7 @@
   optimizer at most is of stage 0, and none of stage 3 is beside it.
 - At stage 3 every rank calls the model as often as the others: first all units in one order; then all ranks the same
   units, or each rank some of them in that order.
-- After a clip gradients are not assigned.
+- After a clip gradients are not assigned, and tokens not counted. Where they are, it is after every backward of a step.
 """
 
 from __future__ import annotations
@@ -229,12 +229,33 @@ class _Generator(Draw):
     def loop(self) -> None:
         outside, self.lines = self.lines, []
         self.backward(self.states, whole=True, same=True)
+        for s in self.states:
+            if self.chance(30):
+                self.count(s)
         names = ", ".join(s.name for s in self.states)
         body = [*self.lines, f"step({names})", *(["update()"] if self.scaled else []), f"zero({names})"]
         self.lines = [*outside, f"for _ in range({self.number(2, 4)}):", *(f"    {line}" for line in body)]
         for s in self.states:
             s.grads, s.zeroed = set(), True
             s.forget()
+
+    def count(self, s: State) -> None:
+        tokens = self.of_rows([self.pick((0, 1, 3, 7, 40)) for _ in range(self.world)])
+        self.lines.append(f"count({s.name}, {', '.join(map(str, tokens))})")
+
+    def counted(self, s: State) -> None:
+        """A step whose tokens are counted."""
+        if s.pending:
+            return
+        self.zero(s)
+        for _ in range(self.number(1, 2)):
+            self.backward([s], whole=True)
+            self.count(s)
+            if s.pending:
+                break
+        if self.chance(30):
+            self.clip(s)
+        self.stepped_and_zeroed([s])
 
     def operation(self) -> None:
         s = self.pick(self.states)
@@ -246,6 +267,7 @@ class _Generator(Draw):
                 (1, lambda: self.zero(s)),
                 (6 if s.raised else 1, lambda: self.module_zero(s)),
                 (1, lambda: self.closure(s)),
+                (2, lambda: self.counted(s)),
                 (1, lambda: self.clip(s)),
                 (3, lambda: self.rare(s)),
             )

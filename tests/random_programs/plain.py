@@ -99,6 +99,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.clipped = False  # clip_grad_norm_ was called, and nothing came since
         self.touched = False  # this rank has a new gradient since, or was in a no_sync block
         self.scale, self.unscaled, self.skipped = 1.0, False, False
+        self.tokens: float | None = None  # of this rank, where it has counted some for this step
+        self.empty = False  # no rank has a token
         super().__init__(params, {})
 
     def add_param_group(self, group: dict[str, Any]) -> None:
@@ -114,6 +116,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         masters = [self.masters[p] for p in group["params"]]
         self.inner.append(rule(masters, lr=group["lr"], weight_decay=group["weight_decay"], **own))
 
+    def count(self, tokens: Any) -> None:
+        self.tokens = (self.tokens or 0.0) + float(tokens)
+
     def _touch(self, _: Tensor) -> None:
         self.touched = True
 
@@ -127,13 +132,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = [p for p in self.listed() if p.requires_grad]
         flags = [float(p.grad is not None) for p in params]
         own = [torch.zeros(p.numel()) if p.grad is None else p.grad.float().reshape(-1) for p in params]
-        flat = summed(torch.cat([torch.tensor([float(self.touched), *flags]), *own]))
-        touched, *present = flat[: 1 + len(params)].tolist()
+        flat = summed(torch.cat([torch.tensor([float(self.touched), self.tokens or 0.0, *flags]), *own]))
+        touched, tokens, *present = flat[: 2 + len(params)].tolist()
+        self.empty = self.tokens is not None and tokens == 0
+        divisor = tokens if self.tokens is not None and tokens else world_size()
         if touched:
             self.clips, self.clipped, self.touched = {}, False, False
-        parts = flat[1 + len(params) :].split([p.numel() for p in params])
+        parts = flat[2 + len(params) :].split([p.numel() for p in params])
         return {
-            p: part.view(p.shape) / world_size() * self.clips.get(p, torch.ones(()))
+            p: part.view(p.shape) / divisor * self.clips.get(p, torch.ones(()))
             for p, part, has in zip(params, parts, present, strict=True)
             if has
         }
@@ -156,6 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self.clips, self.clipped, self.unscaled, self.touched = {}, False, False, True
+        self.tokens = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -175,9 +183,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.max_grad_norm is not None and not self.clipped:
             self._clip(grads, self.max_grad_norm, 2.0, None, self.scale)
         self.skipped = not all(bool(grad.isfinite().all()) for grad in grads.values())
-        if not self.skipped:
+        if not self.skipped and not self.empty:
             self._update({p: grad / self.scale for p, grad in grads.items()})
-        self.clips, self.clipped, self.unscaled = {}, False, False
+        self.clips, self.clipped, self.unscaled, self.tokens = {}, False, False, None
         return loss
 
     def _update(self, grads: dict[Tensor, Tensor]) -> None:

@@ -319,6 +319,11 @@ class Words:
         some = () if params is None else ([a.params[p] for p in params],)
         self.see(float(a.opt.clip_grad_norm_(max_norm, norm_type, *some)))
 
+    def count(self, a: Handle, *tokens: int) -> None:
+        """Of each rank its tokens; one number is that of all."""
+        own = tokens[self.rank % len(tokens)]
+        a.opt.count(torch.tensor(float(own)) if own % 2 else own)
+
     def unscale(self, a: Handle) -> None:
         self._scaler.unscale_(a.opt)
 
