@@ -138,8 +138,7 @@ class Engine:
             self.keep_edits()  # first into the shards: masters are refreshed from them
             self.states.refresh_edited()
             if not self.states.started:  # weights may have been initialised since
-                for name in self.rules.averages:
-                    self.states.restart(set(self.parameters.trained), only=name)
+                self.states.restart(set(self.parameters.trained), self.rules.averages)
             if not self.sharding.agrees:  # else all ranks raise together, in the exchange
                 self.states.lost.check()
         self.finish_and_exchange(2.0 if self.max_grad_norm is not None else None)
@@ -371,13 +370,24 @@ class Engine:
         for rule in self.rules.all:
             own = {index: names for index, names in saved.tensors.items() if self.rules.of(index) is rule}
             for name in (tensor.name for tensor in rule.tensors if tensor.begins is not Begins.ZERO):
-                self.states.restart({index for index, names in own.items() if name not in names}, name)
+                self.states.restart({index for index, names in own.items() if name not in names}, [name])
 
     def end_load(self, saved: SavedState) -> None:
         """Go on from the loaded state, once its tensors are there."""
         self.hyper.take_over(saved)
         self.states.mark_masters_stale()
         self.exchange.outdate()  # gradients may have been dropped
+
+    def reset_state(self, *, keep_master: bool, keep_ema: bool) -> None:
+        """Set moments and step counts to zero; set what is not kept to the parameters' present values."""
+        self.param_gather.wait()
+        self.keep_edits(unseen=not keep_master)
+        self.states.refresh_edited()
+        kept = {Begins.PARAMETER: keep_master, Begins.AVERAGE: keep_ema}
+        for rule in self.rules.all:
+            own = {index for index in self.parameters.trained if self.rules.of(index) is rule}
+            self.states.restart(own, [tensor.name for tensor in rule.tensors if not kept.get(tensor.begins)])
+        self.hyper.reset_steps()
 
     def settle(self) -> None:
         """Complete raised backwards, wait for parameters, reshard units, raise alarms: nothing is in flight then."""
@@ -400,7 +410,7 @@ class Engine:
         self.states.refresh_edited()
         for number, name in enumerate(self.rules.averages):
             begin = self.hyper.begins[:, number].nonzero().flatten().tolist()
-            self.states.restart({*begin}, only=name)
+            self.states.restart({*begin}, [name])
 
     # -- the end -------------------------------------------------------------------------------------------------
 

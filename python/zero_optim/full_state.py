@@ -9,13 +9,22 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .checkpoint.rank_state import gather, load_groups, match_state, pack_groups, saved_state_of, with_torch_options
+from .checkpoint.rank_state import (
+    call_load_hooks,
+    gather,
+    load_groups,
+    match_state,
+    pack_groups,
+    saved_state_of,
+    with_torch_options,
+)
 from .comm.together import gathered
 from .engine import Engine
 from .errors import StateMismatchError
 from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .params.tensor_slice import is_distributed
+from .step.hyper_table import was_updated
 from .step.saved_state import SavedState, check_rows, state_tensor, tensors_of
 
 
@@ -49,7 +58,8 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
     if not wanted:
         return {}
     steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")  # the host waits
-    state = {index: {"step": step.clone(), **tensors[index]} for index, step in enumerate(steps) if step > 0}
+    updated = was_updated(steps).nonzero().flatten().tolist()
+    state = {index: {"step": steps[index].clone(), **tensors[index]} for index in updated}
     groups = pack_groups(with_torch_options(opt.param_groups, engine.rules.by_group))
     return {"state": state, "param_groups": _on(torch.device("cpu"), groups)}
 
@@ -116,7 +126,7 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     engine.states.distribute(saved.tensors, tensors)  # collective, one bucket of one tensor at a time
     engine.end_load(saved)
     load_groups(opt.param_groups, _on(opt.device, read_groups), engine.rules.by_group)
-    opt.call_load_hooks()
+    call_load_hooks(opt)
 
 
 def _check_whole(engine: Engine, index: int, entry: Mapping[str, Any]) -> None:

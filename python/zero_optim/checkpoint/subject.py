@@ -26,7 +26,7 @@ from .index import Index, SavedOptimizer, decode, encode
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, ShardedPart, TorchPart, is_sharded
 from .rank_file import decoded
-from .rank_state import load_groups
+from .rank_state import call_load_hooks, load_groups
 
 
 def make_subject(
@@ -207,7 +207,7 @@ class Subject:
         for optimizer in plan.optimizers:
             optimizer.take_over(plan.matched)
         for sharded in self._sharded:
-            sharded.call_load_hooks()
+            call_load_hooks(sharded)
 
 
 def _load_one(

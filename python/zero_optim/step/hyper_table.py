@@ -24,7 +24,8 @@ class HyperTable:
         rules: the rule of each group.
 
     Attributes:
-        steps: [parameters] float64, updates that each parameter has had. Skipped steps do not count.
+        steps: [parameters] float64, updates that each parameter has had. Skipped steps do not count. -0.0: there were
+            updates, and none since ``reset_steps``. Saved states keep the sign: master and averages are of use.
         tables: by rule, [parameters, len(rule.columns)] fp32, what its update reads. The rows of parameters that
             another rule updates mean nothing.
         rates: [parameters, averages] fp32, how far averages go towards the new master; None: there are none.
@@ -86,14 +87,19 @@ class HyperTable:
         """Take over loaded steps."""
         self.steps.copy_(saved.steps)
         # Averages that were not brought, or had no update yet, begin with the next one: the model may be loaded first.
-        brought = [saved.tensors.get(index, ()) if step else () for index, step in enumerate(saved.steps.tolist())]
+        updated = was_updated(saved.steps).tolist()
+        brought = [saved.tensors.get(index, ()) if there else () for index, there in enumerate(updated)]
         begins = [[name not in names for name in self._averages] for names in brought]
         self.begins.copy_(torch.tensor(begins, dtype=torch.bool, device="cpu").view_as(self.begins))
+
+    def reset_steps(self) -> None:
+        """Let counts, and with them bias corrections, start at zero again."""
+        self.steps.copy_(torch.where(was_updated(self.steps), -0.0, 0.0))  # in place: captured steps count in it
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:
         """Count a step for every ``active`` parameter ([parameters] bool) and make the tables for it. ``factor``,
         [parameters] fp32, multiplies the gradient of each: clipping some of them takes no pass over memory."""
-        self.steps += active
+        torch.where(active, self.steps + 1, self.steps, out=self.steps)  # -0.0 + 0 would lose the sign
         by_group = self._on_device(self._read(groups))
         for rule, table in self.tables.items():
             rule.fill_table(by_group[: self._own[rule]], self._group_of, self.steps, active, table)
@@ -132,6 +138,11 @@ class HyperTable:
                     )
                 by_group[column, group].copy_(value.reshape(()), non_blocking=True)
         return by_group
+
+
+def was_updated(steps: Tensor) -> Tensor:
+    """[parameters] bool: whether a parameter with that count has had an update, before a reset or after."""
+    return (steps > 0) | steps.signbit()
 
 
 def _numbers(rows: Sequence[tuple[Any, ...]]) -> list[tuple[float | None, ...]]:
