@@ -43,7 +43,7 @@ from .rules.group_rules import GroupRules
 from .settings import Settings
 from .step.clip import Clip, unscale_in_place
 from .step.exchange import Exchange, ToExchange
-from .step.hyper_table import HyperTable
+from .step.hyper_table import HyperTable, was_updated
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
@@ -387,7 +387,7 @@ class Engine:
         for rule in self.rules.all:
             own = {index for index in self.parameters.trained if self.rules.of(index) is rule}
             self.states.restart(own, [tensor.name for tensor in rule.tensors if not kept.get(tensor.begins)])
-        self.hyper.reset_steps()
+        self.hyper.steps.copy_(torch.where(was_updated(self.hyper.steps), -0.0, 0.0))  # in place, for CUDA graphs
 
     def settle(self) -> None:
         """Complete raised backwards, wait for parameters, reshard units, raise alarms: nothing is in flight then."""
@@ -409,8 +409,7 @@ class Engine:
         """Set averages that begin with the next update to the parameters' present values, such as loaded ones."""
         self.states.refresh_edited()
         for number, name in enumerate(self.rules.averages):
-            begin = self.hyper.begins[:, number].nonzero().flatten().tolist()
-            self.states.restart({*begin}, [name])
+            self.states.restart({*self.hyper.begins[:, number].nonzero().flatten().tolist()}, [name])
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .checkpoint.rank_state import (
-    call_load_hooks,
-    gather,
-    load_groups,
-    match_state,
-    pack_groups,
-    saved_state_of,
-    with_torch_options,
-)
+from .checkpoint.rank_state import gather, load_groups, match_state, pack_groups, saved_state_of, with_torch_options
 from .comm.together import gathered
 from .engine import Engine
 from .errors import StateMismatchError
@@ -25,7 +17,7 @@ from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .params.tensor_slice import is_distributed
 from .step.hyper_table import was_updated
-from .step.saved_state import SavedState, check_rows, state_tensor, tensors_of
+from .step.saved_state import SavedState, call_load_hooks, check_rows, state_tensor, tensors_of
 
 
 def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, Any]:
@@ -58,8 +50,7 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
     if not wanted:
         return {}
     steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")  # the host waits
-    updated = was_updated(steps).nonzero().flatten().tolist()
-    state = {index: {"step": steps[index].clone(), **tensors[index]} for index in updated}
+    state = {i: {"step": steps[i].clone(), **tensors[i]} for i in was_updated(steps).nonzero().flatten().tolist()}
     groups = pack_groups(with_torch_options(opt.param_groups, engine.rules.by_group))
     return {"state": state, "param_groups": _on(torch.device("cpu"), groups)}
 

@@ -49,6 +49,7 @@ from .settings import Settings, ShardingOptions, check_keywords, shows_options
 from .stats import stats_of
 from .step.clip import KERNEL_NORMS
 from .step.pipeline import comm_of_pipeline, make_pipeline
+from .step.saved_state import call_load_hooks
 from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.offload import Tier
@@ -316,24 +317,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ZeroOptimError("state cannot be assigned: load_state_dict() takes one over; an empty dict restarts")
         self._empty_state = value
         if hasattr(self, "engine"):  # else torch's constructor assigns it
-            self.engine.mode.check("opt.state = {}")
             self.reset_state()
 
     @torch.inference_mode(False)  # pages that are fetched are written later
     @torch.no_grad()
     def reset_state(self, keep: str | None = "master", *, keep_ema: bool = True) -> None:
-        """Set moments and step counts to zero, so that bias corrections start again. Gradients stay.
+        """Set moments and step counts to zero; gradients stay. It is local, and not checked: call it on every rank
+        after the same step, else ranks update parameters differently. Raises ValueError for another ``keep``.
 
-        It sends nothing, and nothing checks it: call it on every rank, between the same steps.
-
-        Args:
-            keep: "master": masters keep the bits that 16-bit parameters lack. None: they are taken from the parameters.
-            keep_ema: averages go on; False: they restart at the masters.
-
-        Raises:
-            ValueError: another ``keep``.
-            ClosedError: after ``close()``.
-            ZeroOptimError: asleep, or within ``swap_to_ema``.
+        ``keep``: "master": masters keep the bits that 16-bit parameters lack. None: they are taken from the parameters.
+        ``keep_ema``: averages go on. False: they restart at the masters.
         """
         self.check_usable()
         self.engine.mode.check("reset_state")
@@ -561,7 +554,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 changed = hook(self, state)
                 state = state if changed is None else changed
         rank_state.load(self.engine, self.param_groups, state)
-        rank_state.call_load_hooks(self)
+        call_load_hooks(self)
 
     def stats(self) -> dict[str, Any]:
         """Return counts since construction and bytes now, on this rank. It reads device values: call it between steps.

@@ -325,12 +325,6 @@ def load(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     load_groups(groups, state_dict["param_groups"], engine.rules.by_group)
 
 
-def call_load_hooks(opt: Any) -> None:
-    """Call the hooks given to ``register_load_state_dict_post_hook``, as torch does."""
-    for hook in opt._optimizer_load_state_dict_post_hooks.values():
-        hook(opt)
-
-
 def _saved_parts(
     groups: Groups, state_dict: Mapping[str, Any], saved: Mapping[int, Mapping[str, Any]]
 ) -> list[list[int]]:

@@ -20,13 +20,14 @@ from ..comm.together import check_same, together
 from ..engine import check_whole
 from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.tensor_slice import is_distributed, is_slice
+from ..step.saved_state import call_load_hooks
 from ..units.sharded_model import sharded_model_of
 from .contents import ColumnRanks, Columns, Names, TensorContents, contents_of_model, modules_with_state
 from .index import Index, SavedOptimizer, decode, encode
 from .matching import Match, match, saved_names
 from .optimizers import OptimizerPart, Sharded, ShardedPart, TorchPart, is_sharded
 from .rank_file import decoded
-from .rank_state import call_load_hooks, load_groups
+from .rank_state import load_groups
 
 
 def make_subject(

@@ -24,8 +24,8 @@ class HyperTable:
         rules: the rule of each group.
 
     Attributes:
-        steps: [parameters] float64, updates that each parameter has had. Skipped steps do not count. -0.0: there were
-            updates, and none since ``reset_steps``. Saved states keep the sign: master and averages are of use.
+        steps: [parameters] float64, updates that each parameter has had, without skipped steps. -0.0, which is saved,
+            too: none since a reset, and some before.
         tables: by rule, [parameters, len(rule.columns)] fp32, what its update reads. The rows of parameters that
             another rule updates mean nothing.
         rates: [parameters, averages] fp32, how far averages go towards the new master; None: there are none.
@@ -87,14 +87,9 @@ class HyperTable:
         """Take over loaded steps."""
         self.steps.copy_(saved.steps)
         # Averages that were not brought, or had no update yet, begin with the next one: the model may be loaded first.
-        updated = was_updated(saved.steps).tolist()
-        brought = [saved.tensors.get(index, ()) if there else () for index, there in enumerate(updated)]
+        brought = [saved.tensors.get(i, ()) if of else () for i, of in enumerate(was_updated(saved.steps).tolist())]
         begins = [[name not in names for name in self._averages] for names in brought]
         self.begins.copy_(torch.tensor(begins, dtype=torch.bool, device="cpu").view_as(self.begins))
-
-    def reset_steps(self) -> None:
-        """Let counts, and with them bias corrections, start at zero again."""
-        self.steps.copy_(torch.where(was_updated(self.steps), -0.0, 0.0))  # in place: captured steps count in it
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:
         """Count a step for every ``active`` parameter ([parameters] bool) and make the tables for it. ``factor``,
@@ -141,7 +136,7 @@ class HyperTable:
 
 
 def was_updated(steps: Tensor) -> Tensor:
-    """[parameters] bool: whether a parameter with that count has had an update, before a reset or after."""
+    """[parameters] bool: whether there was an update, before a reset or after: masters and averages are to be kept."""
     return (steps > 0) | steps.signbit()
 
 
