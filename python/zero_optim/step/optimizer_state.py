@@ -268,7 +268,7 @@ class OptimizerState:
                         shard.set_part(own.tensor, state, own.piece, part)
 
     def restart(self, indices: set[int], only: Collection[str] | None = None) -> None:
-        """Make the state of these parameters what it is at construction. ``only``: these tensors, by name; None: all."""
+        """Make the state of these parameters what it is at construction. ``only``: these, by name; None: all."""
         for shard, pieces in self._pieces(indices):
             with self.lost.recording(shard):
                 shard.restart(pieces, only)

@@ -265,7 +265,7 @@ class ShardState:
             return [n for n, (own, p) in enumerate(pieces) if not torch.equal(own.to(p.dtype), p)]
 
     def restart(self, pieces: Sequence[SlotPiece], only: Collection[str] | None = None) -> None:
-        """Make the state of these pieces what it is at construction. ``only``: these tensors, by name; None: all."""
+        """Make the state of these pieces what it is at construction. ``only``: these, by name; None: all."""
         tensors = [tensor for tensor in self.tensors if only is None or tensor.name in only]
         if not tensors:
             return  # and no page is fetched for nothing
