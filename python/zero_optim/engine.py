@@ -380,9 +380,10 @@ class Engine:
 
     def reset_state(self, *, keep_master: bool, keep_ema: bool) -> None:
         """Set moments and step counts to zero; set what is not kept to the parameters' present values."""
-        self.param_gather.wait()
-        self.keep_edits(unseen=not keep_master)
-        self.states.refresh_edited()
+        if not (keep_master and keep_ema):  # else leave masters: the model may be loaded after them
+            self.param_gather.wait()
+            self.keep_edits(unseen=not keep_master)
+            self.states.refresh_edited()
         kept = {Begins.PARAMETER: keep_master, Begins.AVERAGE: keep_ema}
         for rule in self.rules.all:
             own = {index for index in self.parameters.trained if self.rules.of(index) is rule}

@@ -113,8 +113,7 @@ def _as_new(rank: int, world_size: int, cell: Any, folder: str) -> None:
 
     for step in range(2):
         backward(step)
-        opt.step()
-        opt.zero_grad()
+        opt.step(), opt.zero_grad()
     backward(2)
     full = zero_optim.full_state_dict(opt, rank=None)
     masters, averages = _whole(opt, opt, FP32), _averages(opt)
@@ -153,16 +152,16 @@ def test_training_goes_on_as_with_a_new_optimizer(cell: Any, tmp_path: Any) -> N
 
 
 def _reloaded(rank: int, world_size: int, how: str, folder: str) -> list[Tensor]:
-    """A new optimizer goes on right after the reset, and after a step in which most parameters have no gradient. The
-    last parameter has its first update in the last step."""
-    model = nn.ParameterList(make_parameters((*SHAPES, (30, 2)), BF16))
-    make = partial(zero_optim.ShardedAdamW, lr=1e-3, ema_decay=DECAY, bucket_cap_mb=CAP_MB)
+    """A new optimizer goes on after the reset, and after a step in which most parameters have no gradient."""
+    last = make_parameters([(30, 2)], BF16)  # has its first update in the last step
+    model, *others = (nn.ParameterList(make_parameters(SHAPES, BF16, seed) + copies(last)) for seed in range(3))
+    make = partial(zero_optim.ShardedAdamW, lr=1e-3, ema_decay=DECAY, bucket_cap_mb=CAP_MB, master="fp32")
     opt = make(model.named_parameters())
     for step, used in enumerate((3, 3, 1, 3, 4)):
         if step == 2:
             opt.reset_state()
         if how and step in (2, 3):
-            before, old, model = model, opt, nn.ParameterList(map(nn.Parameter, copies(model)))
+            before, old, model = model, opt, others.pop()
             opt = make(model.named_parameters())
             if how == "full":
                 zero_optim.load_full_state_dict(opt, zero_optim.full_state_dict(old))
@@ -171,6 +170,8 @@ def _reloaded(rank: int, world_size: int, how: str, folder: str) -> list[Tensor]
             else:
                 zero_optim.checkpoint.save(folder, before, old, step=step)
                 zero_optim.checkpoint.load(folder, model, opt)
+            opt.reset_state() if step == 2 else None  # once more, before the model is loaded
+            model.load_state_dict(before.state_dict())
         grads = make_gradients([*model], rank, step)
         linear_backward([*model][:used], grads[:used])
         opt.step()
