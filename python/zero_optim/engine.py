@@ -43,7 +43,7 @@ from .rules.group_rules import GroupRules
 from .settings import Settings
 from .step.clip import Clip, unscale_in_place
 from .step.exchange import Exchange, ToExchange
-from .step.hyper_table import HyperTable
+from .step.hyper_table import HyperTable, was_updated
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
@@ -141,8 +141,7 @@ class Engine:
             self.keep_edits()  # first into the shards: masters are refreshed from them
             self.states.refresh_edited()
             if not self.states.started:  # weights may have been initialised since
-                for name in self.rules.averages:
-                    self.states.restart(set(self.parameters.trained), only=name)
+                self.states.restart(set(self.parameters.trained), self.rules.averages)
             if not self.sharding.agrees:  # else all ranks raise together, in the exchange
                 self.states.lost.check()
                 if message := self.tokens.uncounted(self.reducer.backwards):
@@ -400,13 +399,25 @@ class Engine:
         for rule in self.rules.all:
             own = {index: names for index, names in saved.tensors.items() if self.rules.of(index) is rule}
             for name in (tensor.name for tensor in rule.tensors if tensor.begins is not Begins.ZERO):
-                self.states.restart({index for index, names in own.items() if name not in names}, name)
+                self.states.restart({index for index, names in own.items() if name not in names}, [name])
 
     def end_load(self, saved: SavedState) -> None:
         """Go on from the loaded state, once its tensors are there."""
         self.hyper.take_over(saved)
         self.states.mark_masters_stale()
         self.exchange.outdate()  # gradients may have been dropped
+
+    def reset_state(self, *, keep_master: bool, keep_ema: bool) -> None:
+        """Set moments and step counts to zero; set what is not kept to the parameters' present values."""
+        if not (keep_master and keep_ema):  # else leave masters: the model may be loaded after them
+            self.param_gather.wait()
+            self.keep_edits(unseen=not keep_master)
+            self.states.refresh_edited()
+        kept = {Begins.PARAMETER: keep_master, Begins.AVERAGE: keep_ema}
+        for rule in self.rules.all:
+            own = {index for index in self.parameters.trained if self.rules.of(index) is rule}
+            self.states.restart(own, [tensor.name for tensor in rule.tensors if not kept.get(tensor.begins)])
+        self.hyper.steps.copy_(torch.where(was_updated(self.hyper.steps), -0.0, 0.0))  # in place, for CUDA graphs
 
     def settle(self) -> None:
         """Complete raised backwards, wait for parameters, reshard units, raise alarms: nothing is in flight then."""
@@ -428,8 +439,7 @@ class Engine:
         """Set averages that begin with the next update to the parameters' present values, such as loaded ones."""
         self.states.refresh_edited()
         for number, name in enumerate(self.rules.averages):
-            begin = self.hyper.begins[:, number].nonzero().flatten().tolist()
-            self.states.restart({*begin}, only=name)
+            self.states.restart({*self.hyper.begins[:, number].nonzero().flatten().tolist()}, [name])
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from .errors import StateMismatchError
 from .optimizer import ShardedOptimizer
 from .params.flat_shard import FlatShard
 from .params.tensor_slice import is_distributed
-from .step.saved_state import SavedState, check_rows, state_tensor, tensors_of
+from .step.hyper_table import was_updated
+from .step.saved_state import SavedState, call_load_hooks, check_rows, state_tensor, tensors_of
 
 
 def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def full_state_dict(opt: ShardedOptimizer, rank: int | None = 0) -> dict[str, An
     if not wanted:
         return {}
     steps = torch.tensor(engine.hyper.steps.tolist(), dtype=torch.float32, device="cpu")  # the host waits
-    state = {index: {"step": step.clone(), **tensors[index]} for index, step in enumerate(steps) if step > 0}
+    state = {i: {"step": steps[i].clone(), **tensors[i]} for i in was_updated(steps).nonzero().flatten().tolist()}
     groups = pack_groups(with_torch_options(opt.param_groups, engine.rules.by_group))
     return {"state": state, "param_groups": _on(torch.device("cpu"), groups)}
 
@@ -116,7 +117,7 @@ def load_full_state_dict(opt: ShardedOptimizer, state: Mapping[str, Any] | None)
     engine.states.distribute(saved.tensors, tensors)  # collective, one bucket of one tensor at a time
     engine.end_load(saved)
     load_groups(opt.param_groups, _on(opt.device, read_groups), engine.rules.by_group)
-    opt.call_load_hooks()
+    call_load_hooks(opt)
 
 
 def _check_whole(engine: Engine, index: int, entry: Mapping[str, Any]) -> None:

@@ -130,7 +130,7 @@ class GradScaler(TorchGradScaler):
             return
         before, self._last_scale = self._last_scale, seen[0]
         if seen[0] < 1.0 <= before:
-            firsts = [opt.first_non_finite() for of in self._sharded.values() if (opt := of()) is not None]
+            firsts = [opt.engine.first_non_finite() for of in self._sharded.values() if (opt := of()) is not None]
             named = ["{parameter} on rank {rank} in step {step}".format(**first) for first in firsts if first]
             warnings.warn(
                 f"the loss scale fell to {seen[0]:g}: gradients are not finite whatever the scale. The first was that "

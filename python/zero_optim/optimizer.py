@@ -49,7 +49,7 @@ from .settings import Settings, ShardingOptions, check_keywords, shows_options
 from .stats import stats_of
 from .step.clip import KERNEL_NORMS
 from .step.pipeline import comm_of_pipeline, make_pipeline
-from .step.saved_state import SavedState
+from .step.saved_state import call_load_hooks
 from .step.telemetry import Telemetry
 from .stores.host_threads import own_cores, threads_of, warn_of_one_thread
 from .stores.offload import Tier
@@ -320,7 +320,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """An empty dict: ``state_dict()`` has the state. Assigning an empty dict restarts the state, as in torch."""
+        """An empty dict: ``state_dict()`` has the state. Assigning an empty dict is ``reset_state()``."""
         # DCP reads the names of the state here. Where it finds none, it makes a step of zero gradients.
         if called_from(DCP_STATE_DICT):
             kinds = {
@@ -338,10 +338,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ZeroOptimError("state cannot be assigned: load_state_dict() takes one over; an empty dict restarts")
         self._empty_state = value
         if hasattr(self, "engine"):  # else torch's constructor assigns it
-            self.engine.mode.check("opt.state = {}")
-            nothing = SavedState({}, torch.zeros_like(self.engine.hyper.steps))
-            self.engine.begin_load(nothing)
-            self.engine.hyper.take_over(nothing)
+            self.reset_state()
+
+    @torch.inference_mode(False)  # pages that are fetched are written later
+    @torch.no_grad()
+    def reset_state(self, keep: str | None = "master", *, keep_ema: bool = True) -> None:
+        """Set moments and step counts to zero; gradients stay. It is local, and not checked: call it on every rank
+        after the same step, else ranks update parameters differently. Raises ValueError for another ``keep``.
+
+        ``keep``: "master": masters keep the bits that 16-bit parameters lack. None: they are taken from the parameters.
+        ``keep_ema``: averages go on. False: they restart at the masters.
+        """
+        self.check_usable()
+        self.engine.mode.check("reset_state")
+        if keep not in ("master", None):
+            raise ValueError(f"keep must be 'master' or None, got {keep!r}")
+        self.engine.reset_state(keep_master=keep is not None, keep_ema=keep_ema)
 
     # -- the user's edits and names ------------------------------------------------------------------------------
 
@@ -563,12 +575,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 changed = hook(self, state)
                 state = state if changed is None else changed
         rank_state.load(self.engine, self.param_groups, state)
-        self.call_load_hooks()
-
-    def call_load_hooks(self) -> None:
-        """Call the hooks given to ``register_load_state_dict_post_hook``, as torch does."""
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        call_load_hooks(self)
 
     def stats(self) -> dict[str, Any]:
         """Return counts since construction and bytes now, on this rank. It reads device values: call it between steps.
@@ -607,10 +614,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if over_ranks:  # a backward that raised here may still owe another rank a reduction, which comes first
             self.engine.reducer.rounds.complete_all_raised()
         return self.engine.measured.read(over_ranks=over_ranks)
-
-    def first_non_finite(self) -> dict[str, Any] | None:
-        """Return ``stats()["non_finite"]`` alone."""
-        return self.engine.first_non_finite()
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ def _not_finite(rank: int, world_size: int) -> tuple[Any, bool]:
         opt.zero_grad()
         if step == 0:
             same = all(map(torch.equal, before, model.parameters()))
-    found = opt.first_non_finite()
+    found = opt.stats()["non_finite"]
     opt.close()
     return found, same
 

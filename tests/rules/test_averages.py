@@ -270,7 +270,7 @@ def _in_between(rank: int, world_size: int) -> None:
             for name, call in {
                 "refresh_master": opt.refresh_master,
                 "state_dict": opt.state_dict,
-                "opt.state = {}": lambda opt=opt: setattr(opt, "state", {}),
+                "reset_state": lambda opt=opt: setattr(opt, "state", {}),
             }.items():
                 with pytest.raises(zero_optim.ZeroOptimError, match=rf"{re.escape(name)} was called within swap_to"):
                     call()

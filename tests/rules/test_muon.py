@@ -236,7 +236,7 @@ def _overflow(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     opt.step()
     opt.zero_grad()
     assert all(map(torch.equal, params, before))
-    first = opt.first_non_finite()
+    first = opt.stats()["non_finite"]
     assert first is not None and first["parameter"].startswith("parameter 2 of group 0"), first
     state = zero_optim.full_state_dict(opt, rank=None)["state"]
     assert not any(entry["momentum_buffer"].any() for entry in state.values())

@@ -335,7 +335,7 @@ def _rows(index: Index) -> Iterator[list[str]]:
         if kind == PARAMETER:
             own = state.get(name, [])
             kept = ", ".join(f"{of.spec.kind} {dtype_name(of.spec.dtype)}" for of in own)
-            updates = f"{steps[name]:g}" if name in steps else ""
+            updates = f"{abs(steps[name]):g}" if name in steps else ""
             nbytes = sum(of.spec.nbytes for of in (tensor, *own))
             yield [name, str(list(tensor.spec.shape)), dtype, kept, updates, size(nbytes)]
         elif kind == BUFFER:

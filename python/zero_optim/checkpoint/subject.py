@@ -20,6 +20,7 @@ from ..comm.together import check_same, together
 from ..engine import check_whole
 from ..errors import CheckpointError, ParameterError, StateMismatchError
 from ..params.tensor_slice import is_distributed, is_slice
+from ..step.saved_state import call_load_hooks
 from ..units.sharded_model import sharded_model_of
 from .contents import ColumnRanks, Columns, Names, TensorContents, contents_of_model, modules_with_state
 from .index import Index, SavedOptimizer, decode, encode
@@ -207,7 +208,7 @@ class Subject:
         for optimizer in plan.optimizers:
             optimizer.take_over(plan.matched)
         for sharded in self._sharded:
-            sharded.call_load_hooks()
+            call_load_hooks(sharded)
 
 
 def _load_one(

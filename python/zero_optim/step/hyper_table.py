@@ -26,7 +26,8 @@ class HyperTable:
         hashes: whether ranks compare what they use.
 
     Attributes:
-        steps: [parameters] float64, updates that each parameter has had. Skipped steps do not count.
+        steps: [parameters] float64, updates that each parameter has had, without skipped steps. -0.0, which is saved,
+            too: none since a reset, and some before.
         tables: by rule, [parameters, len(rule.columns)] fp32, what its update reads. The rows of parameters that
             another rule updates mean nothing.
         hash_bits: [2 * HASH_BITS] fp32, the bits of a hash of what the last step has used, and their complements.
@@ -99,14 +100,14 @@ class HyperTable:
         """Take over loaded steps."""
         self.steps.copy_(saved.steps)
         # Averages that were not brought, or had no update yet, begin with the next one: the model may be loaded first.
-        brought = [saved.tensors.get(index, ()) if step else () for index, step in enumerate(saved.steps.tolist())]
+        brought = [saved.tensors.get(i, ()) if of else () for i, of in enumerate(was_updated(saved.steps).tolist())]
         begins = [[name not in names for name in self._averages] for names in brought]
         self.begins.copy_(torch.tensor(begins, dtype=torch.bool, device="cpu").view_as(self.begins))
 
     def advance(self, groups: Sequence[Mapping[str, Any]], active: Tensor, factor: Tensor | None = None) -> None:
         """Count a step for every ``active`` parameter ([parameters] bool) and make the tables for it. ``factor``,
         [parameters] fp32, multiplies the gradient of each: clipping some of them takes no pass over memory."""
-        self.steps += active
+        torch.where(active, self.steps + 1, self.steps, out=self.steps)  # -0.0 + 0 would lose the sign
         rows = self._read(groups)
         by_group, changed = self._on_device(rows)
         self._used = [*self._used[-1:], rows]
@@ -177,6 +178,11 @@ class HyperTable:
                     )
                 by_group[column, group].copy_(value.reshape(()), non_blocking=True)
         return by_group, changed
+
+
+def was_updated(steps: Tensor) -> Tensor:
+    """[parameters] bool: whether there was an update, before a reset or after: masters and averages are to be kept."""
+    return (steps > 0) | steps.signbit()
 
 
 def _numbers(rows: Sequence[tuple[Any, ...]]) -> list[tuple[float | None, ...]]:

@@ -267,9 +267,8 @@ class OptimizerState:
                     if own.tensor.name in shard.rule.codecs and part._version != before:
                         shard.set_part(own.tensor, state, own.piece, part)
 
-    def restart(self, indices: set[int], only: str | None = None) -> None:
-        """Make the state of these parameters what it is at construction. ``only``: the tensor of that name; None: all
-        of it."""
+    def restart(self, indices: set[int], only: Collection[str] | None = None) -> None:
+        """Make the state of these parameters what it is at construction. ``only``: these, by name; None: all."""
         for shard, pieces in self._pieces(indices):
             with self.lost.recording(shard):
                 shard.restart(pieces, only)

@@ -92,6 +92,12 @@ def state_tensor(entry: Mapping[str, Any], tensor: StateTensor, shape: Sequence[
     return saved
 
 
+def call_load_hooks(opt: Any) -> None:
+    """Call the hooks given to ``register_load_state_dict_post_hook``, as torch does."""
+    for hook in opt._optimizer_load_state_dict_post_hooks.values():
+        hook(opt)
+
+
 # -- the plan of a load, checked before anything is written ------------------------------------------------------------
 
 

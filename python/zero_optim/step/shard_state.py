@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
@@ -264,9 +264,9 @@ class ShardState:
             pieces = [(master.narrow(0, p.in_shard, p.numel), self.parameter_of(p)) for p in self.bucket.pieces]
             return [n for n, (own, p) in enumerate(pieces) if not torch.equal(own.to(p.dtype), p)]
 
-    def restart(self, pieces: Sequence[SlotPiece], only: str | None = None) -> None:
-        """Make the state of these pieces what it is at construction. ``only``: the tensor of that name; None: all."""
-        tensors = [tensor for tensor in self.tensors if only in (None, tensor.name)]
+    def restart(self, pieces: Sequence[SlotPiece], only: Collection[str] | None = None) -> None:
+        """Make the state of these pieces what it is at construction. ``only``: these, by name; None: all."""
+        tensors = [tensor for tensor in self.tensors if only is None or tensor.name in only]
         if not tensors:
             return  # and no page is fetched for nothing
         with self.opened() as state:
