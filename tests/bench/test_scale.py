@@ -79,9 +79,9 @@ def test_a_mesh_reduces_within_a_replica_and_then_across(rows):
 
 
 def test_what_grows_with_the_ranks(rows):
-    """The exchange has two numbers a parameter and two a rank; objects are gathered outside of steps alone."""
+    """The exchange has two numbers a parameter and two a rank, and 64 bits of a hash; in steps no object is gathered."""
     for (ranks, stage), row in rows[0].items():
-        totals, alarms = 2, 9 + (64 if stage == "stage3" else 0)
+        totals, alarms = 3, 9 + 3 + 2 * 64 + (64 if stage == "stage3" else 0)
         assert row["exchange"] == 4 * (totals + alarms + 2 * (9 * LAYERS + 3) + 2 * ranks)
         assert row["object_bytes"]["step"] == 0
     for when in ("construction", "first step"):
