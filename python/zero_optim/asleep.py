@@ -167,6 +167,8 @@ class Asleep:
             deallocate(tensor)
         for bucket in self._reducer.buckets:
             deallocate(bucket.grad_buffer)
+        for main in self._reducer.main_grads.values():
+            deallocate(main)
         self._reducer.rounds.buffers.deallocate()
         self._store.drop_frames()
         if self._measured is not None:
@@ -207,6 +209,8 @@ class Asleep:
         for bucket in self._reducer.buckets:
             if not bucket.flat.sharded:  # else it has memory as gradients come
                 allocate(bucket.grad_buffer).zero_()
+        for main in self._reducer.main_grads.values():
+            allocate(main).zero_()
         if self._sharded_model is None:  # else they have memory while gradients are reduced
             self._reducer.rounds.buffers.reallocate()
         self._store.make_frames()

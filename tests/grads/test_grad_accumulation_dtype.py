@@ -1,9 +1,10 @@
-"""``grad_accumulation_dtype``: reductions of a step are sent in bf16, and added up in fp32."""
+"""Gradients that accumulate in fp32: of micro-batches in ``.grad`` and ``main_grad``, of reductions in shards."""
 
 from __future__ import annotations
 
-import contextlib
-import warnings
+import itertools
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -31,15 +32,32 @@ def _sums(world_size: int) -> tuple[Tensor, Tensor]:
     return exact, rounded
 
 
+class _Fused(torch.autograd.Function):
+    """A product that adds its weight's gradient to ``main_grad``, and returns a dummy of NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradient: Tensor) -> Tensor:
+        ctx.weight, ctx.gradient = weight, gradient
+        return (weight * gradient).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        ctx.weight.main_grad.add_(ctx.gradient)
+        ctx.weight.grad_added_to_main_grad = True
+        return torch.full_like(ctx.weight, torch.nan), None
+
+
 class _Product(nn.Module):
     """Its weight's gradient is what it is called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, fused: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(SHAPE, dtype=torch.bfloat16))
+        self.fused, self.weight = fused, nn.Parameter(torch.zeros(SHAPE, dtype=dtype))
+        if fused:
+            self.weight.grad_added_to_main_grad = False
 
     def forward(self, gradient: Tensor) -> Tensor:
-        return (self.weight * gradient).sum()
+        return _Fused.apply(self.weight, gradient) if self.fused else (self.weight * gradient).sum()
 
 
 def _train(rank: int, world_size: int, stage: int, options: dict[str, object]) -> tuple[Tensor, Tensor, int]:
@@ -94,85 +112,115 @@ def test_on_a_grid() -> None:
         assert torch.equal(master, -exact)
 
 
-def test_stage_0_adds_up_in_grad() -> None:
+# -- micro-batches of one rank -----------------------------------------------------------------------------------------
+
+MICROS, STEPS, LR = 6, 3, 1e-2
+
+
+def _micro(rank: int, step: int, number: int) -> Tensor:
+    """[3, 100] fp32: 256 and then ones, times what differs by element and step. Their sums in 16 bits are off."""
+    scale = torch.arange(1, 301).view(SHAPE) % 7 + 1.0
+    return (256.0 if number == 0 else 1.0 + rank) * scale / 2 ** (step + 4 + 2 * (step == 1))
+
+
+def _oracle(world_size: int, wire: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """The averages of each step, by fp32 sums of the micro-batches; the weights of torch's AdamW in fp32."""
+    averages, weight = [], torch.zeros(SHAPE, requires_grad=True)
+    theirs = torch.optim.AdamW([weight], lr=LR)
+    for step in range(STEPS):
+        sums = [sum(_micro(rank, step, number) for number in range(MICROS)) for rank in range(world_size)]
+        terms = [(of_rank / world_size).to(wire).float() for of_rank in sums]
+        averages.append(sum(terms[1:], terms[0]).to(wire).float())
+        weight.grad = averages[-1].clone()
+        theirs.step()
+    return averages, weight.detach()
+
+
+def _make(stage: int, dtype: torch.dtype, fused: bool, **options: Any) -> tuple[nn.Module, Any]:
     import zero_optim
 
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="grad_accumulation_dtype: at stage 0 gradients add up in .grad"):
-        zero_optim.ShardedAdamW([parameter], stage=0, grad_accumulation_dtype=torch.float32)
-    with pytest.raises(ValueError, match="at stage 1 with overlap_grad_reduce=False gradients add up in .grad"):
-        zero_optim.ShardedAdamW([parameter], stage=1, overlap_grad_reduce=False, grad_accumulation_dtype=torch.float32)
-    with pytest.raises(ValueError, match="grad_accumulation_dtype must be None or torch.float32, got torch.float16"):
-        zero_optim.ShardedAdamW([parameter], grad_accumulation_dtype=torch.float16)
+    model = nn.Sequential(_Product(dtype, fused))
+    if stage == 3:
+        zero_optim.shard_module(model, units=[_Product])
+    options = {"grad_accumulation_dtype": torch.float32, "lr": LR, "stage": stage, **options}
+    return model, zero_optim.ShardedAdamW(model.named_parameters(), **options)
 
 
-# -- where gradients add up in 16 bits all the same --------------------------------------------------------------------
+def _shown(parameter: Tensor) -> Tensor:
+    """[300] what ``.grad`` has of the gradient, of all ranks."""
+    import torch.distributed as dist
+
+    grad = parameter.grad
+    assert grad.dtype == torch.float32
+    if not hasattr(grad, "local"):
+        return grad.reshape(-1).clone()
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, grad.local)
+    return torch.cat(parts)
 
 
-def _warnings(rank: int, world_size: int, dtype: torch.dtype, local: bool) -> list[str]:
+def _accumulate(rank: int, world_size: int, stage: int) -> None:
     import zero_optim
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = _Product().to(dtype)
-        opt = zero_optim.ShardedSGD(model.parameters(), lr=1.0, grad_accumulation_dtype=torch.float32)
-        for _ in range(2):
-            with opt.no_sync() if local else contextlib.nullcontext():
-                model(_gradient(rank, 0)).backward()
-            model(_gradient(rank, 1)).backward()
+    for dtype, fused, early, reduced in itertools.product(
+        (torch.bfloat16, torch.float16), (False, True), (False, True), (None, torch.float32)
+    ):
+        options = {"overlap_grad_reduce": early, "grad_reduce_dtype": reduced}
+        averages, weight = _oracle(world_size, torch.float32 if world_size == 1 else reduced or dtype)
+        model, opt = _make(stage, dtype, fused, **options)
+        for step in range(STEPS):
+            own = torch.zeros(SHAPE)
+            for number in range(MICROS):
+                own += _micro(rank, step, number)
+                with nullcontext() if number == MICROS - 1 else opt.no_sync():
+                    model(_micro(rank, step, number).to(dtype)).backward()
+                    if number < MICROS - 1:
+                        assert torch.equal(model[0].weight.grad, own)
+            if stage == 1 and not early:
+                assert torch.equal(_shown(model[0].weight), own.view(-1))
+            else:
+                assert torch.equal(_shown(model[0].weight), averages[step].view(-1))
+            assert not fused or not model[0].weight.main_grad.any() and not model[0].weight.grad_added_to_main_grad
             opt.step()
+            opt.zero_grad()
+        master = zero_optim.full_state_dict(opt, rank=None)["state"][0]["master"]
+        torch.testing.assert_close(master, weight, rtol=1e-5, atol=1e-7)
         opt.close()
-    return [str(warning.message) for warning in caught if "grad_accumulation_dtype" in str(warning.message)]
+        assert model[0].weight.grad_dtype == dtype and not hasattr(model[0].weight, "main_grad")
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype", "local", "where"),
-    [
-        (2, torch.bfloat16, True, "within no_sync"),
-        (2, torch.bfloat16, False, None),
-        (2, torch.float32, True, None),
-        (1, torch.bfloat16, False, "on one rank"),
-        (1, torch.float32, True, None),
-    ],
-)
-def test_sums_in_16_bits_are_warned_of_once(
-    world_size: int, dtype: torch.dtype, local: bool, where: str | None
-) -> None:
-    for found in run_ranks(world_size, _warnings, dtype, local):
-        assert len(found) == (where is not None)
-        assert all(f"has no effect {where}" in text and "torch.bfloat16" in text for text in found)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_micro_batches_add_up_in_fp32(world_size: int, stage: int) -> None:
+    run_ranks(world_size, _accumulate, stage)
 
 
-def _other_grad_dtype(rank: int, world_size: int, stage: int) -> list[str]:
-    """What the constructor raises where ``grad_dtype`` was set before, and ``step`` where one rank sets it later."""
-    import zero_optim
-
-    raised = []
-    for later in (False, True):
-        model = _Product()
-        opt = zero_optim.ShardedSGD(model.named_parameters(), lr=1.0, stage=stage) if later else None
-        if rank == world_size - 1:
-            model.weight.grad_dtype = torch.float32
-        try:
-            opt = opt or zero_optim.ShardedSGD(model.named_parameters(), lr=1.0, stage=stage)
-            model(_gradient(rank, 0)).backward()
-            opt.step()
-        except zero_optim.ZeroOptimError as error:
-            raised.append(f"{type(error).__name__}: {error}")
-    opt.zero_grad()  # and it goes on
-    model.weight.grad_dtype = torch.bfloat16
-    model(_gradient(rank, 0)).backward()
-    opt.step()
-    assert model.weight.any()
-    return raised
+PROGRAMS = {
+    "every backward reduces": "rrrs.",
+    "beside an average, and zero": "rlzzs.",
+    "after a step": "lrslrs",
+    "dropped": "ll.lrs.rl.zs",
+    "the layer returns one of the gradients": "rlprlps.plpls.",
+}
+"""r: a synchronised backward; l: one within ``no_sync``; z: the same, of zeros; p: the same, by autograd; s: step, and
+``zero_grad`` unless another step follows; .: ``zero_grad``."""
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 0), (2, 1), (2, 2)])
-def test_a_grad_dtype_of_ones_own_is_an_error_that_names_the_parameter(world_size: int, stage: int) -> None:
-    reports = run_ranks(world_size, _other_grad_dtype, stage)
-    before, later = reports[-1]
-    assert before.startswith("GradientError: 'weight' is torch.bfloat16 and has grad_dtype = torch.float32")
-    assert later.startswith("GradientError: the gradient of 'weight' is torch.float32") and "grad_dtype" in later
-    for before, later in reports[:-1]:
-        assert before.startswith("RankMismatchError") and "grad_dtype" in before
-        assert later.startswith("GradientError: the gradient of 'weight' on another rank")
+def _programs(rank: int, world_size: int, stage: int) -> None:
+    for program in PROGRAMS.values():
+        found = []
+        for fused in (False, True):
+            model, opt = _make(stage, torch.bfloat16, fused)
+            for number, act in enumerate(program):
+                model[0].fused = fused and act != "p"
+                gradient = _micro(rank, 0, number % 3).bfloat16() * (act != "z")
+                if act in "rlzp":
+                    with nullcontext() if act == "r" else opt.no_sync():
+                        model(gradient).backward()
+                elif act == "s":
+                    opt.step()
+                else:
+                    opt.zero_grad()
+            found.append(zero_optim_state(opt))
+            opt.close()
+        assert found[0].any() and torch.equal(*found), program

@@ -12,9 +12,8 @@ backward's reductions are launched when it ends, whichever optimizers it goes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from ..recovery import BackwardWatch, complete_raised, current_task
 from ..units.schedule import UnitSchedule
 from .bucket import Bucket, Edits
 from .buckets import Buckets, MakeBuckets, buffer_nbytes
+from .hooks import GradHooks
 from .readiness import ByCounts, ByUnits, Learned, Readiness, merged
 from .rounds import Rounds
 from .slots import GradState
@@ -48,6 +48,7 @@ class Reducer:
     Attributes:
         rounds: the rounds of reductions that this rank owes.
         layout: the buckets.
+        main_grads: by index, the ``main_grad`` of each parameter that has one; see ``GradHooks``.
         on_layout: called with the buckets after they were laid out again.
         on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
         late: parameters whose gradient arrived after their bucket was launched; it stays on this rank.
@@ -71,6 +72,7 @@ class Reducer:
         self.layout = Buckets(labels, sharding, make_buckets)
         self._schedule = schedule if sharding.reduces else None  # one rank gathers nothing
         self._hooks = GradHooks(self._before_accumulate if sharding.reduces else None, self._on_ready)
+        self.main_grads = self._hooks.main_grads
         # The first backward, too, must not hold all gradients. At stage 0 they are read when it ends.
         observes = sharding.reduces and self._schedule is None
         self._counts = ByCounts(observes, self._hooks.followed_by_users, guesses=observes and sharding.stage > 0)
@@ -92,6 +94,7 @@ class Reducer:
     def grow(self, indices: Sequence[int]) -> list[Bucket]:
         """Take in parameters, in buckets after all others. The next backward observes. Returns the new buckets."""
         self.rounds.complete_raised()
+        self._hooks.prepare({index: self.parameters[index] for index in indices}, self.labels, self.sharding)
         new = self.layout.grow(indices)
         self._counts.forget(order=True)
         self._use_layout()
@@ -148,6 +151,9 @@ class Reducer:
             self._watch.enter()
         bucket, _, slot = self.layout.slot_of[index]
         if bucket.slots.bucket_state is GradState.REDUCED:
+            main = self.main_grads.get(index)
+            if main is not None and bucket.params[slot].grad is main:
+                bucket.slots.added(slot)  # its layer has written into it, not the user
             written = bucket.slots.accumulate(slot, bucket.shown.reduced()[slot])
             if written and (grad := bucket.params[slot].grad) is not None:
                 bucket.drop_zeroed([(slot, grad)])
@@ -389,6 +395,8 @@ class Reducer:
         self.leftover.clear()
         self._counts.drop_observation()
         self.layout.nonfinite.zero_()
+        for main in self.main_grads.values():  # that of a backward that raised is in no ``.grad``
+            main.zero_()
         for bucket in self.buckets:
             bucket.clear() if set_to_none else bucket.zero()
         self._streams.forget()
@@ -425,6 +433,7 @@ class Reducer:
                 self._abandon()
             bucket.abandon()
             bucket.clear()
+        self._hooks.restore()
         self.sharding.second_legs.abandon()
 
     def has_own_gradients(self) -> bool:
@@ -437,53 +446,3 @@ class Reducer:
             self.sharding.world.abandon()
         else:
             self.sharding.world.log.failed = True
-
-
-class GradHooks:
-    """The hooks that autograd calls for each parameter, by index: before it adds to a gradient, and after.
-
-    Args:
-        before: called with the index, and what is to be added, before autograd adds to a gradient; None: no such hook.
-        ready: called with the index and the parameter when a gradient is there.
-    """
-
-    def __init__(self, before: Callable[[int, Any], None] | None, ready: Callable[[int, Tensor], None]) -> None:
-        self._before, self._ready = before, ready
-        self._nodes: dict[int, torch.autograd.graph.Node] = {}  # the parameters alone do not keep them
-        self._post: dict[int, dict[int, object]] = {}  # of each parameter: all hooks by id
-        self._own: dict[int, int] = {}  # of each parameter: the id of ours
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    @torch.enable_grad()
-    def register(self, parameters: Mapping[int, Tensor]) -> None:
-        for index, parameter in parameters.items():
-            frozen = not parameter.requires_grad
-            if frozen:  # it takes no hooks, and may have a gradient of before
-                parameter.requires_grad_(True)
-            # The hooks go on the node that accumulates, not on the tensor: a tensor's own run under
-            # ``torch.autograd.grad``, too, which accumulates nothing. As get_gradient_edge, in a quarter of the time.
-            node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            self._nodes[index] = node
-            handle = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
-            self._post[index], self._own[index] = parameter._post_accumulate_grad_hooks, handle.id
-            self._handles.append(handle)
-            if self._before is not None:
-                self._handles.append(node.register_prehook(partial(self._before, index)))
-            if frozen:
-                parameter.requires_grad_(False)
-
-    def followed_by_users(self, indices: Sequence[int]) -> bool:
-        """True if a hook of the user's, which may change the gradient, runs after ours."""
-        if max(map(len, map(self._post.__getitem__, indices)), default=0) <= 1:
-            return False  # as a rule
-        return any(next(reversed(self._post[index])) != self._own[index] for index in indices)
-
-    def accumulates(self, index: int) -> bool:
-        """True if the running backward adds to this parameter's gradient, or has done so."""
-        return torch._C._will_engine_execute_node(self._nodes[index])
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._nodes.clear()

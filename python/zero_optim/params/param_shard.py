@@ -94,7 +94,8 @@ class ParamShard(StateDictShard):
         )
 
     # Python code finds these; torch's own code in C++ does not.
-    grad, requires_grad = _of_plain("grad"), _of_plain("requires_grad")
+    grad, requires_grad, grad_dtype = _of_plain("grad"), _of_plain("requires_grad"), _of_plain("grad_dtype")
+    main_grad, grad_added_to_main_grad = _of_plain("main_grad"), _of_plain("grad_added_to_main_grad")
     register_hook = _of_plain("register_hook")
     register_post_accumulate_grad_hook = _of_plain("register_post_accumulate_grad_hook")
     device_mesh, placements = _of_plain("device_mesh"), _of_plain("placements")  # of a ``DTensor``
@@ -168,8 +169,10 @@ arriving: dict[int, Any] = {}
 
 _FIELDS = ("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "_version")
 _GRAD: Any = Tensor.grad
+_GRAD_DTYPE: Any = Tensor.grad_dtype
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in (*_FIELDS, "is_cuda", "is_cpu", "is_meta", "is_sparse")),
+    *(_GRAD_DTYPE.__get__, _GRAD_DTYPE.__set__),
     *(_GRAD.__set__, _GRAD.__delete__, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point),
 }

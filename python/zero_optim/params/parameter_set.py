@@ -8,9 +8,11 @@ import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import GeneratorType
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -189,6 +191,11 @@ class ParameterSet:
                 del _set_of[parameter]
 
 
+def wants_wide_gradients(parameter: Tensor) -> bool:
+    """Whether the user has set ``grad_dtype`` to fp32 for a parameter of 16 bits."""
+    return parameter.dtype != torch.float32 and parameter.grad_dtype == torch.float32
+
+
 class Shardings:
     """The sharding of each parameter, by its group.
 
@@ -199,6 +206,10 @@ class Shardings:
 
     def __init__(self, parameters: ParameterSet, main: Sharding, of_groups: Mapping[int, Sharding]) -> None:
         self._parameters, self.main, self.of_groups = parameters, main, dict(of_groups)
+        if any(map(wants_wide_gradients, parameters.all)):  # of one, so of all: ``.grad`` has one dtype in a bucket
+            self.main = replace(main, grad_accumulation_dtype=torch.float32)
+            wide = {number: replace(of, grad_accumulation_dtype=torch.float32) for number, of in of_groups.items()}
+            self.of_groups = wide
 
     def of(self, index: int) -> Sharding:
         """Find the sharding of a parameter."""
