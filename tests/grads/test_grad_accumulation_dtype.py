@@ -50,9 +50,11 @@ class _Fused(torch.autograd.Function):
 class _Product(nn.Module):
     """Its weight's gradient is what it is called with."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, fused: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.bfloat16, fused: bool = False, shape: tuple[int, int] = SHAPE
+    ) -> None:
         super().__init__()
-        self.fused, self.weight = fused, nn.Parameter(torch.zeros(SHAPE, dtype=dtype))
+        self.fused, self.weight = fused, nn.Parameter(torch.zeros(shape, dtype=dtype))
         if fused:
             self.weight.grad_added_to_main_grad = False
 
@@ -115,20 +117,21 @@ def test_on_a_grid() -> None:
 # -- micro-batches of one rank -----------------------------------------------------------------------------------------
 
 MICROS, STEPS, LR = 6, 3, 1e-2
+ROWS = (4, 128)  # for 2 ranks whole rows: in fp32 it is reduced without a copy
 
 
-def _micro(rank: int, step: int, number: int) -> Tensor:
-    """[3, 100] fp32: 256 and then ones, times what differs by element and step. Their sums in 16 bits are off."""
-    scale = torch.arange(1, 301).view(SHAPE) % 7 + 1.0
+def _micro(rank: int, step: int, number: int, shape: tuple[int, int] = SHAPE) -> Tensor:
+    """[shape] fp32: 256 and then ones, times what differs by element and step. Their sums in 16 bits are off."""
+    scale = torch.arange(shape[0] * shape[1]).view(shape) % 7 + 1.0
     return (256.0 if number == 0 else 1.0 + rank) * scale / 2 ** (step + 4 + 2 * (step == 1))
 
 
-def _oracle(world_size: int, wire: torch.dtype) -> tuple[list[Tensor], Tensor]:
+def _oracle(world_size: int, wire: torch.dtype, shape: tuple[int, int]) -> tuple[list[Tensor], Tensor]:
     """The averages of each step, by fp32 sums of the micro-batches; the weights of torch's AdamW in fp32."""
-    averages, weight = [], torch.zeros(SHAPE, requires_grad=True)
+    averages, weight = [], torch.zeros(shape, requires_grad=True)
     theirs = torch.optim.AdamW([weight], lr=LR)
     for step in range(STEPS):
-        sums = [sum(_micro(rank, step, number) for number in range(MICROS)) for rank in range(world_size)]
+        sums = [sum(_micro(rank, step, number, shape) for number in range(MICROS)) for rank in range(world_size)]
         terms = [(of_rank / world_size).to(wire).float() for of_rank in sums]
         averages.append(sum(terms[1:], terms[0]).to(wire).float())
         weight.grad = averages[-1].clone()
@@ -136,10 +139,12 @@ def _oracle(world_size: int, wire: torch.dtype) -> tuple[list[Tensor], Tensor]:
     return averages, weight.detach()
 
 
-def _make(stage: int, dtype: torch.dtype, fused: bool, **options: Any) -> tuple[nn.Module, Any]:
+def _make(
+    stage: int, dtype: torch.dtype, fused: bool, shape: tuple[int, int] = SHAPE, **options: Any
+) -> tuple[nn.Module, Any]:
     import zero_optim
 
-    model = nn.Sequential(_Product(dtype, fused))
+    model = nn.Sequential(_Product(dtype, fused, shape))
     if stage == 3:
         zero_optim.shard_module(model, units=[_Product])
     options = {"grad_accumulation_dtype": torch.float32, "lr": LR, "stage": stage, **options}
@@ -147,7 +152,7 @@ def _make(stage: int, dtype: torch.dtype, fused: bool, **options: Any) -> tuple[
 
 
 def _shown(parameter: Tensor) -> Tensor:
-    """[300] what ``.grad`` has of the gradient, of all ranks."""
+    """[numel] what ``.grad`` has of the gradient, of all ranks."""
     import torch.distributed as dist
 
     grad = parameter.grad
@@ -166,14 +171,15 @@ def _accumulate(rank: int, world_size: int, stage: int) -> None:
         (torch.bfloat16, torch.float16), (False, True), (False, True), (None, torch.float32)
     ):
         options = {"overlap_grad_reduce": early, "grad_reduce_dtype": reduced}
-        averages, weight = _oracle(world_size, torch.float32 if world_size == 1 else reduced or dtype)
-        model, opt = _make(stage, dtype, fused, **options)
+        shape = SHAPE if reduced is None else ROWS
+        averages, weight = _oracle(world_size, torch.float32 if world_size == 1 else reduced or dtype, shape)
+        model, opt = _make(stage, dtype, fused, shape, **options)
         for step in range(STEPS):
-            own = torch.zeros(SHAPE)
+            own = torch.zeros(shape)
             for number in range(MICROS):
-                own += _micro(rank, step, number)
+                own += (gradient := _micro(rank, step, number, shape))
                 with nullcontext() if number == MICROS - 1 else opt.no_sync():
-                    model(_micro(rank, step, number).to(dtype)).backward()
+                    model(gradient.to(dtype)).backward()
                     if number < MICROS - 1:
                         assert torch.equal(model[0].weight.grad, own)
             if stage == 1 and not early:
@@ -197,7 +203,8 @@ def test_micro_batches_add_up_in_fp32(world_size: int, stage: int) -> None:
 
 PROGRAMS = {
     "every backward reduces": "rrrs.",
-    "beside an average, and zero": "rlzzs.",
+    "beside an average": "rlzs.",
+    "zeros beside an average": "rzzs.",
     "after a step": "lrslrs",
     "dropped": "ll.lrs.rl.zs",
     "the layer returns one of the gradients": "rlprlps.plpls.",
@@ -207,6 +214,8 @@ PROGRAMS = {
 
 
 def _programs(rank: int, world_size: int, stage: int) -> None:
+    import zero_optim
+
     for program in PROGRAMS.values():
         found = []
         for fused in (False, True):
@@ -221,6 +230,102 @@ def _programs(rank: int, world_size: int, stage: int) -> None:
                     opt.step()
                 else:
                     opt.zero_grad()
-            found.append(zero_optim_state(opt))
+            found.append(zero_optim.full_state_dict(opt, rank=None)["state"][0]["master"])
             opt.close()
         assert found[0].any() and torch.equal(*found), program
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_main_grad_gives_the_bits_of_grad(world_size: int, stage: int) -> None:
+    run_ranks(world_size, _programs, stage)
+
+
+def test_main_grad_is_counted_and_sleeps() -> None:
+    held = []
+    for fused in (False, True):
+        model, opt = _make(2, torch.bfloat16, fused)
+        held.append(opt.stats()["memory"]["gradients"])
+        opt.sleep()
+        assert opt.stats()["memory"]["gradients"] == 0
+        opt.wake()
+        model(torch.ones(SHAPE, dtype=torch.bfloat16)).backward()
+        assert model[0].weight.grad.eq(1).all()
+        opt.close()
+    assert held == [4 * 300, 2 * 4 * 300]
+
+
+def test_main_grad_needs_fp32() -> None:
+    import zero_optim
+
+    with pytest.raises(zero_optim.ParameterError, match="'0.weight' .* with grad_accumulation_dtype=torch.float32"):
+        _make(2, torch.bfloat16, True, grad_accumulation_dtype=None)
+    model, opt = _make(2, torch.float32, True, grad_accumulation_dtype=None)
+    model(torch.ones(SHAPE)).backward()
+    assert model[0].weight.grad.eq(1).all()
+    opt.close()
+
+
+# -- a grad_dtype of the user's ----------------------------------------------------------------------------------------
+
+
+def _own_grad_dtype(rank: int, world_size: int, stage: int) -> list[str]:
+    """What is raised where only the last rank sets ``grad_dtype`` before, and where it is fp64."""
+    import zero_optim
+
+    fine = torch.full(SHAPE, 1 + 2.0**-20)  # as 16 bits, 1
+    # Before: the same as grad_accumulation_dtype, for all parameters.
+    model = nn.ModuleDict({name: _Product() for name in "ab"})
+    model["b"].weight.grad_dtype = torch.float32
+    opt = zero_optim.ShardedSGD(model.named_parameters(), lr=1.0, stage=stage)
+    for number in range(2):
+        with opt.no_sync():
+            (model["a"](_micro(0, 0, number).bfloat16()) + model["b"](_micro(0, 0, number).bfloat16())).backward()
+    for layer in model.values():
+        assert torch.equal(layer.weight.grad, _micro(0, 0, 0) + _micro(0, 0, 1))
+    opt.close()
+    assert [layer.weight.grad_dtype for layer in model.values()] == [torch.bfloat16, torch.float32]
+    # Later: packed as it is into what is sent, and then shown as without.
+    for assigned in (False, True):
+        model = _Product()
+        opt = zero_optim.ShardedSGD(
+            model.named_parameters(), lr=1.0, stage=stage, grad_reduce_dtype=torch.float32, master="fp32"
+        )
+        model.weight.grad_dtype = None if assigned else torch.float32
+        if assigned:
+            model.weight.grad = fine.clone()
+        else:
+            model(fine).backward()  # fp32: torch casts a parameter of 16 bits up
+        opt.step()
+        assert stage == 0 or world_size == 1 or model.weight.grad.local.eq(1 + 2.0**-20).all()
+        assert model.weight.grad.dtype == torch.bfloat16 and model.weight.eq(-1).all()
+        opt.close()
+    raised = []
+    for dtype, by in ((torch.float32, world_size - 1), (torch.float64, rank)):
+        model = _Product()
+        if rank == by:
+            model.weight.grad_dtype = dtype
+        try:
+            zero_optim.ShardedSGD(model.named_parameters(), lr=1.0, stage=stage).close()
+        except zero_optim.ZeroOptimError as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    model = _Product()
+    opt = zero_optim.ShardedSGD(model.named_parameters(), lr=1.0, stage=stage)
+    model.weight.grad_dtype = torch.float64
+    with pytest.raises(zero_optim.GradientError, match="torch.float64 .* a dense torch.bfloat16 or torch.float32"):
+        model(fine.bfloat16()).backward()
+        opt.step()
+    opt.zero_grad()
+    model.weight.grad_dtype = torch.bfloat16
+    model(fine.bfloat16()).backward()
+    opt.step()
+    assert model.weight.eq(-1).all()
+    opt.close()
+    return raised
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 0), (2, 1), (2, 2)])
+def test_a_grad_dtype_of_ones_own(world_size: int, stage: int) -> None:
+    for raised in run_ranks(world_size, _own_grad_dtype, stage):
+        assert "GradientError: 'weight' is torch.bfloat16 and has grad_dtype = torch.float64" in raised[-1]
+        assert len(raised) == world_size
+        assert world_size == 1 or (raised[0].startswith("RankMismatchError") and "grad_dtype" in raised[0])
