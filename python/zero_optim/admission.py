@@ -18,7 +18,7 @@ from .comm.together import check_same
 from .comm.topology import ExpertRanks, RowRanks, Topology, exchange_columns, read_expert_ranks
 from .errors import RankMismatchError
 from .params.layout import ROW
-from .params.parameter_set import ParameterSet, Shardings, wants_wide_gradients
+from .params.parameter_set import ParameterSet, Shardings
 from .params.storage_order import described, storage_order
 from .params.tensor_slice import is_cut, local_of, marked, partition, placed
 from .rules.group_rules import GroupRules
@@ -105,7 +105,7 @@ class Admission:
             parameter, label = parameters.all[index], validate.without_shape(parameters.labels[index])
             marks = marked(parameter)  # a plain slice has one
             kind = f"{described(parameter)}{placed(parameter)}{marks}{partition(parameter) if marks else ''}"
-            kind += ", grad_dtype=torch.float32" if wants_wide_gradients(parameter) else ""
+            kind += f", grad_dtype={parameter.grad_dtype}" if parameter.grad_dtype != parameter.dtype else ""
             place = f" of group {numbers[index]}" if parameters.names[index] else ""
             description.append(f"{label}: {kind}{place}{'' if parameter.requires_grad else ', frozen'}")
         remedy = "give the optimizer the same parameters, in the same order, with"

@@ -34,8 +34,7 @@ class Sharding:
     Attributes:
         world: all ranks of the job: those that agree, and fail together.
         grad_reduce_dtype: the dtype that gradients are communicated and added up in; None: their own.
-        grad_accumulation_dtype: the dtype that they are accumulated in, by autograd and in shards; None: their own, and
-            as reduced.
+        grad_accumulation_dtype: the dtype that autograd and shards accumulate them in; None: their own, or as reduced.
         device: where parameters, gradients and state are.
         grid: which ranks shard, and which replicate; None: all shard, and none replicates. Of no use at stage 0.
         tensor_ranks: how parameters are cut over tensor-parallel ranks, or experts spread; None: they are not.

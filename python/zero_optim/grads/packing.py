@@ -16,10 +16,11 @@ from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout
 from ..params.storage_order import as_stored
 from ..params.tensor_slice import is_term, local_gradient
-from .hooks import ADDED, is_main_grad
 
 _dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _STRIDED = {torch.strided}
+
+ADDED = "grad_added_to_main_grad"  # True where a layer has added its weight's gradient to ``main_grad`` itself
 
 Sources = list[tuple[int, Tensor]]
 """Gradients of this rank, each with the number of its slot."""
@@ -43,8 +44,7 @@ class Packing:
         self._offsets = [slot.offset for slot in layout.slots]
         self._absent = torch.empty(0, dtype=flat.dtype, device=flat.device)  # ``pack`` takes it for a missing gradient
         self._dtypes = {flat.dtype, torch.float32}  # that gradients may have
-        self._reduce_dtype = sharding.reduce_dtype(flat.dtype)
-        self._fused = any(hasattr(p, ADDED) for p in flat.params)
+        self._main_grads = {i: getattr(p, "main_grad", None) for i, p in enumerate(flat.params) if hasattr(p, ADDED)}
         self._pack_op = zero_kernels.Prepared("pack")
 
     def pack(self, sources: Sources, full: Tensor, scale: float, accumulate: bool = False) -> tuple[Sources, list[int]]:
@@ -74,16 +74,17 @@ class Packing:
         self._pack_op(grads, self._offsets, full, scale, flags)  # zeroes the gaps
         if accumulate:
             torch.maximum(self.nonfinite, flags, out=self.nonfinite)
-        for index, grad in sources if self._fused else ():
-            if is_main_grad(self._flat.params[index], grad):
-                grad.zero_()
+        for index, grad in sources if self._main_grads else ():
+            if grad is self._main_grads.get(index):
+                grad.zero_()  # for the next micro-batch
         return sources, terms
 
     def is_packed(self, sources: Sources) -> bool:
         """Whether the gradient of the one slot is there, with nothing to cast, to move or to reset."""
-        index, grad = sources[0] if sources else (0, self._absent)
-        usual = grad.dtype == self._reduce_dtype and grad.layout == torch.strided and grad.is_contiguous()
-        return usual and grad.numel() > 0 and not is_main_grad(self._flat.params[index], grad)
+        grad = sources[0][1] if sources else self._absent
+        dtype = self._sharding.reduce_dtype(self._flat.dtype)
+        usual = grad.dtype == dtype and grad.layout == torch.strided and grad.is_contiguous()
+        return usual and grad.numel() > 0 and not self._main_grads
 
     def sum_terms(self, slots: Sequence[int], full: Tensor) -> None:
         """Sum these slots of ``full`` over the tensor-parallel ranks."""
@@ -99,16 +100,14 @@ class Packing:
         self.sum_terms([*sorted({*terms, *dropped}), *self._marked], full)
 
     def _checked_or_refused(self, index: int, grad: Tensor) -> Tensor:
-        dtype, device = self._flat.dtype, self._flat.device
+        device = self._flat.device
         if grad.layout is torch.strided and grad.dtype in self._dtypes and grad.device == device:
             return grad.detach().contiguous()
-        remedy = "For an embedding, build it with sparse=False"
-        if grad.layout is torch.strided:
-            remedy = "Leave the parameter's grad_dtype and device as they are"
-        wide = "" if dtype == torch.float32 else " or torch.float32"
+        dense = "Leave the parameter's grad_dtype and device as they are"
+        remedy = dense if grad.layout is torch.strided else "For an embedding, build it with sparse=False"
         message = (
             f"the gradient of {self._labels[self._layout.slots[index].param]} is {grad.dtype} {grad.layout} on "
-            f"{grad.device}; expected a dense {dtype}{wide} on {device}. {remedy}"
+            f"{grad.device}; expected a dense {' or '.join(sorted(map(str, self._dtypes)))} on {device}. {remedy}"
         )
         # Alone, a rank raises at once. Of several, to raise here would leave the others waiting in the reduction.
         if not self._sharding.agrees:

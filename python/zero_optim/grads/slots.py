@@ -240,10 +240,9 @@ class Slots:
 
 
 def _show(parameter: Tensor, grad: Tensor) -> None:
-    """Assign ``grad``, with its dtype as ``grad_dtype`` where the user has changed that."""
     try:
         parameter.grad = grad
-    except RuntimeError:
+    except RuntimeError:  # the user has changed ``grad_dtype``
         parameter.grad = None
         parameter.grad_dtype = grad.dtype
         parameter.grad = grad

@@ -245,9 +245,8 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
         head = stage == job.pipeline - 1
         activations = activation_bytes(model.width, job.batch, itemsize, in_flight=kept, head=head)
         memory["activations"] = activations // job.tensor  # by sequence parallelism each rank keeps an equal part
-    first_step = 0
-    if laid.sharding.reduces and job.stage == 0:
-        first_step = sum(flat.local_nbytes for flat in buckets) - memory[LOCAL]
+    all_local = buckets if laid.sharding.reduces and job.stage == 0 else []
+    first_step = max(0, sum(flat.local_nbytes for flat in all_local) - memory[LOCAL])
     foot = _place_state(laid, others=sum(memory.values()) + first_step)
     if not on_device:
         memory[PAGES] = foot.device

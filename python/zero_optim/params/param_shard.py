@@ -169,10 +169,8 @@ arriving: dict[int, Any] = {}
 
 _FIELDS = ("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "_version")
 _GRAD: Any = Tensor.grad
-_GRAD_DTYPE: Any = Tensor.grad_dtype
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in (*_FIELDS, "is_cuda", "is_cpu", "is_meta", "is_sparse")),
-    *(_GRAD_DTYPE.__get__, _GRAD_DTYPE.__set__),
     *(_GRAD.__set__, _GRAD.__delete__, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point),
 }

@@ -191,11 +191,6 @@ class ParameterSet:
                 del _set_of[parameter]
 
 
-def wants_wide_gradients(parameter: Tensor) -> bool:
-    """Whether the user has set ``grad_dtype`` to fp32 for a parameter of 16 bits."""
-    return parameter.dtype != torch.float32 and parameter.grad_dtype == torch.float32
-
-
 class Shardings:
     """The sharding of each parameter, by its group.
 
@@ -205,11 +200,11 @@ class Shardings:
     """
 
     def __init__(self, parameters: ParameterSet, main: Sharding, of_groups: Mapping[int, Sharding]) -> None:
+        # The user may have set the dtype of one ``.grad``. In a bucket all have the same.
+        if any(p.grad_dtype == torch.float32 != p.dtype for p in parameters.all):
+            main, *others = (replace(of, grad_accumulation_dtype=torch.float32) for of in (main, *of_groups.values()))
+            of_groups = dict(zip(of_groups, others, strict=True))
         self._parameters, self.main, self.of_groups = parameters, main, dict(of_groups)
-        if any(map(wants_wide_gradients, parameters.all)):  # of one, so of all: ``.grad`` has one dtype in a bucket
-            self.main = replace(main, grad_accumulation_dtype=torch.float32)
-            wide = {number: replace(of, grad_accumulation_dtype=torch.float32) for number, of in of_groups.items()}
-            self.of_groups = wide
 
     def of(self, index: int) -> Sharding:
         """Find the sharding of a parameter."""
