@@ -342,7 +342,7 @@ def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str
     if parameter.dtype not in PARAMETER_DTYPES:
         raise ParameterError(f"{label} is {parameter.dtype}; parameters must be float16, bfloat16 or float32: cast it")
     if (grad_dtype := parameter.grad_dtype) not in (None, parameter.dtype, torch.float32):
-        raise GradientError(f"{label} is {parameter.dtype} and has grad_dtype = {grad_dtype}, not torch.float32")
+        raise GradientError(f"grad_dtype of {label} must be {parameter.dtype} or torch.float32, got {grad_dtype}")
     if parameter.device != first.device and not meta:
         raise ParameterError(
             f"{label} is on {parameter.device}, but {label_of_first} is on {first.device}; "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import zero_optim
 from harness import run_ranks
 from torch import Tensor, nn
 
@@ -50,9 +51,7 @@ class _Fused(torch.autograd.Function):
 class _Product(nn.Module):
     """Its weight's gradient is what it is called with."""
 
-    def __init__(
-        self, dtype: torch.dtype = torch.bfloat16, fused: bool = False, shape: tuple[int, int] = SHAPE
-    ) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, fused: bool = False, shape: Any = SHAPE) -> None:
         super().__init__()
         self.fused, self.weight = fused, nn.Parameter(torch.zeros(shape, dtype=dtype))
         if fused:
@@ -64,8 +63,6 @@ class _Product(nn.Module):
 
 def _train(rank: int, world_size: int, stage: int, options: dict[str, object]) -> tuple[Tensor, Tensor, int]:
     """This rank's part of the reduced gradient, flat; the master after a step of SGD by 1; bytes that were reduced."""
-    import zero_optim
-
     model = nn.Sequential(_Product())
     if stage == 3:
         zero_optim.shard_module(model, units=[_Product])
@@ -139,11 +136,7 @@ def _oracle(world_size: int, wire: torch.dtype, shape: tuple[int, int]) -> tuple
     return averages, weight.detach()
 
 
-def _make(
-    stage: int, dtype: torch.dtype, fused: bool, shape: tuple[int, int] = SHAPE, **options: Any
-) -> tuple[nn.Module, Any]:
-    import zero_optim
-
+def _make(stage: int, dtype: torch.dtype, fused: bool, shape: Any = SHAPE, **options: Any) -> tuple[nn.Module, Any]:
     model = nn.Sequential(_Product(dtype, fused, shape))
     if stage == 3:
         zero_optim.shard_module(model, units=[_Product])
@@ -151,48 +144,33 @@ def _make(
     return model, zero_optim.ShardedAdamW(model.named_parameters(), **options)
 
 
-def _shown(parameter: Tensor) -> Tensor:
-    """[numel] what ``.grad`` has of the gradient, of all ranks."""
-    import torch.distributed as dist
-
-    grad = parameter.grad
-    assert grad.dtype == torch.float32
-    if not hasattr(grad, "local"):
-        return grad.reshape(-1).clone()
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, grad.local)
-    return torch.cat(parts)
-
-
 def _accumulate(rank: int, world_size: int, stage: int) -> None:
-    import zero_optim
-
-    for dtype, fused, early, reduced in itertools.product(
-        (torch.bfloat16, torch.float16), (False, True), (False, True), (None, torch.float32)
-    ):
+    either = (False, True)
+    for dtype, fused, early, reduced in product((torch.bfloat16, torch.float16), either, either, (None, torch.float32)):
         options = {"overlap_grad_reduce": early, "grad_reduce_dtype": reduced}
         shape = SHAPE if reduced is None else ROWS
-        averages, weight = _oracle(world_size, torch.float32 if world_size == 1 else reduced or dtype, shape)
+        averages, theirs = _oracle(world_size, torch.float32 if world_size == 1 else reduced or dtype, shape)
         model, opt = _make(stage, dtype, fused, shape, **options)
+        weight = model[0].weight
         for step in range(STEPS):
             own = torch.zeros(shape)
             for number in range(MICROS):
                 own += (gradient := _micro(rank, step, number, shape))
                 with nullcontext() if number == MICROS - 1 else opt.no_sync():
                     model(gradient.to(dtype)).backward()
-                    if number < MICROS - 1:
-                        assert torch.equal(model[0].weight.grad, own)
-            if stage == 1 and not early:
-                assert torch.equal(_shown(model[0].weight), own.view(-1))
-            else:
-                assert torch.equal(_shown(model[0].weight), averages[step].view(-1))
-            assert not fused or not model[0].weight.main_grad.any() and not model[0].weight.grad_added_to_main_grad
+                if number < MICROS - 1:
+                    assert torch.equal(weight.grad, own)
+            average = own if stage == 1 and not early else averages[step]
+            local = getattr(weight.grad, "local", weight.grad).view(-1)
+            assert weight.grad.dtype == local.dtype == torch.float32
+            assert torch.equal(local, average.view(-1)[getattr(weight.grad, "start", 0) :][: local.numel()])
+            assert not fused or not (weight.main_grad.any() or weight.grad_added_to_main_grad)
             opt.step()
             opt.zero_grad()
         master = zero_optim.full_state_dict(opt, rank=None)["state"][0]["master"]
-        torch.testing.assert_close(master, weight, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(master, theirs, rtol=1e-5, atol=1e-7)
         opt.close()
-        assert model[0].weight.grad_dtype == dtype and not hasattr(model[0].weight, "main_grad")
+        assert weight.grad_dtype == dtype and not hasattr(weight, "main_grad")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -201,22 +179,13 @@ def test_micro_batches_add_up_in_fp32(world_size: int, stage: int) -> None:
     run_ranks(world_size, _accumulate, stage)
 
 
-PROGRAMS = {
-    "every backward reduces": "rrrs.",
-    "beside an average": "rlzs.",
-    "zeros beside an average": "rzzs.",
-    "after a step": "lrslrs",
-    "dropped": "ll.lrs.rl.zs",
-    "the layer returns one of the gradients": "rlprlps.plpls.",
-}
+PROGRAMS = ("rrrs.", "rlzs.", "rzzs.", "lrslrs", "ll.lrs.rl.zs", "rlprlps.plpls.")
 """r: a synchronised backward; l: one within ``no_sync``; z: the same, of zeros; p: the same, by autograd; s: step, and
 ``zero_grad`` unless another step follows; .: ``zero_grad``."""
 
 
 def _programs(rank: int, world_size: int, stage: int) -> None:
-    import zero_optim
-
-    for program in PROGRAMS.values():
+    for program in PROGRAMS:
         found = []
         for fused in (False, True):
             model, opt = _make(stage, torch.bfloat16, fused)
@@ -242,90 +211,70 @@ def test_main_grad_gives_the_bits_of_grad(world_size: int, stage: int) -> None:
 
 def test_main_grad_is_counted_and_sleeps() -> None:
     held = []
-    for fused in (False, True):
-        model, opt = _make(2, torch.bfloat16, fused)
+    for fused, dtype in ((False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float32)):
+        model, opt = _make(2, dtype, fused, grad_accumulation_dtype=None if dtype == torch.float32 else torch.float32)
         held.append(opt.stats()["memory"]["gradients"])
         opt.sleep()
         assert opt.stats()["memory"]["gradients"] == 0
         opt.wake()
-        model(torch.ones(SHAPE, dtype=torch.bfloat16)).backward()
+        model(torch.ones(SHAPE, dtype=dtype)).backward()
         assert model[0].weight.grad.eq(1).all()
         opt.close()
-    assert held == [4 * 300, 2 * 4 * 300]
-
-
-def test_main_grad_needs_fp32() -> None:
-    import zero_optim
-
-    with pytest.raises(zero_optim.ParameterError, match="'0.weight' .* with grad_accumulation_dtype=torch.float32"):
+    assert held == [4 * 300, 2 * 4 * 300, 2 * 4 * 300]
+    with pytest.raises(
+        zero_optim.ParameterError, match="'0.weight' .* optimizer grad_accumulation_dtype=torch.float32"
+    ):
         _make(2, torch.bfloat16, True, grad_accumulation_dtype=None)
-    model, opt = _make(2, torch.float32, True, grad_accumulation_dtype=None)
-    model(torch.ones(SHAPE)).backward()
-    assert model[0].weight.grad.eq(1).all()
-    opt.close()
-
-
-# -- a grad_dtype of the user's ----------------------------------------------------------------------------------------
 
 
 def _own_grad_dtype(rank: int, world_size: int, stage: int) -> list[str]:
     """What is raised where only the last rank sets ``grad_dtype`` before, and where it is fp64."""
-    import zero_optim
-
-    fine = torch.full(SHAPE, 1 + 2.0**-20)  # as 16 bits, 1
     # Before: the same as grad_accumulation_dtype, for all parameters.
     model = nn.ModuleDict({name: _Product() for name in "ab"})
     model["b"].weight.grad_dtype = torch.float32
     opt = zero_optim.ShardedSGD(model.named_parameters(), lr=1.0, stage=stage)
-    for number in range(2):
+    for gradient in (_micro(0, 0, 0).bfloat16(), _micro(0, 0, 1).bfloat16()):
         with opt.no_sync():
-            (model["a"](_micro(0, 0, number).bfloat16()) + model["b"](_micro(0, 0, number).bfloat16())).backward()
-    for layer in model.values():
-        assert torch.equal(layer.weight.grad, _micro(0, 0, 0) + _micro(0, 0, 1))
+            (model["a"](gradient) + model["b"](gradient)).backward()
+    assert all(torch.equal(layer.weight.grad, _micro(0, 0, 0) + _micro(0, 0, 1)) for layer in model.values())
     opt.close()
     assert [layer.weight.grad_dtype for layer in model.values()] == [torch.bfloat16, torch.float32]
     # Later: packed as it is into what is sent, and then shown as without.
-    for assigned in (False, True):
-        model = _Product()
-        opt = zero_optim.ShardedSGD(
-            model.named_parameters(), lr=1.0, stage=stage, grad_reduce_dtype=torch.float32, master="fp32"
-        )
-        model.weight.grad_dtype = None if assigned else torch.float32
-        if assigned:
+    fine = torch.full(SHAPE, 1 + 2.0**-20)  # as 16 bits, 1
+    model = _Product()
+    opt = zero_optim.ShardedSGD(model.named_parameters(), stage=stage, grad_reduce_dtype=torch.float32)
+    for dtype in (torch.float32, None):
+        model.weight.grad_dtype = dtype
+        if dtype is None:
             model.weight.grad = fine.clone()
         else:
-            model(fine).backward()  # fp32: torch casts a parameter of 16 bits up
+            model(fine).backward()
         opt.step()
         assert stage == 0 or world_size == 1 or model.weight.grad.local.eq(1 + 2.0**-20).all()
-        assert model.weight.grad.dtype == torch.bfloat16 and model.weight.eq(-1).all()
-        opt.close()
+        assert model.weight.grad.dtype == torch.bfloat16
+        opt.zero_grad()
+    model.weight.grad_dtype = torch.float64
+    with pytest.raises(zero_optim.GradientError, match="torch.float64 .* a dense torch.bfloat16 or torch.float32"):
+        model(fine).backward()
+        opt.step()
+    opt.close()
     raised = []
     for dtype, by in ((torch.float32, world_size - 1), (torch.float64, rank)):
         model = _Product()
         if rank == by:
             model.weight.grad_dtype = dtype
         try:
-            zero_optim.ShardedSGD(model.named_parameters(), lr=1.0, stage=stage).close()
+            zero_optim.ShardedSGD(model.named_parameters(), stage=stage).close()
         except zero_optim.ZeroOptimError as error:
             raised.append(f"{type(error).__name__}: {error}")
-    model = _Product()
-    opt = zero_optim.ShardedSGD(model.named_parameters(), lr=1.0, stage=stage)
-    model.weight.grad_dtype = torch.float64
-    with pytest.raises(zero_optim.GradientError, match="torch.float64 .* a dense torch.bfloat16 or torch.float32"):
-        model(fine.bfloat16()).backward()
-        opt.step()
-    opt.zero_grad()
-    model.weight.grad_dtype = torch.bfloat16
-    model(fine.bfloat16()).backward()
-    opt.step()
-    assert model.weight.eq(-1).all()
-    opt.close()
     return raised
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 0), (2, 1), (2, 2)])
 def test_a_grad_dtype_of_ones_own(world_size: int, stage: int) -> None:
-    for raised in run_ranks(world_size, _own_grad_dtype, stage):
-        assert "GradientError: 'weight' is torch.bfloat16 and has grad_dtype = torch.float64" in raised[-1]
-        assert len(raised) == world_size
-        assert world_size == 1 or (raised[0].startswith("RankMismatchError") and "grad_dtype" in raised[0])
+    for *other, fp64 in run_ranks(world_size, _own_grad_dtype, stage):
+        assert (
+            fp64 == "GradientError: grad_dtype of 'weight' must be torch.bfloat16 or torch.float32, got torch.float64"
+        )
+        assert len(other) == world_size - 1
+        assert all(text.startswith("RankMismatchError") and "grad_dtype=torch.float32" in text for text in other)
