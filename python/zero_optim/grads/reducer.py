@@ -119,8 +119,7 @@ class Reducer:
             self.main_grads[index] = parameter.main_grad = torch.zeros_like(parameter, dtype=dtype)
         if dtype != parameter.dtype:
             self._grad_dtypes[index] = parameter.grad_dtype
-            grad, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = dtype
+            grad, parameter.grad, parameter.grad_dtype = parameter.grad, None, dtype
             parameter.grad = None if grad is None else grad.to(dtype)
 
     def lay_out(self, *parts: Sequence[int]) -> None:
@@ -463,8 +462,7 @@ class Reducer:
             bucket.abandon()
             bucket.clear()
         for index, dtype in self._grad_dtypes.items():
-            self.parameters[index].grad = None
-            self.parameters[index].grad_dtype = dtype
+            self.parameters[index].grad, self.parameters[index].grad_dtype = None, dtype
         for index in self.main_grads:
             vars(self.parameters[index]).pop("main_grad", None)
         self.sharding.second_legs.abandon()

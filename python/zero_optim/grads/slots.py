@@ -243,9 +243,7 @@ def _show(parameter: Tensor, grad: Tensor) -> None:
     try:
         parameter.grad = grad
     except RuntimeError:  # the user has changed ``grad_dtype``
-        parameter.grad = None
-        parameter.grad_dtype = grad.dtype
-        parameter.grad = grad
+        parameter.grad, parameter.grad_dtype, parameter.grad = None, grad.dtype, grad
 
 
 class Shown:
