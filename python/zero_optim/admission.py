@@ -105,6 +105,7 @@ class Admission:
             parameter, label = parameters.all[index], validate.without_shape(parameters.labels[index])
             marks = marked(parameter)  # a plain slice has one
             kind = f"{described(parameter)}{placed(parameter)}{marks}{partition(parameter) if marks else ''}"
+            kind += f", grad_dtype={parameter.grad_dtype}" if parameter.grad_dtype != parameter.dtype else ""
             place = f" of group {numbers[index]}" if parameters.names[index] else ""
             description.append(f"{label}: {kind}{place}{'' if parameter.requires_grad else ', frozen'}")
         remedy = "give the optimizer the same parameters, in the same order, with"

@@ -163,7 +163,7 @@ class Asleep:
         return [flat for flat in self.flats if not flat.sharded]
 
     def _free(self) -> None:
-        for tensor in self._moved:
+        for tensor in (*self._moved, *self._reducer.main_grads.values()):
             deallocate(tensor)
         for bucket in self._reducer.buckets:
             deallocate(bucket.grad_buffer)
@@ -204,9 +204,9 @@ class Asleep:
     def _take_memory(self) -> Iterator[Tensor]:
         """Allocate everything. Yields what is to be copied in, as soon as it has memory."""
         yield from map(allocate, self._moved)
-        for bucket in self._reducer.buckets:
-            if not bucket.flat.sharded:  # else it has memory as gradients come
-                allocate(bucket.grad_buffer).zero_()
+        unsharded = [bucket for bucket in self._reducer.buckets if not bucket.flat.sharded]  # others as gradients come
+        for tensor in (*(bucket.grad_buffer for bucket in unsharded), *self._reducer.main_grads.values()):
+            allocate(tensor).zero_()
         if self._sharded_model is None:  # else they have memory while gradients are reduced
             self._reducer.rounds.buffers.reallocate()
         self._store.make_frames()

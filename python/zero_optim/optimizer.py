@@ -100,9 +100,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             1/4 of the parameters of one dtype. None: 100 on a GPU, 25 on a CPU, or 16,384 elements a rank where that is
             more. At stage 3 a collective carries a unit's gradients.
         grad_reduce_dtype: dtype in which gradients are summed over ranks and accumulated in shards; None: their own.
-        grad_accumulation_dtype: torch.float32: shards add up the reductions of a step in fp32, whatever dtype is sent.
-            From stage 1 on; not in ``.grad``, where gradients add up within ``no_sync``, on one rank, and at stage 1
-            with ``overlap_grad_reduce=False``. None: in the dtype that is sent.
+        grad_accumulation_dtype: torch.float32: accumulate gradients in fp32, in ``.grad`` and in shards, whatever dtype
+            is sent. None: in ``.grad`` in the parameter's dtype, in shards in the dtype that is sent.
         max_grad_norm: clip every step to this 2-norm, unless ``clip_grad_norm_`` was called for it.
         skip_nonfinite: a step with an inf or NaN gradient on any rank changes nothing on any; False: it goes through.
         overlap_grad_reduce: reduce while backward runs, instead of after it.
@@ -136,7 +135,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @gc_paused()
     def __init__(self, params: nn.Module | Iterable[Any], rule: UpdateRule, **options: Unpack[ShardingOptions]) -> None:
         self._closed = True  # until the constructor is through
-        self._warned_of_narrow_sums = False
         check_keywords(type(self), ShardedOptimizer, options)
         named_by = model_behind(params)
         given, expert_groups = split_off(listed(params))
@@ -168,8 +166,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         experts = admission.agree(parameters, experts, settings.described())
         self.engine = _make_engine(settings, parameters, model, admission, experts, ranks.stages)
         self._closed = False
-        if not self.engine.sharding.reduces:
-            validate.warn_of_narrow_sums(settings.grad_accumulation_dtype, self.engine.parameters.all, "on one rank")
         self.engine.optimizer = weakref.ref(self)
         try:
             if model is None:  # else shard_module has compared the names
@@ -241,15 +237,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients in ``.grad``, in the parameter's dtype, without communication.
-
-        The next backward outside of it, or ``step``, reduces. It warns where ``grad_accumulation_dtype`` is wider.
-        """
+        """Accumulate gradients in ``.grad``, without communication. The next backward outside of it, or ``step``,
+        reduces."""
         self.check_usable()
-        if self.engine.sharding.reduces and not self._warned_of_narrow_sums:
-            self._warned_of_narrow_sums = True
-            narrow = self.engine.settings.grad_accumulation_dtype
-            validate.warn_of_narrow_sums(narrow, self.engine.parameters.trained.values(), "within no_sync")
         with self.engine.reducer.no_sync():
             yield
 

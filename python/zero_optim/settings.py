@@ -91,15 +91,6 @@ class Settings:
         self._check("max_grad_norm", norm is None or norm > 0, "None or positive")
         every = self.telemetry_every
         self._check("telemetry_every", every is None or (type(every) is int and every > 0), "None or a number of steps")
-        if accumulation_dtype is not None and self.stage == 0:
-            raise ValueError(
-                "grad_accumulation_dtype: at stage 0 gradients add up in .grad; leave it out, or take stage=1"
-            )
-        if accumulation_dtype is not None and self.stage == 1 and not self.overlap_grad_reduce:
-            raise ValueError(
-                "grad_accumulation_dtype: at stage 1 with overlap_grad_reduce=False gradients add up in .grad until "
-                "step; leave one of the two out, or take stage=2"
-            )
         check_choice("master", self.master, (None, *MASTERS))
         check_choice("state_dtype", self.state_dtype, STATE_DTYPES)
         read_offload(self.state_offload, self.device_budget)

@@ -53,8 +53,8 @@ def memory_by_kind(engine: Engine) -> dict[str, int]:
     All is 0 while the optimizer sleeps, but for parameters that stay awake. State that is off the device between steps
     is in none of these: ``pages`` has what its store takes of the device.
 
-    Gradients are the buffers of the buckets, at stage 2 the shard. The memory that autograd allocates for a gradient
-    until its bucket leaves is not counted.
+    Gradients are the buffers of the buckets, at stage 2 the shard, and every ``main_grad``. The memory that autograd
+    allocates for a gradient until its bucket leaves is not counted.
     """
     store, rules = engine.store, engine.rules.all
     memory, on_device = no_memory(rules), isinstance(store, DeviceStore) and all(map(is_there, store.residents()))
@@ -68,6 +68,7 @@ def memory_by_kind(engine: Engine) -> dict[str, int]:
         count_bucket(memory, bucket.layout, bucket.pieces, flats, shard.stored if on_device else ())
     if not isinstance(store, DeviceStore):
         memory[PAGES] = store.footprint()["device"]
+    memory["gradients"] += sum(main.nbytes for main in engine.reducer.main_grads.values() if is_there(main))
     memory["communication"] = engine.reducer.rounds.buffers.nbytes()
     if engine.sharded_model is not None:
         memory["unsharded"] = sum(flat.nbytes() for unit in engine.sharded_model.units for flat in unit.flats)

@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -325,18 +325,6 @@ def check_private(parameters: Sequence[Tensor], labels: Sequence[str]) -> None:
             )
 
 
-def warn_of_narrow_sums(grad_accumulation_dtype: torch.dtype | None, parameters: Iterable[Tensor], where: str) -> None:
-    """Warn where gradients of 16-bit parameters add up in ``.grad`` though they were to add up in fp32."""
-    narrow = {str(p.dtype) for p in parameters if p.dtype != torch.float32} if grad_accumulation_dtype else ()
-    if narrow:
-        warnings.warn(
-            f"grad_accumulation_dtype={grad_accumulation_dtype} has no effect {where}: autograd adds up gradients in "
-            f".grad, in {' and '.join(sorted(narrow))}. On several ranks, backwards without no_sync are reduced one by "
-            "one, and add up in fp32",
-            stacklevel=4,
-        )
-
-
 def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str, *, meta: bool = False) -> None:
     """Raise ParameterError for a kind of tensor that cannot be held, GradientError for one whose gradients cannot be.
     ``meta``: it may be on the meta device."""
@@ -353,11 +341,8 @@ def check_kind(parameter: Tensor, label: str, first: Tensor, label_of_first: str
         raise ParameterError(f"{label} is {parameter.layout}; only dense parameters can be sharded: .to_dense() it")
     if parameter.dtype not in PARAMETER_DTYPES:
         raise ParameterError(f"{label} is {parameter.dtype}; parameters must be float16, bfloat16 or float32: cast it")
-    if (grad_dtype := getattr(parameter, "grad_dtype", None)) not in (None, parameter.dtype):
-        raise GradientError(
-            f"{label} is {parameter.dtype} and has grad_dtype = {grad_dtype}: leave grad_dtype as it is. "
-            "grad_reduce_dtype=torch.float32 sums gradients over ranks in fp32"
-        )
+    if (grad_dtype := parameter.grad_dtype) not in (None, parameter.dtype, torch.float32):
+        raise GradientError(f"grad_dtype of {label} must be {parameter.dtype} or torch.float32, got {grad_dtype}")
     if parameter.device != first.device and not meta:
         raise ParameterError(
             f"{label} is on {parameter.device}, but {label_of_first} is on {first.device}; "

@@ -88,7 +88,7 @@ def _same(one: tuple[list[Tensor], list[Any]], other: tuple[list[Tensor], list[A
 
 
 def _beside_two(rank: int, world_size: int, stage: int) -> None:
-    for options in ({}, {"ema_decay": 0.5, "grad_accumulation_dtype": torch.float32 if stage else None}):
+    for options in ({}, {"ema_decay": 0.5, "grad_accumulation_dtype": torch.float32}):
         for micros in (1, 3):
             one = _trained(_mixed, rank, micros, stage=stage, **options)
             _same(one, _trained(_two, rank, micros, stage=stage, **options))

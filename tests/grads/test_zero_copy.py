@@ -69,11 +69,19 @@ def _train(
 MATRICES = {"first.weight", "second.weight"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_bits_are_those_of_packed_gradients(world_size: int, dtype: torch.dtype) -> None:
-    unpacked = run_ranks(world_size, _train, dtype, {}, True)
-    packed = run_ranks(world_size, _train, dtype, {}, False)
+WIDE = {"grad_accumulation_dtype": torch.float32, "grad_reduce_dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "options"),
+    [
+        *((world_size, dtype, {}) for world_size in (2, 4) for dtype in (torch.float32, torch.bfloat16)),
+        *((2, dtype, WIDE) for dtype in (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_the_bits_are_those_of_packed_gradients(world_size: int, dtype: torch.dtype, options: Any) -> None:
+    unpacked = run_ranks(world_size, _train, dtype, options, True)
+    packed = run_ranks(world_size, _train, dtype, options, False)
     for (weights, left, averages), (same, names, same_averages) in zip(unpacked, packed, strict=True):
         assert_bitwise(weights, same)
         assert_bitwise(averages, same_averages)

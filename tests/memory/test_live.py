@@ -83,6 +83,8 @@ def test_what_is_planned_is_what_is_measured(stage, world_size, dtype, frozen):
     ("stage", "options"),
     [
         (2, {"bucket_cap_mb": 0.05, "grad_reduce_dtype": torch.float32}),
+        (0, {"grad_accumulation_dtype": torch.float32}),
+        (1, {"grad_accumulation_dtype": torch.float32}),
         (2, {"grad_accumulation_dtype": torch.float32}),
         (2, {"ema_decay": (0.9, 0.99), "state_offload": "cpu"}),
         (3, {"grad_accumulation_dtype": torch.float32}),

@@ -173,6 +173,10 @@ def test_the_first_step_holds_every_gradient_at_stage_0():
     assert plan(model, Job(world=1)).first_step == 0
     accumulating = plan(model, Job(world=4, stage=2, accumulate=2))
     assert accumulating.memory["local_gradients"] == pytest.approx(2 * 10**8, rel=1e-3)
+    accumulating = plan(model, Job(world=4, stage=2, accumulate=2, grad_accumulation_dtype=torch.float32))
+    assert accumulating.memory["local_gradients"] == pytest.approx(4 * 10**8, rel=1e-3)
+    made = plan(model, Job(world=4, stage=0, grad_accumulation_dtype=torch.float32))
+    assert made.first_step + made.memory["local_gradients"] == pytest.approx(4 * 10**8, rel=1e-3)
 
 
 @pytest.mark.parametrize(("device", "buckets"), [("cuda", 162), ("cpu", 227)])

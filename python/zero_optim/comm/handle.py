@@ -297,6 +297,9 @@ class CommBuffers:
         if self._lent_for[0] is not None:
             self._lent_for[0].wait()
         self._lent_for[0] = arrivals
+        if self.storages[0].nbytes < nbytes:  # of a bucket that is reduced without a copy as a rule
+            keep_for_current_stream(self.storages[0])
+            self.storages[0] = torch.empty(nbytes, dtype=torch.uint8, device=self.storages[0].device)
         allocate(self.storages[0], nbytes)
         self.allocated = True
         self._peak = self.peak_nbytes()

@@ -34,7 +34,7 @@ class Sharding:
     Attributes:
         world: all ranks of the job: those that agree, and fail together.
         grad_reduce_dtype: the dtype that gradients are communicated and added up in; None: their own.
-        grad_accumulation_dtype: the dtype that their shards rest in, and later sums are added in; None: as reduced.
+        grad_accumulation_dtype: the dtype that autograd and shards accumulate them in; None: their own, or as reduced.
         device: where parameters, gradients and state are.
         grid: which ranks shard, and which replicate; None: all shard, and none replicates. Of no use at stage 0.
         tensor_ranks: how parameters are cut over tensor-parallel ranks, or experts spread; None: they are not.
@@ -158,11 +158,13 @@ class Sharding:
         """Whether gradients rest in full on this rank: at stages 0 and 1, and where there is one shard."""
         return self.stage <= 1 or self.shard_count == 1
 
+    def local_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of ``.grad`` of ``dtype`` parameters, in which autograd accumulates this rank's gradients."""
+        return self.grad_accumulation_dtype or dtype
+
     def grad_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``dtype`` parameters rest. At stage 0 ``.grad`` shows what is applied."""
-        if self.stage == 0 or not self.reduces:
-            return dtype
-        return self.grad_accumulation_dtype or self.reduce_dtype(dtype)
+        return self.local_dtype(dtype if self.stage == 0 else self.reduce_dtype(dtype))
 
     def own_part(self, full: Tensor) -> Tensor:
         """This rank's shard of a flat tensor [shard_count * shard], a view."""

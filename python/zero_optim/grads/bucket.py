@@ -259,8 +259,8 @@ class Bucket:
         slots, flat, scale = self.layout.slots, self.flat, self.sharding.grad_scale
         alone = len(slots) == 1 and slots[0].numel == self.layout.numel
         scatters = self.sharding.grid is None and not self.keeps_full
-        dtypes = {self.dtype, self.reduce_dtype, self.grad_buffer.dtype}
-        exact = math.frexp(scale)[0] == 0.5 and len(dtypes) == 1 and self.dtype != torch.float16
+        dtypes = {self.sharding.local_dtype(self.dtype), self.reduce_dtype, self.grad_buffer.dtype}
+        exact = math.frexp(scale)[0] == 0.5 and len(dtypes) == 1 and self.reduce_dtype != torch.float16
         return alone and scatters and exact and not (flat.permuted or flat.sliced or self.sharding.of_plain_slices)
 
     def note_writes(self) -> None:

@@ -20,6 +20,8 @@ from ..params.tensor_slice import is_term, local_gradient
 _dtype_of, _layout_of = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _STRIDED = {torch.strided}
 
+ADDED = "grad_added_to_main_grad"  # True where a layer has added its weight's gradient to ``main_grad`` itself
+
 Sources = list[tuple[int, Tensor]]
 """Gradients of this rank, each with the number of its slot."""
 
@@ -41,7 +43,8 @@ class Packing:
         self._marked = [i for i, p in enumerate(flat.params) if sharding.of_plain_slices and is_term(p)]
         self._offsets = [slot.offset for slot in layout.slots]
         self._absent = torch.empty(0, dtype=flat.dtype, device=flat.device)  # ``pack`` takes it for a missing gradient
-        self._dtypes = {flat.dtype}  # the one dtype that gradients may have; a set, as ``pack`` compares sets
+        self._dtypes = {flat.dtype, torch.float32}  # that gradients may have
+        self._main_grads = {i: getattr(p, "main_grad", None) for i, p in enumerate(flat.params) if hasattr(p, ADDED)}
         self._pack_op = zero_kernels.Prepared("pack")
 
     def pack(self, sources: Sources, full: Tensor, scale: float, accumulate: bool = False) -> tuple[Sources, list[int]]:
@@ -71,13 +74,17 @@ class Packing:
         self._pack_op(grads, self._offsets, full, scale, flags)  # zeroes the gaps
         if accumulate:
             torch.maximum(self.nonfinite, flags, out=self.nonfinite)
+        for index, grad in sources if self._main_grads else ():
+            if grad is self._main_grads.get(index):
+                grad.zero_()  # for the next micro-batch
         return sources, terms
 
     def is_packed(self, sources: Sources) -> bool:
-        """Whether the gradient of the one slot is there, with nothing to cast or to move."""
+        """Whether the gradient of the one slot is there, with nothing to cast, to move or to reset."""
         grad = sources[0][1] if sources else self._absent
-        usual = grad.dtype == self._flat.dtype and grad.layout == torch.strided and grad.is_contiguous()
-        return usual and grad.numel() > 0
+        dtype = self._sharding.reduce_dtype(self._flat.dtype)
+        usual = grad.dtype == dtype and grad.layout == torch.strided and grad.is_contiguous()
+        return usual and grad.numel() > 0 and not self._main_grads
 
     def sum_terms(self, slots: Sequence[int], full: Tensor) -> None:
         """Sum these slots of ``full`` over the tensor-parallel ranks."""
@@ -93,22 +100,17 @@ class Packing:
         self.sum_terms([*sorted({*terms, *dropped}), *self._marked], full)
 
     def _checked_or_refused(self, index: int, grad: Tensor) -> Tensor:
-        dtype, device = self._flat.dtype, self._flat.device
-        if grad.layout is torch.strided and grad.dtype == dtype and grad.device == device:
+        device = self._flat.device
+        if grad.layout is torch.strided and grad.dtype in self._dtypes and grad.device == device:
             return grad.detach().contiguous()
-        remedy = "For an embedding, build it with sparse=False"
-        if grad.layout is torch.strided:
-            remedy = "Leave the parameter's grad_dtype and device as they are"
+        dense = "Leave the parameter's grad_dtype and device as they are"
+        remedy = dense if grad.layout is torch.strided else "For an embedding, build it with sparse=False"
         message = (
             f"the gradient of {self._labels[self._layout.slots[index].param]} is {grad.dtype} {grad.layout} on "
-            f"{grad.device}; expected a dense {dtype} on {device}. {remedy}"
+            f"{grad.device}; expected a dense {' or '.join(sorted(map(str, self._dtypes)))} on {device}. {remedy}"
         )
         # Alone, a rank raises at once. Of several, to raise here would leave the others waiting in the reduction.
         if not self._sharding.agrees:
             raise GradientError(message)
         self.refused[index] = message
-        parameter = self._flat.params[index]
-        if grad.dtype != dtype and getattr(parameter, "grad_dtype", None) is not None:
-            parameter.grad = None
-            parameter.grad_dtype = dtype  # else ``.grad`` cannot show the result
         return self._absent

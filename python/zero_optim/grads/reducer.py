@@ -12,9 +12,8 @@ backward's reductions are launched when it ends, whichever optimizers it goes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +22,15 @@ from torch import Tensor
 from ..comm.handle import PATIENCE_SECONDS, CommBuffers
 from ..comm.sharding import Sharding
 from ..comm.spans import LOGGER
-from ..errors import ZeroOptimError
+from ..errors import ParameterError, ZeroOptimError
 from ..mode import CurrentMode
+from ..params.tensor_slice import is_distributed
 from ..recovery import BackwardWatch, complete_raised, current_task
 from ..units.schedule import UnitSchedule
 from .bucket import Bucket, Edits
 from .buckets import Buckets, MakeBuckets, buffer_nbytes
-from .readiness import ByCounts, ByUnits, Learned, Readiness, merged
+from .packing import ADDED
+from .readiness import ByCounts, ByUnits, GradHooks, Learned, Readiness, merged
 from .rounds import Rounds
 from .slots import GradState
 
@@ -48,6 +49,7 @@ class Reducer:
     Attributes:
         rounds: the rounds of reductions that this rank owes.
         layout: the buckets.
+        main_grads: by index, the ``main_grad`` of each parameter whose layer adds to it. Zero once it is packed.
         on_layout: called with the buckets after they were laid out again.
         on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
         late: parameters whose gradient arrived after their bucket was launched; it stays on this rank.
@@ -71,7 +73,10 @@ class Reducer:
         self._mode = mode
         self.layout = Buckets(labels, sharding, make_buckets)
         self._schedule = schedule if sharding.reduces else None  # one rank gathers nothing
-        self._hooks = GradHooks(self._before_accumulate if sharding.reduces else None, self._on_ready)
+        self._hooks = GradHooks(self._before_accumulate, self._on_ready)
+        self.main_grads: dict[int, Tensor] = {}
+        self._aside: dict[int, Tensor] = {}  # the gradient, while autograd accumulates a dummy
+        self._grad_dtypes: dict[int, torch.dtype | None] = {}  # as they were before
         # The first backward, too, must not hold all gradients. At stage 0 they are read when it ends.
         observes = sharding.reduces and self._schedule is None
         self._counts = ByCounts(observes, self._hooks.followed_by_users, guesses=observes and sharding.stage > 0)
@@ -94,12 +99,30 @@ class Reducer:
     def grow(self, indices: Sequence[int]) -> list[Bucket]:
         """Take in parameters, in buckets after all others. The next backward observes. Returns the new buckets."""
         self.rounds.complete_raised()
+        for index in indices:
+            self._prepare(index, self.parameters[index])
         new = self.layout.grow(indices)
         self._counts.forget(order=True)
         self._use_layout()
-        self._hooks.register({index: self.parameters[index] for index in indices})
+        precedes = {*indices} if self._reduces else self.main_grads.keys()
+        self._hooks.register({index: self.parameters[index] for index in indices}, precedes)
         self.rounds.local()
         return new
+
+    def _prepare(self, index: int, parameter: Any) -> None:
+        """Set ``grad_dtype``, and make ``main_grad`` where a layer adds to it."""
+        dtype = self.sharding.local_dtype(parameter.dtype)
+        if hasattr(parameter, ADDED):
+            if dtype != torch.float32 or is_distributed(parameter):
+                raise ParameterError(
+                    f"{self.labels[index]} is {parameter.dtype} and has {ADDED}, and main_grad is fp32: give the "
+                    "optimizer grad_accumulation_dtype=torch.float32. A DTensor has no main_grad: delete the attribute"
+                )
+            self.main_grads[index] = parameter.main_grad = torch.zeros_like(parameter, dtype=dtype)
+        if dtype != parameter.dtype:
+            self._grad_dtypes[index] = parameter.grad_dtype
+            grad, parameter.grad, parameter.grad_dtype = parameter.grad, None, dtype
+            parameter.grad = None if grad is None else grad.to(dtype)
 
     def lay_out(self, *parts: Sequence[int]) -> None:
         """Build all buckets for ``parts`` of the parameters: see ``Buckets.lay_out``."""
@@ -149,15 +172,26 @@ class Reducer:
         if current_task() != self._watch.task:  # first: what begins a backward reads ``.grad`` as the user has left it
             self._watch.enter()
         bucket, _, slot = self.layout.slot_of[index]
+        main_grad = self.main_grads.get(index)
         if bucket.slots.bucket_state is GradState.REDUCED:
+            if main_grad is not None and bucket.params[slot].grad is main_grad:
+                bucket.slots.added(slot)  # its layer has written into it, not the user
             written = bucket.slots.accumulate(slot, bucket.shown.reduced()[slot])
             if written and (grad := bucket.params[slot].grad) is not None:
                 bucket.drop_zeroed([(slot, grad)])
+        if main_grad is not None and getattr(bucket.params[slot], ADDED, False):
+            self._aside[index] = main_grad
+            if (grad := bucket.params[slot].grad) is not None and grad is not main_grad:
+                self._aside[index] = grad.add_(main_grad)
+                main_grad.zero_()
+            bucket.params[slot].grad = None  # the dummy is added to nothing
 
-    def _on_ready(self, index: int, parameter: Tensor) -> None:
+    def _on_ready(self, index: int, parameter: Any) -> None:
         """Count a gradient that is ready."""
         # This runs for every gradient, so it does little more: 4 µs here are a third of a backward over parameters of
         # 512 elements. Work that can wait until a bucket is full does.
+        if index in self._aside:  # and the dummy goes
+            parameter.grad, parameter.grad_added_to_main_grad = self._aside.pop(index), False
         if self._streams.several:  # before anything can raise: autograd has written the gradient by now
             self._streams.note()
         if current_task() != self._watch.task:
@@ -392,6 +426,8 @@ class Reducer:
         self.leftover.clear()
         self._counts.drop_observation()
         self.layout.nonfinite.zero_()
+        for main_grad in self.main_grads.values():  # that of a backward that raised is in no ``.grad``
+            main_grad.zero_()
         for bucket in self.buckets:
             bucket.clear() if set_to_none else bucket.zero()
         self._streams.forget()
@@ -428,6 +464,10 @@ class Reducer:
                 self._abandon()
             bucket.abandon()
             bucket.clear()
+        for index, dtype in self._grad_dtypes.items():
+            self.parameters[index].grad, self.parameters[index].grad_dtype = None, dtype
+        for index in self.main_grads:
+            vars(self.parameters[index]).pop("main_grad", None)
         self.sharding.second_legs.abandon()
 
     def has_own_gradients(self) -> bool:
@@ -440,53 +480,3 @@ class Reducer:
             self.sharding.world.abandon()
         else:
             self.sharding.world.log.failed = True
-
-
-class GradHooks:
-    """The hooks that autograd calls for each parameter, by index: before it adds to a gradient, and after.
-
-    Args:
-        before: called with the index, and what is to be added, before autograd adds to a gradient; None: no such hook.
-        ready: called with the index and the parameter when a gradient is there.
-    """
-
-    def __init__(self, before: Callable[[int, Any], None] | None, ready: Callable[[int, Tensor], None]) -> None:
-        self._before, self._ready = before, ready
-        self._nodes: dict[int, torch.autograd.graph.Node] = {}  # the parameters alone do not keep them
-        self._post: dict[int, dict[int, object]] = {}  # of each parameter: all hooks by id
-        self._own: dict[int, int] = {}  # of each parameter: the id of ours
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    @torch.enable_grad()
-    def register(self, parameters: Mapping[int, Tensor]) -> None:
-        for index, parameter in parameters.items():
-            frozen = not parameter.requires_grad
-            if frozen:  # it takes no hooks, and may have a gradient of before
-                parameter.requires_grad_(True)
-            # The hooks go on the node that accumulates, not on the tensor: a tensor's own run under
-            # ``torch.autograd.grad``, too, which accumulates nothing. As get_gradient_edge, in a quarter of the time.
-            node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            self._nodes[index] = node
-            handle = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
-            self._post[index], self._own[index] = parameter._post_accumulate_grad_hooks, handle.id
-            self._handles.append(handle)
-            if self._before is not None:
-                self._handles.append(node.register_prehook(partial(self._before, index)))
-            if frozen:
-                parameter.requires_grad_(False)
-
-    def followed_by_users(self, indices: Sequence[int]) -> bool:
-        """True if a hook of the user's, which may change the gradient, runs after ours."""
-        if max(map(len, map(self._post.__getitem__, indices)), default=0) <= 1:
-            return False  # as a rule
-        return any(next(reversed(self._post[index])) != self._own[index] for index in indices)
-
-    def accumulates(self, index: int) -> bool:
-        """True if the running backward adds to this parameter's gradient, or has done so."""
-        return torch._C._will_engine_execute_node(self._nodes[index])
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._nodes.clear()

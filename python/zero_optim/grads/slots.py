@@ -170,7 +170,8 @@ class Slots:
         """Show these local gradients, which are in ``grad_buffer`` now, in each ``.grad``."""
         self.bucket_state = GradState.LOCAL if sources else GradState.EMPTY
         for index, _ in sources:
-            self._params[index].grad, self.used[index] = views[index], 1
+            self.used[index] = 1
+            _show(self._params[index], views[index])
 
     def launch(self, sources: Sequence[tuple[int, Tensor]], handles: Sequence[Tensor]) -> None:
         """Show the result of a reduction, which has left with these gradients, in every ``.grad``."""
@@ -181,7 +182,7 @@ class Slots:
             self.used[index] = 1
         # Also where only other ranks used the parameter: a ``.grad`` found None later was zeroed by the user.
         for parameter, handle in zip(self._params, handles, strict=True):
-            parameter.grad = handle
+            _show(parameter, handle)
 
     def drop_all(self) -> None:
         """Make all slots STALE: the user has dropped their gradients, though no ``.grad`` shows it."""
@@ -197,7 +198,7 @@ class Slots:
     def take_over(self, index: int, handle: Tensor | None, *, used: bool) -> None:
         """Show this slot's average, which the bucket holds now. ``handle`` None: the user has dropped it."""
         if handle is not None:
-            self._params[index].grad = handle
+            _show(self._params[index], handle)
             self.stale.discard(index)
             self.used[index] = used
 
@@ -238,6 +239,13 @@ class Slots:
         self.used[index] = 0
 
 
+def _show(parameter: Tensor, grad: Tensor) -> None:
+    try:
+        parameter.grad = grad
+    except RuntimeError:  # the user has changed ``grad_dtype``
+        parameter.grad, parameter.grad_dtype, parameter.grad = None, grad.dtype, grad
+
+
 class Shown:
     """The tensors over a bucket's gradient memory that ``.grad`` shows, one for each slot.
 
@@ -260,8 +268,8 @@ class Shown:
         self._buffer, self._params, self._sliced, self._arrivals = buffer, flat.params, flat.sliced, arrivals
         self._pieces, self._labels = pieces, labels
         self.full: Sequence[Tensor] = ()
-        # ``.grad`` can show a view only in the parameter's own dtype: torch accepts no other.
-        if sharding.keeps_full_gradients and buffer.dtype == flat.dtype:
+        dtype = sharding.local_dtype(flat.dtype)  # torch lets ``.grad`` have no other
+        if sharding.keeps_full_gradients and buffer.dtype == dtype:
             self.full = flat.slot_views(buffer)
             if flat.sliced:
                 self.full = [*map(shown_as, flat.params, self.full)]
@@ -278,7 +286,7 @@ class Shown:
                     piece.in_param,
                     parameter.shape,
                     f"gradient of {labels[piece.slot.param]}",
-                    flat.dtype,
+                    dtype,
                     flat.orders[index],
                     flat.slices[index],
                 )

@@ -180,6 +180,11 @@ class _Flat:
         return self.layout.numel * self.dtype.itemsize
 
     @property
+    def local_nbytes(self) -> int:
+        """Bytes of this rank's own gradients."""
+        return self.layout.numel * self.sharding.local_dtype(self.dtype).itemsize
+
+    @property
     def shard_nbytes(self) -> int:
         return self.layout.shard_numel * self.dtype.itemsize
 
@@ -240,7 +245,8 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
         head = stage == job.pipeline - 1
         activations = activation_bytes(model.width, job.batch, itemsize, in_flight=kept, head=head)
         memory["activations"] = activations // job.tensor  # by sequence parallelism each rank keeps an equal part
-    first_step = sum(flat.nbytes for flat in buckets) - memory[LOCAL] if laid.sharding.reduces and job.stage == 0 else 0
+    all_local = buckets if laid.sharding.reduces and job.stage == 0 else []
+    first_step = max(0, sum(flat.local_nbytes for flat in all_local) - memory[LOCAL])
     foot = _place_state(laid, others=sum(memory.values()) + first_step)
     if not on_device:
         memory[PAGES] = foot.device
@@ -384,10 +390,10 @@ def _keepers(laid: _Laid) -> int:
 
 def _local_gradients(laid: _Laid) -> int:
     if laid.job.adds_up and not laid.sharding.keeps_full_gradients:  # micro-batches add up beside the shard
-        return sum(flat.nbytes for flat in laid.buckets)
+        return sum(flat.local_nbytes for flat in laid.buckets)
     if laid.job.stage < 3 or not laid.sharding.reduces:
-        return max((flat.nbytes for flat in laid.buckets), default=0)
-    root, *units = (sum(flat.nbytes for flat in unit if flat.trained) for unit in laid.units)
+        return max((flat.local_nbytes for flat in laid.buckets), default=0)
+    root, *units = (sum(flat.local_nbytes for flat in unit if flat.trained) for unit in laid.units)
     return root + max(units, default=0)  # the root's backward ends last
 
 

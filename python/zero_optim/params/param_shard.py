@@ -94,7 +94,8 @@ class ParamShard(StateDictShard):
         )
 
     # Python code finds these; torch's own code in C++ does not.
-    grad, requires_grad = _of_plain("grad"), _of_plain("requires_grad")
+    grad, requires_grad, grad_dtype = _of_plain("grad"), _of_plain("requires_grad"), _of_plain("grad_dtype")
+    main_grad, grad_added_to_main_grad = _of_plain("main_grad"), _of_plain("grad_added_to_main_grad")
     register_hook = _of_plain("register_hook")
     register_post_accumulate_grad_hook = _of_plain("register_post_accumulate_grad_hook")
     device_mesh, placements = _of_plain("device_mesh"), _of_plain("placements")  # of a ``DTensor``

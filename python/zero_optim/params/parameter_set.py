@@ -8,9 +8,11 @@ import weakref
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import GeneratorType
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -198,6 +200,10 @@ class Shardings:
     """
 
     def __init__(self, parameters: ParameterSet, main: Sharding, of_groups: Mapping[int, Sharding]) -> None:
+        # The user may have set the dtype of one ``.grad``. In a bucket all have the same.
+        if any(p.grad_dtype == torch.float32 != p.dtype for p in parameters.all):
+            main, *others = (replace(of, grad_accumulation_dtype=torch.float32) for of in (main, *of_groups.values()))
+            of_groups = dict(zip(of_groups, others, strict=True))
         self._parameters, self.main, self.of_groups = parameters, main, dict(of_groups)
 
     def of(self, index: int) -> Sharding:
