@@ -41,7 +41,7 @@ from .recovery import all_of
 from .rules.codec import Begins
 from .rules.group_rules import GroupRules
 from .settings import Settings
-from .step.clip import Clip, unscale_in_place
+from .step.clip import Clip, TokenCount, unscale_in_place
 from .step.exchange import Exchange, ToExchange
 from .step.hyper_table import HyperTable, was_updated
 from .step.optimizer_state import OptimizerState
@@ -49,7 +49,6 @@ from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
 from .step.saved_state import SavedState
 from .step.telemetry import Measured
-from .step.token_count import TokenCount
 from .step.workplace import Coefficients
 from .stores.offload import Tier
 from .stores.state_store import StateStore

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from zero_optim import checkpoint
@@ -37,11 +36,8 @@ from zero_optim import checkpoint
 pytest.importorskip("google_crc32c")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "moving.md"
-HEADINGS = (
-    *("From DDP and AdamW", "From ZeroRedundancyOptimizer", "From FSDP2", "From DeepSpeed", "From apex"),
-    *("From bitsandbytes", "Code that reads .grad"),
-)
-RUN_ON_THE_LEFT = HEADINGS[:3]
+TABLES = {"From DDP and AdamW": 1, "From FSDP2": 1, "From DeepSpeed": 2, "From apex": 1, "Code that reads .grad": 1}
+RUN_ON_THE_LEFT = [*TABLES][:2]
 TRAINING = ("accumulate", "the last micro-batch", "clip", "step")  # rows that are run again, after all
 LR = 1e-3
 
@@ -112,7 +108,7 @@ def _names(rank: int, dtype: torch.dtype) -> dict[str, Any]:
         **{"get_model_state_dict": get_model_state_dict, "get_state_dict": get_state_dict},
         **{"set_state_dict": set_state_dict, "Block": Block, "Model": Model},
         **{"get_optimizer_state_dict": get_optimizer_state_dict, "set_model_state_dict": set_model_state_dict},
-        **{"set_optimizer_state_dict": set_optimizer_state_dict, "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer},
+        **{"set_optimizer_state_dict": set_optimizer_state_dict},
         **{"model": model, "loss": Loss(rank), "device": "cpu", "rank": rank, "dtype": dtype},
     }
 
@@ -178,7 +174,6 @@ def _weights(model: Any, side: str, masters: dict[int, dict[str, Tensor]]) -> di
     ("heading", "dtype"),
     [
         ("From DDP and AdamW", torch.float32),
-        ("From ZeroRedundancyOptimizer", torch.float32),
         ("From FSDP2", torch.float32),
         ("From FSDP2", torch.bfloat16),
     ],
@@ -203,7 +198,7 @@ def test_both_sides_train_alike(heading: str, dtype: torch.dtype, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("heading", "number"),
-    [("From DeepSpeed", 0), ("From DeepSpeed", 1), ("From DeepSpeed", 2), ("From apex", 0), ("From bitsandbytes", 0)],
+    [("From DeepSpeed", 0), ("From DeepSpeed", 1), ("From apex", 0)],
 )
 def test_the_right_side_runs(heading: str, number: int, tmp_path: Path) -> None:
     rows = _tables()[heading][number]
@@ -214,9 +209,7 @@ def test_the_right_side_runs(heading: str, number: int, tmp_path: Path) -> None:
 
 def test_the_tables_are_what_they_were_taken_for() -> None:
     tables = _tables()
-    assert {heading: len(of) for heading, of in tables.items()} == dict(
-        zip(HEADINGS, (1, 1, 1, 3, 1, 1, 1), strict=True)
-    )
+    assert {heading: len(of) for heading, of in tables.items()} == TABLES
     for heading in RUN_ON_THE_LEFT:
         topics = {row.topic for row in tables[heading][0]}
         assert {*TRAINING, "freeze", "optimizer", "load", "evaluate"} <= topics
