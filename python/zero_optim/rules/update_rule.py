@@ -295,8 +295,7 @@ class UpdateRule:
         )
 
     def read_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-        """Read numbers, or tensors of one element: a list for each of ``coefficients``; the decays of averages follow.
-        """
+        """Read numbers, or tensors of one element: a list for each of ``coefficients``, then for each decay."""
         return [column for option in self.options for column in option.read(groups)]
 
     def describe(self, group: Mapping[str, Any]) -> tuple[str, ...]:

@@ -151,8 +151,6 @@ def _numbers(rows: Sequence[list[Any]]) -> list[list[float | None]]:
     """The coefficients that are Python numbers; None for tensors."""
     # Of 465 groups the types take 9 us a row, and the numbers one by one 60 (Xeon).
     return [
-        row
-        if {*map(type, row)} == {float}
-        else [None if isinstance(value, Tensor) else float(value) for value in row]
+        row if {*map(type, row)} == {float} else [None if isinstance(value, Tensor) else float(value) for value in row]
         for row in rows
     ]
