@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,16 +16,15 @@ from .rules.group_rules import RULE
 from .rules.options import EMA_DECAY
 
 Override = tuple[str | Callable[[str, Tensor], bool], Mapping[str, Any]]
-_MULT = "_mult"
 
 
 def param_groups(
     model: nn.Module | Iterable[tuple[str, Tensor]], overrides: Iterable[Override], strict: bool = True, **defaults: Any
 ) -> list[dict[str, Any]]:
-    """Make parameter groups for an optimizer of ``zero_optim`` or ``torch.optim``.
+    """Make parameter groups, by overrides of options, for an optimizer of ``zero_optim`` or ``torch.optim``.
 
-    Every override that matches a parameter applies: the last value of an option wins, and multipliers multiply each
-    other and the final value. ``lr_mult=0.5`` halves the group's ``lr``, from which torch's schedulers start.
+    All overrides that match a parameter apply: the last value of an option wins, and multipliers multiply. With
+    ``lr_mult=0.5`` the group's ``lr`` is half of what it would be, and torch's schedulers scale it from there.
 
     Args:
         model: or pairs (name, parameter), to leave some out.
@@ -34,47 +33,40 @@ def param_groups(
         strict: False: an override may match no parameter, as on one stage of a pipeline.
         defaults: options of all parameters, except those that an override gives a ``rule``, which has its own.
 
-    Returns one group for equal options, with pairs (name, parameter), in the model's order. Frozen parameters are
-    included, as in ``ShardedAdamW(model)``.
+    Returns one group for equal options, with pairs (name, parameter), frozen ones too, in the model's order.
 
-    Raises ValueError for an override that matches no parameter, an unknown option (``defaults`` make one known), or a
-    multiplier of an option that has no value.
+    Raises ValueError for an override that matches nothing, an option that is neither known nor among ``defaults``, and
+    a multiplier of an option without a value.
     """
     overrides = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
-    for number, (_, options) in enumerate(overrides):
-        of_rules = [getattr(rule, "options", ()) for rule in (*RULES.values(), options.get(RULE))]
-        known = {RULE, EMA_DECAY, "mesh", "process_group", "grad_divisor", *(o.name for own in of_rules for o in own)}
-        for key in options:
-            if key.removesuffix(_MULT) not in known.union(defaults):
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0)
-                raise ValueError(f"override {number} has the unknown option {key!r}: is {near[0]!r} meant?")
+    own_rules = [getattr(options.get(RULE), "options", ()) for _, options in overrides]
+    known = {option.name for own in (*own_rules, *(rule.options for rule in RULES.values())) for option in own}
+    known |= {RULE, EMA_DECAY, "mesh", "process_group", "grad_divisor", *defaults}
+    unknown = [key for _, options in overrides for key in options if key.removesuffix("_mult") not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0)
+        raise ValueError(f"override with the unknown option {unknown[0]!r}: is {near[0]!r} meant?")
     held: dict[int, tuple[list[str], Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model:
         held.setdefault(id(plain_parameter(parameter)), ([], parameter))[0].append(plain_name(name))
-    matchers = [p if callable(p) else lambda name, _, p=p: fnmatchcase(name, p) for p, _ in overrides]
     groups, unused = list[dict[str, Any]](), {*range(len(overrides))}
     for names, parameter in held.values():
-        found = [number for number, matches in enumerate(matchers) if any(matches(name, parameter) for name in names)]
-        unused.difference_update(found)
-        own = _merged(names[0], [overrides[number][1] for number in found], defaults)
-        group = next((group for group in groups if group == {**own, "params": group["params"]}), None)
-        if group is None:
-            groups.append(group := {**own, "params": []})
-        group["params"].append((names[0], parameter))
+        own: dict[str, Any] = {}
+        for number, (pattern, options) in enumerate(overrides):
+            if any(fnmatchcase(n, pattern) if isinstance(pattern, str) else pattern(n, parameter) for n in names):
+                unused.discard(number)
+                own |= {k: own.get(k, 1) * value if k.endswith("_mult") else value for k, value in options.items()}
+        group = {**getattr(own.get(RULE), "defaults", defaults), **own}
+        for key in [key for key in own if key.endswith("_mult")]:
+            if group.get(option := key.removesuffix("_mult")) is None:
+                raise ValueError(f"{key} of {names[0]!r} multiplies {option}, which has no value: give {option}=, too")
+            group[option] = group[option] * group.pop(key)
+        equal = next((other for other in groups if other == {**group, "params": other["params"]}), None)
+        if equal is None:
+            groups.append(equal := {**group, "params": []})
+        equal["params"].append((names[0], parameter))
     for number in sorted(unused) if strict else ():
-        every, pattern = [name for names, _ in held.values() for name in names], overrides[number][0]
-        near = difflib.get_close_matches(pattern, every, cutoff=0) if isinstance(pattern, str) else every[:3]
+        pattern, every = overrides[number][0], [name for names, _ in held.values() for name in names]
+        near = difflib.get_close_matches(str(pattern), every, cutoff=0)
         raise ValueError(f"override {number}, {pattern!r}, matches no parameter: there are {', '.join(near)}")
     return groups
-
-
-def _merged(name: str, found: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    own: dict[str, Any] = {}
-    for options in found:
-        own |= {key: own.get(key, 1) * value if key.endswith(_MULT) else value for key, value in options.items()}
-    merged = {**getattr(own.get(RULE), "defaults", defaults), **own}
-    for key in [key for key in own if key.endswith(_MULT)]:
-        if merged.get(option := key.removesuffix(_MULT)) is None:
-            raise ValueError(f"{key} of {name!r} multiplies {option}, which has no value: give {option}=, too")
-        merged[option] = merged[option] * merged.pop(key)
-    return merged

@@ -13,7 +13,7 @@ from client_cases import EXAMPLES, as_torchrun, load_example, needs
 from harness import run_ranks
 
 SCRIPTS = ("accelerate_loop", "compile_model", "hf_trainer", "lightning_module", "transformers_loop", "trl_sft")
-SCRIPTS += ("muon", "sleep_wake")
+SCRIPTS += ("muon", "sam", "sleep_wake")
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -78,6 +78,11 @@ def run_example(rank: int, world_size: int, name: str, *arguments: Any) -> Any:
 
 def test_muon_learns() -> None:
     for loss in run_ranks(2, run_example, "muon", ["--steps", "60"]):
+        assert loss < 0.5  # four classes: 1.386 at first
+
+
+def test_sam_learns() -> None:
+    for loss in run_ranks(2, run_example, "sam", ["--steps", "60", "--stage", "1"]):
         assert loss < 0.5  # four classes: 1.386 at first
 
 

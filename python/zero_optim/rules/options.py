@@ -26,11 +26,8 @@ SMALLEST = 2.0**-150
 class Option:
     """An argument of a rule. A parameter group may have a value of its own.
 
-    Attributes:
-        name: as in ``param_groups``.
-        default: where nothing is given.
-        stays: whether a load leaves it as it is, whatever was saved: it describes a parameter, or how something is
-            computed.
+    ``stays``: whether a load leaves it as it is, whatever was saved: it describes a parameter, or how something is
+    computed.
     """
 
     optional: ClassVar[bool] = False
@@ -52,7 +49,7 @@ class Option:
         return [[*map(itemgetter(name), groups)] for name in self.coefficients]
 
     def allows(self, values: Sequence[Any]) -> bool:
-        """Whether all ``values`` are sure to be in range: quicker than ``check`` of each. False: some may not be."""
+        """Whether all are sure to be in range, which takes less than to ``check`` each. False: some may not be."""
         return False
 
     def check(self, value: Any, owner: str) -> None:

@@ -44,9 +44,7 @@ class HyperTable:
         steps, begins, count, device = self.steps, self.begins, len(group_of), self.steps.device
         self._rules, self._own = list(rules), {rule: len(rule.coefficients) for rule in rules}
         self._places = {rule: [place for place, own in enumerate(rules) if own is rule] for rule in self._own}
-        self._order = [place for places in self._places.values() for place in places]
-        self._describing = {rule for rule in self._own if any(option.stays for option in rule.options)}
-        self._firsts = [rule.options[0] for rule in self._own if rule.options]
+        self._describing = [rule for rule in self._own if any(option.stays for option in rule.options)]
         self._averages = rules[0].averages if rules else ()
         self.steps = torch.zeros(count, dtype=torch.float64, device=device)
         self.tables = {
@@ -55,10 +53,9 @@ class HyperTable:
         averages = len(self._averages)
         self.begins = torch.ones(count, averages, dtype=torch.bool, device=device)
         self.rates = torch.zeros(count, averages, dtype=torch.float32, device=device) if averages else None
-        columns = sorted(range(len(rules)), key=self._order.__getitem__)  # of each group
-        self._group_of = torch.tensor([columns[group] for group in group_of], dtype=torch.int32, device=device)
-        # [coefficients, groups], as last sent to the device: the groups of each rule together, and of each group the
-        # coefficients of its rule, the first of ``_width``; the decays of averages follow.
+        self._group_of = torch.tensor(group_of, dtype=torch.int32, device=device)
+        # [coefficients, groups], as last sent to the device: of each group those of its rule, the first of ``_width``;
+        # the decays of averages follow.
         self._width = max(self._own.values(), default=0)
         self._by_group = torch.zeros(self._width + averages, len(rules), dtype=torch.float64, device=device)
         self._sent: list[list[float | None]] = []
@@ -72,26 +69,26 @@ class HyperTable:
         # Tensors are not read: that would be a host sync.
         rows = self._read(groups)
         numbers = _numbers(rows)
-        described = [
-            rule.describe(group) if rule in self._describing else ()
-            for rule, group in zip(self._rules, groups, strict=True)
-        ]
-        # A scheduler sets the rate of every group: 7 us a group, if all options of each were checked (Xeon).
-        others_same = (numbers[1:], described) == (self._checked[1:], self._described)
-        if numbers != self._checked and not (others_same and all(first.allows(rows[0]) for first in self._firsts)):
-            check_groups(self._rules, groups)
+        described = [rule.describe(groups[place]) for rule in self._describing for place in self._places[rule]]
+        if (numbers, described) != (self._checked, self._described):
+            # A scheduler sets the rate, the first option, of all groups: to check all options takes 7 us each (Xeon).
+            others_same = (numbers[1:], described) == (self._checked[1:], self._described)
+            if not (others_same and all(first.allows(rows[0]) for rule in self._own for first in rule.options[:1])):
+                check_groups(self._rules, groups)
         if described != self._described:
             check_described(self._rules, groups)
         self._checked, self._described = numbers, described
 
     def _read(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         """Read the rows of ``_by_group``: a coefficient of all groups."""
-        rows: list[list[Any]] = [[] for _ in range(self._width + len(self._averages))]
+        if len(self._own) == 1:
+            return self._rules[0].read_groups(groups)
+        rows: list[list[Any]] = [[0.0] * len(groups) for _ in range(self._width + len(self._averages))]
         for rule, places in self._places.items():
-            read, own = rule.read_groups([groups[place] for place in places]), self._own[rule]
-            lacking = [[0.0] * len(places)] * (self._width - own)
-            for row, values in zip(rows, (*read[:own], *lacking, *read[own:]), strict=True):
-                row += values
+            read = rule.read_groups([groups[place] for place in places])
+            for row, values in zip((*rows[: self._own[rule]], *rows[self._width :]), read, strict=True):
+                for place, value in zip(places, values, strict=True):
+                    row[place] = value
         return rows
 
     def take_over(self, saved: SavedState) -> None:
@@ -130,20 +127,19 @@ class HyperTable:
             by_group.copy_(host, non_blocking=True)
             self._sent = numbers
         for place, row in enumerate(rows):
-            for column, value in enumerate(row if capturing or None in numbers[place] else ()):
+            for group, value in enumerate(row if capturing or None in numbers[place] else ()):
                 if not isinstance(value, Tensor):
                     if capturing:
-                        by_group[place, column].fill_(float(value))
+                        by_group[place, group].fill_(float(value))
                     continue
                 if capturing and not value.is_cuda:
                     own = place < self._width
-                    group = self._order[column]
                     name = self._rules[group].coefficients[place] if own else self._averages[place - self._width]
                     raise ValueError(
                         f"{name} of group {group} is a tensor on {value.device}, which a captured step cannot read: "
                         f"move it to {by_group.device}"
                     )
-                by_group[place, column].copy_(value.reshape(()), non_blocking=True)
+                by_group[place, group].copy_(value.reshape(()), non_blocking=True)
         return by_group
 
 
