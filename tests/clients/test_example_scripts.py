@@ -81,11 +81,6 @@ def test_muon_learns() -> None:
         assert loss < 0.5  # four classes: 1.386 at first
 
 
-def test_sam_learns() -> None:
-    for loss in run_ranks(2, run_example, "sam", ["--steps", "60", "--stage", "1"]):
-        assert loss < 0.5  # four classes: 1.386 at first
-
-
 def test_an_actor_that_sleeps_learns() -> None:
     first, last = (run_ranks(2, run_example, "sleep_wake", ["--rounds", rounds]) for rounds in ("1", "12"))
     assert max(first) < -2.5 and min(last) > -2  # the reward is the distance to 3, which begins at 0
