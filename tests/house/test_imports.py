@@ -24,7 +24,16 @@ ORDER = (
     {"engine", "asleep", "shard_module", "stats"},
     {"memory"},
     {"checkpoint"},
-    {"optimizer", "drop_ins", "sync_buffers", "full_parameters", "full_state", "muon_state", "grad_scaler"},
+    {
+        "optimizer",
+        "drop_ins",
+        "sync_buffers",
+        "full_parameters",
+        "full_state",
+        "muon_state",
+        "param_groups",
+        "grad_scaler",
+    },
     {"integrations", "cli", "memory.command", "train", "bench", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {
