@@ -21,19 +21,10 @@ ORDER = (
     {"units"},
     {"grads", "settings", "validate", "admission"},
     {"step"},
-    {"engine", "asleep", "shard_module", "stats"},
+    {"engine", "asleep", "shard_module", "stats", "param_groups"},
     {"memory"},
     {"checkpoint"},
-    {
-        "optimizer",
-        "drop_ins",
-        "sync_buffers",
-        "full_parameters",
-        "full_state",
-        "muon_state",
-        "param_groups",
-        "grad_scaler",
-    },
+    {"optimizer", "drop_ins", "sync_buffers", "full_parameters", "full_state", "muon_state", "grad_scaler"},
     {"integrations", "cli", "memory.command", "train", "bench", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {
