@@ -35,17 +35,15 @@ def param_groups(
 
     Returns one group for equal options, with pairs (name, parameter), frozen ones too, in the model's order.
 
-    Raises ValueError for an override that matches nothing, an option that is neither known nor among ``defaults``, and
-    a multiplier of an option without a value.
+    Raises ValueError for an override that matches nothing, an unknown option, and a multiplier of one without a value.
     """
     overrides = [*(overrides.items() if isinstance(overrides, Mapping) else overrides)]
-    own_rules = [getattr(options.get(RULE), "options", ()) for _, options in overrides]
-    known = {option.name for own in (*own_rules, *(rule.options for rule in RULES.values())) for option in own}
-    known |= {RULE, EMA_DECAY, "mesh", "process_group", "grad_divisor", *defaults}
-    unknown = [key for _, options in overrides for key in options if key.removesuffix("_mult") not in known]
+    of_rules = [getattr(rule, "options", ()) for rule in (*RULES.values(), *(own.get(RULE) for _, own in overrides))]
+    known = {RULE, EMA_DECAY, "mesh", "process_group", "grad_divisor", *(o.name for own in of_rules for o in own)}
+    unknown = [k for _, own in overrides for k in own if k.removesuffix("_mult") not in {*known, *defaults}]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0)
-        raise ValueError(f"override with the unknown option {unknown[0]!r}: is {near[0]!r} meant?")
+        raise ValueError(f"unknown option {unknown[0]!r}: is {near[0]!r} meant? An option of your own needs a default")
     held: dict[int, tuple[list[str], Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model:
         held.setdefault(id(plain_parameter(parameter)), ([], parameter))[0].append(plain_name(name))
