@@ -53,7 +53,7 @@ def train_step(model: nn.Module, opt: zero_optim.ShardedAdamW, x: Tensor, classe
 def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=2, choices=range(3))
     parser.add_argument("--rho", type=float, default=0.05)
     arguments = parser.parse_args(argv)
     rank = int(os.environ.get("RANK", "0"))
