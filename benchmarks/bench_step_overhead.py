@@ -5,7 +5,8 @@
 Both have as many elements. One rank is compared with ``AdamW``, two ranks at stage 2 with DDP and ``AdamW``. The same
 rounds give three ops: ``backward_overhead``, ``step_overhead``, and ``loop_overhead``, which is both and
 ``zero_grad()``, so that work moved from one into the other shows. ``construct`` is the optimizer and its first loop,
-once. ``bench_checkpoint.py --width 8`` has checkpoints of small parameters.
+once. ``--grouped`` adds optimizers with a group for each parameter. ``bench_checkpoint.py --width 8`` has checkpoints
+of small parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ OPS = {"backward_overhead": ("backward",), "step_overhead": ("step",), "loop_ove
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__file__, "Measures what a parameter costs, on the CPU.", dtype=None, ranks=None, rounds=21)
     parser.add_argument("--parameters", nargs="+", type=at_least_one, default=COUNTS, metavar="N", help="(20000 200)")
+    parser.add_argument("--grouped", action="store_true", help="also with a group for each parameter")
     return run_script(parser, work, arguments)
 
 
@@ -49,7 +51,7 @@ def work(parsed: argparse.Namespace) -> None:
     result = Result(CPU, parsed.out, parsed.write, "step_overhead")
     for ranks in [parsed.ranks] if parsed.ranks else (1, 2):
         for dtype in [parsed.dtype] if parsed.dtype else ("fp32", "bf16"):
-            result.add(step(NUMEL, dtype, parsed.parameters, ranks, parsed.rounds))
+            result.add(step(NUMEL, dtype, parsed.parameters, ranks, parsed.rounds, parsed.grouped))
     show(result)
 
 
@@ -92,15 +94,19 @@ class Loop:
             torch.empty(1024)
 
 
-def ours(model: Products) -> Loop:
-    opt = ShardedAdamW(model.parameters(), **TRAINING)
+def grouped(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    return [{"params": [one], "weight_decay": (1 + n) * 1e-6} for n, one in enumerate(parameters)]
+
+
+def ours(model: Products, group: Callable[..., Any] = list) -> Loop:
+    opt = ShardedAdamW(group(model.parameters()), **TRAINING)
     return Loop(model, len(model.weights), opt.step, opt.zero_grad)
 
 
-def torchs(model: Products, *, ddp: bool = False) -> Loop:
+def torchs(model: Products, group: Callable[..., Any] = list, *, ddp: bool = False) -> Loop:
     """Make the loop of torch's fused ``AdamW``, on fp32 masters where the model has 16 bits."""
     masters = Masters(model.parameters())
-    opt = torch.optim.AdamW(masters.masters, fused=True, **TRAINING)
+    opt = torch.optim.AdamW(group(masters.masters), fused=True, **TRAINING)
 
     def step() -> None:
         masters.take_gradients()
@@ -110,17 +116,19 @@ def torchs(model: Products, *, ddp: bool = False) -> Loop:
     return Loop(replicate(model) if ddp else model, len(model.weights), step, model.zero_grad)
 
 
-LOOPS: Mapping[str, Callable[[Products], Loop]] = {
+LOOPS: dict[str, Callable[[Products], Loop]] = {
     "ours": ours,
     "fused": torchs,
     "ddp": functools.partial(torchs, ddp=True),
 }
+LOOPS |= {f"{name} grouped": functools.partial(make, group=grouped) for name, make in LOOPS.items()}
 
 
-def step(numel: int, dtype: str, counts: Sequence[int], ranks: int, rounds: int) -> list[Row]:
+def step(numel: int, dtype: str, counts: Sequence[int], ranks: int, rounds: int, grouped: bool = False) -> list[Row]:
     """Make rows of every optimizer on ``numel`` elements, cut into each of ``counts`` parameters."""
     progress(f"step_overhead: {dtype}, {ranks} ranks")
     names = ("ours", "fused" if ranks == 1 else "ddp")  # the second is the baseline
+    names += tuple(f"{name} grouped" for name in names) if grouped else ()
     times = of_the_slower(on_ranks(ranks, time_loops, names, numel, dtype, counts, rounds))
     rows: list[Row] = []
     for count in counts:

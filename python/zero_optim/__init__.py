@@ -23,6 +23,7 @@ from .full_state import full_state_dict, load_full_state_dict
 from .grad_scaler import GradScaler
 from .muon_state import state_for_muon
 from .optimizer import ShardedOptimizer
+from .param_groups import param_groups
 from .params.flat_shard import FlatShard
 from .shard_module import gather_parameters, register_forward_method, shard_module
 from .sync_buffers import sync_buffers
@@ -56,6 +57,7 @@ __all__ = [
     "load_full_state_dict",
     "load_safetensors",
     "memory",
+    "param_groups",
     "register_forward_method",
     "rules",
     "shard_module",

@@ -13,7 +13,7 @@ from client_cases import EXAMPLES, as_torchrun, load_example, needs
 from harness import run_ranks
 
 SCRIPTS = ("accelerate_loop", "compile_model", "hf_trainer", "lightning_module", "transformers_loop", "trl_sft")
-SCRIPTS += ("muon", "sleep_wake", "packed_sequences")
+SCRIPTS += ("muon", "packed_sequences", "sam", "sleep_wake")
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

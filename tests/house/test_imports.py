@@ -21,7 +21,7 @@ ORDER = (
     {"units"},
     {"grads", "settings", "validate", "admission"},
     {"step"},
-    {"engine", "asleep", "shard_module", "stats"},
+    {"engine", "asleep", "shard_module", "stats", "param_groups"},
     {"memory"},
     {"checkpoint"},
     {"optimizer", "drop_ins", "sync_buffers", "full_parameters", "full_state", "muon_state", "grad_scaler"},

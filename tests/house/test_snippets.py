@@ -105,7 +105,6 @@ data = [(torch.randn(8, 8), torch.randn(8, 8))] * 2
 """,
     ("profiling", 0): OPT,
     ("profiling", 1): "step = 1\nclass wandb: log = lambda *_, **__: None",
-    ("rules", 0): "decayed, plain, embeddings = ([nn.Parameter(torch.ones(8, 8))] for _ in range(3))",
     ("rules", 1): "def evaluate(model): model(batch_of()[0])",
     ("step", 1): OPT,
     ("step", 2): f"{OPT}max_norm = 1.0",

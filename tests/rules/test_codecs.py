@@ -219,7 +219,7 @@ class Oracle:
         g = torch.zeros_like(self.p)
         g.view(-1)[: self.numel] = _gradient(self.index, number).to(self.dtype).float().reshape(-1)
         rule, one = RULES["adamw"], torch.ones(1, dtype=torch.float64)
-        options = AdamW(**OPTIONS).read_group({**AdamW(**OPTIONS).defaults})
+        options = [own for (own,) in AdamW(**OPTIONS).read_groups([AdamW(**OPTIONS).defaults])]
         table = rule.table({n: one * x for n, x in zip(rule.coefficients, options, strict=True)}, one * (number + 1))
         columns = {name: value.float().view(1, 1) for name, value in table.items()}
         decoded = (self._of_m.decode(self.m), self._of_v.decode(self.v))

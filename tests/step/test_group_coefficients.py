@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from zero_optim.rules.kernel_rule import AdamW
+from zero_optim.rules.kernel_rule import SGD, AdamW
 from zero_optim.step.hyper_table import HyperTable
 
 import zero_kernels
@@ -51,3 +51,13 @@ def test_growing_keeps_the_steps_and_gives_new_groups_their_numbers() -> None:
     table.advance(more, torch.ones(5, dtype=torch.bool))
     assert table.steps.tolist() == [3, 1, 3, 1, 1]
     assert torch.equal(table.tables[RULE], rows([3, 1, 3, 1, 1], of, more))
+
+
+def test_groups_of_two_rules_may_take_turns() -> None:
+    sgd, settings = SGD(), [{**groups()[0], "lr": float(n), "momentum": 0.5, "dampening": 0.0} for n in range(1, 6)]
+    together = HyperTable(range(5), [RULE, sgd, sgd, RULE, sgd], torch.device("cpu"))
+    together.advance(settings, torch.ones(5, dtype=torch.bool))
+    for rule, own in ((RULE, [0, 3]), (sgd, [1, 2, 4])):
+        alone = HyperTable(range(len(own)), [rule] * len(own), torch.device("cpu"))
+        alone.advance([settings[group] for group in own], torch.ones(len(own), dtype=torch.bool))
+        assert torch.equal(together.tables[rule][own], alone.tables[rule])

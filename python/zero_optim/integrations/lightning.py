@@ -66,11 +66,10 @@ class EvaluateAverages(callbacks.Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._shown.enter_context(showing_averages(trainer.optimizers))
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, *_: Any) -> None:
         self._shown.close()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._shown.close()
+    on_exception = on_validation_end
 
 
 class ShardedStrategy(DDPStrategy):

@@ -104,9 +104,9 @@ class AdamW(KernelRule):
             )
         return None
 
-    def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        lr, beta1, beta2, eps, weight_decay, *others = super().read_group(group)
-        return (lr, beta1, beta2, eps, weight_decay, float(self.decoupled), *others)
+    def read_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+        lr, beta1, beta2, eps, weight_decay, *others = super().read_groups(groups)
+        return [lr, beta1, beta2, eps, weight_decay, [float(self.decoupled)] * len(groups), *others]
 
     def fill_table(self, by_group: Tensor, group_of: Tensor, steps: Tensor, active: Tensor, table: Tensor) -> None:
         torch.ops.zero_kernels.hyper_table(by_group, group_of, steps, active, table)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -25,11 +26,8 @@ SMALLEST = 2.0**-150
 class Option:
     """An argument of a rule. A parameter group may have a value of its own.
 
-    Attributes:
-        name: as in ``param_groups``.
-        default: where nothing is given.
-        stays: whether a load leaves it as it is, whatever was saved: it describes a parameter, or how something is
-            computed.
+    ``stays``: whether a load leaves it as it is, whatever was saved: it describes a parameter, or how something is
+    computed.
     """
 
     optional: ClassVar[bool] = False
@@ -44,9 +42,15 @@ class Option:
         """Names of the numbers that it consists of, in their order."""
         return ()
 
-    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Give the numbers of a group: floats, or tensors of one element."""
-        return tuple(group.get(name, self.default) if self.optional else group[name] for name in self.coefficients)
+    def read(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+        """Read the numbers of groups: for each coefficient a list of floats, or tensors of one element."""
+        if self.optional:
+            return [[group.get(name, self.default) for group in groups] for name in self.coefficients]
+        return [[*map(itemgetter(name), groups)] for name in self.coefficients]
+
+    def allows(self, values: Sequence[Any]) -> bool:
+        """Whether all are sure to be in range, which takes less than to ``check`` each. False: some may not be."""
+        return False
 
     def check(self, value: Any, owner: str) -> None:
         """Raise ValueError where ``value``, of ``owner``, is out of range. Tensors are not read."""
@@ -66,6 +70,10 @@ class Number(Option):
     @property
     def coefficients(self) -> tuple[str, ...]:
         return (self.name,)
+
+    def allows(self, values: Sequence[Any]) -> bool:
+        plain = self.rate and {float, int}.issuperset(map(type, values))
+        return plain and all(self.least <= value < self.below for value in values)
 
     def check(self, value: Any, owner: str) -> None:
         if self.rate and isinstance(value, Tensor):
@@ -87,8 +95,8 @@ class Betas(Option):
     def coefficients(self) -> tuple[str, ...]:
         return ("beta1", "beta2")
 
-    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(group[self.name])
+    def read(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+        return [[*map(itemgetter(place), map(itemgetter(self.name), groups))] for place in (0, 1)]
 
     def check(self, value: Any, owner: str) -> None:
         for beta in value:
@@ -151,11 +159,12 @@ class Decays(Option):
     def coefficients(self) -> tuple[str, ...]:
         return (EMA,) if len(self.default) == 1 else tuple(f"{EMA}_{n}" for n in range(len(self.default)))
 
-    def numbers(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return listed_decays(group.get(self.name, self.default))
+    def read(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+        decays = [listed_decays(group.get(self.name, self.default)) for group in groups]
+        return [[*map(itemgetter(place), decays)] for place in range(len(self.default))]
 
     def check(self, value: Any, owner: str) -> None:
-        decays = self.numbers({self.name: value})
+        decays = listed_decays(value)
         if not decays or len(decays) != len(self.default) or not all(0 <= decay <= 1 for decay in decays):
             wanted = "a number in [0, 1]" if len(self.default) < 2 else f"{len(self.default)} numbers in [0, 1]"
             raise ValueError(f"{self.name} of {owner} must be {wanted}, as the optimizer was made, got {value!r}")

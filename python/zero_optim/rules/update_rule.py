@@ -294,9 +294,9 @@ class UpdateRule:
             f"{self.own_option}. Load the model alone, and let the optimizer begin anew"
         )
 
-    def read_group(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Read numbers, or tensors of one element, in the order of ``coefficients``; the decays of averages follow."""
-        return tuple(number for option in self.options for number in option.numbers(group))
+    def read_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+        """Read numbers, or tensors of one element: a list for each of ``coefficients``, then for each decay."""
+        return [column for option in self.options for column in option.read(groups)]
 
     def describe(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """List the options by which ``group`` describes its parameters: ``refuse_parameter`` goes by them."""
