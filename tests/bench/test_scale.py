@@ -79,7 +79,7 @@ def test_a_mesh_reduces_within_a_replica_and_then_across(rows):
 
 
 def test_what_grows_with_the_ranks(rows):
-    """The exchange has two numbers a parameter and two a rank, and 64 bits of a hash; in steps no object is gathered."""
+    """The exchange has two numbers a parameter and a rank each, and a hash of 64 bits; steps gather no object."""
     for (ranks, stage), row in rows[0].items():
         totals, alarms = 3, 9 + 3 + 2 * 64 + (64 if stage == "stage3" else 0)
         assert row["exchange"] == 4 * (totals + alarms + 2 * (9 * LAYERS + 3) + 2 * ranks)
