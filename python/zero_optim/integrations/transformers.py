@@ -142,6 +142,11 @@ class ShardedTrainer(Trainer):
             self._made = optimizer
         return optimizer
 
+    def _update_auto_batch_size(self, batch_size: int) -> None:
+        super()._update_auto_batch_size(batch_size)
+        for _ in range(2 if self.optimizer is not None else 0):  # the second compares where the ranks ran out of memory
+            plain_optimizer(self.optimizer).zero_grad()
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not in_place(model, device):
             super()._move_model_to_device(model, device)

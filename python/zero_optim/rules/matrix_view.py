@@ -39,6 +39,7 @@ class MatrixView(Option):
 
     stays: bool = field(default=True, kw_only=True)
     optional = True
+    coefficients = ()
 
     def check(self, value: Any, owner: str) -> None:
         if value is None:

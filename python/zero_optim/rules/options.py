@@ -40,7 +40,7 @@ class Option:
     @property
     def coefficients(self) -> tuple[str, ...]:
         """Names of the numbers that it consists of, in their order."""
-        return ()
+        return (self.name,)
 
     def read(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         """Read the numbers of groups: for each coefficient a list of floats, or tensors of one element."""
@@ -66,10 +66,6 @@ class Number(Option):
     least: float = 0.0
     below: float = math.inf
     rate: bool = False
-
-    @property
-    def coefficients(self) -> tuple[str, ...]:
-        return (self.name,)
 
     def allows(self, values: Sequence[Any]) -> bool:
         plain = self.rate and {float, int}.issuperset(map(type, values))
@@ -113,10 +109,6 @@ class Flag(Option):
     default: bool = False
     optional = True
 
-    @property
-    def coefficients(self) -> tuple[str, ...]:
-        return (self.name,)
-
     def check(self, value: Any, owner: str) -> None:
         if value not in (False, True):
             raise ValueError(f"{self.name} of {owner} must be True or False, got {value!r}")
@@ -129,6 +121,7 @@ class Fixed(Option):
 
     default: Any = False
     optional = True
+    coefficients = ()
 
     def same(self, value: Any, other: Any) -> bool:
         """Whether two values mean the same. A checkpoint has lists for tuples."""
@@ -142,6 +135,7 @@ class Differentiable(Option):
     name: str = "differentiable"
     default: bool = False
     optional = True
+    coefficients = ()
 
     def check(self, value: Any, owner: str) -> None:
         if value:
