@@ -166,6 +166,16 @@ def test_sequences_of_different_lengths_are_as_in_one_process(stage: int, rule: 
             torch.testing.assert_close(found[name].double(), parameter.detach(), rtol=1e-4, atol=2e-6)
 
 
+def test_telemetry_has_the_norms_of_the_average() -> None:
+    params, grads = linear()
+    opt = ShardedAdamW(params, telemetry_every=1)
+    linear_loss(params, grads).backward()
+    opt.count(5)
+    opt.step()
+    norms = [value for name, value in opt.telemetry().floats().items() if name.startswith("grad_norm/")]
+    assert norms == pytest.approx([float(grad.norm() / 5) for grad in grads], rel=1e-5)
+
+
 # -- windows that cannot be averaged -----------------------------------------------------------------------------------
 
 SHAPES = ((17, 9), (5,))

@@ -409,6 +409,10 @@ class _Generator(Draw):
     def _edit(self, s: State, p: int) -> None:
         self.lines.append(f"edit({s.name}, {p}, {self.pick((0.5, 2.0, -1.0))})")
 
+    def _reset(self, s: State, p: int) -> None:
+        more = ", keep=None" if self.chance(30) else ""
+        self.lines.append(f"reset({s.name}{more}{', keep_ema=False' if self.chance(30) else ''})")
+
     def _drop(self, s: State, p: int) -> None:
         self.lines.append(f"{s.name}.params[{p}].grad = None")
         s.grads = s.grads - {p}
@@ -646,6 +650,7 @@ RARE: dict[str, Allowed] = {
     "renew": lambda g, s, p: not s.pending,
     "add_group": lambda g, s, p: not s.pending and s.late > 0,
     "edit": lambda g, s, p: s.quiet and (s.stage != 3 or (not g.flavour.cut and p in s.trained and not s.synced)),
+    "reset": lambda g, s, p: s.quiet,
     "drop": lambda g, s, p: s.quiet and p in s.trained,
     "assign": lambda g, s, p: s.quiet and s.stage != 3 and p in s.trained and not s.clipped,
     "all_reduce": lambda g, s, p: g.world > 1 and all(other.quiet for other in g.states),

@@ -210,7 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "inner": [copy.deepcopy(inner.state_dict()) for inner in self.inner],
             "options": [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups],
             "masters": [self.masters[p].detach().clone() for p in self.listed()],
-            "updates": [self.updates.get(p, 0) for p in self.listed()],
+            "updates": [self.updates.get(p) for p in self.listed()],
             "averages": [self.averages[p].clone() if p in self.averages else None for p in self.listed()],
         }
 
@@ -224,8 +224,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.listed(), state["masters"], state["updates"], state["averages"], strict=True
         ):
             self.masters[p].copy_(settled(master, p))
-            self.updates.update({p: count} if count else {})
+            self.updates.update({} if count is None else {p: count})
             self.averages.update({} if average is None else {p: average.clone()})
+
+    @torch.no_grad()
+    def reset_state(self, keep: str | None, keep_ema: bool) -> None:
+        for state in (state for inner in self.inner for state in inner.state.values()):
+            for value in (value for value in state.values() if isinstance(value, Tensor)):
+                value.zero_()
+        for p, master in self.masters.items():
+            master.copy_(settled(master, p) if keep else p.detach())
+            if p in self.averages and not keep_ema:
+                self.averages[p] = master.detach().clone()
+        self.updates = dict.fromkeys(self.updates, 0)
 
     def full_state(self) -> dict[int, dict[str, Any]]:
         """Of each parameter that was updated, by number over all groups."""

@@ -396,6 +396,9 @@ class Words:
         with a.opt.swap_to_ema():
             self.read(a)
 
+    def reset(self, a: Handle, keep: str | None = "master", keep_ema: bool = True) -> None:
+        a.opt.reset_state(keep, keep_ema=keep_ema)
+
     def look(self, a: Handle) -> None:
         """What must change nothing: ``stats``, ``state_dict``, and gradients by ``torch.autograd.grad``."""
         a.opt.stats()
