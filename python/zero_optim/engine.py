@@ -110,6 +110,7 @@ class Engine:
         # the engine they would hold the engine, and the optimizer would never be collected and closed.
         self.reducer.on_layout = [self.states.lay_out, self.param_gather.use]
         self.reducer.on_change = [self.clip.discard, self.exchange.outdate]
+        self.reducer.on_clear = [self.clip.reset, self.tokens.reset]
         self.asleep = Asleep(self.mode, parameters, sharding, self.reducer, store, sharded_model, self.measured)
         self.reducer.rounds.engine = weakref.ref(self)
         self.optimizer: Callable[[], object] = lambda: None  # a weak reference to its owner, set by that
@@ -164,7 +165,11 @@ class Engine:
         self.steps += 1
         # On CUDA the host would wait to know: ``stats()`` counts skipped steps there.
         if by.found_inf.device.type == "cpu" and LOGGER.isEnabledFor(logging.INFO) and bool(by.found_inf):
-            LOGGER.info("step %d was skipped, not finite: %s", self.steps, self.first_non_finite() or "no token")
+            empty = self.tokens.empty is not None and bool(self.tokens.empty)
+            reason = (
+                "the tokens of all ranks are no positive number" if empty else f"not finite: {self.first_non_finite()}"
+            )
+            LOGGER.info("step %d was skipped, %s", self.steps, reason)
         self.reducer.end_step()
         if self.sharded_model is not None:
             self.sharded_model.schedule.due.reset()
@@ -312,11 +317,12 @@ class Engine:
 
     def count(self, tokens: float | Tensor) -> None:
         """See ``ShardedOptimizer.count``."""
-        if self.exchange.knows(stats=False):
-            raise GradientError(
-                "opt.count() came after clip_grad_norm_ or unscale_, which has averaged the gradients: call it before"
-            )
-        self.tokens.add(tokens)
+        with self.failing_with_stages():
+            if self.exchange.knows(stats=False):
+                raise GradientError(
+                    "opt.count() came after clip_grad_norm_ or unscale_, which have exchanged tokens: call it before"
+                )
+            self.tokens.add(tokens)
 
     def unscale(self, inverse_scale: Tensor) -> None:
         """Divide gradients that are readable through ``.grad``, a dtype at a time; else leave it to ``step``."""
@@ -337,7 +343,7 @@ class Engine:
     def forget_coefficients(self) -> None:
         """Reset clipping and unscaling, and outdate the exchange: the gradients were applied or dropped."""
         self.clip.reset()
-        self.tokens.reset(self.reducer.backwards)
+        self.tokens.reset()
         self.exchange.outdate()
         if self.pipeline is not None:
             self.pipeline.end_step()

@@ -47,7 +47,7 @@ from .rules.options import EMA_DECAY
 from .rules.update_rule import UpdateRule, exported_for
 from .settings import Settings, ShardingOptions, check_keywords, shows_options
 from .stats import stats_of
-from .step.clip import KERNEL_NORMS
+from .step.clip import EXCHANGED_NORMS
 from .step.pipeline import comm_of_pipeline, make_pipeline
 from .step.saved_state import call_load_hooks
 from .step.telemetry import Telemetry
@@ -257,9 +257,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             tokens: a number of 0 or more; or a tensor of one element, which the host does not read.
 
-        Raises, here ValueError or TypeError for what is no such number, GradientError after ``clip_grad_norm_``; in
-        ``step``, on every rank, GradientError where a backward was not counted, RankMismatchError where a rank has
-        not counted.
+        Raises, here ValueError or TypeError for what is no such number, GradientError after ``clip_grad_norm_`` or
+        ``unscale_``; in ``step``, on every rank, GradientError where a backward was not counted, RankMismatchError
+        where a rank has not counted.
         """
         self.check_usable()
         self.engine.count(tokens)
@@ -292,7 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with engine.failing_with_stages():
             norm = validate.read_clip_arguments(max_norm, norm_type)
             subset = None if parameters is None else engine.parameters.indices_of(parameters)
-        engine.finish_and_exchange(norm if subset is None and norm in KERNEL_NORMS else None)
+        engine.finish_and_exchange(norm if subset is None and norm in EXCHANGED_NORMS else None)
         return engine.clip.clip_to(max_norm, norm, engine.exchange, engine.reducer.buckets, subset)
 
     # -- loss scaling --------------------------------------------------------------------------------------------

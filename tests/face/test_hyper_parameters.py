@@ -21,6 +21,7 @@ BAD = [
     ("betas", (0.9, 1.5), "betas of parameter group 0"),
     ("betas", (math.nan, 0.999), "betas of parameter group 0"),
     ("betas", (torch.ones(2), torch.ones(2)), "a tensor of one element"),
+    ("betas", (0.9,), "betas of parameter group 0"),
     ("eps", 1e-60, "0 in fp32"),
     ("eps", math.inf, "eps of parameter group 0"),
     ("weight_decay", -0.1, "weight_decay of parameter group 0"),

@@ -14,7 +14,15 @@ from harness import run_ranks
 from topology_cases import TOPOLOGIES
 from torch import Tensor, nn
 from training_cases import assert_bitwise, linear_loss, make_gradients, make_parameters, maybe_no_sync
-from zero_optim import GradientError, GradScaler, RankMismatchError, ShardedAdamW, rules, shard_module
+from zero_optim import (
+    GradientError,
+    GradScaler,
+    RankMismatchError,
+    ShardedAdamW,
+    ShardedSGD,
+    rules,
+    shard_module,
+)
 
 # -- every topology ----------------------------------------------------------------------------------------------------
 
@@ -244,7 +252,57 @@ def test_a_rank_that_does_not_count_is_an_error_on_all() -> None:
 def test_a_micro_batch_that_is_not_counted_is_an_error_on_all(ranks: int) -> None:
     errors = run_ranks(ranks, miscounted, "a micro-batch")
     assert {kind for kind, _ in errors} == {"GradientError"}
-    assert "called 1 times in this step, which has 2 backwards" in errors[-1][1]
+    assert "this step has 2 backwards, and opt.count() was called for 1" in errors[-1][1]
+
+
+def counted_before_a_load(rank: int, world_size: int) -> bool:
+    """A load that lays the buckets out as they were saved drops gradients, and with them what was counted."""
+    _, grads = linear()
+    own = make_parameters(SHAPES, torch.float32)
+    opt = ShardedSGD(own, lr=1.0)
+    linear_loss(own, grads).backward()
+    opt.count(5)
+    opt.engine.reducer.restore_order([1], [0])
+    before = [p.detach().clone() for p in own]
+    linear_loss(own, grads).backward()
+    opt.count(2)
+    opt.step()
+    for now, then, grad in zip(own, before, grads, strict=True):
+        torch.testing.assert_close(now.detach(), then - grad / 2)
+    return True
+
+
+def test_counts_go_with_the_gradients_that_a_load_drops() -> None:
+    assert all(run_ranks(2, counted_before_a_load))
+
+
+def thawed_on_one(rank: int, world_size: int) -> str:
+    """Rank 0 alone has thawed a parameter, whose exchange meets that of the other rank's clip."""
+    params, grads = linear()
+    params[1].requires_grad_(False)
+    opt, scaler = ShardedAdamW(params), GradScaler(init_scale=1.0)
+    params[1].requires_grad_(rank == 0)
+    scaler.scale(linear_loss(params[:1], grads[:1])).backward()
+    try:
+        scaler.unscale_(opt)
+        opt.clip_grad_norm_(1.0, math.inf)
+        scaler.step(opt)
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_an_exchange_has_one_size_whatever_norm_is_wanted() -> None:
+    for message in run_ranks(2, thawed_on_one):
+        assert "is frozen" in message
+
+
+def test_an_optimizer_is_made_under_another_default_device() -> None:
+    params, grads = linear()
+    with torch.device("meta"):
+        opt = ShardedAdamW(params)
+    linear_loss(params, grads).backward()
+    opt.step()
 
 
 def test_the_order_of_backward_and_count_is_free() -> None:

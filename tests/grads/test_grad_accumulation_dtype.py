@@ -279,3 +279,26 @@ def test_a_grad_dtype_of_ones_own(world_size: int, stage: int) -> None:
         )
         assert len(other) == world_size - 1
         assert all(text.startswith("RankMismatchError") and "grad_dtype=torch.float32" in text for text in other)
+
+
+def _tied(rank: int, world_size: int, stage: int) -> Tensor:
+    """A fused layer and another one have the weight: with ``zero_out_wgrad``, as in Megatron, the dummy is zero."""
+    model = _Product(fused=True)
+    model.weight.zero_out_wgrad = True
+    opt = zero_optim.ShardedSGD(model, lr=1.0, stage=stage, grad_accumulation_dtype=torch.float32)
+    (_ZeroDummy.apply(model.weight, _gradient(0, 0)) + (model.weight * _gradient(0, 1)).sum()).backward()
+    opt.step()
+    return zero_optim.full_state_dict(opt, rank=None)["state"][0]["master"]
+
+
+class _ZeroDummy(_Fused):
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return _Fused.backward(ctx, grad_output)[0].zero_(), None
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 0), (2, 2)])
+def test_a_tied_weight_has_both_of_its_gradients(world_size: int, stage: int) -> None:
+    expected = -(_gradient(0, 0).float() + _gradient(0, 1).float())
+    for master in run_ranks(world_size, _tied, stage):
+        torch.testing.assert_close(master, expected, rtol=2**-8, atol=0)

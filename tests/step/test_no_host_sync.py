@@ -31,6 +31,7 @@ MAKERS = {
 MAKERS |= {"aten::new_empty", "aten::scalar_tensor", "aten::lift_fresh", "aten::arange", "aten::new_empty_strided"}
 _POINTWISE = """
 abs add argmax bitwise_and bitwise_not bitwise_or clone clamp clamp_max copy div eq exp fill ge gt isfinite le
+bitwise_right_shift bitwise_xor
 logical_and logical_not logical_or lt maximum minimum mul ne neg pow remainder reciprocal rsub sqrt sub where zero
 nan_to_num _to_copy sum amax max any all cat stack index_select gather addcmul lerp
 _foreach_add _foreach_mul _foreach_copy _foreach_zero

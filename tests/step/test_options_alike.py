@@ -80,3 +80,36 @@ def test_on_a_gpu_they_raise_one_step_later() -> None:
     for raised, _, _ in run_ranks(2, _train, "lr", False, simulated=LATE):
         ((step, message),) = raised
         assert step == WRONG + 2 and "lr=0.02 in group 1" in message
+
+
+def _replicas(rank: int, world_size: int) -> str:
+    """At stage 0 each rank has updated its own copy."""
+    params = make_parameters(SHAPES, torch.float32)
+    opt = ShardedAdamW(params, stage=0)
+    for lr in (0.01 * (1 + rank), 0.01):
+        opt.param_groups[0]["lr"] = lr
+        linear_backward(params, make_gradients(params, 0, 0))
+        try:
+            opt.step()
+        except RankMismatchError as error:
+            return str(error)
+    return ""
+
+
+def test_the_message_says_what_to_do() -> None:
+    for message in run_ranks(2, _replicas):
+        assert "lr=0.02 in group 0" in message and "set them alike" in message and "load a checkpoint" in message
+
+
+def test_numbers_without_lower_bits_do_not_cancel() -> None:
+    """Zeros, halves and ones have only an exponent: of groups that have swapped them the hash is another."""
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "weight_decay": 0.0} for _ in range(20)]
+    table = ShardedAdamW(groups).engine.hyper
+    table._hashes, seen = True, set()
+    swaps = [(a, b) for a in range(20) for b in range(a)]
+    for a, b in swaps:
+        numbers = torch.zeros_like(table._by_group)
+        numbers[4, a], numbers[4, b] = 0.5, 0.25
+        table._hash(numbers)
+        seen.add(tuple(table.hash_bits.tolist()))
+    assert len(seen) == len(swaps)

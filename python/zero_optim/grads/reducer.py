@@ -53,7 +53,8 @@ class Reducer:
         on_layout: called with the buckets after they were laid out again.
         on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
         late: parameters whose gradient arrived after their bucket was launched; it stays on this rank.
-        backwards: how many have reached this optimizer.
+        on_clear: called when gradients are dropped.
+        backwards: how many have reached this optimizer since the last step, or since gradients were dropped.
         leftover: parameters whose gradient ``finish`` found to be assigned after the last round. Where all ranks have
             some, another round reduces them.
     """
@@ -90,6 +91,7 @@ class Reducer:
         self.backwards = 0
         self.on_layout: Sequence[Callable[[list[Bucket]], None]] = ()
         self.on_change: Sequence[Callable[[], None]] = ()
+        self.on_clear: Sequence[Callable[[], None]] = ()
         self.grow(list(parameters))
         if self._schedule is not None:
             self._schedule.listeners.append(self)
@@ -190,7 +192,9 @@ class Reducer:
         """Count a gradient that is ready."""
         # This runs for every gradient, so it does little more: 4 µs here are a third of a backward over parameters of
         # 512 elements. Work that can wait until a bucket is full does.
-        if index in self._aside:  # and the dummy goes
+        if index in self._aside:
+            if getattr(parameter, "zero_out_wgrad", False):  # a tied weight: the dummy is zero, and the rest counts
+                self._aside[index].add_(parameter.grad)
             parameter.grad, parameter.grad_added_to_main_grad = self._aside.pop(index), False
         if self._streams.several:  # before anything can raise: autograd has written the gradient by now
             self._streams.note()
@@ -411,6 +415,7 @@ class Reducer:
     def end_step(self) -> None:
         """Record that the gradients were applied. They stay until they are cleared."""
         self._streams.forget()
+        self.backwards = 0
         self.rounds.step()
 
     def clear(self, set_to_none: bool = True) -> None:
@@ -424,6 +429,10 @@ class Reducer:
         self.rounds.came.clear()
         self.late.clear()
         self.leftover.clear()
+        self._aside.clear()
+        self.backwards = 0
+        for act in self.on_clear:
+            act()
         self._counts.drop_observation()
         self.layout.nonfinite.zero_()
         for main_grad in self.main_grads.values():  # that of a backward that raised is in no ``.grad``

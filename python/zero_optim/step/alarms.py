@@ -42,8 +42,7 @@ class Combine(enum.Enum):
     - *equal*, *unequal*: no rank's number is 0.
     - *codes*: one column for each code.
 
-    So a rule needs a number above 0 in one column, or in two. Columns are summed over the ranks, or maximised with the
-    infinity norm: the table holds under both.
+    So a rule needs a number above 0 in one column, or in two. Columns are summed over the ranks.
     """
 
     ANY = enum.auto()
@@ -143,8 +142,8 @@ def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
             "uncounted",
             Combine.ANY,
             GradientError,
-            "a backward of another rank has no opt.count() of its own, in a step in which that rank has called it: its "
-            "error has the numbers",
+            "another rank made more backwards in this step than it called opt.count(): call it for each, with 0 where "
+            "there are no new tokens. Nothing was updated",
         ),
         Alarm(
             "counting",
@@ -157,7 +156,9 @@ def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
             OPTIONS,
             Combine.DIVIDED,
             RankMismatchError,
-            "the last step has used other options on some ranks than on others. Nothing was updated now",
+            "the last step used other options on some ranks than on others: set them alike on every rank before each "
+            "step. Replicas, at stage 0 and with HSDP, have different weights now: to go on, load a checkpoint. "
+            "Nothing was updated now",
             bits=HASH_BITS,
         ),
         Alarm(
@@ -221,7 +222,7 @@ class AlarmColumns:
         """Read the columns that were sent last, once, and pick the alarm to raise. The host waits for them."""
         values, start = self.on_host.read(wait=True) or [], 0
         for alarm in self._alarms:
-            if sum(column > 0 for column in values[start : start + alarm.columns]) >= alarm.needed:
+            if sum(map((0.0).__lt__, values[start : start + alarm.columns])) >= alarm.needed:
                 return alarm
             start += alarm.columns
         return None

@@ -21,7 +21,10 @@ from ..grads.slots import GradState
 from .exchange import Exchange, to_device
 from .pipeline import Pipeline
 
-KERNEL_NORMS = (1.0, 2.0, math.inf)
+EXCHANGED_NORMS = (1.0, 2.0)
+"""Norms of which the exchange of a step adds up a term."""
+
+KERNEL_NORMS = (*EXCHANGED_NORMS, math.inf)
 """Norms that ``grad_stats`` takes in one read, in one order of additions on every backend."""
 
 PART = 2**24  # elements that are widened at a time
@@ -194,7 +197,7 @@ class TokenCount:
         self.empty: Tensor | None = None
         # Of a pipeline a rank may have several stages, and a backward of each for one micro-batch.
         self._compares = sharding.pipeline_stages == 1
-        self._calls, self._backwards_before = 0, 0
+        self._calls = 0
 
     @property
     def counting(self) -> bool:
@@ -218,13 +221,13 @@ class TokenCount:
         self._calls += 1
 
     def uncounted(self, backwards: int) -> str | None:
-        """Say where this step has more backwards than calls; else None. ``backwards``: since the optimizer was made."""
-        of_step = backwards - self._backwards_before
-        if not (self._compares and 0 < self._calls < of_step):
+        """Say where a step of so many ``backwards`` has fewer calls, but some; else None."""
+        if not (self._compares and 0 < self._calls < backwards):
             return None
         return (
-            f"opt.count() was called {self._calls} times in this step, which has {of_step} backwards: call it for "
-            "every micro-batch, with 0 for a further backward over the same tokens. Nothing was updated"
+            f"this step has {backwards} backwards, and opt.count() was called for {self._calls} of them: call it for "
+            "every micro-batch, with 0 for a further backward over the same tokens, and opt.zero_grad() before a "
+            "backward is repeated. Nothing was updated"
         )
 
     def average(self, total: Tensor, counting: Tensor | None = None) -> None:
@@ -237,12 +240,12 @@ class TokenCount:
             self.scale = torch.where(counting, self.scale, 1.0)
             self.empty &= counting
 
-    def reset(self, backwards: int) -> None:
+    def reset(self) -> None:
         """Forget all counts: the step is over, or its gradients were dropped."""
         if self._calls:
             self.own.zero_()
         self.scale = self.empty = None
-        self._calls, self._backwards_before = 0, backwards
+        self._calls = 0
 
 
 # -- norms over ranks --------------------------------------------------------------------------------------------------

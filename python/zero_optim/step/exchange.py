@@ -3,7 +3,7 @@
 The vector that is exchanged::
 
     norm term | non-finite count | alarms ... | used count of each parameter ... | alarm count of each parameter ...
-    | tokens | reports of non-finite gradients ... | for the infinity norm, the largest of each rank ...
+    | tokens | reports of non-finite gradients ...
 
 It is summed. A rank adds 0 or 1 to each count: in any order fp32 adds up to 2^24 ranks, and as many tokens, without
 rounding.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -28,6 +27,7 @@ from ..comm.collectives import Comm
 from ..comm.sharding import Sharding
 from ..comm.streams import keep_tensors_of
 from ..comm.together import check_same
+from ..errors import RankMismatchError
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
 from .alarms import OPTIONS, Alarm, AlarmColumns, alarms
@@ -65,7 +65,7 @@ class ToExchange:
     Attributes:
         buckets: all buckets, with their gradients.
         used: a byte a parameter, 1 where this rank has a gradient for it.
-        norm_type: of the norm that is wanted; None: none is.
+        norm_type: of the norm that is wanted, 1 or 2; None: none is.
         stats: whether non-finite values are counted; with neither norm nor count no gradient is read.
         about: by alarm, the parameters that this rank raises it for.
         numbers: by alarm that is about no parameters, this rank's number.
@@ -90,8 +90,7 @@ class Exchange:
     Attributes:
         state: which of the values below are those of the gradients as they are.
         norm_type: of the norm that was exchanged; None: no norm was.
-        totals: [2] fp32, the sum of |g|^p of all gradients, or their largest, of that type; and the number of values
-            that are not finite.
+        totals: [2] fp32, the sum of |g|^p of all gradients, of that type; and the number of values that are not finite.
         used: [parameters] bool, whether any rank that has the parameter has a gradient for it.
         tokens: [1] fp32, those that all ranks have counted.
         found_inf: [1] fp32, not 0 where a gradient or an alarm makes every rank skip the step.
@@ -169,7 +168,7 @@ class Exchange:
         anything is updated: on CUDA one step later, in the same call, and the step in between is skipped."""
         self.check_alarms()
         about, self._edited = {**own.about, "edited": self._edited}, set()
-        vector, largest = self._vector, own.norm_type == math.inf
+        vector = self._vector
         vector.cleared.zero_()
         if own.norm_type is not None or own.stats:
             self.totals.copy_(self._local_totals(own.buckets, own.norm_type or 2.0))
@@ -183,11 +182,7 @@ class Exchange:
         if own.tokens is not None:
             self.tokens.copy_(own.tokens)
         self.nonfinite.report(vector.reports, *own.flags)
-        if largest:
-            vector.largest[self.sharding.world.rank].copy_(self.totals[0])
-        self.sharding.world.exchange(vector.all if largest else vector.usual)
-        if largest:
-            self.totals[0].copy_(vector.largest.amax())
+        self.sharding.world.exchange(vector.all)
         if self._alarms and not is_capturing(self.sharding.device):
             vector.alarms.on_host.send()
             self._own_reasons = own.reasons
@@ -214,7 +209,7 @@ class Exchange:
             self._own_totals.copy_(self.totals)
         own = self._own_totals if norm_type is not None or stats else None
         raised, tokens = self._vector.alarms.raised_on_device(), self.tokens if counting else None
-        of_all = self._pipeline.combine(own, norm_type, raised, inverse_scale, tokens)
+        of_all = self._pipeline.combine(own, raised, inverse_scale, tokens)
         # Another stage may have exchanged again, where gradients were edited: then its count of non-finite values is
         # another, while the norm of the clip stays.
         first = 0 if fresh else 1
@@ -241,9 +236,11 @@ class Exchange:
             self.outdate()
             if alarm.name == OPTIONS and self._hyper is not None:
                 self._hyper.reset_hash()  # on all ranks: the next step compares what it uses itself
-                if names_options:
-                    described, remedy = self._hyper.describe_used(), "use in every step"
-                    check_same(self.sharding.world, described, "step", remedy)
+                try:
+                    if names_options:
+                        check_same(self.sharding.world, self._hyper.describe_used(), "step", "set before each step")
+                except RankMismatchError as error:
+                    raise alarm.error("", "", [f"{error}. {alarm.message}"]) from None
             raise alarm.error(names, " or ".join(sorted(dtypes)), self._own_reasons.get(alarm.name, ()))
 
     def decide(self, skip_nonfinite: bool) -> None:
@@ -266,10 +263,7 @@ class Exchange:
         stats = torch.ops.zero_kernels.grad_stats([*counted, *elsewhere], norm_type)
         if elsewhere:  # the norm has them from another rank; but a value that is not finite here skips the step
             stats[len(counted) :, 0].zero_()
-        totals = stats.sum(0)
-        if norm_type == math.inf:
-            totals[0] = stats[:, 0].max()
-        return totals
+        return stats.sum(0)
 
 
 class ExchangeVector:
@@ -285,28 +279,24 @@ class ExchangeVector:
 
     Attributes:
         all: fp32, the vector. The others are views of it.
-        usual: what is exchanged unless the infinity norm is wanted: without ``largest``.
         totals: [2] the norm term and the non-finite count.
         alarms: their columns.
         used_counts: [parameters, and more of experts] how many ranks use each.
         named_counts: [parameters] how many ranks have an alarm about each.
         tokens: [1]
         reports: [2 * ranks] of non-finite gradients, see ``NonFinite``.
-        largest: [ranks] the largest |g| of each rank.
-        cleared: the last four: what other ranks write is zeroed before an exchange.
+        cleared: the last three: what other ranks write is zeroed before an exchange.
     """
 
     def __init__(
         self, of: Sequence[Alarm], places: Sequence[tuple[int, int]], world: Comm, device: torch.device
     ) -> None:
-        counts, ranks = [count for count, _ in places], world.world_size
-        cleared = [len(places) if of else 0, 1, 2 * ranks, ranks]
+        counts = [count for count, _ in places]
+        cleared = [len(places) if of else 0, 1, 2 * world.world_size]
         sizes = [2, sum(alarm.columns for alarm in of), sum(counts), *cleared]
         self.all = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self.usual, self.cleared = self.all[:-ranks], self.all[-sum(cleared) :]
-        self.totals, columns, self.used_counts, self.named_counts, self.tokens, self.reports, self.largest = (
-            self.all.split(sizes)
-        )
+        self.cleared = self.all[-sum(cleared) :]
+        self.totals, columns, self.used_counts, self.named_counts, self.tokens, self.reports = self.all.split(sizes)
         self.alarms = AlarmColumns(of, columns)
         self._own_use = torch.zeros(len(places), dtype=torch.float32, device=device)  # as last sent there
         self._sent = bytearray(len(places))

@@ -66,13 +66,14 @@ class HyperTable:
         self._group_of = torch.tensor(group_of, dtype=torch.int32, device=device)
         # [coefficients, groups], as last sent to the device: of each group those of its rule, the first of ``_width``;
         # the decays of averages follow.
-        self._width = max(self._own.values(), default=0)
+        before, self._width = getattr(self, "_width", 0), max(self._own.values(), default=0)
+        if before != self._width:
+            self._used: list[list[list[Any]]] = []  # rows of the last two steps
         self._by_group = torch.zeros(self._width + averages, len(rules), dtype=torch.float64, device=device)
-        generator = torch.Generator().manual_seed(len(rules))
-        odd = torch.randint(-(2**62), 2**62, self._by_group.shape, generator=generator, dtype=torch.int64) | 1
+        generator, of_all = torch.Generator("cpu").manual_seed(len(rules)), self._by_group.shape
+        odd = torch.randint(-(2**62), 2**62, of_all, generator=generator, dtype=torch.int64, device="cpu") | 1
         self._weights = odd.to(device)
         self._sent: list[list[float | None]] = []
-        self._used: list[list[list[Any]]] = []  # in the last two steps
         self._checked: list[list[float | None]] = []
         self._described: list[tuple[str, ...]] = []
         self.steps[: len(steps)], self.begins[: len(steps)] = steps, begins
@@ -81,7 +82,11 @@ class HyperTable:
         """Raise ValueError for a number that was set out of range since the last step, where it would make weights NaN,
         and for a description of parameters, such as ``view``, that a group's parameters do not fit."""
         # Tensors are not read: that would be a host sync.
-        rows = self._read(groups)
+        try:
+            rows = self._read(groups)
+        except (IndexError, TypeError):  # too few numbers, of which this has more to say
+            check_groups(self._rules, groups)
+            raise
         numbers = [*map(_numbers, rows)]
         described = [rule.describe(groups[place]) for rule in self._describing for place in self._places[rule]]
         if (numbers, described) != (self._checked, self._described):
@@ -155,8 +160,10 @@ class HyperTable:
         return names[place] if place < len(names) else ""
 
     def _hash(self, by_group: Tensor) -> None:
-        # Odd factors: a change of one number always changes the sum. On the device, as options may be tensors.
-        bits = (by_group.view(torch.int64) * self._weights).sum() & self._masks
+        # Odd factors: a change of one number always changes the sum. The exponents are added in below, as a number such
+        # as 0.5 has no other bits, and those of two groups would often cancel. On the device: options may be tensors.
+        numbers = by_group.view(torch.int64)
+        bits = ((numbers ^ torch.bitwise_right_shift(numbers, 32)) * self._weights).sum() & self._masks
         torch.cat([bits != 0, bits == 0], out=self.hash_bits)
         self._hashed = True
 

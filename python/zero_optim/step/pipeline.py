@@ -15,7 +15,6 @@ A parameter that two stages have, as a tied embedding, is marked ``shared`` on o
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -44,7 +43,7 @@ _MOST_CALLS = 4
 class Pipeline:
     """The ranks that have the other stages of this rank's pipeline.
 
-    They exchange one vector in every step, summed or maximised; each stage has places of its own in it::
+    They exchange one vector in every step, summed; each stage has places of its own in it::
 
         norm term | non-finite count | flag of each stage | inverse loss scale of each stage
         | 1 for each stage that counts tokens | tokens of each
@@ -73,7 +72,6 @@ class Pipeline:
     def combine(
         self,
         totals: Tensor | None,
-        norm_type: float | None,
         alarm: Tensor,
         inverse_scale: Tensor | None,
         tokens: Tensor | None = None,
@@ -82,7 +80,6 @@ class Pipeline:
 
         Args:
             totals: of this stage, as they are returned; None: nobody asks for them.
-            norm_type: of the norm term; None: there is none.
             alarm: [1] fp32, 1 where this stage takes no step, else 0.
             inverse_scale: [1] fp32, the inverse of the loss scale of this step; None: the loss is not scaled.
             tokens: [1] fp32, those that this stage's ranks have counted; None: they have not counted.
@@ -95,7 +92,7 @@ class Pipeline:
         if tokens is not None:
             self._counting[self.comm.rank].fill_(1.0)
             self._tokens[self.comm.rank].copy_(tokens.reshape(()))
-        self.comm.exchange(self._vector, maximum=norm_type == math.inf)
+        self.comm.exchange(self._vector)
         counting = self._counting > 0
         self.counting.copy_(counting.any())
         self.tokens.copy_(self._tokens.amax())
