@@ -45,7 +45,10 @@ def param_groups(
         near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0)
         raise ValueError(f"unknown option {unknown[0]!r}: is {near[0]!r} meant? An option of your own needs a default")
     held: dict[int, tuple[list[str], Tensor]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else model:
+    named = [*model.named_parameters(remove_duplicate=False)] if isinstance(model, nn.Module) else [*model]
+    if any(isinstance(entry, Tensor) for entry in named):
+        raise TypeError("param_groups takes a model, or pairs (name, parameter), as model.named_parameters() gives them")
+    for name, parameter in named:
         held.setdefault(id(plain_parameter(parameter)), ([], parameter))[0].append(plain_name(name))
     groups, unused = list[dict[str, Any]](), {*range(len(overrides))}
     for names, parameter in held.values():
