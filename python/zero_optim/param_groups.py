@@ -47,7 +47,7 @@ def param_groups(
     held: dict[int, tuple[list[str], Tensor]] = {}
     named = [*model.named_parameters(remove_duplicate=False)] if isinstance(model, nn.Module) else [*model]
     if any(isinstance(entry, Tensor) for entry in named):
-        raise TypeError("param_groups takes a model, or pairs (name, parameter), as model.named_parameters() gives them")
+        raise TypeError("param_groups takes a model, or pairs (name, parameter), as of model.named_parameters()")
     for name, parameter in named:
         held.setdefault(id(plain_parameter(parameter)), ([], parameter))[0].append(plain_name(name))
     groups, unused = list[dict[str, Any]](), {*range(len(overrides))}
