@@ -74,10 +74,7 @@ def _on(device: torch.device, groups: Any) -> Any:
             copies[id(tensor)] = tensor.detach().to(device, copy=True)
         return copies[id(tensor)]
 
-    return [
-        {key: of if key == "params" else tree_map_only(Tensor, copied, of) for key, of in group.items()}
-        for group in groups
-    ]
+    return tree_map_only(Tensor, copied, groups)
 
 
 @torch.no_grad()

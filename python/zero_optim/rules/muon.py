@@ -4,7 +4,8 @@ layers in neural networks", 2024), as ``torch.optim.Muon`` has it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import zero_kernels
 from zero_kernels import ROW
 
 from ..comm.collectives import Comm
+from ..comm.sharding import split_runs
 from ..params.layout import WholeParameters, round_up
 from ..params.param_shard import plain_parameter
 from ..params.tensor_slice import DIM, SIZES, STRIDE, Joint, is_plain_slice, whole_shape
@@ -40,6 +42,8 @@ LEAST_TOGETHER = 17
 # The most elements that are updated together, unless one parameter has more. On a processor they stay in its cache. On
 # a GPU they are more, since each launch takes time (not measured).
 ON_A_PROCESSOR, ON_A_GPU = 2**18, 2**22
+
+_numel = attrgetter("numel")
 
 
 class _Part(NamedTuple):
@@ -189,7 +193,7 @@ class Muon(UpdateRule):
         time."""
         stored = [part for tensor in self.tensors for part in parts_of(self.codecs, tensor)]
         for shard in shards:
-            for wholes in _together(shard.wholes, _most(shard.grad)):
+            for wholes in split_runs(shard.wholes, _numel, _most(shard.grad)):
                 # They follow each other in the shard: view that part of it.
                 start = wholes[0].start
                 numel = round_up(wholes[-1].start + wholes[-1].numel, ROW) - start
@@ -329,7 +333,7 @@ class Muon(UpdateRule):
     def _orthogonalize_replicated(self, tensors: Sequence[Tensor], shares: WorkSplit) -> None:
         """Collective. ``_orthogonalize`` this rank's matrices, some at a time, and receive the other replicas'."""
         for tensor, wholes in zip(tensors, shares.own, strict=True):
-            for run in _together([whole for whole in wholes if whole.numel], _most(tensor)):
+            for run in split_runs(filter(_numel, wholes), _numel, _most(tensor)):
                 self._orthogonalize(tensor, run)
         shares.exchange(tensors)
 
@@ -367,20 +371,6 @@ class Muon(UpdateRule):
 def _most(tensor: Tensor) -> int:
     """Give the most elements that are updated together, where ``tensor`` is."""
     return ON_A_PROCESSOR if tensor.device.type == "cpu" else ON_A_GPU
-
-
-def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
-    """Split ``wholes`` into runs of ``most`` elements at most, or of one parameter."""
-    run: list[Whole] = []
-    numel = 0
-    for whole in wholes:
-        if run and numel + whole.numel > most:
-            yield run
-            run, numel = [], 0
-        run.append(whole)
-        numel += whole.numel
-    if run:
-        yield run
 
 
 def scale_of(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
