@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--backends", nargs="+", metavar="NAME", help="kernel backends to measure (all but reference)")
     flag("--rounds", type=at_least_one, metavar="N", help="timed rounds of each case (10 to 51, as 5 seconds allow)")
     flag("--threads", type=at_least_one, metavar="N", help="torch's threads on the CPU (torch's own choice)")
-    flag("--out", type=Path, metavar="DIR", help="where JSON and plot go (below benchmarks/results in a checkout)")
+    flag("--out", type=Path, metavar="DIR", help="where JSON goes (below benchmarks/results in a checkout)")
     flag("--no-write", dest="write", action="store_false", help="print the table only")
 
 

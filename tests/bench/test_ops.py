@@ -367,12 +367,11 @@ def test_what_is_no_size(text):
         parse_numel(text)
 
 
-def test_a_run_prints_a_table_and_leaves_a_file_and_a_plot(bench):
+def test_a_run_prints_a_table_and_leaves_a_file(bench):
     outcome = bench(*SMALL, "--numel", "4096", "2^13", "--out", "results")
     assert outcome.code == 0, outcome.err
-    (file,), (plot,) = Path("results").glob("*.json"), Path("results").glob("*.png")
-    assert plot.stem == file.stem and plot.read_bytes().startswith(b"\x89PNG")
-    assert outcome.out.endswith(f"\n{file}\n{plot}\n")
+    (file,) = Path("results").iterdir()
+    assert file.suffix == ".json" and outcome.out.endswith(f"\n{file}\n")
     made = json.loads(file.read_text())
     assert file.stem == "-".join([made["date"], made["commit"] or f"v{made['version']}"])
     rows = [row for row in made["rows"] if row["op"] in run.CASES]

@@ -1,4 +1,4 @@
-"""The run of ``zero-optim bench``: every case in turn, then the table, the result file and the roofline."""
+"""The run of ``zero-optim bench``: every case in turn, then the table and the result file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import gc
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,29 +49,7 @@ def main(parsed: argparse.Namespace) -> int:
     print(table(result.record()))
     if result.path is not None:
         print(f"\n{result.path}")
-        try:
-            roofline(result.record(), result.path.with_suffix(".png"))
-        except ModuleNotFoundError as missing:
-            print(f"no plot: {missing}; pip install matplotlib draws it")
     return 0
-
-
-def roofline(record: Mapping[str, Any], path: Path) -> None:
-    """Draw the bandwidth of each backend over sizes, and that of the yardstick: a panel for each op and dtype."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in record["rows"] if row.get("gbps") is not None]
-    panels = list(dict.fromkeys((row["op"], row["dtype"]) for row in rows))
-    figure = Figure(figsize=(5 * max(len(panels), 1), 4), layout="constrained")
-    for place, panel in enumerate(panels, 1):
-        axis = figure.add_subplot(1, len(panels), place, title=", ".join(panel), xlabel="elements", ylabel="GB/s")
-        own = [row for row in rows if (row["op"], row["dtype"]) == panel]
-        for backend in dict.fromkeys(row["backend"] for row in own):
-            points = sorted((row["numel"], row["gbps"]) for row in own if row["backend"] == backend)
-            axis.semilogx(*zip(*points, strict=True), base=2, marker="o", label=backend)
-        axis.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    print(path)
 
 
 def find_device(asked: str | None) -> torch.device:
