@@ -15,8 +15,18 @@ import pytest
 import torch
 from zero_optim import doctor
 from zero_optim.bench import cases, record, run, timing
-from zero_optim.bench.cases import COPY, STATE_FORMS, STREAM, TORCH, Case, Setting, choose_backends
-from zero_optim.bench.peers import FUSED, PEERS, TORCHS
+from zero_optim.bench.cases import (
+    COPY,
+    FUSED,
+    PEERS,
+    STATE_FORMS,
+    STREAM,
+    TORCH,
+    TORCHS,
+    Case,
+    Setting,
+    choose_backends,
+)
 from zero_optim.bench.timing import Clock, EventClock, Job, Spread, interleaved
 from zero_optim.errors import UsageError
 from zero_optim_cli.choices import parse_numel

@@ -13,8 +13,7 @@ import torch
 from ..doctor import version_of
 from ..errors import UsageError, ZeroOptimError
 from . import cases
-from .cases import Row, Setting, choose_backends
-from .peers import PEERS, TORCHS
+from .cases import PEERS, TORCHS, Row, Setting, choose_backends
 from .record import Result, title
 from .timing import Clock, interleaved, make_clock
 
