@@ -34,8 +34,7 @@ from ..errors import UsageError
 from ..rules.codec import DTYPES
 from ..rules.muon import Muon
 from ..shard_module import gather_parameters
-from .config import RESUME_AUTO, Flags, TrainConfig, fresh_config, resumed_config
-from .model import GPT, Block, generate, next_byte_loss
+from .model import GPT, RESUME_AUTO, Block, Flags, TrainConfig, fresh_config, generate, next_byte_loss, resumed_config
 from .page import PICTURE, RUN, WHOLE, Session, draw_loss, tables, write_page
 from .ranks import choose_device, join_ranks, local_ranks, watch_signals
 from .run_dir import CHECKPOINTS, find_checkpoint, open_log, open_run, rewind, run_of
