@@ -28,9 +28,8 @@ from zero_optim.bench.record import Result, title
 from zero_optim.bench.run import find_device
 from zero_optim.errors import ZeroOptimError
 from zero_optim.rules.codec import DTYPES
-from zero_optim.train.config import TrainConfig
-from zero_optim.train.data import fixed_windows, load_corpus
-from zero_optim.train.model import GPT, next_byte_loss
+from zero_optim.train.loop import fixed_windows, load_corpus
+from zero_optim.train.model import GPT, TrainConfig, next_byte_loss
 from zero_optim_cli.choices import at_least_one
 
 Flags = Sequence[str]  # of ``zero-optim train``

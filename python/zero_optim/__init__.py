@@ -19,9 +19,8 @@ from .errors import (
     ZeroOptimError,
 )
 from .full_parameters import full_model_state_dict, iter_full_parameters
-from .full_state import full_state_dict, load_full_state_dict
+from .full_state import full_state_dict, load_full_state_dict, state_for_muon
 from .grad_scaler import GradScaler
-from .muon_state import state_for_muon
 from .optimizer import ShardedOptimizer
 from .param_groups import param_groups
 from .params.flat_shard import FlatShard

@@ -29,8 +29,7 @@ from .params.flat_params import FlatParams
 from .params.layout import round_up
 from .params.parameter_set import ParameterSet
 from .step.telemetry import Measured
-from .stores.host_memory import ALIGNMENT, HostMemory
-from .stores.lanes import Lane, Lanes
+from .stores.host_memory import ALIGNMENT, HostMemory, Lane, Lanes
 from .stores.state_store import StateStore
 from .units.sharded_model import ShardedModel
 

@@ -64,7 +64,7 @@ def _work(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _train(parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from .train.config import given_flags
+    from .train.model import given_flags
 
     given, ranks, started = given_flags(parsed), parsed.ranks, int(os.environ.get("WORLD_SIZE", "0"))
     if ranks is not None and not started:

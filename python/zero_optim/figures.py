@@ -56,17 +56,6 @@ def size(nbytes: float) -> str:
     return f"{value:,.3g} {unit.name}" if value < 1000 else f"{value:,.0f} {unit.name}"
 
 
-def duration(seconds: float) -> str:
-    """``39.6 s``, ``2 min 44 s``, ``3 h 05 min``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02} s"
-    days, hours = divmod(minutes // 60, 24)
-    return (f"{days} d " if days else "") + f"{hours} h {minutes % 60:02} min"
-
-
 def count(number: int, thing: str) -> str:
     """``1 step``, ``2,000 steps``."""
     return f"{number:,} {thing if number == 1 else thing + 's'}"

@@ -21,8 +21,7 @@ from .params.param_shard import ParamShard, plain_parameter
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
 from .params.tensor_slice import is_cut, local_of, marked, mesh_of
-from .stores.host_memory import HostMemory
-from .stores.lanes import Lanes
+from .stores.host_memory import HostMemory, Lanes
 from .units.hooks import watch_part
 from .units.schedule import UnitSchedule, in_backward
 from .units.sharded_model import ShardedModel, flatten, sharded_model_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 from .choices import DTYPES, MASTERS, MODELS, MUON, RULES, STATE_DTYPES, read_nbytes
@@ -33,10 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--state-dtype", str, "as state_dtype= has it (fp32)", choices=STATE_DTYPES, default="fp32")
     flag("--averages", int, "averages of the parameters, as ema_decay has them kept (0)", default=0)
     text = "LoRA's adapters of this rank are trained, on every matrix of the layers; the model is frozen"
-    parts = parser.add_mutually_exclusive_group()
-    parts.add_argument("--lora", type=int, metavar="RANK", help=text)
-    text = "of the parameters, spread evenly over the model: a part, as in 1%% or 0.01, or a number, as in 20M (all)"
-    parts.add_argument("--trainable", type=_trainable, metavar="PART", help=text)
+    flag("--lora", int, text, metavar="RANK")
     flag("--offload", _offload, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default="none")
     parser.add_argument("--param-offload", action="store_true", help="stage 3: shards of parameters in host memory")
     flag("--gpu-memory", _size, "of each rank's device (80GB)", default=80 * 10**9, metavar="SIZE")
@@ -64,17 +60,6 @@ def _count(text: str) -> int:
     if count > 10**15:
         raise argparse.ArgumentTypeError(f"{text!r} is too many to be planned: at most 1e15")
     return count
-
-
-def _trainable(text: str) -> Fraction | int:
-    """Read a part such as ``1%`` or ``0.01``, or a number of parameters, such as ``20M``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text.strip())
-    part = Fraction(match[1]) / 100 if match else Fraction(text) if re.fullmatch(r"0?\.\d+", text.strip()) else None
-    if part is not None and 0 < part <= 1:
-        return part
-    if part is None and (count := _number(text)):
-        return count
-    raise argparse.ArgumentTypeError(f"{text!r} is neither a part such as 1% or 0.01 nor a number such as 20M")
 
 
 def _stages(text: str) -> tuple[int, ...]:

@@ -102,7 +102,7 @@ def agreed() -> tuple[list[int], int]:
 
 def waited_for_in_a_thread() -> int:
     """A thread begins with GPU 0, whatever the program has chosen."""
-    from zero_optim.stores.lanes import Mark
+    from zero_optim.stores.host_memory import Mark
 
     torch.cuda.set_device(1)
     raised: list[BaseException] = []

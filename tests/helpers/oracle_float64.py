@@ -19,8 +19,7 @@ from torch import Tensor
 from zero_optim.params.layout import SlotPiece
 from zero_optim.params.storage_order import view_of
 from zero_optim.rules import Lion
-from zero_optim.rules.matrix_view import VIEW, blocks_of, matrices_of
-from zero_optim.rules.muon import BUFFER, Muon
+from zero_optim.rules.muon import BUFFER, VIEW, Muon, blocks_of, matrices_of
 from zero_optim.rules.newton_schulz import OPTIONS, Step, listed, phases
 from zero_optim.rules.update_rule import MASTER, UpdateRule, master_of
 from zero_optim.step.shard_state import ShardState

@@ -24,7 +24,7 @@ ORDER = (
     {"engine", "asleep", "shard_module", "stats", "param_groups"},
     {"memory"},
     {"checkpoint"},
-    {"optimizer", "drop_ins", "sync_buffers", "full_parameters", "full_state", "muon_state", "grad_scaler"},
+    {"optimizer", "drop_ins", "sync_buffers", "full_parameters", "full_state", "grad_scaler"},
     {"integrations", "cli", "memory.command", "train", "bench", "doctor", "__main__", "__init__"},
 )
 COLLECTIVES = {

@@ -380,15 +380,6 @@ def test_room_for_adapters_is_their_own(capsys):
     assert all(parameter.room == parameter.numel for parameter in trained)
 
 
-@pytest.mark.parametrize(("part", "trained"), [("1%", 0.01 * 124439808), ("0.25", 124439808 / 4), ("20M", 20e6)])
-def test_a_part_of_a_model_is_trained(capsys, part, trained):
-    (made,) = json.loads(command(capsys, "--model", "gpt2", "--stage", "0", "--trainable", part, "--json"))
-    assert made["parameters"] == KNOWN["gpt2"].numel
-    assert made["trained_parameters"] == pytest.approx(trained, abs=len(KNOWN["gpt2"].numels))
-    assert made["bytes_per_rank"]["exp_avg"] == 4 * made["trained_parameters"]
-    assert made["bytes_per_rank"]["gradients"] == 2 * made["trained_parameters"]
-
-
 def test_flags_have_the_words_of_the_package():
     """They are written twice, as the command line is read before the package is imported."""
     assert {*choices.DTYPES} == {*command_module.DTYPES} and (*MASTERS,) == choices.MASTERS
@@ -436,7 +427,6 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         (["--model", "Qwen/Qwen3-8B"], "download its config.json and give the path"),
         (["--model", "mixtral-8x7b"], "download its config.json and give the path"),
         (["--model", "gpt2", "--lora", "0"], "--lora 0: at least 1"),
-        (["--model", "gpt2", "--trainable", "1B"], "--trainable 1,000,000,000: the model has 124,439,808 parameters"),
         (["--model", "no/config.json"], "no such file"),
         (["--params", "7e9", "--seq", "10"], "--seq and --batch"),
         (["--params", "7e9", "--checkpointing"], "--checkpointing"),
@@ -487,7 +477,6 @@ def test_memory_without_a_unit_is_told_as_what_it_is(capsys):
         ["--offload", "cpu:8GB"],
         ["--gpu-memory", "0"],
         ["--world", "x"],
-        ["--trainable", "200%"],
     ],
 )
 def test_flags_that_cannot_be_read(capsys, flags):

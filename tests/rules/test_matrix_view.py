@@ -18,8 +18,7 @@ from muon_cases import AS_TORCH, OPTIONS, Gradient, masters_alone, masters_of, s
 from torch import Tensor, nn
 from zero_optim import ParameterError, ShardedMuon
 from zero_optim.rules import muon
-from zero_optim.rules.matrix_view import blocks_of, matrices_of, shapes_of
-from zero_optim.rules.muon import LEAST_TOGETHER
+from zero_optim.rules.muon import LEAST_TOGETHER, blocks_of, matrices_of, shapes_of
 from zero_optim.rules.newton_schulz import QUINTIC, orthogonalized
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d

@@ -167,7 +167,7 @@ FAULTS = (
     ),
     Fault(
         "the host waits on the current GPU, which is another rank's",
-        "stores/lanes.py",
+        "stores/host_memory.py",
         "with on_device(self._device):\n            self.event.synchronize()",
         OrderProgram(2, "updated on the host"),
         new="self.event.synchronize()",

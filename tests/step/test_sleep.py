@@ -24,8 +24,7 @@ from torch.nn.modules import module as modules
 from training_cases import TINY_CAP_MB, assert_bitwise, linear_backward, make_gradients, make_parameters
 from zero_optim import asleep, checkpoint, mode
 from zero_optim.mode import Mode
-from zero_optim.stores.host_memory import HostMemory
-from zero_optim.stores.lanes import Lane
+from zero_optim.stores.host_memory import HostMemory, Lane
 
 SHAPES = ((17, 9), (300,), (5, 3, 2), (40, 25))
 STEPS = 5

@@ -25,8 +25,7 @@ from hypothesis import strategies as st
 from zero_optim import ClosedError, OffloadError
 from zero_optim.stores import disk_pages
 from zero_optim.stores.disk_pages import DiskBacking, DiskPage, PagePlace, checksum_function, memory_of
-from zero_optim.stores.host_memory import ALIGNMENT, HostMemory
-from zero_optim.stores.lanes import Mark
+from zero_optim.stores.host_memory import ALIGNMENT, HostMemory, Mark
 
 SECONDS = 60.0
 
@@ -514,7 +513,7 @@ from pathlib import Path
 from zero_optim import ClosedError
 from zero_optim.stores.disk_pages import DiskBacking
 from zero_optim.stores.host_memory import HostMemory
-from zero_optim.stores.lanes import Mark
+from zero_optim.stores.host_memory import Mark
 backing = DiskBacking(Path(sys.argv[1]), 0, HostMemory(pinned=False))
 page = backing.allocate(9)
 page.overwrite().fill_(7)

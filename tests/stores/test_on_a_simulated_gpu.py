@@ -21,8 +21,7 @@ PAGE = NUMEL * 4  # bytes
 
 
 def _store(budget: float = 0, room: Any = None) -> Any:
-    from zero_optim.stores.host_memory import HostMemory
-    from zero_optim.stores.lanes import Lanes
+    from zero_optim.stores.host_memory import HostMemory, Lanes
     from zero_optim.stores.paged_store import HostBacking, PagedStore
 
     device = torch.device("cuda", 0)

@@ -12,8 +12,7 @@ import torch
 from tables import table
 from zero_optim.stores import disk_pages
 from zero_optim.stores.disk_pages import DiskBacking, DiskPage, PagePlace
-from zero_optim.stores.host_memory import HostMemory
-from zero_optim.stores.lanes import Lanes, Mark
+from zero_optim.stores.host_memory import HostMemory, Lanes, Mark
 from zero_optim.stores.paged_store import HostBacking, PagedStore, PageState
 
 IN_FRAMES = table(PageState.__doc__, "event")

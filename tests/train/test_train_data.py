@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from zero_optim.train.data import draw_windows, fixed_windows, load_corpus, split, unigram_entropy
+from zero_optim.train.loop import draw_windows, fixed_windows, load_corpus, split, unigram_entropy
 
 TEXT = torch.arange(1000).remainder(251).to(torch.uint8)
 WHERE = {"seed": 0, "step": 5}

@@ -18,7 +18,7 @@ from checkpoint_files import read_tensors, weights_in
 from training import TINY, read_log, saved_steps, without_speed
 from zero_optim import GradScaler
 from zero_optim.train import loop, run_dir
-from zero_optim.train.data import draw_windows, load_corpus, unigram_entropy
+from zero_optim.train.loop import draw_windows, load_corpus, unigram_entropy
 from zero_optim.train.model import GPT, ModelConfig, generate, next_byte_loss
 
 KEYS = ["step", "loss", "lr", "grad_norm", "loss_scale", "tokens_per_s", "ms"]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from training import ENDLESS, ROOT, TINY, environment, read_log, saved_steps
-from zero_optim.train import config
-from zero_optim.train.config import TrainConfig, fresh_config, has_bf16_units
+from zero_optim.train import model
+from zero_optim.train.model import TrainConfig, fresh_config, has_bf16_units
 from zero_optim_cli.train import add_arguments
 
 
@@ -147,14 +147,14 @@ def test_arguments_are_read_before_torch_is_imported() -> None:
 
 
 def test_the_dtype_follows_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "has_bf16_units", lambda device: False)
+    monkeypatch.setattr(model, "has_bf16_units", lambda device: False)
     made = fresh_config({}, "cpu")
     assert (made.dtype, made.steps, made.batch) == ("fp32", 250, 2)
     assert fresh_config({"dtype": "bf16"}, "cpu") == TrainConfig()
     assert fresh_config({"steps": 7}, "cpu").steps == 7
     assert fresh_config({"master": "split"}, "cpu") == TrainConfig(master="split")  # which fp32 parameters cannot have
     assert fresh_config({}, "cuda") == TrainConfig(dtype="fp32", device="cuda")
-    monkeypatch.setattr(config, "has_bf16_units", lambda device: True)
+    monkeypatch.setattr(model, "has_bf16_units", lambda device: True)
     assert fresh_config({}, "cpu") == TrainConfig()
 
 

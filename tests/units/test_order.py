@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from zero_optim.units.order import calls_ended, merged, nested
+from zero_optim.units.cycle import calls_ended, merged, nested
 
 
 class FakeUnit:

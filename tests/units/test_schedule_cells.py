@@ -92,8 +92,7 @@ from tables import table
 from torch import nn
 from zero_optim import recovery
 from zero_optim.units import schedule as module
-from zero_optim.units.cycle import Pass
-from zero_optim.units.order import Known
+from zero_optim.units.cycle import Known, Pass
 from zero_optim.units.schedule import UnitSchedule
 from zero_optim.units.unit import Unit, UnitState
 

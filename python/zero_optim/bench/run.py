@@ -1,4 +1,4 @@
-"""The run of ``zero-optim bench``: every case in turn, then the table, the result file and the roofline."""
+"""The run of ``zero-optim bench``: every case in turn, then the table and the result file."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import argparse
 import gc
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..doctor import version_of
 from ..errors import UsageError, ZeroOptimError
-from . import cases, step
-from .cases import Row, Setting, choose_backends
-from .peers import PEERS, TORCHS
+from . import cases
+from .cases import PEERS, TORCHS, Row, Setting, choose_backends
 from .record import Result, title
 from .timing import Clock, interleaved, make_clock
 
 CASES = {"adam_step": cases.adam_step, "pack": cases.pack, "grad_stats": cases.grad_stats}
 NUMELS = {"cpu": (2**26,), "cuda": tuple(2**k for k in range(20, 31, 2))}
-STEP_NUMELS = {"cpu": (2**24,), "cuda": (10**9,)}
 COLUMNS = {
     "backend": "{}",
     **dict.fromkeys(("ms", "p20", "p80"), "{:.3f}"),
@@ -41,9 +38,9 @@ def main(parsed: argparse.Namespace) -> int:
     about, baselines = parsed.ops[0] if len(parsed.ops) == 1 else "", dict[str, str]()
     result = Result(device, parsed.out, parsed.write, about, baselines=baselines)
     clock, peers = make_clock(device), PEERS | TORCHS if device.type == "cuda" else {}  # the last needs most memory
-    for op in dict.fromkeys(parsed.ops or (*CASES, "step")):
+    for op in dict.fromkeys(parsed.ops or CASES):
         for dtype in parsed.dtypes:
-            for numel in parsed.numel or (NUMELS if op in CASES else STEP_NUMELS)[device.type]:
+            for numel in parsed.numel or NUMELS[device.type]:
                 setting = Setting(device, dtype, numel, backends, peers)
                 result.add(measure(op, setting, clock, parsed.rounds, baselines))
     if not result.rows:
@@ -51,29 +48,7 @@ def main(parsed: argparse.Namespace) -> int:
     print(table(result.record()))
     if result.path is not None:
         print(f"\n{result.path}")
-        try:
-            roofline(result.record(), result.path.with_suffix(".png"))
-        except ModuleNotFoundError as missing:
-            print(f"no plot: {missing}; pip install matplotlib draws it")
     return 0
-
-
-def roofline(record: Mapping[str, Any], path: Path) -> None:
-    """Draw the bandwidth of each backend over sizes, and that of the yardstick: a panel for each op and dtype."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in record["rows"] if row.get("gbps") is not None]
-    panels = list(dict.fromkeys((row["op"], row["dtype"]) for row in rows))
-    figure = Figure(figsize=(5 * max(len(panels), 1), 4), layout="constrained")
-    for place, panel in enumerate(panels, 1):
-        axis = figure.add_subplot(1, len(panels), place, title=", ".join(panel), xlabel="elements", ylabel="GB/s")
-        own = [row for row in rows if (row["op"], row["dtype"]) == panel]
-        for backend in dict.fromkeys(row["backend"] for row in own):
-            points = sorted((row["numel"], row["gbps"]) for row in own if row["backend"] == backend)
-            axis.semilogx(*zip(*points, strict=True), base=2, marker="o", label=backend)
-        axis.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    print(path)
 
 
 def find_device(asked: str | None) -> torch.device:
@@ -89,8 +64,6 @@ def measure(op: str, setting: Setting, clock: Clock, rounds: int | None, baselin
     """Measure one case. What the GPU's memory cannot hold, or a peer that fails, is left out, and a line is printed."""
     progress(f"{op}, {setting.dtype}, {setting.numel:,} elements")
     try:
-        if op not in CASES:
-            return step.measure(setting, clock, rounds)
         case = CASES[op](setting)
         for name, why in sorted(case.left_out.items() - baselines.items()):
             progress(f"left out: {name}: {why}")

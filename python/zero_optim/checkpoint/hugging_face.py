@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.sharding import split_runs
 from ..comm.together import together
 from ..errors import CheckpointError, StateMismatchError
 from ..figures import count
@@ -130,18 +132,11 @@ def _values(files: Files, entries: Sequence[Entry], weights: Mapping[Entry, Save
         yield whole
 
 
-def _split(entries: Iterable[Entry], most: int) -> dict[str, list[Entry]]:
+def _split(entries: Collection[Entry], most: int) -> dict[str, list[Entry]]:
     """Split tensors over files, in order, as many to a file as fit. Returns them by file name."""
-    shards: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if shards[-1] and size + entry.nbytes > most:  # a larger tensor has a file to itself
-            shards.append([])
-            size = 0
-        shards[-1].append(entry)
-        size += entry.nbytes
-    if len(shards) == 1:
-        return {_ONE_FILE: shards[0]}
+    shards = [*split_runs(entries, attrgetter("nbytes"), most)]  # a larger tensor has a file to itself
+    if len(shards) <= 1:
+        return {_ONE_FILE: [*entries]}
     return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 

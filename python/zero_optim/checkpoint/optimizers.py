@@ -115,7 +115,6 @@ class ShardedPart:
         return found
 
     def _groups_of(self, rule: UpdateRule) -> list[int]:
-        """List the numbers of the rule's groups."""
         return [number for number, own in enumerate(self._engine.rules.by_group) if own is rule]
 
     def _names_of_groups(self, rule: UpdateRule) -> list[list[str]]:

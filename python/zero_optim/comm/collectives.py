@@ -205,7 +205,6 @@ class Comm:
         self._record(handle, "construction", full).wait()
 
     def _transport(self, device: torch.device) -> Transport:
-        """Choose the transport for tensors on ``device``."""
         if (used := transport.used()) is not None:
             return used
         if self._backends is None:
@@ -279,9 +278,7 @@ class Comm:
         return handle
 
     def _count(self, kind: str, tensor: Tensor) -> Traffic:
-        traffic = self.traffic.get(kind)
-        if traffic is None:
-            traffic = self.traffic[kind] = Traffic(kind)
+        traffic = self.traffic.setdefault(kind, Traffic(kind))
         traffic.calls += 1
         traffic.bytes += tensor.nbytes
         return traffic

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from .collectives import Comm
 from .handle import Handle, SecondLegs, issue_behind
 from .topology import ExpertRanks, Grid, Rows, TensorRanks, Topology, make_matrix
 
+T = TypeVar("T")
 _TOGETHER_BYTES = 25 * 2**20
 """The most bytes of a flat tensor into which others are copied for a broadcast; a larger tensor goes as it is."""
 
@@ -340,14 +343,22 @@ def of_each_size(flats: Iterable[tuple[int, torch.dtype]]) -> list[tuple[int, to
 def runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Split ``tensors`` into runs of one dtype: as many together as are no larger than ``_TOGETHER_BYTES``."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        run: list[Tensor] = []
-        nbytes = 0
-        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
-            if run and nbytes + tensor.nbytes > _TOGETHER_BYTES:
-                yield run
-                run, nbytes = [], 0
-            run.append(tensor)
-            nbytes += tensor.nbytes
+        of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+        yield from split_runs(of_dtype, attrgetter("nbytes"), _TOGETHER_BYTES)
+
+
+def split_runs(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Split ``items``, in their order, into runs of size ``most`` at most, or of one item."""
+    run: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if run and total + size > most:
+            yield run
+            run, total = [], 0
+        run.append(item)
+        total += size
+    if run:
         yield run
 
 

@@ -6,7 +6,6 @@ import argparse
 import difflib
 import json
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..rules.muon import Muon
 from ..rules.options import Decays
 from ..rules.update_rule import UpdateRule
 from ..stores.offload import Offload, Tier, read_offload
-from .models import KNOWN, ModelShapes, gpt_of, of_decoder, of_module, usual_units, with_lora, with_trained_part
+from .models import KNOWN, ModelShapes, gpt_of, of_decoder, of_module, usual_units, with_lora
 from .plan import Batch, Job, Plan, plan
 from .report import memory_lines, ranks_of, unit_of, verdict
 
@@ -95,8 +94,8 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
 
 
 def _model(parsed: argparse.Namespace) -> ModelShapes:
-    """Find the model, and freeze what is not trained by ``--lora`` or ``--trainable``: a part, or a number."""
-    dtype, name, part = DTYPES[parsed.dtype or "bf16"], parsed.model, parsed.trainable
+    """Find the model, and freeze what is not trained by ``--lora``."""
+    dtype, name = DTYPES[parsed.dtype or "bf16"], parsed.model
     if parsed.params is not None:
         model = of_decoder(gpt_of(parsed.params), dtype)
     elif name.lower() in KNOWN:
@@ -111,12 +110,6 @@ def _model(parsed: argparse.Namespace) -> ModelShapes:
             f"--model {name}: no name that it knows; {meant} Of any other model download its config.json and give "
             "the path, or call zero_optim.memory.plan"
         )
-    if isinstance(part, int):
-        if part > model.numel:
-            raise UsageError(f"--trainable {part:,}: the model has {model.numel:,} parameters")
-        part = Fraction(part, model.numel)
-    if part is not None:
-        return with_trained_part(model, part)
     try:
         return model if parsed.lora is None else with_lora(model, parsed.lora)
     except ValueError as error:

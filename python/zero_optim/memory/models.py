@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -245,39 +244,18 @@ def with_lora(model: ModelShapes, rank: int) -> ModelShapes:
     A matrix whose shape is not known, as of a decoder, has the hidden size on one side. Raises ValueError for a model
     without a matrix.
     """
-
-    def parts(parameter: ParameterShape) -> Iterator[ParameterShape]:
-        yield replace(parameter, trained=False)
-        if parameter.matrix:
-            hidden = model.width.hidden if model.width is not None else 1  # a decoder's, which has no shapes
-            *copies, rows, columns = parameter.shape or (parameter.numel // hidden, hidden)
-            for shape in ((*copies, rank, columns), (*copies, rows, rank)):
-                yield replace(parameter, numel=math.prod(shape), shape=shape, most=None)
-
     if not any(parameter.matrix for parameter in model.parameters):
         raise ValueError("the model has no matrices of layers that are known as such")
-    return _divided(model, parts)
-
-
-def with_trained_part(model: ModelShapes, part: Fraction) -> ModelShapes:
-    """Freeze a model, but for this ``part`` of each parameter. A parameter that is frozen already stays so."""
-
-    def parts(parameter: ParameterShape) -> Iterator[ParameterShape]:
-        trained = round(parameter.numel * part) if parameter.trained else 0
-        for numel, of in ((parameter.numel - trained, False), (trained, True)):
-            if numel:
-                yield replace(parameter, numel=numel, trained=of, shape=None, most=None)
-
-    return _divided(model, parts)
-
-
-def _divided(model: ModelShapes, parts: Callable[[ParameterShape], Iterable[ParameterShape]]) -> ModelShapes:
-    """Put its ``parts`` in the place of each parameter."""
+    hidden = model.width.hidden if model.width is not None else 1  # a decoder's, which has no shapes
     parameters: list[ParameterShape] = []
-    places = []
+    places = []  # of each parameter and its adapters
     for parameter in model.parameters:
         first = len(parameters)
-        parameters += parts(parameter)
+        parameters.append(replace(parameter, trained=False))
+        if parameter.matrix:
+            *copies, rows, columns = parameter.shape or (parameter.numel // hidden, hidden)
+            for shape in ((*copies, rank, columns), (*copies, rows, rank)):
+                parameters.append(replace(parameter, numel=math.prod(shape), shape=shape, most=None))
         places.append(range(first, len(parameters)))
 
     def put(indices: Iterable[int]) -> tuple[int, ...]:

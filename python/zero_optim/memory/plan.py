@@ -223,7 +223,6 @@ def plan(model: ModelShapes, job: Job) -> Plan:
 
 
 def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
-    """Plan one ``stage`` of the pipeline."""
     model = of_stage(whole, job.pipeline, stage)
     laid = _lay_out(cut_over(model, job.tensor), job)
     buckets = laid.buckets

@@ -17,18 +17,14 @@ def unit_of(plans: Sequence[Plan]) -> SizeUnit:
     return unit_for(max(max(made.most, made.host, made.disk) for made in plans))
 
 
-def kinds_of(plans: Sequence[Plan]) -> list[str]:
-    """All kinds that any of the plans has, in the order to be shown."""
-    known = list(dict.fromkeys(kind for made in plans for kind in made.memory))
-    return sorted(known, key=lambda kind: _LAST.index(kind) if kind in _LAST else -1)
-
-
 def memory_lines(plans: Sequence[Plan], unit: SizeUnit, *, by_kind: bool = True) -> list[str]:
     """Write a column for each plan, and a line for each kind of bytes that any of them has.
 
     ``by_kind``: False: of the kinds that are not activations only sums.
     """
-    of_kind = {kind: [made.memory.get(kind) for made in plans] for kind in kinds_of(plans)}
+    known = dict.fromkeys(kind for made in plans for kind in made.memory)
+    kinds = sorted(known, key=lambda kind: _LAST.index(kind) if kind in _LAST else -1)
+    of_kind = {kind: [made.memory.get(kind) for made in plans] for kind in kinds}
     state = plans[0].state_kinds
     rows: dict[str, Sequence[int | None]] = {kind: of_kind[kind] for kind in state if by_kind}
     rows["model state"] = [made.model_state for made in plans]

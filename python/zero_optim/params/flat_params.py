@@ -13,8 +13,7 @@ from ..comm.collectives import Comm
 from ..comm.handle import Handle, debug_options
 from ..comm.sharding import Sharding
 from ..comm.streams import allocate, as_own_storage, deallocate, keep_for_current_stream, own_storages
-from ..stores.host_memory import HostMemory
-from ..stores.lanes import Lanes
+from ..stores.host_memory import HostMemory, Lanes
 from .layout import BucketLayout
 from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, strides_of, view_of

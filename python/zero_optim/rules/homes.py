@@ -261,7 +261,6 @@ def _copy(to: list[Tensor], of: list[Tensor]) -> None:
 
 
 def _homes(costs: Sequence[int], ranks: int) -> list[int]:
-    """Give each parameter a rank."""
     # Ties go to the first parameter and the first rank. All ranks have to choose alike, or they deadlock.
     loads, homes = [0] * ranks, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):

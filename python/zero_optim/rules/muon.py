@@ -4,7 +4,9 @@ layers in neural networks", 2024), as ``torch.optim.Muon`` has it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ import zero_kernels
 from zero_kernels import ROW
 
 from ..comm.collectives import Comm
+from ..comm.sharding import split_runs
 from ..params.layout import WholeParameters, round_up
 from ..params.param_shard import plain_parameter
 from ..params.tensor_slice import DIM, SIZES, STRIDE, Joint, is_plain_slice, whole_shape
@@ -22,8 +25,7 @@ from . import newton_schulz
 from .codec import Begins, StateTensor
 from .homes import TENSOR_ALL_TO_ALL, MatrixHomes, WorkSplit, joined_parts, joined_slices
 from .kernel_rule import KernelRule
-from .matrix_view import ROWS, VIEW, MatrixView, blocks_of, matrices_of, refuse_view, shapes_of
-from .options import Fixed, Flag, Number, check_choice
+from .options import Fixed, Flag, Number, Option, check_choice
 from .update_rule import MASTER, ShardUpdate, ToJoin, UpdateRule, Whole, parts_of
 
 BUFFER = "momentum_buffer"
@@ -40,6 +42,8 @@ LEAST_TOGETHER = 17
 # The most elements that are updated together, unless one parameter has more. On a processor they stay in its cache. On
 # a GPU they are more, since each launch takes time (not measured).
 ON_A_PROCESSOR, ON_A_GPU = 2**18, 2**22
+
+_numel = attrgetter("numel")
 
 
 class _Part(NamedTuple):
@@ -68,6 +72,14 @@ class _Places(NamedTuple):
     of_slices: WorkSplit
 
 
+VIEW = "view"
+"""The option's name."""
+
+ROWS, COLUMNS = "rows", "columns"
+_DIMS = {ROWS: 1, COLUMNS: 2}
+"""The dimension of [matrices, rows, columns] that a view cuts, by its key."""
+
+
 SCALES = (None, "original", "match_rms_adamw", "spectral_unclamped")
 """Values of ``adjust_lr_fn``; see ``scale_of``."""
 
@@ -85,10 +97,44 @@ class _Scale(Fixed):
         return (value or "original") == (other or "original")
 
 
+@dataclass(frozen=True)
+class MatrixView(Option):
+    """``view`` of a parameter group: None, or ``{"rows": blocks}`` or ``{"columns": blocks}``, where ``blocks`` is the
+    number of equal ones, or the length of each.
+
+    The matrices of a parameter are, by its shape, first::
+
+        2 dimensions    [rows, columns]                one matrix
+        3               [experts, rows, columns]       one for each expert
+        4 and 5         [out, in, height, width]       a convolution: one of [out, in * height * width]
+
+    By ``view`` of a parameter group each of them is several, side by side::
+
+        {"params": q, "view": {"rows": 12}}                  12 equal blocks of rows, such as heads
+        {"params": qkv, "view": {"rows": (768, 256, 256)}}   blocks of so many rows
+        {"params": out, "view": {"columns": 12}}             12 equal blocks of columns
+    """
+
+    stays: bool = field(default=True, kw_only=True)
+    optional = True
+    coefficients = ()
+
+    def check(self, value: Any, owner: str) -> None:
+        if value is None:
+            return
+        cut, blocks = next(iter(value.items())) if isinstance(value, Mapping) and len(value) == 1 else (None, ())
+        lengths = blocks if isinstance(blocks, tuple | list) else [blocks]
+        if cut not in _DIMS or not lengths or not all(type(length) is int and length > 0 for length in lengths):
+            raise ValueError(
+                f"{self.name} of {owner} must be None, {{'rows': blocks}} or {{'columns': blocks}}, and blocks the "
+                f"number of equal ones, or the length of each; got {value!r}"
+            )
+
+
 class Muon(UpdateRule):
     """One momentum, 4 bytes a parameter less than AdamW; for matrices alone.
 
-    ``view`` of a parameter group says which matrices its parameters are; see ``matrix_view``. Other options of its own,
+    ``view`` of a parameter group says which matrices its parameters are; see ``MatrixView``. Other options of its own,
     the same for all groups: ``ns_coefficients``, ``ns_steps``, ``eps``, ``ns_gram``, ``ns_product`` and ``ns_replicas``
     of the Newton-Schulz iteration, and ``adjust_lr_fn``, by which the rate depends on a matrix's shape; see
     ``scale_of``.
@@ -189,7 +235,7 @@ class Muon(UpdateRule):
         time."""
         stored = [part for tensor in self.tensors for part in parts_of(self.codecs, tensor)]
         for shard in shards:
-            for wholes in _together(shard.wholes, _most(shard.grad)):
+            for wholes in split_runs(shard.wholes, _numel, _most(shard.grad)):
                 # They follow each other in the shard: view that part of it.
                 start = wholes[0].start
                 numel = round_up(wholes[-1].start + wholes[-1].numel, ROW) - start
@@ -329,7 +375,7 @@ class Muon(UpdateRule):
     def _orthogonalize_replicated(self, tensors: Sequence[Tensor], shares: WorkSplit) -> None:
         """Collective. ``_orthogonalize`` this rank's matrices, some at a time, and receive the other replicas'."""
         for tensor, wholes in zip(tensors, shares.own, strict=True):
-            for run in _together([whole for whole in wholes if whole.numel], _most(tensor)):
+            for run in split_runs(filter(_numel, wholes), _numel, _most(tensor)):
                 self._orthogonalize(tensor, run)
         shares.exchange(tensors)
 
@@ -369,20 +415,6 @@ def _most(tensor: Tensor) -> int:
     return ON_A_PROCESSOR if tensor.device.type == "cpu" else ON_A_GPU
 
 
-def _together(wholes: Sequence[Whole], most: int) -> Iterator[Sequence[Whole]]:
-    """Split ``wholes`` into runs of ``most`` elements at most, or of one parameter."""
-    run: list[Whole] = []
-    numel = 0
-    for whole in wholes:
-        if run and numel + whole.numel > most:
-            yield run
-            run, numel = [], 0
-        run.append(whole)
-        numel += whole.numel
-    if run:
-        yield run
-
-
 def scale_of(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
     """Give the factor of the rate of a matrix of this shape.
 
@@ -417,3 +449,56 @@ def split_for_muon(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], li
         hidden = plain or id(parameter) in kernels
         (matrices if hidden and not in_head else others).append((name, parameter))
     return matrices, others
+
+
+# -- the matrices of a parameter: see ``MatrixView`` -----------------------------------------------------------------
+
+
+def matrices_of(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Give (matrices, rows, columns) of a parameter of 2 to 5 dimensions: the same elements in the same order."""
+    if len(shape) == 3:
+        return (shape[0], shape[1], shape[2])
+    return (1, shape[0], math.prod(shape[1:]))
+
+
+def refuse_view(shape: Sequence[int], view: Mapping[str, Any] | None) -> str | None:
+    """Return why a parameter of this shape has no such matrices, and what to do. None: it has."""
+    if not 2 <= len(shape) <= 5:
+        return (
+            f"has {len(shape)} dimensions, and Muon makes matrices orthogonal: give it to a group with another rule, "
+            '{"params": others, "rule": rules.AdamW()}, as embeddings, heads, norms and biases. '
+            "ShardedMuon.split(model) sorts them"
+        )
+    if view is None:
+        return None
+    ((cut, blocks),) = view.items()
+    length = matrices_of(shape)[_DIMS[cut]]
+    fits = length % blocks == 0 if isinstance(blocks, int) else length == sum(blocks)
+    if fits:
+        return None
+    wanted = f"a number that divides {length}" if isinstance(blocks, int) else f"lengths that add up to {length}"
+    return f"has {length} {cut} by its shape {tuple(shape)}, and its group has view={dict(view)!r}: give {wanted}"
+
+
+def blocks_of(matrices: Tensor, view: Mapping[str, Any] | None) -> list[Tensor]:
+    """Cut ``matrices``, contiguous [matrices, rows, columns], into those that ``view`` names: views [n, rows, columns]
+    of n matrices, each of which is to be made orthogonal by itself."""
+    if view is None:
+        return [matrices]
+    ((cut, blocks),) = view.items()
+    count, length, columns = matrices.shape
+    if cut == ROWS and isinstance(blocks, int):
+        return [matrices.view(count * blocks, length // blocks, columns)]
+    lengths = matrices.shape[_DIMS[cut]] // blocks if isinstance(blocks, int) else [*blocks]
+    return list(matrices.split(lengths, _DIMS[cut]))
+
+
+def shapes_of(shape: Sequence[int], view: Mapping[str, Any] | None) -> list[tuple[int, int]]:
+    """Give (rows, columns) of each of ``blocks_of``, for a parameter of this shape."""
+    _, rows, columns = matrices_of(shape)
+    if view is None:
+        return [(rows, columns)]
+    ((cut, blocks),) = view.items()
+    length = rows if cut == ROWS else columns
+    lengths = [length // blocks] * (1 if cut == ROWS else blocks) if isinstance(blocks, int) else blocks
+    return [(block, columns) if cut == ROWS else (rows, block) for block in lengths]

@@ -136,7 +136,7 @@ def _factor(square: Tensor, step: Step, symmetric: Callable[..., Tensor]) -> Ten
 def phases(rows: int, columns: int, of_steps: Sequence[Step], gram: bool) -> list[list[Step]]:
     """Cut the steps for a matrix into phases, each of which multiplies X once. Without ``gram``, and where the matrix
     is not long, each step is one phase."""
-    if not gram or not is_long(rows, columns):
+    if not gram or max(rows, columns) <= GRAM_FROM * min(rows, columns):
         return [[step] for step in of_steps]
     cut: list[list[Step]] = []
     growth = math.inf
@@ -149,11 +149,6 @@ def phases(rows: int, columns: int, of_steps: Sequence[Step], gram: bool) -> lis
         # X X^T, grows by the square of each a, as a small singular value would.
         growth *= step[0] ** 2
     return cut
-
-
-def is_long(rows: int, columns: int) -> bool:
-    """Whether the Gram form is worth while for such a matrix."""
-    return max(rows, columns) > GRAM_FROM * min(rows, columns)
 
 
 def multiplications(rows: int, columns: int, coefficients: Sequence[Any], steps: int, gram: bool) -> int:

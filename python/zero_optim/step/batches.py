@@ -138,7 +138,7 @@ class ShardBatch:
             try:
                 for shard in self.shards:
                     updates.append(shard.begin_update(by))
-                before = _copied(self._rule, updates) if by.measures else []
+                before = [_master(self._rule, of, copy=True) for of in updates] if by.measures else []
                 with span("step.update", self.shards[0].bucket):
                     self._rule.update(updates)
                     if by.rates is not None:
@@ -186,7 +186,7 @@ class JoinedBatch(ShardBatch):
             if number in begun:
                 with self._lost.recording(shard):
                     with _begun(shard, by) as update:
-                        before = _copied(rule, [update]) if by.measures else []
+                        before = [_master(rule, update, copy=True)] if by.measures else []
                         rule.after_joining(update, self._to_join[number], held[number].to(shard.device))
                         if by.rates is not None:
                             rule.follow([update], by.rates)
@@ -229,10 +229,6 @@ def measured(rule: UpdateRule, shard: ShardState, update: ShardUpdate, before: T
     columns = (_norms(grads) * scale, _norms(changes), _norms(masters), _norms(changes, math.inf), _norms(grads, 0))
     numels = to_device(shard.device, [piece.numel for piece in pieces], torch.float64)
     return torch.stack([*columns, numels], dim=1)
-
-
-def _copied(rule: UpdateRule, updates: Sequence[ShardUpdate]) -> list[Tensor]:
-    return [_master(rule, update, copy=True) for update in updates]
 
 
 def _master(rule: UpdateRule, update: ShardUpdate, *, copy: bool = False) -> Tensor:

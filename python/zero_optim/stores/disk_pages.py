@@ -34,8 +34,7 @@ from torch import Tensor
 
 from ..errors import ClosedError, OffloadError
 from ..params.layout import round_up
-from .host_memory import ALIGNMENT, HostMemory
-from .lanes import Mark
+from .host_memory import ALIGNMENT, HostMemory, Mark
 from .offload import HOST_BUFFERS, Copied
 
 TIMEOUT_SECONDS = 120.0

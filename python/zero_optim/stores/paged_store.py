@@ -24,8 +24,7 @@ from torch import Tensor
 from ..comm.streams import is_there, keep_for_current_stream
 from ..params.layout import round_up
 from .disk_pages import DiskBacking, DiskPage
-from .host_memory import HostMemory
-from .lanes import Lanes, Mark
+from .host_memory import HostMemory, Lanes, Mark
 from .offload import FRAME_ALIGNMENT, FRAMES, Copied, Offload, Tier
 from .state_store import DeviceStore, HostStore, StateStore
 

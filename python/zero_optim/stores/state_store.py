@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..comm.streams import is_there, keep_for_current_stream
 from ..params.layout import round_up
-from .host_memory import HostMemory
-from .lanes import Lanes
+from .host_memory import HostMemory, Lanes
 from .offload import FRAME_ALIGNMENT, Copied
 
 

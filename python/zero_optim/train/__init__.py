@@ -1,5 +1,5 @@
 """The main job: a byte-level GPT trained on real text, its optimizer sharded over the ranks that torchrun starts.
 
-``model`` ← ``config`` (flags) ← ``data``, ``ranks`` (starting, joining and stopping them), ``page`` (``report.html``
-and the tables) ← ``run_dir`` (what a run leaves on disk) ← ``loop`` (a step, and a run from start to end).
+``model`` (and flags) ← ``ranks`` (starting, joining and stopping them), ``page`` (``report.html``
+and the tables) ← ``run_dir`` (what a run leaves on disk) ← ``loop`` (the text, a step, and a run from start to end).
 """

@@ -12,12 +12,13 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from ..figures import NONE, count, duration, megabytes, row, short, size
+from ..figures import NONE, count, megabytes, row, short, size
 
 LOG, RUN, PAGE, PICTURE = "log.jsonl", "run.json", "report.html", "loss.png"
 WHOLE, EXPOSED = "whole", "exposed communication"
@@ -294,7 +295,7 @@ def write_page(folder: Path) -> Path:
         "median tokens/s": short(statistics.median(speeds) if speeds else None),
         "skipped steps": f"{len(run.without('grad_norm')):,}",
         f"peak, {session['peak_of']}": size(max(peaks)) if peaks else NONE,
-        "duration": duration(ending["seconds"]) if ending else NONE,
+        "duration": str(timedelta(seconds=round(ending["seconds"]))) if ending else NONE,
     }
     listed = "".join(f"<li>{escape(problem)}</li>" for problem in found)
     good = "All losses are finite, no step was skipped, memory is as planned."

@@ -23,8 +23,7 @@ from ..mode import ASLEEP
 from ..params.flat_params import FlatParams
 from ..recovery import BackwardWatch, Owing, all_of, complete_raised
 from ..user_thread import UserThread
-from .cycle import BackwardsDue, Calls, Cycle, Pass, Prefetch
-from .order import Known, Orders
+from .cycle import BackwardsDue, Calls, Cycle, Known, Orders, Pass, Prefetch
 from .unit import Unit, UnitState
 
 

@@ -15,8 +15,7 @@ from ..params.flat_params import FlatParams
 from ..params.layout import one_bucket
 from ..params.param_shard import plain_parameter
 from ..params.tensor_slice import local_of, room_of
-from ..stores.host_memory import HostMemory
-from ..stores.lanes import Lanes
+from ..stores.host_memory import HostMemory, Lanes
 from .hooks import register_hooks, sync_generation, watch_parts
 from .schedule import UnitSchedule
 from .unit import Unit
