@@ -336,8 +336,8 @@ def test_a_training_elsewhere_than_asked_is_no_proof(tmp_path: Path, monkeypatch
 
 
 def test_rank_0_of_64_holds_what_was_planned() -> None:
-    decoder = memory.gpt_of(4_000_000)
+    decoder = memory.gpt_of(8_000_000)  # of which what no plan has, some 15 KB at stage 3, is little
     for stage, least in {1: 4 + 10 / 64, 2: 2 + 12 / 64, 3: 14 / 64}.items():
         row = gpu_memory.measure(decoder, stage, torch.device("cpu"))
-        assert abs(row["difference"]) < 0.01 and row["held"] > least * 4e6
+        assert abs(row["difference"]) < 0.01 and row["held"] > least * 8e6
         assert row["held"] < row["peak"] < 1.01 * row["planned_peak"]

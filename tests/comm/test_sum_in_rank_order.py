@@ -59,7 +59,8 @@ def _errors(ranks: int, numel: int = 2**18) -> tuple[float, float]:
 def test_the_errors_in_the_docs() -> None:
     text = " ".join((Path(__file__).parents[2] / "docs" / "averaging.md").read_text().split())
     found = re.search(
-        r"over N = (\d+), (\d+), (\d+) ranks is off by ([\d.]+) %, ([\d.]+) %, ([\d.]+) %.* by ([\d.]+) % if it is rounded once",
+        r"over N = (\d+), (\d+), (\d+) ranks is off by ([\d.]+) %, ([\d.]+) %, ([\d.]+) %"
+        r".* by ([\d.]+) % if it is rounded once",
         text,
     )
     assert found is not None
