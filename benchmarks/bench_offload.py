@@ -27,9 +27,10 @@ from lab import parser_of, progress, run_script, show
 from torch import Tensor, nn
 from zero_optim import ShardedAdamW
 from zero_optim.asleep import MOVES_STORAGES
-from zero_optim.bench.cases import DTYPES, HYPER, Row
+from zero_optim.bench.cases import DTYPES, Row
 from zero_optim.bench.record import Result
 from zero_optim.bench.run import find_device
+from zero_optim.bench.step import TRAINING
 from zero_optim.bench.timing import Clock, Job, Spread, interleaved
 from zero_optim.errors import UsageError, ZeroOptimError
 from zero_optim.params.layout import round_up
@@ -38,7 +39,6 @@ from zero_optim.stores.host_memory import ALIGNMENT, HostMemory
 from zero_optim.stores.paged_store import PagedStore
 
 NONE = "None"
-TRAINING: Mapping[str, Any] = {**HYPER, "lr": 1e-5}
 EXACT = (NONE, "paged 0", "paged half", "cpu", "nvme")
 SMALL = ("paged 0 small", "nvme small")  # with a split master and 8-bit moments, which round
 NUMELS = {"cpu": 2**26, "cuda": 2**28}

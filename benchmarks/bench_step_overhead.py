@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from contenders import Masters, replicate
+from contenders import replicate
 from lab import parser_of, progress, run_script, show
 from ranks import TogetherClock, of_the_slower, on_ranks
 from torch import Tensor, nn
 from zero_optim import ShardedAdamW
 from zero_optim.bench.cases import DTYPES, HYPER, Row
 from zero_optim.bench.record import Result
+from zero_optim.bench.step import Masters
 from zero_optim.bench.timing import Job, Spread, interleaved
 from zero_optim_cli.choices import at_least_one
 

@@ -15,7 +15,7 @@ import functools
 import importlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from zero_optim import ShardedAdamW, ShardedMuon, shard_module
 from zero_optim.bench.cases import HYPER, PEERS, Peer
+from zero_optim.bench.step import MAX_NORM, Masters
 from zero_optim.rules import AdamW
 from zero_optim.rules.muon import scale_of
 from zero_optim.rules.newton_schulz import QUINTIC, orthogonalized
@@ -35,40 +36,6 @@ from zero_optim.train.model import GPT, VOCAB, Block, ModelConfig, next_byte_los
 TRAINING: Mapping[str, Any] = {**HYPER, "lr": 1e-4}
 MUON_TRAINING: Mapping[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 FUSED = functools.partial(torch.optim.AdamW, fused=True)
-MAX_NORM = 1.0
-
-
-def model_config(numel: int, device: torch.device) -> ModelConfig:
-    """Choose a model of about ``numel`` parameters: blocks of 12 hidden² each, a hundred times wider than their number.
-
-    Windows are of a realistic length on a GPU, and as short as can be on a CPU.
-    """
-    hidden = max(64, 64 * round((100 * numel / 12) ** (1 / 3) / 64))
-    layers = max(1, round(numel / (12 * hidden**2)))
-    return ModelConfig(layers, hidden, hidden // 64, 1024 if device.type == "cuda" else 16)
-
-
-class Masters:
-    """fp32 copies, for an optimizer to step, of a model's parameters and gradients. fp32 parameters are their own."""
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        self.params: list[Tensor] = list(params)
-        self.separate = any(parameter.dtype != torch.float32 for parameter in self.params)
-        self.masters: list[Tensor] = self.params
-        if self.separate:
-            self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.params]
-            for master in self.masters:
-                master.grad = torch.empty_like(master)
-
-    def take_gradients(self) -> None:
-        if self.separate:
-            grads = [master.grad for master in self.masters if master.grad is not None]
-            torch._foreach_copy_(grads, [p.grad for p in self.params if p.grad is not None])
-
-    @torch.no_grad()
-    def give_back(self) -> None:
-        if self.separate:
-            torch._foreach_copy_(self.params, self.masters)
 
 
 # -- the task ----------------------------------------------------------------------------------------------------------

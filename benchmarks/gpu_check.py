@@ -201,6 +201,7 @@ def training(make: Maker) -> Groups:
         order,
         [make.script("memory", 60, "gpu_memory.py")],
         [make.script("trainer", 100, "gpu_trainer.py")],
+        [make.bench("step", 60)],
         [make.script("stages", 85, "bench_training.py", *stages)],
         [make.script("offload", 65, "bench_offload.py", *stores)],
     ]

@@ -8,7 +8,8 @@ from dataclasses import replace
 import bench_offload
 import pytest
 import torch
-from bench_offload import EXACT, NONE, TRAINING, DiskLink, Link, Work, job_of, make, row_of
+from bench_offload import EXACT, NONE, DiskLink, Link, Work, job_of, make, row_of
+from zero_optim.bench.step import TRAINING
 from zero_optim.errors import ZeroOptimError
 
 CPU = torch.device("cpu")
