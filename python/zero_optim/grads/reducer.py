@@ -52,8 +52,8 @@ class Reducer:
         main_grads: by index, the ``main_grad`` of each parameter whose layer adds to it. Zero once it is packed.
         on_layout: called with the buckets after they were laid out again.
         on_change: called when gradients change after an exchange may have read them; on all ranks at the same point.
-        late: parameters whose gradient arrived after their bucket was launched; it stays on this rank.
         on_clear: called when gradients are dropped.
+        late: parameters whose gradient arrived after their bucket was launched; it stays on this rank.
         backwards: how many have reached this optimizer since the last step, or since gradients were dropped.
         leftover: parameters whose gradient ``finish`` found to be assigned after the last round. Where all ranks have
             some, another round reduces them.
