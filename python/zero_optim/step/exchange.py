@@ -238,9 +238,9 @@ class Exchange:
                 self._hyper.reset_hash()  # on all ranks: the next step compares what it uses itself
                 try:
                     if names_options:
-                        check_same(self.sharding.world, self._hyper.describe_used(), "step", "set before each step")
+                        check_same(self.sharding.world, self._hyper.describe_used(), "step", "step with")
                 except RankMismatchError as error:
-                    raise alarm.error("", "", [f"{error}. {alarm.message}"]) from None
+                    raise alarm.error("", "", [f"{error}; {alarm.message}"]) from None
             raise alarm.error(names, " or ".join(sorted(dtypes)), self._own_reasons.get(alarm.name, ()))
 
     def decide(self, skip_nonfinite: bool) -> None:
