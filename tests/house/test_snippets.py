@@ -78,6 +78,12 @@ scaler, scheduler = zero_optim.GradScaler("cpu"), torch.optim.lr_scheduler.Const
 
 # What else a snippet takes for granted, by page and number.
 GIVEN: dict[tuple[str, int], str] = {
+    ("averaging", 0): f"""{OPT}
+def loss_fn(output): return output.float().square().mean(-1)
+window = [batch_of()[0] for _ in range(1 + rank)]
+for micro_batch in window:
+    micro_batch.tokens = len(micro_batch)
+""",
     ("checkpoint", 0): SCALED,
     ("checkpoint", 1): f"{SCALED}from zero_optim import checkpoint",
     ("checkpoint", 2): f"{OPT}train_step()",
