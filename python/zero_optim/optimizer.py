@@ -257,9 +257,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             tokens: a number of 0 or more; or a tensor of one element, which the host does not read.
 
-        Raises, here ValueError or TypeError for what is no such number, GradientError after ``clip_grad_norm_`` or
-        ``unscale_``; in ``step``, on every rank, GradientError where a backward was not counted, RankMismatchError
-        where a rank has not counted.
+        Raises:
+            TypeError, ValueError: ``tokens`` is no such number.
+            GradientError: after ``clip_grad_norm_`` or ``unscale_``; in ``step``, a backward was not counted.
+            RankMismatchError: in ``step``, a rank has not counted.
         """
         self.check_usable()
         self.engine.count(tokens)

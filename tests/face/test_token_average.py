@@ -301,8 +301,10 @@ def test_an_optimizer_is_made_under_another_default_device() -> None:
     params, grads = linear()
     with torch.device("meta"):
         opt = ShardedAdamW(params)
+    before = [p.detach().clone() for p in params]
     linear_loss(params, grads).backward()
     opt.step()
+    assert all(not torch.equal(p, then) for p, then in zip(params, before, strict=True))
 
 
 def test_the_order_of_backward_and_count_is_free() -> None:

@@ -57,7 +57,7 @@ class Alarm:
     Attributes:
         message: of the error, with ``{names}`` of parameters and their ``{dtypes}``.
         codes: their number, where it is DIFFERENT.
-        bits: that are DIVIDED.
+        bits: how many a DIVIDED number has. Ranks that differ in any of them raise it.
     """
 
     name: str

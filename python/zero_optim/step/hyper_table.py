@@ -45,6 +45,8 @@ class HyperTable:
         masks = torch.tensor([1 << bit for bit in range(HASH_BITS - 1)] + [-(1 << HASH_BITS - 1)], device="cpu")
         self._masks = masks.to(device)
         self.reset_hash()
+        self._width = 0
+        self._used: list[list[list[Any]]] = []  # rows of the last two steps
         self.grow(group_of, rules)
 
     def grow(self, group_of: Sequence[int], rules: Sequence[UpdateRule]) -> None:
@@ -66,9 +68,9 @@ class HyperTable:
         self._group_of = torch.tensor(group_of, dtype=torch.int32, device=device)
         # [coefficients, groups], as last sent to the device: of each group those of its rule, the first of ``_width``;
         # the decays of averages follow.
-        before, self._width = getattr(self, "_width", 0), max(self._own.values(), default=0)
-        if before != self._width:
-            self._used: list[list[list[Any]]] = []  # rows of the last two steps
+        before, self._width = self._width, max(self._own.values(), default=0)
+        if before != self._width:  # their rows would have other names
+            self._used = []
         self._by_group = torch.zeros(self._width + averages, len(rules), dtype=torch.float64, device=device)
         generator, of_all = torch.Generator("cpu").manual_seed(len(rules)), self._by_group.shape
         odd = torch.randint(-(2**62), 2**62, of_all, generator=generator, dtype=torch.int64, device="cpu") | 1
