@@ -47,6 +47,7 @@ from .step.hyper_table import HyperTable, was_updated
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
+from .step.replicas import Replicas
 from .step.saved_state import SavedState
 from .step.telemetry import Measured
 from .step.workplace import Coefficients
@@ -92,6 +93,9 @@ class Engine:
         if settings.telemetry_every is not None:
             self.measured = Measured(self.states, parameters, shardings, settings.telemetry_every)
         self.hyper = HyperTable([], rules.by_group, sharding.device, hashes=sharding.agrees)
+        self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3, sharding.device)
+        every, wait = settings.check_replicas_every, self.param_gather.wait
+        self.replicas = Replicas(parameters, shardings, self.states, sharded_model, wait, every)
         self.exchange = Exchange(
             sharding,
             labels,
@@ -101,10 +105,10 @@ class Engine:
             pipeline=pipeline,
             places=shardings.places_of_use,
             hyper=self.hyper,
+            check_replicas=partial(self.replicas.check, state=False) if self.replicas.in_steps else None,
         )
         self.clip = Clip(sharding, labels, pipeline)
         self.tokens = TokenCount(sharding)
-        self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3, sharding.device)
         self._ahead = schedule if settings.overlap_param_gather and self.sharding.stage == 3 else None
         # Bound methods of the parts, not of the engine: hooks make the parameters hold the reducer. Through a method of
         # the engine they would hold the engine, and the optimizer would never be collected and closed.
@@ -267,6 +271,7 @@ class Engine:
             reasons,
             flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             tokens=self.tokens.own if self.tokens.counting else None,
+            replicas=self.replicas.terms() if self.replicas.wants(self.steps + 1) else None,
         )
         try:
             self.exchange.run(own)
@@ -459,7 +464,7 @@ class Engine:
         self.param_gather.close()
         try:  # an error of the last step: there is no later step to raise it
             if not self.reducer.rounds.out_of_step:
-                self.exchange.check_alarms(names_options=False)
+                self.exchange.check_alarms(together=False)
         except ZeroOptimError as error:
             warnings.warn(f"the last step was skipped: {error}", stacklevel=2)
         except RuntimeError:  # the device has failed, which an earlier call has raised

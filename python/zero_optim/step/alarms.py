@@ -22,9 +22,14 @@ from ..comm.streams import HostCopy
 from ..errors import GradientError, OffloadError, RankMismatchError, ZeroOptimError
 from ..units.cycle import ORDER_CODES
 
-HASH_BITS = 64
+HASH_BITS, DIGITS = 64, 16
 OPTIONS = "options"
 """The name of the alarm that ranks have stepped with different options."""
+REPLICAS = "replicas"
+"""That of the alarm that ranks hold different parameters: a rank's numbers are ``replicas.Replicas.terms``."""
+REPLICAS_REMEDY = (
+    "To go on, load a checkpoint on all ranks; or make model and optimizer anew, which broadcasts rank 0's parameters"
+)
 
 
 class Combine(enum.Enum):
@@ -42,7 +47,7 @@ class Combine(enum.Enum):
     - *equal*, *unequal*: no rank's number is 0.
     - *codes*: one column for each code.
 
-    So a rule needs a number above 0 in one column, or in two. Columns are summed over the ranks.
+    So a rule needs a number other than 0 in one column, or in two. Columns are summed over the ranks.
     """
 
     ANY = enum.auto()
@@ -57,7 +62,7 @@ class Alarm:
     Attributes:
         message: of the error, with ``{names}`` of parameters and their ``{dtypes}``.
         codes: their number, where it is DIFFERENT.
-        bits: how many a DIVIDED number has. Ranks that differ in any of them raise it.
+        bits: how many a DIVIDED number has, and ranks that differ in any of them raise it; or the columns of ANY.
     """
 
     name: str
@@ -69,17 +74,17 @@ class Alarm:
 
     @property
     def columns(self) -> int:
-        return {Combine.ANY: 1, Combine.DIVIDED: 2 * self.bits, Combine.DIFFERENT: self.codes}[self.combine]
+        return {Combine.ANY: self.bits, Combine.DIVIDED: 2 * self.bits, Combine.DIFFERENT: self.codes}[self.combine]
 
     @property
     def needed(self) -> int:
-        """The columns that are above 0 where it is raised."""
+        """The columns that are not 0 where it is raised."""
         return {Combine.ANY: 1, Combine.DIVIDED: self.bits + 1, Combine.DIFFERENT: 2}[self.combine]
 
     def entry(self, count: int) -> list[float]:
         """Make the columns of a rank's ``count``: of parameters, or the code of a DIFFERENT alarm."""
         if self.combine is Combine.ANY:
-            return [float(count)]
+            return [float(count)] * self.bits
         if self.combine is Combine.DIVIDED:
             return [float(count > 0)] * self.bits + [float(count == 0)] * self.bits
         return [float(code == count) for code in range(self.codes)]
@@ -89,8 +94,9 @@ class Alarm:
         return self.kind("; ".join(own) or self.message.format(names=names, dtypes=dtypes))
 
 
-def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
-    """List the alarms of a step, the one that is raised first in front. ``by_units``: at stage 3."""
+def alarms(*, by_units: bool, replicas: bool = False) -> tuple[Alarm, ...]:
+    """List the alarms of a step, the one that is raised first in front. ``by_units``: at stage 3. ``replicas``: whether
+    steps compare the parameters of replicas."""
     parted = Alarm(
         "parted",
         Combine.DIFFERENT,
@@ -98,6 +104,13 @@ def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
         "the ranks have gathered units in different orders, and may have computed with wrong values: each must "
         "run as many forwards and backwards of the sharded model, in the same order. Nothing was updated",
         ORDER_CODES,
+    )
+    unequal = Alarm(  # last: a rank that has another alarm itself never finds this one alone
+        REPLICAS,
+        Combine.ANY,
+        RankMismatchError,
+        f"ranks hold different parameters where all should be equal. Nothing was updated now. {REPLICAS_REMEDY}",
+        bits=DIGITS,
     )
     late_for_its_unit = (
         "a gradient of {names} arrived after the backward of its unit. Nothing was updated. Gradients "
@@ -169,6 +182,7 @@ def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
             "clip_grad_norm_ and the last step, which has updated them differently. Edit gradients on every rank "
             "alike. To go on, load a checkpoint. Nothing was updated now",
         ),
+        *((unequal,) if replicas else ()),
     )
 
 
@@ -185,6 +199,9 @@ class AlarmColumns:
     def __init__(self, of: Sequence[Alarm], columns: Tensor) -> None:
         self._alarms, self._all, self.on_host = of, columns, HostCopy(columns)
         self._views = columns.split([alarm.columns for alarm in of]) if of else ()
+        self._replicas = next(
+            (view for alarm, view in zip(of, self._views, strict=True) if alarm.name == REPLICAS), None
+        )
         quiet = [value for alarm in of for value in alarm.entry(0)]
         self._quiet = torch.tensor(quiet, dtype=torch.float32, device=columns.device)
         # [alarms, width] bool: the columns of each alarm. It is raised where as many of them as it needs are above 0.
@@ -197,15 +214,18 @@ class AlarmColumns:
         )
         self._options_version = -1
 
-    def fill(self, counts: Mapping[str, int], options: Tensor | None = None) -> None:
+    def fill(self, counts: Mapping[str, int], options: Tensor | None = None, replicas: Tensor | None = None) -> None:
         """Write this rank's columns. As a rule it has no alarm, and one copy does it.
 
         ``options``: [2 * HASH_BITS] fp32, the bits of the options' hash and their complements; None: of the hash 0.
+        ``replicas``: [DIGITS] fp32, see ``REPLICAS``; None: this step does not compare.
         """
         if options is not None and self._options is not None and self._options_version != options._version:
             self._quiet[self._options].copy_(options)
             self._options_version = options._version
         self._all.copy_(self._quiet)
+        if replicas is not None and self._replicas is not None:
+            self._replicas.copy_(replicas)
         for alarm, view in zip(self._alarms, self._views, strict=True):
             count = counts.get(alarm.name, 0)
             # Numbers go into kernels: a copy from the host would read memory that is gone when a graph is replayed.
@@ -216,13 +236,13 @@ class AlarmColumns:
         """[1] fp32: 1 where one is raised, else 0."""
         if not self._alarms:  # a rank alone
             return self._all.new_zeros(1)
-        return (self._masks & (self._all > 0)).sum(1).ge(self._needed).any(0, keepdim=True).float()
+        return (self._masks & (self._all != 0)).sum(1).ge(self._needed).any(0, keepdim=True).float()
 
     def read_first_raised(self) -> Alarm | None:
         """Read the columns that were sent last, once, and pick the alarm to raise. The host waits for them."""
         values, start = self.on_host.read(wait=True) or [], 0
         for alarm in self._alarms:
-            if sum(map((0.0).__lt__, values[start : start + alarm.columns])) >= alarm.needed:
+            if sum(map((0.0).__ne__, values[start : start + alarm.columns])) >= alarm.needed:
                 return alarm
             start += alarm.columns
         return None
