@@ -14,7 +14,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -41,13 +41,13 @@ from .recovery import all_of
 from .rules.codec import Begins
 from .rules.group_rules import GroupRules
 from .settings import Settings
+from .step import replicas
 from .step.clip import Clip, TokenCount, unscale_in_place
 from .step.exchange import Exchange, ToExchange
 from .step.hyper_table import HyperTable, was_updated
 from .step.optimizer_state import OptimizerState
 from .step.param_gather import ParamGather
 from .step.pipeline import Pipeline
-from .step.replicas import Replicas
 from .step.saved_state import SavedState
 from .step.telemetry import Measured
 from .step.workplace import Coefficients
@@ -93,9 +93,8 @@ class Engine:
         if settings.telemetry_every is not None:
             self.measured = Measured(self.states, parameters, shardings, settings.telemetry_every)
         self.hyper = HyperTable([], rules.by_group, sharding.device, hashes=sharding.agrees)
-        self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3, sharding.device)
-        every, wait = settings.check_replicas_every, self.param_gather.wait
-        self.replicas = Replicas(parameters, shardings, self.states, sharded_model, wait, every)
+        self.compared_every = settings.check_replicas_every if replicas.any_equal(shardings) else None
+        name_unequal = partial(replicas.check, parameters, shardings, sharded_model)
         self.exchange = Exchange(
             sharding,
             labels,
@@ -105,10 +104,11 @@ class Engine:
             pipeline=pipeline,
             places=shardings.places_of_use,
             hyper=self.hyper,
-            check_replicas=partial(self.replicas.check, state=False) if self.replicas.in_steps else None,
+            name_unequal=None if self.compared_every is None else name_unequal,
         )
         self.clip = Clip(sharding, labels, pipeline)
         self.tokens = TokenCount(sharding)
+        self.param_gather = ParamGather(settings.overlap_param_gather and sharding.stage < 3, sharding.device)
         self._ahead = schedule if settings.overlap_param_gather and self.sharding.stage == 3 else None
         # Bound methods of the parts, not of the engine: hooks make the parameters hold the reducer. Through a method of
         # the engine they would hold the engine, and the optimizer would never be collected and closed.
@@ -261,6 +261,11 @@ class Engine:
         numbers = {"counting": int(self.tokens.counting), "uncounted": int(uncounted is not None)}
         if self.sharded_model is not None:
             numbers["parted"] = self.sharded_model.schedule.cycle.code
+        every, device, terms = self.compared_every, self.sharding.device, None
+        if every is not None:
+            self.param_gather.wait()  # parameters are read here, or to name what differed in the last step
+            if (self.steps + 1) % every == 0 and not is_capturing(device):  # no host would raise for a captured step
+                terms = replicas.terms_of([shard.bucket for shard in self.states.shards], device)
         own = ToExchange(
             reducer.buckets,
             used,
@@ -271,7 +276,7 @@ class Engine:
             reasons,
             flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             tokens=self.tokens.own if self.tokens.counting else None,
-            replicas=self.replicas.terms() if self.replicas.wants(self.steps + 1) else None,
+            terms=terms,
         )
         try:
             self.exchange.run(own)
@@ -437,6 +442,13 @@ class Engine:
             self.sharded_model.schedule.reshard_all()
         self.exchange.check_alarms()
         self.states.raise_lost_together()  # a rank that lost state must not raise alone later, within a collective
+
+    def check_replicas(self) -> None:
+        """Collective. See ``zero_optim.check_replicas``."""
+        self.states.refresh_edited()
+        device = self.sharding.device
+        with nullcontext() if self.pipeline is None else self.pipeline.comm.raising_together("check_replicas", device):
+            replicas.check(self.parameters, self.shardings, self.sharded_model, self.states)
 
     def first_non_finite(self) -> dict[str, Any] | None:
         if (first := self.exchange.nonfinite.first()) is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -112,19 +111,17 @@ def _send(comm: Comm, buffers: Sequence[Tensor], device: torch.device, *, mean: 
 def check_replicas(model_or_opt: nn.Module | ShardedOptimizer) -> None:
     """Collective. Raise RankMismatchError, on every rank, where ranks hold different bits of what should be equal.
 
-    That are parameters: at stages 0 to 2 on all ranks with the same slice or experts; at stage 3 shards of replicas;
-    those that are not cut, also along tensor-parallel ranks. And state of the optimizer that several ranks hold, with
-    masters: at stage 0, of replicas, and along tensor-parallel ranks. Buffers are not compared, nor copies of a tied
-    embedding on two stages of a pipeline. Ranks exchange some 20 bytes for each of these tensors, and the host waits.
+    These are parameters: at stages 0 to 2 on all ranks with the same slice or experts; at stage 3 shards of replicas;
+    those that are not cut, also along tensor-parallel ranks. And optimizer state, masters included, that several ranks
+    hold: at stage 0, of replicas, and along tensor-parallel ranks. Buffers are left out, and copies of a tied embedding
+    on two stages of a pipeline. Ranks exchange some 20 bytes for each of these tensors, and the host waits.
 
-    Args:
-        model_or_opt: an optimizer, or a model: what its open optimizers hold is compared.
+    ``model_or_opt``: an optimizer, or a model: what its open optimizers hold is compared.
 
     Raises, on every rank:
-        RankMismatchError: names parameters, and the ranks that differ from most others; other stages of a pipeline
-            name a rank.
+        RankMismatchError: names parameters and the ranks that differ from most; on other stages of a pipeline, a rank.
         ParameterError: no open optimizer holds a parameter of the model.
-        ZeroOptimError: within ``gather_parameters`` or ``swap_to_ema``, asleep, or closed.
+        ZeroOptimError: within ``swap_to_ema``, asleep, or closed.
     """
     if not isinstance(model_or_opt, nn.Module | ShardedOptimizer):
         raise TypeError(f"check_replicas was given a {type(model_or_opt).__name__}: give a model or a ShardedOptimizer")
@@ -133,9 +130,5 @@ def check_replicas(model_or_opt: nn.Module | ShardedOptimizer) -> None:
         raise ParameterError("check_replicas: no open optimizer of zero_optim holds the model: make one before")
     for opt in found:
         opt.check_usable()
-        engine, stages = opt.engine, opt.engine.pipeline
-        if engine.sharded_model is not None:
-            engine.sharded_model.schedule.check_not_gathered("check_replicas")
         opt.settle()
-        with nullcontext() if stages is None else stages.comm.raising_together("check_replicas", opt.device):
-            engine.replicas.check()
+        opt.engine.check_replicas()

@@ -22,14 +22,9 @@ from ..comm.streams import HostCopy
 from ..errors import GradientError, OffloadError, RankMismatchError, ZeroOptimError
 from ..units.cycle import ORDER_CODES
 
-HASH_BITS, DIGITS = 64, 16
+HASH_BITS = 64
 OPTIONS = "options"
 """The name of the alarm that ranks have stepped with different options."""
-REPLICAS = "replicas"
-"""That of the alarm that ranks hold different parameters: a rank's numbers are ``replicas.Replicas.terms``."""
-REPLICAS_REMEDY = (
-    "To go on, load a checkpoint on all ranks; or make model and optimizer anew, which broadcasts rank 0's parameters"
-)
 
 
 class Combine(enum.Enum):
@@ -94,9 +89,19 @@ class Alarm:
         return self.kind("; ".join(own) or self.message.format(names=names, dtypes=dtypes))
 
 
-def alarms(*, by_units: bool, replicas: bool = False) -> tuple[Alarm, ...]:
-    """List the alarms of a step, the one that is raised first in front. ``by_units``: at stage 3. ``replicas``: whether
-    steps compare the parameters of replicas."""
+UNEQUAL = Alarm(
+    "unequal",
+    Combine.ANY,
+    RankMismatchError,
+    "ranks hold different bits of what should be equal. To go on, load a checkpoint on all ranks, or make model and "
+    "optimizer anew, which broadcasts rank 0's parameters",
+    bits=HASH_BITS,
+)
+"""The last alarm, where steps compare replicas: the ranks' numbers cancel where they are equal, see ``replicas``."""
+
+
+def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
+    """List the alarms of a step, the one that is raised first in front. ``by_units``: at stage 3."""
     parted = Alarm(
         "parted",
         Combine.DIFFERENT,
@@ -104,13 +109,6 @@ def alarms(*, by_units: bool, replicas: bool = False) -> tuple[Alarm, ...]:
         "the ranks have gathered units in different orders, and may have computed with wrong values: each must "
         "run as many forwards and backwards of the sharded model, in the same order. Nothing was updated",
         ORDER_CODES,
-    )
-    unequal = Alarm(  # last: a rank that has another alarm itself never finds this one alone
-        REPLICAS,
-        Combine.ANY,
-        RankMismatchError,
-        f"ranks hold different parameters where all should be equal. Nothing was updated now. {REPLICAS_REMEDY}",
-        bits=DIGITS,
     )
     late_for_its_unit = (
         "a gradient of {names} arrived after the backward of its unit. Nothing was updated. Gradients "
@@ -182,7 +180,6 @@ def alarms(*, by_units: bool, replicas: bool = False) -> tuple[Alarm, ...]:
             "clip_grad_norm_ and the last step, which has updated them differently. Edit gradients on every rank "
             "alike. To go on, load a checkpoint. Nothing was updated now",
         ),
-        *((unequal,) if replicas else ()),
     )
 
 
@@ -199,12 +196,9 @@ class AlarmColumns:
     def __init__(self, of: Sequence[Alarm], columns: Tensor) -> None:
         self._alarms, self._all, self.on_host = of, columns, HostCopy(columns)
         self._views = columns.split([alarm.columns for alarm in of]) if of else ()
-        self._replicas = next(
-            (view for alarm, view in zip(of, self._views, strict=True) if alarm.name == REPLICAS), None
-        )
         quiet = [value for alarm in of for value in alarm.entry(0)]
         self._quiet = torch.tensor(quiet, dtype=torch.float32, device=columns.device)
-        # [alarms, width] bool: the columns of each alarm. It is raised where as many of them as it needs are above 0.
+        # [alarms, width] bool: the columns of each alarm. It is raised where as many of them as it needs are not 0.
         masks = [torch.ones((1, alarm.columns), dtype=torch.bool, device=columns.device) for alarm in of]
         self._masks = torch.block_diag(*masks) if of else columns
         self._needed = torch.tensor([alarm.needed for alarm in of], device=columns.device)
@@ -214,20 +208,20 @@ class AlarmColumns:
         )
         self._options_version = -1
 
-    def fill(self, counts: Mapping[str, int], options: Tensor | None = None, replicas: Tensor | None = None) -> None:
+    def fill(self, counts: Mapping[str, int], options: Tensor | None = None, terms: Tensor | None = None) -> None:
         """Write this rank's columns. As a rule it has no alarm, and one copy does it.
 
         ``options``: [2 * HASH_BITS] fp32, the bits of the options' hash and their complements; None: of the hash 0.
-        ``replicas``: [DIGITS] fp32, see ``REPLICAS``; None: this step does not compare.
+        ``terms``: [HASH_BITS] fp32, those of UNEQUAL; None: this step compares no replicas.
         """
         if options is not None and self._options is not None and self._options_version != options._version:
             self._quiet[self._options].copy_(options)
             self._options_version = options._version
         self._all.copy_(self._quiet)
-        if replicas is not None and self._replicas is not None:
-            self._replicas.copy_(replicas)
         for alarm, view in zip(self._alarms, self._views, strict=True):
             count = counts.get(alarm.name, 0)
+            if alarm is UNEQUAL and terms is not None:
+                view.copy_(terms)
             # Numbers go into kernels: a copy from the host would read memory that is gone when a graph is replayed.
             for place, value in enumerate(alarm.entry(count) if count else ()):
                 view[place].fill_(value)
