@@ -93,8 +93,8 @@ UNEQUAL = Alarm(
     "unequal",
     Combine.ANY,
     RankMismatchError,
-    "ranks hold different bits of what should be equal. To go on, load a checkpoint on all ranks, or make model and "
-    "optimizer anew, which broadcasts rank 0's parameters",
+    "ranks held different bits of parameters that should be equal, which the all-gather of a step may have replaced "
+    "since: zero_optim.check_replicas names what still differs. Nothing was updated",
     bits=HASH_BITS,
 )
 """The last alarm, where steps compare replicas: the ranks' numbers cancel where they are equal, see ``replicas``."""

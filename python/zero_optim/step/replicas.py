@@ -19,9 +19,13 @@ from ..grads.bucket import Bucket
 from ..params.parameter_set import ParameterSet, Shardings
 from ..params.tensor_slice import is_cut, local_of
 from ..units.sharded_model import ShardedModel
-from .alarms import HASH_BITS, UNEQUAL
+from .alarms import HASH_BITS
 from .optimizer_state import OptimizerState
 
+_REMEDY = (
+    "these should be equal. To go on, load a checkpoint on all ranks, or make model and optimizer anew, which "
+    "broadcasts rank 0's parameters"
+)
 _FACTOR = 0x1E3779B97F4A7C15  # odd: it loses no bit of what it multiplies
 
 
@@ -63,7 +67,7 @@ def check(
         found += [f"{name} on ranks {other} differs from that on ranks {first}" for other in others]
     if found:
         more = f" and {len(found) - 5} more" if found[5:] else ""
-        raise RankMismatchError(f"{'; '.join(found[:5])}{more}: {UNEQUAL.message}")
+        raise RankMismatchError(f"{'; '.join(found[:5])}{more}: {_REMEDY}")
 
 
 def _checksums(
