@@ -14,7 +14,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -442,13 +442,6 @@ class Engine:
             self.sharded_model.schedule.reshard_all()
         self.exchange.check_alarms()
         self.states.raise_lost_together()  # a rank that lost state must not raise alone later, within a collective
-
-    def check_replicas(self) -> None:
-        """Collective. See ``zero_optim.check_replicas``."""
-        self.states.refresh_edited()
-        device = self.sharding.device
-        with nullcontext() if self.pipeline is None else self.pipeline.comm.raising_together("check_replicas", device):
-            replicas.check(self.parameters, self.shardings, self.sharded_model, self.states)
 
     def first_non_finite(self) -> dict[str, Any] | None:
         if (first := self.exchange.nonfinite.first()) is None:

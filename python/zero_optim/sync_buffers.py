@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from .comm.together import check_same
 from .errors import ParameterError
 from .optimizer import ShardedOptimizer, optimizers_of
 from .params.parameter_set import plain_name
+from .step import replicas
 from .units.sharded_model import sharded_model_of
 
 _HOW = ("broadcast", "mean")
@@ -111,15 +113,15 @@ def _send(comm: Comm, buffers: Sequence[Tensor], device: torch.device, *, mean: 
 def check_replicas(model_or_opt: nn.Module | ShardedOptimizer) -> None:
     """Collective. Raise RankMismatchError, on every rank, where ranks hold different bits of what should be equal.
 
-    These are parameters: at stages 0 to 2 on all ranks with the same slice or experts; at stage 3 shards of replicas;
-    those that are not cut, also along tensor-parallel ranks. And optimizer state, masters included, that several ranks
-    hold: at stage 0, of replicas, and along tensor-parallel ranks. Buffers are left out, and copies of a tied embedding
-    on two stages of a pipeline. Ranks exchange some 20 bytes for each of these tensors, and the host waits.
+    Compared are parameters: at stages 0 to 2 over all ranks with the same slice or experts; at stage 3 shards over
+    replicas; what is not cut, along tensor-parallel ranks, too; and the optimizer state that several ranks hold, with
+    masters. Not compared are buffers, and copies of a tied embedding on two stages of a pipeline. Ranks exchange some
+    20 bytes for each tensor, and the host waits.
 
     ``model_or_opt``: an optimizer, or a model: what its open optimizers hold is compared.
 
     Raises, on every rank:
-        RankMismatchError: names parameters and the ranks that differ from most; on other stages of a pipeline, a rank.
+        RankMismatchError: names what differs and the ranks; on other stages of a pipeline, a rank.
         ParameterError: no open optimizer holds a parameter of the model.
         ZeroOptimError: within ``swap_to_ema``, asleep, or closed.
     """
@@ -131,4 +133,7 @@ def check_replicas(model_or_opt: nn.Module | ShardedOptimizer) -> None:
     for opt in found:
         opt.check_usable()
         opt.settle()
-        opt.engine.check_replicas()
+        engine, stages = opt.engine, opt.engine.pipeline
+        engine.states.refresh_edited()
+        with nullcontext() if stages is None else stages.comm.raising_together("check_replicas", opt.device):
+            replicas.check(engine.parameters, engine.shardings, engine.sharded_model, engine.states)

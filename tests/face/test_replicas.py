@@ -239,7 +239,7 @@ def test_state_and_parameters_wherever_they_are(name: str) -> None:
     for parameter, state in run_ranks(4 if stage else 2, in_stores, name):
         of_all = "on ranks [1] differs from that on ranks [0, 2, 3]"
         assert parameter.startswith(f"'1.bias' {of_all if stage == 2 else differ}: these should be equal"), parameter
-        assert re.match(rf"exp_avg\w* of '1.\\w+' {re.escape(differ)}", state), state
+        assert re.match(rf"exp_avg\w* of '1.\w+' {re.escape(differ)}", state), state
 
 
 # -- on a GPU, and what is sent ----------------------------------------------------------------------------------------

@@ -22,10 +22,6 @@ from ..units.sharded_model import ShardedModel
 from .alarms import HASH_BITS
 from .optimizer_state import OptimizerState
 
-_REMEDY = (
-    "these should be equal. To go on, load a checkpoint on all ranks, or make model and optimizer anew, which "
-    "broadcasts rank 0's parameters"
-)
 _FACTOR = 0x1E3779B97F4A7C15  # odd: it loses no bit of what it multiplies
 
 
@@ -67,14 +63,16 @@ def check(
         found += [f"{name} on ranks {other} differs from that on ranks {first}" for other in others]
     if found:
         more = f" and {len(found) - 5} more" if found[5:] else ""
-        raise RankMismatchError(f"{'; '.join(found[:5])}{more}: {_REMEDY}")
+        raise RankMismatchError(
+            f"{'; '.join(found[:5])}{more}: these should be equal. To go on, load a checkpoint on all ranks, or make "
+            "model and optimizer anew, which broadcasts rank 0's parameters"
+        )
 
 
 def _checksums(
     parameters: ParameterSet, shardings: Shardings, model: ShardedModel | None, states: OptimizerState | None
 ) -> dict[tuple[int, str, int], int]:
-    """Make checksums of what another rank holds, too: by index of the parameter, name of the tensor of its state or
-    nothing, and group."""
+    """Make checksums of what other ranks hold, too: by parameter, tensor of its state or "", and group."""
     units = [] if model is None else model.units
     shards = {id(own.plain): own.local for unit in units for flat in unit.flats for own in flat.param_shards}
     factors, found = _odd_numbers(shardings.main.device), {}
@@ -82,7 +80,9 @@ def _checksums(
         count, _, place = shardings.of(index).equals(cut=is_cut(parameter))
         if count > 1:
             own = shards.get(id(parameter))
-            found[index, "", place] = _checksum(local_of(parameter).reshape(-1) if own is None else own, factors)
+            found[index, "", place] = _checksum(
+                local_of(parameter).detach().reshape(-1) if own is None else own, factors
+            )
     for shard in [] if states is None else states.shards:
         count, _, place = shard.bucket.sharding.equals(cut=shard.bucket.flat.cut, state=True)
         if count > 1:
@@ -93,8 +93,7 @@ def _checksums(
 
 
 def _checksum(values: Tensor, factors: Tensor) -> Tensor:
-    """[] int64: a checksum of the bytes of ``values``, flat: of integers times odd factors, modulo 2^64. So a change of
-    one integer always changes it."""
+    """[] int64: a sum of the bytes of ``values``, flat, as integers times odd factors, modulo 2^64."""
     words = values.to(factors.device).view(getattr(torch, f"int{8 * values.element_size()}"))
     total = torch.zeros((), dtype=torch.int64, device=factors.device)
     for part in words.split(len(factors)):
@@ -106,6 +105,5 @@ def _odd_numbers(device: torch.device) -> Tensor:
     """Make odd numbers without a pattern, the same on all ranks, for as many integers as are multiplied at once."""
     # Products stay in a CPU's cache. On a GPU they take 8 MiB: a launch should read some megabytes.
     numbers = torch.arange(2**20 if device.type == "cuda" else 2**16, device=device) * _FACTOR
-    for shift in (29, 32):
-        numbers = torch.bitwise_xor(numbers, torch.bitwise_right_shift(numbers, shift)) * _FACTOR
-    return torch.bitwise_or(numbers, 1)
+    mixed = torch.bitwise_xor(numbers, torch.bitwise_right_shift(numbers, 32)) * _FACTOR
+    return torch.bitwise_or(mixed, 1)
