@@ -173,6 +173,22 @@ STORES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def opposite(rank: int, world_size: int) -> str:
+    """Both shards of a parameter are equal, and drift alike on one replica each."""
+    model = nn.Linear(1, 256, bias=False)
+    nn.init.zeros_(model.weight)
+    mesh = mesh_of(replicate=2, shard=2)
+    zero_optim.shard_module(model, (nn.Linear,), mesh=mesh)
+    opt = ShardedAdamW(model, mesh=mesh, check_replicas_every=1)
+    if rank in (0, 3):
+        drift(held(opt)["weight"])
+    return error_of(opt.step)
+
+
+def test_equal_shards_do_not_cancel() -> None:
+    assert all("[3] differs" in message or "[2] differs" in message for message in run_ranks(4, opposite))
+
+
 class Trained:
     """Three layers of bf16 in as many units or buckets, on one device."""
 
@@ -240,6 +256,8 @@ def drifting(rank: int, world_size: int, stage: int, replicas: int, every: int |
             raised.append((step, message))
             if rank == 1:
                 job.drift()
+        if step == 2:
+            job.opt.clip_grad_norm_(1.0)  # it exchanges, and nothing has waited for parameters
     check_replicas(job.opt)
     sent = {kind: (of["calls"], of["bytes"]) for kind, of in job.opt.stats()["collectives"].items()}
     if drifts < 8:

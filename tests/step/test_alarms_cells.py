@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_optim.comm.sharding import Sharding
 from zero_optim.errors import GradientError, OffloadError, RankMismatchError, ZeroOptimError
 from zero_optim.step import exchange
-from zero_optim.step.alarms import UNEQUAL, Alarm, AlarmColumns, Combine, alarms
+from zero_optim.step.alarms import HASH_BITS, UNEQUAL, Alarm, AlarmColumns, Combine, alarms
 
 TABLE = table(Combine.__doc__, "combine")
 EXCHANGED = table(exchange.Exchanged.__doc__, "event")
@@ -136,6 +136,12 @@ def test_what_each_alarm_raises_has_a_type_and_names_what_it_is_about(of: tuple[
         assert ABOUT_NO_PARAMETER.get(alarm.name, "weight") in str(error)
     refused = next(alarm for alarm in of if alarm.name == "refused")
     assert str(refused.error("weight", "torch.float32", ["mine", "too"])) == "mine; too"
+
+
+def test_numbers_that_do_not_cancel_raise_whatever_their_sign():
+    for columns in (torch.ones(HASH_BITS), -torch.ones(HASH_BITS)):
+        assert first_raised([UNEQUAL], columns) is UNEQUAL
+        assert bool(AlarmColumns([UNEQUAL], columns).raised_on_device() > 0)
 
 
 def test_without_alarms_nothing_is_raised():
