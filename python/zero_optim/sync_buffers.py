@@ -132,8 +132,8 @@ def check_replicas(model_or_opt: nn.Module | ShardedOptimizer) -> None:
         raise ParameterError("check_replicas: no open optimizer of zero_optim holds the model: make one before")
     for opt in found:
         opt.check_usable()
-        opt.settle()
         engine, stages = opt.engine, opt.engine.pipeline
-        engine.states.refresh_edited()
         with nullcontext() if stages is None else stages.comm.raising_together("check_replicas", opt.device):
+            opt.settle()
+            engine.states.refresh_edited()
             replicas.check(engine.parameters, engine.shardings, engine.sharded_model, engine.states)
