@@ -25,12 +25,6 @@ from .optimizer_state import OptimizerState
 _FACTOR = 0x1E3779B97F4A7C15  # odd: it loses no bit of what it multiplies
 
 
-def any_equal(shardings: Shardings) -> bool:
-    """Whether any rank holds what another has."""
-    every = (shardings.main, *shardings.of_groups.values())
-    return any(sharding.equals(cut=cut)[0] > 1 for sharding in every for cut in (False, True))
-
-
 def terms_of(buckets: Sequence[Bucket], device: torch.device) -> Tensor:
     """[HASH_BITS] fp32: what this rank adds to the sum over the world, by the parameters in ``buckets``."""
     terms, bits = torch.zeros(HASH_BITS, device=device), torch.arange(HASH_BITS, device=device)
