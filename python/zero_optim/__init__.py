@@ -25,7 +25,7 @@ from .optimizer import ShardedOptimizer
 from .param_groups import param_groups
 from .params.flat_shard import FlatShard
 from .shard_module import gather_parameters, register_forward_method, shard_module
-from .sync_buffers import sync_buffers
+from .sync_buffers import check_replicas, sync_buffers
 
 __all__ = [
     "CheckpointError",
@@ -48,6 +48,7 @@ __all__ = [
     "StateMismatchError",
     "ZeroOptimError",
     "__version__",
+    "check_replicas",
     "checkpoint",
     "full_model_state_dict",
     "full_state_dict",

@@ -41,6 +41,7 @@ from .recovery import all_of
 from .rules.codec import Begins
 from .rules.group_rules import GroupRules
 from .settings import Settings
+from .step import replicas
 from .step.clip import Clip, TokenCount, unscale_in_place
 from .step.exchange import Exchange, ToExchange
 from .step.hyper_table import HyperTable, was_updated
@@ -92,6 +93,9 @@ class Engine:
         if settings.telemetry_every is not None:
             self.measured = Measured(self.states, parameters, shardings, settings.telemetry_every)
         self.hyper = HyperTable([], rules.by_group, sharding.device, hashes=sharding.agrees)
+        any_equal = sharding.equals(cut=False)[0] > 1 or shardings.of_groups  # else no rank holds what another has
+        self.compared_every = settings.check_replicas_every if any_equal else None
+        name_unequal = partial(replicas.check, parameters, shardings, sharded_model)
         self.exchange = Exchange(
             sharding,
             labels,
@@ -101,6 +105,7 @@ class Engine:
             pipeline=pipeline,
             places=shardings.places_of_use,
             hyper=self.hyper,
+            name_unequal=None if self.compared_every is None else name_unequal,
         )
         self.clip = Clip(sharding, labels, pipeline)
         self.tokens = TokenCount(sharding)
@@ -257,6 +262,11 @@ class Engine:
         numbers = {"counting": int(self.tokens.counting), "uncounted": int(uncounted is not None)}
         if self.sharded_model is not None:
             numbers["parted"] = self.sharded_model.schedule.cycle.code
+        every, device, terms = self.compared_every, self.sharding.device, None
+        if every is not None:
+            self.param_gather.wait()  # parameters are read here, or to name what differed in the last step
+            if (self.steps + 1) % every == 0 and not is_capturing(device):  # no host would raise for a captured step
+                terms = replicas.terms_of([shard.bucket for shard in self.states.shards], device)
         own = ToExchange(
             reducer.buckets,
             used,
@@ -267,6 +277,7 @@ class Engine:
             reasons,
             flags=(reducer.layout.nonfinite, reducer.layout.slot_params),
             tokens=self.tokens.own if self.tokens.counting else None,
+            terms=terms,
         )
         try:
             self.exchange.run(own)
@@ -459,7 +470,7 @@ class Engine:
         self.param_gather.close()
         try:  # an error of the last step: there is no later step to raise it
             if not self.reducer.rounds.out_of_step:
-                self.exchange.check_alarms(names_options=False)
+                self.exchange.check_alarms(together=False)
         except ZeroOptimError as error:
             warnings.warn(f"the last step was skipped: {error}", stacklevel=2)
         except RuntimeError:  # the device has failed, which an earlier call has raised

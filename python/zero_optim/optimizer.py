@@ -121,6 +121,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "split", or "fp32" where a parameter is fp16. See ``docs/state.md``.
         state_dtype: "fp32", "bf16", rounded stochastically, or "int8": for state other than masters and averages.
         telemetry_every: measure every k-th step for ``telemetry()``. None: no step.
+        check_replicas_every: compare trained parameters, bit for bit, over ranks that should hold the same, in every
+            k-th step: where they differ it updates nothing, and all raise RankMismatchError. None: in no step.
 
     Raises:
         ParameterError: a parameter that it cannot hold, or that another live optimizer of ``zero_optim`` holds.

@@ -52,6 +52,7 @@ class ShardingOptions(RankOptions, total=False):
     master: str | None
     state_dtype: str
     telemetry_every: int | None
+    check_replicas_every: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ class Settings:
     master: str | None = None
     state_dtype: str = "fp32"
     telemetry_every: int | None = None
+    check_replicas_every: int | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *, default_stage: int) -> Settings:
@@ -89,8 +91,9 @@ class Settings:
         self._check("grad_reduce_dtype", self.grad_reduce_dtype in reduced_in, f"None or one of {PARAMETER_DTYPES}")
         self._check("grad_accumulation_dtype", accumulation_dtype in (None, torch.float32), "None or torch.float32")
         self._check("max_grad_norm", norm is None or norm > 0, "None or positive")
-        every = self.telemetry_every
-        self._check("telemetry_every", every is None or (type(every) is int and every > 0), "None or a number of steps")
+        for name in ("telemetry_every", "check_replicas_every"):
+            every = getattr(self, name)
+            self._check(name, every is None or (type(every) is int and every > 0), "None or a number of steps")
         check_choice("master", self.master, (None, *MASTERS))
         check_choice("state_dtype", self.state_dtype, STATE_DTYPES)
         read_offload(self.state_offload, self.device_budget)

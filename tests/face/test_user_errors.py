@@ -185,6 +185,8 @@ BAD_OPTIONS: tuple[dict[str, Any], ...] = (
     {"grad_reduce_dtype": torch.int32},
     {"max_grad_norm": 0.0},
     {"max_grad_norm": -1.0},
+    {"check_replicas_every": 0},
+    {"check_replicas_every": True},
     {"differentiable": True},
 )
 
@@ -196,7 +198,13 @@ def _bad_options(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
         params = make_parameters(SHAPES)
         on_one = options if rank == 1 else {}
         groups = [{"params": params[:1]}, {"params": params[1:], **options}]
-        of_group = not set(options) & {"stage", "bucket_cap_mb", "grad_reduce_dtype", "max_grad_norm"}
+        of_group = not set(options) & {
+            "stage",
+            "bucket_cap_mb",
+            "grad_reduce_dtype",
+            "max_grad_norm",
+            "check_replicas_every",
+        }
         calls = [
             lambda params=params, options=options: zero_optim.ShardedAdamW(params, **options),
             lambda params=params, on_one=on_one: zero_optim.ShardedAdamW(params, **on_one),

@@ -189,6 +189,8 @@ class _Generator(Draw):
             options["max_grad_norm"] = self.pick((0.5, 4.0))
         if self.chance(flavour.meshes):
             options["mesh"] = True
+        if self.chance(30):
+            options["check_replicas_every"] = self.pick((1, 2, 3))
         if self.chance(flavour.stores):
             options |= self.pick(STORES)
             if stage == 3 and self.chance(50):
@@ -386,6 +388,10 @@ class _Generator(Draw):
     def _save_full(self, s: State, p: int) -> None:
         self.lines.append(f"full_{s.name} = full({s.name})")
         s.saved, s.raised = s.saved | {"full"}, False
+
+    def _check(self, s: State, p: int) -> None:
+        self.lines.append(f"check({s.name})")
+        s.raised = False
 
     def _observe(self, s: State, p: int) -> None:
         self.lines.append(f"{s.name}.opt.observe()")
@@ -645,6 +651,7 @@ RARE: dict[str, Allowed] = {
     "save": lambda g, s, p: not s.pending,
     "load": lambda g, s, p: "own" in s.saved and not s.grads and s.quiet,
     "save_full": lambda g, s, p: not s.pending,
+    "check": lambda g, s, p: not s.pending,
     "load_full": lambda g, s, p: "full" in s.saved and not s.grads and s.quiet,
     "observe": lambda g, s, p: not s.pending,
     "renew": lambda g, s, p: not s.pending,

@@ -343,6 +343,10 @@ class Words:
         self.see(tensors_of(state))
         return state
 
+    def check(self, a: Handle) -> None:
+        if self.library is zero_optim:
+            zero_optim.check_replicas(a.opt)
+
     def load_full(self, a: Handle, state: Any) -> None:
         self.library.load_full_state_dict(a.opt, state)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_optim.comm.sharding import Sharding
 from zero_optim.errors import GradientError, OffloadError, RankMismatchError, ZeroOptimError
 from zero_optim.step import exchange
-from zero_optim.step.alarms import Alarm, AlarmColumns, Combine, alarms
+from zero_optim.step.alarms import HASH_BITS, UNEQUAL, Alarm, AlarmColumns, Combine, alarms
 
 TABLE = table(Combine.__doc__, "combine")
 EXCHANGED = table(exchange.Exchanged.__doc__, "event")
@@ -85,7 +85,7 @@ def test_the_width_of_an_alarm(rule: Combine):
     assert all(len(alarm.entry(number)) == alarm.columns for number in range(CODES))
 
 
-LISTS = [alarms(by_units=False), alarms(by_units=True)]
+LISTS = [(*alarms(by_units=False), UNEQUAL), alarms(by_units=True)]
 PLACES = [(of, place) for of in LISTS for place in range(len(of) + 1)]
 
 
@@ -121,8 +121,9 @@ def test_of_several_alarms_the_first_in_the_list_is_raised(of: tuple[Alarm, ...]
         assert first_raised(of, over_ranks(vectors)) is earlier
 
 
-MISMATCHES = ("parted", "thawed", "edited", "counting", "options")
+MISMATCHES = ("parted", "thawed", "edited", "counting", "options", "unequal")
 ABOUT_NO_PARAMETER = {"parted": "units", "uncounted": "count", "counting": "count", "options": "options"}
+ABOUT_NO_PARAMETER["unequal"] = "check_replicas"
 
 
 @pytest.mark.parametrize("of", LISTS)
@@ -135,6 +136,12 @@ def test_what_each_alarm_raises_has_a_type_and_names_what_it_is_about(of: tuple[
         assert ABOUT_NO_PARAMETER.get(alarm.name, "weight") in str(error)
     refused = next(alarm for alarm in of if alarm.name == "refused")
     assert str(refused.error("weight", "torch.float32", ["mine", "too"])) == "mine; too"
+
+
+def test_numbers_that_do_not_cancel_raise_whatever_their_sign():
+    for columns in (torch.ones(HASH_BITS), -torch.ones(HASH_BITS)):
+        assert first_raised([UNEQUAL], columns) is UNEQUAL
+        assert bool(AlarmColumns([UNEQUAL], columns).raised_on_device() > 0)
 
 
 def test_without_alarms_nothing_is_raised():

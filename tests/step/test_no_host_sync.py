@@ -58,7 +58,11 @@ def _watched_step(
 
     params = make_parameters(SHAPES, dtype)
     opt = zero_optim.ShardedAdamW(
-        params, stage=stage, bucket_cap_mb=TINY_CAP_MB, max_grad_norm=1.0 if clip == "argument" else None
+        params,
+        stage=stage,
+        bucket_cap_mb=TINY_CAP_MB,
+        max_grad_norm=1.0 if clip == "argument" else None,
+        check_replicas_every=1 if clip == "none" else None,
     )
     scaler = zero_optim.GradScaler(init_scale=4.0, enabled=scaled)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (step + 1))

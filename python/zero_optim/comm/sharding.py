@@ -253,6 +253,16 @@ class Sharding:
         """The ranks whose values of a parameter are the same. ``cut``: whether it is cut over tensor-parallel ranks."""
         return self.data_parallel if cut or self.of_experts else self.world
 
+    def equals(self, *, cut: bool, state: bool = False) -> tuple[int, int, int]:
+        """Count the ranks whose memory of a parameter, or of its ``state``, has the same values as this rank's; number
+        this rank among them; and number this group of ranks among those with other shards and slices."""
+        place, alike = self.shard_index, self.alike(cut=cut)
+        count, number = self.holders(cut=cut)
+        if not state and self.stage < 3:  # parameters are whole
+            count, number, place = alike.world_size, alike.rank, 0
+        of_slice = cut or self.of_experts
+        return count, number, place * self.slice_count + self.slice_index if of_slice else place
+
 
 def make_sharding(
     world: Comm,

@@ -42,7 +42,7 @@ class Combine(enum.Enum):
     - *equal*, *unequal*: no rank's number is 0.
     - *codes*: one column for each code.
 
-    So a rule needs a number above 0 in one column, or in two. Columns are summed over the ranks.
+    So a rule needs a number other than 0 in one column, or in two. Columns are summed over the ranks.
     """
 
     ANY = enum.auto()
@@ -57,7 +57,7 @@ class Alarm:
     Attributes:
         message: of the error, with ``{names}`` of parameters and their ``{dtypes}``.
         codes: their number, where it is DIFFERENT.
-        bits: how many a DIVIDED number has. Ranks that differ in any of them raise it.
+        bits: how many a DIVIDED number has, and ranks that differ in any of them raise it; or the columns of ANY.
     """
 
     name: str
@@ -69,17 +69,17 @@ class Alarm:
 
     @property
     def columns(self) -> int:
-        return {Combine.ANY: 1, Combine.DIVIDED: 2 * self.bits, Combine.DIFFERENT: self.codes}[self.combine]
+        return {Combine.ANY: self.bits, Combine.DIVIDED: 2 * self.bits, Combine.DIFFERENT: self.codes}[self.combine]
 
     @property
     def needed(self) -> int:
-        """The columns that are above 0 where it is raised."""
+        """The columns that are not 0 where it is raised."""
         return {Combine.ANY: 1, Combine.DIVIDED: self.bits + 1, Combine.DIFFERENT: 2}[self.combine]
 
     def entry(self, count: int) -> list[float]:
         """Make the columns of a rank's ``count``: of parameters, or the code of a DIFFERENT alarm."""
         if self.combine is Combine.ANY:
-            return [float(count)]
+            return [float(count)] * self.bits
         if self.combine is Combine.DIVIDED:
             return [float(count > 0)] * self.bits + [float(count == 0)] * self.bits
         return [float(code == count) for code in range(self.codes)]
@@ -87,6 +87,17 @@ class Alarm:
     def error(self, names: str, dtypes: str, own: Sequence[str]) -> ZeroOptimError:
         """Make the error, of this rank's ``own`` reasons where it has any."""
         return self.kind("; ".join(own) or self.message.format(names=names, dtypes=dtypes))
+
+
+UNEQUAL = Alarm(
+    "unequal",
+    Combine.ANY,
+    RankMismatchError,
+    "ranks held different bits of parameters that should be equal, which the all-gather of a step may have replaced "
+    "since: zero_optim.check_replicas names what still differs. Nothing was updated",
+    bits=HASH_BITS,
+)
+"""The last alarm, where steps compare replicas: the ranks' numbers cancel where they are equal, see ``replicas``."""
 
 
 def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
@@ -187,7 +198,7 @@ class AlarmColumns:
         self._views = columns.split([alarm.columns for alarm in of]) if of else ()
         quiet = [value for alarm in of for value in alarm.entry(0)]
         self._quiet = torch.tensor(quiet, dtype=torch.float32, device=columns.device)
-        # [alarms, width] bool: the columns of each alarm. It is raised where as many of them as it needs are above 0.
+        # [alarms, width] bool: the columns of each alarm. It is raised where as many of them as it needs are not 0.
         masks = [torch.ones((1, alarm.columns), dtype=torch.bool, device=columns.device) for alarm in of]
         self._masks = torch.block_diag(*masks) if of else columns
         self._needed = torch.tensor([alarm.needed for alarm in of], device=columns.device)
@@ -197,10 +208,11 @@ class AlarmColumns:
         )
         self._options_version = -1
 
-    def fill(self, counts: Mapping[str, int], options: Tensor | None = None) -> None:
+    def fill(self, counts: Mapping[str, int], options: Tensor | None = None, terms: Tensor | None = None) -> None:
         """Write this rank's columns. As a rule it has no alarm, and one copy does it.
 
         ``options``: [2 * HASH_BITS] fp32, the bits of the options' hash and their complements; None: of the hash 0.
+        ``terms``: [HASH_BITS] fp32, those of UNEQUAL; None: this step compares no replicas.
         """
         if options is not None and self._options is not None and self._options_version != options._version:
             self._quiet[self._options].copy_(options)
@@ -208,6 +220,8 @@ class AlarmColumns:
         self._all.copy_(self._quiet)
         for alarm, view in zip(self._alarms, self._views, strict=True):
             count = counts.get(alarm.name, 0)
+            if alarm is UNEQUAL and terms is not None:
+                view.copy_(terms)
             # Numbers go into kernels: a copy from the host would read memory that is gone when a graph is replayed.
             for place, value in enumerate(alarm.entry(count) if count else ()):
                 view[place].fill_(value)
@@ -216,13 +230,13 @@ class AlarmColumns:
         """[1] fp32: 1 where one is raised, else 0."""
         if not self._alarms:  # a rank alone
             return self._all.new_zeros(1)
-        return (self._masks & (self._all > 0)).sum(1).ge(self._needed).any(0, keepdim=True).float()
+        return (self._masks & (self._all != 0)).sum(1).ge(self._needed).any(0, keepdim=True).float()
 
     def read_first_raised(self) -> Alarm | None:
         """Read the columns that were sent last, once, and pick the alarm to raise. The host waits for them."""
         values, start = self.on_host.read(wait=True) or [], 0
         for alarm in self._alarms:
-            if sum(map((0.0).__lt__, values[start : start + alarm.columns])) >= alarm.needed:
+            if sum(map((0.0).__ne__, values[start : start + alarm.columns])) >= alarm.needed:
                 return alarm
             start += alarm.columns
         return None

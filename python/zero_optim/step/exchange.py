@@ -30,7 +30,7 @@ from ..comm.together import check_same
 from ..errors import RankMismatchError
 from ..grads.bucket import Bucket
 from ..grads.slots import GradState
-from .alarms import OPTIONS, Alarm, AlarmColumns, alarms
+from .alarms import OPTIONS, UNEQUAL, Alarm, AlarmColumns, alarms
 from .hyper_table import HyperTable
 from .pipeline import Pipeline
 
@@ -82,6 +82,7 @@ class ToExchange:
     reasons: Mapping[str, Sequence[str]]
     flags: tuple[Tensor, Tensor]
     tokens: Tensor | None = None  # [1] float64; None: this rank has counted none
+    terms: Tensor | None = None  # of UNEQUAL; None: this step compares no replicas
 
 
 class Exchange:
@@ -109,6 +110,7 @@ class Exchange:
         pipeline: Pipeline | None = None,
         places: Callable[[int], tuple[int, int]] = lambda index: (1, 0),
         hyper: HyperTable | None = None,
+        name_unequal: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
@@ -117,11 +119,13 @@ class Exchange:
             places: for a parameter's index, the number of parameters with it on all ranks together, and the number of
                 this rank's among them. Ranks may have different experts under one index.
             hyper: whose options the ranks compare; None: they compare none.
+            name_unequal: collective; raises an error that names what replicas differ in; None: no step compares them.
         """
         self.sharding, self.labels, self._parameters, self._at_once = sharding, labels, parameters, at_once
-        self._pipeline, self._places, self._hyper = pipeline, places, hyper
+        self._pipeline, self._places, self._hyper, self._name_unequal = pipeline, places, hyper, name_unequal
         device = sharding.device
-        self._alarms = alarms(by_units=by_units) if sharding.agrees else ()  # alone, a rank has none
+        more = () if name_unequal is None else (UNEQUAL,)
+        self._alarms = (*alarms(by_units=by_units), *more) if sharding.agrees else ()  # alone, a rank has none
         self.nonfinite = NonFinite(sharding.world.rank, sharding.world.world_size, device)
         self.found_inf = torch.zeros(1, dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.float32, device=device)
@@ -175,7 +179,7 @@ class Exchange:
         else:
             self.totals.zero_()
         options = None if self._hyper is None else self._hyper.hash_bits
-        vector.alarms.fill({name: len(of) for name, of in about.items()} | {**own.numbers}, options)
+        vector.alarms.fill({name: len(of) for name, of in about.items()} | {**own.numbers}, options, own.terms)
         vector.put_use(own.used)
         for index in set().union(*about.values()) if self._alarms else ():
             vector.named_counts[index].fill_(1.0)
@@ -221,10 +225,10 @@ class Exchange:
         """True on a rank that has an alarm itself, and knows already that it is raised: the step is skipped."""
         return self._raised is not None
 
-    def check_alarms(self, *, names_options: bool = True) -> None:
+    def check_alarms(self, *, together: bool = True) -> None:
         """Raise the last step's alarm, if any. A GPU's report has arrived; else the host is a step ahead and waits.
 
-        ``names_options``: collective where ranks have used different options, which are gathered for the message.
+        ``together``: collective where ranks differ in options or parameters, which are gathered for the message.
         """
         if not self._alarms or is_capturing(self.sharding.device):  # a replayed graph has no host to raise
             return
@@ -237,10 +241,12 @@ class Exchange:
             if alarm.name == OPTIONS and self._hyper is not None:
                 self._hyper.reset_hash()  # on all ranks: the next step compares what it uses itself
                 try:
-                    if names_options:
+                    if together:
                         check_same(self.sharding.world, self._hyper.describe_used(), "step", "step with")
                 except RankMismatchError as error:
                     raise alarm.error("", "", [f"{error}; {alarm.message}"]) from None
+            if alarm is UNEQUAL and self._name_unequal is not None and together:
+                self._name_unequal()
             raise alarm.error(names, " or ".join(sorted(dtypes)), self._own_reasons.get(alarm.name, ()))
 
     def decide(self, skip_nonfinite: bool) -> None:
