@@ -153,11 +153,18 @@ class Engine:
         for batch, here in self.states.to_update(by):
             batch.update(here)
             for shard in batch.shards:
-                shard.bucket.unsharding.start()  # the all-gather is in flight while the next batch is updated
-                stale.remove(shard.bucket.flat)
+                if not shard.bucket.flat.offloaded:
+                    shard.bucket.unsharding.start()  # the all-gather is in flight while the next batch is updated
+                if shard.bucket.unsharding.pending is None:
+                    stale.remove(shard.bucket.flat)
             if self._ahead is not None:
                 self._ahead.gather_ahead(stale)
+        for shard in self.states.shards:
+            if shard.bucket.flat.offloaded:  # only now its parameters are back in host memory
+                shard.bucket.unsharding.start()
         self.param_gather.after_step()
+        if self._ahead is not None:
+            self._ahead.gather_ahead(())
         if self.measured is not None and by.measures:
             self.measured.updated = self.exchange.used & (by.found_inf == 0)
         self.states.mark_updated()

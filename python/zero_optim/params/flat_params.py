@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -144,6 +145,15 @@ class FlatParams:
         lane.set(self._copied)
         with lane.as_current():
             return self._sharding.all_gather(self.full)
+
+    def complete_shard(self, across: Comm) -> Handle:
+        """Start to fill ``shard`` from the ranks of ``across``, each of which has updated its part of it."""
+        here = self.shard.to(self.device)  # itself, unless it rests in host memory beside a GPU
+        gather = across.all_gather(here, "replica_all_gather")
+        if here is not self.shard:
+            gather.then(self.wait_until_copied)
+            gather.then(partial(self.shard.copy_, here))
+        return gather
 
     def order_after_copy(self) -> None:
         """Order what follows on the current stream after the copy of ``unshard`` from host memory."""

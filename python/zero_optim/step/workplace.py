@@ -218,7 +218,8 @@ def wholes_in(
     cuts: list[CutParameter] = []
     for slot, piece, whole, needs in zip(layout.slots, bucket.pieces, every, needs_slices, strict=False):
         if cut:
-            cuts.append(CutParameter(whole, tuple(layout.parts(slot))))
+            ranks = sharding.shard_ranks
+            cuts.append(CutParameter(whole, tuple((ranks[shard], piece) for shard, piece in layout.parts(slot))))
         # A slice may be empty here, and have elements on other tensor-parallel ranks, at the same place.
         elif piece.numel or (needs and slot.offset // layout.shard_numel == sharding.shard_index):
             wholes.append(whole._replace(start=piece.in_shard))
