@@ -90,9 +90,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mesh: a DeviceMesh, instead of ``process_group``. With two dimensions, ("replicate", "shard"), ranks replicate
             along the first and shard along the second. Of tensor-parallel ``DTensor``s give the mesh of the
             data-parallel ranks alone, as ``mesh["dp"]``.
-        state_over: "all": with a mesh of two dimensions, shard the state over all of its ranks, and add up gradients so
-            (HFSDP). "shard": over the ranks along which it shards, and every replica has all of it. At stage 3 it is an
-            argument of ``shard_module``. ValueError at stage 0.
+        state_over: "all": with a mesh of two dimensions, shard state, and from stage 2 on gradients, over all of its
+            ranks (HFSDP). "shard": along the second alone. At stage 3 give it to ``shard_module``, whose model has it.
         tensor_parallel: for a model of plain slices, as Megatron's: the ranks that hold the other slices, as
             ``world_mesh["tp"]``, or a process group. A parameter's ``tensor_model_parallel`` and ``sequence_parallel``
             mark what it is. With a group of one rank nothing is cut. DTensors need no such group.

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 import torch.distributed as dist
 
+from .comm.topology import STATE_OVER
 from .rules.codec import MASTERS, STATE_DTYPES, codecs_for, default_master
 from .rules.options import EMA_DECAY, Decays, check_choice, listed_decays
 from .rules.update_rule import UpdateRule
@@ -21,8 +22,6 @@ from .validate import PARAMETER_DTYPES
 Init = TypeVar("Init", bound=Callable[..., None])
 
 # Ranks may write these in different ways: the described state shows what they come to.
-STATE_OVER = ("shard", "all")
-"""Over which ranks of a mesh of two dimensions state is sharded."""
 _MAY_DIFFER = ("ema_decay", "master", "state_dtype")
 _LEFT_OUT_WHERE_NONE = ("state_offload", "device_budget")
 

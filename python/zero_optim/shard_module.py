@@ -15,14 +15,13 @@ from . import validate
 from .comm.collectives import make_comm
 from .comm.sharding import Sharding, make_sharding, of_each_size
 from .comm.together import check_same
-from .comm.topology import Topology, group_of, read_row, read_rows, read_topology
+from .comm.topology import STATE_OVER, Topology, group_of, read_row, read_rows, read_topology
 from .errors import ParameterError, ShardAccessError
 from .params.param_shard import ParamShard, plain_parameter
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
 from .params.tensor_slice import is_cut, local_of, marked, mesh_of
 from .rules.options import check_choice
-from .settings import STATE_OVER
 from .stores.host_memory import HostMemory, Lanes
 from .units.hooks import watch_part
 from .units.schedule import UnitSchedule, in_backward
@@ -62,8 +61,8 @@ def shard_module(
         mesh: a DeviceMesh, instead of ``process_group``. If it has two dimensions, ("replicate", "shard"), ranks along
             the second shard, and ranks along the first replicate. For a model that ``parallelize_module`` has cut,
             give the mesh of the data-parallel ranks alone, as ``mesh["dp"]``.
-        state_over: "all": with such a mesh the optimizer shards its state, and updates parameters, over all ranks of
-            it. Parameters and reduced gradients... "shard": the ranks along the second dimension do.
+        state_over: "all": with a mesh of two dimensions the optimizer shards gradients and state over all of its ranks
+            (HFSDP), and parameters are still sharded along the second. "shard": all of it along the second.
         tensor_parallel: for a model of plain slices, as Megatron's: the ranks that hold the other slices. See
             ``ShardedOptimizer``, which takes it from the model.
         reshard_after_forward: True: free a unit after its forward; a step communicates 3 times the parameters. False:

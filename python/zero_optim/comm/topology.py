@@ -26,6 +26,9 @@ from .transport import backends, new_group_of
 Rows = tuple[tuple[int, ...], ...]
 """Ranks as the whole job numbers them, by row and column of a matrix."""
 
+STATE_OVER = ("shard", "all")
+"""The dimensions of a mesh over whose ranks state is sharded: that which shards, or both."""
+
 _WHERE = "the constructor, of DTensors or with tensor_parallel"
 # Groups of meshes that are a part of the job, by ranks and back-ends.
 _of_meshes: dict[tuple[tuple[int, ...], str], groups.Reference] = {}
