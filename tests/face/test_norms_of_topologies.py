@@ -99,10 +99,10 @@ def flat(stage: int) -> Callable[[], Built]:
     return build
 
 
-def grid(stage: int) -> Callable[[], Built]:
+def grid(stage: int, **given: Any) -> Callable[[], Built]:
     def build() -> Built:
         model = plain()
-        return model, ShardedAdamW(model.items(), stage=stage, mesh=mesh_of(replicate=2, shard=2))
+        return model, ShardedAdamW(model.items(), stage=stage, mesh=mesh_of(replicate=2, shard=2), **given)
 
     return build
 
@@ -188,6 +188,7 @@ TOPOLOGIES: dict[str, tuple[int, Callable[[], Built]]] = {
     "gradients are, too": (4, flat(2)),
     "replicas of shards, stage 1": (4, grid(1)),
     "replicas of shards": (4, grid(2)),
+    "state over all": (4, grid(2, state_over="all")),
     "tensor parallel, nothing shared": (4, tensor_parallel(0)),
     "tensor parallel": (4, tensor_parallel(2)),
     "tensor parallel, replicas of shards": (8, tensor_parallel_grid),
