@@ -90,7 +90,7 @@ class Settings:
         self._check("bucket_cap_mb", cap is None or 0 < cap < math.inf, "None or positive (MiB)")
         check_choice("state_over", self.state_over, STATE_OVER)
         if self.state_over == "all" and self.stage == 0:
-            raise ValueError('state_over="all" with stage=0, which shards no state: take stage 1, 2 or 3, or leave it out')
+            raise ValueError('state_over="all" with stage=0, which shards no state: take another, or leave it out')
         reduced_in = (None, *PARAMETER_DTYPES)
         self._check("grad_reduce_dtype", self.grad_reduce_dtype in reduced_in, f"None or one of {PARAMETER_DTYPES}")
         self._check("grad_accumulation_dtype", accumulation_dtype in (None, torch.float32), "None or torch.float32")

@@ -15,8 +15,8 @@ def make_mesh(replicas: int, shards: int, device: str = "cpu") -> dist.DeviceMes
 
 
 def on_mesh(run: Any, mesh: dist.DeviceMesh, **given: Any) -> Any:
-    """A ``sharded_cases.Run`` on this mesh, which the model of stage 3 is given, and the optimizer before it. ``given``:
-    as the mesh is."""
+    """A ``sharded_cases.Run`` on this mesh, which the model of stage 3 is given, and the optimizer before it; and with
+    the options ``given`` beside it."""
     options = dict(run.options)
     if run.stage < 3:
         options |= {"mesh": mesh, **given}

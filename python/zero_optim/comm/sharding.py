@@ -84,7 +84,8 @@ class Sharding:
         if self.grid is None or not self.grid.over_all or self.topology.rows is None:
             return list(range(self.shard_group.world_size))
         # A row splits the whole, and a column each of these parts: so the parts of a column follow each other.
-        return [self.shard_group.ranks.index(rank) for column in zip(*self.topology.rows, strict=True) for rank in column]
+        columns = zip(*self.topology.rows, strict=True)
+        return [self.shard_group.ranks.index(rank) for column in columns for rank in column]
 
     @property
     def of_experts(self) -> bool:
