@@ -162,8 +162,9 @@ class Engine:
         for shard in self.states.shards:
             if shard.bucket.flat.offloaded:  # only now its parameters are back in host memory
                 shard.bucket.unsharding.start()
-        self.param_gather.after_step()
-        if self._ahead is not None:
+        if self._ahead is None:
+            self.param_gather.after_step()
+        else:  # units wait for their own shards
             self._ahead.gather_ahead(())
         if self.measured is not None and by.measures:
             self.measured.updated = self.exchange.used & (by.found_inf == 0)

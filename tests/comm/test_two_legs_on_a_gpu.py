@@ -43,7 +43,7 @@ FAULTS_OVER_ALL = {
 def _seed(fault: str) -> None:
     from zero_optim.comm import sharding
     from zero_optim.comm.handle import CommBuffers
-    from zero_optim.grads.bucket import Unsharding
+    from zero_optim.params.flat_params import FlatParams
 
     if fault == "the second leg leaves without waiting for the first":
         sharding.issue_behind = lambda first, second, device: second()
@@ -59,7 +59,8 @@ def _seed(fault: str) -> None:
 
         CommBuffers.take = lend
     elif fault == "a unit is gathered before its shard is complete":
-        Unsharding.wait = Unsharding.end
+        complete = FlatParams.complete_shard
+        FlatParams.complete_shard = lambda flat, across: [complete(flat, across), flat.arrivals.abandon()][0]
 
 
 def _train(rank: int, world_size: int, name: str, fault: str = "") -> list[Tensor]:
