@@ -208,6 +208,8 @@ class Words:
 
         def make(stage: int, store: str | None = store, budget: int | None = device_budget) -> Any:
             more = {} if stage == 3 else {"stage": stage, **grid}
+            if stage == 0:
+                more.pop("state_over", None)
             if store and self.stored:
                 more |= {"state_offload": store} | ({"device_budget": budget} if store == "paged" else {})
             groups = [{**group} for group in given]
