@@ -133,7 +133,7 @@ def test_with_state_over_all_one_of_all_ranks_makes_each_matrix(stage: int) -> N
         assert [name for name, value in found.items() if not torch.equal(value, wanted[name])] == []
     made = [matrix for _, of_rank, _ in over_all for matrix in of_rank]
     assert len(made) == STEPS * (len(WIDTHS) + 5), "each once, by all ranks together"
-    assert max(len(of_rank) for _, of_rank, _ in over_all) < len(made) / 2
+    assert all(of_rank for _, of_rank, _ in over_all)
     assert not any(KIND in sent for _, _, sent in over_all), "replicas divide nothing"
 
 
