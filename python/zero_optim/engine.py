@@ -155,6 +155,7 @@ class Engine:
             for shard in batch.shards:
                 if not shard.bucket.flat.offloaded:
                     shard.bucket.unsharding.start()  # the all-gather is in flight while the next batch is updated
+                # Else a gather ahead would hold the next updates until its unit's shards come together.
                 if shard.bucket.unsharding.pending is None:
                     stale.remove(shard.bucket.flat)
             if self._ahead is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 from cells import slow_after
@@ -109,6 +112,28 @@ def test_state_over_all_sends_as_many_bytes_over_either_link(stage):
         assert sum(own[kind] for _, _, own, _ in over_all) == 4 * numel
         most = max(own[kind] for _, _, own, _ in over_all)
         assert most == pytest.approx(4 * numel / 6, rel=0.03)
+
+
+def _gathered_behind_reductions(rank: int, world_size: int) -> list[float]:
+    """Ranks differ in which second legs of the reductions they have issued as they gather over the same group."""
+    import zero_optim
+    from zero_optim.comm.handle import SecondLegs
+
+    _, opt = make(on_mesh(Run(stage=2), make_mesh(2, 2), state_over="all"), model := Net())
+    for step in range(2):
+        late = mock.patch.object(SecondLegs, "issue_arrived", lambda legs, seconds: None)
+        with late if rank < 2 else nullcontext():
+            loss_of(model, tokens(rank, step)).backward()
+            opt.engine.sharding.second_legs.issue_arrived(5.0)
+            zero_optim.full_state_dict(opt)
+        opt.step()
+        opt.zero_grad()
+    return [float(parameter.sum()) for parameter in model.parameters()]
+
+
+def test_a_gather_comes_after_the_second_legs_of_all_reductions():
+    first, *others = run_ranks(4, _gathered_behind_reductions)
+    assert others == [first] * 3
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------

@@ -252,8 +252,14 @@ class Sharding:
             return self.shard_group.all_gather(full, kind, own)
         # Two legs: across the rows, then within this rank's row. Under gloo the host waits for the first one here, so
         # that the second has its place in the one order of collectives within the row.
-        first = self.grid.across.all_gather(self.grid.within.own_part(full), f"replica_{kind}", own)
+        first = self.gather_across(self.grid.within.own_part(full), kind, own)
         return issue_behind(first, partial(self.grid.within.all_gather, full, kind), self.device)
+
+    def gather_across(self, part: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Handle:
+        """With state over all ranks: fill ``part``, what this rank's row has of the whole. ``own``: see ``all_gather``."""
+        assert self.grid is not None
+        self.second_legs.issue()  # over the same group, and which of them a rank has issued by now differs
+        return self.grid.across.all_gather(part, f"replica_{kind}", own)
 
     def whole_of(self, shard: Tensor, kind: str) -> Tensor:
         """Collective. Gather the whole of which each rank gives its ``shard``; ``shard`` itself where it is all."""

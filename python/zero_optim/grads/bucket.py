@@ -390,7 +390,7 @@ class Unsharding:
         flat, grid = self._flat, self._sharding.grid
         if self._sharding.stage == 3 and grid is not None and grid.over_all:
             with span("step.all_gather", self):
-                self.pending = flat.complete_shard(grid.across)
+                self.pending = flat.complete_shard(self._sharding.gather_across)
         elif self._sharding.stage < 3 and self._sharding.shard_count > 1:
             if self._poison:
                 _poison_beside(flat.shard, flat.full)

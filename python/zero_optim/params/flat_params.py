@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 
@@ -149,10 +149,10 @@ class FlatParams:
         with lane.as_current():
             return self._sharding.all_gather(self.full)
 
-    def complete_shard(self, across: Comm) -> Handle:
-        """Start to fill ``shard`` from the ranks of ``across``, each of which has updated its part of it."""
+    def complete_shard(self, gather_across: Callable[[Tensor], Handle]) -> Handle:
+        """Start to fill ``shard`` from the ranks that have updated the other parts of it."""
         here = self.shard.to(self.device)  # itself, unless it rests in host memory beside a GPU
-        gather = across.all_gather(here, "replica_all_gather")
+        gather = gather_across(here)
         if here is not self.shard:
             gather.then(self.wait_until_copied)
             gather.then(partial(self.shard.copy_, here))
