@@ -20,7 +20,7 @@ RUNS = {
     "stage 2, in tiny buckets": Run(stage=2, micro=2, options={"bucket_cap_mb": 0.002}),
     "stage 2, state on the host": Run(stage=2, micro=2, options={"state_offload": "cpu"}),
     "stage 3, kept by nodes": Run(stage=3, dtype=torch.bfloat16, shard={"reshard_after_forward": False}),
-    "state over all, stage 1": Run(stage=1, micro=2),
+    "state over all, attached": Run(stage=1, micro=2),
     "state over all, in tiny buckets": Run(stage=2, micro=2, options={"bucket_cap_mb": 0.002}),
     "state over all, stage 3": Run(stage=3, dtype=torch.bfloat16, micro=2),
     "state over all, stage 3 from the host": Run(
@@ -70,6 +70,8 @@ def _train(rank: int, world_size: int, name: str, fault: str = "") -> list[Tenso
     run = RUNS[name]
     given = {"state_over": "all"} if "over all" in name else {}
     model, opt = make(on_mesh(run, make_mesh(2, 2), **given), Net().to(device))
+    if "attached" in name:
+        opt.attach(model)
     for step in range(3):
         for micro in range(run.micro):
             with maybe_no_sync(opt, run.no_sync and micro < run.micro - 1):

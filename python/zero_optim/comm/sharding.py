@@ -256,7 +256,7 @@ class Sharding:
         return issue_behind(first, partial(self.grid.within.all_gather, full, kind), self.device)
 
     def gather_across(self, part: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Handle:
-        """With state over all ranks: fill ``part``, what this rank's row has of the whole. ``own``: see ``all_gather``."""
+        """With state over all ranks: fill ``part``, what this row has of the whole. ``own``: see ``all_gather``."""
         assert self.grid is not None
         self.second_legs.issue()  # over the same group, and which of them a rank has issued by now differs
         return self.grid.across.all_gather(part, f"replica_{kind}", own)
