@@ -84,8 +84,8 @@ class Sharding:
         if self.grid is None or not self.grid.over_all or self.topology.rows is None:
             return list(range(self.shard_group.world_size))
         # A row splits the whole, and a column each of these parts: so the parts of a column follow each other.
-        columns = zip(*self.topology.rows, strict=True)
-        return [self.shard_group.ranks.index(rank) for column in columns for rank in column]
+        place = {rank: number for number, rank in enumerate(self.shard_group.ranks)}
+        return [place[rank] for column in zip(*self.topology.rows, strict=True) for rank in column]
 
     @property
     def of_experts(self) -> bool:
@@ -232,9 +232,8 @@ class Sharding:
         number = self.world.log.reserve()
         if self.grid.over_all:
             # Another rank's part is free after the first leg, and has room for what the second one receives.
-            free = full.chunk(within.world_size)[within.rank - 1]
-            lend, kind = partial(free.narrow, 0, 0), "replica_reduce_scatter"
-            second = partial(across.reduce_scatter, part, out, lend, accumulate=accumulate, kind=kind, number=number)
+            spare, kind = partial(full.chunk(within.world_size)[within.rank - 1].narrow, 0, 0), "replica_reduce_scatter"
+            second = partial(across.reduce_scatter, part, out, spare, accumulate=accumulate, kind=kind, number=number)
         else:
             second = partial(across.all_reduce, part, None if part is out else partial(store, part), number=number)
         if self.host_waits:

@@ -389,6 +389,8 @@ class Unsharding:
         over all ranks, its shard comes together."""
         flat, grid = self._flat, self._sharding.grid
         if self._sharding.stage == 3 and grid is not None and grid.over_all:
+            if self._poison:
+                _poison_beside(grid.across.own_part(flat.shard), flat.shard)
             with span("step.all_gather", self):
                 self.pending = flat.complete_shard(self._sharding.gather_across)
         elif self._sharding.stage < 3 and self._sharding.shard_count > 1:

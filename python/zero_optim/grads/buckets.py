@@ -320,5 +320,5 @@ def buckets_of_units(
     index_of = {id(parameters[index]): index for index in order}
     flats = sharded.flats_to_train({key: rules.of(index) for key, index in index_of.items()})
     layouts = [flat.layout.renumbered([index_of[id(parameter)] for parameter in flat.params]) for flat in flats]
-    layouts = [replace(layout, shards=sharding.shard_count) for layout in layouts]  # more than of its parameters?
+    layouts = [replace(layout, shards=sharding.shard_count) for layout in layouts]  # of state
     return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]

@@ -386,7 +386,7 @@ def _communication(laid: _Laid) -> int:
     # Under gloo one reduction waits for the one before: there is one buffer, and what other ranks send of the bucket.
     # One part of that the shard itself receives, if its dtype is that.
     if job.host_waits and sharding.reduces:
-        # With state over all ranks, though, it is an end of what that is received in first.
+        # With state over all ranks that is a sum within the row, which stays in the buffer until the second leg.
         shards, dtypes = sharding.shard_count // sharding.parts_of_shard, {flat.dtype for flat in laid.buckets}
         received_there = all(sharding.grad_dtype(dtype) == sharding.reduce_dtype(dtype) for dtype in dtypes)
         received_there &= sharding.parts_of_shard == 1
