@@ -158,11 +158,20 @@ class Engine:
         for batch, here in self.states.to_update(by):
             batch.update(here)
             for shard in batch.shards:
-                shard.bucket.unsharding.start()  # the all-gather is in flight while the next batch is updated
-                stale.remove(shard.bucket.flat)
+                if not shard.bucket.flat.offloaded:
+                    shard.bucket.unsharding.start()  # the all-gather is in flight while the next batch is updated
+                # Else a gather ahead would hold the next updates until its unit's shards come together.
+                if shard.bucket.unsharding.pending is None:
+                    stale.remove(shard.bucket.flat)
             if self._ahead is not None:
                 self._ahead.gather_ahead(stale)
-        self.param_gather.after_step()
+        for shard in self.states.shards:
+            if shard.bucket.flat.offloaded:  # only now its parameters are back in host memory
+                shard.bucket.unsharding.start()
+        if self._ahead is None:
+            self.param_gather.after_step()
+        else:  # units wait for their own shards
+            self._ahead.gather_ahead(())
         if self.measured is not None and by.measures:
             self.measured.updated = self.exchange.used & (by.found_inf == 0)
         self.states.mark_updated()

@@ -90,6 +90,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mesh: a DeviceMesh, instead of ``process_group``. With two dimensions, ("replicate", "shard"), ranks replicate
             along the first and shard along the second. Of tensor-parallel ``DTensor``s give the mesh of the
             data-parallel ranks alone, as ``mesh["dp"]``.
+        state_over: "all": with a mesh of two dimensions, shard state, and from stage 2 on gradients, over all of its
+            ranks (HFSDP). "shard": along the second alone. At stage 3 give it to ``shard_module``, whose model has it.
         tensor_parallel: for a model of plain slices, as Megatron's: the ranks that hold the other slices, as
             ``world_mesh["tp"]``, or a process group. A parameter's ``tensor_model_parallel`` and ``sequence_parallel``
             mark what it is. With a group of one rank nothing is cut. DTensors need no such group.
@@ -151,8 +153,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             validate.check_group(options.get("process_group"), mesh)
             settings.check()
             check_listed(given)
+            over_all = settings.state_over == "all"
+            if model is None:
+                topology = replace(topology, over_all=over_all)
+            elif over_all and not topology.over_all:
+                raise ValueError('state_over="all": give it to shard_module, whose model the optimizer takes it from')
             if model is None or mesh is not None:  # else the topology of the sharded model has its rows
-                topology = replace(topology, rows=read_rows(mesh, shards=settings.stage != 0))
+                rows = read_rows(mesh, shards=settings.stage != 0, over_all=over_all and model is None)
+                topology = replace(topology, rows=rows)
             self._rule = rule
             self._shared_defaults = {} if settings.ema_decay is None else {EMA_DECAY: settings.ema_decay}
             self._rules_of_groups: list[UpdateRule] = []  # ``add_param_group`` adds them, which torch calls
@@ -692,7 +700,7 @@ def _find_ranks(
         group, topology = model.process_group(), replace(model.sharding.topology, explicit_tp=True)
     else:  # the grid of the sharded model counts even if a group is given
         group, topology = read_topology(group, tp_row, explicit_tp=True)
-        topology = replace(topology, rows=model.sharding.topology.rows)
+        topology = replace(topology, rows=model.sharding.topology.rows, over_all=model.sharding.topology.over_all)
     device = next((tensor.device for tensor in tensors), None)
     return _Ranks(make_comm(group, device), comm_of_pipeline(options.get("pipeline"), device), topology, tp_row)
 

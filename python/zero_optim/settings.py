@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 import torch.distributed as dist
 
+from .comm.topology import STATE_OVER
 from .rules.codec import MASTERS, STATE_DTYPES, codecs_for, default_master
 from .rules.options import EMA_DECAY, Decays, check_choice, listed_decays
 from .rules.update_rule import UpdateRule
@@ -39,6 +40,7 @@ class ShardingOptions(RankOptions, total=False):
     their defaults."""
 
     stage: int | None
+    state_over: str
     bucket_cap_mb: float | None
     grad_reduce_dtype: torch.dtype | None
     grad_accumulation_dtype: torch.dtype | None
@@ -60,6 +62,7 @@ class Settings:
     """The options of ``ShardingOptions``, without ranks, as they were given or by default."""
 
     stage: int  # by default 3 for a sharded model, else 2
+    state_over: str = "shard"
     bucket_cap_mb: float | None = None
     grad_reduce_dtype: torch.dtype | None = None
     grad_accumulation_dtype: torch.dtype | None = None
@@ -87,6 +90,9 @@ class Settings:
         cap, norm, accumulation_dtype = self.bucket_cap_mb, self.max_grad_norm, self.grad_accumulation_dtype
         self._check("stage", type(self.stage) is int and 0 <= self.stage <= 3, "0, 1, 2 or 3")
         self._check("bucket_cap_mb", cap is None or 0 < cap < math.inf, "None or positive (MiB)")
+        check_choice("state_over", self.state_over, STATE_OVER)
+        if self.state_over == "all" and self.stage == 0:
+            raise ValueError('state_over="all" with stage=0, which shards no state: take another, or leave it out')
         reduced_in = (None, *PARAMETER_DTYPES)
         self._check("grad_reduce_dtype", self.grad_reduce_dtype in reduced_in, f"None or one of {PARAMETER_DTYPES}")
         self._check("grad_accumulation_dtype", accumulation_dtype in (None, torch.float32), "None or torch.float32")

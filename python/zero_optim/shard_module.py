@@ -15,12 +15,13 @@ from . import validate
 from .comm.collectives import make_comm
 from .comm.sharding import Sharding, make_sharding, of_each_size
 from .comm.together import check_same
-from .comm.topology import Topology, group_of, read_row, read_rows, read_topology
+from .comm.topology import STATE_OVER, Topology, group_of, read_row, read_rows, read_topology
 from .errors import ParameterError, ShardAccessError
 from .params.param_shard import ParamShard, plain_parameter
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
 from .params.tensor_slice import is_cut, local_of, marked, mesh_of
+from .rules.options import check_choice
 from .stores.host_memory import HostMemory, Lanes
 from .units.hooks import watch_part
 from .units.schedule import UnitSchedule, in_backward
@@ -37,6 +38,7 @@ def shard_module(
     *,
     process_group: dist.ProcessGroup | None = None,
     mesh: dist.DeviceMesh | None = None,
+    state_over: str = "shard",
     tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None = None,
     reshard_after_forward: bool | int = True,
     prefetch: int = 1,
@@ -59,6 +61,8 @@ def shard_module(
         mesh: a DeviceMesh, instead of ``process_group``. If it has two dimensions, ("replicate", "shard"), ranks along
             the second shard, and ranks along the first replicate. For a model that ``parallelize_module`` has cut,
             give the mesh of the data-parallel ranks alone, as ``mesh["dp"]``.
+        state_over: "all": with a mesh of two dimensions the optimizer shards gradients and state over all of its ranks
+            (HFSDP), and parameters are still sharded along the second. "shard": all of it along the second.
         tensor_parallel: for a model of plain slices, as Megatron's: the ranks that hold the other slices. See
             ``ShardedOptimizer``, which takes it from the model.
         reshard_after_forward: True: free a unit after its forward; a step communicates 3 times the parameters. False:
@@ -88,7 +92,8 @@ def shard_module(
     plans: list[UnitPlan] = []
     with comm.raising_together("shard_module"):
         validate.check_group(process_group, mesh)
-        topology = replace(topology, rows=read_rows(mesh))
+        check_choice("state_over", state_over, STATE_OVER)
+        topology = replace(topology, rows=read_rows(mesh), over_all=state_over == "all")
         _check_arguments(reshard_after_forward, prefetch, param_offload, topology.shard_count(comm))
         plans = plan_units(model, units)
         _check_plans(plans, topology, alone=comm.world_size == 1)
@@ -97,7 +102,7 @@ def shard_module(
         target = _device((p for plan in plans for p in plan.parameters.values()), device)
         validate.check_backend(comm, target)
     options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-    options |= {"param_offload": param_offload, **topology.described()}
+    options |= {"param_offload": param_offload, "state_over": state_over, **topology.described()}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
     comm.label = "a sharded model"
@@ -105,7 +110,8 @@ def shard_module(
     comm.connect(target)
     ranks_of_node = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     keep = reshard_after_forward is not True and ranks_of_node == 1
-    sharding = make_sharding(comm, 3, target, topology)
+    # Units are gathered from a row, also where the optimizer's shards, of its topology, are parts of those in a row.
+    sharding = replace(make_sharding(comm, 3, target, replace(topology, over_all=False)), topology=topology)
     shard_group = sharding.shard_group
     node = None
     if 1 < ranks_of_node < shard_group.world_size:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from .comm.collectives import described_groups
 from .comm.streams import is_there
 from .engine import Engine
@@ -60,12 +62,12 @@ def memory_by_kind(engine: Engine) -> dict[str, int]:
     memory, on_device = no_memory(rules), isinstance(store, DeviceStore) and all(map(is_there, store.residents()))
     for shard in engine.states.shards:
         bucket = shard.bucket
-        parameters = bucket.param_shard if bucket.flat.sharded else bucket.flat.full
-        there = [("gradients", bucket.grad_buffer)]
-        if not bucket.flat.offloaded:
-            there.append(("parameters", parameters))
-        flats = [FlatBytes(kind, tensor.numel(), tensor.element_size()) for kind, tensor in there if is_there(tensor)]
-        count_bucket(memory, bucket.layout, bucket.pieces, flats, shard.stored if on_device else ())
+        parameters = bucket.flat.shard if bucket.flat.sharded else bucket.flat.full
+        params = [] if bucket.flat.offloaded else _flat_bytes("parameters", parameters)
+        # At stage 3 a shard of parameters may be larger than one of gradients and state.
+        count_bucket(memory, bucket.flat.layout, bucket.flat.pieces, params, ())
+        grads = _flat_bytes("gradients", bucket.grad_buffer)
+        count_bucket(memory, bucket.layout, bucket.pieces, grads, shard.stored if on_device else ())
     if not isinstance(store, DeviceStore):
         memory[PAGES] = store.footprint()["device"]
     memory["gradients"] += sum(main.nbytes for main in engine.reducer.main_grads.values() if is_there(main))
@@ -73,6 +75,10 @@ def memory_by_kind(engine: Engine) -> dict[str, int]:
     if engine.sharded_model is not None:
         memory["unsharded"] = sum(flat.nbytes() for unit in engine.sharded_model.units for flat in unit.flats)
     return memory
+
+
+def _flat_bytes(kind: str, tensor: Tensor) -> list[FlatBytes]:
+    return [FlatBytes(kind, tensor.numel(), tensor.element_size())] if is_there(tensor) else []
 
 
 def no_memory(rules: Iterable[UpdateRule]) -> dict[str, int]:

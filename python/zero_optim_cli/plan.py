@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--tp", int, "tensor-parallel ranks that a decoder is cut over (1)", default=1)
     flag("--pp", int, "stages of a pipeline that the layers are cut into: the fullest is planned (1)", default=1)
     flag("--replicate", int, "of the others, how many hold each shard, as in a mesh (1)", default=1)
+    text = "over which of these the state is sharded, as state_over= has it (shard)"
+    flag("--state-over", str, text, choices=("shard", "all"), default="shard")
     flag("--stage", _stages, "stages to compare, as in 1,2 (0,1,2,3)", metavar="STAGES")
     flag("--dtype", str, "of parameters and gradients (bf16)", choices=DTYPES)
     flag("--grad-reduce-dtype", str, "in which gradients are reduced (--dtype)", choices=DTYPES)

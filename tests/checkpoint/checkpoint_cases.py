@@ -59,13 +59,14 @@ class Zoo(nn.Module):
 @dataclass(frozen=True)
 class Job:
     """How a model is trained. ``split``: where the second of the parameter groups begins. ``replicas``: rows of a mesh;
-    0: there is none."""
+    0: there is none. ``state_over``: which of its ranks."""
 
     stage: int = 2
     dtype: torch.dtype = torch.float32
     cap: float | None = None
     split: int = 3
     replicas: int = 0
+    state_over: str = "shard"
     keep: dict[str, Any] = field(default_factory=dict)
 
 
@@ -77,14 +78,15 @@ def make_zoo(job: Job, seed: int, model: nn.Module | None = None) -> tuple[nn.Mo
     model = (Zoo() if model is None else model).to(job.dtype)
     mesh = make_mesh(job.replicas, dist.get_world_size() // job.replicas) if job.replicas else None
     if job.stage == 3:
-        zero_optim.shard_module(model, [Cell], mesh=mesh)
+        zero_optim.shard_module(model, [Cell], mesh=mesh, state_over=job.state_over)
     named = list(model.named_parameters())
     groups = [
         {"params": named[: job.split], "lr": 3e-3, "weight_decay": 0.1},
         {"params": named[job.split :], "lr": 1e-2, "betas": (0.8, 0.95)},
     ]
     stage = None if job.stage == 3 else job.stage
-    return model, zero_optim.ShardedAdamW(groups, stage=stage, bucket_cap_mb=job.cap, mesh=mesh)
+    own = {"stage": stage, "bucket_cap_mb": job.cap, "mesh": mesh, "state_over": job.state_over}
+    return model, zero_optim.ShardedAdamW(groups, **own)
 
 
 def tokens_of(step: int, rank: int, world_size: int, total: int = 12) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,13 @@ def test_at_the_same_scale_training_goes_on_bit_for_bit(tmp_path: Path, stage: i
             assert torch.equal(end.values[name], end_then.values[name]), name
 
 
-@pytest.mark.parametrize("stage", slow_after(1, [3, 1, 2]))
-def test_on_a_grid_training_goes_on_bit_for_bit(tmp_path: Path, stage: int) -> None:
-    """And what was saved there loads where all ranks share, and the other way round."""
-    grid, flat = (Job(stage=stage, dtype=torch.bfloat16, cap=0.002, replicas=replicas) for replicas in (2, 0))
+@pytest.mark.parametrize(
+    ("stage", "over"), slow_after(2, [(3, "shard"), (3, "all"), (1, "all"), (2, "shard"), (1, "shard"), (2, "all")])
+)
+def test_on_a_grid_training_goes_on_bit_for_bit(tmp_path: Path, stage: int, over: str) -> None:
+    """And what was saved there loads where all ranks shard, and the other way round."""
+    flat = Job(stage=stage, dtype=torch.bfloat16, cap=0.002)
+    grid = replace(flat, replicas=2, state_over=over)
     whole = run_ranks(4, save, str(tmp_path / "grid"), grid, True)
     again = run_ranks(4, load, str(tmp_path / "grid"), grid, True)
     for (_, losses, end), (_, losses_then, end_then) in zip(whole, again, strict=True):

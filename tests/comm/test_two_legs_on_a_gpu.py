@@ -1,4 +1,4 @@
-"""Reductions in two legs on simulated GPUs: the bits of gloo, no race, one order on all ranks; and a fault is seen."""
+"""Collectives in two legs on simulated GPUs: the bits of gloo, no race, one order on all ranks; and a fault is seen."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ RUNS = {
     "stage 2, in tiny buckets": Run(stage=2, micro=2, options={"bucket_cap_mb": 0.002}),
     "stage 2, state on the host": Run(stage=2, micro=2, options={"state_offload": "cpu"}),
     "stage 3, kept by nodes": Run(stage=3, dtype=torch.bfloat16, shard={"reshard_after_forward": False}),
+    "state over all, attached": Run(stage=1, micro=2),
+    "state over all, in tiny buckets": Run(stage=2, micro=2, options={"bucket_cap_mb": 0.002}),
+    "state over all, stage 3": Run(stage=3, dtype=torch.bfloat16, micro=2),
+    "state over all, stage 3 from the host": Run(
+        stage=3, shard={"param_offload": "cpu"}, options={"state_offload": "paged", "device_budget": 0}
+    ),
 }
 
 
@@ -28,11 +34,16 @@ FAULTS = (
     "who waits for a reduction waits for its first leg alone",
     "a buffer is lent again while the second leg is in it",
 )
+FAULTS_OVER_ALL = {
+    "the second leg leaves without waiting for the first": "state over all, in tiny buckets",
+    "a unit is gathered before its shard is complete": "state over all, stage 3",
+}
 
 
 def _seed(fault: str) -> None:
     from zero_optim.comm import sharding
     from zero_optim.comm.handle import CommBuffers
+    from zero_optim.params.flat_params import FlatParams
 
     if fault == "the second leg leaves without waiting for the first":
         sharding.issue_behind = lambda first, second, device: second()
@@ -47,6 +58,9 @@ def _seed(fault: str) -> None:
             return take(buffers, *args, **options)
 
         CommBuffers.take = lend
+    elif fault == "a unit is gathered before its shard is complete":
+        complete = FlatParams.complete_shard
+        FlatParams.complete_shard = lambda flat, across: [complete(flat, across), flat.arrivals.abandon()][0]
 
 
 def _train(rank: int, world_size: int, name: str, fault: str = "") -> list[Tensor]:
@@ -54,7 +68,10 @@ def _train(rank: int, world_size: int, name: str, fault: str = "") -> list[Tenso
     device = the_device()
     torch.manual_seed(0)
     run = RUNS[name]
-    model, opt = make(on_mesh(run, make_mesh(2, 2)), Net().to(device))
+    given = {"state_over": "all"} if "over all" in name else {}
+    model, opt = make(on_mesh(run, make_mesh(2, 2), **given), Net().to(device))
+    if "attached" in name:
+        opt.attach(model)
     for step in range(3):
         for micro in range(run.micro):
             with maybe_no_sync(opt, run.no_sync and micro < run.micro - 1):
@@ -81,3 +98,9 @@ def test_the_bits_of_gloo_without_a_race(name: str) -> None:
 def test_a_wait_that_is_left_out_is_seen(fault: str) -> None:
     with pytest.raises(RankFailure, match="RaceFound"):
         run_ranks(4, _train, "stage 2, in tiny buckets", fault, simulated=LATE)
+
+
+@pytest.mark.parametrize("fault", FAULTS_OVER_ALL)
+def test_a_wait_that_state_over_all_leaves_out_is_seen(fault: str) -> None:
+    with pytest.raises(RankFailure, match="RaceFound"):
+        run_ranks(4, _train, FAULTS_OVER_ALL[fault], fault, simulated=LATE)

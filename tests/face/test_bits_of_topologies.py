@@ -138,11 +138,11 @@ def flat(ranks: int) -> Topology:
     return Topology(ranks, kinds, lambda: None, lambda world: {}, at_once=ranks == 1)
 
 
-def hybrid(shards: int) -> Topology:
-    ranks = 2 * shards
-    rows = (tuple(range(shards)), tuple(range(shards, ranks)))
+def hybrid(shards: int, replicas: int = 2, **given: Any) -> Topology:
+    ranks = replicas * shards
+    rows = tuple(tuple(range(first, first + shards)) for first in range(0, ranks, shards))
     kinds = tuple(Kind(part, lambda rank: rows, ranks, late=late) for late, part in enumerate((SHAPES[:4], SHAPES[4:])))
-    return Topology(ranks, kinds, lambda: make_grid(2, shards), lambda mesh: {"mesh": mesh})
+    return Topology(ranks, kinds, lambda: make_grid(replicas, shards), lambda mesh: {"mesh": mesh, **given})
 
 
 def tensor_parallel(data: int) -> Topology:
@@ -178,9 +178,9 @@ def plain_slices(data: int) -> Topology:
     return Topology(data * TENSOR, kinds, lambda: make_mesh(data, TENSOR), given)
 
 
-def experts(columns: Rows, *, on_grid: bool = False) -> Topology:
+def experts(columns: Rows, *, on_grid: bool = False, **given: Any) -> Topology:
     """Dense parameters of four ranks, and experts that the ranks of a column have. ``on_grid``: dense ones have two
-    replicas of two shards."""
+    replicas of two shards, with the options ``given``."""
     dense = ((0, 1), (2, 3)) if on_grid else rows_of(range(4))
     column = lambda rank: next(column for column in columns if rank in column)  # noqa: E731
     kinds = (
@@ -193,7 +193,7 @@ def experts(columns: Rows, *, on_grid: bool = False) -> Topology:
         return groups[column(dist.get_rank())], make_grid(2, 2)
 
     second = lambda world: {"process_group": world[0], "grad_divisor": 4}  # noqa: E731
-    return Topology(4, kinds, world, lambda world: {"mesh": world[1]} if on_grid else {}, second)
+    return Topology(4, kinds, world, lambda world: {"mesh": world[1], **given} if on_grid else {}, second)
 
 
 TOPOLOGIES = {
@@ -211,6 +211,8 @@ TOPOLOGIES = {
     "experts of two ranks": experts(((0, 2), (1, 3))),
     "experts of one rank": experts(rows_of(range(4))),
     "experts beside replicas of shards": experts(((0, 2), (1, 3)), on_grid=True),
+    "three replicas, state over all": hybrid(2, 3, state_over="all"),
+    "experts beside state over all": experts(((0, 2), (1, 3)), on_grid=True, state_over="all"),
 }
 
 
@@ -383,6 +385,7 @@ def cells_of(name: str, turn: int) -> list[tuple[Cell, torch.dtype]]:
     found = []
     for number, cell in enumerate(CELLS):
         fits = not (cell.stage == 0 and topology.averaging > 4 or cell.reduce_dtype is not None and topology.at_once)
+        fits &= cell.stage > 0 or "state over all" not in name
         if fits and (number + number // 3 + place + turn) % 3 == 0:
             found.append((cell, DTYPES[(number + place // 2) % 3]))
     return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 from cells import slow_after
@@ -16,13 +19,13 @@ ACCUMULATIONS = ((1, False), (3, True), (2, False))  # micro-batches; whether al
 # -- stage 3 -----------------------------------------------------------------------------------------------------
 
 
-def _outcomes(rank: int, world_size: int, runs: list[Run]) -> list[Outcome]:
+def _outcomes(rank: int, world_size: int, runs: list[Run], state_over: str) -> list[Outcome]:
     mesh = make_mesh(2, world_size // 2)
-    return [losses_and_state(rank, world_size, on_mesh(run, mesh)) for run in runs]
+    return [losses_and_state(rank, world_size, on_mesh(run, mesh, state_over=state_over)) for run in runs]
 
 
 def _stage_3_runs(ranks: int) -> list[Run]:
-    """On eight ranks those that regather a unit within two of the four that share it."""
+    """On eight ranks those that gather a unit again within two of the four that shard it."""
     runs = []
     ways = ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2, "prefetch": 2}, {"param_offload": "cpu"})
     for number, shard in enumerate(ways):
@@ -34,10 +37,10 @@ def _stage_3_runs(ranks: int) -> list[Run]:
     return runs
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_stage_3_equals_stage_2_bit_for_bit(ranks):
+@pytest.mark.parametrize(("ranks", "state_over"), [(4, "shard"), (8, "shard"), (4, "all"), (8, "all")])
+def test_stage_3_equals_stage_2_bit_for_bit(ranks, state_over):
     runs = _stage_3_runs(ranks)
-    for outcomes in run_ranks(ranks, _outcomes, runs, timeout=180):
+    for outcomes in run_ranks(ranks, _outcomes, runs, state_over, timeout=180):
         for stage_2, stage_3 in zip(outcomes[::2], outcomes[1::2], strict=True):
             assert stage_3.losses == stage_2.losses
             assert_bitwise([*stage_3.parameters.values()], [*stage_2.parameters.values()])
@@ -48,12 +51,15 @@ def test_stage_3_equals_stage_2_bit_for_bit(ranks):
 # -- traffic, memory ---------------------------------------------------------------------------------------------
 
 
-def _sent(rank: int, world_size: int, stage: int) -> tuple[dict[str, int], dict[str, int], dict[str, int], dict]:
+Found = tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, int]]
+
+
+def _sent(rank: int, world_size: int, stage: int, state_over: str) -> Found:
     """Bytes of one step, and what was planned; bytes held, and planned."""
     from zero_optim import memory
 
     torch.manual_seed(0)
-    model, opt = make(on_mesh(Run(stage=stage), make_mesh(2, world_size // 2)), Net(width=64))
+    model, opt = make(on_mesh(Run(stage=stage), make_mesh(2, world_size // 2), state_over=state_over), Net(width=128))
 
     def step() -> dict[str, int]:
         loss_of(model, tokens(rank, 0)).backward()
@@ -64,21 +70,70 @@ def _sent(rank: int, world_size: int, stage: int) -> tuple[dict[str, int], dict[
     step()
     before, after = step(), step()
     planned = memory.plan_of(opt)
-    kinds = ("parameters", "exp_avg", "exp_avg_sq", "gradients")
+    kinds = ("parameters", "exp_avg", "exp_avg_sq", "gradients", "padding")
     held = {kind: opt.stats()["memory"][kind] for kind in kinds}
     opt.close()
     sent = {kind: after[kind] - before[kind] for kind in planned.traffic}
     return sent, planned.traffic, held, {kind: planned.memory[kind] for kind in kinds}
 
 
+def _as_planned(found: Found, stage: int) -> None:
+    sent, planned, held, memory = found
+    assert sent == planned
+    if stage < 3:  # gradients of stage 3 are freed after the step
+        assert held == memory
+    assert held["exp_avg"] == memory["exp_avg"]
+
+
 @pytest.mark.parametrize("stage", slow_after(2, (1, 3, 2)))
 def test_traffic_over_either_link_and_memory_are_as_planned(stage):
-    for sent, planned, held, memory in run_ranks(6, _sent, stage):
-        assert sent == planned
+    for found in run_ranks(6, _sent, stage, "shard"):
+        _as_planned(found, stage)
+        sent, *_ = found
         assert sent["all_reduce"] * 3 == sent["reduce_scatter"], "across go the shards alone"
-        if stage < 3:  # gradients of stage 3 are freed after the step
-            assert held == memory
-        assert held["exp_avg"] == memory["exp_avg"]
+
+
+@pytest.mark.parametrize("stage", slow_after(2, (2, 3, 1)))
+def test_state_over_all_sends_as_many_bytes_over_either_link(stage):
+    """Across a reduce-scatter and an all-gather send the bytes of an all-reduce. State is a part of that of a replica,
+    and so are the gradients that rest."""
+    hybrid, over_all = (run_ranks(6, _sent, stage, state_over) for state_over in ("shard", "all"))
+    numel = sum(parameter.numel() for parameter in Net(width=128).parameters())
+    for (before, _, held, _), found in zip(hybrid, over_all, strict=True):
+        _as_planned(found, stage)
+        sent, _, own, _ = found
+        assert sent["replica_reduce_scatter"] == sent["replica_all_gather"] == sent["reduce_scatter"] / 3
+        # But for padding, as buckets are a multiple of six rows, and not of three.
+        assert sent["replica_all_gather"] == pytest.approx(before["all_reduce"], rel=0.03)
+        for kind in ("reduce_scatter", "all_gather"):
+            assert sent[kind] == pytest.approx(before[kind], rel=0.03)
+        assert own["parameters"] == pytest.approx(held["parameters"], rel=0.03)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert sum(own[kind] for _, _, own, _ in over_all) == 4 * numel
+        most = max(own[kind] for _, _, own, _ in over_all)
+        assert most == pytest.approx(4 * numel / 6, rel=0.03)
+
+
+def _gathered_behind_reductions(rank: int, world_size: int) -> list[float]:
+    """Ranks differ in which second legs of the reductions they have issued as they gather over the same group."""
+    import zero_optim
+    from zero_optim.comm.handle import SecondLegs
+
+    _, opt = make(on_mesh(Run(stage=2), make_mesh(2, 2), state_over="all"), model := Net())
+    for step in range(2):
+        late = mock.patch.object(SecondLegs, "issue_arrived", lambda legs, seconds: None)
+        with late if rank < 2 else nullcontext():
+            loss_of(model, tokens(rank, step)).backward()
+            opt.engine.sharding.second_legs.issue_arrived(5.0)
+            zero_optim.full_state_dict(opt)
+        opt.step()
+        opt.zero_grad()
+    return [float(parameter.sum()) for parameter in model.parameters()]
+
+
+def test_a_gather_comes_after_the_second_legs_of_all_reductions():
+    first, *others = run_ranks(4, _gathered_behind_reductions)
+    assert others == [first] * 3
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------
@@ -99,16 +154,30 @@ def _refused(rank: int, world_size: int) -> list[str]:
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     turned = DeviceMesh("cpu", torch.tensor([[1, 0], [3, 2]]))
     messages = [told(mesh) for mesh in (three, both, alone, turned)]
+    with pytest.raises(ValueError, match='state_over="all" with stage=0'):
+        zero_optim.ShardedAdamW(make_parameters(), stage=0, mesh=alone, state_over="all")
+    with pytest.raises(ValueError, match="state_over must be"):
+        zero_optim.ShardedAdamW(make_parameters(), mesh=alone, state_over="replicate")
+    with pytest.raises(ValueError, match='at stage 1 or 2 with state_over="all"'):
+        zero_optim.shard_module(Net(), (Block,), mesh=alone, state_over="all")
     square = make_mesh(2, 2)
     model = zero_optim.shard_module(Net(), (Block,), mesh=square)
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
     with pytest.raises(ValueError) as caught:
         zero_optim.ShardedAdamW(model.parameters(), mesh=other)
+    with pytest.raises(ValueError, match="give it to shard_module"):
+        zero_optim.ShardedAdamW(model.parameters(), state_over="all")
     with pytest.raises(TypeError, match="give a DeviceMesh"):
         zero_optim.ShardedAdamW(make_parameters(), mesh="replicate")
     with pytest.raises(zero_optim.RankMismatchError, match="mesh=None.*mesh="):
         zero_optim.ShardedAdamW(make_parameters(), mesh=square if rank else None)
+    with pytest.raises(zero_optim.RankMismatchError, match="state_over"):
+        zero_optim.ShardedAdamW(make_parameters(), mesh=square, state_over="all" if rank else "shard")
     zero_optim.ShardedAdamW(make_parameters(), stage=0, mesh=alone).close()
+    # With one rank in a row all four shard, as without a mesh.
+    opt = zero_optim.ShardedAdamW(make_parameters(), mesh=alone, state_over="all")
+    assert opt.engine.sharding.shard_count == 4
+    opt.close()
     return [*messages, str(caught.value)]
 
 

@@ -99,10 +99,10 @@ def flat(stage: int) -> Callable[[], Built]:
     return build
 
 
-def grid(stage: int) -> Callable[[], Built]:
+def grid(stage: int, **given: Any) -> Callable[[], Built]:
     def build() -> Built:
         model = plain()
-        return model, ShardedAdamW(model.items(), stage=stage, mesh=mesh_of(replicate=2, shard=2))
+        return model, ShardedAdamW(model.items(), stage=stage, mesh=mesh_of(replicate=2, shard=2), **given)
 
     return build
 
@@ -160,9 +160,16 @@ def plain_slices(stage: int) -> Callable[[], Built]:
     return build
 
 
-def plain_slices_grid() -> Built:
+def plain_slices_grid(**given: Any) -> Built:
     mesh, model = mesh_of(replicate=2, shard=2, tp=2), marked()
-    return model, ShardedAdamW(model.items(), mesh=mesh["replicate", "shard"], tensor_parallel=mesh["tp"])
+    return model, ShardedAdamW(model.items(), mesh=mesh["replicate", "shard"], tensor_parallel=mesh["tp"], **given)
+
+
+def over_all_pipeline() -> Built:
+    mesh = mesh_of(pp=2, replicate=2, shard=2)
+    model = plain(*(("embedding", "norm") if mesh.get_local_rank("pp") == 0 else ("up", "down", "gain")))
+    grid = {"mesh": mesh["replicate", "shard"], "state_over": "all"}
+    return model, ShardedAdamW(model.items(), **grid, pipeline=mesh["pp"])
 
 
 def tied_pipeline(stage: int) -> Callable[[], Built]:
@@ -188,6 +195,7 @@ TOPOLOGIES: dict[str, tuple[int, Callable[[], Built]]] = {
     "gradients are, too": (4, flat(2)),
     "replicas of shards, stage 1": (4, grid(1)),
     "replicas of shards": (4, grid(2)),
+    "state over all": (4, grid(2, state_over="all")),
     "tensor parallel, nothing shared": (4, tensor_parallel(0)),
     "tensor parallel": (4, tensor_parallel(2)),
     "tensor parallel, replicas of shards": (8, tensor_parallel_grid),
@@ -199,6 +207,8 @@ TOPOLOGIES: dict[str, tuple[int, Callable[[], Built]]] = {
     "plain slices, nothing shared": (4, plain_slices(0)),
     "plain slices": (4, plain_slices(2)),
     "plain slices, replicas of shards": (8, plain_slices_grid),
+    "plain slices, state over all": (8, partial(plain_slices_grid, state_over="all")),
+    "a pipeline, state over all": (8, over_all_pipeline),
     "a pipeline with a tied embedding, nothing shared": (4, tied_pipeline(0)),
     "a pipeline with a tied embedding": (4, tied_pipeline(2)),
     "a pipeline of plain slices with a tied embedding": (8, tied_pipeline_of_plain_slices),

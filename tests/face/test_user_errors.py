@@ -282,7 +282,7 @@ def test_signatures_show_every_option_with_its_type_and_default(made):
     assert not [p.name for p in shown.values() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     for name, hint in typing.get_type_hints(ShardingOptions).items():
         default = {"skip_nonfinite": True, "overlap_grad_reduce": True, "overlap_param_gather": True}.get(name)
-        default = {"state_dtype": "fp32", "telemetry_every": None}.get(name, default)
+        default = {"state_dtype": "fp32", "state_over": "shard"}.get(name, default)
         assert (shown[name].default, shown[name].kind) == (default, inspect.Parameter.KEYWORD_ONLY), name
         assert eval(shown[name].annotation, vars(settings)) == hint, name
 

@@ -14,10 +14,11 @@ def make_mesh(replicas: int, shards: int, device: str = "cpu") -> dist.DeviceMes
     return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def on_mesh(run: Any, mesh: dist.DeviceMesh) -> Any:
-    """A ``sharded_cases.Run`` on this mesh, which the model of stage 3 is given, and the optimizer before it."""
+def on_mesh(run: Any, mesh: dist.DeviceMesh, **given: Any) -> Any:
+    """A ``sharded_cases.Run`` on this mesh, which the model of stage 3 is given, and the optimizer before it; and with
+    the options ``given`` beside it."""
     options = dict(run.options)
     if run.stage < 3:
-        options["mesh"] = mesh
-    shard = {**run.shard, "mesh": mesh}
+        options |= {"mesh": mesh, **given}
+    shard = {**run.shard, "mesh": mesh, **given}
     return type(run)(**{**vars(run), "options": options, "shard": shard})

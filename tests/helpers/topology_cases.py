@@ -73,22 +73,27 @@ def sample(step: int, micro: int, of: int) -> Tensor:
 
 
 def replicated(
-    ranks: int, mesh: Callable[[], DeviceMesh | None], shards: int, data: Callable[[int, int, int], Tensor]
+    ranks: int,
+    mesh: Callable[[], DeviceMesh | None],
+    shards: int,
+    data: Callable[[int, int, int], Tensor],
+    stages: tuple[int, ...] = (0, 1, 2, 3),
+    **given: Any,
 ) -> Topology:
-    """``data``: of a rank, step and micro-batch."""
+    """``data``: of a rank, step and micro-batch. ``given``: beside the mesh."""
 
     def make(dtype: torch.dtype) -> Job:
         rank = dist.get_rank()
         torch.manual_seed(rank)  # rank 0's parameters are everyone's
         model, own = eventful_cases.Net().to(dtype), mesh()
-        given = lambda step, micro: data(rank, step, micro).to(dtype)  # noqa: E731
+        inputs = lambda step, micro: data(rank, step, micro).to(dtype)  # noqa: E731
 
         def backwards(opt: Any, step: int, scaled: Scaled) -> None:
             for micro in range(MICRO):
                 with maybe_no_sync(opt, micro < MICRO - 1):
-                    scaled(eventful_cases.loss_of(model, given, step, micro) * overflowing(step)).backward()
+                    scaled(eventful_cases.loss_of(model, inputs, step, micro) * overflowing(step)).backward()
 
-        return Job(model, backwards, {} if own is None else {"mesh": own}, shards=lambda name: shards)
+        return Job(model, backwards, {} if own is None else {"mesh": own, **given}, shards=lambda name: shards)
 
     def alone() -> Alone:
         torch.manual_seed(0)
@@ -101,7 +106,7 @@ def replicated(
 
         return model, backwards
 
-    return Topology(ranks, make, alone)
+    return Topology(ranks, make, alone, stages)
 
 
 def of_each(rank: int, step: int, micro: int) -> Tensor:
@@ -117,9 +122,12 @@ def of_a_sequence(rank: int, step: int, micro: int) -> Tensor:
 
 
 def tensor_parallel(
-    frozen: tuple[str, ...] = ("blocks.0.up.weight", "blocks.1.norm1.weight"), replicas: int = 1, **options: Any
+    frozen: tuple[str, ...] = ("blocks.0.up.weight", "blocks.1.norm1.weight"),
+    replicas: int = 1,
+    over_all: bool = False,
+    **options: Any,
 ) -> Topology:
-    """Two data-parallel ranks, or replicas of two, each of two slices."""
+    """Two data-parallel ranks, or replicas of two, each of two slices. ``over_all``: state is over all of these."""
     way = tensor_cases.Way(frozen=frozen, **options)
 
     def make(dtype: torch.dtype) -> Job:
@@ -133,7 +141,9 @@ def tensor_parallel(
                     scaled(loss * overflowing(step)).backward()
 
         data = mesh["shard"] if replicas == 1 else mesh["replicate", "shard"]
-        return Job(model, backwards, {"mesh": data}, (tensor_cases.Block,), shards=lambda name: 2)
+        given = {"mesh": data, **({"state_over": "all"} if over_all else {})}
+        shards = 2 * replicas if over_all else 2
+        return Job(model, backwards, given, (tensor_cases.Block,), shards=lambda name: shards)
 
     def alone() -> Alone:
         model, data = tensor_cases.make_model(way), 2 * replicas
@@ -145,7 +155,7 @@ def tensor_parallel(
 
         return model, backwards
 
-    return Topology(4 * replicas, make, alone, tolerance=1e-5)
+    return Topology(4 * replicas, make, alone, (1, 2, 3) if over_all else (0, 1, 2, 3), tolerance=1e-5)
 
 
 # -- plain slices, with Megatron's marks -------------------------------------------------------------------------------
@@ -365,4 +375,8 @@ TOPOLOGIES = {
     **{f"pipeline, {name.removeprefix('Schedule')}": pipeline(name) for name in pipeline_cases.SCHEDULES},
     "pipeline of two ranks": pipeline("Schedule1F1B", 1),
     "pipeline × tensor parallel": pipeline_of_tensor_parallel_stages(),
+    "hybrid, state over all": replicated(
+        4, lambda: mesh_of(replicate=2, shard=2), 4, of_each, (1, 2, 3), state_over="all"
+    ),
+    "hybrid × tensor parallel, state over all": tensor_parallel(replicas=2, over_all=True),
 }

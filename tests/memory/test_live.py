@@ -10,6 +10,7 @@ import pytest
 import torch
 import zero_optim
 from cells import pairs, pairs_of
+from grid_cases import make_mesh
 from harness import run_ranks
 from sharded_cases import Block, Net, loss_of, tokens
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +27,8 @@ def make(stage: int, dtype: torch.dtype, frozen: bool = False, **options: Any) -
     torch.manual_seed(0)
     model = Net(width=200, depth=6).to(dtype)
     model.embedding.requires_grad_(not frozen)
+    if "state_over" in options:
+        options["mesh"] = make_mesh(2, 2)
     if stage == 3:
         both = ("state_offload", "device_budget", "grad_accumulation_dtype")
         of_optimizer = {name: options.pop(name) for name in both if name in options}
@@ -124,6 +127,21 @@ def test_what_is_off_the_device_is_planned(stage, dtype, store, params, tmp_path
         assert set(of_rank) <= {"host", "disk"}
         for planned, measured in of_rank.values():
             assert planned <= measured < 1.01 * planned
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (1, {"grad_reduce_dtype": torch.float32}),
+        (2, {"bucket_cap_mb": 0.05}),
+        (2, {"state_offload": "cpu"}),
+        (3, {"frozen": True}),
+        (3, {"state_offload": "paged", "device_budget": 0, "param_offload": "cpu"}),
+    ],
+)
+def test_state_over_all_ranks_of_a_mesh_is_planned(stage, options):
+    """To the byte, as all the others."""
+    assert run_ranks(4, differences, stage, torch.bfloat16, {"state_over": "all", **options}) == [{}] * 4
 
 
 def test_on_three_ranks():
@@ -242,11 +260,11 @@ def _communicating_groups(rank: int, world_size: int, job: memory.Job) -> int:
     pipeline = mesh["pp"] if job.pipeline > 1 else None
     if job.stage == 3:
         reshard = job.reshard_after_forward
-        zero_optim.shard_module(model, (Block,), mesh=averaged, tensor_parallel=cut, reshard_after_forward=reshard)
+        given = {"mesh": averaged, "state_over": job.state_over, "tensor_parallel": cut}
+        zero_optim.shard_module(model, (Block,), **given, reshard_after_forward=reshard)
         averaged = None
-    opt = zero_optim.ShardedAdamW(
-        model.named_parameters(), stage=job.stage, mesh=averaged, tensor_parallel=cut, pipeline=pipeline
-    )
+    given = {"mesh": averaged, "state_over": job.state_over, "tensor_parallel": cut, "pipeline": pipeline}
+    opt = zero_optim.ShardedAdamW(model.named_parameters(), stage=job.stage, **given)
     loss_of(model, tokens(rank, 0)).backward()
     opt.step()
     opt.close()
@@ -262,6 +280,8 @@ def _communicating_groups(rank: int, world_size: int, job: memory.Job) -> int:
         (memory.Job(world=2, stage=3), 3),
         (memory.Job(world=4, stage=2, replicas=2), 4),
         (memory.Job(world=4, stage=3, replicas=2), 7),
+        (memory.Job(world=4, stage=2, replicas=2, state_over="all"), 4),
+        (memory.Job(world=4, stage=3, replicas=2, state_over="all"), 7),
         (memory.Job(world=4, stage=3, reshard_after_forward=2), 4),
         (memory.Job(world=4, stage=2, tensor=2), 4),
         (memory.Job(world=4, stage=3, tensor=2), 7),

@@ -329,6 +329,20 @@ def test_replicas_of_shards(capsys):
     assert "64 ranks in 8 replicas" in command(capsys, *flags)
 
 
+def test_replicas_with_the_state_over_all_of_them(capsys):
+    flags = ["--params", "7.5e9", "--world", "64", "--replicate", "8", "--state-over", "all"]
+    for stage, within in ((1, 2), (2, 2), (3, 3)):
+        (made,) = json.loads(command(capsys, *flags, "--stage", str(stage), "--json"))
+        psi, held, sent = 2 * made["parameters"], made["bytes_per_rank"], made["collectives"]
+        for kind in ("replica_reduce_scatter", "replica_all_gather"):
+            assert sent.pop(kind) == pytest.approx(psi / 8, rel=0.01)
+        assert sum(sent.values()) == pytest.approx(within * psi, rel=0.03)
+        assert held["exp_avg"] == pytest.approx(4 * made["parameters"] / 64, rel=0.01)
+        assert held["gradients"] == pytest.approx(psi / (64 if stage > 1 else 1), rel=0.01)
+        assert held["parameters"] == pytest.approx(psi / (8 if stage == 3 else 1), rel=0.01)
+    assert "64 ranks in 8 replicas, state over all" in command(capsys, *flags)
+
+
 def test_the_table_of_the_command(capsys):
     said = command(capsys, "--params", "7.5e9", "--world", "64", "--gpu-memory", "20GB")
     lines = {line[2:28].strip(): line[28:].split() for line in said.splitlines() if line.startswith("  ")}
@@ -433,6 +447,7 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         (["--params", "7e9", "--world", "64", "--replicate", "5"], "--replicate must divide the 64 ranks"),
         (["--params", "7e9", "--world", "4", "--replicate", "4"], "--replicate must divide the 4 ranks"),
         (["--params", "7e9", "--replicate", "0"], "got 0"),
+        (["--params", "7e9", "--state-over", "all"], "--replicate"),
         (["--params", "7e9", "--world", "0"], "--world must be 1 rank or more"),
         (["--params", "7e9", "--world", "6", "--tp", "4"], "--tp must divide the 6 ranks, got 4"),
         (["--params", "7e9", "--world", "8", "--stage", "2", "--param-offload"], "--param-offload"),

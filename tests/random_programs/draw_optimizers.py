@@ -188,7 +188,7 @@ class _Generator(Draw):
         if self.chance(10):
             options["max_grad_norm"] = self.pick((0.5, 4.0))
         if self.chance(flavour.meshes):
-            options["mesh"] = True
+            options["mesh"] = self.pick(("shard", "all"))
         if self.chance(30):
             options["check_replicas_every"] = self.pick((1, 2, 3))
         if self.chance(flavour.stores):

@@ -176,7 +176,7 @@ class Words:
         units: Sequence[int] | None = None,
         dtype: str = "float32",
         cut: Sequence[int] = (),
-        mesh: bool = False,
+        mesh: str = "",
         rule: str = "adamw",
         store: str | None = None,
         device_budget: int | None = None,
@@ -188,7 +188,7 @@ class Words:
         **options: Any,
     ) -> Handle:
         """``groups`` have the numbers of their parameters; None: one of all. ``late``: for ``add_group``, in turn.
-        ``poison``: buffers are filled with NaN when they are released."""
+        ``poison``: buffers are filled with NaN when they are released. ``mesh``: over which of its ranks state is."""
         made = [nn.Parameter(start(shape, p).to(getattr(torch, dtype))) for p, shape in enumerate(shapes)]
         for p in frozen:
             made[p].requires_grad_(False)
@@ -208,6 +208,8 @@ class Words:
 
         def make(stage: int, store: str | None = store, budget: int | None = device_budget) -> Any:
             more = {} if stage == 3 else {"stage": stage, **grid}
+            if stage == 0:
+                more.pop("state_over", None)
             if store and self.stored:
                 more |= {"state_offload": store} | ({"device_budget": budget} if store == "paged" else {})
             groups = [{**group} for group in given]
@@ -220,13 +222,14 @@ class Words:
         self.handles.append(handle)
         return handle
 
-    def _grid(self, cut: bool, mesh: bool) -> dict[str, Any]:
+    def _grid(self, cut: bool, mesh: str) -> dict[str, Any]:
         if cut and self._mesh is None:
             self._mesh = matrix()
         if cut:
             return {"mesh": self._mesh["dp"]}  # type: ignore[index]
         if mesh:
-            return {"mesh": init_device_mesh("cpu", (2, self.world // 2), mesh_dim_names=("replicate", "shard"))}
+            grid = init_device_mesh("cpu", (2, self.world // 2), mesh_dim_names=("replicate", "shard"))
+            return {"mesh": grid, "state_over": mesh}
         return {}
 
     def _group(self, made: Sequence[Any], group: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def make_optimizer(params: Any, **options: Any) -> Any:
 # -- topologies --------------------------------------------------------------------------------------------------------
 
 
-def hybrid(rank: int, stage: int) -> Callable[[], Job]:
+def hybrid(rank: int, stage: int, **given: Any) -> Callable[[], Job]:
     mesh = grid_cases.make_mesh(2, 2)
 
     def data(step: int, micro: int) -> Tensor:
@@ -120,8 +121,8 @@ def hybrid(rank: int, stage: int) -> Callable[[], Job]:
         torch.manual_seed(0)
         model = eventful_cases.Net().bfloat16()
         if stage == 3:
-            zero_optim.shard_module(model, (nn.Linear,), mesh=mesh)
-        opt = make_optimizer(model.named_parameters(), mesh=mesh, stage=stage)
+            zero_optim.shard_module(model, (nn.Linear,), mesh=mesh, **given)
+        opt = make_optimizer(model.named_parameters(), mesh=mesh, stage=stage, **given)
         loss = lambda step: eventful_cases.loss_of(model, data, step, 0).float()  # noqa: E731
         return Job(model, opt, loss, "middle")
 
@@ -174,6 +175,7 @@ def experts(rank: int, stacked: bool) -> Callable[[], Job]:
 CASES = {
     "hybrid at stage 2": (hybrid, 2),
     "hybrid at stage 3": (hybrid, 3),
+    "state over all at stage 3": (functools.partial(hybrid, state_over="all"), 3),
     "tensor parallel": (sliced, 2),
     "plain slices": (plain_slices, 2),
     "experts that are DTensors": (experts, True),

@@ -42,7 +42,8 @@ class Net(nn.Module):
 def make(stage: int, mesh: Any, dtype: torch.dtype, **options: Any) -> tuple[Net, ShardedMuon]:
     model = Net(dtype)
     if stage == 3:
-        zero_optim.shard_module(model, (nn.Linear,), mesh=mesh)
+        over = {"state_over": options.pop("state_over")} if "state_over" in options else {}
+        zero_optim.shard_module(model, (nn.Linear,), mesh=mesh, **over)
     matrices = [(name, p) for name, p in model.named_parameters() if p.dim() > 1]
     biases = [(name, p) for name, p in model.named_parameters() if p.dim() == 1]
     groups = [{"params": matrices}, {"params": biases, "rule": rules.AdamW(lr=1e-2)}]
@@ -118,6 +119,22 @@ every_cell = pytest.mark.parametrize(("ranks", "stage", "shards"), CELLS, ids=la
 def test_it_has_the_bits_of_ranks_that_repeat_the_work(ranks: int, stage: int, shards: int) -> None:
     dtype = torch.float32 if stage == 1 else torch.bfloat16
     _check_alike(run_ranks(ranks, _alike, stage, shards, dtype, {}), ranks // shards)
+
+
+@pytest.mark.parametrize("stage", slow_after(1, [3, 1, 2]))
+def test_with_state_over_all_one_of_all_ranks_makes_each_matrix(stage: int) -> None:
+    """With the bits of replicas. Six ranks: two rows of three, whose shards do not lie in the order of the ranks."""
+    hybrid, over_all = (
+        run_ranks(6, _run, stage, 3, torch.bfloat16, {"state_over": over, "state_dtype": "int8", "master": "split"})
+        for over in ("shard", "all")
+    )
+    for (found, _, _), (wanted, _, _) in zip(over_all, hybrid, strict=True):
+        assert found.keys() == wanted.keys()
+        assert [name for name, value in found.items() if not torch.equal(value, wanted[name])] == []
+    made = [matrix for _, of_rank, _ in over_all for matrix in of_rank]
+    assert len(made) == STEPS * (len(WIDTHS) + 5), "each once, by all ranks together"
+    assert all(of_rank for _, of_rank, _ in over_all)
+    assert not any(KIND in sent for _, _, sent in over_all), "replicas divide nothing"
 
 
 STORED = {

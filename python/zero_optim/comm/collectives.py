@@ -218,14 +218,23 @@ class Comm:
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def reduce_scatter(
-        self, full: Tensor, out: Tensor, lend: Callable[[int], Tensor], *, accumulate: bool, scale: float = 1.0
+        self,
+        full: Tensor,
+        out: Tensor,
+        lend: Callable[[int], Tensor],
+        *,
+        accumulate: bool,
+        scale: float = 1.0,
+        kind: str = "reduce_scatter",
+        number: int | None = None,
     ) -> Handle:
         """Sum ``full`` [N * shard] over the ranks; this rank's shard of the sum goes to ``out`` [shard]. See
-        ``Reduction``. ``lend``: lends so many elements of ``full``'s dtype until the sum is there."""
+        ``Reduction``. ``lend``: lends so many elements of ``full``'s dtype until the sum is there. ``number``: reserved
+        for it in the log."""
         self.log.check()
         reduction = Reduction(full, self.own_part(full), out, accumulate, scale)
         handle = self._transport(full.device).reduce_scatter(reduction, self.groups.own, lend)
-        return self._record(handle, "reduce_scatter", full)
+        return self._record(handle, kind, full, number)
 
     def all_reduce(
         self, full: Tensor, on_arrival: Callable[[], object] | None = None, *, number: int | None = None

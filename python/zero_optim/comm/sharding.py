@@ -1,7 +1,9 @@
 """Collectives over the shard group and, for HSDP, the replicate group; and the scale of an average.
 
 By default one shard group spans all ranks. In a ``Grid`` (HSDP) the ranks of a row are the shard group, and reductions
-go on across the rows. What all ranks agree on, such as errors and orders, goes over ``world``: all ranks of the job.
+go on across the rows. With state over all ranks the shard group is the whole grid, and every collective over it has two
+legs, within a row and across the rows. What all ranks agree on, such as errors and orders, goes over ``world``: all
+ranks of the job.
 
 Where parameters are cut over tensor-parallel ranks, ``world`` is a matrix of ranks, and a column of it has the same
 slices: its ranks average gradients, and shard. See ``TensorRanks``. Experts have a sharding of their own, with the same
@@ -74,7 +76,16 @@ class Sharding:
     @property
     def shard_group(self) -> Comm:
         """The ranks that hold all shards among them, one each, this rank included."""
-        return self.data_parallel if self.grid is None else self.grid.within
+        return self.data_parallel if self.grid is None or self.grid.over_all else self.grid.within
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """The rank in ``shard_group`` that has each shard, by the number of the shard."""
+        if self.grid is None or not self.grid.over_all or self.topology.rows is None:
+            return list(range(self.shard_group.world_size))
+        # A row splits the whole, and a column each of these parts: so the parts of a column follow each other.
+        place = {rank: number for number, rank in enumerate(self.shard_group.ranks)}
+        return [place[rank] for column in zip(*self.topology.rows, strict=True) for rank in column]
 
     @property
     def of_experts(self) -> bool:
@@ -104,14 +115,23 @@ class Sharding:
     @property
     def shard_index(self) -> int:
         """The number of this rank's shard among these."""
-        return self.shard_group.rank if self.stage >= 1 else 0
+        if self.stage == 0:
+            return 0
+        if self.grid is not None and self.grid.over_all:
+            return self.grid.within.rank * self.grid.across.world_size + self.grid.across.rank
+        return self.shard_group.rank
+
+    @property
+    def parts_of_shard(self) -> int:
+        """At stage 3, the number of parts of a shard of parameters that ranks update, one each."""
+        return self.grid.across.world_size if self.grid is not None and self.topology.over_all else 1
 
     @property
     def replicas(self) -> Comm | None:
         """The ranks that hold the same shard as this rank, this one included; None: no other does."""
         if self.shard_count == 1:
             return self.data_parallel if self.world_size > 1 else None
-        return None if self.grid is None else self.grid.across
+        return None if self.grid is None or self.grid.over_all else self.grid.across
 
     def holders(self, *, cut: bool) -> tuple[int, int]:
         """Count the ranks that hold the same state as this rank, and number this rank among them.
@@ -202,15 +222,20 @@ class Sharding:
         if self.grid is None:
             return self.data_parallel.reduce_scatter(full, out, lend, accumulate=accumulate)
         # Two legs: within this rank's row, then across the rows.
-        part, on_arrival = out, None
-        if accumulate or out.dtype != full.dtype:
-            # Both run in this rank's part of ``full``, and the sum is added to ``out``, or cast, as it arrives.
-            part = self.grid.within.own_part(full)
-            on_arrival = partial(store, part)
+        within, across, part = self.grid.within, self.grid.across, out
+        if self.grid.over_all or accumulate or out.dtype != full.dtype:
+            # Both run in this row's part of ``full``, and the sum is added to ``out``, or cast, as it arrives.
+            part = within.own_part(full)
         self.second_legs.issue_arrived(0)
-        first = self.grid.within.reduce_scatter(full, part, lend, accumulate=False)
+        first = within.reduce_scatter(full, part, lend, accumulate=False)
         # Numbered now: when the second leg is issued differs from rank to rank.
-        second = partial(self.grid.across.all_reduce, part, on_arrival, number=self.world.log.reserve())
+        number = self.world.log.reserve()
+        if self.grid.over_all:
+            # Another rank's part is free after the first leg, and has room for what the second one receives.
+            spare, kind = partial(full.chunk(within.world_size)[within.rank - 1].narrow, 0, 0), "replica_reduce_scatter"
+            second = partial(across.reduce_scatter, part, out, spare, accumulate=accumulate, kind=kind, number=number)
+        else:
+            second = partial(across.all_reduce, part, None if part is out else partial(store, part), number=number)
         if self.host_waits:
             return self.second_legs.add(first, second)
         return issue_behind(first, second, self.device)
@@ -220,7 +245,20 @@ class Sharding:
 
         ``own``: this rank's shard, in ``full`` or in other memory; None: it is in its place in ``full``.
         """
-        return self.shard_group.all_gather(full, kind, own) if self.shard_count > 1 else None
+        if self.shard_count == 1:
+            return None
+        if self.grid is None or not self.grid.over_all:
+            return self.shard_group.all_gather(full, kind, own)
+        # Two legs: across the rows, then within this rank's row. Under gloo the host waits for the first one here, so
+        # that the second has its place in the one order of collectives within the row.
+        first = self.gather_across(self.grid.within.own_part(full), kind, own)
+        return issue_behind(first, partial(self.grid.within.all_gather, full, kind), self.device)
+
+    def gather_across(self, part: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Handle:
+        """With state over all ranks: fill ``part``, what this row has of the whole. ``own``: see ``all_gather``."""
+        assert self.grid is not None
+        self.second_legs.issue()  # over the same group, and which of them a rank has issued by now differs
+        return self.grid.across.all_gather(part, f"replica_{kind}", own)
 
     def whole_of(self, shard: Tensor, kind: str) -> Tensor:
         """Collective. Gather the whole of which each rank gives its ``shard``; ``shard`` itself where it is all."""
@@ -228,7 +266,8 @@ class Sharding:
             return shard
         full = shard.new_empty(shard.numel() * self.shard_count)
         self.own_part(full).copy_(shard)
-        self.shard_group.all_gather(as_sent(full), kind).wait()
+        if (gather := self.all_gather(as_sent(full), kind)) is not None:
+            gather.wait()
         return full
 
     @property
@@ -280,7 +319,8 @@ def make_sharding(
         tensor_ranks = _make_tensor_ranks(world, topology.columns, device, plain=topology.plain)
         data_parallel = tensor_ranks.data_parallel
     if topology.rows is not None:
-        grid = Grid(*make_matrix(data_parallel, topology.rows, device, "within a replica", "across replicas"))
+        matrix = make_matrix(data_parallel, topology.rows, device, "within a replica", "across replicas")
+        grid = Grid(*matrix, over_all=topology.over_all)
     return Sharding(
         world,
         stage,
@@ -318,15 +358,19 @@ def connect_for_buckets(
         memory: a buffer of reductions that nothing uses.
         gathered: whether parameters are all-gathered, too.
     """
-    shard_group, device = sharding.shard_group, sharding.device
+    grid, device = sharding.grid, sharding.device
+    first = sharding.shard_group if grid is None else grid.within
     kind = "reduce_scatter" if sharding.shard_count > 1 else "all_reduce"
     for numel, dtype in of_each_size(flats):
         reduced = sharding.reduce_dtype(dtype)
-        shard_group.connect_for(kind, numel, reduced, device, memory)
-        if sharding.grid is not None:
-            sharding.grid.across.connect_for("all_reduce", numel // sharding.shard_count, reduced, device, memory)
+        first.connect_for(kind, numel, reduced, device, memory)
         if gathered and sharding.shard_count > 1:
-            shard_group.connect_for("all_gather", numel, dtype, device, memory)
+            first.connect_for("all_gather", numel, dtype, device, memory)
+        if grid is not None:
+            part = numel // grid.within.world_size
+            grid.across.connect_for("reduce_scatter" if grid.over_all else "all_reduce", part, reduced, device, memory)
+            if grid.over_all:
+                grid.across.connect_for("all_gather", part, dtype, device, memory)
 
 
 def broadcast_together(comm: Comm, tensors: Sequence[Tensor]) -> None:

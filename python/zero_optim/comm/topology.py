@@ -26,6 +26,9 @@ from .transport import backends, new_group_of
 Rows = tuple[tuple[int, ...], ...]
 """Ranks as the whole job numbers them, by row and column of a matrix."""
 
+STATE_OVER = ("shard", "all")
+"""The dimensions of a mesh over whose ranks state is sharded: that which shards, or both."""
+
 _WHERE = "the constructor, of DTensors or with tensor_parallel"
 # Groups of meshes that are a part of the job, by ranks and back-ends.
 _of_meshes: dict[tuple[tuple[int, ...], str], groups.Reference] = {}
@@ -95,10 +98,12 @@ class Grid:
     Attributes:
         within: this rank's row: the ranks that shard.
         across: this rank's column: the ranks that hold the same shard.
+        over_all: whether they split that shard once more, so that state is sharded over all ranks of the grid.
     """
 
     within: Comm
     across: Comm
+    over_all: bool = False
 
 
 def make_matrix(world: Comm, lines: Rows, device: torch.device, along: str, across: str) -> tuple[Comm, Comm]:
@@ -109,9 +114,9 @@ def make_matrix(world: Comm, lines: Rows, device: torch.device, along: str, acro
     return matrix
 
 
-def read_rows(mesh: dist.DeviceMesh | None, *, shards: bool = True) -> Rows | None:
+def read_rows(mesh: dist.DeviceMesh | None, *, shards: bool = True, over_all: bool = False) -> Rows | None:
     """Read the rows of a grid off a mesh. None: the mesh has one dimension, or replicates nothing, so that all its
-    ranks shard; or, without ``shards``, as at stage 0, none does.
+    ranks shard; or, without ``shards``, as at stage 0, none does. ``over_all``: with one rank in a row all shard, too.
 
     The dimension that replicates has "replicate" in its name, or the other has "shard"; else it is the first, as in
     FSDP2.
@@ -136,12 +141,12 @@ def read_rows(mesh: dist.DeviceMesh | None, *, shards: bool = True) -> Rows | No
     for line in (*rows, *zip(*rows, strict=True)):
         if list(line) != sorted(line):
             raise ValueError(f"the ranks of mesh along {names} are {list(line)}: give them in ascending order")
-    if len(rows) == 1 or not shards:
+    if len(rows) == 1 or not shards or (over_all and len(rows[0]) == 1):
         return None
     if len(rows[0]) == 1:
         raise ValueError(
             f"dimension {names[1 - first]!r} of mesh, which shards, has one rank: nothing is sharded there. Train "
-            "with stage=0, which shards nothing"
+            'with stage=0, which shards nothing, or at stage 1 or 2 with state_over="all"'
         )
     return rows
 
@@ -241,12 +246,14 @@ class Topology:
 
     Attributes:
         rows: of the grid, see ``Grid``; None: all that average gradients shard, and none replicates.
+        over_all: see ``Grid``.
         columns: the ranks with the same slices, see ``TensorRanks``; None: nothing is cut.
         plain: whether slices are plain tensors, see ``RowRanks``.
         explicit_tp: whether the user has passed the ranks that have slices. Megatron marks uncut parameters, too.
     """
 
     rows: Rows | None = None
+    over_all: bool = False
     columns: Rows | None = None
     plain: bool = False
     explicit_tp: bool = False

@@ -91,7 +91,13 @@ class Bucket:
 
     @property
     def param_shard(self) -> Tensor:
-        return self.flat.shard
+        shard, grid = self.flat.shard, self.sharding.grid
+        return shard if grid is None or shard.numel() == self.layout.shard_numel else grid.across.own_part(shard)
+
+    @property
+    def holders(self) -> tuple[int, int]:
+        """The number of ranks that have this rank's state, and the number of this rank among them."""
+        return self.sharding.holders(cut=self.flat.cut)
 
     def gradient_to_apply(self) -> Tensor:
         """Return ``grad_shard``. At stage 3, where no gradient has come, it is zeros in new memory."""
@@ -379,9 +385,15 @@ class Unsharding:
         return _name(self._layout, self._labels)
 
     def start(self) -> None:
-        """Start the all-gather, at stages 1 and 2. At stage 3 a unit gathers when it is called."""
-        flat = self._flat
-        if self._sharding.stage < 3 and self._sharding.shard_count > 1:
+        """Start the all-gather, at stages 1 and 2. At stage 3 a unit gathers when it is called; before that, with state
+        over all ranks, its shard comes together."""
+        flat, grid = self._flat, self._sharding.grid
+        if self._sharding.stage == 3 and grid is not None and grid.over_all:
+            if self._poison:
+                _poison_beside(grid.across.own_part(flat.shard), flat.shard)
+            with span("step.all_gather", self):
+                self.pending = flat.complete_shard(self._sharding.gather_across)
+        elif self._sharding.stage < 3 and self._sharding.shard_count > 1:
             if self._poison:
                 _poison_beside(flat.shard, flat.full)
             with span("step.all_gather", self):

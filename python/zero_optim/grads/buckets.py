@@ -10,7 +10,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
@@ -320,4 +320,5 @@ def buckets_of_units(
     index_of = {id(parameters[index]): index for index in order}
     flats = sharded.flats_to_train({key: rules.of(index) for key, index in index_of.items()})
     layouts = [flat.layout.renumbered([index_of[id(parameter)] for parameter in flat.params]) for flat in flats]
+    layouts = [replace(layout, shards=sharding.shard_count) for layout in layouts]  # of state
     return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]

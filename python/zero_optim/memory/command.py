@@ -60,6 +60,8 @@ def _check(parsed: argparse.Namespace) -> None:
         raise UsageError(f"--master {parsed.master}: a part of it is the bf16 parameter, and --dtype is {parsed.dtype}")
     if (parsed.seq is None) != (parsed.batch is None):
         raise UsageError("--seq and --batch: activations need both")
+    if parsed.state_over == "all" and parsed.replicate == 1:
+        raise UsageError("--state-over all: changes nothing without replicas, see --replicate")
     if parsed.checkpointing and parsed.batch is None:
         raise UsageError("--checkpointing: changes activations alone, which need --seq and --batch")
 
@@ -79,6 +81,7 @@ def _job(parsed: argparse.Namespace, stage: int) -> Job:
     return Job(
         world=parsed.world,
         replicas=parsed.replicate,
+        state_over=parsed.state_over,
         tensor=parsed.tp,
         pipeline=parsed.pp,
         stage=stage,
@@ -176,6 +179,7 @@ def _as_json(made: Plan, parsed: argparse.Namespace) -> dict[str, Any]:
         "pipeline": made.job.pipeline,
         "pipeline_stage": made.pipeline_stage,
         "replicas": made.job.replicas,
+        "state_over": made.job.state_over,
         "bytes_per_rank": dict(made.memory),
         "total_bytes": made.total,
         "model_state_bytes": made.model_state,

@@ -48,11 +48,15 @@ def plan_of(optimizer: HasEngine, *, mean: bool = False, accumulate: int = 1) ->
     reshard: bool | int = True
     if len(units) > 1:  # the root, which is first, stays whole
         reshard = not units[1].keep if units[1].node is None else units[1].node.world_size
+    grid, rank = sharding.grid, sharding.shard_index if sharding.stage else sharding.data_parallel.rank
+    if grid is not None:
+        rank = grid.across.rank * grid.within.world_size + grid.within.rank
     job = Job(
         world=sharding.world_size,
-        replicas=1 if sharding.grid is None else sharding.grid.across.world_size,
+        replicas=1 if grid is None else grid.across.world_size,
+        state_over="all" if grid is not None and grid.over_all else "shard",
         stage=sharding.stage,
-        rank=None if mean else sharding.shard_index if sharding.stage else sharding.data_parallel.rank,
+        rank=None if mean else rank,
         bucket_cap_mb=engine.settings.bucket_cap_mb,
         grad_reduce_dtype=sharding.grad_reduce_dtype,
         grad_accumulation_dtype=sharding.grad_accumulation_dtype,

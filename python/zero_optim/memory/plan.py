@@ -10,10 +10,10 @@ import torch
 from ..comm.collectives import Comm
 from ..comm.handle import COUNT
 from ..comm.sharding import Sharding
-from ..comm.topology import Grid, TensorRanks
+from ..comm.topology import STATE_OVER, Grid, TensorRanks, Topology
 from ..grads.buckets import BucketKind, buffer_nbytes, layouts_by_size
 from ..params.layout import BucketLayout, one_bucket, round_up
-from ..rules.codec import Split, default_master
+from ..rules.codec import Split, StateTensor, default_master
 from ..rules.kernel_rule import AdamW
 from ..rules.update_rule import MASTER, UpdateRule, stored_for, stored_names
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
@@ -52,6 +52,7 @@ class Job:
             ``world / (tensor * pipeline)`` ranks, which average and shard. The fullest stage is planned. All backwards
             of a step are within ``no_sync``.
         replicas: so many of these ranks hold each part of the state: the first dimension of a mesh. The others shard.
+        state_over: "all": the replicas shard the state once more, as over all of these ranks. "shard": they do not.
         rank: which of the ranks with one slice is planned, counted row by row in a mesh; None: the mean of all. They
             differ in how much of their shards is padding, and in no sum.
         device: its type, by which buckets have their default size.
@@ -66,6 +67,7 @@ class Job:
 
     world: int = 1
     replicas: int = 1
+    state_over: str = "shard"
     tensor: int = 1
     pipeline: int = 1
     stage: int = 2
@@ -185,6 +187,11 @@ class _Flat:
         return self.layout.numel * self.sharding.local_dtype(self.dtype).itemsize
 
     @property
+    def params_layout(self) -> BucketLayout:
+        """At stage 3: a shard of parameters may have several of state."""
+        return replace(self.layout, shards=self.layout.shards // self.sharding.parts_of_shard)
+
+    @property
     def shard_nbytes(self) -> int:
         return self.layout.shard_numel * self.dtype.itemsize
 
@@ -249,7 +256,8 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     foot = _place_state(laid, others=sum(memory.values()) + first_step)
     if not on_device:
         memory[PAGES] = foot.device
-    host = foot.host + (sum(flat.shard_nbytes for flat in laid.flats) if job.params_on_host else 0)
+    shards = [flat.params_layout.shard_numel * flat.dtype.itemsize for flat in laid.flats]
+    host = foot.host + (sum(shards) if job.params_on_host else 0)
     kinds = ("parameters", "gradients", *dict.fromkeys(name for rule in rules for name in stored_names(rule)))
     calls, traffic = ({kind: pair[of] for kind, pair in _traffic(laid).items()} for of in (0, 1))
     return Plan(whole, job, memory, first_step, host, foot.disk, traffic, calls, len(buckets), kinds, stage)
@@ -269,6 +277,7 @@ def _check(model: ModelShapes, job: Job) -> None:
     check(divides, f"pipeline must divide the {alike} ranks with the same slices, got {job.pipeline!r}")
     divides = job.replicas >= 1 and job.data % job.replicas == 0 and (job.replicas < job.data or job.data == 1)
     check(divides, f"replicas must divide the {job.data} ranks and leave several to shard; got {job.replicas!r}")
+    check(job.state_over in STATE_OVER, f"state_over must be one of {STATE_OVER}, got {job.state_over!r}")
     check(job.rank is None or 0 <= job.rank < job.data, f"rank must be one of {job.data}, got {job.rank!r}")
     check(job.stage < 3 or bool(model.units), "stage 3 is planned by units, and none are known: name their class")
     check(job.batch is None or bool(model.width), "activations need a config with layers, width and vocabulary")
@@ -280,13 +289,15 @@ def _check(model: ModelShapes, job: Job) -> None:
 def _lay_out(model: ModelShapes, job: Job) -> _Laid:
     rank, shards, grid = job.rank or 0, job.data // job.replicas, None
     if job.replicas > 1 and job.stage >= 1:
-        grid = Grid(_AbsentComm(shards, rank % shards), _AbsentComm(job.replicas, rank // shards))
+        ranks = _AbsentComm(shards, rank % shards), _AbsentComm(job.replicas, rank // shards)
+        grid = Grid(*ranks, over_all=job.state_over == "all")
     sharding = Sharding(
         _AbsentComm(job.data, rank),
         job.stage,
         job.grad_reduce_dtype,
         torch.device(job.device),
         grid,
+        topology=Topology(over_all=job.state_over == "all"),
         grad_accumulation_dtype=job.grad_accumulation_dtype,
     )
     if job.stage >= 3:
@@ -341,17 +352,30 @@ def _count_flats(memory: dict[str, int], laid: _Laid, *, state: bool) -> None:
         if not flat.trained and job.stage < 3:
             memory["parameters"] += flat.nbytes
             continue
-        numel = layout.shard_numel if job.stage >= 3 else layout.numel
-        held = [] if job.params_on_host else [FlatBytes("parameters", numel, flat.dtype.itemsize)]
+        if not job.params_on_host:
+            of_params, itemsize = flat.params_layout if job.stage >= 3 else layout, flat.dtype.itemsize
+            numel = of_params.shard_numel if job.stage >= 3 else layout.numel
+            _count_flat(memory, flat, of_params, [FlatBytes("parameters", numel, itemsize)], (), job)
         if flat.trained:
             numel = layout.numel if flat.sharding.keeps_full_gradients else layout.shard_numel
-            held.append(FlatBytes("gradients", numel, flat.sharding.grad_dtype(flat.dtype).itemsize))
-        stored = stored_for(flat.rule, flat.dtype) if state and flat.trained else ()
-        if job.rank is None:  # the pieces of all ranks together, of which the mean is counted
-            pieces = list(replace(layout, shards=1).pieces(0))
-            count_bucket(memory, layout, pieces, held, stored, ranks=layout.shards)
-        else:
-            count_bucket(memory, layout, list(layout.pieces(flat.sharding.shard_index)), held, stored)
+            held = [FlatBytes("gradients", numel, flat.sharding.grad_dtype(flat.dtype).itemsize)]
+            _count_flat(memory, flat, layout, held, stored_for(flat.rule, flat.dtype) if state else (), job)
+
+
+def _count_flat(
+    memory: dict[str, int],
+    flat: _Flat,
+    layout: BucketLayout,
+    held: Sequence[FlatBytes],
+    stored: Sequence[StateTensor],
+    job: Job,
+) -> None:
+    if job.rank is None:  # the pieces of all ranks together, of which the mean is counted
+        pieces = list(replace(layout, shards=1).pieces(0))
+        count_bucket(memory, layout, pieces, held, stored, ranks=layout.shards)
+    else:
+        shard = flat.sharding.shard_index * layout.shards // flat.layout.shards
+        count_bucket(memory, layout, list(layout.pieces(shard)), held, stored)
 
 
 def _communication(laid: _Laid) -> int:
@@ -362,8 +386,10 @@ def _communication(laid: _Laid) -> int:
     # Under gloo one reduction waits for the one before: there is one buffer, and what other ranks send of the bucket.
     # One part of that the shard itself receives, if its dtype is that.
     if job.host_waits and sharding.reduces:
-        shards, dtypes = sharding.shard_count, {flat.dtype for flat in laid.buckets}
+        # With state over all ranks that is a sum within the row, which stays in the buffer until the second leg.
+        shards, dtypes = sharding.shard_count // sharding.parts_of_shard, {flat.dtype for flat in laid.buckets}
         received_there = all(sharding.grad_dtype(dtype) == sharding.reduce_dtype(dtype) for dtype in dtypes)
+        received_there &= sharding.parts_of_shard == 1
         return max(sizes, default=0) * (2 * shards - (2 if received_there else 1)) // shards
     return sum(sizes)  # a buffer gets memory as a bucket takes it, so there are the two largest
 
@@ -384,7 +410,8 @@ def _keepers(laid: _Laid) -> int:
     reshard = laid.job.reshard_after_forward
     if isinstance(reshard, bool):
         return int(not reshard)
-    return reshard if reshard < laid.sharding.shard_count else 0  # over all shards: the same as True
+    shards = laid.sharding.shard_count // laid.sharding.parts_of_shard
+    return reshard if reshard < shards else 0  # over all shards: the same as True
 
 
 def _local_gradients(laid: _Laid) -> int:
@@ -452,10 +479,15 @@ def _traffic(laid: _Laid) -> dict[str, tuple[int, int]]:
     reduced = sum(flat.layout.numel * sharding.reduce_dtype(flat.dtype).itemsize for flat in buckets)
     if job.stage == 0:
         return {"all_reduce": (count, reduced)}
-    across = {} if sharding.grid is None else {"all_reduce": (count, reduced // shards)}
-    traffic = {"reduce_scatter": (count, reduced), **across}
+    gathered = sum(flat.nbytes for flat in buckets)
+    traffic = {"reduce_scatter": (count, reduced)}
+    if sharding.grid is not None and sharding.grid.over_all:
+        traffic["replica_reduce_scatter"] = count, reduced * job.replicas // shards
+        traffic["replica_all_gather"] = count, gathered * job.replicas // shards
+    elif sharding.grid is not None:
+        traffic["all_reduce"] = count, reduced // shards
     if job.stage < 3:
-        return {**traffic, "all_gather": (count, sum(flat.nbytes for flat in buckets))}
+        return {**traffic, "all_gather": (count, gathered)}
     keepers, units = _keepers(laid), [flat for unit in laid.units[1:] for flat in unit]
     traffic["all_gather"] = gathers(laid.flats if keepers else [*laid.flats, *units])  # backward keeps the root alone
     if keepers > 1:

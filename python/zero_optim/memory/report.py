@@ -55,7 +55,8 @@ def ranks_of(job: Job) -> str:
     ranks = count(job.world, "rank")
     ranks += f", {job.tensor} tensor-parallel" if job.tensor > 1 else ""
     ranks += f", {job.pipeline} stages of a pipeline" if job.pipeline > 1 else ""
-    return ranks + (f" in {job.replicas} replicas" if job.replicas > 1 else "")
+    ranks += f" in {job.replicas} replicas" if job.replicas > 1 else ""
+    return ranks + (", state over all" if job.replicas > 1 and job.state_over == "all" else "")
 
 
 def remedy(made: Plan, device_memory: int) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm
-from ..comm.handle import Handle, debug_options
+from ..comm.handle import Arrivals, Handle, debug_options
 from ..comm.sharding import Sharding
 from ..comm.streams import allocate, as_own_storage, deallocate, keep_for_current_stream, own_storages
 from ..stores.host_memory import HostMemory, Lanes
@@ -32,6 +33,7 @@ class FlatParams:
         full: [numel] all parameters. Where they are sharded its storage is empty but for the time of their use: it is
             resized, never replaced, since tensors that autograd saves in a forward alias it.
         shard: [shard_numel] this rank's shard, always there: a view of ``full``, or memory of its own where sharded.
+        arrivals: where sharded, what is on its way into ``shard`` from other ranks. Whoever reads or writes it waits.
         param_shards: where sharded, the stand-ins for ``params`` that modules hold while ``full`` is empty.
         trained: whether they get gradients, and an optimizer's state.
         orders: of each of ``params``, the order of its elements in its slot: contiguous, or channels_last.
@@ -51,6 +53,7 @@ class FlatParams:
         self.pieces = tuple(layout.pieces(sharding.shard_index))
         self.sharded = self.shown = self.offloaded = False
         self.param_shards: list[ParamShard] = []
+        self.arrivals = Arrivals()
         self.slices = [slice_of(parameter) for parameter in self.params]
         self.sliced, self.cut = any(self.slices), is_cut(self.params[0])
         self.joined = self.cut and self.sliced
@@ -122,11 +125,12 @@ class FlatParams:
         self._nothing = _nothing(self.dtype, self.device)
         for param_shard, piece in zip(shards, self.pieces, strict=True):
             param_shard.local, param_shard.start = shard.narrow(0, piece.in_shard, piece.numel), piece.in_param
-            param_shard.flat = self
+            param_shard.flat, param_shard.arrivals = self, self.arrivals
         self.reshard()
 
     def unshard(self, node: Comm | None) -> Handle | None:
         """Start to fill ``full``: from the ranks of ``node`` where they keep all of it, else from all ranks."""
+        self.arrivals.wait()
         allocate(self.full)
         if node is not None and self._node_part is not None:
             return node.all_gather(self.full, "node_all_gather", own=self._node_part)
@@ -144,6 +148,16 @@ class FlatParams:
         lane.set(self._copied)
         with lane.as_current():
             return self._sharding.all_gather(self.full)
+
+    def complete_shard(self, gather_across: Callable[[Tensor], Handle]) -> Handle:
+        """Start to fill ``shard`` from the ranks that have updated the other parts of it."""
+        here = self.shard.to(self.device)  # itself, unless it rests in host memory beside a GPU
+        gather = gather_across(here)
+        if here is not self.shard:
+            gather.then(self.wait_until_copied)
+            gather.then(partial(self.shard.copy_, here))
+        self.arrivals.expect(gather)
+        return gather
 
     def order_after_copy(self) -> None:
         """Order what follows on the current stream after the copy of ``unshard`` from host memory."""
@@ -223,6 +237,7 @@ class FlatParams:
 
     def gathered(self) -> Tensor:
         """Collective. [numel] all parameters, in memory of their own."""
+        self.arrivals.wait()
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         self._sharding.own_part(whole).copy_(self.shard)
         if (gather := self._sharding.all_gather(whole, "gather_parameters")) is not None:

@@ -279,9 +279,9 @@ def _assign(layout: BucketLayout, costs: Mapping[int, int], to_do: list[int]) ->
     return layout.reordered([rank_of[shard] for shard in every])
 
 
-def one_bucket(numels: Sequence[int], shards: int) -> BucketLayout:
-    """Lay all parameters out in one bucket, as a unit has them."""
-    return _layout(range(len(numels)), dict(enumerate(numels)), shards, CUT_AT_ROWS)
+def one_bucket(numels: Sequence[int], shards: int, parts: int = 1) -> BucketLayout:
+    """Lay all parameters out in one bucket, as a unit has them. ``parts``: of whole rows, into which shards split."""
+    return replace(_layout(range(len(numels)), dict(enumerate(numels)), shards * parts, CUT_AT_ROWS), shards=shards)
 
 
 def _layout(params: Sequence[int], numels: Mapping[int, int], shards: int, policy: LayoutPolicy) -> BucketLayout:

@@ -150,7 +150,7 @@ class ParamShard(StateDictShard):
         the parameter with what is returned. So return another shard over the same memory, of the same parameter."""
         self.copy_(other)
         same = ParamShard(self.local, self.start, self.plain, "")
-        same.label, same.flat = self.label, self.flat
+        same.label, same.flat, same.arrivals = self.label, self.flat, self.arrivals
         return same
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:

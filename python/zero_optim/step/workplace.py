@@ -214,11 +214,12 @@ def wholes_in(
     needs_slices = [whole.joint is not None and rule.needs_whole(whole.joint) for whole in every]
     # A rank alone has whole parameters, in host memory perhaps, where they count as sharded, too.
     cut = not rule.layout.cuts and flat.sharded and sharding.shard_count > 1
+    ranks = sharding.shard_ranks if cut else []
     wholes: list[Whole] = []
     cuts: list[CutParameter] = []
     for slot, piece, whole, needs in zip(layout.slots, bucket.pieces, every, needs_slices, strict=False):
         if cut:
-            cuts.append(CutParameter(whole, tuple(layout.parts(slot))))
+            cuts.append(CutParameter(whole, tuple((ranks[shard], piece) for shard, piece in layout.parts(slot))))
         # A slice may be empty here, and have elements on other tensor-parallel ranks, at the same place.
         elif piece.numel or (needs and slot.offset // layout.shard_numel == sharding.shard_index):
             wholes.append(whole._replace(start=piece.in_shard))

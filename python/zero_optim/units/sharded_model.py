@@ -105,7 +105,7 @@ class ShardedModel:
 
 def flatten(params: Sequence[Tensor], sharding: Sharding, *, trained: bool) -> FlatParams:
     """Lay parameters of one kind out in one flat tensor."""
-    layout = one_bucket([*map(room_of, params)], sharding.shard_count)
+    layout = one_bucket([*map(room_of, params)], sharding.shard_count, sharding.parts_of_shard)
     numels = {index: local_of(parameter).numel() for index, parameter in enumerate(params)}
     return FlatParams(layout.holding(numels), params, sharding, trained=trained)
 
