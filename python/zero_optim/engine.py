@@ -83,7 +83,7 @@ class Engine:
         trained, labels = parameters.trained, parameters.labels
         make_buckets = partial(buckets_by_size, trained, labels, shardings, rules, settings.bucket_cap_mb)
         if sharded_model is not None:
-            make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding, rules)
+            make_buckets = partial(buckets_of_units, sharded_model, trained, labels, shardings, rules)
         schedule = None if sharded_model is None else sharded_model.schedule
         early = settings.overlap_grad_reduce
         self.reducer = Reducer(trained, labels, sharding, make_buckets, early, schedule, self.mode)

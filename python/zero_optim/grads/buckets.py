@@ -312,12 +312,15 @@ def buckets_of_units(
     sharded: ShardedModel,
     parameters: Mapping[int, Tensor],
     labels: Sequence[str],
-    sharding: Sharding,
+    shardings: Shardings,
     rules: GroupRules,
     order: Sequence[int],
     upto: Sequence[int],
 ) -> list[Bucket]:
     index_of = {id(parameters[index]): index for index in order}
     flats = sharded.flats_to_train({key: rules.of(index) for key, index in index_of.items()})
-    layouts = [flat.layout.renumbered([index_of[id(parameter)] for parameter in flat.params]) for flat in flats]
-    return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]
+    buckets = []
+    for flat in flats:
+        indices = [index_of[id(parameter)] for parameter in flat.params]
+        buckets.append(Bucket(flat.layout.renumbered(indices), flat, labels, shardings.of(indices[0])))
+    return buckets

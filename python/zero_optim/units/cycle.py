@@ -85,6 +85,17 @@ class Prefetch:
         if self._cycle.direction is not None:
             self.start(self._cycle.ahead[: self.count])
 
+    def start_experts(self) -> None:
+        """Gather the experts that come next, whatever ``count`` and ``reducing`` are.
+
+        A rank whose experts get no tokens does not call them, and goes on to send tokens. So it must take part in the
+        gathers that others wait for before::
+
+            rank 0   block    experts: waits for rank 2    sends tokens back
+            rank 2   block    (has no tokens)              sends tokens back: waits for rank 3, which waits like rank 0
+        """
+        self.start([*itertools.takewhile(lambda unit: unit.of_experts, self._cycle.ahead)])
+
     def start(self, units: Sequence[Unit]) -> None:
         """Start to gather these units, which are ahead, as far as their turn has come."""
         earlier: set[Unit] = set()

@@ -254,6 +254,7 @@ class UnitSchedule(Owing):
             self._close_before(unit, self.cycle.open)
         self.cycle.position = position
         self._open_unit(unit, position)
+        self.prefetch.start_experts()
         if not self.prefetch.reducing:
             self.prefetch.start_next()
 

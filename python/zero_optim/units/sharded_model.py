@@ -28,8 +28,9 @@ class ShardedModel:
     """The units of ``model``, the root first. On one rank, without offload, nothing is sharded, and there is no hook.
 
     Attributes:
-        sharding: of the parameters. It has a group of its own: while backward runs, reductions are in flight in
-            another.
+        sharding: of all parameters but experts, whose flat tensors have theirs. It has a group of its own: while
+            backward runs, reductions are in flight in another.
+        sharded: whether a unit is: one rank has all of a model, and experts that no other rank has.
         host_memory: where shards rest; None: on the device.
         lanes: those on which shards are copied from there.
         offload: whether shards rest in host memory.
@@ -48,7 +49,7 @@ class ShardedModel:
         self._process_group = weakref.ref(process_group) if process_group is not None else None
         self.model, self.units, self.sharding, self.schedule = model, list(units), sharding, schedule
         self.host_memory, self.lanes, self.offload = host_memory, lanes, host_memory is not None
-        self.sharded = sharding.shard_count > 1 or self.offload
+        self.sharded = any(unit.split for unit in units)
         for unit in units:
             for parameter in unit.parameters:
                 _model_of[parameter] = weakref.ref(self)
@@ -65,6 +66,11 @@ class ShardedModel:
 
     def __del__(self) -> None:
         self.sharding.world.close()
+
+    def shardings(self) -> dict[int, Sharding]:
+        """The sharding of each parameter, by its id."""
+        flats = (flat for unit in self.units for flat in unit.flats)
+        return {id(parameter): flat.sharding for flat in flats for parameter in flat.params}
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
@@ -96,7 +102,7 @@ class ShardedModel:
         unit.flats.remove(flat)
         for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind is not None):
             params = [parameter for parameter, own in zip(flat.params, kinds, strict=True) if own == kind]
-            new = flatten(params, self.sharding, trained=kind is not None)
+            new = flatten(params, flat.sharding, trained=kind is not None)
             if flat.sharded:
                 new.split([shards[id(p)] for p in params], host_memory=self.host_memory, lanes=self.lanes)
             unit.flats.append(new)
