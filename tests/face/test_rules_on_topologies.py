@@ -25,14 +25,14 @@ QUICK = {
         "hybrid × tensor parallel": (2,),
         "plain slices": (0,),
         "plain slices alone": (1,),
-        "experts": (2,),
-        "experts as slices": (0,),
+        "experts": (2, 3),
+        "experts as slices": (0, 3),
         "pipeline, GPipe": (1,),
         "pipeline, 1F1B": (2,),
         "pipeline, Interleaved1F1B": (3,),
         "pipeline × tensor parallel": (3,),
     },
-    "Muon, AdamW and Lion": {"flat": (3,), "hybrid": (1,), "plain slices": (3,), "pipeline of two ranks": (2,)},
+    "Muon, AdamW and Lion": {"flat": (3,), "experts as slices": (3,), "hybrid": (1,), "plain slices": (3,), "pipeline of two ranks": (2,)},
 }
 """The cells of ``make test``: each kind of topology, and each stage. The others are slow."""
 LEFT_OUT = [("Muon, AdamW and Lion", "pipeline × tensor parallel")]  # eight ranks, which the grid has as well

@@ -57,8 +57,10 @@ class Job:
         """Collective. Of a job that is ``spread`` what this rank has."""
         import zero_optim
 
-        named = self.model.named_parameters() if self.spread else zero_optim.iter_full_parameters(self.model)
-        return {name: whole.detach().clone() for name, whole in named}
+        if not self.spread:
+            return {name: whole.clone() for name, whole in zero_optim.iter_full_parameters(self.model)}
+        with zero_optim.gather_parameters(self.model):
+            return {name: whole.detach().clone() for name, whole in self.model.named_parameters()}
 
 
 @dataclass(frozen=True)
