@@ -456,7 +456,7 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
 
 
 def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None, lanes: Lanes | None) -> None:
-    """Collective. Shard the unit's parameters, in a flat tensor for each kind."""
+    """Collective. Shard the unit's parameters, of rank 0's values, in a flat tensor for each kind."""
     shard_of: dict[int, ParamShard] = {}
     kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
     for key, parameter in plan.parameters.items():
@@ -467,9 +467,10 @@ def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemor
         unit.registrations += [Registration(module, name, parameter, shard) for module, name, _ in places]
     splits = sharding.shard_count > 1 or host_memory is not None
     for (_, _, trained), parameters in kinds.items():
-        unit.flats.append(flatten(parameters, sharding, trained=trained))
+        unit.flats.append(flat := flatten(parameters, sharding, trained=trained))
+        sharding.alike(cut=flat.cut).broadcast(flat.full)
         if splits:
             own = [shard_of[id(parameter)] for parameter in parameters]
-            unit.flats[-1].split(own, host_memory=host_memory, lanes=lanes)
+            flat.split(own, host_memory=host_memory, lanes=lanes)
     if splits:
         unit.show(plain=False)

@@ -103,14 +103,13 @@ class FlatParams:
     def split(
         self, shards: Sequence[ParamShard], *, host_memory: HostMemory | None, lanes: Lanes | None = None
     ) -> None:
-        """Collective. Keep this rank's shard of rank 0's values, and empty ``full``.
+        """Keep this rank's shard, and empty ``full``.
 
         Args:
             shards: the stand-in for each parameter, which shows this rank's range of it from now on.
             host_memory: where the shard is to rest; None: on the device.
             lanes: for copies to the device, where the shard rests in host memory.
         """
-        self.sharding.alike(cut=self.cut).broadcast(self.full)
         self.offloaded = host_memory is not None
         on_host = None if host_memory is None else host_memory.take(self.shard.nbytes).view(self.dtype)
         shard = torch.empty_like(self.shard) if on_host is None else on_host
