@@ -73,14 +73,15 @@ def shard_module(
             give the mesh of the data-parallel ranks alone, as ``mesh["dp"]``.
         tensor_parallel: for a model of plain slices, as Megatron's: the ranks that hold the other slices. See
             ``ShardedOptimizer``, which takes it from the model.
-        experts: by modules as in ``units``, a mesh of one dimension, or a process group: the ranks that have the same
-            experts, as ``{"experts": mesh["edp"]}``. Each such module is a unit, sharded over these ranks alone, whose
-            first one's values count. It has packed tensors [experts of this rank, ...], or modules. A rank need not
-            call it, if it calls what comes before. Modules that a forward calls come in its order. The optimizer wants
-            these parameters in a group with ``grad_divisor``: see ``docs/parallelism.md``.
+        experts: by kind of module, as in ``units``, the ranks that have the same experts: a mesh of one dimension, or a
+            process group, as ``{"experts": mesh["edp"]}``. Each such module is a unit of these ranks, of which the
+            first one's values count. It may have modules, or packed tensors [experts of this rank, ...]. A rank whose
+            experts get no tokens need not call it. In the first forward it has to, unless modules are called in the
+            order in which the model lists them. Give the optimizer these parameters in a group with ``grad_divisor``.
         reshard_after_forward: True: free a unit after its forward; a step communicates 3 times the parameters. False:
             keep it until its backward; 2 times. An int k, a divisor of the number of ranks that shard: k consecutive
-            ranks, as of a node, keep 1/k of it each, and gather it again among them. It divides the ranks of experts, too.
+            ranks, as of a node, keep 1/k of it each, and gather it again among them. It has to divide the number of
+            ranks with the same experts, too.
         prefetch: how many units are gathered ahead of the one that computes.
         device: where units compute. None: where the parameters are; for those on ``meta``, the current GPU or the CPU.
         init_fn: gives values to a module whose parameters or buffers were on ``meta``, and have memory now. It is

@@ -32,7 +32,13 @@ QUICK = {
         "pipeline, Interleaved1F1B": (3,),
         "pipeline × tensor parallel": (3,),
     },
-    "Muon, AdamW and Lion": {"flat": (3,), "experts as slices": (3,), "hybrid": (1,), "plain slices": (3,), "pipeline of two ranks": (2,)},
+    "Muon, AdamW and Lion": {
+        "flat": (3,),
+        "experts as slices": (3,),
+        "hybrid": (1,),
+        "plain slices": (3,),
+        "pipeline of two ranks": (2,),
+    },
 }
 """The cells of ``make test``: each kind of topology, and each stage. The others are slow."""
 LEFT_OUT = [("Muon, AdamW and Lion", "pipeline × tensor parallel")]  # eight ranks, which the grid has as well

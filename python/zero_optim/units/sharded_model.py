@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from ..comm.sharding import Sharding
 from ..params.flat_params import FlatParams
 from ..params.layout import one_bucket
 from ..params.param_shard import plain_parameter
+from ..params.parameter_set import is_apart, would_lose
 from ..params.tensor_slice import local_of, room_of
 from ..stores.host_memory import HostMemory, Lanes
 from .hooks import register_hooks, sync_generation, watch_parts
@@ -71,6 +72,13 @@ class ShardedModel:
         """The sharding of each parameter, by its id."""
         flats = (flat for unit in self.units for flat in unit.flats)
         return {id(parameter): flat.sharding for flat in flats for parameter in flat.params}
+
+    def check_whole(self, where: str, ids: Container[int]) -> None:
+        """See ``Shardings.check_whole``."""
+        shardings = self.shardings()
+        for place in (place for unit in self.units for place in unit.registrations):
+            if id(place.plain) in ids and is_apart(place.plain, shardings[id(place.plain)]):
+                raise would_lose(place.shard.label, where)
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
