@@ -19,6 +19,7 @@ from cells import slow_after
 from grid_cases import make_mesh as make_grid
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, accumulate, pack_rounded
+from simulated_gpu.switch import LATE
 from tensor_cases import make_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -428,6 +429,21 @@ def test_every_cell_equals_the_oracle_bit_for_bit(name, turn, tmp_path):
             if found := difference(results[rank][number], oracle(like(topology, rank))):
                 failures.append(f"{cell}, {dtype}, rank {rank}: {found}")
     assert not failures, "\n".join(failures)
+
+
+def train_on_gpu(rank: int, world_size: int, name: str, cells: Sequence[Cell]) -> list[list[Tensor]]:
+    topology = TOPOLOGIES[name]
+    world = topology.world()
+    return [train(rank, topology, cell, torch.float32, world, "") for cell in cells]
+
+
+@pytest.mark.parametrize("name", ["experts of two ranks", "experts of one rank"])
+def test_experts_at_stage_3_have_no_races(name: str) -> None:
+    topology, cells = TOPOLOGIES[name], [Cell(3, 2, absent=True), Cell(3, 2, no_sync=True, reshard=False)]
+    for rank, results in enumerate(run_ranks(topology.ranks, train_on_gpu, name, cells, simulated=LATE)):
+        for cell, params in zip(cells, results, strict=True):
+            wanted = expected(topology, cell, torch.float32, like(topology, rank))
+            assert_bitwise([p.cpu() for p in params], wanted, str(cell))
 
 
 def train_half(rank: int, world_size: int) -> list[Tensor]:
