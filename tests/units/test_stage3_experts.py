@@ -14,6 +14,7 @@ import zero_optim
 from expert_cases import EXPERTS, TOKENS, WIDTH, Moe
 from harness import run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from training_cases import error_of
 from zero_optim.units.sharded_model import sharded_model_of
@@ -195,6 +196,7 @@ def read_and_write(rank: int, world_size: int, folder: str) -> None:
         lambda: zero_optim.full_model_state_dict(model),
         lambda: [*zero_optim.iter_full_parameters(model)],
         lambda: zero_optim.checkpoint.save(folder, model),
+        lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)),
     ):
         kind, text = error_of(call)
         assert kind == "ParameterError" and "is an expert, of which other ranks have others" in text, text

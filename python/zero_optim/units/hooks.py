@@ -153,6 +153,9 @@ class _WholeStateDict(_Hook):
         info: Any = next(locals_of_callers("info", DCP_STATE_DICT), None)
         if not getattr(info, "full_state_dict", False):
             return
+        self.schedule.owner.check_whole(
+            "torch.distributed.checkpoint", {id(plain_parameter(p)) for p in model.parameters()}
+        )
         self.schedule.reshard_all()
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):

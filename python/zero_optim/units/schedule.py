@@ -13,7 +13,7 @@ any order of calls works that is the same on all ranks.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -71,7 +71,7 @@ class UnitSchedule(Owing):
         self.due = BackwardsDue()
         self.prefetch = Prefetch(self.cycle, prefetch)
         self.listeners: list[Listener] = []
-        self.owner: object = None
+        self.owner: Any = None
         self.sleeping: set[object] = set()
         self._holds = False  # create_graph: a backward may go through this one; units stay until ``reshard_all``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
