@@ -411,17 +411,20 @@ def cells_of(name: str, turn: int) -> list[tuple[Cell, torch.dtype]]:
     return found
 
 
-def train_cells(rank: int, world_size: int, name: str, turn: int, folder: str) -> list[list[Tensor]]:
+Cells = list[tuple[Cell, torch.dtype]]
+
+
+def train_cells(rank: int, world_size: int, name: str, cells: Cells, folder: str) -> list[list[Tensor]]:
     topology = TOPOLOGIES[name]
     world = topology.world()
-    return [train(rank, topology, cell, dtype, world, folder) for cell, dtype in cells_of(name, turn)]
+    return [train(rank, topology, cell, dtype, world, folder) for cell, dtype in cells]
 
 
 @pytest.mark.parametrize("turn", slow_after(1, (0, 1)))
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_every_cell_equals_the_oracle_bit_for_bit(name, turn, tmp_path):
     topology = TOPOLOGIES[name]
-    results = run_ranks(topology.ranks, train_cells, name, turn, str(tmp_path), timeout=180)
+    results = run_ranks(topology.ranks, train_cells, name, cells_of(name, turn), str(tmp_path), timeout=180)
     failures = []
     for number, (cell, dtype) in enumerate(cells_of(name, turn)):
         oracle = functools.cache(functools.partial(expected, topology, cell, dtype))
@@ -431,19 +434,13 @@ def test_every_cell_equals_the_oracle_bit_for_bit(name, turn, tmp_path):
     assert not failures, "\n".join(failures)
 
 
-def train_on_gpu(rank: int, world_size: int, name: str, cells: Sequence[Cell]) -> list[list[Tensor]]:
-    topology = TOPOLOGIES[name]
-    world = topology.world()
-    return [train(rank, topology, cell, torch.float32, world, "") for cell in cells]
-
-
 @pytest.mark.parametrize("name", ["experts of two ranks", "experts of one rank"])
 def test_experts_at_stage_3_have_no_races(name: str) -> None:
-    topology, cells = TOPOLOGIES[name], [Cell(3, 2, absent=True), Cell(3, 2, no_sync=True, reshard=False)]
-    for rank, results in enumerate(run_ranks(topology.ranks, train_on_gpu, name, cells, simulated=LATE)):
-        for cell, params in zip(cells, results, strict=True):
-            wanted = expected(topology, cell, torch.float32, like(topology, rank))
-            assert_bitwise([p.cpu() for p in params], wanted, str(cell))
+    topology = TOPOLOGIES[name]
+    cells = [(cell, torch.float32) for cell in (Cell(3, 2, absent=True), Cell(3, 2, no_sync=True, reshard=False))]
+    for rank, results in enumerate(run_ranks(topology.ranks, train_cells, name, cells, "", simulated=LATE)):
+        for (cell, dtype), params in zip(cells, results, strict=True):
+            assert_bitwise([p.cpu() for p in params], expected(topology, cell, dtype, like(topology, rank)), str(cell))
 
 
 def train_half(rank: int, world_size: int) -> list[Tensor]:
