@@ -217,8 +217,9 @@ def _check_rows(rows: list[list[int]], given: list[int], row: RowRanks, beside: 
         raise ValueError(
             f"{source}, gives ranks {given} to average over, several of the same. Give the other dimension, as "
             "mesh=world_mesh['dp']. If they are experts, give them a parameter group of their own, with "
-            "mesh=world_mesh['edp']. Parameters that are sharded over data-parallel ranks already, as by fully_shard, "
-            "cannot be sharded again: give them as they were before"
+            "mesh=world_mesh['edp'], and shard_module experts={'experts': world_mesh['edp']}. Parameters that are "
+            "sharded over data-parallel ranks already, as by fully_shard, cannot be sharded again: give them as they "
+            "were before"
         )
     for line in (*rows, *zip(*rows, strict=False)):
         if len({len(of_rank) for of_rank in rows}) > 1 or list(line) != sorted(line):
