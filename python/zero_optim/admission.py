@@ -23,6 +23,7 @@ from .params.storage_order import described, storage_order
 from .params.tensor_slice import is_cut, local_of, marked, partition, placed
 from .rules.group_rules import GroupRules
 from .rules.update_rule import stored_names
+from .units.sharded_model import sharded_model_of
 
 Experts = dict[int, ExpertRanks]  # by the number of their parameter group
 
@@ -56,19 +57,15 @@ class Admission:
         validate.check_groups(self.rules.by_group[new], parameters.groups[new], self.first_group)
         for number, group in enumerate(parameters.groups[new], self.first_group):
             validate.warn_of_misspelt(self.rules.by_group[number], number, group)
-        validate.check_sharded(parameters, indices, self.stage, self.world, self.topology, row)
+        averaging = self.topology.averaging(self.world)
+        known = _with_ranks_of_model(expert_groups, parameters)
+        experts = read_expert_ranks(known, averaging, beside_slices=self.topology.columns is not None)
+        validate.check_sharded(parameters, indices, experts, self.stage, self.world, self.topology, row)
         validate.check_rules_take(self.rules, parameters, indices, self.stage, self.state_offload)
         validate.check_parameters(parameters, indices)
         if self.world.world_size == 1:
             validate.check_private(parameters.all, parameters.labels)
         validate.check_backend(self.world, parameters.all[0].device)
-        averaging = self.topology.averaging(self.world)
-        experts = read_expert_ranks(expert_groups, averaging, beside_slices=self.topology.columns is not None)
-        if experts and self.stage >= 3:
-            raise ValueError(
-                f"parameter group {next(iter(experts))} is of experts, and stage 3 gathers what all ranks have: train "
-                "the model at stage 2, without shard_module. Its experts are spread over the ranks already"
-            )
         ranks, stages = self.world.world_size, self.pipeline_stages
         validate.check_other_marks(parameters, indices, experts, ranks, stages, self.rules)
         validate.check_any_marked(parameters.all, parameters.labels, self.topology)
@@ -118,6 +115,19 @@ class Admission:
             by_place = {place: experts[numbers[index]] for place, index in enumerate(new) if numbers[index] in experts}
             validate.check_slices(given, labels, self.topology, by_place)
         return experts
+
+
+def _with_ranks_of_model(
+    expert_groups: Mapping[int, Mapping[str, Any]], parameters: ParameterSet
+) -> dict[int, Mapping[str, Any]]:
+    """Give groups that have no ranks those which ``shard_module`` was given for their first parameter."""
+    known = {key: of for model in sharded_model_of(parameters.all) for key, of in model.shardings().items()}
+    filled = dict(expert_groups)
+    for number, of_group in expert_groups.items() if known else ():
+        sharding = known.get(id(parameters.all[parameters.group_of.index(number)]))
+        if of_group.keys() == {"grad_divisor"} and sharding is not None and sharding.of_experts:
+            filled[number] = {**of_group, "process_group": sharding.data_parallel.group}
+    return filled
 
 
 def check_order(parameters: ParameterSet, shardings: Shardings, indices: Sequence[int], where: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from .grads.reducer import Reducer
 from .grads.rounds import Rounds
 from .grads.slots import GradState
 from .mode import CurrentMode, Mode
+from .params.param_shard import plain_parameter
 from .params.parameter_set import ParameterSet, Shardings
 from .params.tensor_slice import is_cut, local_of
 from .recovery import all_of
@@ -53,7 +54,7 @@ from .step.telemetry import Measured
 from .step.workplace import Coefficients
 from .stores.offload import Tier
 from .stores.state_store import StateStore
-from .units.sharded_model import ShardedModel
+from .units.sharded_model import ShardedModel, sharded_model_of
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -84,7 +85,7 @@ class Engine:
         trained, labels = parameters.trained, parameters.labels
         make_buckets = partial(buckets_by_size, trained, labels, shardings, rules, settings.bucket_cap_mb)
         if sharded_model is not None:
-            make_buckets = partial(buckets_of_units, sharded_model, trained, labels, sharding, rules)
+            make_buckets = partial(buckets_of_units, sharded_model, trained, labels, shardings, rules)
         schedule = None if sharded_model is None else sharded_model.schedule
         early = settings.overlap_grad_reduce
         self.reducer = Reducer(trained, labels, sharding, make_buckets, early, schedule, self.mode)
@@ -498,9 +499,13 @@ def open_engines() -> list[Engine]:
     return [engine for rounds in all_of(Rounds) if isinstance(engine := rounds.engine(), Engine)]
 
 
-def check_whole(where: str, ids: Container[int]) -> None:
-    """Raise ParameterError where one of these parameters, by ``id``, cannot be made whole for ``where``: see
+def check_whole(where: str, parameters: Iterable[Tensor]) -> None:
+    """Raise ParameterError where one of these parameters cannot be made whole for ``where``: see
     ``Shardings.check_whole``. Raise ZeroOptimError where one of them is asleep."""
+    plain = [*map(plain_parameter, parameters)]
+    ids = {*map(id, plain)}
+    for model in sharded_model_of(plain):
+        model.check_whole(where, ids)
     for engine in open_engines():
         engine.shardings.check_whole(where, ids)
         if any(id(parameter) in ids for flat in engine.asleep.flats for parameter in flat.params):

@@ -105,7 +105,7 @@ def resharded_between_steps(model: nn.Module, what: str) -> list[ShardedModel]:
     Raises ShardAccessError where ``what`` was called within a forward, a backward or ``gather_parameters``;
     ParameterError for experts that are plain tensors.
     """
-    check_whole(what, {id(parameter) for parameter in model.parameters()})
+    check_whole(what, model.parameters())
     sharded = sharded_model_of(model.parameters())
     if in_backward() or any(of.schedule.calls.in_root for of in sharded):
         raise ShardAccessError(f"{what} was called in a forward or backward: call it between steps")
@@ -123,7 +123,7 @@ def gathered_one_by_one(
 
     It takes memory for one unit. Flat tensors without such a parameter are not gathered.
     """
-    for flat in (flat for of in sharded if of.sharded for unit in of.units for flat in unit.flats):
+    for flat in (flat for of in sharded for unit in of.units for flat in unit.split):
         own = [parameter for parameter in flat.params if id(parameter) in wanted]
         if not own:
             continue

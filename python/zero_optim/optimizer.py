@@ -79,8 +79,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: the model, which is then attached (see ``attach``); or parameters, ``model.named_parameters()``, or
             groups, as torch's optimizers take them. A group may bring its own rule, as ``{"params": others, "rule":
             rules.AdamW(lr=3e-4)}``, and then has that rule's options. A group of experts names the ranks that hold the
-            same experts by ``mesh`` or ``process_group``, and what the sum of their gradients is divided by as
-            ``grad_divisor``, an int or a group.
+            same experts by ``mesh`` or ``process_group``, which at stage 3 the model has, and what the sum of their
+            gradients is divided by as ``grad_divisor``, an int or a group.
         rule: the update rule with its default options, such as ``rules.Lion(lr=1e-4)``, for all groups that bring none.
             A group's own options win; they are read at every step.
         stage: what is sharded: 0 nothing, 1 optimizer state, 2 optimizer state and gradients; 3, parameters too,

@@ -12,10 +12,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import validate
-from .comm.collectives import make_comm
-from .comm.sharding import Sharding, make_sharding, of_each_size
+from .comm.collectives import Comm, make_comm
+from .comm.sharding import Sharding, make_expert_shardings, make_sharding, of_each_size
 from .comm.together import check_same
-from .comm.topology import STATE_OVER, Topology, group_of, read_row, read_rows, read_topology
+from .comm.topology import (
+    STATE_OVER,
+    ExpertRanks,
+    Topology,
+    exchange_columns,
+    group_of,
+    read_experts_of_model,
+    read_row,
+    read_rows,
+    read_topology,
+)
 from .errors import ParameterError, ShardAccessError
 from .params.param_shard import ParamShard, plain_parameter
 from .params.parameter_set import check_free, plain_name
@@ -29,17 +39,20 @@ from .units.sharded_model import ShardedModel, flatten, sharded_model_of
 from .units.unit import Registration, Unit, UnitState
 
 Model = TypeVar("Model", bound=nn.Module)
+Kind = type[nn.Module] | str
+"""Of modules: a class, its name, or the name of a module."""
 
 
 @torch.inference_mode(False)  # shards are trained, or loaded into, outside of it
 def shard_module(
     model: Model,
-    units: Sequence[type[nn.Module] | str],
+    units: Sequence[Kind],
     *,
     process_group: dist.ProcessGroup | None = None,
     mesh: dist.DeviceMesh | None = None,
     state_over: str = "shard",
     tensor_parallel: dist.DeviceMesh | dist.ProcessGroup | None = None,
+    experts: Mapping[Kind, dist.DeviceMesh | dist.ProcessGroup] | None = None,
     reshard_after_forward: bool | int = True,
     prefetch: int = 1,
     device: torch.device | str | None = None,
@@ -65,9 +78,15 @@ def shard_module(
             (HFSDP), and parameters are still sharded along the second. "shard": all of it along the second.
         tensor_parallel: for a model of plain slices, as Megatron's: the ranks that hold the other slices. See
             ``ShardedOptimizer``, which takes it from the model.
+        experts: by kind of module, as in ``units``, the ranks that have the same experts: a mesh of one dimension, or a
+            process group, as ``{"experts": mesh["edp"]}``. Each such module is a unit of these ranks, of which the
+            first one's values count. It may have modules, or packed tensors [experts of this rank, ...]. A rank whose
+            experts get no tokens need not call it. In the first forward it has to, unless modules are called in the
+            order in which the model lists them. Give the optimizer these parameters in a group with ``grad_divisor``.
         reshard_after_forward: True: free a unit after its forward; a step communicates 3 times the parameters. False:
             keep it until its backward; 2 times. An int k, a divisor of the number of ranks that shard: k consecutive
-            ranks, as of a node, keep 1/k of it each, and gather it again among them.
+            ranks, as of a node, keep 1/k of it each, and gather it again among them. It has to divide the number of
+            ranks with the same experts, too.
         prefetch: how many units are gathered ahead of the one that computes.
         device: where units compute. None: where the parameters are; for those on ``meta``, the current GPU or the CPU.
         init_fn: gives values to a module whose parameters or buffers were on ``meta``, and have memory now. It is
@@ -83,7 +102,8 @@ def shard_module(
         ValueError: an argument out of range.
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.
     """
-    row = read_row(tensor_parallel, mesh_of(model.parameters()))
+    kinds = [*experts] if isinstance(experts, Mapping) else []
+    row = read_row(tensor_parallel, mesh_of(_without_experts(model, kinds)))
     group, topology = read_topology(group_of(process_group, mesh), row, explicit_tp=tensor_parallel is not None)
     nearest = None  # where units compute, as far as that is known before anything is checked
     with suppress(RuntimeError, AssertionError):  # raised below, on all ranks, where there is no such ``device``
@@ -94,16 +114,27 @@ def shard_module(
         validate.check_group(process_group, mesh)
         check_choice("state_over", state_over, STATE_OVER)
         topology = replace(topology, rows=read_rows(mesh), over_all=state_over == "all")
-        _check_arguments(reshard_after_forward, prefetch, param_offload, topology.shard_count(comm))
-        plans = plan_units(model, units)
+        if experts is not None and not isinstance(experts, Mapping):
+            raise TypeError(f'experts is a {type(experts).__name__}: give a dict, as {{"experts": mesh["edp"]}}')
+        expert_ranks = read_experts_of_model(experts or {})
+        shard_counts = [topology.shard_count(comm), *(len(of.ranks) for of in expert_ranks.values())]
+        _check_arguments(reshard_after_forward, prefetch, param_offload, shard_counts)
+        plans = plan_units(model, units, kinds)
         _check_plans(plans, topology, alone=comm.world_size == 1)
+        if not expert_ranks:  # else once the ranks of all experts are known
+            _check_slices(plans, topology, {})
         if comm.world_size == 1:
             validate.check_private([*model.parameters()], [repr(name) for name, _ in model.named_parameters()])
         target = _device((p for plan in plans for p in plan.parameters.values()), device)
         validate.check_backend(comm, target)
     options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
     options |= {"param_offload": param_offload, "state_over": state_over, **topology.described()}
+    options["experts"] = {str(kind): len(of.ranks) for kind, of in expert_ranks.items()}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
+    if expert_ranks:
+        expert_ranks = exchange_columns(expert_ranks, comm, "shard_module")
+        with comm.raising_together("shard_module"):
+            _check_slices(plans, topology, expert_ranks)
     process_group = comm.group
     comm.label = "a sharded model"
     comm.take_own_group("shard_module")  # gathers run while reductions are in flight in another group
@@ -112,12 +143,9 @@ def shard_module(
     keep = reshard_after_forward is not True and ranks_of_node == 1
     # Units are gathered from a row, also where the optimizer's shards, of its topology, are parts of those in a row.
     sharding = replace(make_sharding(comm, 3, target, replace(topology, over_all=False)), topology=topology)
-    shard_group = sharding.shard_group
-    node = None
-    if 1 < ranks_of_node < shard_group.world_size:
-        starts = range(0, shard_group.world_size, ranks_of_node)
-        node = shard_group.part([shard_group.ranks[start : start + ranks_of_node] for start in starts], "by nodes")
-        node.connect(target)
+    of_experts = make_expert_shardings(sharding, expert_ranks)
+    shard_groups = dict.fromkeys(of.shard_group for of in (sharding, *of_experts.values()))
+    nodes = {ranks: _node_of(ranks, ranks_of_node, target) for ranks in shard_groups}
     host_memory = None if param_offload is None else HostMemory(pinned=target.type == "cuda", device=target)
     lanes = None if param_offload is None else Lanes(target)
     made: list[Unit] = []
@@ -125,17 +153,22 @@ def shard_module(
         for number, plan in enumerate(plans):
             with comm.raising_together("shard_module", target):
                 _materialise(plan, target, init_fn)
-            own_node = node if number else None
+            own = sharding if plan.experts is None else of_experts[plan.experts]
+            own_node = nodes[own.shard_group] if number else None
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
-            _fill(made[-1], plan, sharding, host_memory, lanes)
-        sizes = dict.fromkeys(flat.full.nbytes for unit in made for flat in unit.flats)
-        shard_group.take_channels([*sizes][1:], target, "shard_module")  # the first size uses the group that is there
+            _fill(made[-1], plan, own, host_memory, lanes)
+        every = [flat for unit in made for flat in unit.flats]
+        for ranks in shard_groups:
+            sizes = dict.fromkeys(flat.full.nbytes for flat in every if flat.sharding.shard_group is ranks)
+            ranks.take_channels([*sizes][1:], target, "shard_module")  # the first size uses the group that is there
     except BaseException:
         comm.close()
         raise
-    for numel, dtype in of_each_size((flat.layout.numel, flat.dtype) for unit in made for flat in unit.flats):
-        for ranks in (shard_group, *([node] if node is not None else [])):
-            ranks.connect_for("all_gather", numel, dtype, target)
+    for ranks, node in nodes.items():
+        own_flats = [(flat.layout.numel, flat.dtype) for flat in every if flat.sharding.shard_group is ranks]
+        for numel, dtype in of_each_size(own_flats):
+            for gathering in (ranks, *([node] if node is not None else [])):
+                gathering.connect_for("all_gather", numel, dtype, target)
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
     schedule = UnitSchedule(made, sharding, prefetch, keep_evaluating=keep)
@@ -221,10 +254,14 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 @dataclass
 class UnitPlan:
-    """The plan of a unit. ``parameters`` and ``registrations`` are by the parameter's id."""
+    """The plan of a unit. ``parameters`` and ``registrations`` are by the parameter's id.
+
+    ``experts``: the key of the ranks that have the same experts; None: it has none.
+    """
 
     name: str
     module: nn.Module
+    experts: Kind | None = None
     enclosing: set[int] = field(default_factory=set)
     modules: list[nn.Module] = field(default_factory=list)
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
@@ -232,7 +269,7 @@ class UnitPlan:
     registrations: dict[int, list[tuple[nn.Module, str, str]]] = field(default_factory=dict)
 
 
-def plan_units(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list[UnitPlan]:
+def plan_units(model: nn.Module, kinds: Sequence[Kind], experts: Sequence[Kind] = ()) -> list[UnitPlan]:
     """Plan the units of ``model``, the root first. Raises ParameterError where there are none."""
     kinds = [kinds] if isinstance(kinds, type | str) else list(kinds)
     plans = [UnitPlan("", model)]
@@ -243,9 +280,10 @@ def plan_units(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list
     seen: set[tuple[int, int]] = set()
 
     def walk(module: nn.Module, name: str, number: int) -> None:
-        if module not in number_of and _is_unit(module, kinds, plain_name(name)):
+        kind = _kind_of(module, (*experts, *kinds), plain_name(name))
+        if module not in number_of and kind is not None:
             number_of[module] = number_of[_within(module)] = len(plans)
-            plans.append(UnitPlan(plain_name(name), module))
+            plans.append(UnitPlan(plain_name(name), module, kind if kind in experts else plans[number].experts))
         inner = number_of.get(module, number)
         if inner != number:
             plans[inner].enclosing |= {number, *plans[number].enclosing}
@@ -265,10 +303,17 @@ def plan_units(model: nn.Module, kinds: Sequence[type[nn.Module] | str]) -> list
             walk(child, f"{name}.{own}" if name else own, inner)
 
     walk(model, "", 0)
-    if len(plans) == 1 and not _is_unit(model, kinds):
+    missing = [kind for kind in experts if all(plan.experts != kind for plan in plans)]
+    if missing or (len(plans) == 1 and _kind_of(model, kinds) is None):
         names = sorted({type(_within(module)).__name__ for module in model.modules()})
-        raise ParameterError(f"no module of the model is a unit of {kinds}: it has {names}")
+        raise ParameterError(f"no module of the model is a unit of {missing or kinds}: it has {names}")
     for key, of in users.items():
+        if len(of) > 1 and any(plans[number].experts is not None for number in of):
+            raise ParameterError(
+                f"{registrations[key][0][2]!r} is used by several modules, one of which has experts: all ranks would "
+                "gather it, and other ranks have others. Give these modules a parameter each, or name as experts one "
+                "module that has them all"
+            )
         owner = plans[next(iter(of))] if len(of) == 1 else plans[0]
         owner.parameters[key], owner.registrations[key] = parameters[key], registrations[key]
     return _without_empty(plans)
@@ -290,10 +335,26 @@ def _within(module: nn.Module) -> nn.Module:
     return module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module
 
 
-def _is_unit(module: nn.Module, kinds: Sequence[type[nn.Module] | str], name: str | None = None) -> bool:
+def _kind_of(module: nn.Module, kinds: Sequence[Kind], name: str | None = None) -> Kind | None:
     inner = _within(module)
     names = (type(inner).__name__, name)
-    return any(kind in names if isinstance(kind, str) else isinstance(inner, kind) for kind in kinds)
+    return next((kind for kind in kinds if (kind in names if isinstance(kind, str) else isinstance(inner, kind))), None)
+
+
+def _without_experts(model: nn.Module, experts: Sequence[Kind]) -> list[nn.Parameter]:
+    modules = [module for name, module in model.named_modules() if _kind_of(module, experts, plain_name(name))]
+    within = {id(parameter) for module in modules for parameter in module.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in within]
+
+
+def _node_of(group: Comm, ranks: int, device: torch.device) -> Comm | None:
+    """Collective. Make the comm of this rank's part of ``group``, in parts of so many ``ranks``; None: it has none."""
+    if not 1 < ranks < group.world_size:
+        return None
+    starts = range(0, group.world_size, ranks)
+    node = group.part([group.ranks[start : start + ranks] for start in starts], "by nodes")
+    node.connect(device)
+    return node
 
 
 def _describe(plans: Sequence[UnitPlan], options: Mapping[str, object]) -> list[str]:
@@ -301,17 +362,27 @@ def _describe(plans: Sequence[UnitPlan], options: Mapping[str, object]) -> list[
     for plan in plans:
         for key, parameter in plan.parameters.items():
             kind = f"{described(parameter)}{marked(parameter)}{'' if parameter.requires_grad else ', frozen'}"
-            description.append(f"{plan.registrations[key][0][2]!r}: {kind} in unit {plan.name!r}")
+            of = "" if plan.experts is None else " of experts"
+            description.append(f"{plan.registrations[key][0][2]!r}: {kind} in unit {plan.name!r}{of}")
     return description
 
 
-def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_offload: str | None, ranks: int) -> None:
-    if type(reshard_after_forward) is not bool and (
-        type(reshard_after_forward) is not int or reshard_after_forward < 1 or ranks % reshard_after_forward
-    ):
-        raise ValueError(
-            f"reshard_after_forward must be True, False or a divisor of {ranks} ranks, got {reshard_after_forward!r}"
-        )
+def _check_arguments(
+    reshard_after_forward: bool | int, prefetch: int, param_offload: str | None, shard_counts: Sequence[int]
+) -> None:
+    """``shard_counts``: of the model, and of each kind of experts."""
+    for ranks in shard_counts if type(reshard_after_forward) is not bool else ():
+        whole = ranks == 1 < max(shard_counts)  # experts that one rank has: it keeps them
+        if (
+            type(reshard_after_forward) is not int
+            or reshard_after_forward < 1
+            or (ranks % reshard_after_forward and not whole)
+        ):
+            of = "" if ranks == shard_counts[0] else " that have the same experts"
+            raise ValueError(
+                f"reshard_after_forward must be True, False or a divisor of {ranks} ranks{of}, got "
+                f"{reshard_after_forward!r}"
+            )
     if type(prefetch) is not int or prefetch < 0:
         raise ValueError(f"prefetch must be a number of units, 0 or more, got {prefetch!r}")
     if param_offload not in (None, "cpu"):
@@ -321,6 +392,7 @@ def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_off
 def _check_plans(plans: Sequence[UnitPlan], topology: Topology, *, alone: bool) -> None:
     parameters = [parameter for plan in plans for parameter in plan.parameters.values()]
     labels = [repr(plan.registrations[key][0][2]) for plan in plans for key in plan.parameters]
+    of_experts = {key for plan in plans if plan.experts is not None for key in plan.parameters}
     if not parameters:
         raise ParameterError("the model has no parameters")
     if any(isinstance(parameter, ParamShard) for parameter in parameters) or sharded_model_of(parameters):
@@ -330,18 +402,26 @@ def _check_plans(plans: Sequence[UnitPlan], topology: Topology, *, alone: bool) 
         )
     for parameter, label in zip(parameters, labels, strict=True):
         validate.check_kind(parameter, label, parameter, label, meta=True)
-        if not alone and getattr(parameter, "allreduce", True) is False:
+        if not alone and id(parameter) not in of_experts and getattr(parameter, "allreduce", True) is False:
             raise ParameterError(
-                f"{label} has allreduce = False, which marks experts, and stage 3 shards all parameters over all "
-                "ranks: train the model at stage 2, without shard_module, and give the optimizer the experts in a "
-                "group with process_group. They are spread over the ranks already"
+                f"{label} has allreduce = False, which marks experts, and would be sharded over all ranks: give "
+                "shard_module the module that has it, and the ranks that have the same experts, as "
+                'experts={"experts": mesh["edp"]}'
             )
-    validate.check_slices(parameters, labels, topology, {})
     real = [(p, label) for p, label in zip(parameters, labels, strict=True) if not p.is_meta]
     validate.check_memory([p for p, _ in real], [label for _, label in real])
     check_free(parameters, labels)
-    validate.check_marks(parameters, labels, topology)
+    dense = [(p, label) for p, label in zip(parameters, labels, strict=True) if id(p) not in of_experts]
+    validate.check_marks([p for p, _ in dense], [label for _, label in dense], topology)
     validate.check_any_marked(parameters, labels, topology)
+
+
+def _check_slices(plans: Sequence[UnitPlan], topology: Topology, experts: Mapping[Kind, ExpertRanks]) -> None:
+    for plan in plans:
+        parameters, labels = [*plan.parameters.values()], [repr(of[0][2]) for of in plan.registrations.values()]
+        ranks = None if plan.experts is None else experts[plan.experts]
+        by_place = {} if ranks is None else dict.fromkeys(range(len(parameters)), ranks)
+        validate.check_slices(parameters, labels, topology, by_place)
 
 
 def _device(parameters: Iterable[Tensor], device: torch.device | str | None) -> torch.device:
@@ -384,7 +464,7 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
 
 
 def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None, lanes: Lanes | None) -> None:
-    """Collective. Shard the unit's parameters, in a flat tensor for each kind."""
+    """Collective. Shard the unit's parameters, of rank 0's values, in a flat tensor for each kind."""
     shard_of: dict[int, ParamShard] = {}
     kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
     for key, parameter in plan.parameters.items():
@@ -395,9 +475,10 @@ def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemor
         unit.registrations += [Registration(module, name, parameter, shard) for module, name, _ in places]
     splits = sharding.shard_count > 1 or host_memory is not None
     for (_, _, trained), parameters in kinds.items():
-        unit.flats.append(flatten(parameters, sharding, trained=trained))
+        unit.flats.append(flat := flatten(parameters, sharding, trained=trained))
+        sharding.alike(cut=flat.cut).broadcast(flat.full)
         if splits:
             own = [shard_of[id(parameter)] for parameter in parameters]
-            unit.flats[-1].split(own, host_memory=host_memory, lanes=lanes)
+            flat.split(own, host_memory=host_memory, lanes=lanes)
     if splits:
         unit.show(plain=False)

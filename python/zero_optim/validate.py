@@ -222,11 +222,18 @@ def check_parameters(parameters: ParameterSet, indices: Sequence[int]) -> None:
 
 
 def check_sharded(
-    parameters: ParameterSet, indices: Sequence[int], stage: int, comm: Comm, topology: Topology, row: RowRanks | None
+    parameters: ParameterSet,
+    indices: Sequence[int],
+    experts: Mapping[int, ExpertRanks],
+    stage: int,
+    comm: Comm,
+    topology: Topology,
+    row: RowRanks | None,
 ) -> None:
     """Raise unless the parameters are, at stage 3, those of one sharded model, and below stage 3, of none.
 
-    ``topology``: the optimizer's. ``row``: its tensor-parallel ranks; None: it was given none.
+    ``experts``: the ranks of parameter groups, by number. ``topology``: the optimizer's. ``row``: its tensor-parallel
+    ranks; None: it was given none.
     """
     models = sharded_model_of(parameters.all)
     if not models:
@@ -238,7 +245,7 @@ def check_sharded(
         return
     if stage != 3:
         raise ValueError(f"stage must be 3, or left out, for a model given to shard_module; got {stage}")
-    held = {id(parameter) for unit in models[0].units for parameter in unit.parameters}
+    held = models[0].shardings()
     other = next((i for i in indices if id(parameters.all[i]) not in held), None)
     if len(models) > 1 or other is not None:
         odd = "several sharded models" if len(models) > 1 else f"{parameters.labels[other or 0]}, which is in none"
@@ -246,6 +253,16 @@ def check_sharded(
     ranks = models[0].sharding.world.ranks
     if ranks != comm.ranks:
         raise ValueError(f"the model was sharded over ranks {ranks}, the optimizer is of {comm.ranks}")
+    for index in indices:
+        number, ranks = parameters.group_of[index], held[id(parameters.all[index])].shard_group.ranks
+        of_group = list(experts[number].ranks) if number in experts else models[0].sharding.shard_group.ranks
+        if of_group != ranks:
+            raise ValueError(
+                f"{parameters.labels[index]} is sharded over ranks {ranks} by shard_module, and parameter group "
+                f"{number}, which has it, is of ranks {of_group}: give shard_module the modules of experts, as "
+                'experts={"experts": mesh["edp"]}, and the optimizer their parameters in a group of their own, with '
+                "grad_divisor, and with the same mesh or none"
+            )
     of_model = models[0].sharding.topology
     if of_model.rows != topology.rows:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from harness import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from zero_optim import ShardedAdamW, checkpoint, full_model_state_dict, full_state_dict
+from zero_optim import ShardedAdamW, checkpoint, full_model_state_dict, full_state_dict, shard_module
 
 SHAPES = {"dense": (5, 3), "experts": (4, 6, 2)}
 LR = 1e-2
@@ -24,14 +24,31 @@ class Mesh:
     replicas: int
     parts: int
     stage: int
+    options: dict[str, str] = field(default_factory=dict)
 
 
-SAVED = Mesh(2, 2, 2)
-LOADED = (Mesh(1, 4, 1), Mesh(2, 2, 0), Mesh(4, 1, 2), Mesh(1, 2, 2), Mesh(1, 1, 1))
+SAVED = Mesh(2, 2, 2), Mesh(2, 2, 3), Mesh(1, 4, 3)
+LOADED = (
+    (Mesh(1, 4, 1), Mesh(2, 2, 0), Mesh(4, 1, 2), Mesh(1, 2, 2), Mesh(1, 1, 1), Mesh(1, 4, 3), Mesh(2, 2, 3)),
+    (Mesh(1, 4, 3), Mesh(2, 1, 3), Mesh(4, 1, 3, {"param_offload": "cpu"}), Mesh(1, 2, 2), Mesh(1, 1, 3)),
+    (Mesh(2, 2, 3, {"param_offload": "cpu"}), Mesh(1, 2, 3), Mesh(4, 1, 0)),
+)
 
 
 def whole(name: str, seed: int) -> Tensor:
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed + len(name)))
+
+
+class Product(nn.Module):
+    """With numbers [as its parameter], summed."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = parameter
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        local = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return (local.float() * numbers).sum()
 
 
 class Job:
@@ -40,10 +57,14 @@ class Job:
         self._part, self._parts = ranks.get_local_rank("ep"), mesh.parts
         own = self._own(whole("experts", seed)).to(dtype).clone()
         experts = nn.Parameter(DTensor.from_local(own, ranks["ep"], [Shard(0)], run_check=False))
-        self.model = nn.ParameterDict({"dense": nn.Parameter(whole("dense", seed).to(dtype)), "experts": experts})
+        dense = nn.Parameter(whole("dense", seed).to(dtype))
+        self.model = nn.ModuleDict({"dense": Product(dense), "experts": Product(experts)})
+        if mesh.stage == 3:
+            shard_module(self.model, ("dense",), experts={"experts": ranks["edp"]}, **mesh.options)
+        of_experts = {"mesh": ranks["edp"]} if mesh.stage < 3 else {}  # at stage 3 the model has it
         groups = [
-            {"params": [("dense", self.model["dense"])]},
-            {"params": [("experts", experts)], "mesh": ranks["edp"], "grad_divisor": mesh.replicas},
+            {"params": [("dense.weight", dense)]},
+            {"params": [("experts.weight", experts)], "grad_divisor": mesh.replicas, **of_experts},
         ]
         self.opt = ShardedAdamW(groups, lr=LR, stage=mesh.stage, grad_reduce_dtype=torch.float32)
 
@@ -52,9 +73,8 @@ class Job:
 
     def train(self, seed: int) -> None:
         """One step, with the same gradients on any mesh."""
-        loss = (self.model["dense"].float() * whole("dense", seed)).sum()
-        loss = loss + (self.model["experts"].to_local().float() * self._own(whole("experts", seed))).sum()
-        loss.backward()
+        loss = self.model["dense"](whole("dense", seed))
+        (loss + self.model["experts"](self._own(whole("experts", seed)))).backward()
         self.opt.step()
         self.opt.zero_grad()
 
@@ -66,8 +86,10 @@ class Job:
         return {name: tensor.clone() for name, tensor in found.items()}
 
 
-def save(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    job = Job(SAVED, dtype, seed=0)
+def save(
+    rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    job = Job(mesh, dtype, seed=0)
     job.train(1)
     checkpoint.save(folder, job.model, job.opt, step=1)
     saved = job.tensors()
@@ -86,13 +108,15 @@ def load(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_loads_on_any_other_mesh_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
-    saved, *others = run_ranks(4, save, str(tmp_path), dtype)
-    assert saved[0].keys() == saved[1].keys() and not torch.equal(saved[0]["experts"], saved[1]["experts"])
+@pytest.mark.parametrize(("of", "to"), list(zip(SAVED, LOADED, strict=True)), ids=str)
+def test_loads_on_any_other_mesh_bit_for_bit(
+    of: Mesh, to: tuple[Mesh, ...], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    saved, *others = run_ranks(4, save, of, str(tmp_path), dtype)
+    assert saved[0].keys() == saved[1].keys()
+    assert not torch.equal(saved[0]["experts.weight"], saved[1]["experts.weight"])
     loaded = [
-        of_rank
-        for mesh in LOADED
-        for of_rank in run_ranks(mesh.replicas * mesh.parts, load, mesh, str(tmp_path), dtype)
+        of_rank for mesh in to for of_rank in run_ranks(mesh.replicas * mesh.parts, load, mesh, str(tmp_path), dtype)
     ]
     for of_rank in (*others, *loaded):
         for found, wanted in zip(of_rank, saved, strict=True):

@@ -19,11 +19,12 @@ from cells import slow_after
 from grid_cases import make_mesh as make_grid
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, accumulate, pack_rounded
+from simulated_gpu.switch import LATE
 from tensor_cases import make_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from training_cases import DTYPES, SHAPES, TINY_CAP_MB, assert_bitwise, difference, maybe_no_sync
-from zero_optim import ShardedAdamW
+from zero_optim import ShardedAdamW, gather_parameters, shard_module
 
 STEPS, TENSOR = 3, 2
 HYPER = Hyper(lr=1e-2, weight_decay=0.1)
@@ -43,6 +44,8 @@ class Cell:
         absent: each rank leaves out some gradients, others than the other ranks.
         later: the last parameters come by ``add_param_group``.
         frozen: the first and the last parameter need no gradient before the last step.
+        offload: of state, and at stage 3 of parameters.
+        reshard: ``reshard_after_forward``.
     """
 
     stage: int
@@ -56,6 +59,7 @@ class Cell:
     later: bool = False
     frozen: bool = False
     offload: str | None = None
+    reshard: bool = True
 
 
 ACCUMULATIONS = ((1, False), (3, True), (2, False))
@@ -72,6 +76,10 @@ CELLS = [
     *(Cell(stage, 2, attached=True) for stage in (1, 2)),
     Cell(2, 3, no_sync=True, cap_mb=25.0, attached=True),
     *(Cell(2, 2, offload=tier) for tier in ("cpu", "paged", "nvme:{folder}")),
+    *(Cell(3, *way, absent=True) for way in ACCUMULATIONS),
+    Cell(3, 2, no_sync=True, reduce_dtype=torch.float32, overlap=False),
+    Cell(3, 2, offload="cpu"),
+    Cell(3, 2, absent=True, reshard=False),
 ]
 
 
@@ -274,33 +282,46 @@ def make_parameters(topology: Topology, dtype: torch.dtype, rank: int, world: An
     return made
 
 
-class Given(nn.Module):
-    """Parameters whose gradients are given."""
+class One(nn.Module):
+    """A parameter whose gradient is given."""
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, kind: Kind, parameter: nn.Parameter) -> None:
         super().__init__()
-        self.params = nn.ParameterList(params)
+        self.kind, self.parameter = kind, parameter
 
-    def forward(self, topology: Topology, grads: Sequence[Tensor | None]) -> Tensor:
-        loss = torch.zeros((), requires_grad=True)
-        for (kind, _), parameter, grad in zip(topology.parameters(), self.params, grads, strict=True):
-            if grad is None:
-                continue
-            placements = [Partial()] if kind.terms else None
-            local = parameter.to_local(grad_placements=placements) if kind.dtensor else parameter
-            loss = loss + (local.float() * grad.float()).sum()
-        return loss
+    def forward(self, grad: Tensor) -> Tensor:
+        placements = [Partial()] if self.kind.terms else None
+        local = self.parameter.to_local(grad_placements=placements) if self.kind.dtensor else self.parameter
+        return (local.float() * grad.float()).sum()
+
+
+class Given(nn.Module):
+    def __init__(self, kinds: Sequence[Kind], params: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        ones = [One(kind, parameter) for kind, parameter in zip(kinds, params, strict=True)]
+        self.first, self.late = (nn.ModuleList(one for one in ones if one.kind.late == late) for late in (False, True))
+
+    def forward(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """``grads``: the late ones last."""
+        ones = zip((*self.first, *self.late), grads, strict=True)
+        return sum((one(grad) for one, grad in ones if grad is not None), torch.zeros((), requires_grad=True))
 
 
 def train(rank: int, topology: Topology, cell: Cell, dtype: torch.dtype, world: Any, folder: str) -> list[Tensor]:
     """What this rank has of parameters in the end."""
     params = make_parameters(topology, dtype, rank, world)
-    model = Given(params)
+    model = Given([kind for kind, _ in topology.parameters()], params)
     late = [kind.late for kind, _ in topology.parameters()]
     groups = [{"params": [p for p, of in zip(params, late, strict=True) if of == number]} for number in (False, True)]
-    groups[1] |= topology.second(world)
     for parameter in (params[0], params[-1]):
         parameter.requires_grad_(not cell.frozen)
+    given, second = topology.given(world), topology.second(world)
+    groups[1] |= second
+    if cell.stage == 3:
+        experts = {"late": second["process_group"]} if second else None
+        param_offload = "cpu" if cell.offload else None
+        options = {"experts": experts, "param_offload": param_offload, "reshard_after_forward": cell.reshard}
+        shard_module(model, ("first",), **given, **options)
     opt = ShardedAdamW(
         groups[:1] if cell.later else groups,
         lr=HYPER.lr,
@@ -310,7 +331,7 @@ def train(rank: int, topology: Topology, cell: Cell, dtype: torch.dtype, world: 
         grad_reduce_dtype=cell.reduce_dtype,
         overlap_grad_reduce=cell.overlap,
         state_offload=None if cell.offload is None else cell.offload.format(folder=folder),
-        **topology.given(world),
+        **given,
     )
     if cell.later:
         opt.add_param_group(groups[1])
@@ -321,11 +342,12 @@ def train(rank: int, topology: Topology, cell: Cell, dtype: torch.dtype, world: 
             parameter.requires_grad_(not cell.frozen or step == STEPS - 1)
         for micro in range(cell.micro):
             with maybe_no_sync(opt, cell.no_sync and micro < cell.micro - 1):
-                model(topology, gradients(topology, cell, dtype, rank, step, micro)).backward()
+                model(gradients(topology, cell, dtype, rank, step, micro)).backward()
         opt.step()
         opt.zero_grad()
     opt.close()
-    return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in params]
+    with gather_parameters(model):
+        return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in params]
 
 
 # -- what it must have -------------------------------------------------------------------------------------------------
@@ -380,28 +402,32 @@ def like(topology: Topology, rank: int) -> int:
 
 def cells_of(name: str, turn: int) -> list[tuple[Cell, torch.dtype]]:
     """A third of the cells, another one in each turn. Sums over six ranks are exact in no order; one rank reduces
-    nothing."""
+    nothing; and it sums the terms of a unit at once only where all gradients of the unit have come."""
     topology, place = TOPOLOGIES[name], [*TOPOLOGIES].index(name)
     found = []
     for number, cell in enumerate(CELLS):
         fits = not (cell.stage == 0 and topology.averaging > 4 or cell.reduce_dtype is not None and topology.at_once)
         fits &= cell.stage > 0 or "state over all" not in name
+        fits &= not (cell.stage == 3 and cell.absent and cell.no_sync and topology.at_once)
         if fits and (number + number // 3 + place + turn) % 3 == 0:
             found.append((cell, DTYPES[(number + place // 2) % 3]))
     return found
 
 
-def train_cells(rank: int, world_size: int, name: str, turn: int, folder: str) -> list[list[Tensor]]:
+Cells = list[tuple[Cell, torch.dtype]]
+
+
+def train_cells(rank: int, world_size: int, name: str, cells: Cells, folder: str) -> list[list[Tensor]]:
     topology = TOPOLOGIES[name]
     world = topology.world()
-    return [train(rank, topology, cell, dtype, world, folder) for cell, dtype in cells_of(name, turn)]
+    return [train(rank, topology, cell, dtype, world, folder) for cell, dtype in cells]
 
 
 @pytest.mark.parametrize("turn", slow_after(1, (0, 1)))
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_every_cell_equals_the_oracle_bit_for_bit(name, turn, tmp_path):
     topology = TOPOLOGIES[name]
-    results = run_ranks(topology.ranks, train_cells, name, turn, str(tmp_path), timeout=180)
+    results = run_ranks(topology.ranks, train_cells, name, cells_of(name, turn), str(tmp_path), timeout=180)
     failures = []
     for number, (cell, dtype) in enumerate(cells_of(name, turn)):
         oracle = functools.cache(functools.partial(expected, topology, cell, dtype))
@@ -409,6 +435,15 @@ def test_every_cell_equals_the_oracle_bit_for_bit(name, turn, tmp_path):
             if found := difference(results[rank][number], oracle(like(topology, rank))):
                 failures.append(f"{cell}, {dtype}, rank {rank}: {found}")
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("name", ["experts of two ranks", "experts of one rank"])
+def test_experts_at_stage_3_have_no_races(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    cells = [(cell, torch.float32) for cell in (Cell(3, 2, absent=True), Cell(3, 2, no_sync=True, reshard=False))]
+    for rank, results in enumerate(run_ranks(topology.ranks, train_cells, name, cells, "", simulated=LATE)):
+        for (cell, dtype), params in zip(cells, results, strict=True):
+            assert_bitwise([p.cpu() for p in params], expected(topology, cell, dtype, like(topology, rank)), str(cell))
 
 
 def train_half(rank: int, world_size: int) -> list[Tensor]:

@@ -13,8 +13,6 @@ import pytest
 from cells import slow_where
 from harness import run_ranks
 from topology_cases import TOPOLOGIES
-from torch import distributed, nn
-from zero_optim import ShardedAdamW, shard_module
 
 QUICK = {
     "AdamW": {
@@ -25,8 +23,8 @@ QUICK = {
         "hybrid × tensor parallel": (2,),
         "plain slices": (0,),
         "plain slices alone": (1,),
-        "experts": (2,),
-        "experts as slices": (0,),
+        "experts": (2, 3),
+        "experts as slices": (0, 3),
         "pipeline, GPipe": (1,),
         "pipeline, 1F1B": (2,),
         "pipeline, Interleaved1F1B": (3,),
@@ -35,6 +33,7 @@ QUICK = {
     },
     "Muon, AdamW and Lion": {
         "flat": (3,),
+        "experts as slices": (3,),
         "hybrid": (1,),
         "plain slices": (3,),
         "pipeline of two ranks": (2,),
@@ -77,17 +76,3 @@ def test_trains_as_one_process_does(rule: str, name: str, stage: int, tmp_path: 
         eventful_cases.assert_as_in_one_process(outcomes, model, backwards, topology.tolerance, topology.part)
     else:  # in bf16
         eventful_cases.assert_first_norm(outcomes, model, backwards, 0.02)
-
-
-def experts_at_stage_3(rank: int, world_size: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    shard_module(model, (nn.Linear,))
-    alone = [distributed.new_group([other]) for other in range(world_size)][rank]
-    dense, experts = list(model[0].parameters()), list(model[1].parameters())
-    groups = [{"params": dense}, {"params": experts, "process_group": alone, "grad_divisor": 2}]
-    with pytest.raises(ValueError, match="group 1 is of experts, and stage 3 gathers what all ranks have: train the"):
-        ShardedAdamW(groups, lr=1e-3)
-
-
-def test_experts_at_stage_3_are_refused() -> None:
-    run_ranks(2, experts_at_stage_3)

@@ -45,8 +45,8 @@ def counted_and_scaled(rank: int, world_size: int, name: str, stage: int) -> Non
         job = TOPOLOGIES[name].make(torch.float32)
         groups = [{"params": [*job.model.named_parameters()]}] if job.groups is None else job.groups
         if stage == 3:
-            zero_optim.shard_module(job.model, job.units, **job.given)
-            groups = [{"params": [*job.model.named_parameters()]}]
+            zero_optim.shard_module(job.model, job.units, **job.given, experts=job.experts)
+            groups = [{"params": [*job.model.named_parameters()]}] if job.groups is None else job.groups
         opt = ShardedAdamW(groups, lr=1e-2, stage=stage, **job.given, **job.options)
         scaler = GradScaler(init_scale=2.0**10, enabled=stage % 2 == 1)
         norms = []

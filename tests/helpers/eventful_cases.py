@@ -35,6 +35,7 @@ class Job:
         backwards: makes the gradients of a step, of an optimizer. What it is given multiplies a loss.
         given: options of the optimizer, and of ``shard_module`` at stage 3, which has ``units``.
         options: further ones of the optimizer.
+        experts: of ``shard_module``.
         groups: of the optimizer, with names; None: one, of all parameters as the model orders them.
         shards: over how many ranks a parameter of that name is sharded.
         folder: below that of checkpoints.
@@ -46,6 +47,7 @@ class Job:
     given: Mapping[str, Any] = field(default_factory=dict)
     units: tuple[type[nn.Module], ...] = (nn.Linear,)
     options: Mapping[str, Any] = field(default_factory=dict)
+    experts: Mapping[str, Any] | None = None
     groups: Sequence[dict[str, Any]] | None = None
     shards: Callable[[str], int] = lambda name: 1
     folder: str = ""
@@ -55,8 +57,10 @@ class Job:
         """Collective. Of a job that is ``spread`` what this rank has."""
         import zero_optim
 
-        named = self.model.named_parameters() if self.spread else zero_optim.iter_full_parameters(self.model)
-        return {name: whole.detach().clone() for name, whole in named}
+        if not self.spread:
+            return {name: whole.clone() for name, whole in zero_optim.iter_full_parameters(self.model)}
+        with zero_optim.gather_parameters(self.model):
+            return {name: whole.detach().clone() for name, whole in self.model.named_parameters()}
 
 
 @dataclass(frozen=True)
@@ -129,8 +133,8 @@ def train(make: Callable[[torch.dtype], Job], rule: str, stage: int, folder: str
         job = make(dtype)
         groups = [{"params": [*job.model.named_parameters()]}] if job.groups is None else job.groups
         if stage == 3:
-            zero_optim.shard_module(job.model, job.units, **job.given)
-            groups = [{"params": [*job.model.named_parameters()]}]
+            zero_optim.shard_module(job.model, job.units, **job.given, experts=job.experts)
+            groups = [{"params": [*job.model.named_parameters()]}] if job.groups is None else job.groups
         opt = optimizer(groups, stage=stage, **job.given, **job.options, **options)
         scaler = zero_optim.GradScaler(init_scale=SCALE, growth_interval=100) if stage % 2 else None
         return job, opt, scaler

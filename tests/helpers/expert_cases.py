@@ -31,7 +31,7 @@ class Stacked(nn.Module):
         self.up = nn.Parameter(torch.randn(count, WIDTH, HIDDEN) / 4)
         self.down = nn.Parameter(torch.randn(count, HIDDEN, WIDTH) / 4)
 
-    def one(self, number: int, x: Tensor) -> Tensor:
+    def forward(self, number: int, x: Tensor) -> Tensor:
         up, down = (p.to_local() if hasattr(p, "to_local") else p for p in (self.up, self.down))
         return torch.tanh(x @ up[number]) @ down[number]
 
@@ -92,7 +92,7 @@ class Moe(nn.Module):
         return self.after(h + (out if self.group is None else _OwnTokens.apply(out, self.group)))
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
-        return self.experts.one(number, x) if isinstance(self.experts, Stacked) else self.experts[number](x)
+        return self.experts(number, x) if isinstance(self.experts, Stacked) else self.experts[number](x)
 
 
 def make_mesh(order: Sequence[str] = ("edp", "ep"), device: str = "cpu") -> dist.DeviceMesh:

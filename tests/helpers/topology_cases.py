@@ -220,7 +220,8 @@ def experts(*, stacked: bool) -> Topology:
 
         groups = expert_cases.groups_of(model, mesh)
         shards = lambda name: 2 if "experts" in name else 4  # noqa: E731
-        return Job(model, backwards, groups=groups, shards=shards, spread=not stacked)
+        of = {"experts": mesh["edp"]}
+        return Job(model, backwards, groups=groups, shards=shards, spread=not stacked, experts=of)
 
     def alone() -> Alone:
         model = prepared(expert_cases.make_model(way))
@@ -237,7 +238,7 @@ def experts(*, stacked: bool) -> Topology:
         renamed = f"experts.{2 * (rank % 2) + int(place)}.{rest}" if name.startswith("experts.") and rest else name
         return renamed, lambda whole: whole
 
-    return Topology(4, make, alone, (0, 1, 2), part)
+    return Topology(4, make, alone, part=part)
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------

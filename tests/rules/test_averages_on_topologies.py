@@ -155,14 +155,17 @@ def plain_slices(rank: int, stage: int) -> Callable[[], Job]:
     return make
 
 
-def experts(rank: int, stacked: bool) -> Callable[[], Job]:
+def experts(rank: int, how: tuple[bool, int]) -> Callable[[], Job]:
     mesh = expert_cases.make_mesh()
+    stacked, stage = how
     dtype = torch.bfloat16 if stacked else torch.float32
     way = expert_cases.Way(stacked=stacked, dtype=dtype, left_out=ABSENT)
 
     def make() -> Job:
         model = expert_cases.make_model(way, mesh)
-        opt = make_optimizer(expert_cases.groups_of(model, mesh), stage=2)
+        if stage == 3:
+            zero_optim.shard_module(model, (), experts={"experts": mesh["edp"]})
+        opt = make_optimizer(expert_cases.groups_of(model, mesh), stage=stage)
 
         def loss(step: int) -> Tensor:
             return way.loss(model, rank, step, 0, way.routes(mesh, step))
@@ -178,8 +181,9 @@ CASES = {
     "state over all at stage 3": (functools.partial(hybrid, state_over="all"), 3),
     "tensor parallel": (sliced, 2),
     "plain slices": (plain_slices, 2),
-    "experts that are DTensors": (experts, True),
-    "experts that are plain tensors": (experts, False),
+    "experts that are DTensors": (experts, (True, 2)),
+    "experts that are DTensors, at stage 3": (experts, (True, 3)),
+    "experts that are plain tensors": (experts, (False, 2)),
 }
 
 

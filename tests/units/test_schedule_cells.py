@@ -82,6 +82,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 from weakref import WeakValueDictionary
@@ -124,6 +125,8 @@ class FakeFlat:
     unit: int
     gathers: list[int]
     params: list[Any] = field(default_factory=list)
+    sharded = True
+    sharding = SimpleNamespace(of_experts=False)
 
     def unshard(self, node: object) -> None:
         self.gathers.append(self.unit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ class FakeUnit:
     node: None = None
     flats: list[object] = field(default_factory=list)
     state: UnitState = UnitState.SHARDED
+    of_experts: bool = False
 
     def unshard(self) -> None:
         if self.state is UnitState.SHARDED:
@@ -143,13 +145,15 @@ class Rank:
         frozen: frozenset[int] = frozenset(),
         called: Sequence[int] = (),
         again_after: int = 0,
+        experts: frozenset[int] = frozenset(),
     ) -> None:
         self.twice, self.frozen, self.called, self.again_after = twice, frozen, list(called), again_after
         self.log = Log()
         self.units = [FakeUnit(0, True, set(), self.log)]
         for number, outer in enumerate(outer_of, 1):
             around = self.units[0 if outer is None else outer]
-            self.units.append(FakeUnit(number, keep, {around, *around.enclosing}, self.log))
+            enclosing = {around, *around.enclosing}
+            self.units.append(FakeUnit(number, keep, enclosing, self.log, of_experts=number in experts))
         self.schedule = UnitSchedule(self.units, comm, prefetch, keep_evaluating=keep)  # type: ignore[arg-type]
         self.schedule.watch = FakeWatch()  # type: ignore[assignment]
         recovery._owing.clear()  # ranks are threads: no rank's schedule is to know another's
@@ -171,6 +175,7 @@ class Rank:
     def forward(self, unit: FakeUnit, used: set[int]) -> None:
         self.schedule.before_forward(unit)  # type: ignore[arg-type]
         assert unit.state is UnitState.UNSHARDED
+        self.check_experts()
         for child in self.children(unit):
             if child.number in used:
                 self.forward(child, used)
@@ -184,6 +189,7 @@ class Rank:
         if unit.number not in self.frozen:
             self.schedule.before_backward(unit)  # type: ignore[arg-type]
             assert unit.state is UnitState.UNSHARDED
+            self.check_experts()
         for reducer in self.reducers:  # found as a gradient becomes ready
             reducer.gradient_ready()
         children = [child for child in self.children(unit) if child.number in used]
@@ -196,6 +202,11 @@ class Rank:
                 self.backward(child, used, checkpointed)
                 if unit.number not in self.frozen:
                     assert unit.state is UnitState.UNSHARDED, "an outer unit is there as long as its backward"
+
+    def check_experts(self) -> None:
+        """This rank may call none of the experts that come next, and others wait for it in their gathers."""
+        following = itertools.takewhile(lambda unit: unit.of_experts, self.schedule.cycle.ahead)
+        assert self.twice or all(unit.state is not UnitState.SHARDED for unit in following)
 
     def again(self, unit: FakeUnit, used: set[int]) -> None:
         self.schedule.before_forward(unit)  # type: ignore[arg-type]
@@ -243,7 +254,7 @@ trees = st.one_of(st.just(_tree((0,) * UNITS)), st.tuples(*[st.integers(0, 2)] *
 def _example(**given: Any) -> Any:
     """An example of ``test_all_ranks_gather_alike``: what it does not name is the simplest."""
     simplest = {"keep": False, "prefetch": 0, "seed": 0, "twice": frozenset(), "frozen": frozenset(), "called": ()}
-    return example(**{**simplest, "again_after": 0, "alike": False, **given})
+    return example(**{**simplest, "again_after": 0, "alike": False, "experts": frozenset(), **given})
 
 
 def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
@@ -276,6 +287,7 @@ def play(rank: Rank, number: int, step: Step, flag: threading.local) -> None:
     called=st.one_of(st.just(()), st.permutations(range(1, UNITS + 1))),
     again_after=st.integers(0, UNITS),
     alike=st.booleans(),
+    experts=subsets,
 )
 @_example(
     # Unit 3, within 2, is not used in the first forward that trains; and 1, which comes before it, is called twice.
@@ -332,6 +344,7 @@ def test_all_ranks_gather_alike(
     called: Sequence[int],
     again_after: int,
     alike: bool,
+    experts: frozenset[int],
 ) -> None:
     """Whenever their reductions arrive. Where units are called twice, or come into a backward and are not in its order
     (frozen, in a checkpoint), every rank has to use the same."""
@@ -346,7 +359,7 @@ def test_all_ranks_gather_alike(
         patch.setattr(schedule, "in_backward", lambda: flag.backward)
         chances = [random.Random(f"{seed} {number}") for number in range(RANKS)]
         ranks = [
-            Rank(outer_of, keep, prefetch, *of, twice, frozen, called, again_after)
+            Rank(outer_of, keep, prefetch, *of, twice, frozen, called, again_after, experts)
             for of in zip(comms(RANKS), chances, strict=True)
         ]
         for number, step in enumerate(program):

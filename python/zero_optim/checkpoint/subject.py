@@ -77,18 +77,17 @@ class Subject:
         self._sharded: list[Sharded] = [one for one in self.optimizers if is_sharded(one)]
         for sharded in self._sharded:
             sharded.check_usable()
-        check_whole("a checkpoint", {id(parameter) for parameter in model.parameters()})
+        check_whole("a checkpoint", model.parameters())
         self._models = sharded_model_of(model.parameters())
         self.device = _device_of(model.parameters())
         shardings = [sharded.engine.sharding for sharded in self._sharded]
         shardings += [of.sharding for of in self._models]
         cut = next((of for of in shardings if of.tensor_ranks is not None), None)
-        of_experts = {
-            id(parameter): ColumnRanks(sharding.data_parallel)
-            for sharded in self._sharded
-            for index, parameter in enumerate(sharded.engine.parameters.all)
-            if (sharding := sharded.engine.shardings.of(index)).of_experts and is_distributed(parameter)
-        }
+        flats = [flat for of in self._models for unit in of.units for flat in unit.flats]
+        known = [(parameter, flat.sharding) for flat in flats for parameter in flat.params]
+        for engine in (sharded.engine for sharded in self._sharded):
+            known += [(parameter, engine.shardings.of(index)) for index, parameter in enumerate(engine.parameters.all)]
+        of_experts = {id(p): ColumnRanks(of.data_parallel) for p, of in known if of.of_experts and is_distributed(p)}
         main = None if cut is None else ColumnRanks(cut.data_parallel, (cut.plain_slices, cut.slice_index))
         self.columns = Columns(main, of_experts)
 

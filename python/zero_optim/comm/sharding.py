@@ -25,6 +25,7 @@ from .collectives import Comm
 from .handle import Handle, SecondLegs, issue_behind
 from .topology import ExpertRanks, Grid, Rows, TensorRanks, Topology, make_matrix
 
+K = TypeVar("K")
 T = TypeVar("T")
 _TOGETHER_BYTES = 25 * 2**20
 """The most bytes of a flat tensor into which others are copied for a broadcast; a larger tensor goes as it is."""
@@ -339,13 +340,13 @@ def _make_tensor_ranks(world: Comm, columns: Rows, device: torch.device, *, plai
     return TensorRanks(*matrix, plain)
 
 
-def make_expert_shardings(main: Sharding, given: Mapping[int, ExpertRanks]) -> dict[int, Sharding]:
-    """Collective. Make the shardings of these groups, by their number. ``main``: of all other parameters."""
+def make_expert_shardings(main: Sharding, given: Mapping[K, ExpertRanks]) -> dict[K, Sharding]:
+    """Collective. Make the shardings of these experts, by their key. ``main``: of all other parameters."""
     made: dict[Rows, Sharding] = {}
     for columns in dict.fromkeys(of_group.columns for of_group in given.values()):
         ranks = _make_tensor_ranks(main.world, columns, main.device, plain=False)
         made[columns] = replace(main, grid=None, tensor_ranks=ranks)
-    return {number: replace(made[of.columns], grad_divisor=of.grad_divisor) for number, of in given.items()}
+    return {key: replace(made[of.columns], grad_divisor=of.grad_divisor) for key, of in given.items()}
 
 
 def connect_for_buckets(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from . import groups
 from .collectives import Comm, make_comm
 from .transport import backends, new_group_of
 
+K = TypeVar("K")
 Rows = tuple[tuple[int, ...], ...]
 """Ranks as the whole job numbers them, by row and column of a matrix."""
 
@@ -221,8 +222,9 @@ def _check_rows(rows: list[list[int]], given: list[int], row: RowRanks, beside: 
         raise ValueError(
             f"{source}, gives ranks {given} to average over, several of the same. Give the other dimension, as "
             "mesh=world_mesh['dp']. If they are experts, give them a parameter group of their own, with "
-            "mesh=world_mesh['edp']. Parameters that are sharded over data-parallel ranks already, as by fully_shard, "
-            "cannot be sharded again: give them as they were before"
+            "mesh=world_mesh['edp'], and shard_module experts={'experts': world_mesh['edp']}. Parameters that are "
+            "sharded over data-parallel ranks already, as by fully_shard, cannot be sharded again: give them as they "
+            "were before"
         )
     for line in (*rows, *zip(*rows, strict=False)):
         if len({len(of_rank) for of_rank in rows}) > 1 or list(line) != sorted(line):
@@ -412,15 +414,29 @@ def _read_options(options: Mapping[str, Any], group: str) -> tuple[tuple[int, ..
     return tuple(dist.get_process_group_ranks(of_experts)), divisor
 
 
-def exchange_columns(given: Mapping[int, ExpertRanks], world: Comm, where: str) -> dict[int, ExpertRanks]:
-    """Collective. Fill in the columns. Raises ValueError, on every rank, where they are no matrix of ranks."""
+def read_experts_of_model(given: Mapping[K, dist.DeviceMesh | dist.ProcessGroup]) -> dict[K, ExpertRanks]:
+    """Read the ranks of a model's experts, which are by their kind. Raises TypeError or ValueError."""
+    found = {}
+    for kind, of in given.items():
+        group = group_along(of, f"experts[{kind!r}]", "ranks with the same experts", "mesh['edp']")
+        ranks = tuple(dist.get_process_group_ranks(group))
+        found[kind] = ExpertRanks(ranks, grad_divisor=1)  # the optimizer's groups have the divisors of gradients
+    return found
+
+
+def exchange_columns(given: Mapping[K, ExpertRanks], world: Comm, where: str) -> dict[K, ExpertRanks]:
+    """Collective. Fill in the columns. Raises ValueError, on every rank, where they are no matrix of ranks.
+
+    ``given``: by number of parameter group, or by kind of module.
+    """
     every = world.gather_objects([of_group.ranks for of_group in given.values()], where) if given else []
     filled = {}
-    for place, (number, of_group) in enumerate(given.items()):
+    for place, (key, of_group) in enumerate(given.items()):
         gives = {rank: of_rank[place] for rank, of_rank in zip(world.ranks, every, strict=True)}
         columns: Rows = tuple(sorted({*gives.values()}))
         lists = [list(column) for column in columns]
-        found = f"the ranks of parameter group {number} are {lists}, by what each rank gives"
+        named = f"parameter group {key}" if isinstance(key, int) else f"experts[{key!r}]"
+        found = f"the ranks of {named} are {lists}, by what each rank gives"
         if sorted(rank for column in columns for rank in column) != sorted(gives):
             raise ValueError(f"{found}: each rank of the optimizer, {[*gives]}, has to be in one of these")
         if any(rank not in ranks for rank, ranks in gives.items()):
@@ -430,5 +446,5 @@ def exchange_columns(given: Mapping[int, ExpertRanks], world: Comm, where: str) 
         for line in (*columns, *zip(*columns, strict=True)):
             if list(line) != sorted(line):
                 raise ValueError(f"{found}: they have to be the columns of a matrix of ranks in ascending order")
-        filled[number] = replace(of_group, columns=columns)
+        filled[key] = replace(of_group, columns=columns)
     return filled

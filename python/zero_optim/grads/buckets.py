@@ -312,13 +312,17 @@ def buckets_of_units(
     sharded: ShardedModel,
     parameters: Mapping[int, Tensor],
     labels: Sequence[str],
-    sharding: Sharding,
+    shardings: Shardings,
     rules: GroupRules,
     order: Sequence[int],
     upto: Sequence[int],
 ) -> list[Bucket]:
     index_of = {id(parameters[index]): index for index in order}
     flats = sharded.flats_to_train({key: rules.of(index) for key, index in index_of.items()})
-    layouts = [flat.layout.renumbered([index_of[id(parameter)] for parameter in flat.params]) for flat in flats]
-    layouts = [replace(layout, shards=sharding.shard_count) for layout in layouts]  # of state
-    return [Bucket(layout, flat, labels, sharding) for layout, flat in zip(layouts, flats, strict=True)]
+    buckets = []
+    for flat in flats:
+        indices = [index_of[id(parameter)] for parameter in flat.params]
+        sharding = shardings.of(indices[0])
+        layout = replace(flat.layout.renumbered(indices), shards=sharding.shard_count)  # of state
+        buckets.append(Bucket(layout, flat, labels, sharding))
+    return buckets

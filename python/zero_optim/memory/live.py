@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..comm.sharding import Sharding
 from ..comm.streams import is_there
 from ..engine import Engine, open_engines
 from ..errors import OutOfMemoryError, ZeroOptimError
@@ -78,11 +79,8 @@ def _shapes_of(engine: Engine) -> ModelShapes:
     units: dict[str, list[int]] = {"": []}  # the root's first
     for index, parameter in enumerate(parameters.all):
         sharding, trained = engine.shardings.of(index), index in parameters.trained or parameter.requires_grad
-        group = sharding.shard_group if sharding.of_experts else None
-        shard_group = None if group is None else (group.world_size, group.rank)
-        shapes.append(
-            replace(shape_of(parameter, trained=trained), shard_group=shard_group, rule=engine.rules.of(index))
-        )
+        shape = shape_of(parameter, trained=trained)
+        shapes.append(replace(shape, shard_group=_shard_group(sharding), rule=engine.rules.of(index)))
         # A guess at what stage 3 would gather together: all parameters of "blocks.3.", and of each such number.
         numbered = re.match(r"(.*?\.\d+)\.", parameters.name(index))
         units.setdefault(numbered[1] if numbered else "", []).append(index)
@@ -98,10 +96,17 @@ def _shapes_of_units(engine: Engine, units: Sequence[Unit]) -> ModelShapes:
     of_units = []
     for unit in units:
         first = len(shapes)
-        every = [(p, flat.trained) for flat in unit.flats for p in flat.params]
-        shapes += [replace(shape_of(p, trained=trained), rule=rules.get(id(p))) for p, trained in every]
+        for flat in unit.flats:
+            own, group = [shape_of(p, trained=flat.trained) for p in flat.params], _shard_group(flat.sharding)
+            shapes += [
+                replace(of, shard_group=group, rule=rules.get(id(p))) for of, p in zip(own, flat.params, strict=True)
+            ]
         of_units.append(tuple(range(first, len(shapes))))
     return ModelShapes("the sharded model", tuple(shapes), tuple(of_units))
+
+
+def _shard_group(sharding: Sharding) -> tuple[int, int] | None:
+    return (sharding.shard_count, sharding.shard_index) if sharding.of_experts else None
 
 
 def held(engine: Engine) -> dict[str, int]:

@@ -305,6 +305,13 @@ def _lay_out(model: ModelShapes, job: Job) -> _Laid:
     return _Laid(job, sharding, _by_size(model, sharding, job))
 
 
+def _sharding_of(parameter: ParameterShape, main: Sharding) -> Sharding:
+    if parameter.shard_group is None:
+        return main
+    ranks = TensorRanks(_AbsentComm(*parameter.shard_group), _AbsentComm(1, 0))
+    return replace(main, grid=None, tensor_ranks=ranks, grad_divisor=1)
+
+
 def _by_size(model: ModelShapes, sharding: Sharding, job: Job) -> list[list[_Flat]]:
     """Lay out buckets as ``buckets_by_size`` does."""
     parameters = model.parameters
@@ -312,10 +319,7 @@ def _by_size(model: ModelShapes, sharding: Sharding, job: Job) -> list[list[_Fla
     order = [index for index in every if parameters[index].trained]
     rooms = {index: parameters[index].room for index in order}
     numels = {index: parameters[index].numel for index in order}
-    shardings: dict[tuple[int, int] | None, Sharding] = {None: sharding}
-    for shard_group in {p.shard_group for p in parameters if p.shard_group}:  # of experts
-        ranks = TensorRanks(_AbsentComm(*shard_group), _AbsentComm(1, 0))
-        shardings[shard_group] = replace(sharding, grid=None, tensor_ranks=ranks, grad_divisor=1)
+    shardings = {p.shard_group: _sharding_of(p, sharding) for p in parameters}
     kinds, costs = {}, {}
     for index in order:
         p, rule = parameters[index], job.rule_of(parameters[index])
@@ -329,10 +333,11 @@ def _by_size(model: ModelShapes, sharding: Sharding, job: Job) -> list[list[_Fla
     return [flats, alone]
 
 
-def _of_unit(model: ModelShapes, unit: Sequence[int], sharding: Sharding, job: Job) -> Iterator[_Flat]:
+def _of_unit(model: ModelShapes, unit: Sequence[int], main: Sharding, job: Job) -> Iterator[_Flat]:
     """Lay out a unit: by dtype, cut and trained, as ``shard_module`` does, and by the rules of the optimizer."""
     kinds: dict[tuple[torch.dtype, bool, bool, UpdateRule], list[ParameterShape]] = {}
     for parameter in (model.parameters[index] for index in unit):
+        sharding = _sharding_of(parameter, main)  # one for the unit
         kind = parameter.dtype, parameter.cut, parameter.trained, job.rule_of(parameter)
         kinds.setdefault(kind, []).append(parameter)
     for (dtype, _, trained, rule), of_kind in kinds.items():
@@ -398,7 +403,7 @@ def _unsharded(laid: _Laid) -> int:
     """Count whole units: the root, the largest run of a unit and those gathered ahead, and all that are kept."""
     if not laid.sharding.reduces:
         return 0
-    root, *units = (sum(flat.nbytes for flat in unit) for unit in laid.units)
+    root, *units = (sum(flat.nbytes for flat in unit if flat.layout.shards > 1) for unit in laid.units)
     if (keepers := _keepers(laid)) == 1:
         return root + sum(units)
     ahead = max((sum(units[i : i + 1 + laid.job.prefetch]) for i in range(len(units))), default=0)

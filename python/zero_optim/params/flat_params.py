@@ -32,6 +32,7 @@ class FlatParams:
         joined: whether a whole parameter is put together of slices: of DTensors, never of plain tensors.
         full: [numel] all parameters. Where they are sharded its storage is empty but for the time of their use: it is
             resized, never replaced, since tensors that autograd saves in a forward alias it.
+        sharding: over which ranks: that of experts, or of all other parameters.
         shard: [shard_numel] this rank's shard, always there: a view of ``full``, or memory of its own where sharded.
         arrivals: where sharded, what is on its way into ``shard`` from other ranks. Whoever reads or writes it waits.
         param_shards: where sharded, the stand-ins for ``params`` that modules hold while ``full`` is empty.
@@ -48,7 +49,7 @@ class FlatParams:
     ) -> None:
         """Move ``params``, whole on this rank, into one flat tensor."""
         self.layout, self.params, self.trained = layout, list(params), trained
-        self._sharding = sharding
+        self.sharding = sharding
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.pieces = tuple(layout.pieces(sharding.shard_index))
         self.sharded = self.shown = self.offloaded = False
@@ -79,12 +80,12 @@ class FlatParams:
     @property
     def stack(self) -> tuple[int, int]:
         """The number of plain slices of each parameter, and the number of this rank's among them."""
-        return (self._sharding.slice_count, self._sharding.slice_index) if self.cut and not self.sliced else (1, 0)
+        return (self.sharding.slice_count, self.sharding.slice_index) if self.cut and not self.sliced else (1, 0)
 
     @property
     def holders(self) -> tuple[int, int]:
         """The number of ranks that have this rank's shard, and the number of this rank among them."""
-        return self._sharding.holders(cut=self.cut)
+        return self.sharding.holders(cut=self.cut)
 
     def slot_views(self, full: Tensor) -> list[Tensor]:
         """View ``full`` [numel] as each parameter, in the shape and the memory format that it has here."""
@@ -105,14 +106,13 @@ class FlatParams:
     def split(
         self, shards: Sequence[ParamShard], *, host_memory: HostMemory | None, lanes: Lanes | None = None
     ) -> None:
-        """Collective. Keep this rank's shard of rank 0's values, and empty ``full``.
+        """Keep this rank's shard, and empty ``full``.
 
         Args:
             shards: the stand-in for each parameter, which shows this rank's range of it from now on.
             host_memory: where the shard is to rest; None: on the device.
             lanes: for copies to the device, where the shard rests in host memory.
         """
-        self._sharding.alike(cut=self.cut).broadcast(self.full)
         self.offloaded = host_memory is not None
         on_host = None if host_memory is None else host_memory.take(self.shard.nbytes).view(self.dtype)
         shard = torch.empty_like(self.shard) if on_host is None else on_host
@@ -135,7 +135,7 @@ class FlatParams:
         if node is not None and self._node_part is not None:
             return node.all_gather(self.full, "node_all_gather", own=self._node_part)
         if self._lanes is None:
-            return self._sharding.all_gather(self.full, own=self.shard)
+            return self.sharding.all_gather(self.full, own=self.shard)
         # From host memory it is copied on a lane, and the gather follows there: the unit in use must not wait for the
         # copy of the next one.
         #
@@ -144,10 +144,10 @@ class FlatParams:
         lane = self._lanes.to_device
         self._allocated.set()  # the computing stream may still use the memory that ``full`` has been given
         lane.after(self._allocated)
-        lane.copy(self._sharding.own_part(self.full), self.shard)
+        lane.copy(self.sharding.own_part(self.full), self.shard)
         lane.set(self._copied)
         with lane.as_current():
-            return self._sharding.all_gather(self.full)
+            return self.sharding.all_gather(self.full)
 
     def complete_shard(self, gather_across: Callable[[Tensor], Handle]) -> Handle:
         """Start to fill ``shard`` from the ranks that have updated the other parts of it."""
@@ -209,7 +209,7 @@ class FlatParams:
         versions = [parameter._version for parameter in self.params]
         if unseen or versions != self._versions:
             self.wait_until_copied()
-            self.shard.copy_(self._sharding.own_part(self.full))
+            self.shard.copy_(self.sharding.own_part(self.full))
             self._versions, self._node_part = versions, None
 
     def reshard(self, node: Comm | None = None) -> None:
@@ -239,8 +239,8 @@ class FlatParams:
         """Collective. [numel] all parameters, in memory of their own."""
         self.arrivals.wait()
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        self._sharding.own_part(whole).copy_(self.shard)
-        if (gather := self._sharding.all_gather(whole, "gather_parameters")) is not None:
+        self.sharding.own_part(whole).copy_(self.shard)
+        if (gather := self.sharding.all_gather(whole, "gather_parameters")) is not None:
             gather.wait()
         return whole
 
@@ -249,7 +249,7 @@ class FlatParams:
         a view, or a copy where tensor-parallel ranks have slices."""
         if not self.joined:
             return self.slot_views(full)
-        every = self._sharding.gather_slices(full, "gather_parameters")
+        every = self.sharding.gather_slices(full, "gather_parameters")
         found = []
         for slot, own, order in zip(self.layout.slots, self.slices, self.orders, strict=True):
             assert own is not None
@@ -270,8 +270,8 @@ class FlatParams:
 
     def write_back(self, whole: Tensor) -> None:
         """Collective. Keep rank 0's values of ``whole``, which ``copy_out`` gave."""
-        self._sharding.alike(cut=self.cut).broadcast(whole, "gather_parameters")
-        new = self._sharding.own_part(whole).to(self.shard.device)
+        self.sharding.alike(cut=self.cut).broadcast(whole, "gather_parameters")
+        new = self.sharding.own_part(whole).to(self.shard.device)
         for parameter, piece in zip(self.params, self.pieces, strict=True):
             own = slice(piece.in_shard, piece.in_shard + piece.numel)
             if not torch.equal(new[own], self.shard[own]):  # the optimizer has to update its master, on every rank

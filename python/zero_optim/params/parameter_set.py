@@ -211,10 +211,7 @@ class Shardings:
         return self.of_groups.get(self._parameters.group_of[index], self.main)
 
     def is_apart(self, index: int) -> bool:
-        """Whether other ranks have other experts under the same name, and no whole of them is known. A ``DTensor`` of
-        experts is one parameter, of which each rank has a slice: it is not apart."""
-        sharding = self.of(index)
-        return sharding.of_experts and sharding.slice_count > 1 and not is_distributed(self._parameters.all[index])
+        return is_apart(self._parameters.all[index], self.of(index))
 
     def places_of_use(self, index: int) -> tuple[int, int]:
         """Count the parameters with this index on all ranks together, and number this rank's among them."""
@@ -246,13 +243,22 @@ class Shardings:
         """
         for index, parameter in enumerate(self._parameters.all) if self.of_groups else ():
             if (ids is None or id(parameter) in ids) and self.is_apart(index):
-                raise ParameterError(
-                    f"{self._parameters.labels[index]} is an expert, of which other ranks have others under the same "
-                    f"name: {where} would keep those of one rank and lose the rest. Keep all experts in one parameter "
-                    "of shape [experts, ...], a DTensor over the expert-parallel ranks, as "
-                    "nn.Parameter(DTensor.from_local(those_of_this_rank, mesh['ep'], [Shard(0)])); or save "
-                    "opt.state_dict() and model.state_dict() of each rank to a file of its own"
-                )
+                raise would_lose(self._parameters.labels[index], where)
+
+
+def is_apart(parameter: Tensor, sharding: Sharding) -> bool:
+    """Whether other ranks have other experts under the same name, and no whole of them is known. A ``DTensor`` of
+    experts is one parameter, of which each rank has a slice: it is not apart."""
+    return sharding.of_experts and sharding.slice_count > 1 and not is_distributed(parameter)
+
+
+def would_lose(label: str, where: str) -> ParameterError:
+    return ParameterError(
+        f"{label} is an expert, of which other ranks have others under the same name: {where} would keep those of one "
+        "rank and lose the rest. Keep all experts in one parameter of shape [experts, ...], a DTensor over the "
+        "expert-parallel ranks, as nn.Parameter(DTensor.from_local(those_of_this_rank, mesh['ep'], [Shard(0)])); or "
+        "save opt.state_dict() and model.state_dict() of each rank to a file of its own"
+    )
 
 
 def check_free(parameters: Sequence[Tensor], labels: Sequence[str], own: ParameterSet | None = None) -> None:

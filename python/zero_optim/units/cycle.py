@@ -81,9 +81,19 @@ class Prefetch:
             if not self.reducing and self._cycle.direction is Pass.BACKWARD:
                 self.start_next()
 
-    def start_next(self) -> None:
+    def start_next(self, *, experts_alone: bool = False) -> None:
+        """Gather the experts that come next; and ``count`` units more, unless ``experts_alone``.
+
+        A rank whose experts get no tokens does not call them, and goes on to send tokens. So it must take part in the
+        gathers that others wait for before::
+
+            rank 0   block    experts: waits for rank 2    sends tokens back
+            rank 2   block    (has no tokens)              sends tokens back: waits for rank 3, which waits like rank 0
+        """
         if self._cycle.direction is not None:
-            self.start(self._cycle.ahead[: self.count])
+            ahead = self._cycle.ahead
+            experts = sum(1 for _ in itertools.takewhile(lambda unit: unit.of_experts, ahead))
+            self.start(ahead[: experts if experts_alone else experts + self.count])
 
     def start(self, units: Sequence[Unit]) -> None:
         """Start to gather these units, which are ahead, as far as their turn has come."""
@@ -243,7 +253,8 @@ class Orders:
         visited: list[Unit] = []
         closed: list[Unit] = []  # as ``UnitSchedule`` closes units when it visits those of the cycle, inner ones first
         for unit in self.backward:
-            left = [other for other in visited if other is not unit and other not in unit.enclosing]
+            kept = visited if unit.of_experts else {unit, *unit.enclosing}
+            left = [other for other in visited if other not in kept]
             visited = [other for other in visited if other not in left and other is not unit] + [unit]
             closed += sorted(left, key=lambda other: -len(other.enclosing))
         closed += sorted(visited, key=lambda other: -len(other.enclosing))

@@ -99,7 +99,7 @@ class AfterForward(_Hook):
         # A view of parameters must not outlive them. The root's parameters stay until its backward, where one follows.
         root = self.unit is self.schedule.units[0]
         if self.unit.state is UnitState.UNSHARDED and not (root and torch.is_grad_enabled()):
-            own = {flat.full.untyped_storage()._cdata for flat in self.unit.flats}
+            own = {flat.full.untyped_storage()._cdata for flat in self.unit.split}
             for tensor in tensors_in(output):
                 plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
                 if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -153,6 +153,9 @@ class _WholeStateDict(_Hook):
         info: Any = next(locals_of_callers("info", DCP_STATE_DICT), None)
         if not getattr(info, "full_state_dict", False):
             return
+        self.schedule.owner.check_whole(
+            "torch.distributed.checkpoint", {id(plain_parameter(p)) for p in model.parameters()}
+        )
         self.schedule.reshard_all()
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):

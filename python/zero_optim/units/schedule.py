@@ -13,7 +13,7 @@ any order of calls works that is the same on all ranks.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -71,7 +71,7 @@ class UnitSchedule(Owing):
         self.due = BackwardsDue()
         self.prefetch = Prefetch(self.cycle, prefetch)
         self.listeners: list[Listener] = []
-        self.owner: object = None
+        self.owner: Any = None
         self.sleeping: set[object] = set()
         self._holds = False  # create_graph: a backward may go through this one; units stay until ``reshard_all``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
@@ -254,8 +254,7 @@ class UnitSchedule(Owing):
             self._close_before(unit, self.cycle.open)
         self.cycle.position = position
         self._open_unit(unit, position)
-        if not self.prefetch.reducing:
-            self.prefetch.start_next()
+        self.prefetch.start_next(experts_alone=unit.of_experts or bool(self.prefetch.reducing))
 
     def _open_unit(self, unit: Unit, position: int) -> None:
         unit.unshard()
@@ -271,6 +270,11 @@ class UnitSchedule(Owing):
         An inner unit is not over if it, or ``unit``, is not in the cycle: both may have returned the same tensor, and
         then the inner one's hook comes first. Where both are in the cycle, the inner one comes after.
         """
+        # A rank without tokens does not come to experts. Others launch nothing there, neither reductions nor gathers
+        # ahead: so between two collectives of the model's own all ranks launch the same, as NCCL wants it. Until orders
+        # are known, what is left open would be missing among the units that are called later.
+        if unit.of_experts and self.orders.known is not Known.NOTHING:
+            return
         order, kept = self.cycle.order, {unit, *unit.enclosing}
         over = [other for other in opened if unit not in other.enclosing or (unit in order and other in order)]
         self._close([other for other in over if other not in kept])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from ..comm.sharding import Sharding
 from ..params.flat_params import FlatParams
 from ..params.layout import one_bucket
 from ..params.param_shard import plain_parameter
+from ..params.parameter_set import is_apart, would_lose
 from ..params.tensor_slice import local_of, room_of
 from ..stores.host_memory import HostMemory, Lanes
 from .hooks import register_hooks, sync_generation, watch_parts
@@ -28,8 +29,9 @@ class ShardedModel:
     """The units of ``model``, the root first. On one rank, without offload, nothing is sharded, and there is no hook.
 
     Attributes:
-        sharding: of the parameters. It has a group of its own: while backward runs, reductions are in flight in
-            another.
+        sharding: of all parameters but experts, whose flat tensors have theirs. It has a group of its own: while
+            backward runs, reductions are in flight in another.
+        sharded: whether a unit is: one rank has all of a model, and experts that no other rank has.
         host_memory: where shards rest; None: on the device.
         lanes: those on which shards are copied from there.
         offload: whether shards rest in host memory.
@@ -48,7 +50,7 @@ class ShardedModel:
         self._process_group = weakref.ref(process_group) if process_group is not None else None
         self.model, self.units, self.sharding, self.schedule = model, list(units), sharding, schedule
         self.host_memory, self.lanes, self.offload = host_memory, lanes, host_memory is not None
-        self.sharded = sharding.shard_count > 1 or self.offload
+        self.sharded = any(unit.split for unit in units)
         for unit in units:
             for parameter in unit.parameters:
                 _model_of[parameter] = weakref.ref(self)
@@ -65,6 +67,18 @@ class ShardedModel:
 
     def __del__(self) -> None:
         self.sharding.world.close()
+
+    def shardings(self) -> dict[int, Sharding]:
+        """The sharding of each parameter, by its id."""
+        flats = (flat for unit in self.units for flat in unit.flats)
+        return {id(parameter): flat.sharding for flat in flats for parameter in flat.params}
+
+    def check_whole(self, where: str, ids: Container[int]) -> None:
+        """See ``Shardings.check_whole``."""
+        shardings = self.shardings()
+        for place in (place for unit in self.units for place in unit.registrations):
+            if id(place.plain) in ids and is_apart(place.plain, shardings[id(place.plain)]):
+                raise would_lose(place.shard.label, where)
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
@@ -96,7 +110,7 @@ class ShardedModel:
         unit.flats.remove(flat)
         for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind is not None):
             params = [parameter for parameter, own in zip(flat.params, kinds, strict=True) if own == kind]
-            new = flatten(params, self.sharding, trained=kind is not None)
+            new = flatten(params, flat.sharding, trained=kind is not None)
             if flat.sharded:
                 new.split([shards[id(p)] for p in params], host_memory=self.host_memory, lanes=self.lanes)
             unit.flats.append(new)

@@ -130,6 +130,15 @@ class Unit:
     def parameters(self) -> list[Tensor]:
         return [parameter for flat in self.flats for parameter in flat.params]
 
+    @property
+    def of_experts(self) -> bool:
+        return bool(self.flats) and self.flats[0].sharding.of_experts  # all of a unit have one sharding
+
+    @property
+    def split(self) -> list[FlatParams]:
+        """Those of ``flats`` that are sharded: experts that one rank alone has are whole all the time."""
+        return [flat for flat in self.flats if flat.sharded]
+
     def unshard(self, *, ahead: bool = False) -> None:
         """Start to bring in all parameters, where they are not here yet. ``ahead``: of a forward that has not begun, so
         that the user may write into the shards before ``wait``."""
@@ -138,21 +147,21 @@ class Unit:
             # Where the ranks of the node keep all of it among them, no other rank needs to take part.
             node = self.node if self.state is UnitState.NODE_SHARDED else None
             with span("unshard", self.label):
-                pending = [flat.unshard(node) for flat in self.flats]
+                pending = [flat.unshard(node) for flat in self.split]
             self._pending = [gather for gather in pending if gather is not None]
             self.state = UnitState.UNSHARDING
-            self.ahead = [flat.shard._version for flat in self.flats] if ahead else None
+            self.ahead = [flat.shard._version for flat in self.split] if ahead else None
 
     def wait(self) -> None:
         """Order later work after the parameters' arrival, and let the modules hold them."""
         if self.state is UnitState.UNSHARDING:
             self._wait_for_gathers()
-            if self.ahead is not None and self.ahead != [flat.shard._version for flat in self.flats]:
+            if self.ahead is not None and self.ahead != [flat.shard._version for flat in self.split]:
                 self.state = UnitState.SHARDED  # the user has written since, on every rank
                 self.unshard()
                 self._wait_for_gathers()
             self.ahead = None
-            for flat in self.flats:
+            for flat in self.split:
                 # A shard that rests in host memory was copied on a lane of its own. On one rank no gather follows that.
                 flat.order_after_copy()
                 flat.show()
@@ -171,7 +180,7 @@ class Unit:
 
     def moved(self) -> list[str]:
         """List the labels of parameters that were moved or cast since they arrived, and undo that."""
-        return self._labels(flat.moved() for flat in self.flats) if self.state is UnitState.UNSHARDED else []
+        return self._labels(flat.moved() for flat in self.split) if self.state is UnitState.UNSHARDED else []
 
     def _labels(self, parameters: Iterable[Iterable[Tensor]]) -> list[str]:
         chosen = {id(parameter) for some in parameters for parameter in some}
@@ -188,14 +197,14 @@ class Unit:
             node = self.node if to_node else None
             with span("reshard", self.label):
                 self.show(plain=False)  # first: it raises where a parameter was replaced, and then nothing was freed
-                for flat in self.flats:
+                for flat in self.split:
                     flat.reshard(node)
             self.state = UnitState.SHARDED if node is None else UnitState.NODE_SHARDED
 
     def keep_edits(self, *, unseen: bool = False) -> None:
         """Copy edits of plain parameters into the shards. ``unseen``: also edits that no version shows."""
         if self.state is UnitState.UNSHARDED:
-            for flat in self.flats:
+            for flat in self.split:
                 flat.keep_edits(unseen=unseen)
 
     # -- what the modules hold, and calls of what is within ------------------------------------------------------
@@ -203,7 +212,7 @@ class Unit:
     def show(self, module: nn.Module | None = None, *, plain: bool) -> None:
         """Let ``module``, or every one, hold plain parameters, or else shards."""
         for place in self.registrations:
-            if module is not None and place.module is not module:
+            if (module is not None and place.module is not module) or place.shard.flat is None:
                 continue
             held = place.module._parameters
             # Somebody else's parameter there would be used, and trained, without being sharded.
@@ -233,13 +242,13 @@ class Unit:
         # From here on forwards leave the unit as it is, and communicate nothing.
         self.state = UnitState.GATHERED
         self.unwatch_parts()
-        self._wholes = [flat.copy_out() for flat in self.flats]
+        self._wholes = [flat.copy_out() for flat in self.split]
         self.show(plain=True)
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = [parameter._version for flat in self.split for parameter in flat.params]
 
     def take_replaced(self) -> None:
         """Copy tensors that were assigned to ``.data`` into the whole parameters."""
-        for flat, whole in zip(self.flats, self._wholes, strict=True):
+        for flat, whole in zip(self.split, self._wholes, strict=True):
             if (odd := flat.take_replaced(whole)) is not None:
                 raise ShardAccessError(
                     f"{self._labels([[odd]])[0]} was given data of shape {tuple(odd.shape)} within gather_parameters, "
@@ -248,20 +257,21 @@ class Unit:
 
     def write_back(self) -> None:
         """Collective. Keep the values that rank 0 has written."""
-        for flat, whole in zip(self.flats, self._wholes, strict=True):
+        for flat, whole in zip(self.split, self._wholes, strict=True):
             flat.write_back(whole)
 
     def written(self) -> list[str]:
         """List the labels of parameters that were written since ``gather``."""
-        versions = zip(self.parameters, self._versions, strict=True)
+        parameters = [parameter for flat in self.split for parameter in flat.params]
+        versions = zip(parameters, self._versions, strict=True)
         written = [parameter for parameter, before in versions if parameter._version != before]
-        return self._labels([written, *([flat.params[number] for number in flat.elsewhere()] for flat in self.flats)])
+        return self._labels([written, *([flat.params[number] for number in flat.elsewhere()] for flat in self.split)])
 
     def drop(self) -> None:
         """Go back to shards. The whole parameters live for as long as somebody has them."""
         if self.state is UnitState.GATHERED:
             self.show(plain=False)
-            for flat in self.flats:
+            for flat in self.split:
                 flat.hide()  # the memory is not freed: what the user has taken out of the block views it
             self._wholes = []
             self.state = UnitState.SHARDED
