@@ -87,7 +87,7 @@ def shard_module(
             keep it until its backward; 2 times. An int k, a divisor of the number of ranks that shard: k consecutive
             ranks, as of a node, keep 1/k of it each, and gather it again among them. It has to divide the number of
             ranks with the same experts, too.
-        prefetch: how many units are gathered ahead of the one that computes.
+        prefetch: how many units are gathered ahead of the one that computes, beside experts that come next.
         device: where units compute. None: where the parameters are; for those on ``meta``, the current GPU or the CPU.
         init_fn: gives values to a module whose parameters or buffers were on ``meta``, and have memory now. It is
             called with each such module; None calls the module's ``reset_parameters()``. Units are initialised and

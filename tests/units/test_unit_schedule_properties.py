@@ -24,9 +24,10 @@ RANKS = 3
 
 @dataclass
 class Log:
-    """What a rank has gathered, and how many units were whole at once, at most."""
+    """What a rank has gathered; how many are whole, and were at once, at most; both before each call but of experts."""
 
     gathers: list[int] = field(default_factory=list)
+    calls: list[tuple[int, int, int]] = field(default_factory=list)
     whole: int = 0
     most: int = 0
 
@@ -172,7 +173,11 @@ class Rank:
             direct[after:after] = [other for other in direct if other.number in self.twice]
         yield from direct
 
+    def note(self, unit: FakeUnit) -> None:
+        self.log.calls += [] if unit.of_experts else [(unit.number, len(self.log.gathers), self.log.whole)]
+
     def forward(self, unit: FakeUnit, used: set[int]) -> None:
+        self.note(unit)
         self.schedule.before_forward(unit)  # type: ignore[arg-type]
         assert unit.state is UnitState.UNSHARDED
         self.check_experts()
@@ -186,6 +191,7 @@ class Rank:
 
     def backward(self, unit: FakeUnit, used: set[int], checkpointed: int) -> None:
         """Back through what the forward used; ``checkpointed`` units in a row are computed again together."""
+        self.note(unit)
         if unit.number not in self.frozen:
             self.schedule.before_backward(unit)  # type: ignore[arg-type]
             assert unit.state is UnitState.UNSHARDED
@@ -404,3 +410,18 @@ def test_units_are_sent_for_when_no_reduction_is_under_way(busy: bool, most: int
             play(rank, 0, Step((frozenset(range(1, UNITS + 1)),), True, True, 1), flag)
         assert rank.log.gathers == [0, *range(1, UNITS + 1), *range(UNITS, 0, -1)]
         assert rank.log.most == most, "the root, one, and those ahead"
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_rank_without_tokens_launches_alike_between_the_other_units(prefetch: int) -> None:
+    """Two blocks, each with a unit and two of experts: rank 1 calls no experts after the first step."""
+    flag, logs = threading.local(), []
+    everything = frozenset(range(1, 9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "in_backward", lambda: flag.backward)
+        for used in (everything, everything - {3, 4, 7, 8}):
+            rank = Rank(_tree((0, 1, 1, 1) * 2), False, prefetch, *comms(1), experts=frozenset({3, 4, 7, 8}))
+            for uses in (everything, used, used):
+                play(rank, 0, Step((uses,), True, True, 1), flag)
+            logs.append(rank.log)
+    assert logs[0].gathers == logs[1].gathers and logs[0].calls == logs[1].calls

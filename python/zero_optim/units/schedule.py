@@ -254,7 +254,7 @@ class UnitSchedule(Owing):
             self._close_before(unit, self.cycle.open)
         self.cycle.position = position
         self._open_unit(unit, position)
-        self.prefetch.start_next(experts_alone=unit.of_experts or bool(self.prefetch.reducing))
+        self.prefetch.start_next(experts_alone=bool(self.prefetch.reducing))
 
     def _open_unit(self, unit: Unit, position: int) -> None:
         unit.unshard()
@@ -270,9 +270,9 @@ class UnitSchedule(Owing):
         An inner unit is not over if it, or ``unit``, is not in the cycle: both may have returned the same tensor, and
         then the inner one's hook comes first. Where both are in the cycle, the inner one comes after.
         """
-        # A rank without tokens does not come to experts. Others launch nothing there, neither reductions nor gathers
-        # ahead: so between two collectives of the model's own all ranks launch the same, as NCCL wants it. Until orders
-        # are known, what is left open would be missing among the units that are called later.
+        # A rank without tokens does not come to experts. So others launch nothing there: between two collectives of the
+        # model's own all ranks launch the same, as NCCL wants it. Until orders are known, what is left open would be
+        # missing among the units that are called later.
         if unit.of_experts and self.orders.known is not Known.NOTHING:
             return
         order, kept = self.cycle.order, {unit, *unit.enclosing}
