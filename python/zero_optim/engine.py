@@ -94,7 +94,8 @@ class Engine:
         if settings.telemetry_every is not None:
             self.measured = Measured(self.states, parameters, shardings, settings.telemetry_every)
         self.hyper = HyperTable([], rules.by_group, sharding.device, hashes=sharding.agrees)
-        any_equal = sharding.equals(cut=False)[0] > 1 or shardings.of_groups  # else no rank holds what another has
+        of_parameters = sharding if sharded_model is None else sharded_model.sharding
+        any_equal = of_parameters.equals(cut=False)[0] > 1 or shardings.of_groups  # else no rank holds what another has
         self.compared_every = settings.check_replicas_every if any_equal else None
         name_unequal = partial(replicas.check, parameters, shardings, sharded_model)
         self.exchange = Exchange(

@@ -30,7 +30,7 @@ def terms_of(buckets: Sequence[Bucket], device: torch.device) -> Tensor:
     terms, bits = torch.zeros(HASH_BITS, device=device), torch.arange(HASH_BITS, device=device)
     factors = _odd_numbers(device)
     for number, bucket in enumerate(buckets):
-        count, own, place = bucket.sharding.equals(cut=bucket.flat.cut)
+        count, own, place = bucket.flat.sharding.equals(cut=bucket.flat.cut)
         if count > 1:
             values = bucket.flat.shard if bucket.flat.sharded else bucket.flat.full
             checksum = _checksum(values.view(torch.int32), factors)  # of whole rows: 16 bits go in pairs
@@ -69,9 +69,11 @@ def _checksums(
     """Make checksums of what other ranks hold, too: by parameter, tensor of its state or "", and group."""
     units = [] if model is None else model.units
     shards = {id(own.plain): own.local for unit in units for flat in unit.flats for own in flat.param_shards}
+    of_units = {} if model is None else model.shardings()
     factors, found = _odd_numbers(shardings.main.device), {}
     for index, parameter in enumerate(parameters.all):
-        count, _, place = shardings.of(index).equals(cut=is_cut(parameter))
+        sharding = of_units.get(id(parameter), shardings.of(index))
+        count, _, place = sharding.equals(cut=is_cut(parameter))
         if count > 1:
             own = shards.get(id(parameter))
             found[index, "", place] = _checksum(
