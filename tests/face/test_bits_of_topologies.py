@@ -414,10 +414,7 @@ def cells_of(name: str, turn: int) -> list[tuple[Cell, torch.dtype]]:
     return found
 
 
-Cells = list[tuple[Cell, torch.dtype]]
-
-
-def train_cells(rank: int, world_size: int, name: str, cells: Cells, folder: str) -> list[list[Tensor]]:
+def train_cells(rank: int, world_size: int, name: str, cells: Sequence[Any], folder: str) -> list[list[Tensor]]:
     topology = TOPOLOGIES[name]
     world = topology.world()
     return [train(rank, topology, cell, dtype, world, folder) for cell, dtype in cells]

@@ -118,14 +118,17 @@ def test_tensor_parallel(stage: int) -> None:
 def _experts(rank: int, world_size: int, stage: int) -> tuple[int, Weights]:
     way, mesh = expert_cases.Way(stage=stage, steps=STEPS), expert_cases.make_mesh(device=DEVICE)
     model = expert_cases.make_model(way, mesh, DEVICE)
+    if stage == 3:
+        zero_optim.shard_module(model, (nn.Linear,), experts={"experts": mesh["edp"]})
     opt = zero_optim.ShardedAdamW(expert_cases.groups_of(model, mesh), **HYPER, stage=stage)
     _train(opt, lambda step: way.loss(model, rank, step, 0, way.routes(mesh, step)))
-    found = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
+    with zero_optim.gather_parameters(model):
+        found = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
     opt.close()
     return mesh.get_local_rank("ep"), found
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_experts(stage: int) -> None:
     way = expert_cases.Way(stage=stage, steps=STEPS)
     model = expert_cases.make_model(way)
