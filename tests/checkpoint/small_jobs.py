@@ -42,3 +42,18 @@ def all_of(model: nn.Module, opt: Any) -> dict[str, Tensor]:
     for index, entry in zero_optim.full_state_dict(opt, rank=None)["state"].items():
         found |= {f"{index}: {kind}": value.clone() for kind, value in entry.items()}
     return found
+
+
+class Stateful:
+    """A scaler, a scheduler or a loader: it has a state, and takes another one, or ``refuses`` it."""
+
+    def __init__(self, state: Any = None, refuses: bool = False) -> None:
+        self.state, self.refuses = state, refuses
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.refuses:
+            raise KeyError("last_epoch")
+        self.state = state

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cells import slow_where
 from harness import run_ranks
-from tensor_cases import HYPER, VOCABULARY, Block, Way, loss_of, losses, make_mesh, make_model
+from tensor_cases import HYPER, Block, Way, loss_of, losses, make_mesh, make_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -191,63 +191,6 @@ def _load_on(
         for rank, ways in enumerate(run_ranks(mesh.ranks, _load, mesh, folder, dtype, hidden, hows, timeout=120)):
             for how, found in zip(hows, ways, strict=True):
                 _same(found, wanted, f"{how}, on {mesh}, rank {rank}")
-
-
-def _losses(rank: int, mesh: Mesh, way: Way, model, opt, steps: range) -> list[float]:
-    """Train; the loss of each step, of this data-parallel rank's batch."""
-    found = []
-    for number in steps:
-        with losses(sequence=way.sequence):
-            loss = loss_of(model, rank // mesh.tensor, number)
-            loss.backward()
-        found.append(float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss))
-        opt.step()
-        opt.zero_grad()
-    return found
-
-
-def _interrupted(rank: int, world_size: int, mesh: Mesh, folder: str) -> list[float]:
-    import zero_optim
-
-    model, opt, way = _job(mesh, torch.float32, 24)
-    _losses(rank, mesh, way, model, opt, range(2))
-    zero_optim.checkpoint.save(folder, model, opt, step=2)
-    found = _losses(rank, mesh, way, model, opt, range(2, 5))
-    opt.close()
-    return found
-
-
-def _resumed(rank: int, world_size: int, mesh: Mesh, folder: str) -> list[float]:
-    import zero_optim
-
-    model, opt, way = _job(mesh, torch.float32, 24, seed=rank + 1)
-    zero_optim.checkpoint.load(folder, model, opt)
-    found = _losses(rank, mesh, way, model, opt, range(2, 5))
-    opt.close()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh",
-    [Mesh(2, 2, 2), Mesh(2, 1, 2), Mesh(3, 1, 1)],
-    ids=str,
-)
-def test_a_vocabulary_that_no_number_of_ranks_divides_gives_the_same_loss_after_a_resume(mesh, tmp_path):
-    """11 rows of embedding and output, 6 and 5 over two ranks. Bit for bit on the mesh that saved. Others have two
-    data-parallel ranks, too: so the batches of all steps are the same. Of three ranks the first loss is, that of what
-    was loaded."""
-    assert VOCABULARY % 2
-    saved = Mesh(2, 2, 2)
-    wanted = run_ranks(4, _interrupted, saved, str(tmp_path), timeout=120)
-    resumed = run_ranks(mesh.ranks, _resumed, mesh, str(tmp_path), timeout=120)
-    if mesh == saved:
-        assert resumed == wanted
-        return
-    same_batches = mesh.data == saved.data
-    for rank, found in enumerate(resumed[: 2 * mesh.tensor]):
-        of_batch = wanted[2 * (rank // mesh.tensor)]
-        assert found[: 3 if same_batches else 1] == pytest.approx(of_batch[: 3 if same_batches else 1], rel=1e-5)
 
 
 def _load_exported(rank: int, world_size: int, meshes: Iterable[Mesh], folder: str) -> list[dict[str, Tensor]]:
