@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from cells import slow_where
+from checkpoint_cases import assert_bits
 from harness import run_ranks
+from small_jobs import all_of
 from tensor_cases import HYPER, Block, Way, loss_of, losses, make_mesh, make_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -72,17 +74,6 @@ def _step(rank: int, mesh: Mesh, way: Way, model, opt, number: int) -> None:
     opt.zero_grad()
 
 
-def _everything(model, opt) -> dict[str, Tensor]:
-    """Parameters and state by name: whole, on every rank."""
-    import zero_optim
-
-    weights = zero_optim.full_model_state_dict(model, rank=None)
-    state = zero_optim.full_state_dict(opt, rank=None)["state"]
-    names = [name for name, _ in model.named_parameters()]
-    of_state = {f"{names[i]}.{kind}": value for i, entry in state.items() for kind, value in entry.items()}
-    return {**weights, **of_state}
-
-
 def _save(
     rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype, hidden: int, hows: Iterable[str]
 ) -> dict[str, Tensor]:
@@ -92,7 +83,7 @@ def _save(
     model, opt, way = _job(mesh, dtype, hidden)
     for number in range(2):
         _step(rank, mesh, way, model, opt, number)
-    found = _everything(model, opt)
+    found = all_of(model, opt)
     if "own" in hows:
         zero_optim.checkpoint.save(f"{folder}/own", model, opt, step=2)
     if "dcp" in hows:
@@ -127,7 +118,7 @@ def _load(
             weights, full = pickle.loads(Path(f"{folder}/full").read_bytes())
             _load_weights(model, weights)
             zero_optim.load_full_state_dict(opt, full if rank == 0 else None)
-        found.append(_everything(model, opt))
+        found.append(all_of(model, opt))
         opt.close()
     return found
 
@@ -142,12 +133,6 @@ def _load_weights(model, weights: Mapping[str, Tensor]) -> None:
             if isinstance(parameter, DTensor):
                 whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(whole)
-
-
-def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:
-    assert found.keys() == wanted.keys(), what
-    wrong = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
-    assert not wrong, f"{what}: {wrong}"
 
 
 HOWS = ("own", "dcp", "full")
@@ -165,7 +150,7 @@ def test_loads_on_any_other_mesh_bit_for_bit(saved, tmp_path):
     dtype, hidden = every[saved.stage % 2]
     wanted = run_ranks(saved.ranks, _save, saved, str(tmp_path), dtype, hidden, HOWS, timeout=120)
     for other in wanted[1:]:
-        _same(other, wanted[0], "what ranks say of one job")
+        assert_bits(other, wanted[0], "what ranks say of one job")
     _load_on(_loads_of(saved), str(tmp_path), wanted[0], dtype, hidden)
 
 
@@ -190,7 +175,7 @@ def _load_on(
     for mesh, hows in loads.items():
         for rank, ways in enumerate(run_ranks(mesh.ranks, _load, mesh, folder, dtype, hidden, hows, timeout=120)):
             for how, found in zip(hows, ways, strict=True):
-                _same(found, wanted, f"{how}, on {mesh}, rank {rank}")
+                assert_bits(found, wanted, f"{how}, on {mesh}, rank {rank}")
 
 
 def _load_exported(rank: int, world_size: int, meshes: Iterable[Mesh], folder: str) -> list[dict[str, Tensor]]:
@@ -222,7 +207,7 @@ def test_slices_are_exported_whole_and_read_from_whole_files(tmp_path):
     meshes = (Mesh(2, 2, 2), Mesh(1, 4, 1), Mesh(2, 2, 3))
     for of_rank in run_ranks(4, _load_exported, meshes, str(tmp_path / "whole"), timeout=120):
         for mesh, found in zip(meshes, of_rank, strict=True):
-            _same(found, exported, f"read on {mesh}")
+            assert_bits(found, exported, f"read on {mesh}")
 
 
 ROWWISE = {"out": 8, "down": 12}  # layers whose weights are cut along dimension 1, and columns of a half
