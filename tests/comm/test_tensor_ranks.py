@@ -9,45 +9,6 @@ from tensor_cases import Block, Way, make_mesh, make_model
 from torch import nn
 
 
-def _sharding(rank: int, world_size: int, stage: int) -> tuple:
-    """Of six ranks with two slices."""
-    from zero_optim.comm.collectives import make_comm
-    from zero_optim.comm.sharding import make_sharding
-    from zero_optim.comm.topology import read_row, read_topology
-
-    mesh = make_mesh(3, 2)
-    group, topology = read_topology(mesh["dp"].get_group(), read_row(None, mesh["tp"]), explicit_tp=False)
-    world = make_comm(group)
-    world.separate()
-    sharding = make_sharding(world, stage, torch.device("cpu"), topology)
-    every = sharding.gather_slices(torch.tensor([float(rank)]), "state").view(-1).tolist()
-    alike, cut = torch.tensor([float(rank)]), torch.tensor([float(rank)])
-    sharding.alike(cut=False).broadcast(alike)
-    sharding.alike(cut=True).broadcast(cut)
-    terms = [torch.full((2,), float(rank), dtype=torch.bfloat16), torch.full((1,), 1.0, dtype=torch.bfloat16)]
-    sharding.sum_over_slices(terms)
-    return (
-        topology.columns,
-        (sharding.world_size, sharding.shard_count, sharding.shard_index),
-        (sharding.holders(cut=True), sharding.holders(cut=False)),
-        (every, float(alike), float(cut)),
-        [float(term[0]) for term in terms],
-    )
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_who_holds_what_and_hears_whom(stage):
-    for rank, found in enumerate(run_ranks(6, _sharding, stage)):
-        data, tensor = divmod(rank, 2)
-        columns, sizes, (of_cut, of_alike), heard, terms = found
-        assert columns == ((0, 2, 4), (1, 3, 5))
-        assert sizes == ((3, 3, data) if stage else (3, 1, 0))
-        assert of_cut == ((1, 0) if stage else (3, data))
-        assert of_alike == ((2, tensor) if stage else (6, rank))
-        assert heard == ([2.0 * data, 2.0 * data + 1], 0.0, float(tensor))
-        assert terms == [4.0 * data + 1, 2.0]
-
-
 def _summed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> float:
     """The sum of four terms, of which bf16 loses the small ones beside the large."""
     from zero_optim.comm.collectives import make_comm
