@@ -248,28 +248,6 @@ def test_why_ranks_cannot_use_one_gpu() -> None:
     assert "2 ranks, one GPU, and NCCL 2.28.7 takes one rank a GPU" in reason and "nvidia-nccl-cu13>=2.30" in reason
 
 
-ASKED_ON_A_GPU = """
-import torch
-torch.cuda.device_count = lambda: 1
-torch.cuda.nccl.version = lambda: (2, 28, 9)  # of the headers that torch was compiled with
-import places
-print(places.why_not_nccl_ranks(2))
-"""
-
-
-@pytest.mark.slow
-def test_tests_ask_the_nccl_that_is_preloaded(libraries: dict[int, Path]) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ZERO_KERNELS_GPU_TESTS_ON": "cuda"}
-    environment["PYTHONPATH"] += os.pathsep + os.pathsep.join(str(ROOT / "tests" / name) for name in ("gpu", "helpers"))
-
-    def asked(library: Path) -> str:
-        command, preloaded = python(ASKED_ON_A_GPU), {**environment, "LD_PRELOAD": str(library)}
-        return subprocess.run(command, env=preloaded, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-    assert "NCCL 2.28.7 takes one rank a GPU" in asked(libraries[22807])
-    assert asked(libraries[23004]) == "None\n"
-
-
 def test_the_flag_takes_a_newer_nccl_for_ranks_alone(libraries: dict[int, Path], monkeypatch: Any) -> None:
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     given = gpu_check.parse(["--nccl", str(libraries[23004])]).nccl
