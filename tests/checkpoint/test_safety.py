@@ -414,6 +414,8 @@ def differ(rank: int, world_size: int, folder: str) -> list[str]:
     broken = mock.Mock(**{"state_dict.side_effect": KeyError("no position")})
     expect(KeyError if one else RankMismatchError, step=2, data=broken if one else Stateful(3))
     expect(RankMismatchError, step=2, keep_last=2 if one else 1)
+    both = {"data": broken} if one else {"data": Stateful(3), "extra": object()}
+    expect(RankMismatchError if one else TypeError, step=2, **both)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "is_dir", lambda path: not one)
         expect(CheckpointError, step=2)
@@ -431,13 +433,15 @@ def differ(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_one_rank_that_differs_or_fails_fails_all(tmp_path: Path) -> None:
-    for rank, (step, plain, data, keep, blind, full, lost) in enumerate(run_ranks(2, differ, str(tmp_path))):
+    for rank, (step, plain, data, keep, *more) in enumerate(run_ranks(2, differ, str(tmp_path))):
+        both, blind, full, lost = more
         assert "rank 0 has step=2; rank 1 has step=3. Every rank must give checkpoint.save the same" in step
         assert "extra is a builtins.object, which cannot be written without pickle" in plain
         assert "no position" in data and "rank 0 has keep_last=1; rank 1 has keep_last=2" in keep
         assert "is not there for rank 1 on " in blind and "one folder that all nodes share" in blind
         assert "rank-1.safetensors: No space left on device after 0 of " in full
         assert "was not written whole: the parameter 'weight' has 15 elements, and its pieces 9" in lost
+        assert both.startswith("rank 0 failed with TypeError: " * rank + "extra is a")
         assert all(message.startswith("rank 1 failed with") for message in (plain, data)) == (rank == 0)
 
 

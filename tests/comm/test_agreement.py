@@ -12,6 +12,8 @@ import torch
 from harness import run_ranks
 from torch import Tensor, nn
 from training_cases import TINY_CAP_MB, copies, error_of, linear_backward, make_gradients, make_parameters, named
+from zero_optim import RankMismatchError
+from zero_optim.comm.together import values_of_one_call
 
 SHAPES = ((8, 4), (5,), (3, 3))
 
@@ -226,3 +228,11 @@ def _unraisable(rank: int, world_size: int) -> list[str]:
 
 def test_destructors_are_quiet():
     assert run_ranks(2, _unraisable) == [[], []]
+
+
+def test_values_are_of_one_call_of_one_optimizer():
+    assert values_of_one_call([4, 6], [("save", "1", 5), ("save", "1", 6)]) == [5, 6]
+    with pytest.raises(RankMismatchError, match="rank 4 is in save, rank 6 in load"):
+        values_of_one_call([4, 6], [("save", "1", 5), ("load", "1", 6)])
+    with pytest.raises(RankMismatchError, match="ranks 4 and 8 are in save of different optimizers"):
+        values_of_one_call([4, 6, 8], [("save", "1", 5), ("save", "1", 6), ("save", "2", 7)])
