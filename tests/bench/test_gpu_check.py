@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
 import select
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -187,27 +185,6 @@ def test_a_phase_that_hangs_is_ended_with_what_it_started(check: Any, monkeypatc
     monkeypatch.setattr(gpu_check, "GRACE", 0.1)
     (outcome,) = check(Phase("hangs", python(HANGS), 5.0)).values()
     assert outcome.result == TIMED_OUT and has_ended(int(outcome.note))
-
-
-@pytest.mark.slow
-@LINUX
-def test_ctrl_c_ends_what_runs(tmp_path: Path) -> None:
-    """The phases of a group run in threads, which no signal reaches."""
-    code = f"""
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-sys.path[:0] = {sys.path!r}
-from test_gpu_check import *
-gpu_check.GRACE = 0.1
-folder = Path({str(tmp_path)!r})
-Run("test", Result(torch.device("cpu"), folder), folder, 60).group([Phase("hangs", python(HANGS), 50)])
-"""
-    driver = subprocess.Popen(python(code), cwd=Path(__file__).parent, stderr=subprocess.DEVNULL)
-    log = tmp_path / "gpu-check-test.log"
-    while not (log.exists() and (child := re.search(r"^hangs\| (\d+)$", log.read_text(), re.MULTILINE))):
-        assert driver.poll() is None
-    driver.send_signal(signal.SIGINT)
-    assert driver.wait(30) != 0 and has_ended(int(child[1]))
 
 
 def test_without_time_phases_are_not_run(check: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,6 @@ class Job:
     cap: float | None = None
     split: int = 3
     replicas: int = 0
-    keep: dict[str, Any] = field(default_factory=dict)
 
 
 def make_zoo(job: Job, seed: int, model: nn.Module | None = None) -> tuple[nn.Module, Any]:

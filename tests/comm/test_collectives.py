@@ -158,13 +158,6 @@ def test_a_norm_is_the_exchange_that_the_step_makes_anyway_and_another_type_cost
             _check(seen, run, 2, size, size)
 
 
-def test_a_bucket_never_holds_more_than_a_quarter_of_its_group():
-    """Eight equal parameters under a cap that would hold them all: four buckets of two."""
-    run = Run(2, ((12, ROW),) * 8, cap_mb=25.0)
-    for results in run_ranks(2, _observe, [run]):
-        assert results[0].after["buckets"] == 4
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_one_rank_sends_nothing(stage):
     (results,) = run_ranks(1, _observe, [Run(stage), Run(stage, clip=(2.0,))])
