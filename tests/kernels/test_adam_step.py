@@ -178,17 +178,13 @@ def test_versions_of_what_was_written_move() -> None:
         assert all(tensor._version > before for tensor, before in zip(state, versions, strict=True)), name
 
 
-BAD_ARGUMENTS = {
+BAD_ARGUMENTS = {  # and those of foreach_step
     "master": (torch.zeros(ROW, dtype=torch.int16), TypeError, "^master must be float32, got int16"),
     "grad": (torch.zeros(ROW, dtype=torch.int32), TypeError, "grad must be float16 or bfloat16 or float32"),
-    "exp_avg": (torch.zeros(ROW - 1), ValueError, "exp_avg must have 128 elements, got 127"),
-    "exp_avg_sq": (torch.zeros(2 * ROW)[::2], ValueError, "exp_avg_sq must be contiguous"),
     "param_out": (torch.zeros(2, ROW // 2), ValueError, "param_out must be flat"),
     "row_slot": (torch.zeros(2, dtype=torch.int32), ValueError, "row_slot must have 1 elements, got 2"),
-    "hyper": (torch.zeros(4, 3), ValueError, r"hyper must have shape \[slots, 12\]"),
     "grad_scale": (torch.ones(2), ValueError, "grad_scale must have 1 elements"),
     "found_inf": (torch.zeros(1, dtype=torch.bool), TypeError, "found_inf must be float32"),
-    "nonfinite_slots": (torch.zeros(3, dtype=torch.int32), ValueError, "nonfinite_slots must have 4 elements"),
 }
 
 
