@@ -31,7 +31,6 @@ CAPS = (None, 0.0005, 0.002, 0.01)
 
 
 def save(rank: int, world_size: int, folder: str, job: Job) -> Seen:
-    """Train and save."""
     model, opt = make_zoo(job, seed=rank)
     train_zoo(model, opt, LEG, rank, world_size)
     assert checkpoint.save(folder, model, opt, extra={"leg": (1, 2)}) == Path(folder) / "step-3"
@@ -43,6 +42,14 @@ def load(rank: int, world_size: int, folder: str, job: Job) -> Seen:
     loaded = checkpoint.load(folder, model, opt)
     assert (loaded.folder, loaded.step, loaded.extra) == (Path(folder) / "step-3", 3, {"leg": (1, 2)})
     return look(model, opt)
+
+
+def assert_evenly_written(folder: Path, ranks: int) -> None:
+    """Replicated tensors are divided by bytes; rank 0 has buffers, too, and headers differ."""
+    contents = read_contents(folder / "step-3")
+    assert contents["aliases"] == {"head.weight": "embedding.weight"}
+    sizes = list(contents["files"].values())
+    assert len(sizes) == ranks and max(sizes) - min(sizes) < 20_000
 
 
 # Of sixteen pairs of stages, eight in which each stage saves twice and loads twice.
@@ -71,14 +78,6 @@ def test_a_grid_loads_where_there_is_none_and_the_other_way_round(tmp_path: Path
 
 
 # -- what is in it -----------------------------------------------------------------------------------------------------
-
-
-def assert_evenly_written(folder: Path, ranks: int) -> None:
-    """Replicated tensors are divided by bytes; rank 0 has buffers, too, and headers differ."""
-    contents = read_contents(folder / "step-3")
-    assert contents["aliases"] == {"head.weight": "embedding.weight"}
-    sizes = list(contents["files"].values())
-    assert len(sizes) == ranks and max(sizes) - min(sizes) < 20_000
 
 
 def test_a_plain_model_and_adamw_read_it_and_write_one(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class _Growing(nn.Module):
 
 
 def _disagreements(odd: bool, rank: int, folder: str, model: nn.Module, opt: Any) -> dict[str, Callable[[], Any]]:
-    """Calls that differ on the odd rank, each of which all ranks must refuse; first those of one job."""
+    """Calls that differ on the odd rank, each of which all ranks must refuse."""
     from zero_optim import checkpoint
 
     def saves(**options: Any) -> Callable[[], Any]:
@@ -54,7 +54,6 @@ def _disagreements(odd: bool, rank: int, folder: str, model: nn.Module, opt: Any
         "load: a buffer": loads(model=_Growing(model, odd), opt=None),
         "load: the state of a scheduler raises": loads(f"{folder}/more", scheduler=Stateful(refuses=odd)),
         "load: nothing is there": loads(f"{folder}/nothing"),
-        # ONE_BY_ONE: a rank that waits for others in vain takes the process group with it.
         "load: no optimizer": loads(opt=None if odd else opt),
         "load: the state of data raises": loads(f"{folder}/data", data=Stateful(refuses=odd)),
         "save: a path that is none": saves(step=7, path=5 if odd else f"{folder}/good"),
@@ -66,7 +65,7 @@ def _disagreements(odd: bool, rank: int, folder: str, model: nn.Module, opt: Any
     }
 
 
-ONE_BY_ONE = [
+ONE_BY_ONE = [  # a rank that waits for others in vain takes the process group with it
     "load: no optimizer",
     "load: the state of data raises",
     "save: a path that is none",
