@@ -10,17 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cells import slow_after, slow_where
-from checkpoint_cases import (
-    DTYPES,
-    Job,
-    Seen,
-    Zoo,
-    assert_loaded,
-    drawn,
-    look,
-    make_zoo,
-    train_zoo,
-)
+from checkpoint_cases import DTYPES, Job, Seen, Zoo, assert_loaded, drawn, look, make_zoo, train_zoo
 from checkpoint_files import read_contents
 from harness import run_ranks
 from small_jobs import Stateful

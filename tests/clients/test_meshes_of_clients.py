@@ -195,12 +195,7 @@ def llama(kind: str = "Llama") -> nn.Module:
 def cut_by_plan(model: Any, mesh: dist.DeviceMesh) -> None:
     """By transformers' plan for it, and torch's styles."""
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     styles = {
         "colwise": ColwiseParallel(),

@@ -9,15 +9,7 @@ from harness import run_ranks
 from oracle import Hyper, MasterAdamW, averages
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from training_cases import (
-    SHAPES,
-    TINY_CAP_MB,
-    assert_bitwise,
-    copies,
-    linear_backward,
-    make_gradients,
-    make_parameters,
-)
+from training_cases import SHAPES, TINY_CAP_MB, assert_bitwise, copies, linear_backward, make_gradients, make_parameters
 
 LR = 1e-2
 
