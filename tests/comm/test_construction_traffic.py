@@ -216,3 +216,9 @@ def test_nccl_has_connected_for_each_size_of_a_bucket(stage: int, reduced: torch
     # The first connection is of as many elements as there are ranks. A gradient that is reduced as it is has no buffer.
     straight = stage == 2 and reduced is None
     assert taken <= (2 * max(buckets) if straight else 64)
+
+
+def test_sizes_that_are_connected() -> None:
+    every = [(2**shift, torch.bfloat16) for shift in range(10, 21)] + [(2**20, torch.float32)]
+    sizes = sharding.of_each_size(every)
+    assert sizes == [(2**shift, torch.bfloat16) for shift in (11, 13, 15, 17, 19, 20)] + [(2**20, torch.float32)]
