@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import bench_offload
 import pytest
 import torch
-from bench_offload import EXACT, NONE, DiskLink, Link, Work, job_of, make, row_of
-from zero_optim.bench.step import TRAINING
+from bench_offload import EXACT, NONE, DiskLink, Link, Work, row_of
 from zero_optim.errors import ZeroOptimError
 
 CPU = torch.device("cpu")
@@ -76,27 +74,6 @@ def test_the_disk_moves_as_many_bytes(tmp_path, monkeypatch):
     assert moved["read"] == [(0, 4096)], "rounded up to what a disk takes"
     assert sorted(moved["write"]) == [(8192 * n, 8192 if n < 4 else 4096) for n in (2, 3, 4)]
     assert not list(tmp_path.iterdir()), "its file has no name"
-
-
-def test_the_update_is_adamw_s(tmp_path):
-    work = replace(STEP, numel=4096, dtype="fp32", folder=str(tmp_path))
-    reference = [torch.nn.Parameter(values) for values in work.tensors(0)]
-    for parameter, gradient in zip(reference, work.tensors(1), strict=True):
-        parameter.grad = gradient
-    plain, opt = torch.optim.AdamW(reference, **TRAINING), make(work, "paged 0")
-    for _ in range(3):
-        plain.step()
-        for lap in job_of(opt):
-            lap()
-    assert bench_offload.checksum(opt) == pytest.approx(bench_offload.checksum(plain), rel=1e-6)
-
-
-def test_smaller_state_moves_fewer_bytes():
-    moved = {
-        name: bench_offload.report_of(make(STEP, name))["moved"]["to_device"] for name in ("paged 0", "paged 0 small")
-    }
-    assert moved["paged 0"] == (2 + 4 + 4) * STEP.numel
-    assert moved["paged 0 small"] == (2 + 1 + 1) * STEP.numel + 2 * 4 * STEP.numel // 128
 
 
 def test_a_run(ran):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
 import select
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -189,27 +187,6 @@ def test_a_phase_that_hangs_is_ended_with_what_it_started(check: Any, monkeypatc
     assert outcome.result == TIMED_OUT and has_ended(int(outcome.note))
 
 
-@pytest.mark.slow
-@LINUX
-def test_ctrl_c_ends_what_runs(tmp_path: Path) -> None:
-    """The phases of a group run in threads, which no signal reaches."""
-    code = f"""
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-sys.path[:0] = {sys.path!r}
-from test_gpu_check import *
-gpu_check.GRACE = 0.1
-folder = Path({str(tmp_path)!r})
-Run("test", Result(torch.device("cpu"), folder), folder, 60).group([Phase("hangs", python(HANGS), 50)])
-"""
-    driver = subprocess.Popen(python(code), cwd=Path(__file__).parent, stderr=subprocess.DEVNULL)
-    log = tmp_path / "gpu-check-test.log"
-    while not (log.exists() and (child := re.search(r"^hangs\| (\d+)$", log.read_text(), re.MULTILINE))):
-        assert driver.poll() is None
-    driver.send_signal(signal.SIGINT)
-    assert driver.wait(30) != 0 and has_ended(int(child[1]))
-
-
 def test_without_time_phases_are_not_run(check: Any) -> None:
     (outcome,) = check(Phase("late", python("print('fine')"), 30), seconds=0.0).values()
     assert (outcome.result, outcome.seconds) == (NOT_RUN, 0)
@@ -246,28 +223,6 @@ def test_why_ranks_cannot_use_one_gpu() -> None:
     assert gpu_ranks.why_not_on_one_gpu(4, 1, (2, 30, 4)) is None, "one for all"
     reason = str(gpu_ranks.why_not_on_one_gpu(2, 1, (2, 28, 7)))
     assert "2 ranks, one GPU, and NCCL 2.28.7 takes one rank a GPU" in reason and "nvidia-nccl-cu13>=2.30" in reason
-
-
-ASKED_ON_A_GPU = """
-import torch
-torch.cuda.device_count = lambda: 1
-torch.cuda.nccl.version = lambda: (2, 28, 9)  # of the headers that torch was compiled with
-import places
-print(places.why_not_nccl_ranks(2))
-"""
-
-
-@pytest.mark.slow
-def test_tests_ask_the_nccl_that_is_preloaded(libraries: dict[int, Path]) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ZERO_KERNELS_GPU_TESTS_ON": "cuda"}
-    environment["PYTHONPATH"] += os.pathsep + os.pathsep.join(str(ROOT / "tests" / name) for name in ("gpu", "helpers"))
-
-    def asked(library: Path) -> str:
-        command, preloaded = python(ASKED_ON_A_GPU), {**environment, "LD_PRELOAD": str(library)}
-        return subprocess.run(command, env=preloaded, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-    assert "NCCL 2.28.7 takes one rank a GPU" in asked(libraries[22807])
-    assert asked(libraries[23004]) == "None\n"
 
 
 def test_the_flag_takes_a_newer_nccl_for_ranks_alone(libraries: dict[int, Path], monkeypatch: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,6 @@ class Job:
     split: int = 3
     replicas: int = 0
     state_over: str = "shard"
-    keep: dict[str, Any] = field(default_factory=dict)
 
 
 def make_zoo(job: Job, seed: int, model: nn.Module | None = None) -> tuple[nn.Module, Any]:
@@ -128,10 +128,10 @@ def look(model: nn.Module, opt: Any) -> Seen:
     return Seen(values, state, groups)
 
 
-def assert_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), name
+def assert_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], what: str = "") -> None:
+    assert ours.keys() == theirs.keys(), what
+    wrong = [name for name, of in theirs.items() if ours[name].dtype != of.dtype or not torch.equal(ours[name], of)]
+    assert not wrong, f"{what}: {wrong}"
 
 
 def assert_loaded(saved: Seen, loaded: Seen, dtype: torch.dtype) -> None:

@@ -35,10 +35,25 @@ def train(model: nn.Module, opt: Any, steps: int) -> None:
 
 
 def all_of(model: nn.Module, opt: Any) -> dict[str, Tensor]:
-    """Collective. Copies of the parameters, the buffers and the state."""
+    """Collective. Copies of the parameters, the buffers and the state: of all slices, but for plain ones."""
     import zero_optim
 
-    found = {name: value.clone() for name, value in model.state_dict().items()}
+    found = {name: value.clone() for name, value in zero_optim.full_model_state_dict(model, rank=None).items()}
     for index, entry in zero_optim.full_state_dict(opt, rank=None)["state"].items():
         found |= {f"{index}: {kind}": value.clone() for kind, value in entry.items()}
     return found
+
+
+class Stateful:
+    """A scaler, a scheduler or a loader: it has a state, and takes another one, or ``refuses`` it."""
+
+    def __init__(self, state: Any = None, refuses: bool = False) -> None:
+        self.state, self.refuses = state, refuses
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.refuses:
+            raise KeyError("last_epoch")
+        self.state = state

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_cases import assert_bits
 from harness import run_ranks
+from small_jobs import all_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from zero_optim import ShardedAdamW, checkpoint, full_model_state_dict, full_state_dict, shard_module
+from zero_optim import ShardedAdamW, checkpoint, shard_module
 
 SHAPES = {"dense": (5, 3), "experts": (4, 6, 2)}
 LR = 1e-2
@@ -78,13 +80,6 @@ class Job:
         self.opt.step()
         self.opt.zero_grad()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Collective. All parameters and state, whole."""
-        found = dict(full_model_state_dict(self.model, rank=None))
-        for index, entry in full_state_dict(self.opt, rank=None)["state"].items():
-            found |= {f"{kind} of {index}": value for kind, value in entry.items()}
-        return {name: tensor.clone() for name, tensor in found.items()}
-
 
 def save(
     rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype
@@ -92,9 +87,9 @@ def save(
     job = Job(mesh, dtype, seed=0)
     job.train(1)
     checkpoint.save(folder, job.model, job.opt, step=1)
-    saved = job.tensors()
+    saved = all_of(job.model, job.opt)
     job.train(2)
-    return saved, job.tensors()
+    return saved, all_of(job.model, job.opt)
 
 
 def load(
@@ -102,9 +97,9 @@ def load(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     job = Job(mesh, dtype, seed=50)
     checkpoint.load(folder, job.model, job.opt)
-    loaded = job.tensors()
+    loaded = all_of(job.model, job.opt)
     job.train(2)
-    return loaded, job.tensors()
+    return loaded, all_of(job.model, job.opt)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -120,6 +115,4 @@ def test_loads_on_any_other_mesh_bit_for_bit(
     ]
     for of_rank in (*others, *loaded):
         for found, wanted in zip(of_rank, saved, strict=True):
-            assert found.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)
+            assert_bits(found, wanted)

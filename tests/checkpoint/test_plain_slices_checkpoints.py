@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import slow
+from checkpoint_cases import assert_bits
 from harness import run_ranks
 from megatron_cases import HYPER, Block, Model, loss_of, make_model
+from small_jobs import all_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from zero_optim import (
@@ -61,14 +63,6 @@ def train(model: Model, opt: ShardedAdamW, data_rank: int, step: int) -> None:
     opt.zero_grad()
 
 
-def everything(model: Model, opt: ShardedAdamW) -> dict[str, Tensor]:
-    """This tensor-parallel rank's parameters and state, in the shapes that it has, on each of its ranks."""
-    state = full_state_dict(opt, rank=None)["state"]
-    names = [name for name, _ in model.named_parameters()]
-    of_state = {f"{names[i]}.{kind}": value for i, entry in state.items() for kind, value in entry.items()}
-    return {**full_model_state_dict(model, rank=None), **of_state}
-
-
 def save(rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype) -> dict[str, Tensor]:
     model, opt, of = make_job(mesh, dtype)
     for step in range(2):
@@ -79,7 +73,7 @@ def save(rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype
     assert (bool(weights), bool(state)) == (first, first)  # one rank of each slice gets them
     if first:
         Path(f"{folder}/{of.get_local_rank('tp')}").write_bytes(pickle.dumps((weights, state)))
-    found = everything(model, opt)
+    found = all_of(model, opt)
     opt.close()
     return found
 
@@ -95,15 +89,9 @@ def load(rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype
             weights, state = pickle.loads(Path(f"{folder}/{of.get_local_rank('tp')}").read_bytes())
             model.load_state_dict(weights)
             load_full_state_dict(opt, state if of.get_local_rank("dp") == 0 else None)
-        found.append(everything(model, opt))
+        found.append(all_of(model, opt))
         opt.close()
     return found
-
-
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:
-    assert found.keys() == wanted.keys(), what
-    wrong = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
-    assert not wrong, f"{what}: {wrong}"
 
 
 # In ``make test`` each of SAVED is loaded by half of the meshes.
@@ -121,11 +109,11 @@ def test_loads_on_any_data_parallel_ranks_bit_for_bit(saved: Mesh, loaded: tuple
     wanted = run_ranks(saved.ranks, save, saved, str(tmp_path), dtype, timeout=120)
     assert not torch.equal(wanted[0]["blocks.0.fused"], wanted[1]["blocks.0.fused"])
     for rank, other in enumerate(wanted):
-        assert_same(other, wanted[rank % 2], f"what ranks of one slice say, rank {rank}")
+        assert_bits(other, wanted[rank % 2], f"what ranks of one slice say, rank {rank}")
     for mesh in loaded:
         for rank, ways in enumerate(run_ranks(mesh.ranks, load, mesh, str(tmp_path), dtype, timeout=120)):
             for how, found in zip(("own", "full"), ways, strict=True):
-                assert_same(found, wanted[rank % 2], f"{how}, on {mesh}, rank {rank}")
+                assert_bits(found, wanted[rank % 2], f"{how}, on {mesh}, rank {rank}")
     tensors = json.loads((tmp_path / "own" / "step-2" / "index.json").read_text())["contents"]["tensors"]
     stacks = {entry["name"]: entry["shape"] for entry in tensors if entry["kind"] == "parameter" and "cut" in entry}
     assert stacks == {
@@ -138,10 +126,10 @@ def test_loads_on_any_data_parallel_ranks_bit_for_bit(saved: Mesh, loaded: tuple
 def refused(rank: int, world_size: int, mesh: Mesh, folder: str) -> str:
     """Nothing is changed."""
     model, opt, _ = make_job(mesh, torch.float32, seed=1)
-    before = everything(model, opt)
+    before = all_of(model, opt)
     with pytest.raises(StateMismatchError) as error:
         checkpoint.load(f"{folder}/own", model, opt)
-    assert_same(everything(model, opt), before, "after an error")
+    assert_bits(all_of(model, opt), before, "after an error")
     opt.close()
     return str(error.value)
 
@@ -206,4 +194,4 @@ def gather(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Ten
 
 def test_gathered_slices_are_those_of_each_rank() -> None:
     for found, wanted in run_ranks(4, gather):
-        assert_same(found, wanted, "after an edit")
+        assert_bits(found, wanted, "after an edit")

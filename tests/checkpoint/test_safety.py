@@ -12,13 +12,17 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import google_crc32c
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_cases import flip
 from checkpoint_files import read_contents
+from compare import same
 from harness import run_ranks
+from small_jobs import Stateful, all_of
 from torch import nn
 from zero_optim import ShardedAdamW, checkpoint
 from zero_optim.checkpoint import saving
@@ -31,16 +35,14 @@ def job(seed: int = 0) -> tuple[nn.Module, ShardedAdamW]:
     torch.manual_seed(seed)
     model = nn.Linear(5, 3)
     opt = ShardedAdamW(model.named_parameters())
-    model(torch.ones(2, 5)).sum().backward()
-    opt.step()
-    opt.zero_grad()
+    step(model, opt)
     return model, opt
 
 
-def values(model: nn.Module, opt: ShardedAdamW) -> list[torch.Tensor]:
-    state = opt.state_dict()["state"]
-    tensors = [*model.state_dict().values(), *(state[name][kind] for name in state for kind in ("exp_avg", "step"))]
-    return [tensor.clone() for tensor in tensors]
+def step(model: nn.Module, opt: ShardedAdamW) -> None:
+    model(torch.ones(2, 5)).sum().backward()
+    opt.step()
+    opt.zero_grad()
 
 
 @pytest.fixture
@@ -117,29 +119,55 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: flip(folder / "rank-0.safetensors", 40),
         "rank-0.safetensors is damaged: its header has another checksum",
     ),
+    "deep nesting": (lambda folder: (folder / "index.json").write_text("[" * 100_000), "index.json is damaged"),
+    "a bit of rank 1": (
+        lambda folder: flip(folder / "rank-1.safetensors", -1),
+        "rank-1.safetensors is damaged: .* another checksum",
+    ),
+    "rank 1 is gone": (lambda folder: (folder / "rank-1.safetensors").unlink(), "rank-1.safetensors is missing"),
+    "rank 1 has grown": (
+        lambda folder: (folder / "rank-1.safetensors").open("ab").write(b"more"),
+        "rank-1.safetensors has .* bytes, and was written with",
+    ),
+    "rank 1 of the checkpoint before": (
+        lambda folder: shutil.copy(folder.parent / "step-1" / "rank-1.safetensors", folder),
+        "rank-1.safetensors is damaged: .* another checksum",
+    ),
 }
 
 
+def load_damaged(rank: int, world_size: int, folder: str, damage: str) -> None:
+    """The damaged one is refused, and changes nothing; its folder loads the one before, as long as that is there."""
+    (harm, message), path = DAMAGE[damage], Path(folder)
+    model, opt = job()
+    checkpoint.save(path, model, opt, step=1)
+    whole = all_of(model, opt)
+    step(model, opt)
+    checkpoint.save(path, model, opt, step=2)
+    if rank == 0:
+        harm(path / "step-2")
+    dist.barrier()
+    model, opt = job(seed=1)
+    before = all_of(model, opt)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(path / "step-2", model, opt)
+    assert same(all_of(model, opt), before) and not torch.equal(before["weight"], whole["weight"])
+    said = pytest.warns(UserWarning, match=rf"step-1 was loaded, and none that is newer: .*{message}")
+    with said if rank == 0 else contextlib.nullcontext():
+        assert checkpoint.load(path, model, opt).step == 1
+    assert same(all_of(model, opt), whole)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(path / "step-1")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(path, model, opt)
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named_and_the_one_before_is_loaded(two: Path, damage: str) -> None:
-    harm, message = DAMAGE[damage]
-    model, opt = job(seed=1)
-    before = values(model, opt)
-    checkpoint.load(two / "step-1", model, opt)
-    whole = values(model, opt)
-    harm(two / "step-2")
-    model, opt = job(seed=1)
-    with pytest.raises(CheckpointError, match=message):
-        checkpoint.load(two / "step-2", model, opt)
-    assert all(torch.equal(*pair) for pair in zip(before, values(model, opt), strict=True))
-    assert not torch.equal(before[0], whole[0])
-    with pytest.warns(UserWarning, match=rf"step-1 was loaded, and none that is newer: .*{message}"):
-        assert checkpoint.load(two, model, opt).step == 1
-    assert all(torch.equal(*pair) for pair in zip(whole, values(model, opt), strict=True))
-    # With the one before gone, too, there is none.
-    shutil.rmtree(two / "step-1")
-    with pytest.raises(CheckpointError, match=message):
-        checkpoint.load(two, model, opt)
+def test_damage_is_named_and_the_one_before_is_loaded(tmp_path: Path, damage: str) -> None:
+    for ranks in (1, 2)["rank 1" in damage :]:
+        run_ranks(ranks, load_damaged, str(tmp_path / f"{ranks}"), damage)
 
 
 @pytest.mark.slow
@@ -259,10 +287,10 @@ def test_a_replacement_that_fails_loses_nothing(two: Path, monkeypatch: pytest.M
 def test_a_checkpoint_of_the_same_step_is_replaced(two: Path) -> None:
     model, opt = job(seed=5)
     checkpoint.save(two, model, opt, step=2)
-    saved = values(model, opt)
+    saved = all_of(model, opt)
     model, opt = job(seed=6)
     checkpoint.load(two, model, opt)
-    assert all(torch.equal(*pair) for pair in zip(saved, values(model, opt), strict=True))
+    assert same(all_of(model, opt), saved)
     assert sorted(folder.name for folder in two.iterdir()) == ["step-1", "step-2"]
 
 
@@ -369,16 +397,6 @@ def test_two_jobs_that_save_into_one_folder(tmp_path: Path, world_size: int) -> 
         assert f"another job saves into {tmp_path}, too" in message
 
 
-class Loader:
-    def __init__(self, fails: bool) -> None:
-        self.fails = fails
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.fails:
-            raise KeyError("no position")
-        return {"at": 3}
-
-
 def differ(rank: int, world_size: int, folder: str) -> list[str]:
     """What only rank 1 does wrong. Returns what each case raises here."""
     model, opt = job()
@@ -393,8 +411,11 @@ def differ(rank: int, world_size: int, folder: str) -> list[str]:
 
     expect(RankMismatchError, step=2 + one)
     expect(TypeError if one else RankMismatchError, step=2, extra=object() if one else None)
-    expect(KeyError if one else RankMismatchError, step=2, data=Loader(one))
+    broken = mock.Mock(**{"state_dict.side_effect": KeyError("no position")})
+    expect(KeyError if one else RankMismatchError, step=2, data=broken if one else Stateful(3))
     expect(RankMismatchError, step=2, keep_last=2 if one else 1)
+    both = {"data": broken} if one else {"data": Stateful(3), "extra": object()}
+    expect(RankMismatchError if one else TypeError, step=2, **both)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "is_dir", lambda path: not one)
         expect(CheckpointError, step=2)
@@ -412,13 +433,15 @@ def differ(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_one_rank_that_differs_or_fails_fails_all(tmp_path: Path) -> None:
-    for rank, (step, plain, data, keep, blind, full, lost) in enumerate(run_ranks(2, differ, str(tmp_path))):
+    for rank, (step, plain, data, keep, *more) in enumerate(run_ranks(2, differ, str(tmp_path))):
+        both, blind, full, lost = more
         assert "rank 0 has step=2; rank 1 has step=3. Every rank must give checkpoint.save the same" in step
         assert "extra is a builtins.object, which cannot be written without pickle" in plain
         assert "no position" in data and "rank 0 has keep_last=1; rank 1 has keep_last=2" in keep
         assert "is not there for rank 1 on " in blind and "one folder that all nodes share" in blind
         assert "rank-1.safetensors: No space left on device after 0 of " in full
         assert "was not written whole: the parameter 'weight' has 15 elements, and its pieces 9" in lost
+        assert both.startswith("rank 0 failed with TypeError: " * rank + "extra is a")
         assert all(message.startswith("rank 1 failed with") for message in (plain, data)) == (rank == 0)
 
 

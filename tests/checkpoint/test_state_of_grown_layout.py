@@ -105,22 +105,3 @@ def _partly_frozen(rank: int, world_size: int) -> bool:
 def test_parameters_that_are_frozen_by_now_are_left_out_of_the_parts():
     """The layout of the others is that of fewer parameters, so such a state does not fit: it is told."""
     assert run_ranks(2, _partly_frozen) == [True, True]
-
-
-def _keys_of_whole_tensors(rank: int, world_size: int) -> list[str]:
-    model = _model(thawed=False)
-    opt = _optimizer(model, 0, "ShardedAdamW", "added")
-    opt.add_param_group({"params": [model[number].weight.requires_grad_(True) for number in LATE]})
-    return sorted(opt.state_dict())
-
-
-def test_whole_tensors_have_no_parts():
-    assert run_ranks(2, _keys_of_whole_tensors) == [["param_groups", "state"]] * 2
-
-
-def test_one_rank_has_no_parts():
-    model = _model(thawed=False)
-    opt = _optimizer(model, 2, "ShardedAdamW", "added")
-    opt.add_param_group({"params": [model[number].weight.requires_grad_(True) for number in LATE]})
-    assert opt.state_dict().keys() == {"state", "param_groups"}
-    opt.close()

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from cells import slow_where
+from checkpoint_cases import assert_bits
 from harness import run_ranks
-from tensor_cases import HYPER, VOCABULARY, Block, Way, loss_of, losses, make_mesh, make_model
+from small_jobs import all_of
+from tensor_cases import HYPER, Block, Way, loss_of, losses, make_mesh, make_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -72,17 +74,6 @@ def _step(rank: int, mesh: Mesh, way: Way, model, opt, number: int) -> None:
     opt.zero_grad()
 
 
-def _everything(model, opt) -> dict[str, Tensor]:
-    """Parameters and state by name: whole, on every rank."""
-    import zero_optim
-
-    weights = zero_optim.full_model_state_dict(model, rank=None)
-    state = zero_optim.full_state_dict(opt, rank=None)["state"]
-    names = [name for name, _ in model.named_parameters()]
-    of_state = {f"{names[i]}.{kind}": value for i, entry in state.items() for kind, value in entry.items()}
-    return {**weights, **of_state}
-
-
 def _save(
     rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype, hidden: int, hows: Iterable[str]
 ) -> dict[str, Tensor]:
@@ -92,7 +83,7 @@ def _save(
     model, opt, way = _job(mesh, dtype, hidden)
     for number in range(2):
         _step(rank, mesh, way, model, opt, number)
-    found = _everything(model, opt)
+    found = all_of(model, opt)
     if "own" in hows:
         zero_optim.checkpoint.save(f"{folder}/own", model, opt, step=2)
     if "dcp" in hows:
@@ -127,7 +118,7 @@ def _load(
             weights, full = pickle.loads(Path(f"{folder}/full").read_bytes())
             _load_weights(model, weights)
             zero_optim.load_full_state_dict(opt, full if rank == 0 else None)
-        found.append(_everything(model, opt))
+        found.append(all_of(model, opt))
         opt.close()
     return found
 
@@ -142,12 +133,6 @@ def _load_weights(model, weights: Mapping[str, Tensor]) -> None:
             if isinstance(parameter, DTensor):
                 whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(whole)
-
-
-def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:
-    assert found.keys() == wanted.keys(), what
-    wrong = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
-    assert not wrong, f"{what}: {wrong}"
 
 
 HOWS = ("own", "dcp", "full")
@@ -165,7 +150,7 @@ def test_loads_on_any_other_mesh_bit_for_bit(saved, tmp_path):
     dtype, hidden = every[saved.stage % 2]
     wanted = run_ranks(saved.ranks, _save, saved, str(tmp_path), dtype, hidden, HOWS, timeout=120)
     for other in wanted[1:]:
-        _same(other, wanted[0], "what ranks say of one job")
+        assert_bits(other, wanted[0], "what ranks say of one job")
     _load_on(_loads_of(saved), str(tmp_path), wanted[0], dtype, hidden)
 
 
@@ -190,64 +175,7 @@ def _load_on(
     for mesh, hows in loads.items():
         for rank, ways in enumerate(run_ranks(mesh.ranks, _load, mesh, folder, dtype, hidden, hows, timeout=120)):
             for how, found in zip(hows, ways, strict=True):
-                _same(found, wanted, f"{how}, on {mesh}, rank {rank}")
-
-
-def _losses(rank: int, mesh: Mesh, way: Way, model, opt, steps: range) -> list[float]:
-    """Train; the loss of each step, of this data-parallel rank's batch."""
-    found = []
-    for number in steps:
-        with losses(sequence=way.sequence):
-            loss = loss_of(model, rank // mesh.tensor, number)
-            loss.backward()
-        found.append(float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss))
-        opt.step()
-        opt.zero_grad()
-    return found
-
-
-def _interrupted(rank: int, world_size: int, mesh: Mesh, folder: str) -> list[float]:
-    import zero_optim
-
-    model, opt, way = _job(mesh, torch.float32, 24)
-    _losses(rank, mesh, way, model, opt, range(2))
-    zero_optim.checkpoint.save(folder, model, opt, step=2)
-    found = _losses(rank, mesh, way, model, opt, range(2, 5))
-    opt.close()
-    return found
-
-
-def _resumed(rank: int, world_size: int, mesh: Mesh, folder: str) -> list[float]:
-    import zero_optim
-
-    model, opt, way = _job(mesh, torch.float32, 24, seed=rank + 1)
-    zero_optim.checkpoint.load(folder, model, opt)
-    found = _losses(rank, mesh, way, model, opt, range(2, 5))
-    opt.close()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh",
-    [Mesh(2, 2, 2), Mesh(2, 1, 2), Mesh(3, 1, 1)],
-    ids=str,
-)
-def test_a_vocabulary_that_no_number_of_ranks_divides_gives_the_same_loss_after_a_resume(mesh, tmp_path):
-    """11 rows of embedding and output, 6 and 5 over two ranks. Bit for bit on the mesh that saved. Others have two
-    data-parallel ranks, too: so the batches of all steps are the same. Of three ranks the first loss is, that of what
-    was loaded."""
-    assert VOCABULARY % 2
-    saved = Mesh(2, 2, 2)
-    wanted = run_ranks(4, _interrupted, saved, str(tmp_path), timeout=120)
-    resumed = run_ranks(mesh.ranks, _resumed, mesh, str(tmp_path), timeout=120)
-    if mesh == saved:
-        assert resumed == wanted
-        return
-    same_batches = mesh.data == saved.data
-    for rank, found in enumerate(resumed[: 2 * mesh.tensor]):
-        of_batch = wanted[2 * (rank // mesh.tensor)]
-        assert found[: 3 if same_batches else 1] == pytest.approx(of_batch[: 3 if same_batches else 1], rel=1e-5)
+                assert_bits(found, wanted, f"{how}, on {mesh}, rank {rank}")
 
 
 def _load_exported(rank: int, world_size: int, meshes: Iterable[Mesh], folder: str) -> list[dict[str, Tensor]]:
@@ -279,7 +207,7 @@ def test_slices_are_exported_whole_and_read_from_whole_files(tmp_path):
     meshes = (Mesh(2, 2, 2), Mesh(1, 4, 1), Mesh(2, 2, 3))
     for of_rank in run_ranks(4, _load_exported, meshes, str(tmp_path / "whole"), timeout=120):
         for mesh, found in zip(meshes, of_rank, strict=True):
-            _same(found, exported, f"read on {mesh}")
+            assert_bits(found, exported, f"read on {mesh}")
 
 
 ROWWISE = {"out": 8, "down": 12}  # layers whose weights are cut along dimension 1, and columns of a half

@@ -43,6 +43,10 @@ run_client_ranks = functools.partial(run_ranks, imported=("accelerate", "lightni
 """As ``run_ranks``, on ranks that have imported the clients."""
 
 
+QUIET = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False}
+"""Of Lightning's Trainer."""
+
+
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Skip where a client is not installed. requirements.txt has them all."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]

@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zero_optim
-from client_cases import (
-    EPS,
-    assert_like_adamw,
-    close,
-    forget_accelerator,
-    load_example,
-    needs,
-    weights,
-)
+from client_cases import EPS, assert_like_adamw, close, forget_accelerator, load_example, needs, weights
 from torch import nn
 from torch.nn import functional as F
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from typing import Any
 
@@ -56,16 +55,6 @@ def train(make_optimizer: Any, rank: int = 0, backend: str | None = None, model:
 def test_it_trains_as_with_adamw() -> None:
     ours = train(zero_optim.ShardedAdamW, backend="aot_eager")
     assert_like_adamw(weights(ours), weights(train(torch.optim.AdamW, backend="aot_eager")), LR, STEPS)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
-def test_inductor() -> None:
-    models = []
-    for optimizer in (zero_optim.ShardedAdamW, torch.optim.AdamW):
-        torch.manual_seed(0)
-        models.append(train(optimizer, backend="inductor", model=nn.Linear(16, 4)))
-    assert_like_adamw(weights(models[0]), weights(models[1]), LR, STEPS)
 
 
 def run_example(folder: str) -> dict[str, Any]:

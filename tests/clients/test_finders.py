@@ -87,8 +87,8 @@ def _tuned(rank: int, world_size: int, folder: str, stage: int | None) -> tuple[
 
         units = {"units": (nn.Linear,)} if stage == 3 else {}
         strategy = "ddp" if stage is None else ShardedStrategy(process_group_backend="gloo", **units)
-        off = dict.fromkeys(("logger", "enable_model_summary", "enable_progress_bar", "enable_checkpointing"), False)
-        options = {"accelerator": "cpu", "devices": world_size, "max_steps": 6, "default_root_dir": folder, **off}
+        options = {"accelerator": "cpu", "devices": world_size, "max_steps": 6, "default_root_dir": folder}
+        options |= {"enable_checkpointing": False, **cases.QUIET}
         trainer, module = lightning.Trainer(strategy=strategy if world_size > 1 else "auto", **options), Module()
         if world_size > 1:
             Tuner(trainer).lr_find(module, min_lr=1e-4, num_training=25)

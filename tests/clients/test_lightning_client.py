@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zero_optim
-from client_cases import EPS, assert_like_adamw, close, load_example, needs, silent, weights
+from client_cases import EPS, QUIET, assert_like_adamw, close, load_example, needs, silent, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training_cases import assert_bitwise
@@ -17,6 +17,7 @@ from training_cases import assert_bitwise
 pytestmark = needs("lightning")
 
 LR, STEPS = 1e-2, 10
+ONE_CPU = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **QUIET}
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +41,7 @@ def train(make_optimizer: Any, *, scaler: Any = None, **options: Any) -> nn.Modu
     x = torch.randn(4 * STEPS, 16)
     module = Module()
     plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)] if scaler else []
-    quiet = {"logger": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, plugins=plugins, enable_progress_bar=False, **quiet, **options
-    )
+    trainer = lightning.Trainer(max_epochs=1, plugins=plugins, **ONE_CPU, **options)
     trainer.fit(module, DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=4))
     for optimizer in trainer.optimizers:
         close(optimizer)
@@ -121,16 +119,7 @@ def test_validation_sees_the_averages() -> None:
 
     x = torch.randn(16, 16)
     data = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=4)
-    quiet = {"logger": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        callbacks=[EvaluateAverages()],
-        enable_progress_bar=False,
-        num_sanity_val_steps=0,
-        **quiet,
-    )
+    trainer = lightning.Trainer(max_epochs=1, callbacks=[EvaluateAverages()], num_sanity_val_steps=0, **ONE_CPU)
     trainer.fit(Module(), data, data)
     assert len(seen) == 4
     for optimizer in trainer.optimizers:

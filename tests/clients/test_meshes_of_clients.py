@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import zero_optim
 from client_cases import (
+    QUIET,
     as_torchrun,
     assert_like_adamw,
     close,
@@ -194,12 +195,7 @@ def llama(kind: str = "Llama") -> nn.Module:
 def cut_by_plan(model: Any, mesh: dist.DeviceMesh) -> None:
     """By transformers' plan for it, and torch's styles."""
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     styles = {
         "colwise": ColwiseParallel(),
@@ -352,14 +348,8 @@ def fitted(strategy: Any, module: Any, folder: str, resume: str | None = None, *
     """The Trainer after an epoch, and a validation."""
     import lightning
 
-    quiet = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
-    trainer = lightning.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=4,
-        default_root_dir=folder,
-        **{**quiet, "max_epochs": 1, **options},
-    )
+    settings = {"accelerator": "cpu", "devices": 4, "max_epochs": 1, "num_sanity_val_steps": 0, **QUIET}
+    trainer = lightning.Trainer(strategy=strategy, default_root_dir=folder, **settings, **options)
     trainer.fit(module, batches(2), batches(2), ckpt_path=resume)
     return trainer
 

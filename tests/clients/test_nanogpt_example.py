@@ -6,7 +6,6 @@ import difflib
 import itertools
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,18 +100,6 @@ def test_they_go_on_from_one_anothers_files(dtype: str, tmp_path: Path) -> None:
     run_ranks(2, _run, runs, timeout=120)
     for start in ("before", "after"):
         _assert_alike(_load(tmp_path / f"{start}-after"), _load(tmp_path / f"{start}-before"), 2, since=1)
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
-    """The launcher as it is."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for name in ("before", "after"):
-        command = [*launcher, str(FOLDER / f"{name}.py"), *_options(tmp_path / name, "float32")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count(f"step {STEPS}  train") == 1, done.stdout  # rank 0 alone prints
-    _assert_alike(_load(tmp_path / "after"), _load(tmp_path / "before"), STEPS)
 
 
 # ---- what README says ------------------------------------------------------------------------------------------------

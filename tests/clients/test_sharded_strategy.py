@@ -13,6 +13,7 @@ import zero_optim
 from client_cases import (
     ALONE_SLOW,
     EPS,
+    QUIET,
     as_torchrun,
     assert_like_adamw,
     assert_ranks_alike,
@@ -85,8 +86,7 @@ def fit(
     ranks = int(os.environ["WORLD_SIZE"])
     settings = {"accelerator": "cpu", "devices": ranks, "max_epochs": ranks, "accumulate_grad_batches": 2}
     settings |= {"gradient_clip_val": 0.1, "callbacks": [ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)]}
-    quiet = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(strategy=strategy, default_root_dir=folder, **{**settings, **quiet, **options})
+    trainer = lightning.Trainer(strategy=strategy, default_root_dir=folder, **{**settings, **QUIET, **options})
     module = module_class(lightning.LightningModule)(make_optimizer, dropout)
     trainer.fit(module, data(), data(), ckpt_path=resume)
     return trainer
@@ -194,10 +194,9 @@ def by_hand(strategy: Any, make_optimizer: Any) -> list[Tensor]:
             self.optimizers().step()
             self.optimizers().zero_grad()
 
-    quiet = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False}
     lightning.seed_everything(0, verbose=False)
     trainer = lightning.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, enable_checkpointing=False, **quiet
+        strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, enable_checkpointing=False, **QUIET
     )
     trainer.fit(ByHand(make_optimizer), data())
     return closed(trainer)
@@ -347,9 +346,8 @@ def finetuned(stage: int, folder: str, epochs: int, resume: str | None = None) -
 
     ranks = int(os.environ["WORLD_SIZE"])
     callbacks = [Unfreeze(), ModelCheckpoint(folder, save_last="link", save_top_k=-1)]
-    quiet = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False, "callbacks": callbacks}
-    strategy = sharded(stage)["strategy"]
-    trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=ranks, max_epochs=epochs, **quiet)
+    options = {"strategy": sharded(stage)["strategy"], "callbacks": callbacks, **QUIET}
+    trainer = lightning.Trainer(accelerator="cpu", devices=ranks, max_epochs=epochs, **options)
     trainer.fit(Net(), DataLoader(data().dataset, batch_size=80 // ranks), ckpt_path=resume)
     return closed(trainer)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zero_optim
-from client_cases import as_torchrun, forget_accelerator, needs, run_client_ranks, silent
+from client_cases import QUIET, as_torchrun, forget_accelerator, needs, run_client_ranks, silent
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -87,18 +87,10 @@ def by_lightning(rank: int, folder: str) -> nn.Module:
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(range(MICRO * STEPS), batch_size=None)
 
-    module, quiet = Module(), {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    lightning.Trainer(
-        strategy=ShardedStrategy(process_group_backend="gloo"),
-        accelerator="cpu",
-        devices=RANKS,
-        max_epochs=1,
-        accumulate_grad_batches=MICRO,
-        use_distributed_sampler=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **quiet,
-    ).fit(module)
+    module, options = Module(), {"accelerator": "cpu", "devices": RANKS, "max_epochs": 1, **QUIET}
+    options |= {"accumulate_grad_batches": MICRO, "use_distributed_sampler": False, "enable_checkpointing": False}
+    strategy = ShardedStrategy(process_group_backend="gloo")
+    lightning.Trainer(strategy=strategy, default_root_dir=folder, **options).fit(module)
     return module.model
 
 

@@ -177,22 +177,6 @@ def test_a_trainer_checkpoint_resumes(first: Any, tmp_path: Any) -> None:
     assert_like_adamw(weights(resumed), weights(straight), LR, 6)
 
 
-def test_a_trainer_makes_sgd_where_it_is_asked_to(tmp_path: Any) -> None:
-    from transformers import Trainer
-    from zero_optim.integrations.transformers import ShardedTrainer
-
-    found = []
-    for kind in (ShardedTrainer, Trainer):
-        options = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 3}
-        model, trainer = _trainer(kind, tmp_path, lambda model: {}, **options)
-        trainer.train()
-        found.append(weights(model))
-        assert isinstance(trainer.optimizer.optimizer, zero_optim.ShardedSGD) == (kind is ShardedTrainer)
-        close(trainer.optimizer.optimizer)
-    for one, other in zip(*found, strict=True):
-        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
 def test_a_trainer_evaluates_the_averages(tmp_path: Any) -> None:
     from zero_optim.integrations.transformers import ShardedTrainer
 

@@ -158,13 +158,6 @@ def test_a_norm_is_the_exchange_that_the_step_makes_anyway_and_another_type_cost
             _check(seen, run, 2, size, size)
 
 
-def test_a_bucket_never_holds_more_than_a_quarter_of_its_group():
-    """Eight equal parameters under a cap that would hold them all: four buckets of two."""
-    run = Run(2, ((12, ROW),) * 8, cap_mb=25.0)
-    for results in run_ranks(2, _observe, [run]):
-        assert results[0].after["buckets"] == 4
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_one_rank_sends_nothing(stage):
     (results,) = run_ranks(1, _observe, [Run(stage), Run(stage, clip=(2.0,))])
@@ -228,42 +221,3 @@ def _overlapped(rank: int, world_size: int, stage: int) -> tuple[int, int]:
 def test_reductions_leave_during_backward(stage):
     for in_backward, total in run_ranks(2, _overlapped, stage):
         assert (in_backward, total) == (len(ALIGNED), len(ALIGNED))
-
-
-@dataclass(frozen=True)
-class Memory:
-    """``stats()['memory']`` of a bf16 model without padding, after a steady step, gradients included."""
-
-    full: dict[str, int]
-    elements: int
-    largest: int
-
-
-def _memory(rank: int, world_size: int, stage: int) -> Memory:
-    import zero_optim
-
-    params = make_parameters(ALIGNED, torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(params, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(WARM_UP):
-        linear_backward(params, make_gradients(params, rank, step))
-        opt.step()
-        full = dict(opt.stats()["memory"])
-        opt.zero_grad()
-    opt.close()
-    return Memory(full, sum(p.numel() for p in params), max(p.numel() for p in params))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_memory_by_formula(stage, world_size):
-    """14, 4 + 10/N and 2 + 12/N bytes a parameter; two communication buffers of the largest bucket beside them."""
-    for memory in run_ranks(world_size, _memory, stage):
-        shard = memory.elements // (world_size if stage >= 1 else 1)
-        gradient_shard = memory.elements // (world_size if stage >= 2 else 1)
-        kinds = memory.full
-        assert kinds["parameters"] == 2 * memory.elements
-        assert 2 * kinds["master_low"] == kinds["exp_avg"] == kinds["exp_avg_sq"] == 4 * shard
-        assert kinds["gradients"] == 2 * gradient_shard
-        assert kinds["padding"] == 0
-        if stage == 2 and world_size > 1:
-            assert kinds["communication"] == 2 * 2 * memory.largest

@@ -222,18 +222,3 @@ def test_sizes_that_are_connected() -> None:
     every = [(2**shift, torch.bfloat16) for shift in range(10, 21)] + [(2**20, torch.float32)]
     sizes = sharding.of_each_size(every)
     assert sizes == [(2**shift, torch.bfloat16) for shift in (11, 13, 15, 17, 19, 20)] + [(2**20, torch.float32)]
-
-
-def _kinds_of_construction(rank: int, world_size: int) -> list[str]:
-    import zero_optim
-    from zero_optim.comm import transport
-
-    zero_optim.ShardedAdamW([nn.Parameter(torch.ones(ROW))], lr=1e-2).close()
-    used: Any = transport.used()
-    return [entry.kind for entry in used.issued]
-
-
-def test_nccl_connects_in_the_constructor() -> None:
-    """Its host waits for all ranks there, and in a backward one that has raised would not come."""
-    for kinds in run_ranks(2, _kinds_of_construction, simulated="late"):
-        assert kinds[kinds.index("reduce_scatter") :][:3] == ["reduce_scatter", "all_gather", "all_reduce"]

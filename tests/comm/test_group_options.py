@@ -47,6 +47,7 @@ def _made(rank: int, world_size: int, backend: str, members: list[int]) -> list[
             assert transport.Transport().split(group, [[member] for member in members], "across replicas") == (
                 f"group {1 + (members.index(rank) if len(members) == world_size else 0)}"
             )
+    dist.barrier()  # else a rank leaves while another is still connecting the group, which then fails (seen)
     return calls
 
 

@@ -9,15 +9,7 @@ from harness import run_ranks
 from oracle import Hyper, MasterAdamW, averages
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from training_cases import (
-    SHAPES,
-    TINY_CAP_MB,
-    assert_bitwise,
-    copies,
-    linear_backward,
-    make_gradients,
-    make_parameters,
-)
+from training_cases import SHAPES, TINY_CAP_MB, assert_bitwise, copies, linear_backward, make_gradients, make_parameters
 
 LR = 1e-2
 
@@ -71,17 +63,6 @@ def test_a_group_without_rank_zero():
     expected = _expected((1, 2), seed=1)
     assert_bitwise(one, expected, "rank 1")
     assert_bitwise(two, expected, "rank 2")
-
-
-def _in_a_mesh(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], int]:
-    return _train(rank, stage=stage, mesh=init_device_mesh("cpu", (world_size,)))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_mesh_of_one_dimension(stage):
-    for params, world in run_ranks(2, _in_a_mesh, stage):
-        assert world == 2
-        assert_bitwise(params, _expected((0, 1), seed=0))
 
 
 def _both(rank: int, world_size: int) -> str:

@@ -9,43 +9,24 @@ from tensor_cases import Block, Way, make_mesh, make_model
 from torch import nn
 
 
-def _sharding(rank: int, world_size: int, stage: int) -> tuple:
-    """Of six ranks with two slices."""
-    from zero_optim.comm.collectives import make_comm
-    from zero_optim.comm.sharding import make_sharding
-    from zero_optim.comm.topology import read_row, read_topology
+def _begun(rank: int, world_size: int) -> list[float]:
+    """A value of a slice, of what both have and of a plain parameter, all of which were this rank's number."""
+    import zero_optim
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = make_mesh(3, 2)
-    group, topology = read_topology(mesh["dp"].get_group(), read_row(None, mesh["tp"]), explicit_tp=False)
-    world = make_comm(group)
-    world.separate()
-    sharding = make_sharding(world, stage, torch.device("cpu"), topology)
-    every = sharding.gather_slices(torch.tensor([float(rank)]), "state").view(-1).tolist()
-    alike, cut = torch.tensor([float(rank)]), torch.tensor([float(rank)])
-    sharding.alike(cut=False).broadcast(alike)
-    sharding.alike(cut=True).broadcast(cut)
-    terms = [torch.full((2,), float(rank), dtype=torch.bfloat16), torch.full((1,), 1.0, dtype=torch.bfloat16)]
-    sharding.sum_over_slices(terms)
-    return (
-        topology.columns,
-        (sharding.world_size, sharding.shard_count, sharding.shard_index),
-        (sharding.holders(cut=True), sharding.holders(cut=False)),
-        (every, float(alike), float(cut)),
-        [float(term[0]) for term in terms],
+    cut, whole = (
+        nn.Parameter(DTensor.from_local(torch.full((2, 3), float(rank)), mesh["tp"], [placement], run_check=False))
+        for placement in (Shard(0), Replicate())
     )
+    plain = nn.Parameter(torch.full((3,), float(rank)))
+    zero_optim.ShardedAdamW([cut, whole, plain], mesh=mesh["dp"]).close()
+    return [float(value.detach().flatten()[0]) for value in (cut.to_local(), whole.to_local(), plain)]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_who_holds_what_and_hears_whom(stage):
-    for rank, found in enumerate(run_ranks(6, _sharding, stage)):
-        data, tensor = divmod(rank, 2)
-        columns, sizes, (of_cut, of_alike), heard, terms = found
-        assert columns == ((0, 2, 4), (1, 3, 5))
-        assert sizes == ((3, 3, data) if stage else (3, 1, 0))
-        assert of_cut == ((1, 0) if stage else (3, data))
-        assert of_alike == ((2, tensor) if stage else (6, rank))
-        assert heard == ([2.0 * data, 2.0 * data + 1], 0.0, float(tensor))
-        assert terms == [4.0 * data + 1, 2.0]
+def test_slices_begin_as_those_of_the_first_data_parallel_rank_and_the_rest_as_rank_0():
+    for rank, values in enumerate(run_ranks(6, _begun)):
+        assert values == [rank % 2, 0, 0]
 
 
 def _summed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> float:

@@ -43,35 +43,23 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("found", "version", "asked", "left_out"),
-    [
-        (True, WITH_CUDA, {}, None),
-        (True, WITH_CUDA, {"ZERO_KERNELS_CUDA": "1"}, None),
-        (True, WITHOUT_CUDA, {}, "no use"),
-        (True, WITHOUT_CUDA, {"ZERO_KERNELS_CUDA": "0"}, "no use"),
-        (True, WITHOUT_CUDA, {"ZERO_KERNELS_CUDA": "1"}, None),
-        (True, "", {}, "no use"),
-        (False, WITH_CUDA, {}, "no nvcc"),
-        (False, WITHOUT_CUDA, {}, "no nvcc"),
-        (False, WITHOUT_CUDA, {"ZERO_KERNELS_CUDA": "1"}, "no nvcc"),
-        (True, WITH_CUDA, {"ZERO_KERNELS_NO_CUDA": "1"}, "declined"),
-        (True, WITH_CUDA, {"ZERO_KERNELS_NO_CUDA": "1", "ZERO_KERNELS_CUDA": "1"}, "declined"),
-    ],
-    ids=[
-        "both",
-        "both, forced",
-        "torch without",
-        "torch without, not forced",
-        "torch without, forced",
-        "torch without a version",
-        "no nvcc",
-        "neither",
-        "neither, forced",
-        "declined",
-        "declined and forced",
-    ],
-)
+# Whether there is an nvcc; torch's version file; the environment; why the library is left out.
+BUILDS = {
+    "both": (True, WITH_CUDA, {}, None),
+    "both, forced": (True, WITH_CUDA, {"ZERO_KERNELS_CUDA": "1"}, None),
+    "torch without": (True, WITHOUT_CUDA, {}, "no use"),
+    "torch without, not forced": (True, WITHOUT_CUDA, {"ZERO_KERNELS_CUDA": "0"}, "no use"),
+    "torch without, forced": (True, WITHOUT_CUDA, {"ZERO_KERNELS_CUDA": "1"}, None),
+    "torch without a version": (True, "", {}, "no use"),
+    "no nvcc": (False, WITH_CUDA, {}, "no nvcc"),
+    "neither": (False, WITHOUT_CUDA, {}, "no nvcc"),
+    "neither, forced": (False, WITHOUT_CUDA, {"ZERO_KERNELS_CUDA": "1"}, "no nvcc"),
+    "declined": (True, WITH_CUDA, {"ZERO_KERNELS_NO_CUDA": "1"}, "declined"),
+    "declined and forced": (True, WITH_CUDA, {"ZERO_KERNELS_NO_CUDA": "1", "ZERO_KERNELS_CUDA": "1"}, "declined"),
+}
+
+
+@pytest.mark.parametrize(("found", "version", "asked", "left_out"), BUILDS.values(), ids=BUILDS)
 def test_the_cuda_library_is_built_where_nvcc_and_torch_have_cuda_or_it_is_asked_for(
     setup_py: SimpleNamespace,
     places: dict[str, Path],

@@ -50,14 +50,6 @@ def test_threads_share_rows_without_changing_a_bit(dtype: torch.dtype) -> None:
 
 
 @every_backend
-def test_subnormals_are_neither_read_nor_written_as_zero(name: str) -> None:
-    average, master = torch.full((ROW + 1,), 2.0**-149), torch.full((ROW + 1,), 3 * 2.0**-149)
-    with backend(name):
-        zero_kernels.ema([average], [master], [], [torch.zeros(2, dtype=torch.int32)], torch.full((1, 1), 0.5))
-    assert (average == 2.0**-148).all()
-
-
-@every_backend
 @every_dtype
 def test_where_the_rate_is_0_every_bit_stays_and_no_master_counts(dtype: torch.dtype, name: str) -> None:
     """Not 0 * inf, and a NaN's bits as well; padding, whatever its rate would be; and no slot at all."""

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import FLOATS, ISAS, Shards, backend, rule_table, same_bits, threads
+from guards import no_host_reads
+from kernel_cases import ISAS, Shards, backend, rule_table, same_bits, threads
 from torch import Tensor
 
 import zero_kernels
@@ -16,9 +17,6 @@ from zero_kernels import ROW, RULES, Rule, columns_of, update_rows
 NAMES = ["reference", *ISAS]
 every_rule = pytest.mark.parametrize("rule", RULES)
 every_backend = pytest.mark.parametrize("name", NAMES)
-
-# Every pair of dtypes, every second one misaligned.
-PAIRS = [(grad, param, i % 2 * 3) for i, (grad, param) in enumerate((g, p) for g in FLOATS for p in (*FLOATS, None))]
 
 
 @every_rule
@@ -29,22 +27,6 @@ def test_threads_share_shards_without_changing_a_bit(rule: str) -> None:
         for count in (1, 3):
             with threads(count):
                 assert all(map(same_bits, want, shards.run(isa))), (isa, count)
-
-
-@pytest.mark.parametrize(("grad", "param", "offset"), PAIRS[::5])
-@every_backend
-def test_adamw_has_the_bits_of_adam_step(name: str, grad: torch.dtype, param: torch.dtype | None, offset: int) -> None:
-    shards = Shards("adamw", (4097, 0, 300), grad, param, offset)
-    got = shards.run(name)
-    for i in range(3):
-        alone = [x.clone() for x in (shards.masters[i], *shards.states[2 * i : 2 * i + 2], *shards.params[i : i + 1])]
-        out = alone[3] if param else None
-        with backend(name):
-            zero_kernels.adam_step(
-                shards.grads[i], *alone[:3], out, shards.row_slots[i], shards.table, torch.tensor(0.37)
-            )
-        ours = (got[i], *got[3 + 2 * i : 5 + 2 * i], *got[9 + i : 10 + i])
-        assert all(map(same_bits, alone, ours))
 
 
 def sgd(g: np.ndarray, p: np.ndarray, b: np.ndarray, c: Mapping[str, np.float32]) -> tuple[np.ndarray, ...]:
@@ -122,8 +104,8 @@ def test_found_inf_leaves_every_shard_and_names_the_slots_of_all(name: str, rule
     shards.grads[0][7], shards.grads[2][4] = math.nan, -math.inf
     shards.row_slots = [torch.tensor(slots, dtype=torch.int32) for slots in ([2], [0, 1], [3])]
     shards.table[3, RULES[rule].columns.index("grad_factor")] = 1.0
-    for found, want in ((1.0, [0, 0, 1, 1]), (math.nan, [0, 0, 1, 1]), (0.0, [0] * 4)):
-        slots = torch.zeros(4, dtype=torch.int32)
+    for found, want in ((1.0, [7, 0, 1, 1]), (math.nan, [7, 0, 1, 1]), (-2.0, [7, 0, 1, 1]), (0.0, [7, 0, 0, 0])):
+        slots = torch.tensor([7, 0, 0, 0], dtype=torch.int32)  # nothing is cleared in it
         after = shards.run(name, found_inf=torch.tensor([found]), nonfinite_slots=slots)
         assert slots.tolist() == want
         assert all(map(same_bits, shards.written, after)) == (found != 0)
@@ -200,15 +182,6 @@ def test_sgd_has_the_bits_of_torch(name: str, settings: dict[str, float]) -> Non
     assert same_bits(ours.master, theirs)
     if rule == "sgd":
         assert same_bits(ours.states[0], state["momentum_buffer"])
-
-
-@pytest.mark.parametrize("settings", SGD_SETTINGS, ids=str)
-def test_sgd_is_torchs_but_for_roundings(settings: dict[str, float]) -> None:
-    settings = {key: value * 1.1 if value == 2**-6 else value for key, value in settings.items()}
-    ours = Trained(NAMES[-1], "sgd" if settings.get("momentum") else "sgd_plain", {"lr": 0.03} | settings)
-    theirs, _ = ours.steps_of(lambda p: torch.optim.SGD(p, lr=0.03, **settings))
-    ours.steps()
-    assert few_units(ours.master, theirs, 0.03)
 
 
 def test_a_group_without_momentum_takes_the_gradient_itself() -> None:
@@ -323,13 +296,11 @@ def test_columns_have_room_for_nine() -> None:
 
 
 @every_rule
-def test_a_table_reads_nothing_on_the_host(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_reads_nothing_on_the_host(rule: str) -> None:
     want = rule_table(RULES[rule])
     assert want[:, 9].tolist() == [1, 1, 1, 0] and want[:, 11].tolist() == [1, 2, 1000, 3]
-    for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__"):
-        monkeypatch.setattr(torch.Tensor, name, None)
-    got = rule_table(RULES[rule])
-    monkeypatch.undo()
+    with no_host_reads():
+        got = rule_table(RULES[rule])
     assert torch.equal(got, want)
 
 

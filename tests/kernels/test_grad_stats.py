@@ -66,12 +66,6 @@ def test_norms_and_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sum_that_overflows_is_not_a_non_finite_gradient(name: str) -> None:
-    with backend(name):
-        assert zero_kernels.grad_stats(torch.full((5,), 1e30)).tolist() == [math.inf, 0]
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_an_empty_shard(name: str) -> None:
     for norm in (*NORMS, 3.0):
         with backend(name):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from kernel_cases import ISAS, backend, same_bits, threads
+from kernel_cases import ISAS, backend, threads
 
 import zero_kernels
 
@@ -32,16 +32,6 @@ def test_flags_of_a_gradient_that_threads_share(isa: str) -> None:
         with threads(2), backend(isa):
             zero_kernels.pack([torch.zeros(3), grad], [0, 128], torch.empty(1_000_128), 1.0, flags)
         assert flags.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_fp32_patterns_narrow_exactly(isa: str) -> None:
-    patterns = torch.arange(-(2**31), 2**31, 4099, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    for dtype in (torch.float16, torch.bfloat16):
-        narrow = torch.empty(len(patterns), dtype=dtype)
-        with backend(isa):
-            zero_kernels.pack([patterns], [0], narrow)
-        assert same_bits(narrow, patterns.to(dtype))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from kernel_cases import FLOATS, ISAS, EncodedShards, backend, rule_table, same_bits, threads
+from kernel_cases import ISAS, backend, rule_table, same_bits
 from torch import Tensor
 
 import zero_kernels
@@ -14,33 +14,6 @@ from zero_kernels import ROW, RULES, codecs
 BF16 = torch.bfloat16
 NAMES = ["reference", *ISAS]
 every_backend = pytest.mark.parametrize("name", NAMES)
-SIZES = (2000, 1, 0, 127, 128, 129, 7)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_same_bits_on_every_backend(rule: str) -> None:
-    """Alone and beside other forms; dtypes, misaligned or not, split masters, awkward values."""
-    others = (BF16, torch.int8, torch.float32, torch.uint8)
-    for number in range(6):
-        forms = [BF16 if number + i < 4 else others[(number + i) % 4] for i in range(len(RULES[rule].states))]
-        low = (None, *codecs.LOWS)[number % 3]
-        param = BF16 if low else (*FLOATS, None)[number % 4]
-        of = (rule, SIZES, FLOATS[number % 3], param, number % 2 * 3)
-        shards = EncodedShards(*of, calm=number % 4 != 0, forms=forms, low=low)
-        want = shards.run("reference")
-        for isa in ISAS:
-            assert all(map(same_bits, want, shards.run(isa))), (isa, forms, number)
-
-
-def test_threads_share_rows_without_changing_a_bit() -> None:
-    of = ("adamw", (0, 3 * ROW, 100_003, 77_777), BF16, BF16)
-    shards = EncodedShards(*of, forms=(BF16, BF16))
-    want = shards.run("reference")
-    for isa in ISAS:
-        with threads(3):
-            assert all(map(same_bits, want, shards.run(isa))), isa
-
-
 # ---- the arithmetic, written anew, an element at a time --------------------------------------------------------------
 
 WORD = 2**32
@@ -202,17 +175,3 @@ def test_what_does_not_fit_is_named() -> None:
     ):
         with pytest.raises(error, match=message):
             zero_kernels.foreach_step("lion", *given, row_keys=keys)
-
-
-def test_a_prepared_call_has_the_bits_of_the_op_and_refuses_what_does_not_fit() -> None:
-    shards = EncodedShards(*("adamw", (300, 5), BF16, BF16), forms=(BF16, BF16))
-    want = shards.run("reference")
-    prepared = zero_kernels.Prepared("foreach_step")
-    for _ in range(2):
-        lists, written = shards.lists()
-        prepared("adamw", *lists)
-        assert all(map(same_bits, want, written))
-    *lists, keys = lists
-    for bad in ([torch.zeros(3, dtype=torch.int32)] * 2, keys[:1], [of_shard.float() for of_shard in keys], None):
-        with pytest.raises(RuntimeError, match="zero_kernels: "):
-            prepared("adamw", *lists, bad)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -289,7 +289,7 @@ def _go_on(program: Program, running: Running, half: Half) -> Half:
     return half
 
 
-def check(program: Program, load: Callable[..., Half] = load) -> None:
+def check(program: Program) -> None:
     """Raise AssertionError where the program does other than it should."""
     limits = {"timeout": SECONDS, "collective_timeout": COLLECTIVE_SECONDS, "one_order": False}
     with tempfile.TemporaryDirectory() as folder:
