@@ -35,16 +35,12 @@ def error_of(call: Any, *args: Any) -> str:
 
 def built(name: str, stage: int, **options: Any) -> tuple[Any, Any]:
     job = TOPOLOGIES[name].make(torch.float32)
-    groups = [{"params": [*job.model.named_parameters()]}] if job.groups is None else job.groups
-    if stage == 3:
-        zero_optim.shard_module(job.model, job.units, **job.given)
-        groups = [{"params": [*job.model.named_parameters()]}]
-    return job, ShardedAdamW(groups, lr=1e-2, stage=stage, **job.given, **job.options, **options)
+    return job, ShardedAdamW(job.groups_at(stage), lr=1e-2, stage=stage, **job.given, **job.options, **options)
 
 
-def held(opt: ShardedAdamW) -> dict[str, Tensor]:
+def held(model: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each parameter, flat, by its name."""
-    named = [pair for group in opt.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    named = model.named_parameters()
     return {name: p.local if isinstance(p, FlatShard) else local(p).data.view(-1) for name, p in named}
 
 
@@ -63,19 +59,19 @@ def drifted(rank: int, world_size: int, name: str, stage: int) -> list[tuple[str
         opt.zero_grad()
     trained = {opt.engine.parameters.name(index) for index in opt.engine.parameters.trained}
     every: list[Any] = [None] * world_size
-    dist.all_gather_object(every, ({of: values.numpy().tobytes() for of, values in held(opt).items()}, trained))
+    dist.all_gather_object(every, ({of: values.numpy().tobytes() for of, values in held(job.model).items()}, trained))
     found, (last, trained) = [], every[-1]
     for own in sorted(last):
         equal = last[own] != b"" and sum(of_rank.get(own) == last[own] for of_rank, _ in every) > 1
         if rank == world_size - 1:
-            drift(held(opt)[own])
+            drift(held(job.model)[own])
         messages = [error_of(check_replicas, opt)]
         if own in trained:
             job.backwards(opt, STEPS, lambda loss: loss)
             messages.append(error_of(opt.step))
             opt.zero_grad()
         if rank == world_size - 1:
-            drift(held(opt)[own])
+            drift(held(job.model)[own])
         assert error_of(check_replicas, opt) == "", "it was made undone"
         found.append((own, [equal] * len(messages), messages))
     opt.close()
@@ -181,7 +177,7 @@ def opposite(rank: int, world_size: int) -> str:
     zero_optim.shard_module(model, (nn.Linear,), mesh=mesh)
     opt = ShardedAdamW(model, mesh=mesh, check_replicas_every=1)
     if rank in (0, 3):
-        drift(held(opt)["weight"])
+        drift(held(model)["weight"])
     return error_of(opt.step)
 
 
@@ -210,7 +206,7 @@ class Trained:
         return message
 
     def drift(self) -> None:
-        held(self.opt)["1.bias"][:1].view(torch.int16).bitwise_xor_(1)
+        held(self.model)["1.bias"][:1].view(torch.int16).bitwise_xor_(1)
 
 
 def in_stores(rank: int, world_size: int, name: str) -> list[str]:

@@ -37,17 +37,12 @@ def data_rank(name: str, rank: int) -> int:
 def counted_and_scaled(rank: int, world_size: int, name: str, stage: int) -> None:
     """Counts whose total is N times a power of two: dividing by it rounds nothing. So parameters and norms have the
     bits of losses that were divided by that."""
-    import zero_optim
 
     own, micro_batches, pipeline = data_rank(name, rank), 4 if "pipeline" in name else 2, "pipeline" in name
     found = []
     for counts in (True, False):
         job = TOPOLOGIES[name].make(torch.float32)
-        groups = [{"params": [*job.model.named_parameters()]}] if job.groups is None else job.groups
-        if stage == 3:
-            zero_optim.shard_module(job.model, job.units, **job.given, experts=job.experts)
-            groups = [{"params": [*job.model.named_parameters()]}] if job.groups is None else job.groups
-        opt = ShardedAdamW(groups, lr=1e-2, stage=stage, **job.given, **job.options)
+        opt = ShardedAdamW(job.groups_at(stage), lr=1e-2, stage=stage, **job.given, **job.options)
         scaler = GradScaler(init_scale=2.0**10, enabled=stage % 2 == 1)
         norms = []
         for step, (norm_type, limit) in enumerate([(2.0, 0.1), (2.0, 0.1), (2.0, 0.1), (1.0, 0.5), (math.inf, 0.01)]):

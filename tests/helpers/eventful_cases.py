@@ -53,6 +53,14 @@ class Job:
     folder: str = ""
     spread: bool = False
 
+    def groups_at(self, stage: int) -> Sequence[dict[str, Any]]:
+        """Shard the model at stage 3, and give the optimizer's groups."""
+        import zero_optim
+
+        if stage == 3:
+            zero_optim.shard_module(self.model, self.units, **self.given, experts=self.experts)
+        return [{"params": [*self.model.named_parameters()]}] if self.groups is None else self.groups
+
     def wholes(self) -> dict[str, Tensor]:
         """Collective. Of a job that is ``spread`` what this rank has."""
         import zero_optim
@@ -131,11 +139,7 @@ def train(make: Callable[[torch.dtype], Job], rule: str, stage: int, folder: str
 
     def build(**options: Any) -> tuple[Job, Any, Any]:
         job = make(dtype)
-        groups = [{"params": [*job.model.named_parameters()]}] if job.groups is None else job.groups
-        if stage == 3:
-            zero_optim.shard_module(job.model, job.units, **job.given, experts=job.experts)
-            groups = [{"params": [*job.model.named_parameters()]}] if job.groups is None else job.groups
-        opt = optimizer(groups, stage=stage, **job.given, **job.options, **options)
+        opt = optimizer(job.groups_at(stage), stage=stage, **job.given, **job.options, **options)
         scaler = zero_optim.GradScaler(init_scale=SCALE, growth_interval=100) if stage % 2 else None
         return job, opt, scaler
 
