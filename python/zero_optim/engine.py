@@ -87,7 +87,8 @@ class Engine:
         schedule = None if sharded_model is None else sharded_model.schedule
         early = settings.overlap_grad_reduce
         self.reducer = Reducer(trained, labels, sharding, make_buckets, early, schedule, self.mode)
-        self.states = OptimizerState(trained, sharding, rules, store, group=parameters.group)
+        disk = None if sharded_model is None else sharded_model.disk
+        self.states = OptimizerState(trained, sharding, rules, store, group=parameters.group, disk=disk)
         self.measured: Measured | None = None  # the telemetry of the last update that was measured
         if settings.telemetry_every is not None:
             self.measured = Measured(self.states, parameters, shardings, settings.telemetry_every)
@@ -243,6 +244,7 @@ class Engine:
 
     def _run_exchange(self, used: bytearray, norm_type: float | None, thawed: Sequence[int]) -> None:
         reducer = self.reducer
+        self.states.lost.look()
         refused = reducer.layout.refused
         about = {
             "offload": self.states.lost.parameters,

@@ -730,6 +730,7 @@ def _make_engine(
     with comm.raising_together("the constructor"):
         params_on_host = model is not None and model.offload
         store = make_store(offload, device, comm.rank, params_on_host=params_on_host, threads=threads)
+        store.may_lose |= model is not None and model.disk is not None
     alike = {"max_grad_norm": settings.max_grad_norm, "skip_nonfinite": settings.skip_nonfinite}
     pipeline = make_pipeline(stages, device, alike, dict(zip(parameters.labels, parameters.all, strict=True)))
     return Engine(parameters, shardings, admission.rules, model, settings, store, pipeline)

@@ -21,7 +21,10 @@ from .params.param_shard import ParamShard, plain_parameter
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
 from .params.tensor_slice import is_cut, local_of, marked, mesh_of
+from .stores.disk_pages import DiskBacking
 from .stores.host_memory import HostMemory, Lanes
+from .stores.offload import Offload, Tier, param_buffers, read_param_offload
+from .stores.paged_store import HostBacking
 from .units.hooks import watch_part
 from .units.schedule import UnitSchedule, in_backward
 from .units.sharded_model import ShardedModel, flatten, sharded_model_of
@@ -70,7 +73,9 @@ def shard_module(
             called with each such module; None calls the module's ``reset_parameters()``. Units are initialised and
             sharded one after another, so no rank ever holds the whole model.
         param_offload: "cpu": shards rest in host memory, pinned for a GPU, and units are copied from there. They are
-            updated there with ``ShardedAdamW(..., state_offload="cpu")``, else on the device.
+            updated there with ``ShardedAdamW(..., state_offload="cpu")``, else on the device. "nvme:DIR": in a file in
+            DIR, on a fast local disk; host memory has buffers for the shards of ``prefetch + 1`` units, 3 at least.
+            ``state_dict()`` has copies then, and ``.local`` of a parameter raises ShardAccessError.
 
     Where something fails later than the checks below, as in ``init_fn``, create the model again.
 
@@ -78,6 +83,8 @@ def shard_module(
         ParameterError: a parameter that cannot be sharded; no such unit; a model that is sharded already.
         ValueError: an argument out of range.
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.
+        OffloadError: of this rank's folder or disk; RankMismatchError on the others. A disk that fails later makes the
+            next ``step``, or the forward without gradients that is under way, raise OffloadError on every rank.
     """
     row = read_row(tensor_parallel, mesh_of(model.parameters()))
     group, topology = read_topology(group_of(process_group, mesh), row, explicit_tp=tensor_parallel is not None)
@@ -89,7 +96,8 @@ def shard_module(
     with comm.raising_together("shard_module"):
         validate.check_group(process_group, mesh)
         topology = replace(topology, rows=read_rows(mesh))
-        _check_arguments(reshard_after_forward, prefetch, param_offload, topology.shard_count(comm))
+        _check_arguments(reshard_after_forward, prefetch, topology.shard_count(comm))
+        offload = read_param_offload(param_offload)
         plans = plan_units(model, units)
         _check_plans(plans, topology, alone=comm.world_size == 1)
         if comm.world_size == 1:
@@ -97,7 +105,7 @@ def shard_module(
         target = _device((p for plan in plans for p in plan.parameters.values()), device)
         validate.check_backend(comm, target)
     options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-    options |= {"param_offload": param_offload, **topology.described()}
+    options |= {"param_offload": offload.tier.value, **topology.described()}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     process_group = comm.group
     comm.label = "a sharded model"
@@ -112,16 +120,17 @@ def shard_module(
         starts = range(0, shard_group.world_size, ranks_of_node)
         node = shard_group.part([shard_group.ranks[start : start + ranks_of_node] for start in starts], "by nodes")
         node.connect(target)
-    host_memory = None if param_offload is None else HostMemory(pinned=target.type == "cuda", device=target)
-    lanes = None if param_offload is None else Lanes(target)
+    lanes = None if offload.tier is Tier.DEVICE else Lanes(target)
+    backing: HostBacking | DiskBacking | None = None
     made: list[Unit] = []
     try:
         for number, plan in enumerate(plans):
             with comm.raising_together("shard_module", target):
+                backing = backing or _backing(offload, plans, prefetch, comm.rank, target)
                 _materialise(plan, target, init_fn)
             own_node = node if number else None
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
-            _fill(made[-1], plan, sharding, host_memory, lanes)
+            _fill(made[-1], plan, sharding, backing, lanes)
         sizes = dict.fromkeys(flat.full.nbytes for unit in made for flat in unit.flats)
         shard_group.take_channels([*sizes][1:], target, "shard_module")  # the first size uses the group that is there
     except BaseException:
@@ -133,8 +142,20 @@ def shard_module(
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
     schedule = UnitSchedule(made, sharding, prefetch, keep_evaluating=keep)
-    ShardedModel(model, made, sharding, schedule, process_group, host_memory, lanes)
+    ShardedModel(model, made, sharding, schedule, process_group, backing, lanes)
     return model
+
+
+def _backing(
+    offload: Offload, plans: Sequence[UnitPlan], prefetch: int, rank: int, device: torch.device
+) -> HostBacking | DiskBacking | None:
+    if offload.tier is Tier.DEVICE:
+        return None
+    memory = HostMemory(pinned=device.type == "cuda", device=device)
+    if offload.folder is None:
+        return HostBacking(memory)
+    buffers = param_buffers(prefetch, max(len(_kinds(plan)) for plan in plans))
+    return DiskBacking(offload.folder, rank, memory, argument="param_offload", buffers=buffers)
 
 
 @contextmanager
@@ -299,7 +320,7 @@ def _describe(plans: Sequence[UnitPlan], options: Mapping[str, object]) -> list[
     return description
 
 
-def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_offload: str | None, ranks: int) -> None:
+def _check_arguments(reshard_after_forward: bool | int, prefetch: int, ranks: int) -> None:
     if type(reshard_after_forward) is not bool and (
         type(reshard_after_forward) is not int or reshard_after_forward < 1 or ranks % reshard_after_forward
     ):
@@ -308,8 +329,6 @@ def _check_arguments(reshard_after_forward: bool | int, prefetch: int, param_off
         )
     if type(prefetch) is not int or prefetch < 0:
         raise ValueError(f"prefetch must be a number of units, 0 or more, got {prefetch!r}")
-    if param_offload not in (None, "cpu"):
-        raise ValueError(f"param_offload must be None or 'cpu', got {param_offload!r}")
 
 
 def _check_plans(plans: Sequence[UnitPlan], topology: Topology, *, alone: bool) -> None:
@@ -377,21 +396,29 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
         initialise(module)
 
 
-def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None, lanes: Lanes | None) -> None:
+def _kinds(plan: UnitPlan) -> dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]]:
+    """Group the unit's parameters by what may be in one flat tensor."""
+    kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
+    for parameter in plan.parameters.values():
+        kinds.setdefault((parameter.dtype, is_cut(parameter), parameter.requires_grad), []).append(parameter)
+    return kinds
+
+
+def _fill(
+    unit: Unit, plan: UnitPlan, sharding: Sharding, backing: HostBacking | DiskBacking | None, lanes: Lanes | None
+) -> None:
     """Collective. Shard the unit's parameters, in a flat tensor for each kind."""
     shard_of: dict[int, ParamShard] = {}
-    kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
     for key, parameter in plan.parameters.items():
-        kinds.setdefault((parameter.dtype, is_cut(parameter), parameter.requires_grad), []).append(parameter)
         places = plan.registrations[key]
         empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         shard_of[id(parameter)] = shard = ParamShard(empty, 0, parameter, places[0][2])
         unit.registrations += [Registration(module, name, parameter, shard) for module, name, _ in places]
-    splits = sharding.shard_count > 1 or host_memory is not None
-    for (_, _, trained), parameters in kinds.items():
+    splits = sharding.shard_count > 1 or backing is not None
+    for (_, _, trained), parameters in _kinds(plan).items():
         unit.flats.append(flatten(parameters, sharding, trained=trained))
         if splits:
             own = [shard_of[id(parameter)] for parameter in parameters]
-            unit.flats[-1].split(own, host_memory=host_memory, lanes=lanes)
+            unit.flats[-1].split(own, backing=backing, lanes=lanes)
     if splits:
         unit.show(plain=False)

@@ -94,7 +94,7 @@ class Bench:
         (layout,) = build_layout({0: len(VALUES)}, {0: 0}, [0], {0: 2**63}, RANKS)
         self.shard = ParamShard(torch.empty(0), 0, self.plain, "weight")
         self.flat = FlatParams(layout, [self.plain], sharding)
-        self.flat.split([self.shard], host_memory=None)
+        self.flat.split([self.shard], backing=None)
         self.unit.flats = [self.flat]
         self.unit.registrations = [Registration(self.module, "weight", self.plain, self.shard)]
         self.unit.show(plain=False)
@@ -148,7 +148,7 @@ def test_the_tables_have_every_state_and_every_event():
     assert {state for state, _ in STATES} == {state for _, state in EVENTS} == names
     methods = {name for name, value in vars(Unit).items() if callable(value) and not name.startswith("_")}
     values = {"keep_edits", "moved", "written", "take_replaced", "write_back", "show"}
-    calls = {"watch_parts", "unwatch_parts"}
+    calls = {"watch_parts", "unwatch_parts", "read_ahead"}
     assert {event.partition(":")[0] for event, _ in EVENTS} == methods - values - calls
     assert {text for (_, column), text in STATES.items() if column == "modules hold"} == {"shards", "plain"}
 

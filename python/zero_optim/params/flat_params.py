@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 
 import torch
@@ -13,9 +14,12 @@ from ..comm.collectives import Comm
 from ..comm.handle import Handle, debug_options
 from ..comm.sharding import Sharding
 from ..comm.streams import allocate, as_own_storage, deallocate, keep_for_current_stream, own_storages
-from ..stores.host_memory import HostMemory, Lanes
+from ..errors import OffloadError
+from ..stores.disk_pages import DiskBacking, DiskPage
+from ..stores.host_memory import Lanes, Mark
+from ..stores.paged_store import HostBacking, HostPage
 from .layout import BucketLayout
-from .param_shard import ParamShard
+from .param_shard import ParamShard, RestsOnDisk
 from .storage_order import as_stored, storage_order, strides_of, view_of
 from .tensor_slice import is_cut, local_of, slice_of
 
@@ -31,12 +35,14 @@ class FlatParams:
         joined: whether a whole parameter is put together of slices: of DTensors, never of plain tensors.
         full: [numel] all parameters. Where they are sharded its storage is empty but for the time of their use: it is
             resized, never replaced, since tensors that autograd saves in a forward alias it.
-        shard: [shard_numel] this rank's shard, always there: a view of ``full``, or memory of its own where sharded.
+        shard: [shard_numel] this rank's shard: a view of ``full``, or memory of its own where sharded. On a disk it is
+            on ``meta``, and has values only within ``opened``.
         param_shards: where sharded, the stand-ins for ``params`` that modules hold while ``full`` is empty.
         trained: whether they get gradients, and an optimizer's state.
         orders: of each of ``params``, the order of its elements in its slot: contiguous, or channels_last.
         permuted: whether one of them is not contiguous.
-        offloaded: whether the shard rests in host memory.
+        offloaded: whether the shard rests in host memory or on a disk.
+        page: where it rests then; None: on the device.
         shown: where sharded, whether the plain parameters have values now.
         addresses: of each of ``params`` while it has values.
     """
@@ -57,6 +63,7 @@ class FlatParams:
         self.orders = [storage_order(local) for local in self.locals]
         self.permuted = any(self.orders)
         self._lanes: Lanes | None = None
+        self.page: HostPage | DiskPage | None = None
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.shard = sharding.own_part(self.full)
         self._views = self.slot_views(self.full)
@@ -100,20 +107,29 @@ class FlatParams:
     # -- where they are sharded ----------------------------------------------------------------------------------
 
     def split(
-        self, shards: Sequence[ParamShard], *, host_memory: HostMemory | None, lanes: Lanes | None = None
+        self, shards: Sequence[ParamShard], *, backing: HostBacking | DiskBacking | None, lanes: Lanes | None = None
     ) -> None:
         """Collective. Keep this rank's shard of rank 0's values, and empty ``full``.
 
         Args:
             shards: the stand-in for each parameter, which shows this rank's range of it from now on.
-            host_memory: where the shard is to rest; None: on the device.
-            lanes: for copies to the device, where the shard rests in host memory.
+            backing: where the shard is to rest; None: on the device.
+            lanes: for copies to the device, where the shard rests away from it.
+
+        Raises OffloadError where there is no memory, or no room on the disk; RankMismatchError on the other ranks.
         """
         self._sharding.alike(cut=self.cut).broadcast(self.full)
-        self.offloaded = host_memory is not None
-        on_host = None if host_memory is None else host_memory.take(self.shard.nbytes).view(self.dtype)
-        shard = torch.empty_like(self.shard) if on_host is None else on_host
-        self.shard = shard.copy_(self.shard)
+        self.offloaded = backing is not None
+        shard = self.shard
+        if backing is None:
+            shard = shard.clone()
+        else:
+            with self._sharding.world.raising_together("shard_module", self.device):
+                self.page = page = backing.allocate(shard.nbytes)
+                rests = page.overwrite().view(self.dtype).copy_(shard)
+                page.commit(Mark())
+                shard = rests if page.at_once else shard.to("meta")
+        self.shard = shard
         if lanes is not None:
             self._lanes, self._allocated, self._copied = lanes, lanes.mark(), lanes.mark()
         self.sharded, self.param_shards = True, list(shards)
@@ -122,7 +138,7 @@ class FlatParams:
         self._nothing = _nothing(self.dtype, self.device)
         for param_shard, piece in zip(shards, self.pieces, strict=True):
             param_shard.local, param_shard.start = shard.narrow(0, piece.in_shard, piece.numel), piece.in_param
-            param_shard.flat = self
+            param_shard.flat, param_shard.arrivals = self, RestsOnDisk(param_shard) if self.on_disk else None
         self.reshard()
 
     def unshard(self, node: Comm | None) -> Handle | None:
@@ -130,30 +146,74 @@ class FlatParams:
         allocate(self.full)
         if node is not None and self._node_part is not None:
             return node.all_gather(self.full, "node_all_gather", own=self._node_part)
-        if self._lanes is None:
+        if self._lanes is None or self.page is None:
             return self._sharding.all_gather(self.full, own=self.shard)
         # From host memory it is copied on a lane, and the gather follows there: the unit in use must not wait for the
-        # copy of the next one.
+        # copy of the next one. From a disk the host waits for the read first, and for the copy.
         #
         #   computing   allocate ── mark a    the unit in use ............... wait for b    this unit
         #   lane                              wait for a; copy; gather ── mark b
         lane = self._lanes.to_device
         self._allocated.set()  # the computing stream may still use the memory that ``full`` has been given
         lane.after(self._allocated)
-        lane.copy(self._sharding.own_part(self.full), self.shard)
-        lane.set(self._copied)
+        own, rests = self._sharding.own_part(self.full), None
+        with self.page.recording():
+            rests = self.page.fetch().view(self.dtype)
+        if rests is None:  # the other ranks wait in the gather; no step takes place before all raise
+            with lane.as_current():
+                own.fill_(torch.nan)
+        else:
+            lane.copy(own, rests)
+            lane.set(self._copied)
+            self.page.discard(self._copied)
         with lane.as_current():
             return self._sharding.all_gather(self.full)
+
+    def read_ahead(self) -> None:
+        """Begin to read the shard from a disk: ``unshard`` will follow soon."""
+        if self.page is not None:
+            with self.page.recording():
+                self.page.prefetch()
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        """Give [shard_numel] this rank's shard, to be read and written within. From a disk it comes for that time, and
+        goes back where it was written. Raises OffloadError where it cannot be read."""
+        shard = self.open()
+        before = shard._version
+        try:
+            yield shard
+        finally:
+            self.close(written=shard._version != before)
+
+    def open(self) -> Tensor:
+        """Do as ``opened`` does, until ``close``."""
+        if self.page is None:
+            return self.shard
+        self._copied.wait()  # the host writes pinned memory at once, whatever the device still reads of it
+        return self.page.fetch().view(self.dtype)
+
+    def close(self, *, written: bool) -> None:
+        if self.page is not None:
+            (self.page.commit if written else self.page.discard)(Mark())
+
+    def copied(self) -> Tensor:
+        """Copy the shard."""
+        with self.opened() as shard:
+            return shard.clone()
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See ``DiskBacking.recording``."""
+        return nullcontext() if self.page is None else self.page.recording()
+
+    @property
+    def on_disk(self) -> bool:
+        return self.page is not None and not self.page.at_once
 
     def order_after_copy(self) -> None:
         """Order what follows on the current stream after the copy of ``unshard`` from host memory."""
         if self._lanes is not None:
             self._copied.order_current()
-
-    def wait_until_copied(self) -> None:
-        """Wait before the shard is written."""
-        if self._lanes is not None:  # the host writes pinned memory at once, whatever the device still reads of it
-            self._copied.wait()
 
     def show(self) -> None:
         """Give the plain parameters their values: ``full`` is there."""
@@ -194,8 +254,8 @@ class FlatParams:
         no version counter shows."""
         versions = [parameter._version for parameter in self.params]
         if unseen or versions != self._versions:
-            self.wait_until_copied()
-            self.shard.copy_(self._sharding.own_part(self.full))
+            with self.recording(), self.opened() as shard:
+                shard.copy_(self._sharding.own_part(self.full))
             self._versions, self._node_part = versions, None
 
     def reshard(self, node: Comm | None = None) -> None:
@@ -224,7 +284,8 @@ class FlatParams:
     def gathered(self) -> Tensor:
         """Collective. [numel] all parameters, in memory of their own."""
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        self._sharding.own_part(whole).copy_(self.shard)
+        with self._together(), self.opened() as shard:
+            self._sharding.own_part(whole).copy_(shard)
         if (gather := self._sharding.all_gather(whole, "gather_parameters")) is not None:
             gather.wait()
         return whole
@@ -256,13 +317,20 @@ class FlatParams:
     def write_back(self, whole: Tensor) -> None:
         """Collective. Keep rank 0's values of ``whole``, which ``copy_out`` gave."""
         self._sharding.alike(cut=self.cut).broadcast(whole, "gather_parameters")
-        new = self._sharding.own_part(whole).to(self.shard.device)
-        for parameter, piece in zip(self.params, self.pieces, strict=True):
-            own = slice(piece.in_shard, piece.in_shard + piece.numel)
-            if not torch.equal(new[own], self.shard[own]):  # the optimizer has to update its master, on every rank
-                torch.autograd.graph.increment_version(parameter)
-        self.wait_until_copied()
-        self.shard.copy_(new)
+        with self._together(), self.opened() as shard:
+            new = self._sharding.own_part(whole).to(shard.device)
+            for parameter, piece in zip(self.params, self.pieces, strict=True):
+                own = slice(piece.in_shard, piece.in_shard + piece.numel)
+                if not torch.equal(new[own], shard[own]):  # the optimizer has to update its master, on every rank
+                    torch.autograd.graph.increment_version(parameter)
+            shard.copy_(new)
+
+    def _together(self) -> AbstractContextManager[None]:
+        """Collective where the shard is on a disk: an OffloadError of any rank within it is raised on all."""
+        if not self.on_disk:
+            return nullcontext()
+        world = self._sharding.world
+        return world.raising_together("gather_parameters", self.device, elsewhere=OffloadError)
 
     def elsewhere(self) -> list[int]:
         """List the numbers of ``params`` that are no views of ``full`` any more."""

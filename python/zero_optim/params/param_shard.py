@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..callers import called_from, called_within
+from ..comm.handle import Arrivals
+from ..comm.streams import allocate, deallocate, is_there
 from ..errors import ParameterError, ShardAccessError
-from .flat_shard import FlatShard, Use
+from .flat_shard import SAME_SHARD, FlatShard, Use
 from .storage_order import flat_of, storage_order
 from .tensor_slice import is_distributed, local_of, slice_of
 
@@ -46,6 +50,26 @@ def _of_plain(name: str) -> Any:
     )
 
 
+class RestsOnDisk(Arrivals):
+    """Stands before ``local`` of a shard whose elements are on a disk. ``copy``: to be filled as it is read; None: none
+    is to be read there."""
+
+    def __init__(self, shard: ParamShard, copy: Tensor | None = None) -> None:
+        super().__init__()
+        self._shard, self._copy = shard, copy
+
+    def wait(self) -> None:
+        if self._copy is None:
+            raise ShardAccessError(f"`.local` of the {self._shard.label}, which rests on a disk: to read it, {_REMEDY}")
+        if not is_there(self._copy):
+            with self._shard.opened() as values:
+                allocate(self._copy).copy_(values)
+
+    def then(self, action: Callable[[], object]) -> None:
+        self.wait()
+        action()
+
+
 class ParamShard(StateDictShard):
     """A ``torch.nn.Parameter`` in all but its values, of which this rank holds a flat range.
 
@@ -74,6 +98,8 @@ class ParamShard(StateDictShard):
     ) -> Any:
         if func is aten.copy_.default and isinstance(args[0], ParamShard):
             return args[0]._copy(args[1])
+        if func in SAME_SHARD and args[0].flat is not None and args[0].flat.on_disk:
+            return args[0]._read_later()
         if func is aten.zero_.default or func is aten._foreach_zero_.default:
             raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func), Use.EDIT)
         if func is aten._to_copy.default:
@@ -99,6 +125,28 @@ class ParamShard(StateDictShard):
     register_hook = _of_plain("register_hook")
     register_post_accumulate_grad_hook = _of_plain("register_post_accumulate_grad_hook")
     device_mesh, placements = _of_plain("device_mesh"), _of_plain("placements")  # of a ``DTensor``
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        """Give this rank's elements, flat, to be read and written within: see ``FlatParams.opened``."""
+        if self.flat is None:
+            yield self.local
+            return
+        with self.flat.opened() as shard:
+            yield self.part_of(shard)
+
+    def _read_later(self) -> FlatShard:
+        """Make a copy in host memory, which is read from the disk when its ``local`` is asked for."""
+        local = torch.empty_like(self._local, device="cpu")
+        deallocate(local)
+        with torch.inference_mode(False):
+            copied = self._of_same_range(local)
+        copied.arrivals = RestsOnDisk(self, local)
+        return copied
+
+    def part_of(self, shard: Tensor) -> Tensor:
+        """View this rank's elements in ``shard``, all of the flat parameters' shard."""
+        return shard.narrow(0, self._local.storage_offset(), self._local.numel())
 
     @property
     def data(self) -> Tensor:
@@ -131,10 +179,10 @@ class ParamShard(StateDictShard):
                 )
             self.plain.detach().copy_(source)
         else:
-            if self.flat is not None:
-                self.flat.wait_until_copied()
-            self.local.copy_(source.local if isinstance(source, FlatShard) else self._own_range(source.detach()))
-        torch.autograd.graph.increment_version((self.plain, self.local))  # below autograd nothing else counts the write
+            with nullcontext() if self.flat is None else self.flat.recording(), self.opened() as local:
+                local.copy_(source.local if isinstance(source, FlatShard) else self._own_range(source.detach()))
+        # Below autograd nothing else counts the write.
+        torch.autograd.graph.increment_version((self.plain, self._local))
         return self
 
     def _own_range(self, source: Tensor) -> Tensor:
@@ -143,14 +191,14 @@ class ParamShard(StateDictShard):
             flat = local_of(source.redistribute(placements=self.placements)).reshape(-1)  # type: ignore[attr-defined]
         else:
             flat = flat_of(source if self.slice is None else self.slice.of(source), self.order)
-        return flat.narrow(0, self.start, self.local.numel())
+        return flat.narrow(0, self.start, self._local.numel())
 
     def module_load(self, other: Tensor, assign: bool = False) -> ParamShard:
         """Serve ``load_state_dict`` under ``torch.__future__.set_swap_module_params_on_conversion(True)``: torch swaps
         the parameter with what is returned. So return another shard over the same memory, of the same parameter."""
         self.copy_(other)
-        same = ParamShard(self.local, self.start, self.plain, "")
-        same.label, same.flat = self.label, self.flat
+        same = ParamShard(self._local, self.start, self.plain, "")
+        same.label, same.flat, same.arrivals = self.label, self.flat, self.arrivals
         return same
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:

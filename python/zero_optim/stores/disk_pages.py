@@ -25,7 +25,7 @@ import tempfile
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -45,7 +45,11 @@ BLOCK_BYTES, THREADS = 4 * 2**20, 8
 writes 5 GB/s and reads 2.4, with two cores of an AMD EPYC, they reach 0.89 (writes) and 0.99 (reads). Blocks of 1 MiB
 reach 0.81 and 0.87, four threads 0.74 and 0.91. Blocks of 8 MiB are a tenth slower for a page of 4 to 16 MiB."""
 
-_LOST = "This rank's state is lost: make a new optimizer and load a checkpoint"
+_LOST = {
+    "state_offload": "This rank's state is lost: make a new optimizer and load a checkpoint",
+    "param_offload": "This rank's parameters are lost: create the model and the optimizer again and load a checkpoint",
+}
+"""What an I/O error loses, and the remedy, by the argument that names the folder."""
 
 Memory = ctypes.Array
 
@@ -95,11 +99,13 @@ class PageFile:
         name: which file this is, for people.
         direct: whether it bypasses the system's cache (O_DIRECT).
         nbytes: its length, all of it reserved on the disk.
+        lost: what is lost where a transfer fails, for messages.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        """Raises OffloadError, naming the folder, where it is missing or cannot be written."""
+    def __init__(self, folder: Path, rank: int, argument: str = "state_offload") -> None:
+        """Raises OffloadError, naming ``argument`` and folder, where it is missing or cannot be written."""
         self.name, self.nbytes, self._pid = f"the page file of rank {rank} in {folder}", 0, os.getpid()
+        self.lost = _LOST[argument]
         try:
             with tempfile.TemporaryFile(dir=folder, prefix="zero-optim-") as file:
                 self.file = os.dup(file.fileno())  # it has no name
@@ -108,7 +114,7 @@ class PageFile:
             if not folder.is_dir():
                 why = "that is no directory" if folder.exists() else "there is no such directory"
             raise OffloadError(
-                f"state_offload='nvme:{folder}': {why}; give one on a fast local disk, on every machine"
+                f"{argument}='nvme:{folder}': {why}; give one on a fast local disk, on every machine"
             ) from error
         self._readers = ThreadPoolExecutor(THREADS, "zero-optim-read")
         self._writers = ThreadPoolExecutor(THREADS, "zero-optim-write")
@@ -118,7 +124,7 @@ class PageFile:
             self.direct = set_direct(self.file)
         except OSError as error:
             self._remove()
-            raise OffloadError(f"state_offload='nvme:{folder}': it cannot be written: {error.strerror}") from error
+            raise OffloadError(f"{argument}='nvme:{folder}': it cannot be written: {error.strerror}") from error
 
     def grow(self, nbytes: int) -> None:
         """Make the file at least so long, and reserve the space: a full disk raises OffloadError here, and in no write
@@ -177,7 +183,7 @@ class PageFile:
         if checksum != written:
             raise OffloadError(
                 f"{self.name} is corrupted: {len(memory):,} bytes at {offset:,} have the checksum {checksum:08x}, and "
-                f"had {written:08x} when they were written. {_LOST}"
+                f"had {written:08x} when they were written. {self.lost}"
             )
         return checksum
 
@@ -187,9 +193,9 @@ class PageFile:
         try:
             done = call(self.file, [memory], offset)
         except OSError as error:
-            raise OffloadError(f"{what} failed: {error.strerror}. {_LOST}") from error
+            raise OffloadError(f"{what} failed: {error.strerror}. {self.lost}") from error
         if done < len(memory):
-            raise OffloadError(f"{what} ended after {done:,}. {_LOST}")
+            raise OffloadError(f"{what} ended after {done:,}. {self.lost}")
         if not self.direct and hasattr(os, "posix_fadvise"):
             # Used once a step, it would only drive out of the cache what other processes read.
             with contextlib.suppress(OSError):
@@ -234,6 +240,10 @@ class DiskBacking:
     """See ``HostBacking``. Pages are read and written whole, and verified against the checksums of their last write,
     which stay in memory.
 
+    Args:
+        argument: that names ``folder``, for messages.
+        buffers: how many pages may be in host memory at a time.
+
     Attributes:
         failure: the first that a transfer had, in words.
         pages: by offset.
@@ -243,8 +253,18 @@ class DiskBacking:
 
     lookahead, at_once = 3, False
 
-    def __init__(self, folder: Path, rank: int, memory: HostMemory, timeout: float = TIMEOUT_SECONDS) -> None:
-        self.file, self.copied, self.memory, self._timeout = PageFile(folder, rank), Copied(), memory, timeout
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        memory: HostMemory,
+        timeout: float = TIMEOUT_SECONDS,
+        *,
+        argument: str = "state_offload",
+        buffers: int = HOST_BUFFERS,
+    ) -> None:
+        self.file, self.copied, self.memory, self._timeout = PageFile(folder, rank, argument), Copied(), memory, timeout
+        self._count = buffers
         self.failure: str | None = None
         self.pages: list[DiskPage] = []
         self.reading: list[DiskPage] = []
@@ -264,8 +284,8 @@ class DiskBacking:
         page = DiskPage(self, offset, nbytes, space)
         self.file.grow(offset + space)
         old = self._buffers
-        if old is None or old.nbytes < HOST_BUFFERS * space:
-            larger = self.memory.take(HOST_BUFFERS * space)  # where there is no memory for it, the old buffers stay
+        if old is None or old.nbytes < self._count * space:
+            larger = self.memory.take(self._count * space)  # where there is no memory for it, the old buffers stay
             for other in self.pages:
                 other.leave_buffer()  # a thread may still use it
             if old is not None:
@@ -290,6 +310,14 @@ class DiskBacking:
 
     # -- transfers -----------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within it an OffloadError is recorded, not raised: other ranks may wait for this one in a collective."""
+        try:
+            yield
+        except OffloadError as error:
+            warnings.warn(f"{error}. The next step or evaluation will raise, on every rank", stacklevel=2)
+
     def check(self) -> None:
         """Raise OffloadError where a transfer has failed, ClosedError after ``close`` and in a forked process."""
         self.file.check_usable()
@@ -306,7 +334,7 @@ class DiskBacking:
                 self._timeout = 0.0  # ``close`` does not wait for it again
                 raise OffloadError(
                     f"{self.file.name}: {verb} {page.nbytes:,} bytes at {page.offset:,} is not over after "
-                    f"{seconds:g} s: {late} of {len(page.blocks)} blocks are in flight. {_LOST}"
+                    f"{seconds:g} s: {late} of {len(page.blocks)} blocks are in flight. {self.file.lost}"
                 )
             checksums = [block.result() for block in page.blocks]
         except OffloadError as error:
@@ -367,12 +395,17 @@ class DiskPage:
         blocks: of the transfer under way.
     """
 
+    at_once = False
+
     def __init__(self, backing: DiskBacking, offset: int, nbytes: int, space: int) -> None:
         self._backing, self.offset, self.nbytes, self.space = backing, offset, nbytes, space
         self.place = PagePlace.ON_DISK
         self.blocks: list[Future[int]] = []
         self._checksums: list[int] = []  # of the last write
         self._buffer: Tensor | None = None
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        return self._backing.recording()
 
     @property
     def is_over(self) -> bool:

@@ -85,6 +85,11 @@ class Prefetch:
         if self._cycle.direction is not None:
             self.start(self._cycle.ahead[: self.count])
 
+    def read_ahead(self) -> None:
+        """Begin to read units from a disk: those that are gathered next, and as many after them."""
+        for unit in self._cycle.order[self._cycle.position :][: 1 + 2 * self.count]:
+            unit.read_ahead()
+
     def start(self, units: Sequence[Unit]) -> None:
         """Start to gather these units, which are ahead, as far as their turn has come."""
         earlier: set[Unit] = set()

@@ -15,7 +15,10 @@ from ..params.flat_params import FlatParams
 from ..params.layout import one_bucket
 from ..params.param_shard import plain_parameter
 from ..params.tensor_slice import local_of, room_of
-from ..stores.host_memory import HostMemory, Lanes
+from ..stores.disk_pages import DiskBacking
+from ..stores.host_memory import Lanes
+from ..stores.offload import Tier
+from ..stores.paged_store import HostBacking
 from .hooks import register_hooks, sync_generation, watch_parts
 from .schedule import UnitSchedule
 from .unit import Unit
@@ -30,9 +33,11 @@ class ShardedModel:
     Attributes:
         sharding: of the parameters. It has a group of its own: while backward runs, reductions are in flight in
             another.
-        host_memory: where shards rest; None: on the device.
+        backing: where shards rest; None: on the device.
         lanes: those on which shards are copied from there.
-        offload: whether shards rest in host memory.
+        offload: whether shards rest in host memory or on a disk.
+        disk: ``backing``, where it is a disk; else None.
+        tier: which of these it is.
     """
 
     def __init__(
@@ -42,12 +47,14 @@ class ShardedModel:
         sharding: Sharding,
         schedule: UnitSchedule,
         process_group: dist.ProcessGroup | None,
-        host_memory: HostMemory | None,
+        backing: HostBacking | DiskBacking | None,
         lanes: Lanes | None,
     ) -> None:
         self._process_group = weakref.ref(process_group) if process_group is not None else None
         self.model, self.units, self.sharding, self.schedule = model, list(units), sharding, schedule
-        self.host_memory, self.lanes, self.offload = host_memory, lanes, host_memory is not None
+        self.backing, self.lanes, self.offload = backing, lanes, backing is not None
+        self.disk = schedule.disk = backing if isinstance(backing, DiskBacking) else None
+        self.tier = Tier.NVME if self.disk else Tier.CPU if backing else Tier.DEVICE
         self.sharded = sharding.shard_count > 1 or self.offload
         for unit in units:
             for parameter in unit.parameters:
@@ -65,6 +72,8 @@ class ShardedModel:
 
     def __del__(self) -> None:
         self.sharding.world.close()
+        if self.disk is not None:
+            self.disk.close()
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
@@ -94,11 +103,13 @@ class ShardedModel:
         shards = dict(zip(map(id, flat.params), flat.param_shards, strict=False))
         whole = flat.copy_out() if flat.sharded else flat.full  # to live until all have moved
         unit.flats.remove(flat)
+        if flat.page is not None:
+            flat.page.release()
         for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind is not None):
             params = [parameter for parameter, own in zip(flat.params, kinds, strict=True) if own == kind]
             new = flatten(params, self.sharding, trained=kind is not None)
             if flat.sharded:
-                new.split([shards[id(p)] for p in params], host_memory=self.host_memory, lanes=self.lanes)
+                new.split([shards[id(p)] for p in params], backing=self.backing, lanes=self.lanes)
             unit.flats.append(new)
         del whole
 
