@@ -28,7 +28,7 @@ from ..stores.state_store import HostStore, StateStore
 from .batches import LostState, ShardBatch, batches_of, in_turn
 from .saved_state import Copy
 from .shard_state import ShardState
-from .workplace import PARAMETER, Coefficients
+from .workplace import Coefficients
 
 _version_of = operator.attrgetter("_version")
 
@@ -290,7 +290,7 @@ class OptimizerState:
             for shard in self.shards:
                 with self.lost.opened(shard) as state:
                     average = next(tensor for tensor in shard.tensors if tensor.name == name)
-                    state[PARAMETER].copy_(shard.values(average, state))
+                    shard.parameter(state).copy_(shard.values(average, state))
         self._send_out()
 
     def put_back(self, *, collective: bool = True) -> None:

@@ -90,6 +90,7 @@ class ShardState:
         self._has_master = has_master(rule, bucket.dtype)
         self._place, rests = OnDevice(bucket), bucket.flat.page
         visiting = {} if rests is None else {PARAMETER: (bucket.param_shard, rests)}
+        self._opens_parameters = rests is not None and isinstance(store, HostStore)  # else they visit, or are there
         if isinstance(store, HostStore):
             self._place, visiting = OnHost(bucket, store, reads_parameters=not self._has_master), {}
         page = {tensor.name: next(zeros[tensor]) for tensor in self.stored}
@@ -170,13 +171,13 @@ class ShardState:
 
     @contextmanager
     def opened(self) -> Iterator[Mapping[str, Tensor]]:
-        """Fetch the stored tensors and the PARAMETER, by name, to be read and written in place within. After an error
+        """Fetch the stored tensors, by name, to be read and written in place within, and ``parameter``. After an error
         within, earlier writes may be kept or not."""
         state = self._store.fetch(self.page)
         before = [tensor._version for tensor in state.values()]
         written = False
         try:
-            with nullcontext() if PARAMETER in state else self.bucket.flat.opened() as shard:
+            with self.bucket.flat.opened() if self._opens_parameters else nullcontext() as shard:
                 yield state if shard is None else {**state, PARAMETER: shard}
             written = before != [tensor._version for tensor in state.values()]
         finally:
@@ -192,7 +193,7 @@ class ShardState:
             return state[tensor.name].narrow(0, *tensor.span(start, numel))
         parts = [state[part.name].narrow(0, *part.span(start, numel)) for part in codec.parts(tensor)]
         if codec.reads_parameter:
-            parts.append(state[PARAMETER].narrow(0, start, numel).to(self.device))
+            parts.append(self.parameter(state).narrow(0, start, numel).to(self.device))
         return codec.decode_flat(tensor, parts)
 
     def set_part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece, values: Tensor) -> None:
@@ -203,15 +204,19 @@ class ShardState:
         for part, encoded in zip(parts, written, strict=True):
             state[part.name].narrow(0, *part.span(piece.in_shard, piece.numel)).copy_(encoded)
 
+    def parameter(self, state: Mapping[str, Tensor]) -> Tensor:
+        """[shard_numel] the parameters, to be read and written. ``state``: as ``opened`` gave it."""
+        return state.get(PARAMETER, self.bucket.param_shard)
+
     def parameter_of(self, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
         """[piece.numel] the parameter's values: a view, or a copy where it is updated on another device."""
-        return state[PARAMETER].narrow(0, piece.in_shard, piece.numel).to(self.device)
+        return self.parameter(state).narrow(0, piece.in_shard, piece.numel).to(self.device)
 
     def master(self, state: Mapping[str, Tensor]) -> Tensor:
         """[shard_numel] the master, or the parameters where they have none: a view, or a decoded copy where the master
         has a codec."""
         tensor = next((tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER), None)
-        return state[PARAMETER] if tensor is None else self.values(tensor, state)
+        return self.parameter(state) if tensor is None else self.values(tensor, state)
 
     def extent(self, index: int, tensor: StateTensor) -> Extent:
         """Find where this rank's part of slot ``index`` lies in a state tensor."""
@@ -255,7 +260,7 @@ class ShardState:
         with self.opened() as state:
             master = self.master(state)
             if len(pieces) == len(self.bucket.pieces):
-                _follow(master, state[PARAMETER].to(self.device))
+                _follow(master, self.parameter(state).to(self.device))
                 return
             for piece in pieces:
                 _follow(master.narrow(0, piece.in_shard, piece.numel), self.parameter_of(state, piece))
