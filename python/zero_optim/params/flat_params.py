@@ -191,7 +191,8 @@ class FlatParams:
         if self.page is None:
             return self.shard
         self._copied.wait()  # the host writes pinned memory at once, whatever the device still reads of it
-        return self.page.fetch().view(self.dtype)
+        with torch.inference_mode(False):  # in one a view as another dtype lacks a version counter
+            return self.page.fetch().view(self.dtype)
 
     def close(self, *, written: bool) -> None:
         if self.page is not None:
