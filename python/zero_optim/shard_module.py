@@ -135,6 +135,8 @@ def shard_module(
         shard_group.take_channels([*sizes][1:], target, "shard_module")  # the first size uses the group that is there
     except BaseException:
         comm.close()
+        if backing is not None:
+            backing.close()
         raise
     for numel, dtype in of_each_size((flat.layout.numel, flat.dtype) for unit in made for flat in unit.flats):
         for ranks in (shard_group, *([node] if node is not None else [])):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,8 +61,8 @@ class RestsOnDisk(Arrivals):
         if self._copy is None:
             raise ShardAccessError(f"`.local` of the {self._shard.label}, which rests on a disk: to read it, {_REMEDY}")
         if not is_there(self._copy):
-            with self._shard.opened() as values:
-                allocate(self._copy).copy_(values)
+            with self._shard.flat.opened() as shard:
+                allocate(self._copy).copy_(self._shard.part_of(shard))
 
     def then(self, action: Callable[[], object]) -> None:
         self.wait()
@@ -82,7 +81,7 @@ class ParamShard(StateDictShard):
     """
 
     plain: Tensor
-    flat: Any  # ``FlatParams``, whose module imports this one; None until they are split
+    flat: Any  # ``FlatParams``, whose module imports this one; None until they are split, before anybody uses it
 
     @staticmethod
     def __new__(cls, local: Tensor, start: int, plain: Tensor, name: str) -> ParamShard:
@@ -98,7 +97,7 @@ class ParamShard(StateDictShard):
     ) -> Any:
         if func is aten.copy_.default and isinstance(args[0], ParamShard):
             return args[0]._copy(args[1])
-        if func in SAME_SHARD and args[0].flat is not None and args[0].flat.on_disk:
+        if func in SAME_SHARD and args[0].flat.on_disk:
             return args[0]._read_later()
         if func is aten.zero_.default or func is aten._foreach_zero_.default:
             raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func), Use.EDIT)
@@ -125,15 +124,6 @@ class ParamShard(StateDictShard):
     register_hook = _of_plain("register_hook")
     register_post_accumulate_grad_hook = _of_plain("register_post_accumulate_grad_hook")
     device_mesh, placements = _of_plain("device_mesh"), _of_plain("placements")  # of a ``DTensor``
-
-    @contextmanager
-    def opened(self) -> Iterator[Tensor]:
-        """Give this rank's elements, flat, to be read and written within: see ``FlatParams.opened``."""
-        if self.flat is None:
-            yield self.local
-            return
-        with self.flat.opened() as shard:
-            yield self.part_of(shard)
 
     def _read_later(self) -> FlatShard:
         """Make a copy in host memory, which is read from the disk when its ``local`` is asked for."""
@@ -171,7 +161,7 @@ class ParamShard(StateDictShard):
                 f"the {self.label} cannot take over {given}: give it a whole tensor of shape "
                 f"{tuple(self.shape)}, or the shard that as many ranks saved with the same units"
             )
-        if self.flat is not None and self.flat.shown:
+        if self.flat.shown:
             if isinstance(source, FlatShard):
                 raise ShardAccessError(
                     f"the {self.label} is whole now, and takes a whole tensor: load shards outside of "
@@ -179,10 +169,12 @@ class ParamShard(StateDictShard):
                 )
             self.plain.detach().copy_(source)
         else:
-            with nullcontext() if self.flat is None else self.flat.recording(), self.opened() as local:
-                local.copy_(source.local if isinstance(source, FlatShard) else self._own_range(source.detach()))
-        # Below autograd nothing else counts the write.
-        torch.autograd.graph.increment_version((self.plain, self._local))
+            with self.flat.recording():
+                values = source.local if isinstance(source, FlatShard) else self._own_range(source.detach())
+                shard = self.flat.open()  # only now: ``source`` may be a shard of the same that is to be read
+                self.part_of(shard).copy_(values)
+                self.flat.close(written=True)
+        torch.autograd.graph.increment_version((self.plain, self._local))  # below autograd nothing counts the write
         return self
 
     def _own_range(self, source: Tensor) -> Tensor:

@@ -72,8 +72,8 @@ class ShardedModel:
 
     def __del__(self) -> None:
         self.sharding.world.close()
-        if self.disk is not None:
-            self.disk.close()
+        if self.backing is not None:
+            self.backing.close()
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
