@@ -76,7 +76,7 @@ def _through_everything(rank: int, run: Run, folder: str) -> list[Any]:
     model.load_state_dict(zero_optim.full_model_state_dict(model, rank=None))
     opt.refresh_master()
     train_step(run, rank, model, opt, 4)
-    found.append(dict(zero_optim.iter_full_parameters(model, opt, torch.float32)))
+    found.append({name: p.clone() for name, p in zero_optim.iter_full_parameters(model, opt, torch.float32)})
     checkpoint.load(folder, model, opt)
     look()
     train_step(run, rank, model, opt, 5)
