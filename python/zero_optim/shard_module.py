@@ -74,7 +74,7 @@ def shard_module(
             sharded one after another, so no rank ever holds the whole model.
         param_offload: "cpu": shards rest in host memory, pinned for a GPU, and units are copied from there. They are
             updated there with ``ShardedAdamW(..., state_offload="cpu")``, else on the device. "nvme:DIR": in a file in
-            DIR, on a fast local disk; host memory has buffers for the shards of ``prefetch + 1`` units, 3 at least.
+            DIR, on a fast local disk; host memory has buffers for ``prefetch + 1`` shards of units, 3 at least.
             ``state_dict()`` has copies then, and ``.local`` of a parameter raises ShardAccessError.
 
     Where something fails later than the checks below, as in ``init_fn``, create the model again.
@@ -126,7 +126,7 @@ def shard_module(
     try:
         for number, plan in enumerate(plans):
             with comm.raising_together("shard_module", target):
-                backing = backing or _backing(offload, plans, prefetch, comm.rank, target)
+                backing = backing or _backing(offload, prefetch, comm.rank, target)
                 _materialise(plan, target, init_fn)
             own_node = node if number else None
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
@@ -148,16 +148,13 @@ def shard_module(
     return model
 
 
-def _backing(
-    offload: Offload, plans: Sequence[UnitPlan], prefetch: int, rank: int, device: torch.device
-) -> HostBacking | DiskBacking | None:
+def _backing(offload: Offload, prefetch: int, rank: int, device: torch.device) -> HostBacking | DiskBacking | None:
     if offload.tier is Tier.DEVICE:
         return None
     memory = HostMemory(pinned=device.type == "cuda", device=device)
     if offload.folder is None:
         return HostBacking(memory)
-    buffers = param_buffers(prefetch, max(len(_kinds(plan)) for plan in plans))
-    return DiskBacking(offload.folder, rank, memory, argument="param_offload", buffers=buffers)
+    return DiskBacking(offload.folder, rank, memory, argument="param_offload", buffers=param_buffers(prefetch))
 
 
 @contextmanager
@@ -398,26 +395,20 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
         initialise(module)
 
 
-def _kinds(plan: UnitPlan) -> dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]]:
-    """Group the unit's parameters by what may be in one flat tensor."""
-    kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
-    for parameter in plan.parameters.values():
-        kinds.setdefault((parameter.dtype, is_cut(parameter), parameter.requires_grad), []).append(parameter)
-    return kinds
-
-
 def _fill(
     unit: Unit, plan: UnitPlan, sharding: Sharding, backing: HostBacking | DiskBacking | None, lanes: Lanes | None
 ) -> None:
     """Collective. Shard the unit's parameters, in a flat tensor for each kind."""
     shard_of: dict[int, ParamShard] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
     for key, parameter in plan.parameters.items():
+        kinds.setdefault((parameter.dtype, is_cut(parameter), parameter.requires_grad), []).append(parameter)
         places = plan.registrations[key]
         empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         shard_of[id(parameter)] = shard = ParamShard(empty, 0, parameter, places[0][2])
         unit.registrations += [Registration(module, name, parameter, shard) for module, name, _ in places]
     splits = sharding.shard_count > 1 or backing is not None
-    for (_, _, trained), parameters in _kinds(plan).items():
+    for (_, _, trained), parameters in kinds.items():
         unit.flats.append(flatten(parameters, sharding, trained=trained))
         if splits:
             own = [shard_of[id(parameter)] for parameter in parameters]

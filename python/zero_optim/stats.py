@@ -64,7 +64,7 @@ def memory_by_kind(engine: Engine) -> dict[str, int]:
     memory, on_device = no_memory(rules), isinstance(store, DeviceStore) and all(map(is_there, store.residents()))
     for shard in engine.states.shards:
         bucket = shard.bucket
-        parameters = bucket.param_shard if bucket.flat.sharded else bucket.flat.full
+        parameters = bucket.flat.shard if bucket.flat.sharded else bucket.flat.full
         there = [("gradients", bucket.grad_buffer)]
         if not bucket.flat.offloaded:
             there.append(("parameters", parameters))

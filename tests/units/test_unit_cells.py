@@ -148,7 +148,7 @@ def test_the_tables_have_every_state_and_every_event():
     assert {state for state, _ in STATES} == {state for _, state in EVENTS} == names
     methods = {name for name, value in vars(Unit).items() if callable(value) and not name.startswith("_")}
     values = {"keep_edits", "moved", "written", "take_replaced", "write_back", "show"}
-    calls = {"watch_parts", "unwatch_parts", "read_ahead"}
+    calls = {"watch_parts", "unwatch_parts"}
     assert {event.partition(":")[0] for event, _ in EVENTS} == methods - values - calls
     assert {text for (_, column), text in STATES.items() if column == "modules hold"} == {"shards", "plain"}
 

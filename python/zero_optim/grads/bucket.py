@@ -53,7 +53,6 @@ class Bucket:
 
     Attributes:
         flat: the parameters; at stage 3 those of a unit.
-        param_shard: [shard_numel] this rank's part of them.
         keeps_full: whether gradients rest here in full: at stages 0 and 1, and on one rank.
         grad_buffer: where gradients rest, [numel] where ``keeps_full``, else [shard_numel].
         grad_shard: [shard_numel] what ``step`` applies, a view of ``grad_buffer``.
@@ -88,10 +87,6 @@ class Bucket:
         self.keeps_full = sharding.keeps_full_gradients
         self._allocate_gradients()
         self.zero_copy = self._may_be_zero_copy()
-
-    @property
-    def param_shard(self) -> Tensor:
-        return self.flat.shard
 
     def gradient_to_apply(self) -> Tensor:
         """Return ``grad_shard``. At stage 3, where no gradient has come, it is zeros in new memory."""

@@ -249,7 +249,11 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     foot = _place_state(laid, others=sum(memory.values()) + first_step)
     if not on_device:
         memory[PAGES] = foot.device
-    host, disk = map(sum, zip(_place_parameters(laid), (foot.host, foot.disk), strict=True))
+    shards, host, disk = [flat.shard_nbytes for flat in laid.flats] if job.params_on_host else [], foot.host, foot.disk
+    if job.param_offload == Tier.NVME.value:
+        host, disk = host + param_buffers(job.prefetch) * max(shards, default=0), disk + sum(shards)
+    else:
+        host += sum(shards)
     kinds = ("parameters", "gradients", *dict.fromkeys(name for rule in rules for name in stored_names(rule)))
     calls, traffic = ({kind: pair[of] for kind, pair in _traffic(laid).items()} for of in (0, 1))
     return Plan(whole, job, memory, first_step, host, disk, traffic, calls, len(buckets), kinds, stage)
@@ -434,16 +438,6 @@ def _place_state(laid: _Laid, *, others: int) -> Footprint:
     mirrors = sum(flat.layout.shard_numel * sharding.grad_dtype(flat.dtype).itemsize for flat in buckets)
     mirrors += 0 if job.params_on_host else sum(flat.shard_nbytes for flat in buckets)
     return footprint(job.offload, pages, mirrors, visiting, room=room)
-
-
-def _place_parameters(laid: _Laid) -> tuple[int, int]:
-    """Count what shards of parameters take of host memory, and of a disk."""
-    nbytes = [flat.shard_nbytes for flat in laid.flats]
-    if not laid.job.params_on_host:
-        return 0, 0
-    if laid.job.param_offload != Tier.NVME.value:
-        return sum(nbytes), 0
-    return param_buffers(laid.job.prefetch, max(map(len, laid.units))) * max(nbytes), sum(nbytes)
 
 
 # -- what is communicated ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ..stores.disk_pages import DiskBacking, DiskPage
 from ..stores.host_memory import Lanes, Mark
 from ..stores.paged_store import HostBacking, HostPage
 from .layout import BucketLayout
-from .param_shard import ParamShard, RestsOnDisk
+from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, strides_of, view_of
 from .tensor_slice import is_cut, local_of, slice_of
 
@@ -137,8 +137,8 @@ class FlatParams:
         self._poison = "poison" in debug_options()
         self._nothing = _nothing(self.dtype, self.device)
         for param_shard, piece in zip(shards, self.pieces, strict=True):
-            param_shard.local, param_shard.start = shard.narrow(0, piece.in_shard, piece.numel), piece.in_param
-            param_shard.flat, param_shard.arrivals = self, RestsOnDisk(param_shard) if self.on_disk else None
+            param_shard._local, param_shard.start = shard.narrow(0, piece.in_shard, piece.numel), piece.in_param
+            param_shard.flat = self
         self.reshard()
 
     def unshard(self, node: Comm | None) -> Handle | None:
@@ -156,23 +156,20 @@ class FlatParams:
         lane = self._lanes.to_device
         self._allocated.set()  # the computing stream may still use the memory that ``full`` has been given
         lane.after(self._allocated)
-        own, rests = self._sharding.own_part(self.full), None
-        with self.page.recording():
-            rests = self.page.fetch().view(self.dtype)
-        if rests is None:  # the other ranks wait in the gather; no step takes place before all raise
-            with lane.as_current():
-                own.fill_(torch.nan)
-        else:
-            lane.copy(own, rests)
-            lane.set(self._copied)
-            self.page.discard(self._copied)
+        own = self._sharding.own_part(self.full)
         with lane.as_current():
+            if self.on_disk:  # where the read fails all ranks gather NaN, and raise before a step takes place
+                own.fill_(torch.nan)
+            with self.recording():
+                lane.copy(own, self.page.fetch().view(self.dtype))
+                lane.set(self._copied)
+                self.page.discard(self._copied)
             return self._sharding.all_gather(self.full)
 
     def read_ahead(self) -> None:
         """Begin to read the shard from a disk: ``unshard`` will follow soon."""
-        if self.page is not None:
-            with self.page.recording():
+        with self.recording():
+            if self.page is not None:
                 self.page.prefetch()
 
     @contextmanager
@@ -198,14 +195,9 @@ class FlatParams:
         if self.page is not None:
             (self.page.commit if written else self.page.discard)(Mark())
 
-    def copied(self) -> Tensor:
-        """Copy the shard."""
-        with self.opened() as shard:
-            return shard.clone()
-
     def recording(self) -> AbstractContextManager[None]:
         """See ``DiskBacking.recording``."""
-        return nullcontext() if self.page is None else self.page.recording()
+        return self.page.backing.recording() if isinstance(self.page, DiskPage) else nullcontext()
 
     @property
     def on_disk(self) -> bool:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..callers import called_from, called_within
-from ..comm.handle import Arrivals
-from ..comm.streams import allocate, deallocate, is_there
 from ..errors import ParameterError, ShardAccessError
 from .flat_shard import SAME_SHARD, FlatShard, Use
 from .storage_order import flat_of, storage_order
@@ -49,26 +46,6 @@ def _of_plain(name: str) -> Any:
     )
 
 
-class RestsOnDisk(Arrivals):
-    """Stands before ``local`` of a shard whose elements are on a disk. ``copy``: to be filled as it is read; None: none
-    is to be read there."""
-
-    def __init__(self, shard: ParamShard, copy: Tensor | None = None) -> None:
-        super().__init__()
-        self._shard, self._copy = shard, copy
-
-    def wait(self) -> None:
-        if self._copy is None:
-            raise ShardAccessError(f"`.local` of the {self._shard.label}, which rests on a disk: to read it, {_REMEDY}")
-        if not is_there(self._copy):
-            with self._shard.flat.opened() as shard:
-                allocate(self._copy).copy_(self._shard.part_of(shard))
-
-    def then(self, action: Callable[[], object]) -> None:
-        self.wait()
-        action()
-
-
 class ParamShard(StateDictShard):
     """A ``torch.nn.Parameter`` in all but its values, of which this rank holds a flat range.
 
@@ -98,7 +75,8 @@ class ParamShard(StateDictShard):
         if func is aten.copy_.default and isinstance(args[0], ParamShard):
             return args[0]._copy(args[1])
         if func in SAME_SHARD and args[0].flat.on_disk:
-            return args[0]._read_later()
+            with args[0].flat.opened() as shard, torch.inference_mode(False):
+                return args[0]._of_same_range(args[0].part_of(shard).clone())
         if func is aten.zero_.default or func is aten._foreach_zero_.default:
             raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func), Use.EDIT)
         if func is aten._to_copy.default:
@@ -125,18 +103,15 @@ class ParamShard(StateDictShard):
     register_post_accumulate_grad_hook = _of_plain("register_post_accumulate_grad_hook")
     device_mesh, placements = _of_plain("device_mesh"), _of_plain("placements")  # of a ``DTensor``
 
-    def _read_later(self) -> FlatShard:
-        """Make a copy in host memory, which is read from the disk when its ``local`` is asked for."""
-        local = torch.empty_like(self._local, device="cpu")
-        deallocate(local)
-        with torch.inference_mode(False):
-            copied = self._of_same_range(local)
-        copied.arrivals = RestsOnDisk(self, local)
-        return copied
-
     def part_of(self, shard: Tensor) -> Tensor:
         """View this rank's elements in ``shard``, all of the flat parameters' shard."""
         return shard.narrow(0, self._local.storage_offset(), self._local.numel())
+
+    @property  # type: ignore[misc]  # the base class may set it
+    def local(self) -> Tensor:
+        if self.flat is not None and self.flat.on_disk:
+            raise ShardAccessError(f"`.local` of the {self.label}, which rests on a disk: to read it, {_REMEDY}")
+        return self._local
 
     @property
     def data(self) -> Tensor:
@@ -190,7 +165,7 @@ class ParamShard(StateDictShard):
         the parameter with what is returned. So return another shard over the same memory, of the same parameter."""
         self.copy_(other)
         same = ParamShard(self._local, self.start, self.plain, "")
-        same.label, same.flat, same.arrivals = self.label, self.flat, self.arrivals
+        same.label, same.flat = self.label, self.flat
         return same
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:

@@ -48,9 +48,7 @@ class LostState:
     Within a step other ranks wait for this one in a collective. So it records an error there instead of raising it, and
     all ranks raise in the next exchange, and in each one after it.
 
-    Args:
-        every: all trained parameters, by index.
-        disk: where they rest; None: they are on no disk.
+    ``every``: all trained parameters, by index. ``disk``: that on which they rest; None: they are on none.
 
     Attributes:
         parameters: indices of the parameters whose state is lost.

@@ -89,7 +89,7 @@ class OptimizerState:
     Args:
         parameters: all trained parameters, by index.
         group: gives the parameter group of a parameter, by its index.
-        disk: where the parameters rest; None: they are on no disk.
+        disk: see ``LostState``.
 
     Attributes:
         lost: the record of state that a store has lost.
@@ -282,7 +282,9 @@ class OptimizerState:
         """Collective. Keep a copy of the parameters that this rank has, until ``put_back``."""
         self.refresh_edited()
         with self.sharding.world.raising_together("swap_to_ema", self.sharding.device):
-            self._aside = [(shard.bucket, shard.bucket.flat.copied()) for shard in self.shards]
+            for bucket in (shard.bucket for shard in self.shards):
+                with bucket.flat.opened() as parameters:
+                    self._aside.append((bucket, parameters.clone()))
 
     def show(self, name: str) -> None:
         """Collective. Set the parameters to the average ``name``, rounded."""

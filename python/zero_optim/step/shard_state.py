@@ -89,7 +89,7 @@ class ShardState:
         self.in_state_dict = exported_for(rule, bucket.dtype)
         self._has_master = has_master(rule, bucket.dtype)
         self._place, rests = OnDevice(bucket), bucket.flat.page
-        visiting = {} if rests is None else {PARAMETER: (bucket.param_shard, rests)}
+        visiting = {} if rests is None else {PARAMETER: (bucket.flat.shard, rests)}
         self._opens_parameters = rests is not None and isinstance(store, HostStore)  # else they visit, or are there
         if isinstance(store, HostStore):
             self._place, visiting = OnHost(bucket, store, reads_parameters=not self._has_master), {}
@@ -206,7 +206,7 @@ class ShardState:
 
     def parameter(self, state: Mapping[str, Tensor]) -> Tensor:
         """[shard_numel] the parameters, to be read and written. ``state``: as ``opened`` gave it."""
-        return state.get(PARAMETER, self.bucket.param_shard)
+        return state.get(PARAMETER, self.bucket.flat.shard)
 
     def parameter_of(self, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
         """[piece.numel] the parameter's values: a view, or a copy where it is updated on another device."""

@@ -74,7 +74,7 @@ class OnDevice:
 
     def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
         """[shard_numel] the parameters, to be written; with their values, unless the update writes all of them."""
-        return state.get(PARAMETER, self._bucket.param_shard)
+        return state.get(PARAMETER, self._bucket.flat.shard)
 
     def updated(self) -> None:
         """Send the parameters to the device: the update has been launched."""
@@ -169,7 +169,7 @@ class OnHost(OnDevice):
             self._now.set()
             lane = self._store.lanes.to_host
             lane.after(self._now)
-            lane.copy(self._param, self._bucket.param_shard)
+            lane.copy(self._param, self._bucket.flat.shard)
             lane.set(self._brought)
             self._store.copied.to_host += self._param.nbytes
 
@@ -196,7 +196,7 @@ class OnHost(OnDevice):
         lanes = self._store.lanes
         self._now.set()
         lanes.to_device.after(self._now)  # earlier work of the current stream may read the old parameters
-        lanes.to_device.copy(self._bucket.param_shard, self._param)
+        lanes.to_device.copy(self._bucket.flat.shard, self._param)
         lanes.to_device.set(self._sent)
         self._sent.order_current()  # the all-gather that comes next on this stream reads the shard
         self._store.copied.to_device += self._param.nbytes

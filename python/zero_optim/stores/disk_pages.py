@@ -45,11 +45,7 @@ BLOCK_BYTES, THREADS = 4 * 2**20, 8
 writes 5 GB/s and reads 2.4, with two cores of an AMD EPYC, they reach 0.89 (writes) and 0.99 (reads). Blocks of 1 MiB
 reach 0.81 and 0.87, four threads 0.74 and 0.91. Blocks of 8 MiB are a tenth slower for a page of 4 to 16 MiB."""
 
-_LOST = {
-    "state_offload": "This rank's state is lost: make a new optimizer and load a checkpoint",
-    "param_offload": "This rank's parameters are lost: create the model and the optimizer again and load a checkpoint",
-}
-"""What an I/O error loses, and the remedy, by the argument that names the folder."""
+_LOST = "This rank's state is lost: make a new optimizer and load a checkpoint; with param_offload a new model, too"
 
 Memory = ctypes.Array
 
@@ -99,13 +95,11 @@ class PageFile:
         name: which file this is, for people.
         direct: whether it bypasses the system's cache (O_DIRECT).
         nbytes: its length, all of it reserved on the disk.
-        lost: what is lost where a transfer fails, for messages.
     """
 
     def __init__(self, folder: Path, rank: int, argument: str = "state_offload") -> None:
         """Raises OffloadError, naming ``argument`` and folder, where it is missing or cannot be written."""
         self.name, self.nbytes, self._pid = f"the page file of rank {rank} in {folder}", 0, os.getpid()
-        self.lost = _LOST[argument]
         try:
             with tempfile.TemporaryFile(dir=folder, prefix="zero-optim-") as file:
                 self.file = os.dup(file.fileno())  # it has no name
@@ -183,7 +177,7 @@ class PageFile:
         if checksum != written:
             raise OffloadError(
                 f"{self.name} is corrupted: {len(memory):,} bytes at {offset:,} have the checksum {checksum:08x}, and "
-                f"had {written:08x} when they were written. {self.lost}"
+                f"had {written:08x} when they were written. {_LOST}"
             )
         return checksum
 
@@ -193,9 +187,9 @@ class PageFile:
         try:
             done = call(self.file, [memory], offset)
         except OSError as error:
-            raise OffloadError(f"{what} failed: {error.strerror}. {self.lost}") from error
+            raise OffloadError(f"{what} failed: {error.strerror}. {_LOST}") from error
         if done < len(memory):
-            raise OffloadError(f"{what} ended after {done:,}. {self.lost}")
+            raise OffloadError(f"{what} ended after {done:,}. {_LOST}")
         if not self.direct and hasattr(os, "posix_fadvise"):
             # Used once a step, it would only drive out of the cache what other processes read.
             with contextlib.suppress(OSError):
@@ -334,7 +328,7 @@ class DiskBacking:
                 self._timeout = 0.0  # ``close`` does not wait for it again
                 raise OffloadError(
                     f"{self.file.name}: {verb} {page.nbytes:,} bytes at {page.offset:,} is not over after "
-                    f"{seconds:g} s: {late} of {len(page.blocks)} blocks are in flight. {self.file.lost}"
+                    f"{seconds:g} s: {late} of {len(page.blocks)} blocks are in flight. {_LOST}"
                 )
             checksums = [block.result() for block in page.blocks]
         except OffloadError as error:
@@ -391,6 +385,7 @@ class DiskPage:
     """See ``HostPage`` and the module.
 
     Attributes:
+        backing: that it is a page of.
         offset, nbytes, space: where it begins in the file; its bytes; those that it takes there.
         blocks: of the transfer under way.
     """
@@ -398,14 +393,11 @@ class DiskPage:
     at_once = False
 
     def __init__(self, backing: DiskBacking, offset: int, nbytes: int, space: int) -> None:
-        self._backing, self.offset, self.nbytes, self.space = backing, offset, nbytes, space
+        self.backing, self.offset, self.nbytes, self.space = backing, offset, nbytes, space
         self.place = PagePlace.ON_DISK
         self.blocks: list[Future[int]] = []
         self._checksums: list[int] = []  # of the last write
         self._buffer: Tensor | None = None
-
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        return self._backing.recording()
 
     @property
     def is_over(self) -> bool:
@@ -413,19 +405,19 @@ class DiskPage:
         return all(block.done() for block in self.blocks)
 
     def prefetch(self) -> None:
-        self._backing.check()
-        self._backing.begin_reads()
+        self.backing.check()
+        self.backing.begin_reads()
         if self.place is PagePlace.ON_DISK:
-            self._backing.wanted[self] = None
-            self._backing.begin_reads()
+            self.backing.wanted[self] = None
+            self.backing.begin_reads()
 
     def fetch(self) -> Tensor:
-        self._backing.check()
+        self.backing.check()
         if self.place is PagePlace.WRITING:
             self.end_write()
         if self.place is PagePlace.ON_DISK:
             self.begin_read()
-        self._backing.begin_reads()
+        self.backing.begin_reads()
         if self.place is PagePlace.READING:
             self._end_read()
         return self._bytes(self.nbytes)
@@ -438,32 +430,32 @@ class DiskPage:
     def overwrite(self) -> Tensor:
         self._check("overwrite", PagePlace.ON_DISK, PagePlace.HELD)
         if self.place is PagePlace.ON_DISK:
-            self._backing.check()
+            self.backing.check()
             self._take_buffer(PagePlace.HELD)
         return self._bytes(self.nbytes)
 
     def commit(self, mark: Mark) -> None:
         self._check("commit", PagePlace.HELD)
-        self.blocks = self._backing.file.write(self.offset, self._bytes(self.space), mark.wait)
+        self.blocks = self.backing.file.write(self.offset, self._bytes(self.space), mark.wait)
         self.place = PagePlace.WRITING
-        self._backing.copied.written += self.nbytes
-        self._backing.writing.append(self)
+        self.backing.copied.written += self.nbytes
+        self.backing.writing.append(self)
 
     def end_write(self) -> None:
         self._check("end_write", PagePlace.WRITING)
-        self._checksums = self._backing.wait_for(self, "writing")
-        self._backing.writing.remove(self)
+        self._checksums = self.backing.wait_for(self, "writing")
+        self.backing.writing.remove(self)
         self._give_back_buffer()
 
     def begin_read(self) -> None:
         self._take_buffer(PagePlace.READING)
-        self.blocks = self._backing.file.read(self.offset, self._bytes(self.space), self._checksums)
-        self._backing.copied.read += self.nbytes
-        self._backing.reading.append(self)
+        self.blocks = self.backing.file.read(self.offset, self._bytes(self.space), self._checksums)
+        self.backing.copied.read += self.nbytes
+        self.backing.reading.append(self)
 
     def _end_read(self) -> None:
-        self._backing.wait_for(self, "reading")
-        self._backing.reading.remove(self)
+        self.backing.wait_for(self, "reading")
+        self.backing.reading.remove(self)
         self.place = PagePlace.HELD
 
     def leave_buffer(self) -> None:
@@ -478,17 +470,17 @@ class DiskPage:
     def release(self) -> None:
         with contextlib.suppress(OffloadError):  # ``fetch`` of the next page raises it, too
             self.leave_buffer()
-        self._backing.wanted.pop(self, None)
+        self.backing.wanted.pop(self, None)
         if self.is_over:  # else threads still use its space
-            self._backing.pages.remove(self)
+            self.backing.pages.remove(self)
 
     def _take_buffer(self, place: PagePlace) -> None:
-        self._backing.wanted.pop(self, None)
-        self._buffer, self.place = self._backing.lend(), place
+        self.backing.wanted.pop(self, None)
+        self._buffer, self.place = self.backing.lend(), place
 
     def _give_back_buffer(self) -> None:
         assert self._buffer is not None
-        self._backing.free.append(self._buffer)
+        self.backing.free.append(self._buffer)
         self._buffer, self.place = None, PagePlace.ON_DISK
 
     def _bytes(self, nbytes: int) -> Tensor:

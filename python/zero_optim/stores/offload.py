@@ -69,9 +69,10 @@ class Copied:
     written: int = 0
 
 
-def param_buffers(prefetch: int, flats: int) -> int:
-    """Count the buffers in host memory for parameters on a disk. ``flats``: flat tensors of a unit, at most."""
-    return max(3, (prefetch + 1) * flats)
+def param_buffers(prefetch: int) -> int:
+    """Count the buffers in host memory for parameters on a disk: of the unit in use, and of those ahead. An update
+    takes three, as one shard is read, one updated and one written."""
+    return max(3, prefetch + 1)
 
 
 def read_param_offload(param_offload: str | None) -> Offload:

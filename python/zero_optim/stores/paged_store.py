@@ -16,8 +16,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +34,9 @@ _RESERVE = 0.05
 
 
 class HostPage:
-    """A page of a ``HostBacking``. The calls are those of every backing's pages.
+    """A page of a ``HostBacking``. The calls are those of every backing's pages."""
 
-    ``at_once``: whether it can be copied in at once, or has to be read first.
-    """
-
-    at_once = True
+    at_once = True  # else it has to be read first
 
     def __init__(self, memory: HostMemory, nbytes: int) -> None:
         self._memory, self._run = memory, memory.take(nbytes)
@@ -65,15 +62,6 @@ class HostPage:
     def release(self) -> None:
         """Forget the page."""
         self._memory.give_back(self._run)
-
-    def recording(self) -> AbstractContextManager[None]:
-        """Make a context that records an OffloadError within it, as ``DiskBacking.recording``."""
-        return nullcontext()
-
-
-Visiting = Mapping[str, tuple[Tensor, "HostPage | DiskPage"]]
-"""Tensors that rest away from the device and are copied in and out with a page: each, and the page that it rests in. Of
-the tensor dtype and length count alone."""
 
 
 class HostBacking:
@@ -217,7 +205,7 @@ class PagedStore(StateStore):
 
     # -- pages ---------------------------------------------------------------------------------------------------
 
-    def allocate(self, page: Mapping[str, Tensor], visiting: Visiting | None = None) -> int:
+    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Any] | None = None) -> int:
         own, nbytes = laid_out(page)
         resident = nbytes <= self._budget
         visiting = visiting or {}
@@ -431,11 +419,11 @@ class PagedStore(StateStore):
                 self._budget -= page.nbytes
                 page.backing, page.stays = None, {name: field.of(run) for name, field in page.own.items()}
                 # From now on the visiting tensors have a frame to themselves.
-                start = min((field.offset for field, _ in page.visiting.values()), default=0)
-                page.visiting = {
-                    name: (replace(field, offset=field.offset - start), rests)
-                    for name, (field, rests) in page.visiting.items()
+                alike = {
+                    n: torch.empty(of.numel, dtype=of.dtype, device="meta") for n, (of, _) in page.visiting.items()
                 }
+                fields, _ = laid_out(alike)
+                page.visiting = {name: (field, page.visiting[name][1]) for name, field in fields.items()}
         # The largest page that still moves may be smaller than before, and frames with it.
         self.drop_frames()
         self.make_frames()

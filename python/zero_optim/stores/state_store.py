@@ -50,7 +50,8 @@ class StateStore:
         """Keep a new page, these tensors of ``zeros`` by name. Returns its number.
 
         Args:
-            visiting: see ``paged_store.Visiting``.
+            visiting: tensors that rest away from the device, and are copied in and out with the page: each with the
+                ``HostPage`` or ``DiskPage`` in which it rests. Of the tensor its dtype and length count.
         """
         raise NotImplementedError
 

@@ -205,12 +205,9 @@ def _checked(config: TrainConfig) -> TrainConfig:
     """Return the configuration. Raises UsageError for flags that do not go together."""
     try:
         read_offload(config.state_offload, config.device_budget)
-    except ValueError as error:
-        raise UsageError(f"--state-offload, --device-budget: {error}") from error
-    try:
         read_param_offload(config.param_offload)
     except ValueError as error:
-        raise UsageError(f"--param-offload: {error}") from error
+        raise UsageError(f"--state-offload, --device-budget, --param-offload: {error}") from error
     if config.param_offload is not None and config.stage < 3:
         raise UsageError(f"--param-offload {config.param_offload}: needs --stage 3, which shards parameters")
     if config.hidden % (2 * config.heads):

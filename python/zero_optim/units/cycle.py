@@ -88,7 +88,8 @@ class Prefetch:
     def read_ahead(self) -> None:
         """Begin to read units from a disk: those that are gathered next, and as many after them."""
         for unit in self._cycle.order[self._cycle.position :][: 1 + 2 * self.count]:
-            unit.read_ahead()
+            for flat in unit.flats if unit.state is UnitState.SHARDED else ():
+                flat.read_ahead()
 
     def start(self, units: Sequence[Unit]) -> None:
         """Start to gather these units, which are ahead, as far as their turn has come."""

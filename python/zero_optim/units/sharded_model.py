@@ -17,7 +17,6 @@ from ..params.param_shard import plain_parameter
 from ..params.tensor_slice import local_of, room_of
 from ..stores.disk_pages import DiskBacking
 from ..stores.host_memory import Lanes
-from ..stores.offload import Tier
 from ..stores.paged_store import HostBacking
 from .hooks import register_hooks, sync_generation, watch_parts
 from .schedule import UnitSchedule
@@ -35,9 +34,7 @@ class ShardedModel:
             another.
         backing: where shards rest; None: on the device.
         lanes: those on which shards are copied from there.
-        offload: whether shards rest in host memory or on a disk.
         disk: ``backing``, where it is a disk; else None.
-        tier: which of these it is.
     """
 
     def __init__(
@@ -52,10 +49,9 @@ class ShardedModel:
     ) -> None:
         self._process_group = weakref.ref(process_group) if process_group is not None else None
         self.model, self.units, self.sharding, self.schedule = model, list(units), sharding, schedule
-        self.backing, self.lanes, self.offload = backing, lanes, backing is not None
+        self.backing, self.lanes = backing, lanes
         self.disk = schedule.disk = backing if isinstance(backing, DiskBacking) else None
-        self.tier = Tier.NVME if self.disk else Tier.CPU if backing else Tier.DEVICE
-        self.sharded = sharding.shard_count > 1 or self.offload
+        self.sharded = sharding.shard_count > 1 or backing is not None
         for unit in units:
             for parameter in unit.parameters:
                 _model_of[parameter] = weakref.ref(self)

@@ -143,11 +143,6 @@ class Unit:
             self.state = UnitState.UNSHARDING
             self.ahead = [flat.shard._version for flat in self.flats] if ahead else None
 
-    def read_ahead(self) -> None:
-        """Begin to read shards that are on a disk."""
-        for flat in self.flats if self.state is UnitState.SHARDED else ():
-            flat.read_ahead()
-
     def wait(self) -> None:
         """Order later work after the parameters' arrival, and let the modules hold them."""
         if self.state is UnitState.UNSHARDING:
