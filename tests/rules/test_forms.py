@@ -68,12 +68,6 @@ WAYS = {
     "stage 3": {"stage": 3},
     "stage 3, all on the host": {"stage": 3, "param_offload": "cpu", "state_offload": "cpu"},
     "stage 3, all on a disk": {"stage": 3, "param_offload": ON_DISK, "state_offload": ON_DISK},
-    "stage 3, parameters on a disk": {"stage": 3, "param_offload": ON_DISK},
-    "stage 3, on a disk, updated on the host": {
-        "stage": 3,
-        "param_offload": ON_DISK,
-        "state_offload": "cpu",
-    },
 }
 SLOW = ("stage 2, cpu", "stage 3")  # they are one way in "stage 3, all on the host"
 

@@ -246,8 +246,7 @@ def _stored(
 @pytest.mark.parametrize(
     "names",
     [
-        ("paged", "parameters", "nvme, small"),
-        ("parameters on a disk",),
+        ("paged", "parameters", "nvme, small", "parameters on a disk"),
         pytest.param(("cpu", "nvme", "all on the host"), marks=slow),
     ],
     ids=", ".join,

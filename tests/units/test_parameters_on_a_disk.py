@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from compare import bits, first_difference
 from guards import open_files_in
 from harness import run_ranks
 from sharded_cases import Net, Run, full_state, gathered, loss_of, make, tokens, train_step
+from stores.test_disk_faults import failing
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from training_cases import error_of
 from zero_optim import checkpoint
@@ -196,13 +196,9 @@ def test_host_memory_has_buffers_for_the_units_in_use_and_those_ahead(prefetch: 
 # -- a disk that fails -------------------------------------------------------------------------------------------------
 
 
-def _failing(*_: Any) -> int:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
 @contextlib.contextmanager
 def _fault(call: str, here: bool) -> Iterator[None]:
-    with warnings.catch_warnings(), mock.patch.object(os, call, _failing) if here else contextlib.nullcontext():
+    with warnings.catch_warnings(), mock.patch.object(os, call, failing) if here else contextlib.nullcontext():
         warnings.simplefilter("ignore")
         yield
 
@@ -271,25 +267,3 @@ def test_a_failing_disk_raises_on_every_rank(ranks: int, what: str, tmp_path: Pa
         assert of_rank[what][0] != "CollectiveError"
     for word in ("state is lost", "param_offload", "Input/output error", str(tmp_path), "load a checkpoint"):
         assert word in last[what][1] and word in last["step"][1]
-
-
-def _constructed(rank: int, world_size: int, folder: str, full: bool) -> tuple[str, str, bool]:
-    def no_space(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    here = full and rank == world_size - 1
-    with mock.patch("os.posix_fallocate", no_space) if here else contextlib.nullcontext():
-        kind, message = error_of(lambda: job(on_disk(folder)))
-    return kind, message, bool(open_files_in(folder))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_missing_folder_and_a_full_disk_are_found_at_construction(ranks: int, tmp_path: Path) -> None:
-    missing = str(tmp_path / "nowhere")
-    for kind, message, _ in run_ranks(ranks, _constructed, missing, False):
-        assert kind == "OffloadError" and f"param_offload='nvme:{missing}'" in message
-    *others, last = run_ranks(ranks, _constructed, str(tmp_path), True)
-    assert last[0] == "OffloadError" and "No space left" in last[1] and str(tmp_path) in last[1]
-    for kind, message, _ in others:
-        assert kind == "RankMismatchError" and "OffloadError" in message
-    assert not any(left for _, _, left in (*others, last))

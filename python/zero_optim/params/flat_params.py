@@ -158,12 +158,14 @@ class FlatParams:
         lane.after(self._allocated)
         own = self._sharding.own_part(self.full)
         with lane.as_current():
-            if self.on_disk:  # where the read fails all ranks gather NaN, and raise before a step takes place
-                own.fill_(torch.nan)
+            arrives = False
             with self.recording():
                 lane.copy(own, self.page.fetch().view(self.dtype))
                 lane.set(self._copied)
                 self.page.discard(self._copied)
+                arrives = True
+            if not arrives:  # all ranks gather NaN, and raise before a step takes place
+                own.fill_(torch.nan)
             return self._sharding.all_gather(self.full)
 
     def read_ahead(self) -> None:
