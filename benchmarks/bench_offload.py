@@ -2,9 +2,8 @@
 
     python benchmarks/bench_offload.py --numel 64Mi
 
-There are three parts (key ``part`` of a row), on one rank: ``step`` is ``opt.step()`` alone, from 16-bit gradients to
-16-bit parameters, ``forward`` that of a model at stage 3 whose parameters rest on the host or a disk, ``sleep`` the
-calls ``sleep`` and ``wake``. ``bench_training.py stores`` has whole training steps.
+Parts (key ``part`` of a row), on one rank: ``step`` is ``opt.step()`` alone, from 16-bit gradients and parameters;
+``forward`` has parameters on the host or a disk; ``sleep`` and wake. ``bench_training.py stores`` has whole steps.
 
 ``beside`` has the ms of what a store adds, each part moved by itself in the same rounds: ``copies``, ``disk``, on a GPU
 ``update`` on the host. A step cannot be shorter than the longest of these and None's update, its ``bound``.
@@ -219,31 +218,23 @@ def about(part: str, name: str, work: Work, spread: Spread, parts: Mapping[str, 
     return {**first, "part": part, **vars(spread), "beside": dict(parts)}
 
 
-# -- forward -----------------------------------------------------------------------------------------------------------
+# -- forward, sleep ----------------------------------------------------------------------------------------------------
 
 
 def forward(work: Work, rounds: int) -> list[Row]:
     """Compare a forward of no rows, with units from the host and from a disk, with reads of as many bytes."""
-    of, width = {"dtype": DTYPES[work.dtype], "device": work.device}, 4096
-    layers = max(work.numel // width**2, 1)
-    nbytes = layers * width**2 * of["dtype"].itemsize
+    of, layers = {"dtype": DTYPES[work.dtype], "device": work.device}, max(work.numel // 4096**2, 1)
+    nbytes = layers * 4096**2 * of["dtype"].itemsize
     jobs: dict[str, Job] = {"disk": [functools.partial(DiskLink(work.folder, nbytes).move, nbytes, 0)]}
     for name, where in {"cpu": "cpu", "nvme": f"nvme:{work.folder}"}.items():
-        model = nn.Sequential(*(nn.Linear(width, width, bias=False, **of) for _ in range(layers)))
-        jobs[name] = [
-            functools.partial(shard_module(model, (nn.Linear,), param_offload=where), torch.ones(0, width, **of))
-        ]
+        model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, **of) for _ in range(layers)))
+        model = shard_module(model, (nn.Linear,), param_offload=where)
+        jobs[name] = [functools.partial(model, torch.ones(0, 4096, **of))]
     with torch.no_grad():
         times = {name: Spread.of([lap[0] for lap in laps]) for name, laps in interleaved(jobs, Clock(), rounds).items()}
-    more = {"moved": {"read": nbytes}, "bound": "disk"}
-    disk = times.pop("disk").ms
-    return [
-        {**about("forward", name, work, of, {"disk": disk}), **more, "fraction": round(disk / of.ms, 4)}
-        for name, of in times.items()
-    ]
-
-
-# -- sleep -------------------------------------------------------------------------------------------------------------
+    disk, more = times.pop("disk").ms, {"moved": {"read": nbytes}, "bound": "disk"}
+    rows = [about("forward", name, work, spread, {"disk": disk}) for name, spread in times.items()]
+    return [{**row, **more, "fraction": round(disk / row["ms"], 4)} for row in rows]
 
 
 def sleep(work: Work, rounds: int) -> list[Row]:
