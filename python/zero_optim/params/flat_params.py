@@ -41,7 +41,7 @@ class FlatParams:
         trained: whether they get gradients, and an optimizer's state.
         orders: of each of ``params``, the order of its elements in its slot: contiguous, or channels_last.
         permuted: whether one of them is not contiguous.
-        offloaded: whether the shard rests in host memory or on a disk.
+        offloaded, on_disk: whether the shard rests in host memory or on a disk; whether on a disk.
         page: where it rests then; None: on the device.
         shown: where sharded, whether the plain parameters have values now.
         addresses: of each of ``params`` while it has values.
@@ -55,7 +55,7 @@ class FlatParams:
         self._sharding = sharding
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.pieces = tuple(layout.pieces(sharding.shard_index))
-        self.sharded = self.shown = self.offloaded = False
+        self.sharded = self.shown = self.offloaded = self.on_disk = False
         self.param_shards: list[ParamShard] = []
         self.slices = [slice_of(parameter) for parameter in self.params]
         self.sliced, self.cut = any(self.slices), is_cut(self.params[0])
@@ -119,7 +119,7 @@ class FlatParams:
         Raises OffloadError where there is no memory, or no room on the disk; RankMismatchError on the other ranks.
         """
         self._sharding.alike(cut=self.cut).broadcast(self.full)
-        self.offloaded = backing is not None
+        self.offloaded, self.on_disk = backing is not None, isinstance(backing, DiskBacking)
         shard = self.shard
         if backing is None:
             shard = shard.clone()
@@ -128,7 +128,7 @@ class FlatParams:
                 self.page = page = backing.allocate(shard.nbytes)
                 rests = page.overwrite().view(self.dtype).copy_(shard)
                 page.commit(Mark())
-                shard = rests if page.at_once else shard.to("meta")
+                shard = shard.to("meta") if self.on_disk else rests
         self.shard = shard
         if lanes is not None:
             self._lanes, self._allocated, self._copied = lanes, lanes.mark(), lanes.mark()
@@ -200,10 +200,6 @@ class FlatParams:
     def recording(self) -> AbstractContextManager[None]:
         """See ``DiskBacking.recording``."""
         return self.page.backing.recording() if isinstance(self.page, DiskPage) else nullcontext()
-
-    @property
-    def on_disk(self) -> bool:
-        return self.page is not None and not self.page.at_once
 
     def order_after_copy(self) -> None:
         """Order what follows on the current stream after the copy of ``unshard`` from host memory."""

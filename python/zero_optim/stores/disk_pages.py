@@ -252,13 +252,12 @@ class DiskBacking:
         folder: Path,
         rank: int,
         memory: HostMemory,
-        timeout: float = TIMEOUT_SECONDS,
         *,
         argument: str = "state_offload",
         buffers: int = HOST_BUFFERS,
     ) -> None:
-        self.file, self.copied, self.memory, self._timeout = PageFile(folder, rank, argument), Copied(), memory, timeout
-        self._count = buffers
+        self.file, self.copied, self.memory = PageFile(folder, rank, argument), Copied(), memory
+        self._count, self._timeout = buffers, TIMEOUT_SECONDS
         self.failure: str | None = None
         self.pages: list[DiskPage] = []
         self.reading: list[DiskPage] = []
