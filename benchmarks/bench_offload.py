@@ -2,8 +2,8 @@
 
     python benchmarks/bench_offload.py --numel 64Mi
 
-There are two parts (key ``part`` of a row), on one rank: ``step`` is ``opt.step()`` alone, from 16-bit gradients to
-16-bit parameters, ``sleep`` the calls ``sleep`` and ``wake``. ``bench_training.py stores`` has whole training steps.
+Parts (key ``part`` of a row), on one rank: ``step`` is ``opt.step()`` alone, from 16-bit gradients and parameters;
+``forward`` has parameters on the host or a disk; ``sleep`` and wake. ``bench_training.py stores`` has whole steps.
 
 ``beside`` has the ms of what a store adds, each part moved by itself in the same rounds: ``copies``, ``disk``, on a GPU
 ``update`` on the host. A step cannot be shorter than the longest of these and None's update, its ``bound``.
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from lab import parser_of, progress, run_script, show
 from torch import Tensor, nn
-from zero_optim import ShardedAdamW
+from zero_optim import ShardedAdamW, shard_module
 from zero_optim.asleep import MOVES_STORAGES
 from zero_optim.bench.cases import DTYPES, Row
 from zero_optim.bench.record import Result
@@ -36,7 +36,6 @@ from zero_optim.errors import UsageError, ZeroOptimError
 from zero_optim.params.layout import round_up
 from zero_optim.stores.disk_pages import memory_of, set_direct
 from zero_optim.stores.host_memory import ALIGNMENT, HostMemory
-from zero_optim.stores.paged_store import PagedStore
 
 NONE = "None"
 EXACT = (NONE, "paged 0", "paged half", "cpu", "nvme")
@@ -88,18 +87,8 @@ def make(work: Work, name: str) -> ShardedAdamW:
 
 
 def job_of(opt: ShardedAdamW) -> list[Callable[[], object]]:
-    return [opt.step, lambda: settle(opt)]
-
-
-def settle(opt: ShardedAdamW) -> None:
-    """Wait for the pages that a step has left in flight: they must not slow down the next contender."""
-    if isinstance(opt.engine.store, PagedStore):
-        opt.engine.store.wait()
-
-
-def checksum(opt: torch.optim.Optimizer) -> float:
-    """Sum the parameters: a figure that after as many steps is equal for all."""
-    return sum(parameter.detach().double().sum().item() for parameter in opt.param_groups[0]["params"])
+    # Pages that a step has left in flight must not slow down the next contender.
+    return [opt.step, getattr(opt.engine.store, "wait", lambda: None)]
 
 
 # -- the link and the disk ---------------------------------------------------------------------------------------------
@@ -180,7 +169,8 @@ def report_of(opt: ShardedAdamW) -> Row:
     """Run a few steps. Returns the result of the first three, and bytes moved in a step and held."""
     for lap in job_of(opt) * 3:
         lap()
-    result, earlier = checksum(opt), dict(opt.stats()["state_offload"])
+    result = sum(parameter.detach().double().sum().item() for parameter in opt.param_groups[0]["params"])
+    earlier = dict(opt.stats()["state_offload"])
     for lap in job_of(opt):
         lap()
     later = opt.stats()["state_offload"]
@@ -228,7 +218,23 @@ def about(part: str, name: str, work: Work, spread: Spread, parts: Mapping[str, 
     return {**first, "part": part, **vars(spread), "beside": dict(parts)}
 
 
-# -- sleep -------------------------------------------------------------------------------------------------------------
+# -- forward, sleep ----------------------------------------------------------------------------------------------------
+
+
+def forward(work: Work, rounds: int) -> list[Row]:
+    """Compare a forward of no rows, with units from the host and from a disk, with reads of as many bytes."""
+    of, layers = {"dtype": DTYPES[work.dtype], "device": work.device}, max(work.numel // 4096**2, 1)
+    nbytes = layers * 4096**2 * of["dtype"].itemsize
+    jobs: dict[str, Job] = {"disk": [functools.partial(DiskLink(work.folder, nbytes).move, nbytes, 0)]}
+    for name, where in {"cpu": "cpu", "nvme": f"nvme:{work.folder}"}.items():
+        model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, **of) for _ in range(layers)))
+        model = shard_module(model, (nn.Linear,), param_offload=where)
+        jobs[name] = [functools.partial(model, torch.ones(0, 4096, **of))]
+    with torch.no_grad():
+        times = {name: Spread.of([lap[0] for lap in laps]) for name, laps in interleaved(jobs, Clock(), rounds).items()}
+    disk, more = times.pop("disk").ms, {"moved": {"read": nbytes}, "bound": "disk"}
+    rows = [about("forward", name, work, spread, {"disk": disk}) for name, spread in times.items()]
+    return [{**row, **more, "fraction": round(disk / row["ms"], 4)} for row in rows]
 
 
 def sleep(work: Work, rounds: int) -> list[Row]:
@@ -285,7 +291,8 @@ def run(parsed: Any) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-offload-") as folder:
         work = Work(numel, parsed.dtype, device, folder)
         result.add(contest(work, names, parsed.rounds))
-        progress("offload: sleep and wake")
+        progress("offload: forward, sleep and wake")
+        result.add(forward(work, parsed.rounds))
         result.add(sleep(work, parsed.rounds))
     show(result)
 

@@ -89,7 +89,8 @@ class Engine:
         schedule = None if sharded_model is None else sharded_model.schedule
         early = settings.overlap_grad_reduce
         self.reducer = Reducer(trained, labels, sharding, make_buckets, early, schedule, self.mode)
-        self.states = OptimizerState(trained, sharding, rules, store, group=parameters.group)
+        disk = None if sharded_model is None else sharded_model.disk
+        self.states = OptimizerState(trained, sharding, rules, store, group=parameters.group, disk=disk)
         self.measured: Measured | None = None  # the telemetry of the last update that was measured
         if settings.telemetry_every is not None:
             self.measured = Measured(self.states, parameters, shardings, settings.telemetry_every)
@@ -259,6 +260,12 @@ class Engine:
 
     def _run_exchange(self, used: bytearray, norm_type: float | None, thawed: Sequence[int]) -> None:
         reducer = self.reducer
+        every, device, terms = self.compared_every, self.sharding.device, None
+        if every is not None:
+            self.param_gather.wait()  # parameters are read here, or to name what differed in the last step
+            if (self.steps + 1) % every == 0 and not is_capturing(device):  # no host would raise for a captured step
+                terms = replicas.terms_of([shard.bucket for shard in self.states.shards], device)
+        self.states.lost.look()
         refused = reducer.layout.refused
         about = {
             "offload": self.states.lost.parameters,
@@ -273,11 +280,6 @@ class Engine:
         numbers = {"counting": int(self.tokens.counting), "uncounted": int(uncounted is not None)}
         if self.sharded_model is not None:
             numbers["parted"] = self.sharded_model.schedule.cycle.code
-        every, device, terms = self.compared_every, self.sharding.device, None
-        if every is not None:
-            self.param_gather.wait()  # parameters are read here, or to name what differed in the last step
-            if (self.steps + 1) % every == 0 and not is_capturing(device):  # no host would raise for a captured step
-                terms = replicas.terms_of([shard.bucket for shard in self.states.shards], device)
         own = ToExchange(
             reducer.buckets,
             used,

@@ -32,7 +32,10 @@ from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
 from .params.tensor_slice import is_cut, local_of, marked, mesh_of
 from .rules.options import check_choice
+from .stores.disk_pages import DiskBacking
 from .stores.host_memory import HostMemory, Lanes
+from .stores.offload import Offload, Tier, param_buffers, read_param_offload
+from .stores.paged_store import HostBacking
 from .units.hooks import watch_part
 from .units.schedule import UnitSchedule, in_backward
 from .units.sharded_model import ShardedModel, flatten, sharded_model_of
@@ -93,7 +96,9 @@ def shard_module(
             called with each such module; None calls the module's ``reset_parameters()``. Units are initialised and
             sharded one after another, so no rank ever holds the whole model.
         param_offload: "cpu": shards rest in host memory, pinned for a GPU, and units are copied from there. They are
-            updated there with ``ShardedAdamW(..., state_offload="cpu")``, else on the device.
+            updated there with ``ShardedAdamW(..., state_offload="cpu")``, else on the device. "nvme:DIR": in a file in
+            DIR, on a fast local disk; host memory has buffers for ``prefetch + 1`` shards of units, 3 at least.
+            ``state_dict()`` has copies then, and ``.local`` of a parameter raises ShardAccessError.
 
     Where something fails later than the checks below, as in ``init_fn``, create the model again.
 
@@ -101,6 +106,8 @@ def shard_module(
         ParameterError: a parameter that cannot be sharded; no such unit; a model that is sharded already.
         ValueError: an argument out of range.
         RankMismatchError: ranks disagree on model or arguments, or one of them failed.
+        OffloadError: of this rank's folder or disk; RankMismatchError on the others. A disk that fails later makes the
+            next ``step``, or the forward without gradients that is under way, raise OffloadError on every rank.
     """
     kinds = [*experts] if isinstance(experts, Mapping) else []
     row = read_row(tensor_parallel, mesh_of(_without_experts(model, kinds)))
@@ -118,7 +125,13 @@ def shard_module(
             raise TypeError(f'experts is a {type(experts).__name__}: give a dict, as {{"experts": mesh["edp"]}}')
         expert_ranks = read_experts_of_model(experts or {})
         shard_counts = [topology.shard_count(comm), *(len(of.ranks) for of in expert_ranks.values())]
-        _check_arguments(reshard_after_forward, prefetch, param_offload, shard_counts)
+        _check_arguments(reshard_after_forward, prefetch, shard_counts)
+        offload = read_param_offload(param_offload)
+        if offload.tier is Tier.NVME and topology.rows is not None and topology.over_all:
+            raise ValueError(
+                'state_over="all" updates a part of each shard, and a disk has whole ones: take state_over="shard", or '
+                'param_offload="cpu"'
+            )
         plans = plan_units(model, units, kinds)
         _check_plans(plans, topology, alone=comm.world_size == 1)
         if not expert_ranks:  # else once the ranks of all experts are known
@@ -128,7 +141,7 @@ def shard_module(
         target = _device((p for plan in plans for p in plan.parameters.values()), device)
         validate.check_backend(comm, target)
     options: dict[str, object] = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-    options |= {"param_offload": param_offload, "state_over": state_over, **topology.described()}
+    options |= {"param_offload": offload.tier.value, "state_over": state_over, **topology.described()}
     options["experts"] = {str(kind): len(of.ranks) for kind, of in expert_ranks.items()}
     check_same(comm, _describe(plans, options), "shard_module", "shard_module the same model")
     if expert_ranks:
@@ -146,23 +159,26 @@ def shard_module(
     of_experts = make_expert_shardings(sharding, expert_ranks)
     shard_groups = dict.fromkeys(of.shard_group for of in (sharding, *of_experts.values()))
     nodes = {ranks: _node_of(ranks, ranks_of_node, target) for ranks in shard_groups}
-    host_memory = None if param_offload is None else HostMemory(pinned=target.type == "cuda", device=target)
-    lanes = None if param_offload is None else Lanes(target)
+    lanes = None if offload.tier is Tier.DEVICE else Lanes(target)
+    backing: HostBacking | DiskBacking | None = None
     made: list[Unit] = []
     try:
         for number, plan in enumerate(plans):
             with comm.raising_together("shard_module", target):
+                backing = backing or _backing(offload, prefetch, comm.rank, target)
                 _materialise(plan, target, init_fn)
             own = sharding if plan.experts is None else of_experts[plan.experts]
             own_node = nodes[own.shard_group] if number else None
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
-            _fill(made[-1], plan, own, host_memory, lanes)
+            _fill(made[-1], plan, own, backing, lanes)
         every = [flat for unit in made for flat in unit.flats]
         for ranks in shard_groups:
             sizes = dict.fromkeys(flat.full.nbytes for flat in every if flat.sharding.shard_group is ranks)
             ranks.take_channels([*sizes][1:], target, "shard_module")  # the first size uses the group that is there
     except BaseException:
         comm.close()
+        if backing is not None:
+            backing.close()
         raise
     for ranks, node in nodes.items():
         own_flats = [(flat.layout.numel, flat.dtype) for flat in every if flat.sharding.shard_group is ranks]
@@ -172,8 +188,17 @@ def shard_module(
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
     schedule = UnitSchedule(made, sharding, prefetch, keep_evaluating=keep)
-    ShardedModel(model, made, sharding, schedule, process_group, host_memory, lanes)
+    ShardedModel(model, made, sharding, schedule, process_group, backing, lanes)
     return model
+
+
+def _backing(offload: Offload, prefetch: int, rank: int, device: torch.device) -> HostBacking | DiskBacking | None:
+    if offload.tier is Tier.DEVICE:
+        return None
+    memory = HostMemory(pinned=device.type == "cuda", device=device)
+    if offload.folder is None:
+        return HostBacking(memory)
+    return DiskBacking(offload.folder, rank, memory, argument="param_offload", buffers=param_buffers(prefetch))
 
 
 @contextmanager
@@ -367,9 +392,7 @@ def _describe(plans: Sequence[UnitPlan], options: Mapping[str, object]) -> list[
     return description
 
 
-def _check_arguments(
-    reshard_after_forward: bool | int, prefetch: int, param_offload: str | None, shard_counts: Sequence[int]
-) -> None:
+def _check_arguments(reshard_after_forward: bool | int, prefetch: int, shard_counts: Sequence[int]) -> None:
     """``shard_counts``: of the model, and of each kind of experts."""
     for ranks in shard_counts if type(reshard_after_forward) is not bool else ():
         whole = ranks == 1 < max(shard_counts)  # experts that one rank has: it keeps them
@@ -385,8 +408,6 @@ def _check_arguments(
             )
     if type(prefetch) is not int or prefetch < 0:
         raise ValueError(f"prefetch must be a number of units, 0 or more, got {prefetch!r}")
-    if param_offload not in (None, "cpu"):
-        raise ValueError(f"param_offload must be None or 'cpu', got {param_offload!r}")
 
 
 def _check_plans(plans: Sequence[UnitPlan], topology: Topology, *, alone: bool) -> None:
@@ -463,7 +484,9 @@ def _materialise(plan: UnitPlan, device: torch.device, init_fn: Callable[[nn.Mod
         initialise(module)
 
 
-def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemory | None, lanes: Lanes | None) -> None:
+def _fill(
+    unit: Unit, plan: UnitPlan, sharding: Sharding, backing: HostBacking | DiskBacking | None, lanes: Lanes | None
+) -> None:
     """Collective. Shard the unit's parameters, of rank 0's values, in a flat tensor for each kind."""
     shard_of: dict[int, ParamShard] = {}
     kinds: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
@@ -473,12 +496,12 @@ def _fill(unit: Unit, plan: UnitPlan, sharding: Sharding, host_memory: HostMemor
         empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         shard_of[id(parameter)] = shard = ParamShard(empty, 0, parameter, places[0][2])
         unit.registrations += [Registration(module, name, parameter, shard) for module, name, _ in places]
-    splits = sharding.shard_count > 1 or host_memory is not None
+    splits = sharding.shard_count > 1 or backing is not None
     for (_, _, trained), parameters in kinds.items():
         unit.flats.append(flat := flatten(parameters, sharding, trained=trained))
         sharding.alike(cut=flat.cut).broadcast(flat.full)
         if splits:
             own = [shard_of[id(parameter)] for parameter in parameters]
-            flat.split(own, host_memory=host_memory, lanes=lanes)
+            flat.split(own, backing=backing, lanes=lanes)
     if splits:
         unit.show(plain=False)

@@ -31,6 +31,9 @@ class FlatBytes:
 def stats_of(engine: Engine) -> dict[str, Any]:
     """See ``ShardedOptimizer.stats``."""
     sharding, model, taken = engine.sharding, engine.sharded_model, dict(engine.store.footprint())
+    off_device: dict[str, int] = {}
+    if model is not None and (rests := model.backing) is not None:
+        off_device = {"host": rests.memory.in_use, "disk": rests.disk_bytes, "read": rests.copied.read}
     return {
         "stage": sharding.stage,
         "world_size": sharding.world_size,
@@ -43,6 +46,7 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "memory": memory_by_kind(engine),
         "non_finite": engine.first_non_finite(),
         "state_offload": {**taken, **asdict(engine.store.copied)},
+        "param_offload": off_device,
         "sleep": {"mode": engine.mode.now.name, "host": engine.asleep.rest.memory.in_use},
     }
 

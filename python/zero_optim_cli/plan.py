@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "LoRA's adapters of this rank are trained, on every matrix of the layers; the model is frozen"
     flag("--lora", int, text, metavar="RANK")
     flag("--offload", _offload, "where the state is: none, paged, paged:BUDGET, cpu or nvme (none)", default="none")
-    parser.add_argument("--param-offload", action="store_true", help="stage 3: shards of parameters in host memory")
+    words = "stage 3: where shards of parameters rest: cpu or nvme (on the device; cpu, where no word follows)"
+    parser.add_argument("--param-offload", nargs="?", const="cpu", choices=("cpu", "nvme"), help=words)
     flag("--gpu-memory", _size, "of each rank's device (80GB)", default=80 * 10**9, metavar="SIZE")
     flag("--seq", int, "tokens of a sequence; with --batch activations are counted")
     flag("--batch", int, "sequences of a micro-batch on each rank")

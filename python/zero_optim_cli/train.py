@@ -71,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     masters = "of bf16 parameters; split: 16 bits beside them, split8: 8; see docs/state.md (split)"
     flag("--master", str, masters, choices=MASTERS)
     flag("--state-dtype", str, "of the moments; see docs/state.md (fp32)", choices=STATE_DTYPES)
-    flag("--param-offload", str, "at stage 3: where shards of parameters rest (on the device)", choices=("cpu",))
+    offload = "at stage 3: where shards of parameters rest: cpu, or nvme:DIR (on the device)"
+    flag("--param-offload", str, offload, metavar="STORE")
     resume = "run directory or checkpoint to go on from; what came after it is written anew. auto: the newest in --out,"
     flag("--resume", Path, f"{resume} or from the start where there is none")
     flag("--ranks", _COUNT, "start this many ranks on this machine, as torchrun would")

@@ -10,7 +10,7 @@ import torch
 from cells import slow_after
 from grid_cases import make_mesh, on_mesh
 from harness import run_ranks
-from sharded_cases import Block, Net, Outcome, Run, loss_of, losses_and_state, make, tokens
+from sharded_cases import ON_DISK, Block, Net, Outcome, Run, loss_of, losses_and_state, make, tokens
 from training_cases import DTYPES, assert_bitwise, linear_backward, make_gradients, make_parameters
 
 ACCUMULATIONS = ((1, False), (3, True), (2, False))  # micro-batches; whether all but the last are under no_sync
@@ -28,9 +28,10 @@ def _stage_3_runs(ranks: int) -> list[Run]:
     """On eight ranks those that gather a unit again within two of the four that shard it."""
     runs = []
     ways = ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2, "prefetch": 2}, {"param_offload": "cpu"})
+    ways = (*ways, {"param_offload": ON_DISK}, {"param_offload": ON_DISK, "reshard_after_forward": 2})
     for number, shard in enumerate(ways):
         micro, no_sync = ACCUMULATIONS[number % 3]
-        options = {"state_offload": "cpu"} if "param_offload" in shard else {}
+        options = {"state_offload": "cpu"} if shard == {"param_offload": "cpu"} else {}
         run = Run(dtype=DTYPES[number % 3], steps=2, micro=micro, no_sync=no_sync, shard=shard, options=options)
         if (ranks == 8) is (shard.get("reshard_after_forward") == 2):
             runs += [run.at(2), run]

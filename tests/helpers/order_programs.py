@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,6 +74,9 @@ WHAT: Mapping[str, Sequence[int]] = {
     "parameters on the host, edited": (3,),
     "parameters on the host, paged": (3,),
     "parameters on the host, updated there": (3,),
+    "parameters on a disk": (3,),
+    "parameters on a disk, edited": (3,),
+    "parameters on a disk, updated on the host": (3,),
 }
 """What a program does, and the stages at which it is allowed. A name may begin with one of STORES."""
 
@@ -84,8 +88,10 @@ SHARDED_BY: Mapping[str, Mapping[str, Any]] = {
 }
 PAGED = {"state_offload": "paged", "device_budget": 0}
 SOME_PAGES = 15360  # bytes, at the smallest width: all but one page of units, about half where there are none
-ON_HOST = "parameters on the host"
+ON_HOST, ON_DISK = "parameters on the host", "parameters on a disk"
 STORES: Mapping[str, Mapping[str, Any]] = {
+    f"{ON_DISK}, updated on the host": {"state_offload": "cpu"},
+    ON_DISK: {},
     f"{ON_HOST}, updated there": {"state_offload": "cpu"},
     f"{ON_HOST}, paged": PAGED,
     ON_HOST: {},
@@ -307,6 +313,8 @@ def shard(program: OrderProgram, model: nn.Sequential, process_group: Any) -> No
         del options["reshard_after_forward"]
     if program.store.startswith(ON_HOST):
         options["param_offload"] = "cpu"
+    elif program.store.startswith(ON_DISK):
+        options["param_offload"] = f"nvme:{tempfile.gettempdir()}"
     for net in model if program.stage == 3 else ():
         zero_optim.shard_module(net, (Block,), process_group=process_group, **options)
 

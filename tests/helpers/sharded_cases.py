@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from training_cases import linear_loss, make_parameters, maybe_no_sync
 from zero_optim.comm.handle import Handle
 
 VOCABULARY = 33
+ON_DISK = f"nvme:{tempfile.gettempdir()}"  # for tests that put little there; files have no name
 
 
 class Block(nn.Module):

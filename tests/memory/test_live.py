@@ -64,10 +64,9 @@ def differences(rank: int, world_size: int, stage: int, dtype: torch.dtype, opti
     pairs = {kind: (planned.memory.get(kind), nbytes) for kind, nbytes in tracker.peak.items()}
     pairs |= {kind: (nbytes, moved[kind]) for kind, nbytes in planned.traffic.items()}
     off_device = opt.stats()["state_offload"]
-    sharded = opt.engine.sharded_model
-    of_params = 0 if sharded is None or sharded.host_memory is None else sharded.host_memory.in_use
-    pairs["host"] = (planned.host, off_device["host"] + of_params)
-    pairs["disk"] = (planned.disk, off_device["disk"])
+    of_params = {"host": 0, "disk": 0, **opt.stats()["param_offload"]}
+    for kind in ("host", "disk"):
+        pairs[kind] = (getattr(planned, kind), off_device[kind] + of_params[kind])
     opt.close()
     assert sum(tracker.peak.values()) > 10**6
     return {kind: pair for kind, pair in pairs.items() if pair[0] != pair[1]}
@@ -110,7 +109,7 @@ OFF_THE_DEVICE = pairs_of(
     for stage in (1, 2, 3)
     for dtype in (torch.bfloat16, torch.float32)
     for store in STORES
-    for params in ((None, "cpu") if stage == 3 else (None,))
+    for params in ((None, "cpu", "nvme") if stage == 3 else (None,))
     if store or params
 )
 
@@ -118,11 +117,12 @@ OFF_THE_DEVICE = pairs_of(
 @pytest.mark.parametrize(("stage", "dtype", "store", "params"), OFF_THE_DEVICE)
 def test_what_is_off_the_device_is_planned(stage, dtype, store, params, tmp_path):
     """To the byte. Of a disk pages and buffers are whole blocks of 4096 bytes, which is less than 1 % here."""
-    options = {**STORES[store]} | ({"param_offload": params} if params else {})
+    folder = f"nvme:{tmp_path}"
+    options = {**STORES[store]} | ({"param_offload": folder if params == "nvme" else params} if params else {})
     if store == "nvme":
-        options["state_offload"] = f"nvme:{tmp_path}"
+        options["state_offload"] = folder
     for of_rank in run_ranks(2, differences, stage, dtype, options):
-        if store != "nvme":
+        if "nvme" not in (store, params):
             assert of_rank == {}
         assert set(of_rank) <= {"host", "disk"}
         for planned, measured in of_rank.values():

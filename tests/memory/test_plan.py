@@ -217,9 +217,11 @@ def test_what_offloaded_state_and_parameters_take_on_the_host():
     model = bf16(10**8)
     alone = plan(model, Job(world=1, offload=Offload(Tier.CPU, 0)))
     assert alone.host == pytest.approx(14 * 10**8, rel=1e-3)
-    here, away = (plan(model, Job(world=4, stage=3, param_offload=offload)) for offload in (False, True))
+    places = (None, "cpu", "nvme")
+    here, away, on_disk = (plan(model, Job(world=4, stage=3, prefetch=4, param_offload=place)) for place in places)
     assert away.memory["parameters"] == 0 and here.memory["parameters"] == 2 * 10**8 // 4
     assert away.host == pytest.approx(here.memory["parameters"], rel=1e-3)  # with the padding of shards
+    assert (on_disk.memory, on_disk.disk) == (away.memory, away.host) and on_disk.host % 5 == 0  # buffers of one size
 
 
 def test_a_budget_keeps_pages_on_the_device():

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,7 +195,7 @@ class _Generator(Draw):
         if self.chance(flavour.stores):
             options |= self.pick(STORES)
             if stage == 3 and self.chance(50):
-                options["param_offload"] = "cpu"
+                options["param_offload"] = self.pick(("cpu", f"nvme:{tempfile.gettempdir()}"))
         if (flavour.rules or flavour.by_group) and self.chance(30):
             options["ema_decay"] = self.pick((0.5, 0.75))
         if flavour.split:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cells import slow_where
 from harness import run_ranks
+from sharded_cases import ON_DISK
 from torch import Tensor, nn
 from zero_optim.rules import Codec, Int8, Root8, Split, Split8, StateTensor
 
@@ -66,6 +67,7 @@ WAYS = {
     "stage 2, cpu": {"stage": 2, "state_offload": "cpu"},
     "stage 3": {"stage": 3},
     "stage 3, all on the host": {"stage": 3, "param_offload": "cpu", "state_offload": "cpu"},
+    "stage 3, all on a disk": {"stage": 3, "param_offload": ON_DISK, "state_offload": ON_DISK},
 }
 SLOW = ("stage 2, cpu", "stage 3")  # they are one way in "stage 3, all on the host"
 

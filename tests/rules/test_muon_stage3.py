@@ -13,6 +13,7 @@ import torch.distributed as dist
 import zero_optim
 from cells import slow
 from harness import run_ranks
+from sharded_cases import ON_DISK
 from torch import Tensor, nn
 from zero_optim import ParameterError, rules
 from zero_optim.params.layout import WholeParameters
@@ -205,6 +206,7 @@ STORES = {
     "paged": {"state_offload": "paged", "device_budget": 0},
     "nvme": {"state_offload": "nvme"},
     "parameters": {"param_offload": "cpu"},
+    "parameters on a disk": {"param_offload": ON_DISK, "state_offload": "cpu"},
     "all on the host": {"param_offload": "cpu", "state_offload": "cpu", "master": "split", "state_dtype": "int8"},
     "nvme, small": {"state_offload": "nvme", "state_dtype": "bf16", "ema_decay": 0.5},
 }
@@ -243,7 +245,10 @@ def _stored(
 # Those that are slow are among the others in another form, and all are on one rank below.
 @pytest.mark.parametrize(
     "names",
-    [("paged", "parameters", "nvme, small"), pytest.param(("cpu", "nvme", "all on the host"), marks=slow)],
+    [
+        ("paged", "parameters", "nvme, small", "parameters on a disk"),
+        pytest.param(("cpu", "nvme", "all on the host"), marks=slow),
+    ],
     ids=", ".join,
 )
 def test_state_and_parameters_off_the_device(names: Sequence[str], tmp_path: Path) -> None:

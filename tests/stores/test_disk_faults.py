@@ -51,31 +51,41 @@ def _page_file(opt: Any) -> Path:
 # ---- at construction -------------------------------------------------------------------------------------------------
 
 
-def _constructed(rank: int, world_size: int, folder: str) -> tuple[str, str]:
-    return error_of(lambda: _make(folder, _parameters()))
+def _on_disk(argument: str, folder: str) -> Any:
+    import zero_optim
+
+    if argument == "state_offload":
+        return _make(folder, _parameters())
+    return zero_optim.shard_module(nn.Sequential(nn.Linear(9, 9)), (nn.Linear,), param_offload=f"nvme:{folder}")
 
 
+def _constructed(rank: int, world_size: int, argument: str, folder: str) -> tuple[str, str]:
+    return error_of(lambda: _on_disk(argument, folder))
+
+
+@pytest.mark.parametrize("argument", ("state_offload", "param_offload"))
 @pytest.mark.parametrize("ranks", (1, 2))
-def test_a_missing_folder_is_named_on_every_rank(ranks: int, tmp_path: Path) -> None:
+def test_a_missing_folder_is_named_on_every_rank(ranks: int, argument: str, tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
-    for kind, message in run_ranks(ranks, _constructed, missing):
+    for kind, message in run_ranks(ranks, _constructed, argument, missing):
         assert kind == "OffloadError"
         assert missing in message
-        assert "state_offload" in message
+        assert argument in message
 
 
-def _with_a_full_disk(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+def _with_a_full_disk(rank: int, world_size: int, argument: str, folder: str) -> tuple[str, str]:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with mock.patch("os.posix_fallocate", full) if rank == world_size - 1 else contextlib.nullcontext():
-        kind, message = error_of(lambda: _make(folder, _parameters()))
+        kind, message = error_of(lambda: _on_disk(argument, folder))
         return kind, message if not open_files_in(folder) else f"{message}; a file is left open"
 
 
+@pytest.mark.parametrize("argument", ("state_offload", "param_offload"))
 @pytest.mark.parametrize("ranks", (1, 2))
-def test_a_full_disk_is_found_at_construction_and_leaves_nothing(ranks: int, tmp_path: Path) -> None:
-    *others, last = run_ranks(ranks, _with_a_full_disk, str(tmp_path))
+def test_a_full_disk_is_found_at_construction_and_leaves_nothing(ranks: int, argument: str, tmp_path: Path) -> None:
+    *others, last = run_ranks(ranks, _with_a_full_disk, argument, str(tmp_path))
     assert last[0] == "OffloadError"
     for word in (str(tmp_path), "No space left", "bytes free"):
         assert word in last[1]
@@ -102,7 +112,7 @@ def _corrupt(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def _failing(*_: Any) -> int:
+def failing(*_: Any) -> int:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
@@ -122,8 +132,8 @@ def _fault(kind: str, opt: Any) -> Iterator[None]:
     elif kind == "time-out":
         opt.engine.store._backing._timeout = 0.0
     replaced = {
-        "read error": ("preadv", _failing),
-        "write error": ("pwritev", _failing),
+        "read error": ("preadv", failing),
+        "write error": ("pwritev", failing),
         "time-out": ("preadv", hanging),
     }
     with mock.patch.object(os, *replaced[kind]) if kind in replaced else contextlib.nullcontext():

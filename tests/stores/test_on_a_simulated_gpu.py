@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import on_one_gpu
+from harness import on_one_gpu, run_ranks
+from order_programs import OrderProgram, train_all, wrong
+from simulated_gpu.switch import LATE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -126,6 +128,12 @@ def test_the_next_unit_is_copied_beside_the_one_in_use() -> None:
     assert [name for name, _ in used] == ["copy_", "copy_", "linear", "copy_", "linear", "linear"]
     lane = {stream for name, stream in used if name == "copy_"}
     assert len(lane) == 1 and lane != {0} and {stream for name, stream in used if name == "linear"} == {0}
+
+
+@pytest.mark.parametrize("where", ("", ", edited", ", updated on the host"))
+def test_parameters_on_a_disk(where: str) -> None:
+    programs = [OrderProgram(3, f"parameters on a disk{where}")]
+    assert not wrong(run_ranks(2, train_all, programs, simulated=LATE), programs)
 
 
 class _LastError(TorchDispatchMode):

@@ -61,9 +61,10 @@ def test_every_store_gives_the_bits_of_none(ranks: int, training: Training, tmp_
     stores = [*STORES, Store({"state_offload": f"nvme:{tmp_path}"})]
     if training.stage == 3:
         # Parameters off the device take turns: each store meets them in every dtype, on one number of ranks.
-        turn = ranks + TRAININGS.index(training)
-        stores = [Store(store.options, ON_HOST if (turn + at) % 2 else {}) for at, store in enumerate(stores)]
-        stores.append(Store({}, ON_HOST))
+        turn, on_disk = ranks + TRAININGS.index(training), {"param_offload": f"nvme:{tmp_path}"}
+        of_params = ({}, ON_HOST, on_disk)
+        stores = [Store(store.options, of_params[(turn + at) % 3]) for at, store in enumerate(stores)]
+        stores += [Store({}, ON_HOST), Store({}, on_disk)]
     stores.insert(0, DEVICE)
     for of_rank in run_ranks(ranks, train, training, stores):
         wrong = {

@@ -18,7 +18,7 @@ import zero_optim
 from cells import slow_after, slow_where
 from harness import run_ranks
 from model_zoo import PROGRAMS, REFUSED, WIDTH, Chain, Program, chain_loss, entropy, tokens
-from sharded_cases import Block, gathered
+from sharded_cases import ON_DISK, Block, gathered
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from training_cases import debugging, difference
@@ -316,7 +316,8 @@ def _forward_alone(rank: int, world_size: int, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_forward_alone(ranks: int):
-    for options in ({}, KEEP, {"prefetch": 0}, {"param_offload": "cpu"}, {"param_offload": "cpu", "prefetch": 3}):
+    away = [{"param_offload": where, "prefetch": count} for where in ("cpu", ON_DISK) for count in (1, 3)]
+    for options in ({}, KEEP, {"prefetch": 0}, *away, {"param_offload": ON_DISK, "prefetch": 0}):
         run_ranks(ranks, _forward_alone, options)
 
 

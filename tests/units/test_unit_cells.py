@@ -94,7 +94,7 @@ class Bench:
         (layout,) = build_layout({0: len(VALUES)}, {0: 0}, [0], {0: 2**63}, RANKS)
         self.shard = ParamShard(torch.empty(0), 0, self.plain, "weight")
         self.flat = FlatParams(layout, [self.plain], sharding)
-        self.flat.split([self.shard], host_memory=None)
+        self.flat.split([self.shard], backing=None)
         self.unit.flats = [self.flat]
         self.unit.registrations = [Registration(self.module, "weight", self.plain, self.shard)]
         self.unit.show(plain=False)

@@ -5,7 +5,9 @@ Saving reads them and loading writes them, both by way of ``values``. Stages dif
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,23 +132,29 @@ class TensorContents:
 
     def values(self) -> Generator[Tensor]:
         """Give the elements [length] of each holding, in order: to be read or written before the next is asked for."""
-        for tensor in self._tensors:
-            if isinstance(tensor, ParamShard):
-                if tensor.flat is not None:
-                    tensor.flat.wait_until_copied()  # the device may still read a shard that is in host memory
-                before = tensor.local._version
-                yield tensor.local
-                if tensor.local._version != before:
-                    # An optimizer with a master of the parameter has to see the edit.
-                    torch.autograd.graph.increment_version(tensor.plain)
-            elif tensor.is_contiguous():
-                yield tensor.detach().view(-1)
-            else:
-                flat = tensor.detach().contiguous().view(-1)
-                before = flat._version
-                yield flat
-                if flat._version != before:  # a load wrote it
-                    tensor.detach().copy_(flat.view(tensor.shape))
+        for flat, alike in itertools.groupby(self._tensors, lambda tensor: getattr(tensor, "flat", None)):
+            with nullcontext() if flat is None else flat.opened() as shard:  # once for all of them, as on a disk
+                for tensor in alike:
+                    yield from _values(tensor, shard)
+
+
+def _values(tensor: Tensor, shard: Tensor | None) -> Generator[Tensor]:
+    """See ``TensorContents.values``. ``shard``: that which a ParamShard is a part of, opened."""
+    if isinstance(tensor, ParamShard):
+        flat = tensor.local if shard is None else tensor.part_of(shard)
+        before = flat._version
+        yield flat
+        if flat._version != before:
+            # An optimizer with a master of the parameter has to see the edit.
+            torch.autograd.graph.increment_version(tensor.plain)
+    elif tensor.is_contiguous():
+        yield tensor.detach().view(-1)
+    else:
+        flat = tensor.detach().contiguous().view(-1)
+        before = flat._version
+        yield flat
+        if flat._version != before:  # a load wrote it
+            tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def contents_of_model(model: nn.Module, names: Names, ranks: Ranks, columns: Columns) -> TensorContents:
@@ -168,7 +176,7 @@ def _holding(kind: str, name: str, tensor: Any, ranks: Ranks, column: ColumnRank
         spec = replace(spec, order=tensor.order, cut=None if own is None else own.arranged)
         spec, before = in_stack(spec, (1, 0) if flat is None else flat.stack)  # a plain slice is one of a stack
         start = before + tensor.start + (0 if own is None else own.start)
-        return Holding(spec, start, tensor.local.numel(), Holders() if flat is None else Holders(*flat.holders))
+        return Holding(spec, start, tensor._local.numel(), Holders() if flat is None else Holders(*flat.holders))
     own, before = slice_of(tensor, spec.label), 0
     if own is not None and own.cut is not None and column is not None:
         spec, tensor, ranks = replace(spec, cut=own.arranged), local_of(tensor), column.ranks

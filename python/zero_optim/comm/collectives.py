@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import RankMismatchError
+from ..errors import RankMismatchError, ZeroOptimError
 from . import groups, transport
 from .deadlock import Log, Watch
 from .handle import Handle, Traffic
@@ -324,13 +324,16 @@ class Comm:
         return values_of_one_call(self.ranks, reports)
 
     @contextmanager
-    def raising_together(self, where: str, device: torch.device | None = None) -> Iterator[None]:
+    def raising_together(
+        self, where: str, device: torch.device | None = None, elsewhere: type[ZeroOptimError] = RankMismatchError
+    ) -> Iterator[None]:
         """Collective. Raise on all ranks where any raises within: its own error there, elsewhere one that names that
         rank. A rank that raised alone would leave the others waiting for it.
 
         Args:
             device: of one flag that is reduced first, over the own group: whether any rank has failed. For frequent
                 calls. None: every rank gets an object of each, which takes 0.3 s among 16,384.
+            elsewhere: what the ranks raise that have not failed.
         """
         error: Exception | None = None
         try:
@@ -348,7 +351,7 @@ class Comm:
         by_rank = zip(self.ranks, reports, strict=True)
         failed = [f"rank {rank} failed with {report}" for rank, report in by_rank if report is not None]
         if failed:
-            raise RankMismatchError("; ".join(failed))
+            raise elsewhere("; ".join(failed))
 
     def own_part(self, full: Tensor) -> Tensor:
         """This rank's 1/N of a flat tensor, a view."""

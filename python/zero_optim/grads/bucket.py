@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -24,6 +25,8 @@ from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout
 from ..params.param_shard import ArrivingParameter, arriving
 from ..params.tensor_slice import is_shared, local_of
+from ..stores.disk_pages import DiskPage
+from ..stores.paged_store import HostPage
 from .packing import Packing
 from .slots import GradState, Shown, Slots
 
@@ -53,7 +56,6 @@ class Bucket:
 
     Attributes:
         flat: the parameters; at stage 3 those of a unit.
-        param_shard: [shard_numel] this rank's part of them.
         keeps_full: whether gradients rest here in full: at stages 0 and 1, and on one rank.
         grad_buffer: where gradients rest, [numel] where ``keeps_full``, else [shard_numel].
         grad_shard: [shard_numel] what ``step`` applies, a view of ``grad_buffer``.
@@ -89,10 +91,31 @@ class Bucket:
         self._allocate_gradients()
         self.zero_copy = self._may_be_zero_copy()
 
+    def part_of(self, shard: Tensor) -> Tensor:
+        """[layout.shard_numel] the part of a shard of parameters that this rank updates: all of it, unless the state is
+        sharded over more ranks."""
+        grid = self.sharding.grid
+        return shard if grid is None or shard.numel() == self.layout.shard_numel else grid.across.own_part(shard)
+
     @property
     def param_shard(self) -> Tensor:
-        shard, grid = self.flat.shard, self.sharding.grid
-        return shard if grid is None or shard.numel() == self.layout.shard_numel else grid.across.own_part(shard)
+        """[layout.shard_numel] that part of ``flat.shard``."""
+        return self.part_of(self.flat.shard)
+
+    @property
+    def page(self) -> HostPage | DiskPage | None:
+        """Where ``param_shard`` rests, away from the device; None: it is there."""
+        page, shard, part = self.flat.page, self.flat.shard, self.param_shard
+        if page is None or part.numel() == shard.numel():
+            return page
+        assert isinstance(page, HostPage), "a disk has whole shards"
+        return page.part((part.storage_offset() - shard.storage_offset()) * part.element_size(), part.nbytes)
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        """Give that part, as ``FlatParams.opened`` does."""
+        with self.flat.opened() as shard:
+            yield self.part_of(shard)
 
     @property
     def holders(self) -> tuple[int, int]:

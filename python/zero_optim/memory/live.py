@@ -65,7 +65,7 @@ def plan_of(optimizer: HasEngine, *, mean: bool = False, accumulate: int = 1) ->
         reshard_after_forward=reshard,
         accumulate=accumulate,
         offload=engine.offload,
-        param_offload=sharded is not None and sharded.offload,
+        param_offload=None if sharded is None or sharded.backing is None else "nvme" if sharded.disk else "cpu",
         device=sharding.device.type,
         device_memory=device_memory(sharding.device),
         host_waits=sharding.host_waits,

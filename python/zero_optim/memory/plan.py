@@ -17,7 +17,7 @@ from ..rules.codec import Split, StateTensor, default_master
 from ..rules.kernel_rule import AdamW
 from ..rules.update_rule import MASTER, UpdateRule, stored_for, stored_names
 from ..stats import PAGES, FlatBytes, count_bucket, no_memory, state_nbytes
-from ..stores.offload import FRAME_ALIGNMENT, FRAMES, Footprint, Offload, Tier, footprint
+from ..stores.offload import FRAME_ALIGNMENT, FRAMES, Footprint, Offload, Tier, footprint, param_buffers
 from .models import ModelShapes, ParameterShape, Width, cut_over, of_stage
 
 LOCAL = "local_gradients"
@@ -58,7 +58,7 @@ class Job:
         device: its type, by which buckets have their default size.
         device_memory: bytes of a rank's device, which ``device_budget="auto"`` fills; None: the budget is then 0.
         accumulate: micro-batches in a step, all but the last within ``no_sync``.
-        param_offload: at stage 3, whether shards of parameters rest in host memory.
+        param_offload: at stage 3, where shards of parameters rest: None, "cpu" or "nvme".
         batch: what activations are computed from; None: they are not counted.
         host_waits: whether the host waits for collectives, as under gloo.
         rule: of the parameters whose ``ParameterShape`` has none; None: AdamW with the masters it has by default.
@@ -81,7 +81,7 @@ class Job:
     prefetch: int = 1
     reshard_after_forward: bool | int = True
     accumulate: int = 1
-    param_offload: bool = False
+    param_offload: str | None = None
     batch: Batch | None = None
     host_waits: bool = False
     rule: UpdateRule | None = None
@@ -104,8 +104,8 @@ class Job:
 
     @property
     def params_on_host(self) -> bool:
-        """Whether shards of parameters rest in host memory."""
-        return self.stage >= 3 and self.param_offload
+        """Whether shards of parameters rest in host memory or on a disk."""
+        return self.stage >= 3 and self.param_offload is not None
 
 
 @dataclass(frozen=True)
@@ -256,11 +256,15 @@ def _plan_stage(whole: ModelShapes, job: Job, stage: int) -> Plan:
     foot = _place_state(laid, others=sum(memory.values()) + first_step)
     if not on_device:
         memory[PAGES] = foot.device
-    shards = [flat.params_layout.shard_numel * flat.dtype.itemsize for flat in laid.flats]
-    host = foot.host + (sum(shards) if job.params_on_host else 0)
+    away = laid.flats if job.params_on_host else []
+    shards, host, disk = [of.params_layout.shard_numel * of.dtype.itemsize for of in away], foot.host, foot.disk
+    if job.param_offload == Tier.NVME.value:
+        host, disk = host + param_buffers(job.prefetch) * max(shards, default=0), disk + sum(shards)
+    else:
+        host += sum(shards)
     kinds = ("parameters", "gradients", *dict.fromkeys(name for rule in rules for name in stored_names(rule)))
     calls, traffic = ({kind: pair[of] for kind, pair in _traffic(laid).items()} for of in (0, 1))
-    return Plan(whole, job, memory, first_step, host, foot.disk, traffic, calls, len(buckets), kinds, stage)
+    return Plan(whole, job, memory, first_step, host, disk, traffic, calls, len(buckets), kinds, stage)
 
 
 def _check(model: ModelShapes, job: Job) -> None:

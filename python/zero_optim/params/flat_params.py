@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import prod
 
@@ -14,7 +15,10 @@ from ..comm.collectives import Comm
 from ..comm.handle import Arrivals, Handle, debug_options
 from ..comm.sharding import Sharding
 from ..comm.streams import allocate, as_own_storage, deallocate, keep_for_current_stream, own_storages
-from ..stores.host_memory import HostMemory, Lanes
+from ..errors import OffloadError
+from ..stores.disk_pages import DiskBacking, DiskPage
+from ..stores.host_memory import Lanes, Mark
+from ..stores.paged_store import HostBacking, HostPage
 from .layout import BucketLayout
 from .param_shard import ParamShard
 from .storage_order import as_stored, storage_order, strides_of, view_of
@@ -33,13 +37,15 @@ class FlatParams:
         full: [numel] all parameters. Where they are sharded its storage is empty but for the time of their use: it is
             resized, never replaced, since tensors that autograd saves in a forward alias it.
         sharding: over which ranks: that of experts, or of all other parameters.
-        shard: [shard_numel] this rank's shard, always there: a view of ``full``, or memory of its own where sharded.
+        shard: [shard_numel] this rank's shard: a view of ``full``, or memory of its own where sharded. On a disk it is
+            on ``meta``, and has values only within ``opened``.
         arrivals: where sharded, what is on its way into ``shard`` from other ranks. Whoever reads or writes it waits.
         param_shards: where sharded, the stand-ins for ``params`` that modules hold while ``full`` is empty.
         trained: whether they get gradients, and an optimizer's state.
         orders: of each of ``params``, the order of its elements in its slot: contiguous, or channels_last.
         permuted: whether one of them is not contiguous.
-        offloaded: whether the shard rests in host memory.
+        offloaded, on_disk: whether the shard rests in host memory or on a disk; whether on a disk.
+        page: where it rests then; None: on the device.
         shown: where sharded, whether the plain parameters have values now.
         addresses: of each of ``params`` while it has values.
     """
@@ -52,7 +58,7 @@ class FlatParams:
         self.sharding = sharding
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.pieces = tuple(layout.pieces(sharding.shard_index))
-        self.sharded = self.shown = self.offloaded = False
+        self.sharded = self.shown = self.offloaded = self.on_disk = False
         self.param_shards: list[ParamShard] = []
         self.arrivals = Arrivals()
         self.slices = [slice_of(parameter) for parameter in self.params]
@@ -61,6 +67,7 @@ class FlatParams:
         self.orders = [storage_order(local) for local in self.locals]
         self.permuted = any(self.orders)
         self._lanes: Lanes | None = None
+        self.page: HostPage | DiskPage | None = None
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.shard = sharding.own_part(self.full)
         self._views = self.slot_views(self.full)
@@ -104,19 +111,28 @@ class FlatParams:
     # -- where they are sharded ----------------------------------------------------------------------------------
 
     def split(
-        self, shards: Sequence[ParamShard], *, host_memory: HostMemory | None, lanes: Lanes | None = None
+        self, shards: Sequence[ParamShard], *, backing: HostBacking | DiskBacking | None, lanes: Lanes | None = None
     ) -> None:
         """Keep this rank's shard, and empty ``full``.
 
         Args:
             shards: the stand-in for each parameter, which shows this rank's range of it from now on.
-            host_memory: where the shard is to rest; None: on the device.
-            lanes: for copies to the device, where the shard rests in host memory.
+            backing: where the shard is to rest; None: on the device.
+            lanes: for copies to the device, where the shard rests away from it.
+
+        Raises OffloadError where there is no memory, or no room on the disk; RankMismatchError on the other ranks.
         """
-        self.offloaded = host_memory is not None
-        on_host = None if host_memory is None else host_memory.take(self.shard.nbytes).view(self.dtype)
-        shard = torch.empty_like(self.shard) if on_host is None else on_host
-        self.shard = shard.copy_(self.shard)
+        self.offloaded, self.on_disk = backing is not None, isinstance(backing, DiskBacking)
+        shard = self.shard
+        if backing is None:
+            shard = shard.clone()
+        else:
+            with self.sharding.world.raising_together("shard_module", self.device):
+                self.page = page = backing.allocate(shard.nbytes)
+                rests = page.overwrite().view(self.dtype).copy_(shard)
+                page.commit(Mark())
+                shard = shard.to("meta") if self.on_disk else rests
+        self.shard = shard
         if lanes is not None:
             self._lanes, self._allocated, self._copied = lanes, lanes.mark(), lanes.mark()
         self.sharded, self.param_shards = True, list(shards)
@@ -124,7 +140,7 @@ class FlatParams:
         self._poison = "poison" in debug_options()
         self._nothing = _nothing(self.dtype, self.device)
         for param_shard, piece in zip(shards, self.pieces, strict=True):
-            param_shard.local, param_shard.start = shard.narrow(0, piece.in_shard, piece.numel), piece.in_param
+            param_shard._local, param_shard.start = shard.narrow(0, piece.in_shard, piece.numel), piece.in_param
             param_shard.flat, param_shard.arrivals = self, self.arrivals
         self.reshard()
 
@@ -134,19 +150,26 @@ class FlatParams:
         allocate(self.full)
         if node is not None and self._node_part is not None:
             return node.all_gather(self.full, "node_all_gather", own=self._node_part)
-        if self._lanes is None:
+        if self._lanes is None or self.page is None:
             return self.sharding.all_gather(self.full, own=self.shard)
         # From host memory it is copied on a lane, and the gather follows there: the unit in use must not wait for the
-        # copy of the next one.
+        # copy of the next one. From a disk the host waits for the read first, and for the copy.
         #
         #   computing   allocate ── mark a    the unit in use ............... wait for b    this unit
         #   lane                              wait for a; copy; gather ── mark b
         lane = self._lanes.to_device
         self._allocated.set()  # the computing stream may still use the memory that ``full`` has been given
         lane.after(self._allocated)
-        lane.copy(self.sharding.own_part(self.full), self.shard)
-        lane.set(self._copied)
+        own = self.sharding.own_part(self.full)
         with lane.as_current():
+            arrives = False
+            with self.recording():
+                lane.copy(own, self.page.fetch().view(self.dtype))
+                lane.set(self._copied)
+                self.page.discard(self._copied)
+                arrives = True
+            if not arrives:  # all ranks gather NaN, and raise before a step takes place
+                own.fill_(torch.nan)
             return self.sharding.all_gather(self.full)
 
     def complete_shard(self, gather_across: Callable[[Tensor], Handle]) -> Handle:
@@ -154,20 +177,48 @@ class FlatParams:
         here = self.shard.to(self.device)  # itself, unless it rests in host memory beside a GPU
         gather = gather_across(here)
         if here is not self.shard:
-            gather.then(self.wait_until_copied)
+            gather.then(self._copied.wait)
             gather.then(partial(self.shard.copy_, here))
         self.arrivals.expect(gather)
         return gather
+
+    def read_ahead(self) -> None:
+        """Begin to read the shard from a disk: ``unshard`` will follow soon."""
+        with self.recording():
+            if self.page is not None:
+                self.page.prefetch()
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        """Give [shard_numel] this rank's shard, to be read and written within. From a disk it comes for that time, and
+        goes back where it was written. Raises OffloadError where it cannot be read."""
+        shard = self.open()
+        before = shard._version
+        try:
+            yield shard
+        finally:
+            self.close(written=shard._version != before)
+
+    def open(self) -> Tensor:
+        """Do as ``opened`` does, until ``close``."""
+        if self.page is None:
+            return self.shard
+        self._copied.wait()  # the host writes pinned memory at once, whatever the device still reads of it
+        with torch.inference_mode(False):  # in one a view as another dtype lacks a version counter
+            return self.page.fetch().view(self.dtype)
+
+    def close(self, *, written: bool) -> None:
+        if self.page is not None:
+            (self.page.commit if written else self.page.discard)(Mark())
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See ``DiskBacking.recording``."""
+        return self.page.backing.recording() if isinstance(self.page, DiskPage) else nullcontext()
 
     def order_after_copy(self) -> None:
         """Order what follows on the current stream after the copy of ``unshard`` from host memory."""
         if self._lanes is not None:
             self._copied.order_current()
-
-    def wait_until_copied(self) -> None:
-        """Wait before the shard is written."""
-        if self._lanes is not None:  # the host writes pinned memory at once, whatever the device still reads of it
-            self._copied.wait()
 
     def show(self) -> None:
         """Give the plain parameters their values: ``full`` is there."""
@@ -208,8 +259,8 @@ class FlatParams:
         no version counter shows."""
         versions = [parameter._version for parameter in self.params]
         if unseen or versions != self._versions:
-            self.wait_until_copied()
-            self.shard.copy_(self.sharding.own_part(self.full))
+            with self.recording(), self.opened() as shard:
+                shard.copy_(self.sharding.own_part(self.full))
             self._versions, self._node_part = versions, None
 
     def reshard(self, node: Comm | None = None) -> None:
@@ -239,7 +290,8 @@ class FlatParams:
         """Collective. [numel] all parameters, in memory of their own."""
         self.arrivals.wait()
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        self.sharding.own_part(whole).copy_(self.shard)
+        with self._together(), self.opened() as shard:
+            self.sharding.own_part(whole).copy_(shard)
         if (gather := self.sharding.all_gather(whole, "gather_parameters")) is not None:
             gather.wait()
         return whole
@@ -271,13 +323,20 @@ class FlatParams:
     def write_back(self, whole: Tensor) -> None:
         """Collective. Keep rank 0's values of ``whole``, which ``copy_out`` gave."""
         self.sharding.alike(cut=self.cut).broadcast(whole, "gather_parameters")
-        new = self.sharding.own_part(whole).to(self.shard.device)
-        for parameter, piece in zip(self.params, self.pieces, strict=True):
-            own = slice(piece.in_shard, piece.in_shard + piece.numel)
-            if not torch.equal(new[own], self.shard[own]):  # the optimizer has to update its master, on every rank
-                torch.autograd.graph.increment_version(parameter)
-        self.wait_until_copied()
-        self.shard.copy_(new)
+        with self._together(), self.opened() as shard:
+            new = self.sharding.own_part(whole).to(shard.device)
+            for parameter, piece in zip(self.params, self.pieces, strict=True):
+                own = slice(piece.in_shard, piece.in_shard + piece.numel)
+                if not torch.equal(new[own], shard[own]):  # the optimizer has to update its master, on every rank
+                    torch.autograd.graph.increment_version(parameter)
+            shard.copy_(new)
+
+    def _together(self) -> AbstractContextManager[None]:
+        """Collective where the shard is on a disk: an OffloadError of any rank within it is raised on all."""
+        if not self.on_disk:
+            return nullcontext()
+        world = self.sharding.world
+        return world.raising_together("gather_parameters", self.device, elsewhere=OffloadError)
 
     def elsewhere(self) -> list[int]:
         """List the numbers of ``params`` that are no views of ``full`` any more."""

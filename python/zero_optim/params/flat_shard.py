@@ -30,7 +30,7 @@ from .tensor_slice import TensorSlice
 
 aten = torch.ops.aten
 _DESCRIBES = "torch._subclasses.meta_utils"
-_SAME_SHARD = {aten.detach.default, aten.alias.default}
+SAME_SHARD = {aten.detach.default, aten.alias.default}
 _NEW = {
     *(aten.new_empty.default, aten.new_empty_strided.default),
     *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
@@ -98,7 +98,7 @@ class FlatShard(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _SAME_SHARD:
+        if func in SAME_SHARD:
             with torch.inference_mode(False):  # torch gives it the version counter of the first, which it lacks in one
                 again = args[0]._of_same_range(args[0]._local)
             again.arrivals = args[0].arrivals
@@ -349,7 +349,7 @@ def _parts(shard: FlatShard) -> Iterator[Rectangle]:
             "zero_optim.checkpoint"
         )
     shape = shard.shape if own is None else own.local_shape
-    for part in rectangles(stored_dims(shape, order), shard.start, shard.local.numel()):
+    for part in rectangles(stored_dims(shape, order), shard.start, shard._local.numel()):
         offsets = tensor_dims(part.offsets, order)
         if own is not None and own.cut is not None:
             offsets = tuple(at + own.offset * (dim == own.cut.dim) for dim, at in enumerate(offsets))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..callers import called_from, called_within
 from ..errors import ParameterError, ShardAccessError
-from .flat_shard import FlatShard, Use
+from .flat_shard import SAME_SHARD, FlatShard, Use
 from .storage_order import flat_of, storage_order
 from .tensor_slice import is_distributed, local_of, slice_of
 
@@ -58,7 +58,7 @@ class ParamShard(StateDictShard):
     """
 
     plain: Tensor
-    flat: Any  # ``FlatParams``, whose module imports this one; None until they are split
+    flat: Any  # ``FlatParams``, whose module imports this one; None until they are split, before anybody uses it
 
     @staticmethod
     def __new__(cls, local: Tensor, start: int, plain: Tensor, name: str) -> ParamShard:
@@ -74,6 +74,9 @@ class ParamShard(StateDictShard):
     ) -> Any:
         if func is aten.copy_.default and isinstance(args[0], ParamShard):
             return args[0]._copy(args[1])
+        if func in SAME_SHARD and args[0].flat.on_disk:
+            with args[0].flat.opened() as shard, torch.inference_mode(False):
+                return args[0]._of_same_range(args[0].part_of(shard).clone())
         if func is aten.zero_.default or func is aten._foreach_zero_.default:
             raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func), Use.EDIT)
         if func is aten._to_copy.default:
@@ -100,6 +103,16 @@ class ParamShard(StateDictShard):
     register_post_accumulate_grad_hook = _of_plain("register_post_accumulate_grad_hook")
     device_mesh, placements = _of_plain("device_mesh"), _of_plain("placements")  # of a ``DTensor``
 
+    def part_of(self, shard: Tensor) -> Tensor:
+        """View this rank's elements in ``shard``, all of the flat parameters' shard."""
+        return shard.narrow(0, self._local.storage_offset(), self._local.numel())
+
+    @property  # type: ignore[misc]  # the base class may set it
+    def local(self) -> Tensor:
+        if self.flat is not None and self.flat.on_disk:
+            raise ShardAccessError(f"`.local` of the {self.label}, which rests on a disk: to read it, {_REMEDY}")
+        return self._local
+
     @property
     def data(self) -> Tensor:
         return self.detach()
@@ -123,7 +136,7 @@ class ParamShard(StateDictShard):
                 f"the {self.label} cannot take over {given}: give it a whole tensor of shape "
                 f"{tuple(self.shape)}, or the shard that as many ranks saved with the same units"
             )
-        if self.flat is not None and self.flat.shown:
+        if self.flat.shown:
             if isinstance(source, FlatShard):
                 raise ShardAccessError(
                     f"the {self.label} is whole now, and takes a whole tensor: load shards outside of "
@@ -131,10 +144,12 @@ class ParamShard(StateDictShard):
                 )
             self.plain.detach().copy_(source)
         else:
-            if self.flat is not None:
-                self.flat.wait_until_copied()
-            self.local.copy_(source.local if isinstance(source, FlatShard) else self._own_range(source.detach()))
-        torch.autograd.graph.increment_version((self.plain, self.local))  # below autograd nothing else counts the write
+            with self.flat.recording():
+                values = source.local if isinstance(source, FlatShard) else self._own_range(source.detach())
+                shard = self.flat.open()  # only now: ``source`` may be a shard of the same that is to be read
+                self.part_of(shard).copy_(values)
+                self.flat.close(written=True)
+        torch.autograd.graph.increment_version((self.plain, self._local))  # below autograd nothing counts the write
         return self
 
     def _own_range(self, source: Tensor) -> Tensor:
@@ -143,13 +158,13 @@ class ParamShard(StateDictShard):
             flat = local_of(source.redistribute(placements=self.placements)).reshape(-1)  # type: ignore[attr-defined]
         else:
             flat = flat_of(source if self.slice is None else self.slice.of(source), self.order)
-        return flat.narrow(0, self.start, self.local.numel())
+        return flat.narrow(0, self.start, self._local.numel())
 
     def module_load(self, other: Tensor, assign: bool = False) -> ParamShard:
         """Serve ``load_state_dict`` under ``torch.__future__.set_swap_module_params_on_conversion(True)``: torch swaps
         the parameter with what is returned. So return another shard over the same memory, of the same parameter."""
         self.copy_(other)
-        same = ParamShard(self.local, self.start, self.plain, "")
+        same = ParamShard(self._local, self.start, self.plain, "")
         same.label, same.flat, same.arrivals = self.label, self.flat, self.arrivals
         return same
 

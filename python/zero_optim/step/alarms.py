@@ -127,7 +127,7 @@ def alarms(*, by_units: bool) -> tuple[Alarm, ...]:
             Combine.ANY,
             OffloadError,
             "another rank has lost the state of {names} to an I/O error: its own error has the cause. Make a new "
-            "optimizer and load a checkpoint",
+            'optimizer, with param_offload="nvme:DIR" a new model, and load a checkpoint',
         ),
         Alarm(
             "refused",

@@ -29,6 +29,7 @@ from ..comm.spans import span
 from ..errors import OffloadError
 from ..rules.homes import Size, batch_lengths
 from ..rules.update_rule import ShardUpdate, UpdateRule, masters_of
+from ..stores.disk_pages import DiskBacking
 from .exchange import to_device
 from .shard_state import ShardState
 from .workplace import Coefficients
@@ -47,14 +48,23 @@ class LostState:
     Within a step other ranks wait for this one in a collective. So it records an error there instead of raising it, and
     all ranks raise in the next exchange, and in each one after it.
 
+    ``every``: all trained parameters, by index. ``disk``: that on which they rest; None: they are on none.
+
     Attributes:
         parameters: indices of the parameters whose state is lost.
         reasons: the errors, in words.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: Mapping[int, Tensor] | None = None, disk: DiskBacking | None = None) -> None:
+        self._every, self._disk = {} if every is None else every, disk
         self.parameters: set[int] = set()
         self.reasons: list[str] = []
+
+    def look(self) -> None:
+        """Take in what a forward or backward has recorded of a disk that the parameters are on."""
+        if self._disk is not None and self._disk.failure is not None:
+            self.parameters |= {*self._every}
+            self.reasons = [*dict.fromkeys([*self.reasons, self._disk.failure])]
 
     def recording(self, of: ShardState | ShardBatch, *, raises: bool = False) -> _Recording:
         """Make a context that records an OffloadError within it as a loss of these parameters' state."""
@@ -68,6 +78,7 @@ class LostState:
 
     def check(self) -> None:
         """Raise OffloadError where state is lost."""
+        self.look()
         if self.parameters:
             raise OffloadError("; ".join(self.reasons))
 

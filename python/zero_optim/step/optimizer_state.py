@@ -22,6 +22,7 @@ from ..params.layout import SlotPiece
 from ..rules.codec import StateTensor
 from ..rules.group_rules import GroupRules
 from ..rules.update_rule import has_master, stored_for
+from ..stores.disk_pages import DiskBacking
 from ..stores.host_threads import host_threads
 from ..stores.state_store import HostStore, StateStore
 from .batches import LostState, ShardBatch, batches_of, in_turn
@@ -88,6 +89,7 @@ class OptimizerState:
     Args:
         parameters: all trained parameters, by index.
         group: gives the parameter group of a parameter, by its index.
+        disk: see ``LostState``.
 
     Attributes:
         lost: the record of state that a store has lost.
@@ -101,10 +103,11 @@ class OptimizerState:
         store: StateStore,
         *,
         group: Callable[[int], Mapping[str, Any]],
+        disk: DiskBacking | None = None,
     ) -> None:
         self.parameters, self.sharding, self.rules, self._store = parameters, sharding, rules, store
         self._group = group
-        self.lost = LostState()
+        self.lost = LostState(parameters, disk)
         self.shards: list[ShardState] = []
         self._finds_edits = "edits" in debug_options()
         self._aside: list[tuple[Bucket, Tensor]] = []  # parameters, while their averages are shown
@@ -279,7 +282,9 @@ class OptimizerState:
         """Collective. Keep a copy of the parameters that this rank has, until ``put_back``."""
         self.refresh_edited()
         with self.sharding.world.raising_together("swap_to_ema", self.sharding.device):
-            self._aside = [(shard.bucket, shard.bucket.param_shard.clone()) for shard in self.shards]
+            for bucket in (shard.bucket for shard in self.shards):
+                with bucket.opened() as parameters:
+                    self._aside.append((bucket, parameters.clone()))
 
     def show(self, name: str) -> None:
         """Collective. Set the parameters to the average ``name``, rounded."""
@@ -287,14 +292,15 @@ class OptimizerState:
             for shard in self.shards:
                 with self.lost.opened(shard) as state:
                     average = next(tensor for tensor in shard.tensors if tensor.name == name)
-                    shard.bucket.param_shard.copy_(shard.values(average, state))
+                    shard.parameter(state).copy_(shard.values(average, state))
         self._send_out()
 
     def put_back(self, *, collective: bool = True) -> None:
         """Restore the parameters that were set aside. ``collective``: send them to the other ranks, too."""
         aside, self._aside = self._aside, []
         for bucket, before in aside:
-            bucket.param_shard.copy_(before)
+            with bucket.flat.recording(), bucket.opened() as shard:
+                shard.copy_(before)
         if collective and aside:
             self._send_out()
 

@@ -31,8 +31,10 @@ def terms_of(buckets: Sequence[Bucket], device: torch.device) -> Tensor:
     factors = _odd_numbers(device)
     for number, bucket in enumerate(buckets):
         count, own, place = bucket.flat.sharding.equals(cut=bucket.flat.cut)
-        if count > 1:
-            values = bucket.flat.shard if bucket.flat.sharded else bucket.flat.full
+        if count == 1:
+            continue
+        with bucket.flat.recording(), bucket.flat.opened() as shard:  # a disk that fails has an alarm of its own
+            values = shard if bucket.flat.sharded else bucket.flat.full
             checksum = _checksum(values.view(torch.int32), factors)  # of whole rows: 16 bits go in pairs
             distinct = checksum * (2 * (place * len(buckets) + number) + 1)  # else equal shards might cancel
             set_bits = torch.bitwise_and(torch.bitwise_right_shift(distinct, bits), 1)
@@ -68,17 +70,18 @@ def _checksums(
 ) -> dict[tuple[int, str, int], int]:
     """Make checksums of what other ranks hold, too: by parameter, tensor of its state or "", and group."""
     units = [] if model is None else model.units
-    shards = {id(own.plain): own.local for unit in units for flat in unit.flats for own in flat.param_shards}
+    shards = {id(own.plain): own for unit in units for flat in unit.flats for own in flat.param_shards}
     of_units = {} if model is None else model.shardings()
     factors, found = _odd_numbers(shardings.main.device), {}
     for index, parameter in enumerate(parameters.all):
         sharding = of_units.get(id(parameter), shardings.of(index))
         count, _, place = sharding.equals(cut=is_cut(parameter))
         if count > 1:
-            own = shards.get(id(parameter))
-            found[index, "", place] = _checksum(
-                local_of(parameter).detach().reshape(-1) if own is None else own, factors
-            )
+            if (own := shards.get(id(parameter))) is None:
+                found[index, "", place] = _checksum(local_of(parameter).detach().reshape(-1), factors)
+                continue
+            with own.flat.opened() as shard:
+                found[index, "", place] = _checksum(own.part_of(shard), factors)
     for shard in [] if states is None else states.shards:
         count, _, place = shard.bucket.sharding.equals(cut=shard.bucket.flat.cut, state=True)
         if count > 1:

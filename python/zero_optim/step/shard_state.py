@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -88,13 +88,16 @@ class ShardState:
         self.tensors, self.stored = tensors_for(rule, bucket.dtype), stored_for(rule, bucket.dtype)
         self.in_state_dict = exported_for(rule, bucket.dtype)
         self._has_master = has_master(rule, bucket.dtype)
-        self._place, visiting = OnDevice(bucket), {PARAMETER: bucket.param_shard} if bucket.flat.offloaded else {}
+        self._place, rests = OnDevice(bucket), bucket.page
+        visiting = {} if rests is None else {PARAMETER: (bucket.param_shard, rests)}
+        self._opens_parameters = rests is not None and isinstance(store, HostStore)  # else they visit, or are there
         if isinstance(store, HostStore):
             self._place, visiting = OnHost(bucket, store, reads_parameters=not self._has_master), {}
         page = {tensor.name: next(zeros[tensor]) for tensor in self.stored}
-        for tensor in self.stored:
-            if tensor.begins is not Begins.ZERO:
-                page[tensor.name].copy_(bucket.param_shard)
+        of_parameters = [page[tensor.name] for tensor in self.stored if tensor.begins is not Begins.ZERO]
+        if of_parameters:
+            with bucket.opened() as shard:
+                torch._foreach_copy_(of_parameters, [shard] * len(of_parameters))
         self.page = store.allocate(page, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
         self.row_slot = torch.tensor(rows, dtype=torch.int32, device=self.device)
@@ -144,14 +147,16 @@ class ShardState:
     def end_pass(self) -> None:
         """Commit the page: a pass has been launched."""
         self._store.commit(self.page)
+        self._place.leave()
 
     def end_update(self) -> None:
         """Commit the page and send the parameters on: the update, or its last pass, has been launched."""
-        self.end_pass()
+        self._store.commit(self.page)
         self._place.updated()
 
     def give_up_update(self) -> None:
         """Discard the page: the update has failed."""
+        self._place.leave()
         self._store.discard(self.page)
 
     @property
@@ -166,13 +171,14 @@ class ShardState:
 
     @contextmanager
     def opened(self) -> Iterator[Mapping[str, Tensor]]:
-        """Fetch the stored tensors, by name, to be read and written in place within. After an error within, earlier
-        writes may be kept or not."""
+        """Fetch the stored tensors, by name, to be read and written in place within, and ``parameter``. After an error
+        within, earlier writes may be kept or not."""
         state = self._store.fetch(self.page)
         before = [tensor._version for tensor in state.values()]
         written = False
         try:
-            yield state
+            with self.bucket.opened() if self._opens_parameters else nullcontext() as shard:
+                yield state if shard is None else {**state, PARAMETER: shard}
             written = before != [tensor._version for tensor in state.values()]
         finally:
             (self._store.commit if written else self._store.discard)(self.page)
@@ -187,7 +193,7 @@ class ShardState:
             return state[tensor.name].narrow(0, *tensor.span(start, numel))
         parts = [state[part.name].narrow(0, *part.span(start, numel)) for part in codec.parts(tensor)]
         if codec.reads_parameter:
-            parts.append(state.get(PARAMETER, self.bucket.param_shard).narrow(0, start, numel).to(self.device))
+            parts.append(self.parameter(state).narrow(0, start, numel).to(self.device))
         return codec.decode_flat(tensor, parts)
 
     def set_part(self, tensor: StateTensor, state: Mapping[str, Tensor], piece: SlotPiece, values: Tensor) -> None:
@@ -198,15 +204,19 @@ class ShardState:
         for part, encoded in zip(parts, written, strict=True):
             state[part.name].narrow(0, *part.span(piece.in_shard, piece.numel)).copy_(encoded)
 
-    def parameter_of(self, piece: SlotPiece) -> Tensor:
+    def parameter(self, state: Mapping[str, Tensor]) -> Tensor:
+        """[shard_numel] the parameters, to be read and written. ``state``: as ``opened`` gave it."""
+        return state.get(PARAMETER, self.bucket.param_shard)
+
+    def parameter_of(self, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
         """[piece.numel] the parameter's values: a view, or a copy where it is updated on another device."""
-        return self.bucket.param_shard.narrow(0, piece.in_shard, piece.numel).to(self.device)
+        return self.parameter(state).narrow(0, piece.in_shard, piece.numel).to(self.device)
 
     def master(self, state: Mapping[str, Tensor]) -> Tensor:
         """[shard_numel] the master, or the parameters where they have none: a view, or a decoded copy where the master
         has a codec."""
         tensor = next((tensor for tensor in self.tensors if tensor.begins is Begins.PARAMETER), None)
-        return state.get(PARAMETER, self.bucket.param_shard) if tensor is None else self.values(tensor, state)
+        return self.parameter(state) if tensor is None else self.values(tensor, state)
 
     def extent(self, index: int, tensor: StateTensor) -> Extent:
         """Find where this rank's part of slot ``index`` lies in a state tensor."""
@@ -250,10 +260,10 @@ class ShardState:
         with self.opened() as state:
             master = self.master(state)
             if len(pieces) == len(self.bucket.pieces):
-                _follow(master, self.bucket.param_shard.to(self.device))
+                _follow(master, self.parameter(state).to(self.device))
                 return
             for piece in pieces:
-                _follow(master.narrow(0, piece.in_shard, piece.numel), self.parameter_of(piece))
+                _follow(master.narrow(0, piece.in_shard, piece.numel), self.parameter_of(state, piece))
 
     def edited(self) -> list[int]:
         """List the slots whose parameters are not the roundings of their fp32 masters."""
@@ -261,7 +271,7 @@ class ShardState:
             return []
         with self.opened() as state:
             master = self.master(state)
-            pieces = [(master.narrow(0, p.in_shard, p.numel), self.parameter_of(p)) for p in self.bucket.pieces]
+            pieces = [(master.narrow(0, p.in_shard, p.numel), self.parameter_of(state, p)) for p in self.bucket.pieces]
             return [n for n, (own, p) in enumerate(pieces) if not torch.equal(own.to(p.dtype), p)]
 
     def restart(self, pieces: Sequence[SlotPiece], only: Collection[str] | None = None) -> None:
@@ -274,7 +284,7 @@ class ShardState:
                 if tensor.begins is Begins.ZERO:
                     first = torch.zeros(tensor.span(0, piece.numel)[1], dtype=tensor.dtype, device=self.device)
                 elif tensor.begins is Begins.PARAMETER:
-                    first = self.parameter_of(piece)
+                    first = self.parameter_of(state, piece)
                 else:
                     first = self.master(state).narrow(0, piece.in_shard, piece.numel).to(self.device)
                 self.set_part(tensor, state, piece, first)

@@ -16,7 +16,7 @@ from ..rules.update_rule import CutParameter, ToJoin, UpdateRule, Whole
 from ..stores.state_store import HostStore
 
 PARAMETER = "parameter"
-"""The name under which a parameter visits with the page, where its shard rests in host memory."""
+"""The name of the parameters' shard beside a page, with which it visits the device where it rests away from it."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,9 @@ class OnDevice:
     def prefetch(self) -> None:
         """Start copies: the update will follow soon."""
 
+    def leave(self) -> None:
+        """Leave the parameters as they are: a pass, or an update that has failed, is over."""
+
     def gradient(self) -> Tensor:
         """[shard_numel] the reduced gradient."""
         return self._bucket.gradient_to_apply()
@@ -92,6 +95,7 @@ class OnHost(OnDevice):
         memory, lanes, numel = store.memory, store.lanes, bucket.layout.shard_numel
         self._grad = memory.take(numel * bucket.grad_shard.element_size()).view(bucket.grad_shard.dtype)
         self._param: Tensor | None = None  # None: the update is where the parameters are
+        self._opened = False  # they are open for it
         if not bucket.flat.offloaded:
             self._param = memory.take(numel * bucket.dtype.itemsize).view(bucket.dtype).zero_()
         # Set when: the host has the gradient; it has the parameters; the device has them back; just now.
@@ -143,6 +147,8 @@ class OnHost(OnDevice):
         is_copied = self._source is self._bucket.gradient_to_apply() and self._source_written == self._written()
         if self._users_may_edit or not is_copied:
             self._take(after_current=True)
+        if self._param is None:
+            self._bucket.flat.read_ahead()
         if self._reads_parameters:
             self._bring_parameters()
 
@@ -168,17 +174,24 @@ class OnHost(OnDevice):
             self._store.copied.to_host += self._param.nbytes
 
     def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
-        self._bucket.flat.wait_until_copied()
         if self._param is None:
-            return self._bucket.param_shard
+            shard, self._opened = self._bucket.flat.open(), True
+            return self._bucket.part_of(shard)
         if not by.writes_all and not self._reads_parameters:
             self._bring_parameters()
         self._brought.wait()  # the host reads and writes it next: no copy in either direction may be in flight
         self._sent.wait()
         return self._param
 
+    def leave(self) -> None:
+        if self._opened:
+            self._bucket.flat.close(written=False)
+        self._opened = False
+
     def updated(self) -> None:
         if self._param is None:
+            self._bucket.flat.close(written=True)
+            self._opened = False
             return
         lanes = self._store.lanes
         self._now.set()

@@ -25,7 +25,7 @@ import tempfile
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -45,7 +45,7 @@ BLOCK_BYTES, THREADS = 4 * 2**20, 8
 writes 5 GB/s and reads 2.4, with two cores of an AMD EPYC, they reach 0.89 (writes) and 0.99 (reads). Blocks of 1 MiB
 reach 0.81 and 0.87, four threads 0.74 and 0.91. Blocks of 8 MiB are a tenth slower for a page of 4 to 16 MiB."""
 
-_LOST = "This rank's state is lost: make a new optimizer and load a checkpoint"
+_LOST = "This rank's state is lost: make a new optimizer and load a checkpoint; with param_offload a new model, too"
 
 Memory = ctypes.Array
 
@@ -97,8 +97,8 @@ class PageFile:
         nbytes: its length, all of it reserved on the disk.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        """Raises OffloadError, naming the folder, where it is missing or cannot be written."""
+    def __init__(self, folder: Path, rank: int, argument: str = "state_offload") -> None:
+        """Raises OffloadError, naming ``argument`` and folder, where it is missing or cannot be written."""
         self.name, self.nbytes, self._pid = f"the page file of rank {rank} in {folder}", 0, os.getpid()
         try:
             with tempfile.TemporaryFile(dir=folder, prefix="zero-optim-") as file:
@@ -108,7 +108,7 @@ class PageFile:
             if not folder.is_dir():
                 why = "that is no directory" if folder.exists() else "there is no such directory"
             raise OffloadError(
-                f"state_offload='nvme:{folder}': {why}; give one on a fast local disk, on every machine"
+                f"{argument}='nvme:{folder}': {why}; give one on a fast local disk, on every machine"
             ) from error
         self._readers = ThreadPoolExecutor(THREADS, "zero-optim-read")
         self._writers = ThreadPoolExecutor(THREADS, "zero-optim-write")
@@ -118,7 +118,7 @@ class PageFile:
             self.direct = set_direct(self.file)
         except OSError as error:
             self._remove()
-            raise OffloadError(f"state_offload='nvme:{folder}': it cannot be written: {error.strerror}") from error
+            raise OffloadError(f"{argument}='nvme:{folder}': it cannot be written: {error.strerror}") from error
 
     def grow(self, nbytes: int) -> None:
         """Make the file at least so long, and reserve the space: a full disk raises OffloadError here, and in no write
@@ -234,6 +234,10 @@ class DiskBacking:
     """See ``HostBacking``. Pages are read and written whole, and verified against the checksums of their last write,
     which stay in memory.
 
+    Args:
+        argument: that names ``folder``, for messages.
+        buffers: how many pages may be in host memory at a time.
+
     Attributes:
         failure: the first that a transfer had, in words.
         pages: by offset.
@@ -243,8 +247,17 @@ class DiskBacking:
 
     lookahead, at_once = 3, False
 
-    def __init__(self, folder: Path, rank: int, memory: HostMemory, timeout: float = TIMEOUT_SECONDS) -> None:
-        self.file, self.copied, self.memory, self._timeout = PageFile(folder, rank), Copied(), memory, timeout
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        memory: HostMemory,
+        *,
+        argument: str = "state_offload",
+        buffers: int = HOST_BUFFERS,
+    ) -> None:
+        self.file, self.copied, self.memory = PageFile(folder, rank, argument), Copied(), memory
+        self._count, self._timeout = buffers, TIMEOUT_SECONDS
         self.failure: str | None = None
         self.pages: list[DiskPage] = []
         self.reading: list[DiskPage] = []
@@ -264,8 +277,8 @@ class DiskBacking:
         page = DiskPage(self, offset, nbytes, space)
         self.file.grow(offset + space)
         old = self._buffers
-        if old is None or old.nbytes < HOST_BUFFERS * space:
-            larger = self.memory.take(HOST_BUFFERS * space)  # where there is no memory for it, the old buffers stay
+        if old is None or old.nbytes < self._count * space:
+            larger = self.memory.take(self._count * space)  # where there is no memory for it, the old buffers stay
             for other in self.pages:
                 other.leave_buffer()  # a thread may still use it
             if old is not None:
@@ -289,6 +302,14 @@ class DiskBacking:
         self.file.close(blocks, self._timeout)
 
     # -- transfers -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within it an OffloadError is recorded, not raised: other ranks may wait for this one in a collective."""
+        try:
+            yield
+        except OffloadError as error:
+            warnings.warn(f"{error}. The next step or evaluation will raise, on every rank", stacklevel=2)
 
     def check(self) -> None:
         """Raise OffloadError where a transfer has failed, ClosedError after ``close`` and in a forked process."""
@@ -363,12 +384,15 @@ class DiskPage:
     """See ``HostPage`` and the module.
 
     Attributes:
+        backing: that it is a page of.
         offset, nbytes, space: where it begins in the file; its bytes; those that it takes there.
         blocks: of the transfer under way.
     """
 
+    at_once = False
+
     def __init__(self, backing: DiskBacking, offset: int, nbytes: int, space: int) -> None:
-        self._backing, self.offset, self.nbytes, self.space = backing, offset, nbytes, space
+        self.backing, self.offset, self.nbytes, self.space = backing, offset, nbytes, space
         self.place = PagePlace.ON_DISK
         self.blocks: list[Future[int]] = []
         self._checksums: list[int] = []  # of the last write
@@ -380,19 +404,19 @@ class DiskPage:
         return all(block.done() for block in self.blocks)
 
     def prefetch(self) -> None:
-        self._backing.check()
-        self._backing.begin_reads()
+        self.backing.check()
+        self.backing.begin_reads()
         if self.place is PagePlace.ON_DISK:
-            self._backing.wanted[self] = None
-            self._backing.begin_reads()
+            self.backing.wanted[self] = None
+            self.backing.begin_reads()
 
     def fetch(self) -> Tensor:
-        self._backing.check()
+        self.backing.check()
         if self.place is PagePlace.WRITING:
             self.end_write()
         if self.place is PagePlace.ON_DISK:
             self.begin_read()
-        self._backing.begin_reads()
+        self.backing.begin_reads()
         if self.place is PagePlace.READING:
             self._end_read()
         return self._bytes(self.nbytes)
@@ -405,32 +429,32 @@ class DiskPage:
     def overwrite(self) -> Tensor:
         self._check("overwrite", PagePlace.ON_DISK, PagePlace.HELD)
         if self.place is PagePlace.ON_DISK:
-            self._backing.check()
+            self.backing.check()
             self._take_buffer(PagePlace.HELD)
         return self._bytes(self.nbytes)
 
     def commit(self, mark: Mark) -> None:
         self._check("commit", PagePlace.HELD)
-        self.blocks = self._backing.file.write(self.offset, self._bytes(self.space), mark.wait)
+        self.blocks = self.backing.file.write(self.offset, self._bytes(self.space), mark.wait)
         self.place = PagePlace.WRITING
-        self._backing.copied.written += self.nbytes
-        self._backing.writing.append(self)
+        self.backing.copied.written += self.nbytes
+        self.backing.writing.append(self)
 
     def end_write(self) -> None:
         self._check("end_write", PagePlace.WRITING)
-        self._checksums = self._backing.wait_for(self, "writing")
-        self._backing.writing.remove(self)
+        self._checksums = self.backing.wait_for(self, "writing")
+        self.backing.writing.remove(self)
         self._give_back_buffer()
 
     def begin_read(self) -> None:
         self._take_buffer(PagePlace.READING)
-        self.blocks = self._backing.file.read(self.offset, self._bytes(self.space), self._checksums)
-        self._backing.copied.read += self.nbytes
-        self._backing.reading.append(self)
+        self.blocks = self.backing.file.read(self.offset, self._bytes(self.space), self._checksums)
+        self.backing.copied.read += self.nbytes
+        self.backing.reading.append(self)
 
     def _end_read(self) -> None:
-        self._backing.wait_for(self, "reading")
-        self._backing.reading.remove(self)
+        self.backing.wait_for(self, "reading")
+        self.backing.reading.remove(self)
         self.place = PagePlace.HELD
 
     def leave_buffer(self) -> None:
@@ -445,17 +469,17 @@ class DiskPage:
     def release(self) -> None:
         with contextlib.suppress(OffloadError):  # ``fetch`` of the next page raises it, too
             self.leave_buffer()
-        self._backing.wanted.pop(self, None)
+        self.backing.wanted.pop(self, None)
         if self.is_over:  # else threads still use its space
-            self._backing.pages.remove(self)
+            self.backing.pages.remove(self)
 
     def _take_buffer(self, place: PagePlace) -> None:
-        self._backing.wanted.pop(self, None)
-        self._buffer, self.place = self._backing.lend(), place
+        self.backing.wanted.pop(self, None)
+        self._buffer, self.place = self.backing.lend(), place
 
     def _give_back_buffer(self) -> None:
         assert self._buffer is not None
-        self._backing.free.append(self._buffer)
+        self.backing.free.append(self._buffer)
         self._buffer, self.place = None, PagePlace.ON_DISK
 
     def _bytes(self, nbytes: int) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,21 @@ class Copied:
     to_host: int = 0
     read: int = 0
     written: int = 0
+
+
+def param_buffers(prefetch: int) -> int:
+    """Count the buffers in host memory for parameters on a disk: of the unit in use, and of those ahead. An update
+    takes three, as one shard is read, one updated and one written."""
+    return max(3, prefetch + 1)
+
+
+def read_param_offload(param_offload: str | None) -> Offload:
+    """Read the argument of ``shard_module``. Raises ValueError, naming it."""
+    with suppress(ValueError):
+        offload = read_offload(param_offload)
+        if offload.tier is not Tier.PAGED:
+            return offload
+    raise ValueError(f"param_offload must be None, 'cpu' or 'nvme:DIR', got {param_offload!r}")
 
 
 def read_offload(state_offload: str | None, device_budget: int | str | None = None) -> Offload:

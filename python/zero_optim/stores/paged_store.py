@@ -17,6 +17,7 @@ import enum
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,14 @@ _RESERVE = 0.05
 class HostPage:
     """A page of a ``HostBacking``. The calls are those of every backing's pages."""
 
-    def __init__(self, memory: HostMemory, nbytes: int) -> None:
-        self._memory, self._run = memory, memory.take(nbytes)
+    at_once = True  # else it has to be read first
+
+    def __init__(self, memory: HostMemory, run: Tensor) -> None:
+        self._memory, self._run = memory, run
+
+    def part(self, start: int, nbytes: int) -> HostPage:
+        """Give a part of the page as a page, of which nothing is released."""
+        return HostPage(self._memory, self._run.narrow(0, start, nbytes))
 
     def prefetch(self) -> None:
         """Prepare for ``fetch``, which will follow soon. Raises OffloadError as ``fetch``."""
@@ -77,7 +84,7 @@ class HostBacking:
         self.memory, self.copied = memory, Copied()
 
     def allocate(self, nbytes: int) -> HostPage:
-        return HostPage(self.memory, nbytes)
+        return HostPage(self.memory, self.memory.take(nbytes))
 
     def end_writes(self) -> None:
         """Block the host until no write to a disk is in flight. Raises OffloadError where one fails."""
@@ -148,7 +155,7 @@ class Page:
 
     own: dict[str, Field]
     nbytes: int  # of ``own``
-    visiting: dict[str, tuple[Field, Tensor]]  # each with the tensor in host memory that it is a copy of
+    visiting: dict[str, tuple[Field, HostPage | DiskPage]]  # each with the page that it is a copy of
     backing: HostPage | DiskPage | None  # None: resident
     stays: Mapping[str, Tensor]  # of a resident page
     arrived: Mark  # it was copied into its frame
@@ -162,6 +169,11 @@ class Page:
         """Bytes that are copied in for an update, and out after it."""
         visiting = sum(round_up(of.numel * of.dtype.itemsize, FRAME_ALIGNMENT) for of, _ in self.visiting.values())
         return (self.nbytes if self.backing is not None else 0) + visiting
+
+    @property
+    def rests(self) -> list[HostPage | DiskPage]:
+        """Where the page and what visits with it rest, away from the device."""
+        return [*([] if self.backing is None else [self.backing]), *(rests for _, rests in self.visiting.values())]
 
     def leave_frame(self, free: Mark) -> None:
         """Leave the frame, which is free once the mark has passed."""
@@ -197,15 +209,15 @@ class PagedStore(StateStore):
 
     # -- pages ---------------------------------------------------------------------------------------------------
 
-    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
+    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Any] | None = None) -> int:
         own, nbytes = laid_out(page)
         resident = nbytes <= self._budget
         visiting = visiting or {}
-        guests, _ = laid_out(visiting, 0 if resident else nbytes)
+        guests, _ = laid_out({name: tensor for name, (tensor, _) in visiting.items()}, 0 if resident else nbytes)
         made = Page(
             own,
             nbytes,
-            {name: (field, visiting[name]) for name, field in guests.items()},
+            {name: (field, visiting[name][1]) for name, field in guests.items()},
             None if resident else self._backing.allocate(nbytes),
             dict(page) if resident else {},
             arrived=self._lanes.mark(),
@@ -244,8 +256,10 @@ class PagedStore(StateStore):
             return
         if page.backing is not None:
             page.backing.prefetch()
+        for _, rests in page.visiting.values():
+            rests.prefetch()
         # A page on a disk takes no frame before it has been read: other pages would wait for the disk, too.
-        if self._backing.at_once:
+        if self._backing.at_once and all(rests.at_once for _, rests in page.visiting.values()):
             self._bring(page)
 
     def fetch(self, number: int) -> Mapping[str, Tensor]:
@@ -275,11 +289,11 @@ class PagedStore(StateStore):
         lane.after(page.used)
         if page.backing is not None:
             lane.copy(page.backing.overwrite(), run[: page.nbytes])
-        for field, on_host in page.visiting.values():
-            lane.copy(on_host, field.of(run))
+        for field, rests in page.visiting.values():
+            lane.copy(rests.overwrite().view(field.dtype), field.of(run))
         lane.set(page.left)
-        if page.backing is not None:
-            page.backing.commit(page.left)
+        for backing in page.rests:
+            backing.commit(page.left)
         self.copied.to_host += page.moved
         page.leave_frame(page.left)
 
@@ -290,8 +304,8 @@ class PagedStore(StateStore):
         self._frame_of(page, "discard")
         page.used.set()
         # The backing's memory is free once the page has come in; the frame, once its readers on the device are done.
-        if page.backing is not None:
-            page.backing.discard(page.arrived)
+        for backing in page.rests:
+            backing.discard(page.arrived)
         page.leave_frame(page.used)
 
     def wait_for_visitors(self, number: int) -> None:
@@ -337,6 +351,7 @@ class PagedStore(StateStore):
         """Copy the page into a frame, after the frame's last page has left it, and after its own copy out."""
         # The backing comes first: it raises where the page is lost, and no frame is taken.
         source = page.backing.fetch() if page.backing is not None else None
+        guests = [(field, rests.fetch().view(field.dtype)) for field, rests in page.visiting.values()]
         # Take the least recently used frame whose page is not HERE.
         frame = next((frame for frame in self._frames if frame.page is None), None)
         # Else that of a page which was prefetched, and is not fetched yet: the page is copied in again later.
@@ -353,7 +368,7 @@ class PagedStore(StateStore):
         lane.after(page.left)
         if source is not None:
             lane.copy(frame.run[: page.nbytes], source)
-        for field, on_host in page.visiting.values():
+        for field, on_host in guests:
             lane.copy(field.of(frame.run), on_host)
         lane.set(page.arrived)
         page.frame, page.state, frame.page = frame, PageState.COMING, page
@@ -367,8 +382,8 @@ class PagedStore(StateStore):
             raise RuntimeError("a page would lose its frame while it is here")
         # The host waits: the lane still reads the backing's memory, which others may get at once.
         page.arrived.wait()
-        if page.backing is not None:
-            page.backing.discard(page.arrived)
+        for backing in page.rests:
+            backing.discard(page.arrived)
         page.leave_frame(page.arrived)
 
     def _frame_of(self, page: Page, event: str) -> Frame:
@@ -408,7 +423,10 @@ class PagedStore(StateStore):
                 self._budget -= page.nbytes
                 page.backing, page.stays = None, {name: field.of(run) for name, field in page.own.items()}
                 # From now on the visiting tensors have a frame to themselves.
-                fields, _ = laid_out({name: tensor for name, (_, tensor) in page.visiting.items()})
+                alike = {
+                    n: torch.empty(of.numel, dtype=of.dtype, device="meta") for n, (of, _) in page.visiting.items()
+                }
+                fields, _ = laid_out(alike)
                 page.visiting = {name: (field, page.visiting[name][1]) for name, field in fields.items()}
         # The largest page that still moves may be smaller than before, and frames with it.
         self.drop_frames()

@@ -7,6 +7,7 @@ Pages of a ``DeviceStore`` or a ``HostStore`` stay where they are updated; those
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,11 +46,12 @@ class StateStore:
         """Make zeros [numel] for each of ``numels``: a tensor of the same name in each page to be allocated."""
         return (torch.zeros(numel, dtype=dtype, device=self.works_on) for numel in numels)
 
-    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
+    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Any] | None = None) -> int:
         """Keep a new page, these tensors of ``zeros`` by name. Returns its number.
 
         Args:
-            visiting: tensors that rest in host memory, and are copied in and out with the page.
+            visiting: tensors that rest away from the device, and are copied in and out with the page: each with the
+                ``HostPage`` or ``DiskPage`` in which it rests. Of the tensor its dtype and length count.
         """
         raise NotImplementedError
 
@@ -110,7 +112,7 @@ class PagesStay(StateStore):
         self._pages: dict[int, Mapping[str, Tensor]] = {}
         self._allocated = 0
 
-    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Tensor] | None = None) -> int:
+    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Any] | None = None) -> int:
         assert not visiting, "what visits comes and goes: that takes a PagedStore"
         self._allocated += 1
         self._pages[self._allocated] = page

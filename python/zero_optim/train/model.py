@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import UsageError
-from ..stores.offload import read_offload
+from ..stores.offload import read_offload, read_param_offload
 
 VOCAB = 256
 
@@ -205,8 +205,9 @@ def _checked(config: TrainConfig) -> TrainConfig:
     """Return the configuration. Raises UsageError for flags that do not go together."""
     try:
         read_offload(config.state_offload, config.device_budget)
+        read_param_offload(config.param_offload)
     except ValueError as error:
-        raise UsageError(f"--state-offload, --device-budget: {error}") from error
+        raise UsageError(f"--state-offload, --device-budget, --param-offload: {error}") from error
     if config.param_offload is not None and config.stage < 3:
         raise UsageError(f"--param-offload {config.param_offload}: needs --stage 3, which shards parameters")
     if config.hidden % (2 * config.heads):

@@ -95,6 +95,12 @@ class Prefetch:
             experts = sum(1 for _ in itertools.takewhile(lambda unit: unit.of_experts, ahead))
             self.start(ahead[: experts if experts_alone else experts + self.count])
 
+    def read_ahead(self) -> None:
+        """Begin to read units from a disk: those that are gathered next, and as many after them."""
+        for unit in self._cycle.order[self._cycle.position :][: 1 + 2 * self.count]:
+            for flat in unit.flats if unit.state is UnitState.SHARDED else ():
+                flat.read_ahead()
+
     def start(self, units: Sequence[Unit]) -> None:
         """Start to gather these units, which are ahead, as far as their turn has come."""
         earlier: set[Unit] = set()

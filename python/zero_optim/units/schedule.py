@@ -18,10 +18,11 @@ from typing import Any, Protocol
 import torch
 
 from ..comm.sharding import Sharding
-from ..errors import ParameterError, ShardAccessError, ZeroOptimError
+from ..errors import OffloadError, ParameterError, ShardAccessError, ZeroOptimError
 from ..mode import ASLEEP
 from ..params.flat_params import FlatParams
 from ..recovery import BackwardWatch, Owing, all_of, complete_raised
+from ..stores.disk_pages import DiskBacking
 from ..user_thread import UserThread
 from .cycle import BackwardsDue, Calls, Cycle, Known, Orders, Pass, Prefetch
 from .unit import Unit, UnitState
@@ -56,6 +57,7 @@ class UnitSchedule(Owing):
         prefetch: starts gathers ahead of the visits.
         listeners: the reducers of the optimizers that train the model.
         owner: the ``ShardedModel``, which lives while hooks hold the schedule.
+        disk: that on which shards rest; None: they are on none.
         sleeping: one entry for each optimizer that sleeps, and has the parameters off the device.
     """
 
@@ -73,6 +75,7 @@ class UnitSchedule(Owing):
         self.listeners: list[Listener] = []
         self.owner: Any = None
         self.sleeping: set[object] = set()
+        self.disk: DiskBacking | None = None
         self._holds = False  # create_graph: a backward may go through this one; units stay until ``reshard_all``
         self._over: set[FlatParams] = set()  # their gradients are complete in the open or last backward
 
@@ -253,6 +256,8 @@ class UnitSchedule(Owing):
         if closing:
             self._close_before(unit, self.cycle.open)
         self.cycle.position = position
+        if self.disk is not None:
+            self.prefetch.read_ahead()
         self._open_unit(unit, position)
         self.prefetch.start_next(experts_alone=bool(self.prefetch.reducing))
 
@@ -332,6 +337,10 @@ class UnitSchedule(Owing):
                 self.due.reset()
         elif self.calls.trains:
             self.due.count += 1
+        elif self.disk is not None:  # no step follows, which would raise what the disk has recorded
+            device = self._sharding.device
+            with self._sharding.world.raising_together("a forward", device, elsewhere=OffloadError):
+                self.disk.check()
 
 
 def in_backward() -> bool:

@@ -16,7 +16,9 @@ from ..params.layout import one_bucket
 from ..params.param_shard import plain_parameter
 from ..params.parameter_set import is_apart, would_lose
 from ..params.tensor_slice import local_of, room_of
-from ..stores.host_memory import HostMemory, Lanes
+from ..stores.disk_pages import DiskBacking
+from ..stores.host_memory import Lanes
+from ..stores.paged_store import HostBacking
 from .hooks import register_hooks, sync_generation, watch_parts
 from .schedule import UnitSchedule
 from .unit import Unit
@@ -32,9 +34,9 @@ class ShardedModel:
         sharding: of all parameters but experts, whose flat tensors have theirs. It has a group of its own: while
             backward runs, reductions are in flight in another.
         sharded: whether a unit is: one rank has all of a model, and experts that no other rank has.
-        host_memory: where shards rest; None: on the device.
+        backing: where shards rest; None: on the device.
         lanes: those on which shards are copied from there.
-        offload: whether shards rest in host memory.
+        disk: ``backing``, where it is a disk; else None.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class ShardedModel:
         sharding: Sharding,
         schedule: UnitSchedule,
         process_group: dist.ProcessGroup | None,
-        host_memory: HostMemory | None,
+        backing: HostBacking | DiskBacking | None,
         lanes: Lanes | None,
     ) -> None:
         self._process_group = weakref.ref(process_group) if process_group is not None else None
         self.model, self.units, self.sharding, self.schedule = model, list(units), sharding, schedule
-        self.host_memory, self.lanes, self.offload = host_memory, lanes, host_memory is not None
+        self.backing, self.lanes = backing, lanes
+        self.disk = schedule.disk = backing if isinstance(backing, DiskBacking) else None
         self.sharded = any(unit.split for unit in units)
         for unit in units:
             for parameter in unit.parameters:
@@ -67,6 +70,8 @@ class ShardedModel:
 
     def __del__(self) -> None:
         self.sharding.world.close()
+        if self.backing is not None:
+            self.backing.close()
 
     def shardings(self) -> dict[int, Sharding]:
         """The sharding of each parameter, by its id."""
@@ -108,11 +113,13 @@ class ShardedModel:
         shards = dict(zip(map(id, flat.params), flat.param_shards, strict=False))
         whole = flat.copy_out() if flat.sharded else flat.full  # to live until all have moved
         unit.flats.remove(flat)
+        if flat.page is not None:
+            flat.page.release()
         for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind is not None):
             params = [parameter for parameter, own in zip(flat.params, kinds, strict=True) if own == kind]
             new = flatten(params, flat.sharding, trained=kind is not None)
             if flat.sharded:
-                new.split([shards[id(p)] for p in params], host_memory=self.host_memory, lanes=self.lanes)
+                new.split([shards[id(p)] for p in params], backing=self.backing, lanes=self.lanes)
             unit.flats.append(new)
         del whole
 
