@@ -109,7 +109,7 @@ class Bucket:
         if page is None or part.numel() == shard.numel():
             return page
         assert isinstance(page, HostPage), "a disk has whole shards"
-        return page.part((part.storage_offset() - shard.storage_offset()) * part.element_size(), part.nbytes)
+        return page.part(part.data_ptr() - shard.data_ptr(), part.nbytes)
 
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
