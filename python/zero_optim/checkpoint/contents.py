@@ -133,7 +133,7 @@ class TensorContents:
     def values(self) -> Generator[Tensor]:
         """Give the elements [length] of each holding, in order: to be read or written before the next is asked for."""
         for flat, alike in itertools.groupby(self._tensors, lambda tensor: getattr(tensor, "flat", None)):
-            with nullcontext() if flat is None else flat.opened() as shard:  # once for all of them, as on a disk
+            with nullcontext() if flat is None else flat.memory.opened() as shard:  # once for all of them, as on a disk
                 for tensor in alike:
                     yield from _values(tensor, shard)
 

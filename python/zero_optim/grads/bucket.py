@@ -105,7 +105,7 @@ class Bucket:
     @property
     def page(self) -> HostPage | DiskPage | None:
         """Where ``param_shard`` rests, away from the device; None: it is there."""
-        page, shard, part = self.flat.page, self.flat.shard, self.param_shard
+        page, shard, part = self.flat.memory.page, self.flat.shard, self.param_shard
         if page is None or part.numel() == shard.numel():
             return page
         assert isinstance(page, HostPage), "a disk has whole shards"
@@ -113,8 +113,8 @@ class Bucket:
 
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
-        """Give that part, as ``FlatParams.opened`` does."""
-        with self.flat.opened() as shard:
+        """Give that part, as ``ShardMemory.opened`` does."""
+        with self.flat.memory.opened() as shard:
             yield self.part_of(shard)
 
     @property

@@ -25,6 +25,92 @@ from .storage_order import as_stored, storage_order, strides_of, view_of
 from .tensor_slice import is_cut, local_of, slice_of
 
 
+class ShardMemory:
+    """The memory of a shard: on the device; or a page in host memory or on a disk, which is copied there.
+
+    Attributes:
+        shard: [shard_numel] the shard. On a disk it is on ``meta``, and has values only within ``opened``.
+        page: where it rests away from the device; None: it is there. ``on_disk``: whether on a disk.
+    """
+
+    def __init__(self, shard: Tensor, page: HostPage | DiskPage | None = None, lanes: Lanes | None = None) -> None:
+        """Move ``shard`` to ``page``. ``lanes``: for copies to the device, where there is a page."""
+        self.shard, self.page, self.on_disk = shard, page, isinstance(page, DiskPage)
+        if page is not None:
+            rests = page.overwrite().view(shard.dtype).copy_(shard)
+            page.commit(Mark())
+            self.shard = shard.to("meta") if self.on_disk else rests
+        if lanes is not None:
+            self._lane, self._allocated, self._copied = lanes.to_device, lanes.mark(), lanes.mark()
+
+    @contextmanager
+    def copied_to(self, own: Tensor) -> Iterator[None]:
+        """Copy the page to ``own``, on the device. What is launched within follows the copy, beside the current stream.
+
+        The unit in use must not wait for the copy of the next one. From a disk the host waits for the read first, and
+        for the copy::
+
+            computing   allocate ── mark a    the unit in use ............... wait for b    this unit
+            lane                              wait for a; copy; gather ── mark b
+        """
+        assert self.page is not None
+        self._allocated.set()  # the computing stream may still use the memory that ``own`` has been given
+        self._lane.after(self._allocated)
+        with self._lane.as_current():
+            arrives = False
+            with self.recording():
+                self._lane.copy(own, self.page.fetch().view(own.dtype))
+                self._lane.set(self._copied)
+                self.page.discard(self._copied)
+                arrives = True
+            if not arrives:  # all ranks gather NaN, and raise before a step takes place
+                own.fill_(torch.nan)
+            yield
+
+    def order_after_copy(self) -> None:
+        """Order what follows on the current stream after the last copy to the device."""
+        if self.page is not None:
+            self._copied.order_current()
+
+    def wait_until_copied(self) -> None:
+        """Wait before the page is written: the host writes at once, whatever the device still reads of it."""
+        if self.page is not None:
+            self._copied.wait()
+
+    def read_ahead(self) -> None:
+        """Begin to read from a disk: ``copied_to`` or ``open`` will follow soon."""
+        with self.recording():
+            if self.page is not None:
+                self.page.prefetch()
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        """Give [shard_numel] the shard, to be read and written within. From a disk it comes for that time, and goes
+        back where it was written. Raises OffloadError where it cannot be read."""
+        shard = self.open()
+        before = shard._version
+        try:
+            yield shard
+        finally:
+            self.close(written=shard._version != before)
+
+    def open(self) -> Tensor:
+        """Do as ``opened`` does, until ``close``."""
+        if self.page is None:
+            return self.shard
+        self.wait_until_copied()
+        with torch.inference_mode(False):  # in one a view as another dtype lacks a version counter
+            return self.page.fetch().view(self.shard.dtype)
+
+    def close(self, *, written: bool) -> None:
+        if self.page is not None:
+            (self.page.commit if written else self.page.discard)(Mark())
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See ``DiskBacking.recording``."""
+        return self.page.backing.recording() if isinstance(self.page, DiskPage) else nullcontext()
+
+
 class FlatParams:
     """Parameters of one dtype, each a view of ``full``.
 
@@ -37,15 +123,14 @@ class FlatParams:
         full: [numel] all parameters. Where they are sharded its storage is empty but for the time of their use: it is
             resized, never replaced, since tensors that autograd saves in a forward alias it.
         sharding: over which ranks: that of experts, or of all other parameters.
-        shard: [shard_numel] this rank's shard: a view of ``full``, or memory of its own where sharded. On a disk it is
-            on ``meta``, and has values only within ``opened``.
+        shard: [shard_numel] this rank's shard: a view of ``full``, or memory of its own where sharded.
+        memory: that of ``shard``, which on a disk has values only while that is opened.
         arrivals: where sharded, what is on its way into ``shard`` from other ranks. Whoever reads or writes it waits.
         param_shards: where sharded, the stand-ins for ``params`` that modules hold while ``full`` is empty.
         trained: whether they get gradients, and an optimizer's state.
         orders: of each of ``params``, the order of its elements in its slot: contiguous, or channels_last.
         permuted: whether one of them is not contiguous.
-        offloaded, on_disk: whether the shard rests in host memory or on a disk; whether on a disk.
-        page: where it rests then; None: on the device.
+        offloaded: whether the shard rests in host memory or on a disk.
         shown: where sharded, whether the plain parameters have values now.
         addresses: of each of ``params`` while it has values.
     """
@@ -58,7 +143,7 @@ class FlatParams:
         self.sharding = sharding
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.pieces = tuple(layout.pieces(sharding.shard_index))
-        self.sharded = self.shown = self.offloaded = self.on_disk = False
+        self.sharded = self.shown = self.offloaded = False
         self.param_shards: list[ParamShard] = []
         self.arrivals = Arrivals()
         self.slices = [slice_of(parameter) for parameter in self.params]
@@ -66,10 +151,9 @@ class FlatParams:
         self.joined = self.cut and self.sliced
         self.orders = [storage_order(local) for local in self.locals]
         self.permuted = any(self.orders)
-        self._lanes: Lanes | None = None
-        self.page: HostPage | DiskPage | None = None
         self.full = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.shard = sharding.own_part(self.full)
+        self.memory = ShardMemory(self.shard)
         self._views = self.slot_views(self.full)
         locals = self.locals
         before = [local.data for local in locals]
@@ -122,19 +206,13 @@ class FlatParams:
 
         Raises OffloadError where there is no memory, or no room on the disk; RankMismatchError on the other ranks.
         """
-        self.offloaded, self.on_disk = backing is not None, isinstance(backing, DiskBacking)
-        shard = self.shard
+        self.offloaded, shard = backing is not None, self.shard
         if backing is None:
-            shard = shard.clone()
+            self.memory = ShardMemory(shard.clone())
         else:
             with self.sharding.world.raising_together("shard_module", self.device):
-                self.page = page = backing.allocate(shard.nbytes)
-                rests = page.overwrite().view(self.dtype).copy_(shard)
-                page.commit(Mark())
-                shard = shard.to("meta") if self.on_disk else rests
-        self.shard = shard
-        if lanes is not None:
-            self._lanes, self._allocated, self._copied = lanes, lanes.mark(), lanes.mark()
+                self.memory = ShardMemory(shard, backing.allocate(shard.nbytes), lanes)
+        self.shard = shard = self.memory.shard
         self.sharded, self.param_shards = True, list(shards)
         self._node_part: Tensor | None = None  # [numel / ranks of a node]
         self._poison = "poison" in debug_options()
@@ -150,26 +228,9 @@ class FlatParams:
         allocate(self.full)
         if node is not None and self._node_part is not None:
             return node.all_gather(self.full, "node_all_gather", own=self._node_part)
-        if self._lanes is None or self.page is None:
+        if self.memory.page is None:
             return self.sharding.all_gather(self.full, own=self.shard)
-        # From host memory it is copied on a lane, and the gather follows there: the unit in use must not wait for the
-        # copy of the next one. From a disk the host waits for the read first, and for the copy.
-        #
-        #   computing   allocate ── mark a    the unit in use ............... wait for b    this unit
-        #   lane                              wait for a; copy; gather ── mark b
-        lane = self._lanes.to_device
-        self._allocated.set()  # the computing stream may still use the memory that ``full`` has been given
-        lane.after(self._allocated)
-        own = self.sharding.own_part(self.full)
-        with lane.as_current():
-            arrives = False
-            with self.recording():
-                lane.copy(own, self.page.fetch().view(self.dtype))
-                lane.set(self._copied)
-                self.page.discard(self._copied)
-                arrives = True
-            if not arrives:  # all ranks gather NaN, and raise before a step takes place
-                own.fill_(torch.nan)
+        with self.memory.copied_to(self.sharding.own_part(self.full)):
             return self.sharding.all_gather(self.full)
 
     def complete_shard(self, gather_across: Callable[[Tensor], Handle]) -> Handle:
@@ -177,48 +238,10 @@ class FlatParams:
         here = self.shard.to(self.device)  # itself, unless it rests in host memory beside a GPU
         gather = gather_across(here)
         if here is not self.shard:
-            gather.then(self._copied.wait)
+            gather.then(self.memory.wait_until_copied)
             gather.then(partial(self.shard.copy_, here))
         self.arrivals.expect(gather)
         return gather
-
-    def read_ahead(self) -> None:
-        """Begin to read the shard from a disk: ``unshard`` will follow soon."""
-        with self.recording():
-            if self.page is not None:
-                self.page.prefetch()
-
-    @contextmanager
-    def opened(self) -> Iterator[Tensor]:
-        """Give [shard_numel] this rank's shard, to be read and written within. From a disk it comes for that time, and
-        goes back where it was written. Raises OffloadError where it cannot be read."""
-        shard = self.open()
-        before = shard._version
-        try:
-            yield shard
-        finally:
-            self.close(written=shard._version != before)
-
-    def open(self) -> Tensor:
-        """Do as ``opened`` does, until ``close``."""
-        if self.page is None:
-            return self.shard
-        self._copied.wait()  # the host writes pinned memory at once, whatever the device still reads of it
-        with torch.inference_mode(False):  # in one a view as another dtype lacks a version counter
-            return self.page.fetch().view(self.dtype)
-
-    def close(self, *, written: bool) -> None:
-        if self.page is not None:
-            (self.page.commit if written else self.page.discard)(Mark())
-
-    def recording(self) -> AbstractContextManager[None]:
-        """See ``DiskBacking.recording``."""
-        return self.page.backing.recording() if isinstance(self.page, DiskPage) else nullcontext()
-
-    def order_after_copy(self) -> None:
-        """Order what follows on the current stream after the copy of ``unshard`` from host memory."""
-        if self._lanes is not None:
-            self._copied.order_current()
 
     def show(self) -> None:
         """Give the plain parameters their values: ``full`` is there."""
@@ -259,7 +282,7 @@ class FlatParams:
         no version counter shows."""
         versions = [parameter._version for parameter in self.params]
         if unseen or versions != self._versions:
-            with self.recording(), self.opened() as shard:
+            with self.memory.recording(), self.memory.opened() as shard:
                 shard.copy_(self.sharding.own_part(self.full))
             self._versions, self._node_part = versions, None
 
@@ -290,7 +313,7 @@ class FlatParams:
         """Collective. [numel] all parameters, in memory of their own."""
         self.arrivals.wait()
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        with self._together(), self.opened() as shard:
+        with self._together(), self.memory.opened() as shard:
             self.sharding.own_part(whole).copy_(shard)
         if (gather := self.sharding.all_gather(whole, "gather_parameters")) is not None:
             gather.wait()
@@ -323,7 +346,7 @@ class FlatParams:
     def write_back(self, whole: Tensor) -> None:
         """Collective. Keep rank 0's values of ``whole``, which ``copy_out`` gave."""
         self.sharding.alike(cut=self.cut).broadcast(whole, "gather_parameters")
-        with self._together(), self.opened() as shard:
+        with self._together(), self.memory.opened() as shard:
             new = self.sharding.own_part(whole).to(shard.device)
             for parameter, piece in zip(self.params, self.pieces, strict=True):
                 own = slice(piece.in_shard, piece.in_shard + piece.numel)
@@ -333,7 +356,7 @@ class FlatParams:
 
     def _together(self) -> AbstractContextManager[None]:
         """Collective where the shard is on a disk: an OffloadError of any rank within it is raised on all."""
-        if not self.on_disk:
+        if not self.memory.on_disk:
             return nullcontext()
         world = self.sharding.world
         return world.raising_together("gather_parameters", self.device, elsewhere=OffloadError)

@@ -74,8 +74,8 @@ class ParamShard(StateDictShard):
     ) -> Any:
         if func is aten.copy_.default and isinstance(args[0], ParamShard):
             return args[0]._copy(args[1])
-        if func in SAME_SHARD and args[0].flat.on_disk:
-            with args[0].flat.opened() as shard, torch.inference_mode(False):
+        if func in SAME_SHARD and args[0].flat.memory.on_disk:
+            with args[0].flat.memory.opened() as shard, torch.inference_mode(False):
                 return args[0]._of_same_range(args[0].part_of(shard).clone())
         if func is aten.zero_.default or func is aten._foreach_zero_.default:
             raise (args[0] if isinstance(args[0], ParamShard) else args[0][0])._refusal(str(func), Use.EDIT)
@@ -109,7 +109,7 @@ class ParamShard(StateDictShard):
 
     @property  # type: ignore[misc]  # the base class may set it
     def local(self) -> Tensor:
-        if self.flat is not None and self.flat.on_disk:
+        if self.flat is not None and self.flat.memory.on_disk:
             raise ShardAccessError(f"`.local` of the {self.label}, which rests on a disk: to read it, {_REMEDY}")
         return self._local
 
@@ -144,11 +144,11 @@ class ParamShard(StateDictShard):
                 )
             self.plain.detach().copy_(source)
         else:
-            with self.flat.recording():
+            with self.flat.memory.recording():
                 values = source.local if isinstance(source, FlatShard) else self._own_range(source.detach())
-                shard = self.flat.open()  # only now: ``source`` may be a shard of the same that is to be read
+                shard = self.flat.memory.open()  # only now: ``source`` may be a shard of the same that is to be read
                 self.part_of(shard).copy_(values)
-                self.flat.close(written=True)
+                self.flat.memory.close(written=True)
         torch.autograd.graph.increment_version((self.plain, self._local))  # below autograd nothing counts the write
         return self
 

@@ -299,7 +299,7 @@ class OptimizerState:
         """Restore the parameters that were set aside. ``collective``: send them to the other ranks, too."""
         aside, self._aside = self._aside, []
         for bucket, before in aside:
-            with bucket.flat.recording(), bucket.opened() as shard:
+            with bucket.flat.memory.recording(), bucket.opened() as shard:
                 shard.copy_(before)
         if collective and aside:
             self._send_out()

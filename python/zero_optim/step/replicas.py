@@ -33,7 +33,8 @@ def terms_of(buckets: Sequence[Bucket], device: torch.device) -> Tensor:
         count, own, place = bucket.flat.sharding.equals(cut=bucket.flat.cut)
         if count == 1:
             continue
-        with bucket.flat.recording(), bucket.flat.opened() as shard:  # a disk that fails has an alarm of its own
+        memory = bucket.flat.memory
+        with memory.recording(), memory.opened() as shard:  # a disk that fails has an alarm of its own
             values = shard if bucket.flat.sharded else bucket.flat.full
             checksum = _checksum(values.view(torch.int32), factors)  # of whole rows: 16 bits go in pairs
             distinct = checksum * (2 * (place * len(buckets) + number) + 1)  # else equal shards might cancel
@@ -80,7 +81,7 @@ def _checksums(
             if (own := shards.get(id(parameter))) is None:
                 found[index, "", place] = _checksum(local_of(parameter).detach().reshape(-1), factors)
                 continue
-            with own.flat.opened() as shard:
+            with own.flat.memory.opened() as shard:
                 found[index, "", place] = _checksum(own.part_of(shard), factors)
     for shard in [] if states is None else states.shards:
         count, _, place = shard.bucket.sharding.equals(cut=shard.bucket.flat.cut, state=True)

@@ -148,7 +148,7 @@ class OnHost(OnDevice):
         if self._users_may_edit or not is_copied:
             self._take(after_current=True)
         if self._param is None:
-            self._bucket.flat.read_ahead()
+            self._bucket.flat.memory.read_ahead()
         if self._reads_parameters:
             self._bring_parameters()
 
@@ -175,7 +175,7 @@ class OnHost(OnDevice):
 
     def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
         if self._param is None:
-            shard, self._opened = self._bucket.flat.open(), True
+            shard, self._opened = self._bucket.flat.memory.open(), True
             return self._bucket.part_of(shard)
         if not by.writes_all and not self._reads_parameters:
             self._bring_parameters()
@@ -185,12 +185,12 @@ class OnHost(OnDevice):
 
     def leave(self) -> None:
         if self._opened:
-            self._bucket.flat.close(written=False)
+            self._bucket.flat.memory.close(written=False)
         self._opened = False
 
     def updated(self) -> None:
         if self._param is None:
-            self._bucket.flat.close(written=True)
+            self._bucket.flat.memory.close(written=True)
             self._opened = False
             return
         lanes = self._store.lanes

@@ -99,7 +99,7 @@ class Prefetch:
         """Begin to read units from a disk: those that are gathered next, and as many after them."""
         for unit in self._cycle.order[self._cycle.position :][: 1 + 2 * self.count]:
             for flat in unit.flats if unit.state is UnitState.SHARDED else ():
-                flat.read_ahead()
+                flat.memory.read_ahead()
 
     def start(self, units: Sequence[Unit]) -> None:
         """Start to gather these units, which are ahead, as far as their turn has come."""

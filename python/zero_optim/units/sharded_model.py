@@ -113,8 +113,8 @@ class ShardedModel:
         shards = dict(zip(map(id, flat.params), flat.param_shards, strict=False))
         whole = flat.copy_out() if flat.sharded else flat.full  # to live until all have moved
         unit.flats.remove(flat)
-        if flat.page is not None:
-            flat.page.release()
+        if flat.memory.page is not None:
+            flat.memory.page.release()
         for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind is not None):
             params = [parameter for parameter, own in zip(flat.params, kinds, strict=True) if own == kind]
             new = flatten(params, flat.sharding, trained=kind is not None)

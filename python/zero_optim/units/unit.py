@@ -163,7 +163,7 @@ class Unit:
             self.ahead = None
             for flat in self.split:
                 # A shard that rests in host memory was copied on a lane of its own. On one rank no gather follows that.
-                flat.order_after_copy()
+                flat.memory.order_after_copy()
                 flat.show()
             self.show(plain=True)
             self.state = UnitState.UNSHARDED
