@@ -80,15 +80,6 @@ class Sharding:
         return self.data_parallel if self.grid is None or self.grid.over_all else self.grid.within
 
     @property
-    def shard_ranks(self) -> list[int]:
-        """The rank in ``shard_group`` that has each shard, by the number of the shard."""
-        if self.grid is None or not self.grid.over_all or self.topology.rows is None:
-            return list(range(self.shard_group.world_size))
-        # A row splits the whole, and a column each of these parts: so the parts of a column follow each other.
-        place = {rank: number for number, rank in enumerate(self.shard_group.ranks)}
-        return [place[rank] for column in zip(*self.topology.rows, strict=True) for rank in column]
-
-    @property
     def of_experts(self) -> bool:
         """Whether the parameters are experts. Other columns have other experts, so experts always count as cut."""
         return self.grad_divisor is not None
@@ -261,16 +252,6 @@ class Sharding:
         self.second_legs.issue()  # over the same group, and which of them a rank has issued by now differs
         return self.grid.across.all_gather(part, f"replica_{kind}", own)
 
-    def whole_of(self, shard: Tensor, kind: str) -> Tensor:
-        """Collective. Gather the whole of which each rank gives its ``shard``; ``shard`` itself where it is all."""
-        if self.shard_count == 1:
-            return shard
-        full = shard.new_empty(shard.numel() * self.shard_count)
-        self.own_part(full).copy_(shard)
-        if (gather := self.all_gather(as_sent(full), kind)) is not None:
-            gather.wait()
-        return full
-
     @property
     def slice_count(self) -> int:
         """Number of tensor-parallel ranks, each with another slice of a cut parameter."""
@@ -280,14 +261,6 @@ class Sharding:
     def slice_index(self) -> int:
         """The number of this rank's slice among these."""
         return 0 if self.tensor_ranks is None else self.tensor_ranks.slices.rank
-
-    def gather_slices(self, own: Tensor, kind: str) -> Tensor:
-        """Collective. Gather ``own`` [numel] of every tensor-parallel rank: [slices, numel]."""
-        every = own.new_empty(self.slice_count, own.numel())
-        every[self.slice_index].copy_(own)
-        if self.tensor_ranks is not None:
-            self.tensor_ranks.slices.all_gather(as_sent(every.view(-1)), kind).wait()
-        return every
 
     def alike(self, *, cut: bool) -> Comm:
         """The ranks whose values of a parameter are the same. ``cut``: whether it is cut over tensor-parallel ranks."""
@@ -372,6 +345,36 @@ def connect_for_buckets(
             grid.across.connect_for("reduce_scatter" if grid.over_all else "all_reduce", part, reduced, device, memory)
             if grid.over_all:
                 grid.across.connect_for("all_gather", part, dtype, device, memory)
+
+
+def ranks_of_shards(sharding: Sharding) -> list[int]:
+    """List, by the number of the shard, the rank of ``shard_group`` that has it."""
+    grid, rows = sharding.grid, sharding.topology.rows
+    if grid is None or not grid.over_all or rows is None:
+        return list(range(sharding.shard_group.world_size))
+    # A row splits the whole, and a column each of these parts: so the parts of a column follow each other.
+    place = {rank: number for number, rank in enumerate(sharding.shard_group.ranks)}
+    return [place[rank] for column in zip(*rows, strict=True) for rank in column]
+
+
+def whole_of(sharding: Sharding, shard: Tensor, kind: str) -> Tensor:
+    """Collective. Gather the whole of which each rank gives its ``shard``; ``shard`` itself where it is all."""
+    if sharding.shard_count == 1:
+        return shard
+    full = shard.new_empty(shard.numel() * sharding.shard_count)
+    sharding.own_part(full).copy_(shard)
+    if (gather := sharding.all_gather(as_sent(full), kind)) is not None:
+        gather.wait()
+    return full
+
+
+def gather_slices(sharding: Sharding, own: Tensor, kind: str) -> Tensor:
+    """Collective. Gather ``own`` [numel] of every tensor-parallel rank: [slices, numel]."""
+    every = own.new_empty(sharding.slice_count, own.numel())
+    every[sharding.slice_index].copy_(own)
+    if sharding.tensor_ranks is not None:
+        sharding.tensor_ranks.slices.all_gather(as_sent(every.view(-1)), kind).wait()
+    return every
 
 
 def broadcast_together(comm: Comm, tensors: Sequence[Tensor]) -> None:

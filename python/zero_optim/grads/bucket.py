@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -25,8 +24,6 @@ from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout
 from ..params.param_shard import ArrivingParameter, arriving
 from ..params.tensor_slice import is_shared, local_of
-from ..stores.disk_pages import DiskPage
-from ..stores.paged_store import HostPage
 from .packing import Packing
 from .slots import GradState, Shown, Slots
 
@@ -59,6 +56,8 @@ class Bucket:
         keeps_full: whether gradients rest here in full: at stages 0 and 1, and on one rank.
         grad_buffer: where gradients rest, [numel] where ``keeps_full``, else [shard_numel].
         grad_shard: [shard_numel] what ``step`` applies, a view of ``grad_buffer``.
+        memory: that of the part of ``flat.shard`` which this rank updates: all of it, unless the state is sharded over
+            more ranks than the parameters.
         arrivals: the reductions on their way into ``grad_shard``. Whoever reads or writes it waits, or queues, there.
         slots: the state of each parameter's gradient.
         packing: packs gradients for a reduction.
@@ -76,6 +75,9 @@ class Bucket:
         self.dtype, self.device = flat.dtype, flat.device
         self.reduce_dtype = sharding.reduce_dtype(self.dtype)
         self.pieces = flat.pieces if layout is flat.layout else tuple(layout.pieces(sharding.shard_index))
+        grid, numel = sharding.grid, layout.shard_numel
+        parted = grid is not None and flat.shard.numel() != numel
+        self.memory = flat.memory.part(grid.across.rank, numel) if grid is not None and parted else flat.memory
         self.counted_in_norm = sharding.counted_in_norm(cut=flat.cut)
         self.duplicates = {index for index, p in enumerate(self.params) if is_shared(p)}
         self.arrivals = Arrivals()
@@ -90,32 +92,6 @@ class Bucket:
         self.keeps_full = sharding.keeps_full_gradients
         self._allocate_gradients()
         self.zero_copy = self._may_be_zero_copy()
-
-    def part_of(self, shard: Tensor) -> Tensor:
-        """[layout.shard_numel] the part of a shard of parameters that this rank updates: all of it, unless the state is
-        sharded over more ranks."""
-        grid = self.sharding.grid
-        return shard if grid is None or shard.numel() == self.layout.shard_numel else grid.across.own_part(shard)
-
-    @property
-    def param_shard(self) -> Tensor:
-        """[layout.shard_numel] that part of ``flat.shard``."""
-        return self.part_of(self.flat.shard)
-
-    @property
-    def page(self) -> HostPage | DiskPage | None:
-        """Where ``param_shard`` rests, away from the device; None: it is there."""
-        page, shard, part = self.flat.memory.page, self.flat.shard, self.param_shard
-        if page is None or part.numel() == shard.numel():
-            return page
-        assert isinstance(page, HostPage), "a disk has whole shards"
-        return page.part(part.data_ptr() - shard.data_ptr(), part.nbytes)
-
-    @contextmanager
-    def opened(self) -> Iterator[Tensor]:
-        """Give that part, as ``ShardMemory.opened`` does."""
-        with self.flat.memory.opened() as shard:
-            yield self.part_of(shard)
 
     @property
     def holders(self) -> tuple[int, int]:

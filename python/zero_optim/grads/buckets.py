@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.sharding import Sharding
+from ..comm.sharding import Sharding, whole_of
 from ..errors import ParameterError
 from ..params.flat_params import FlatParams
 from ..params.layout import BucketLayout, LayoutPolicy, bucket_capacities, build_layout
@@ -116,7 +116,7 @@ class Buckets:
     def _move_gradients(self, old: Bucket) -> None:
         """Collective. Copy this rank's part of every reduced gradient in ``old`` into the bucket that has it now."""
         held = old.grad_shard if old.sharding.shard_count > 1 else old.grad_buffer
-        full = old.sharding.whole_of(held, "construction")
+        full = whole_of(old.sharding, held, "construction")
         handles = old.shown.reduced()
         for slot, parameter, handle, used in zip(old.layout.slots, old.params, handles, old.slots.used, strict=True):
             bucket, _, index = self.slot_of[slot.param]

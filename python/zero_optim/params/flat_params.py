@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.handle import Arrivals, Handle, debug_options
-from ..comm.sharding import Sharding
+from ..comm.sharding import Sharding, gather_slices
 from ..comm.streams import allocate, as_own_storage, deallocate, keep_for_current_stream, own_storages
 from ..errors import OffloadError
 from ..stores.disk_pages import DiskBacking, DiskPage
@@ -42,6 +43,15 @@ class ShardMemory:
             self.shard = shard.to("meta") if self.on_disk else rests
         if lanes is not None:
             self._lane, self._allocated, self._copied = lanes.to_device, lanes.mark(), lanes.mark()
+
+    def part(self, place: int, numel: int) -> ShardMemory:
+        """The memory of a part of the shard, the ``place``-th of ``numel`` elements."""
+        part = copy.copy(self)
+        part.shard = self.shard.narrow(0, place * numel, numel)
+        if self.page is not None:
+            assert isinstance(self.page, HostPage), "a disk has whole shards"
+            part.page = self.page.part(place * part.shard.nbytes, part.shard.nbytes)
+        return part
 
     @contextmanager
     def copied_to(self, own: Tensor) -> Iterator[None]:
@@ -324,7 +334,7 @@ class FlatParams:
         a view, or a copy where tensor-parallel ranks have slices."""
         if not self.joined:
             return self.slot_views(full)
-        every = self.sharding.gather_slices(full, "gather_parameters")
+        every = gather_slices(self.sharding, full, "gather_parameters")
         found = []
         for slot, own, order in zip(self.layout.slots, self.slices, self.orders, strict=True):
             assert own is not None

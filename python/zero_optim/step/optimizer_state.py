@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm.handle import debug_options
-from ..comm.sharding import Sharding, as_sent
+from ..comm.sharding import Sharding, as_sent, gather_slices, whole_of
 from ..comm.streams import deallocate
 from ..errors import OffloadError
 from ..grads.bucket import Bucket
@@ -283,7 +283,7 @@ class OptimizerState:
         self.refresh_edited()
         with self.sharding.world.raising_together("swap_to_ema", self.sharding.device):
             for bucket in (shard.bucket for shard in self.shards):
-                with bucket.opened() as parameters:
+                with bucket.memory.opened() as parameters:
                     self._aside.append((bucket, parameters.clone()))
 
     def show(self, name: str) -> None:
@@ -299,7 +299,7 @@ class OptimizerState:
         """Restore the parameters that were set aside. ``collective``: send them to the other ranks, too."""
         aside, self._aside = self._aside, []
         for bucket, before in aside:
-            with bucket.flat.memory.recording(), bucket.opened() as shard:
+            with bucket.memory.recording(), bucket.memory.opened() as shard:
                 shard.copy_(before)
         if collective and aside:
             self._send_out()
@@ -323,7 +323,7 @@ class OptimizerState:
         self.refresh_edited()
         for shard, tensor in ((of, tensor) for of in self.shards for tensor in filter(wanted, of.tensors)):
             full, flat, sharding = self._gathered(shard, tensor), shard.bucket.flat, shard.bucket.sharding
-            every = sharding.gather_slices(full, "state") if flat.joined else None
+            every = gather_slices(sharding, full, "state") if flat.joined else None
             for number, (slot, own) in enumerate(zip(shard.bucket.layout.slots, flat.slices, strict=True)):
                 if every is None:  # a view in the parameter's shape, else a copy that is put together of slices
                     yield slot.param, tensor.name, shard.view_in(full, tensor, number)
@@ -348,7 +348,7 @@ class OptimizerState:
                     here = here.clone()
         except OffloadError:  # the other ranks wait in the collective: the caller makes all ranks raise in the end
             here = here.new_zeros(numel)
-        return shard.bucket.sharding.whole_of(here, kind)
+        return whole_of(shard.bucket.sharding, here, kind)
 
     def distribute(self, names: Mapping[int, Collection[str]], tensors: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Collective. Take over whole tensors from rank 0 of those that save together, one bucket at a time.

@@ -88,15 +88,15 @@ class ShardState:
         self.tensors, self.stored = tensors_for(rule, bucket.dtype), stored_for(rule, bucket.dtype)
         self.in_state_dict = exported_for(rule, bucket.dtype)
         self._has_master = has_master(rule, bucket.dtype)
-        self._place, rests = OnDevice(bucket), bucket.page
-        visiting = {} if rests is None else {PARAMETER: (bucket.param_shard, rests)}
+        self._place, rests = OnDevice(bucket), bucket.memory.page
+        visiting = {} if rests is None else {PARAMETER: (bucket.memory.shard, rests)}
         self._opens_parameters = rests is not None and isinstance(store, HostStore)  # else they visit, or are there
         if isinstance(store, HostStore):
             self._place, visiting = OnHost(bucket, store, reads_parameters=not self._has_master), {}
         page = {tensor.name: next(zeros[tensor]) for tensor in self.stored}
         of_parameters = [page[tensor.name] for tensor in self.stored if tensor.begins is not Begins.ZERO]
         if of_parameters:
-            with bucket.opened() as shard:
+            with bucket.memory.opened() as shard:
                 torch._foreach_copy_(of_parameters, [shard] * len(of_parameters))
         self.page = store.allocate(page, visiting)
         rows = bucket.layout.row_slot(bucket.sharding.shard_index)
@@ -177,7 +177,7 @@ class ShardState:
         before = [tensor._version for tensor in state.values()]
         written = False
         try:
-            with self.bucket.opened() if self._opens_parameters else nullcontext() as shard:
+            with self.bucket.memory.opened() if self._opens_parameters else nullcontext() as shard:
                 yield state if shard is None else {**state, PARAMETER: shard}
             written = before != [tensor._version for tensor in state.values()]
         finally:
@@ -206,7 +206,7 @@ class ShardState:
 
     def parameter(self, state: Mapping[str, Tensor]) -> Tensor:
         """[shard_numel] the parameters, to be read and written. ``state``: as ``opened`` gave it."""
-        return state.get(PARAMETER, self.bucket.param_shard)
+        return state.get(PARAMETER, self.bucket.memory.shard)
 
     def parameter_of(self, state: Mapping[str, Tensor], piece: SlotPiece) -> Tensor:
         """[piece.numel] the parameter's values: a view, or a copy where it is updated on another device."""

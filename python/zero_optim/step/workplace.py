@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm.handle import Handle
+from ..comm.sharding import ranks_of_shards
 from ..grads.bucket import Bucket
 from ..params.tensor_slice import joint_of
 from ..rules.update_rule import CutParameter, ToJoin, UpdateRule, Whole
@@ -74,7 +75,7 @@ class OnDevice:
 
     def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
         """[shard_numel] the parameters, to be written; with their values, unless the update writes all of them."""
-        return state.get(PARAMETER, self._bucket.param_shard)
+        return state.get(PARAMETER, self._bucket.memory.shard)
 
     def updated(self) -> None:
         """Send the parameters to the device: the update has been launched."""
@@ -148,7 +149,7 @@ class OnHost(OnDevice):
         if self._users_may_edit or not is_copied:
             self._take(after_current=True)
         if self._param is None:
-            self._bucket.flat.memory.read_ahead()
+            self._bucket.memory.read_ahead()
         if self._reads_parameters:
             self._bring_parameters()
 
@@ -169,14 +170,14 @@ class OnHost(OnDevice):
             self._now.set()
             lane = self._store.lanes.to_host
             lane.after(self._now)
-            lane.copy(self._param, self._bucket.param_shard)
+            lane.copy(self._param, self._bucket.memory.shard)
             lane.set(self._brought)
             self._store.copied.to_host += self._param.nbytes
 
     def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
         if self._param is None:
-            shard, self._opened = self._bucket.flat.memory.open(), True
-            return self._bucket.part_of(shard)
+            self._opened = True
+            return self._bucket.memory.open()
         if not by.writes_all and not self._reads_parameters:
             self._bring_parameters()
         self._brought.wait()  # the host reads and writes it next: no copy in either direction may be in flight
@@ -185,18 +186,18 @@ class OnHost(OnDevice):
 
     def leave(self) -> None:
         if self._opened:
-            self._bucket.flat.memory.close(written=False)
+            self._bucket.memory.close(written=False)
         self._opened = False
 
     def updated(self) -> None:
         if self._param is None:
-            self._bucket.flat.memory.close(written=True)
+            self._bucket.memory.close(written=True)
             self._opened = False
             return
         lanes = self._store.lanes
         self._now.set()
         lanes.to_device.after(self._now)  # earlier work of the current stream may read the old parameters
-        lanes.to_device.copy(self._bucket.param_shard, self._param)
+        lanes.to_device.copy(self._bucket.memory.shard, self._param)
         lanes.to_device.set(self._sent)
         self._sent.order_current()  # the all-gather that comes next on this stream reads the shard
         self._store.copied.to_device += self._param.nbytes
@@ -227,7 +228,7 @@ def wholes_in(
     needs_slices = [whole.joint is not None and rule.needs_whole(whole.joint) for whole in every]
     # A rank alone has whole parameters, in host memory perhaps, where they count as sharded, too.
     cut = not rule.layout.cuts and flat.sharded and sharding.shard_count > 1
-    ranks = sharding.shard_ranks if cut else []
+    ranks = ranks_of_shards(sharding) if cut else []
     wholes: list[Whole] = []
     cuts: list[CutParameter] = []
     for slot, piece, whole, needs in zip(layout.slots, bucket.pieces, every, needs_slices, strict=False):
