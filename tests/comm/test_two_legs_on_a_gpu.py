@@ -60,7 +60,7 @@ def _seed(fault: str) -> None:
         CommBuffers.take = lend
     elif fault == "a unit is gathered before its shard is complete":
         complete = FlatParams.complete_shard
-        FlatParams.complete_shard = lambda flat, across: [complete(flat, across), flat.arrivals.abandon()][0]
+        FlatParams.complete_shard = lambda flat, across: [complete(flat, across), flat.memory.arrivals.abandon()][0]
 
 
 def _train(rank: int, world_size: int, name: str, fault: str = "") -> list[Tensor]:

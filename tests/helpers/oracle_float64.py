@@ -285,7 +285,7 @@ class _Before:
         self.master = master_of(shard.rule) or MASTER
         names = [tensor.name for tensor in shard.rule.tensors if tensor.name not in shard.rule.averages]
         self.state = {name: self._live(name).double() for name in dict.fromkeys((self.master, *names))}
-        parameter = self._part(shard.bucket.flat.shard)
+        parameter = self._part(shard.bucket.memory.shard)
         was = self.state[self.master]
         # Edits of a parameter go into its master.
         self.state[self.master] = torch.where(was.to(parameter.dtype) == parameter, was, parameter.double())
@@ -323,7 +323,7 @@ class _Before:
         return off, muon_matrices(rule, *given, group)
 
     def unrounded(self) -> int:
-        parameter, master = self._part(self.shard.bucket.flat.shard), self._live(self.master)
+        parameter, master = self._part(self.shard.bucket.memory.shard), self._live(self.master)
         return int(((master.to(parameter.dtype) != parameter) & ~master.isnan()).sum())
 
     def _part(self, along_shard: Tensor) -> Tensor:

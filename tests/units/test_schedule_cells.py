@@ -127,6 +127,7 @@ class FakeFlat:
     params: list[Any] = field(default_factory=list)
     sharded = True
     sharding = SimpleNamespace(of_experts=False)
+    memory = SimpleNamespace(order_after_copy=lambda: None)
 
     def unshard(self, node: object) -> None:
         self.gathers.append(self.unit)
@@ -135,9 +136,6 @@ class FakeFlat:
         return []
 
     def show(self) -> None:
-        pass
-
-    def order_after_copy(self) -> None:
         pass
 
     def reshard(self, node: object) -> None:

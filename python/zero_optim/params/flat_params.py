@@ -32,11 +32,13 @@ class ShardMemory:
     Attributes:
         shard: [shard_numel] the shard. On a disk it is on ``meta``, and has values only within ``opened``.
         page: where it rests away from the device; None: it is there. ``on_disk``: whether on a disk.
+        arrivals: what is on its way into it from other ranks. Whoever reads or writes it waits.
     """
 
     def __init__(self, shard: Tensor, page: HostPage | DiskPage | None = None, lanes: Lanes | None = None) -> None:
         """Move ``shard`` to ``page``. ``lanes``: for copies to the device, where there is a page."""
         self.shard, self.page, self.on_disk = shard, page, isinstance(page, DiskPage)
+        self.arrivals = Arrivals()
         if page is not None:
             rests = page.overwrite().view(shard.dtype).copy_(shard)
             page.commit(Mark())
@@ -106,6 +108,7 @@ class ShardMemory:
 
     def open(self) -> Tensor:
         """Do as ``opened`` does, until ``close``."""
+        self.arrivals.wait()
         if self.page is None:
             return self.shard
         self.wait_until_copied()
@@ -135,7 +138,6 @@ class FlatParams:
         sharding: over which ranks: that of experts, or of all other parameters.
         shard: [shard_numel] this rank's shard: a view of ``full``, or memory of its own where sharded.
         memory: that of ``shard``, which on a disk has values only while that is opened.
-        arrivals: where sharded, what is on its way into ``shard`` from other ranks. Whoever reads or writes it waits.
         param_shards: where sharded, the stand-ins for ``params`` that modules hold while ``full`` is empty.
         trained: whether they get gradients, and an optimizer's state.
         orders: of each of ``params``, the order of its elements in its slot: contiguous, or channels_last.
@@ -155,7 +157,6 @@ class FlatParams:
         self.pieces = tuple(layout.pieces(sharding.shard_index))
         self.sharded = self.shown = self.offloaded = False
         self.param_shards: list[ParamShard] = []
-        self.arrivals = Arrivals()
         self.slices = [slice_of(parameter) for parameter in self.params]
         self.sliced, self.cut = any(self.slices), is_cut(self.params[0])
         self.joined = self.cut and self.sliced
@@ -229,12 +230,12 @@ class FlatParams:
         self._nothing = _nothing(self.dtype, self.device)
         for param_shard, piece in zip(shards, self.pieces, strict=True):
             param_shard._local, param_shard.start = shard.narrow(0, piece.in_shard, piece.numel), piece.in_param
-            param_shard.flat, param_shard.arrivals = self, self.arrivals
+            param_shard.flat, param_shard.arrivals = self, self.memory.arrivals
         self.reshard()
 
     def unshard(self, node: Comm | None) -> Handle | None:
         """Start to fill ``full``: from the ranks of ``node`` where they keep all of it, else from all ranks."""
-        self.arrivals.wait()
+        self.memory.arrivals.wait()
         allocate(self.full)
         if node is not None and self._node_part is not None:
             return node.all_gather(self.full, "node_all_gather", own=self._node_part)
@@ -250,7 +251,7 @@ class FlatParams:
         if here is not self.shard:
             gather.then(self.memory.wait_until_copied)
             gather.then(partial(self.shard.copy_, here))
-        self.arrivals.expect(gather)
+        self.memory.arrivals.expect(gather)
         return gather
 
     def show(self) -> None:
@@ -321,7 +322,6 @@ class FlatParams:
 
     def gathered(self) -> Tensor:
         """Collective. [numel] all parameters, in memory of their own."""
-        self.arrivals.wait()
         whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         with self._together(), self.memory.opened() as shard:
             self.sharding.own_part(whole).copy_(shard)

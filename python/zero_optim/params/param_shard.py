@@ -111,7 +111,7 @@ class ParamShard(StateDictShard):
     def local(self) -> Tensor:
         if self.flat is not None and self.flat.memory.on_disk:
             raise ShardAccessError(f"`.local` of the {self.label}, which rests on a disk: to read it, {_REMEDY}")
-        return self._local
+        return super().local
 
     @property
     def data(self) -> Tensor:
