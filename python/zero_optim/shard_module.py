@@ -27,6 +27,7 @@ from .comm.topology import (
     read_topology,
 )
 from .errors import ParameterError, ShardAccessError
+from .params.flat_params import FlatParams
 from .params.param_shard import ParamShard, plain_parameter
 from .params.parameter_set import check_free, plain_name
 from .params.storage_order import described
@@ -157,8 +158,8 @@ def shard_module(
     # Units are gathered from a row, also where the optimizer's shards, of its topology, are parts of those in a row.
     sharding = replace(make_sharding(comm, 3, target, replace(topology, over_all=False)), topology=topology)
     of_experts = make_expert_shardings(sharding, expert_ranks)
-    shard_groups = dict.fromkeys(of.shard_group for of in (sharding, *of_experts.values()))
-    nodes = {ranks: _node_of(ranks, ranks_of_node, target) for ranks in shard_groups}
+    shard_groups = [of.shard_group for of in (sharding, *of_experts.values())]
+    nodes = {ranks: _node_of(ranks, ranks_of_node, target) for ranks in dict.fromkeys(shard_groups)}
     lanes = None if offload.tier is Tier.DEVICE else Lanes(target)
     backing: HostBacking | DiskBacking | None = None
     made: list[Unit] = []
@@ -171,25 +172,29 @@ def shard_module(
             own_node = nodes[own.shard_group] if number else None
             made.append(Unit(plan.name, plan.module, plan.modules, own_node, keep=keep or number == 0))
             _fill(made[-1], plan, own, backing, lanes)
-        every = [flat for unit in made for flat in unit.flats]
-        for ranks in shard_groups:
-            sizes = dict.fromkeys(flat.full.nbytes for flat in every if flat.sharding.shard_group is ranks)
-            ranks.take_channels([*sizes][1:], target, "shard_module")  # the first size uses the group that is there
+        _connect([flat for unit in made for flat in unit.flats], nodes, target)
     except BaseException:
         comm.close()
         if backing is not None:
             backing.close()
         raise
-    for ranks, node in nodes.items():
-        own_flats = [(flat.layout.numel, flat.dtype) for flat in every if flat.sharding.shard_group is ranks]
-        for numel, dtype in of_each_size(own_flats):
-            for gathering in (ranks, *([node] if node is not None else [])):
-                gathering.connect_for("all_gather", numel, dtype, target)
     for unit, plan in zip(made, plans, strict=True):
         unit.enclosing = {made[outer] for outer in plan.enclosing}
     schedule = UnitSchedule(made, sharding, prefetch, keep_evaluating=keep)
     ShardedModel(model, made, sharding, schedule, process_group, backing, lanes)
     return model
+
+
+def _connect(flats: Sequence[FlatParams], nodes: Mapping[Comm, Comm | None], device: torch.device) -> None:
+    """Collective. Make groups, and connect the ranks, for the gathers of these parameters. ``nodes``: by shard group,
+    the ranks of a node."""
+    for ranks, node in nodes.items():
+        own = [flat for flat in flats if flat.sharding.shard_group is ranks]
+        sizes = dict.fromkeys(flat.full.nbytes for flat in own)
+        ranks.take_channels([*sizes][1:], device, "shard_module")  # the first size uses the group that is there
+        for numel, dtype in of_each_size((flat.layout.numel, flat.dtype) for flat in own):
+            for gathering in filter(None, (ranks, node)):
+                gathering.connect_for("all_gather", numel, dtype, device)
 
 
 def _backing(offload: Offload, prefetch: int, rank: int, device: torch.device) -> HostBacking | DiskBacking | None:
