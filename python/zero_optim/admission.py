@@ -124,7 +124,8 @@ def _with_ranks_of_model(
     known = {key: of for model in sharded_model_of(parameters.all) for key, of in model.shardings().items()}
     filled = dict(expert_groups)
     for number, of_group in expert_groups.items() if known else ():
-        sharding = known.get(id(parameters.all[parameters.group_of.index(number)]))
+        first = next((p for p, of in zip(parameters.all, parameters.group_of, strict=False) if of == number), None)
+        sharding = known.get(id(first))
         if of_group.keys() == {"grad_divisor"} and sharding is not None and sharding.of_experts:
             filled[number] = {**of_group, "process_group": sharding.data_parallel.group}
     return filled

@@ -171,6 +171,7 @@ class Engine:
         for shard in self.states.shards:
             if shard.bucket.flat.offloaded:  # only now its parameters are back in host memory
                 shard.bucket.unsharding.start()
+                shard.bucket.unsharding.wait()  # else all shards would be on the device at once
         if self._ahead is None:
             self.param_gather.after_step()
         else:  # units wait for their own shards

@@ -82,7 +82,7 @@ def test_a_run(ran):
     )
     rows = {(row["part"], row["backend"]): row for row in found}
     asleep = [f"{call}, {what}" for what in ("state", "all") for call in ("sleep", "wake")]
-    names = {"step": EXACT, "sleep": asleep}
+    names = {"step": EXACT, "forward": ["cpu", "nvme"], "sleep": asleep}
     assert [*rows] == [(part, name) for part, of_part in names.items() for name in of_part]
     state, half = 10 * 2**17, 2 * 2**17  # a split master
     nothing = dict.fromkeys(("to_device", "to_host", "read", "written"), 0)

@@ -203,9 +203,9 @@ def _fault(call: str, here: bool) -> Iterator[None]:
         yield
 
 
-def _lost(rank: int, world_size: int, folder: str, what: str) -> dict[str, Any]:
+def _lost(rank: int, world_size: int, folder: str, what: str, store: str | None = None) -> dict[str, Any]:
     """The errors of the call in which the disk of the last rank fails, and of the next step."""
-    run = on_disk(folder, Run(dtype=torch.bfloat16))
+    run = on_disk(folder, Run(dtype=torch.bfloat16, options={"state_offload": store}))
     model, opt = job(run)
     train_step(run, rank, model, opt, 0)
     found: dict[str, Any] = {}
@@ -270,3 +270,10 @@ def test_a_failing_disk_raises_on_every_rank(ranks: int, what: str, tmp_path: Pa
         assert of_rank["loss"] != of_rank["loss"]  # NaN, of what has not arrived
     for word in ("state is lost", "param_offload", "Input/output error", str(tmp_path), "load a checkpoint"):
         assert word in last[what][1] and word in last["step"][1]
+
+
+@pytest.mark.parametrize("what", ["training", "a write of a step"])
+@pytest.mark.parametrize("store", ["cpu", "nvme"])
+def test_a_failing_disk_raises_on_every_rank_wherever_the_state_is(what: str, store: str, tmp_path: Path) -> None:
+    for of_rank in run_ranks(2, _lost, str(tmp_path), what, f"nvme:{tmp_path}" if store == "nvme" else store):
+        assert of_rank["step"][0] == of_rank[what][0] == "OffloadError", of_rank

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import zero_optim
 from expert_cases import HYPER, TOKENS, WIDTH, Moe
 from harness import run_ranks
+from sharded_cases import ON_DISK
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -99,16 +100,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kept until backward": {"reshard_after_forward": False},
     "kept by nodes": {"reshard_after_forward": 2},
     "off the device": {"param_offload": "cpu"},
+    "on a disk": {"param_offload": ON_DISK},
 }
 
 
 def train_each(rank: int, world_size: int, stacked: bool) -> None:
-    """With the bits of stage 2, whatever is gathered when."""
+    """With the bits of stage 2, whatever is gathered when, and where a unit has gradients of two divisors."""
     mesh = expert_cases.make_mesh()
     wanted: dict[str, Tensor] = {}
-    for name, options in {"stage 2": None, **OPTIONS}.items():
+    for name, options in {"stage 2": None, **OPTIONS, "divided apart, stage 2": None, "divided apart": {}}.items():
         model = first_counts(mesh, stacked=stacked) if options is None else sharded(mesh, stacked=stacked, **options)
-        opt = zero_optim.ShardedAdamW(groups_of(model, mesh=mesh["edp"]), **HYPER)
+        groups = groups_of(model, mesh=mesh["edp"])
+        if "apart" in name:
+            first, *others = groups[1]["params"]
+            groups[1:] = [{**groups[1], "params": [first], "grad_divisor": 2}, {**groups[1], "params": others}]
+        wanted = wanted if options is not None else {}
+        opt = zero_optim.ShardedAdamW(groups, **HYPER)
         train(rank, model, opt, mesh)
         found = whole_parameters(model)
         wanted = wanted or found

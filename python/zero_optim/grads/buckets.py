@@ -318,7 +318,8 @@ def buckets_of_units(
     upto: Sequence[int],
 ) -> list[Bucket]:
     index_of = {id(parameters[index]): index for index in order}
-    flats = sharded.flats_to_train({key: rules.of(index) for key, index in index_of.items()})
+    wanted = {key: (rules.of(index), shardings.of(index).grad_divisor) for key, index in index_of.items()}
+    flats = sharded.flats_to_train(wanted)
     buckets = []
     for flat in flats:
         indices = [index_of[id(parameter)] for parameter in flat.params]

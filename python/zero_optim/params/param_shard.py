@@ -74,7 +74,7 @@ class ParamShard(StateDictShard):
     ) -> Any:
         if func is aten.copy_.default and isinstance(args[0], ParamShard):
             return args[0]._copy(args[1])
-        if func in SAME_SHARD and args[0].flat.memory.on_disk:
+        if func in SAME_SHARD and args[0].on_disk:
             with args[0].flat.memory.opened() as shard, torch.inference_mode(False):
                 return args[0]._of_same_range(args[0].part_of(shard).clone())
         if func is aten.zero_.default or func is aten._foreach_zero_.default:
@@ -107,9 +107,14 @@ class ParamShard(StateDictShard):
         """View this rank's elements in ``shard``, all of the flat parameters' shard."""
         return shard.narrow(0, self._local.storage_offset(), self._local.numel())
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether its elements rest on a disk."""
+        return self.flat is not None and self.flat.memory.on_disk
+
     @property  # type: ignore[misc]  # the base class may set it
     def local(self) -> Tensor:
-        if self.flat is not None and self.flat.memory.on_disk:
+        if self.on_disk:
             raise ShardAccessError(f"`.local` of the {self.label}, which rests on a disk: to read it, {_REMEDY}")
         return super().local
 
@@ -147,8 +152,10 @@ class ParamShard(StateDictShard):
             with self.flat.memory.recording():
                 values = source.local if isinstance(source, FlatShard) else self._own_range(source.detach())
                 shard = self.flat.memory.open()  # only now: ``source`` may be a shard of the same that is to be read
-                self.part_of(shard).copy_(values)
-                self.flat.memory.close(written=True)
+                try:
+                    self.part_of(shard).copy_(values)
+                finally:
+                    self.flat.memory.close(written=True)
         torch.autograd.graph.increment_version((self.plain, self._local))  # below autograd nothing counts the write
         return self
 

@@ -252,12 +252,14 @@ def is_apart(parameter: Tensor, sharding: Sharding) -> bool:
     return sharding.of_experts and sharding.slice_count > 1 and not is_distributed(parameter)
 
 
-def would_lose(label: str, where: str) -> ParameterError:
+def would_lose(label: str, where: str, *, sharded: bool = False) -> ParameterError:
+    """``sharded``: at stage 3, where a rank's own state dict cannot be written to a file."""
+    apart = "" if sharded else "; or save opt.state_dict() and model.state_dict() of each rank to a file of its own"
     return ParameterError(
         f"{label} is an expert, of which other ranks have others under the same name: {where} would keep those of one "
         "rank and lose the rest. Keep all experts in one parameter of shape [experts, ...], a DTensor over the "
-        "expert-parallel ranks, as nn.Parameter(DTensor.from_local(those_of_this_rank, mesh['ep'], [Shard(0)])); or "
-        "save opt.state_dict() and model.state_dict() of each rank to a file of its own"
+        "expert-parallel ranks, as nn.Parameter(DTensor.from_local(those_of_this_rank, mesh['ep'], [Shard(0)]))"
+        f"{apart}"
     )
 
 

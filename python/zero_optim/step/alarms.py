@@ -40,7 +40,7 @@ class Combine(enum.Enum):
 
     - *some 0*: at least one rank's number is 0, and at least one is not.
     - *equal*, *unequal*: no rank's number is 0.
-    - *codes*: one column for each code.
+    - *codes*: one column for each code. *1*: as many as ``bits``, which is 1 as a rule.
 
     So a rule needs a number other than 0 in one column, or in two. Columns are summed over the ranks.
     """

@@ -7,6 +7,7 @@ versions of a flat tensor in a group the sum is never 0.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -71,18 +72,19 @@ def _checksums(
 ) -> dict[tuple[int, str, int], int]:
     """Make checksums of what other ranks hold, too: by parameter, tensor of its state or "", and group."""
     units = [] if model is None else model.units
-    shards = {id(own.plain): own for unit in units for flat in unit.flats for own in flat.param_shards}
     of_units = {} if model is None else model.shardings()
     factors, found = _odd_numbers(shardings.main.device), {}
+    of_shards: dict[int, Tensor] = {}
+    for flat in (flat for unit in units for flat in unit.flats if flat.sharding.equals(cut=flat.cut)[0] > 1):
+        with flat.memory.opened() as whole:  # once for all of them, as on a disk
+            of_shards |= {id(own.plain): _checksum(own.part_of(whole), factors) for own in flat.param_shards}
     for index, parameter in enumerate(parameters.all):
         sharding = of_units.get(id(parameter), shardings.of(index))
         count, _, place = sharding.equals(cut=is_cut(parameter))
         if count > 1:
-            if (own := shards.get(id(parameter))) is None:
-                found[index, "", place] = _checksum(local_of(parameter).detach().reshape(-1), factors)
-                continue
-            with own.flat.memory.opened() as shard:
-                found[index, "", place] = _checksum(own.part_of(shard), factors)
+            known = of_shards.get(id(parameter))
+            whole = local_of(parameter).detach().reshape(-1)
+            found[index, "", place] = _checksum(whole, factors) if known is None else known
     for shard in [] if states is None else states.shards:
         count, _, place = shard.bucket.sharding.equals(cut=shard.bucket.flat.cut, state=True)
         if count > 1:
@@ -101,6 +103,7 @@ def _checksum(values: Tensor, factors: Tensor) -> Tensor:
     return total
 
 
+@functools.cache
 def _odd_numbers(device: torch.device) -> Tensor:
     """Make odd numbers without a pattern, the same on all ranks, for as many integers as are multiplied at once."""
     # Products stay in a CPU's cache. On a GPU they take 8 MiB: a launch should read some megabytes.

@@ -176,8 +176,8 @@ class OnHost(OnDevice):
 
     def parameters(self, state: Mapping[str, Tensor], by: Coefficients) -> Tensor:
         if self._param is None:
-            self._opened = True
-            return self._bucket.memory.open()
+            shard, self._opened = self._bucket.memory.open(), True
+            return shard
         if not by.writes_all and not self._reads_parameters:
             self._bring_parameters()
         self._brought.wait()  # the host reads and writes it next: no copy in either direction may be in flight

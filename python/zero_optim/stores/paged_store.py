@@ -350,8 +350,13 @@ class PagedStore(StateStore):
     def _bring(self, page: Page) -> None:
         """Copy the page into a frame, after the frame's last page has left it, and after its own copy out."""
         # The backing comes first: it raises where the page is lost, and no frame is taken.
-        source = page.backing.fetch() if page.backing is not None else None
-        guests = [(field, rests.fetch().view(field.dtype)) for field, rests in page.visiting.values()]
+        sources: list[Tensor] = []
+        try:
+            sources += (backing.fetch() for backing in page.rests)
+        except BaseException:
+            for backing in page.rests[: len(sources)]:
+                backing.discard(Mark())
+            raise
         # Take the least recently used frame whose page is not HERE.
         frame = next((frame for frame in self._frames if frame.page is None), None)
         # Else that of a page which was prefetched, and is not fetched yet: the page is copied in again later.
@@ -366,10 +371,10 @@ class PagedStore(StateStore):
         lane.after(frame.free)
         # The page's copy out to this same memory may still run: lanes do not wait for each other.
         lane.after(page.left)
-        if source is not None:
-            lane.copy(frame.run[: page.nbytes], source)
-        for field, on_host in guests:
-            lane.copy(field.of(frame.run), on_host)
+        if page.backing is not None:
+            lane.copy(frame.run[: page.nbytes], sources.pop(0))
+        for (field, _), on_host in zip(page.visiting.values(), sources, strict=True):
+            lane.copy(field.of(frame.run), on_host.view(field.dtype))
         lane.set(page.arrived)
         page.frame, page.state, frame.page = frame, PageState.COMING, page
         self.copied.to_device += page.moved

@@ -83,7 +83,7 @@ class ShardedModel:
         shardings = self.shardings()
         for place in (place for unit in self.units for place in unit.registrations):
             if id(place.plain) in ids and is_apart(place.plain, shardings[id(place.plain)]):
-                raise would_lose(place.shard.label, where)
+                raise would_lose(place.shard.label, where, sharded=True)
 
     # -- what the optimizer asks for -----------------------------------------------------------------------------
 
@@ -97,7 +97,8 @@ class ShardedModel:
         Collective where a flat tensor is split: it was made of frozen parameters, or holds some that must not mix.
 
         Args:
-            wanted: by id of the parameter, what must not mix in a flat tensor: the rule that updates it.
+            wanted: by id of the parameter, what must not mix in a flat tensor: its rule, and the divisor
+                of its gradients.
         """
         for unit in self.units:
             for flat in list(unit.flats):
