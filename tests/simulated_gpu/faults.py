@@ -142,7 +142,7 @@ FAULTS = (
     Fault(
         "a unit is copied from host memory before its storage is free",
         "params/flat_params.py",
-        "lane.after(self._allocated)",
+        "self._lane.after(self._allocated)",
         OrderProgram(3, "parameters on the host"),
         shows="whose earlier work may still use it",
     ),
