@@ -22,7 +22,7 @@ from stores.test_disk_faults import failing
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from training_cases import error_of
 from zero_optim import checkpoint
-from zero_optim.errors import ShardAccessError
+from zero_optim.errors import OffloadError, ShardAccessError
 from zero_optim.stores.host_memory import HostMemory
 
 
@@ -277,3 +277,22 @@ def test_a_failing_disk_raises_on_every_rank(ranks: int, what: str, tmp_path: Pa
 def test_a_failing_disk_raises_on_every_rank_wherever_the_state_is(what: str, store: str, tmp_path: Path) -> None:
     for of_rank in run_ranks(2, _lost, str(tmp_path), what, f"nvme:{tmp_path}" if store == "nvme" else store):
         assert of_rank["step"][0] == of_rank[what][0] == "OffloadError", of_rank
+
+
+def _lost_beside_state(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    """The error of the step after one in which the parameters' disk of rank 1 fails, and that of the state does not."""
+    run = on_disk(folder, Run(dtype=torch.bfloat16, options={"state_offload": f"nvme:{folder}"}))
+    torch.manual_seed(0)
+    model, opt = make(run, Net(depth=12))  # more units than a store has buffers
+    loss_of(model, tokens(rank, 0)).backward()
+    gone = mock.patch.object(opt.engine.sharded_model.disk, "check", side_effect=OffloadError("the disk is gone"))
+    with warnings.catch_warnings(), gone if rank else contextlib.nullcontext():
+        warnings.simplefilter("ignore")
+        opt.step()
+    opt.zero_grad()
+    loss_of(model, tokens(rank, 1)).backward()
+    return error_of(opt.step)
+
+
+def test_a_page_of_state_is_given_back_where_the_parameters_are_lost(tmp_path: Path) -> None:
+    assert [kind for kind, _ in run_ranks(2, _lost_beside_state, str(tmp_path))] == ["OffloadError"] * 2

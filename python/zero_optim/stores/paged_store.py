@@ -352,7 +352,8 @@ class PagedStore(StateStore):
         # The backing comes first: it raises where the page is lost, and no frame is taken.
         sources: list[Tensor] = []
         try:
-            sources += (backing.fetch() for backing in page.rests)
+            for backing in page.rests:
+                sources.append(backing.fetch())
         except BaseException:
             for backing in page.rests[: len(sources)]:
                 backing.discard(Mark())
