@@ -172,6 +172,8 @@ class Engine:
             if shard.bucket.flat.offloaded:  # only now its parameters are back in host memory
                 shard.bucket.unsharding.start()
                 shard.bucket.unsharding.wait()  # else all shards would be on the device at once
+        # The next forward may be this rank's alone: whatever it waits for, the others have issued.
+        self.sharding.gather_legs.issue()
         if self._ahead is None:
             self.param_gather.after_step()
         else:  # units wait for their own shards

@@ -138,6 +138,32 @@ def test_a_gather_comes_after_the_second_legs_of_all_reductions():
     assert others == [first] * 3
 
 
+def _evaluated_alone(rank: int, world_size: int) -> list[float]:
+    """Second legs of gathers leave at other times on other ranks, and rank 0 alone goes on with what it has then."""
+    import torch.distributed as dist
+    from zero_optim.comm.handle import SecondLegs
+
+    _, opt = make(on_mesh(Run(stage=2), make_mesh(2, 2), state_over="all", bucket_cap_mb=0.01), model := Net())
+    losses = []
+    late = mock.patch.object(SecondLegs, "issue_arrived", lambda legs, seconds: None)
+    for step in range(4):
+        loss_of(model, tokens(rank, step)).backward()
+        with late if rank % 2 == step % 2 else nullcontext():
+            opt.step()
+        if rank == 0:
+            losses.append(float(loss_of(model, tokens(0, 0))))
+        dist.barrier()
+        opt.zero_grad()
+    losses.append(float(loss_of(model, tokens(0, 0))))
+    return losses[-1:] if rank else losses
+
+
+def test_after_a_step_one_rank_can_go_on_alone():
+    first, *others = run_ranks(4, _evaluated_alone)
+    assert first[0] > first[1] > first[2] > first[3] == first[4]
+    assert others == [first[4:]] * 3
+
+
 # -- what does not fit -------------------------------------------------------------------------------------------
 
 

@@ -245,13 +245,15 @@ class Comm:
         handle.on_arrival = on_arrival
         return self._record(handle, "all_reduce", full, number)
 
-    def all_gather(self, full: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Handle:
+    def all_gather(
+        self, full: Tensor, kind: str = "all_gather", own: Tensor | None = None, *, number: int | None = None
+    ) -> Handle:
         """Fill ``full`` [N * shard] with every rank's ``own`` [shard], which may be elsewhere, and is not written until
-        the arrival; None: it is in its place in ``full``."""
+        the arrival; None: it is in its place in ``full``. ``number``: reserved for it in the log."""
         self.log.check()
         own = self.own_part(full) if own is None else own
         handle = self._transport(full.device).all_gather(full, own, self.groups.channel(full.nbytes))
-        return self._record(handle, kind, full)
+        return self._record(handle, kind, full, number)
 
     def all_to_all(self, sent: Tensor, counts: Sequence[int], of_each: Sequence[int], kind: str) -> Tensor:
         """Send ``counts[i]`` elements of ``sent``, flat, to each rank i. Returns the ``of_each[i]`` elements that each

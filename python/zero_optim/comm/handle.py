@@ -72,7 +72,7 @@ class Handle:
         self._work: Work | None = work
         self.on_arrival = on_arrival
         self._then: deque[Callable[[], object]] = deque()
-        self._second: Callable[[], Handle] | None = None  # issues the second leg of a reduction over a grid
+        self._second: Callable[[], Handle] | None = None  # issues the second leg, over a grid
         self._legs: SecondLegs | None = None
         self.of: str | None = None
         self.traffic = Traffic("a collective")
@@ -93,7 +93,7 @@ class Handle:
 
     def arrives_within(self, seconds: float) -> bool:
         """Wait up to ``seconds``, and return whether ``wait`` would return at once. Always True where the current
-        stream waits. Of a reduction in two legs: wait so long for each first leg up to its own, and for its second."""
+        stream waits. Of two legs: wait so long for each first leg up to its own, and for its second."""
         if self._legs is not None:
             self._legs.issue_arrived(seconds)
         return self._second is None and self.leg_arrives_within(seconds)
@@ -150,7 +150,7 @@ def did_not_complete(kind: str, error: Exception, call: str = "") -> str:
 
 
 class SecondLegs:
-    """Reductions over a grid (HSDP) under gloo whose second leg is not issued yet, in the order of their first legs.
+    """Collectives over a grid (HSDP) under gloo whose second leg is not issued yet, in the order of their first legs.
 
     The all-reduce across replicas needs the result of the reduce-scatter within one, and only the host can wait for it.
     So it issues the second leg when it next finds the first one arrived: at the next reduction, or where it waits::
@@ -159,7 +159,8 @@ class SecondLegs:
         launch 2   leg 2 of bucket 1, which has arrived; leg 1 of bucket 2
         step       waits for leg 1 of bucket 2; leg 2 of bucket 2; waits for both
 
-    The moment differs from rank to rank; the order does not. Second legs go over a group of their own.
+    With state over all ranks gathers wait in another queue: their first leg is across replicas. The moment differs from
+    rank to rank; the order does not. Whoever issues something else over the group of the second legs issues them first.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,8 @@ class Sharding:
         grad_divisor: for experts, what the sum of gradients is divided by; None: these are other parameters.
         topology: the arguments that ``grid`` and ``tensor_ranks`` were made from.
         pipeline_stages: stages of the pipeline that the model is cut into; 1: it is in one piece.
-        second_legs: under gloo, the second legs that wait for their first ones.
+        second_legs: under gloo, the second legs of reductions that wait for their first ones.
+        gather_legs: the same of all-gathers, with state over all ranks. A step issues all of its own.
     """
 
     world: Comm
@@ -61,6 +62,7 @@ class Sharding:
     grad_accumulation_dtype: torch.dtype | None = None
     pipeline_stages: int = 1
     second_legs: SecondLegs = field(default_factory=SecondLegs, compare=False)
+    gather_legs: SecondLegs = field(default_factory=SecondLegs, compare=False)
 
     # -- who holds what ------------------------------------------------------------------------------------------
 
@@ -241,10 +243,13 @@ class Sharding:
             return None
         if self.grid is None or not self.grid.over_all:
             return self.shard_group.all_gather(full, kind, own)
-        # Two legs: across the rows, then within this rank's row. Under gloo the host waits for the first one here, so
-        # that the second has its place in the one order of collectives within the row.
+        # Two legs: across the rows, then within this rank's row.
+        self.gather_legs.issue_arrived(0)
         first = self.gather_across(self.grid.within.own_part(full), kind, own)
-        return issue_behind(first, partial(self.grid.within.all_gather, full, kind), self.device)
+        second = partial(self.grid.within.all_gather, full, kind, number=self.world.log.reserve())
+        if self.host_waits:
+            return self.gather_legs.add(first, second)
+        return issue_behind(first, second, self.device)
 
     def gather_across(self, part: Tensor, kind: str = "all_gather", own: Tensor | None = None) -> Handle:
         """With state over all ranks: fill ``part``, what this row has of the whole. ``own``: see ``all_gather``."""

@@ -341,6 +341,7 @@ class Reducer:
             if self.rounds.state.owed:  # one at most: no round is open any more
                 self.layout.check_not_cast()
                 self.rounds.complete_round()
+            self.sharding.second_legs.issue()  # all, before the first is waited for: they are in flight together
             edits = Edits()
             for bucket in self.buckets:
                 bucket.follow_edits(edits)
@@ -478,6 +479,7 @@ class Reducer:
         for index in self.main_grads:
             vars(self.parameters[index]).pop("main_grad", None)
         self.sharding.second_legs.abandon()
+        self.sharding.gather_legs.abandon()
 
     def has_own_gradients(self) -> bool:
         """True if there is a gradient to which this rank has added."""

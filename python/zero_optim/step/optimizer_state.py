@@ -308,6 +308,7 @@ class OptimizerState:
         """Collective. Send the parameters to the other ranks. Their writes do not count as the user's edits."""
         for shard in self.shards:
             shard.bucket.unsharding.start()
+        self.sharding.gather_legs.issue()
         torch.autograd.graph.increment_version([*self.parameters.values()])
         self._record_versions()
 
