@@ -144,6 +144,7 @@ def _evaluated_alone(rank: int, world_size: int) -> list[float]:
     from zero_optim.comm.handle import SecondLegs
 
     _, opt = make(on_mesh(Run(stage=2), make_mesh(2, 2), state_over="all", bucket_cap_mb=0.01), model := Net())
+    opt.attach(model)
     losses = []
     late = mock.patch.object(SecondLegs, "issue_arrived", lambda legs, seconds: None)
     for step in range(4):
