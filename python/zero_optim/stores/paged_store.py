@@ -86,9 +86,6 @@ class HostBacking:
     def allocate(self, nbytes: int) -> HostPage:
         return HostPage(self.memory, self.memory.take(nbytes))
 
-    def end_writes(self) -> None:
-        """Block the host until no write to a disk is in flight. Raises OffloadError where one fails."""
-
     def close(self) -> None: ...
 
 
@@ -199,12 +196,13 @@ class PagedStore(StateStore):
         budget: float,
         room: Callable[[], int] | None = None,
     ) -> None:
+        super().__init__()
         self.works_on, self.lookahead, self.copied = device, backing.lookahead, backing.copied
         self.may_lose = not backing.at_once
         self._lanes, self._backing, self._room = lanes, backing, room
         self._budget = budget  # bytes that resident pages have not taken
         self._pages: dict[int, Page] = {}
-        self._allocated = self._steps = 0
+        self._steps = 0
         self._frames: list[Frame] = []  # least recently used first
 
     # -- pages ---------------------------------------------------------------------------------------------------
@@ -324,12 +322,6 @@ class PagedStore(StateStore):
             self._budget += self._room()
             self.use_room()
             self._budget = 0  # the rest is for others, who may take it later
-
-    def wait(self) -> None:
-        """Block the host until every committed page is where it rests. Raises OffloadError where one is lost."""
-        for page in self._pages.values():
-            page.left.wait()
-        self._backing.end_writes()
 
     def residents(self) -> list[Tensor]:
         return [tensor for page in self._pages.values() for tensor in page.stays.values()]
