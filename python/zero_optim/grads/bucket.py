@@ -90,11 +90,6 @@ class Bucket:
         self._allocate_gradients()
         self.zero_copy = self._may_be_zero_copy()
 
-    @property
-    def holders(self) -> tuple[int, int]:
-        """The number of ranks that have this rank's state, and the number of this rank among them."""
-        return self.sharding.holders(cut=self.flat.cut)
-
     def gradient_to_apply(self) -> Tensor:
         """Return ``grad_shard``. At stage 3, where no gradient has come, it is zeros in new memory."""
         # There the memory is freed while there is no gradient, and without a round nothing takes it again.
@@ -312,7 +307,6 @@ class Bucket:
     def clear(self) -> None:
         """Drop every gradient; at stage 3 their memory, too."""
         self.slots.clear()
-        self.packing.refused.clear()
         if self.flat.sharded:
             self.leave_memory()
             deallocate(self.grad_buffer)
