@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -421,11 +421,10 @@ class PagedStore(StateStore):
                 self._budget -= page.nbytes
                 page.backing, page.stays = None, {name: field.of(run) for name, field in page.own.items()}
                 # From now on the visiting tensors have a frame to themselves.
-                alike = {
-                    n: torch.empty(of.numel, dtype=of.dtype, device="meta") for n, (of, _) in page.visiting.items()
+                page.visiting = {
+                    name: (replace(field, offset=field.offset - page.nbytes), rests)
+                    for name, (field, rests) in page.visiting.items()
                 }
-                fields, _ = laid_out(alike)
-                page.visiting = {name: (field, page.visiting[name][1]) for name, field in fields.items()}
         # The largest page that still moves may be smaller than before, and frames with it.
         self.drop_frames()
         self.make_frames()
