@@ -73,7 +73,6 @@ class Names:
         self.parameters: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._of: dict[int, str] = {}
-        self._others: dict[str, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             name, plain = plain_name(name), plain_parameter(parameter)
             first = self._of.setdefault(id(plain), name)
@@ -81,7 +80,6 @@ class Names:
                 self.parameters[name] = parameter
             else:
                 self.aliases[name] = first
-                self._others.setdefault(first, []).append(name)
 
     def of(self, parameter: Tensor, label: str) -> str:
         """Find a parameter's name. Raises ParameterError for one that the model does not have."""
@@ -94,7 +92,7 @@ class Names:
 
     def equal_to(self, name: str) -> list[str]:
         """List all names of the parameter ``name``, beginning with this one."""
-        return [name, *self._others.get(name, ())]
+        return [name, *(alias for alias, first in self.aliases.items() if first == name)]
 
 
 class TensorContents:
