@@ -31,7 +31,7 @@ def _store(budget: float = 0, room: Any = None) -> Any:
 
 
 def _page(value: float) -> dict[str, Tensor]:
-    return {"exp_avg": torch.full((NUMEL,), value, device="cuda")}
+    return {"exp_avg": torch.full((NUMEL,), float(value), device="cuda")}
 
 
 def pages_in_turn(steps: int, room: int | None) -> list[list[float]]:
