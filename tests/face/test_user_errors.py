@@ -445,6 +445,9 @@ def _unexpected_gradients(
 
     found = error_of(apply)
     same = all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+    opt.zero_grad()
+    linear_backward(params, make_gradients(params, rank, 1))
+    opt.step()  # that gradient is forgotten
     opt.close()
     _trains(rank)
     return *found, same

@@ -262,7 +262,7 @@ def test_where_there_is_nothing_to_be_learned_all_is_known(event: str):
     readiness = _new(observes=False)
     readiness.use(_buckets((0, 1, 2), (3,)))
     _tell(readiness, event)
-    assert readiness.learned is Learned.ALL is ByUnits.learned
+    assert readiness.learned is Learned.ALL
 
 
 def _observation(state: str, learned: Learned) -> ByCounts:

@@ -43,6 +43,11 @@ def _step(opt: Any, params: list[nn.Parameter], rank: int, step: int, order: tup
     opt.zero_grad()
 
 
+def _end_writes(opt: Any) -> None:
+    while opt.engine.store._backing.writing:
+        opt.engine.store._backing.writing[0].end_write()
+
+
 def _page_file(opt: Any) -> Path:
     """It has no name: this is how its own process may open it once more."""
     return Path(f"/proc/self/fd/{opt.engine.store._backing.file.file}")
@@ -157,7 +162,7 @@ def _after_a_fault(rank: int, world_size: int, folder: str, kind: str) -> dict[s
     opt = _make(folder, params)
     _step(opt, params, rank, 0)
     full_state(opt)  # the writes are over
-    opt.engine.store.wait()
+    _end_writes(opt)
     found: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -222,7 +227,7 @@ def _found_elsewhere(rank: int, world_size: int, folder: str) -> dict[str, tuple
         state = zero_optim.full_state_dict(opt, rank=None)  # the writes are over
         if what == "load":
             zero_optim.load_full_state_dict(opt, state)  # the next step looks at every master, before it exchanges
-            opt.engine.store.wait()
+            _end_writes(opt)
         for of_parameter in state["state"].values() if what == "load of a part" else ():
             del of_parameter["master"]  # it is taken from the parameter: each page is read
         if rank == world_size - 1:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from training_cases import make_parameters
-from zero_optim.stores.offload import Footprint, Offload, Tier, footprint, read_nbytes, read_offload, resident
+from zero_optim.stores.offload import Footprint, Offload, Tier, footprint, read_nbytes, read_offload
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,6 @@ def test_sizes(text: str, nbytes: int) -> None:
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "1XB", "1iB", "nan"])
 def test_no_sizes(text: str) -> None:
     assert read_nbytes(text) is None
-
-
-def test_pages_stay_as_long_as_they_fit() -> None:
-    assert resident([5, 10, 3, 2], 10) == [True, False, True, True]
-    assert resident([5, 10], 0) == [False, False]
-    assert resident([0], 0) == [True]
 
 
 PAGES = [600, 1200, 300]

@@ -31,22 +31,28 @@ def _store(budget: float = 0, room: Any = None) -> Any:
 
 
 def _page(value: float) -> dict[str, Tensor]:
-    return {"exp_avg": torch.full((NUMEL,), value, device="cuda")}
+    return {"exp_avg": torch.full((NUMEL,), float(value), device="cuda")}
 
 
 def pages_in_turn(steps: int, room: int | None) -> list[list[float]]:
-    """As a step goes through them. ``room``: for so many, after the second step."""
+    """As a step goes through them, each with parameters that visit. ``room``: for so many, after the second step."""
     store = _store(0, None if room is None else lambda: room * PAGE)
-    pages = [store.allocate(_page(value)) for value in range(5)]
+    homes = [store._backing.allocate(PAGE) for _ in range(5)]
+    for home in homes:
+        home.overwrite().zero_()
+    visiting = [{"parameter": (torch.empty(NUMEL), home)} for home in homes]
+    pages = [store.allocate(_page(value), visits) for value, visits in enumerate(visiting)]
     for _ in range(steps):
         store.prefetch(pages[0])
         for place, number in enumerate(pages):
             for later in pages[place + 1 : place + 2]:
                 store.prefetch(later)
-            store.fetch(number)["exp_avg"].mul_(2).add_(1)
+            here = store.fetch(number)
+            here["exp_avg"].mul_(2).add_(1)
+            here["parameter"].add_(1)
             store.commit(number)
         store.end_step()
-    values = []
+    values = [[float(home.fetch().view(torch.float32)[at]) for at in (0, -1)] for home in homes]
     for number in pages:
         state = store.fetch(number)["exp_avg"]
         values.append([float(state[at].cpu()) for at in (0, -1)])
@@ -58,7 +64,7 @@ def pages_in_turn(steps: int, room: int | None) -> list[list[float]]:
 
 @pytest.mark.parametrize("room", (None, 0, 2, 5))
 def test_pages_in_turn(room: int | None) -> None:
-    want = [[value * 2**4 + 15] * 2 for value in range(5)]
+    want = [[4.0] * 2] * 5 + [[value * 2**4 + 15] * 2 for value in range(5)]
     assert on_one_gpu(pages_in_turn, 4, room) == want
 
 

@@ -73,7 +73,6 @@ class Names:
         self.parameters: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._of: dict[int, str] = {}
-        self._others: dict[str, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             name, plain = plain_name(name), plain_parameter(parameter)
             first = self._of.setdefault(id(plain), name)
@@ -81,7 +80,6 @@ class Names:
                 self.parameters[name] = parameter
             else:
                 self.aliases[name] = first
-                self._others.setdefault(first, []).append(name)
 
     def of(self, parameter: Tensor, label: str) -> str:
         """Find a parameter's name. Raises ParameterError for one that the model does not have."""
@@ -94,7 +92,7 @@ class Names:
 
     def equal_to(self, name: str) -> list[str]:
         """List all names of the parameter ``name``, beginning with this one."""
-        return [name, *self._others.get(name, ())]
+        return [name, *(alias for alias, first in self.aliases.items() if first == name)]
 
 
 class TensorContents:
@@ -121,10 +119,7 @@ class TensorContents:
                 )
             if isinstance(tensor, ParamShard):
                 continue
-            sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-            extent = 1 + sum((size - 1) * stride for size, stride in sizes)
-            shared = extent < tensor.numel() or any(stride == 0 for _, stride in sizes)  # surely; others may, too
-            if tensor.numel() > 0 and shared:
+            if tensor.numel() > 0 and torch._debug_has_internal_overlap(tensor) == 1:  # 1: surely; others may, too
                 raise ParameterError(
                     f"the {holding.spec.label} is a view, such as expand gives, of which several elements are one in "
                     "memory, and torch does not write it: give the model a .clone() of it"

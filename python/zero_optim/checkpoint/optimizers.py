@@ -82,7 +82,8 @@ class ShardedPart:
     @property
     def holdings(self) -> list[Holding]:
         found = []
-        held_by = {id(shard): Holders(*shard.bucket.holders) for shard in self._engine.states.shards}
+        buckets = {id(shard): shard.bucket for shard in self._engine.states.shards}
+        held_by = {key: Holders(*of.sharding.holders(cut=of.flat.cut)) for key, of in buckets.items()}
         for own in self._engine.states.state_pieces(stored=self._stored):  # as laid out now: see ``use_order``
             start, length = own.tensor.span(own.piece.in_param, own.piece.numel)
             spec, before = self._spec(own.piece.slot.param, own.tensor)

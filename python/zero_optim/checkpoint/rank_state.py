@@ -62,9 +62,15 @@ def with_torch_options(groups: Groups, rules: Sequence[UpdateRule]) -> list[dict
     return [{**rule.torch_options, **group, **rule.described} for rule, group in zip(rules, groups, strict=True)]
 
 
-def make_state_dict(groups: Groups, state: Mapping[int, dict[str, Tensor]], steps: Tensor) -> dict[str, Any]:
-    """Put ``state`` (by parameter index) and ``steps`` [parameters] into torch's format, in the order of ``state``."""
-    keys = state_keys(groups)
+def make_state_dict(
+    engine: Engine, groups: Groups, state: Mapping[int, dict[str, Tensor]], *, as_torch: bool = True
+) -> dict[str, Any]:
+    """Put ``state`` (by parameter index) into torch's format, in its order. ``as_torch``: with options of torch's
+    counterpart, and without names of parameters."""
+    if as_torch:
+        groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
+        groups = with_torch_options(groups, engine.rules.by_group)
+    keys, steps = state_keys(groups), engine.hyper.steps.float()
     by_key = {keys[index]: {**tensors, "step": steps[index].clone()} for index, tensors in state.items()}
     return {"state": by_key, "param_groups": pack_groups(groups)}
 
@@ -197,11 +203,10 @@ def save(engine: Engine, groups: Groups, *, as_torch: bool) -> dict[str, Any]:
     if as_torch:
         engine.shardings.check_whole("torch.distributed.checkpoint")
         engine.shardings.check_joined("torch.distributed.checkpoint")
-        groups = _as_torch(engine, groups)
     exported = engine.states.export()
     # A load lays out the same buckets by this order. Within a bucket parameters may lie in another.
     in_order = {index: exported[index] for index in engine.reducer.layout.order}
-    state_dict = make_state_dict(groups, in_order, engine.hyper.steps.float())
+    state_dict = make_state_dict(engine, groups, in_order, as_torch=as_torch)
     if as_torch:
         return state_dict
     parts = engine.reducer.layout.parts
@@ -249,7 +254,7 @@ def save_whole(engine: Engine, groups: Groups, *, on_rank_0: bool) -> dict[str, 
     device = torch.device("cpu") if on_rank_0 else engine.sharding.device
     with world.raising_together("get_optimizer_state_dict"):  # memory may be short on one rank
         state = gather(engine, wanted=not on_rank_0 or world.ranks[world.rank] == 0, device=device)
-    return make_state_dict(_as_torch(engine, groups), state, engine.hyper.steps.float())
+    return make_state_dict(engine, groups, state)
 
 
 def to_load_whole(engine: Engine, groups: Groups) -> dict[str, Any]:
@@ -258,16 +263,10 @@ def to_load_whole(engine: Engine, groups: Groups) -> dict[str, Any]:
     for index, parameter in engine.parameters.trained.items():
         names = [tensor.name for tensor in tensors_for(engine.rules.of(index), parameter.dtype)]
         state[index] = {name: torch.empty(0, device=parameter.device) for name in names}
-    made = make_state_dict(_as_torch(engine, groups), state, engine.hyper.steps.float())
+    made = make_state_dict(engine, groups, state)
     for tensor in (tensor for entry in made["state"].values() for tensor in entry.values()):
         tensor.zero_optim_absent = True  # where torch puts nothing in its place, ``match_state`` drops it
     return made
-
-
-def _as_torch(engine: Engine, groups: Groups) -> Groups:
-    """Give the groups the options of torch's counterpart, without names of parameters."""
-    groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
-    return with_torch_options(groups, engine.rules.by_group)
 
 
 def _place(engine: Engine) -> dict[str | int, list[int]]:

@@ -40,12 +40,9 @@ class Edits:
 class Follower(Protocol):
     """Takes the reduced gradient elsewhere, as it arrives."""
 
-    def reduction_begins(self) -> None:
-        """Forget what was taken: the shard is about to be written."""
-
     def reduction_launched(self, handle: Handle) -> Callable[[], object]:
-        """Let a stream take the sum as it arrives, or leave that to the host. Returns what to call when the host has
-        waited: it orders later work after the sum was taken, as the user may zero it."""
+        """Forget what was taken, and let a stream take the sum as it arrives, or leave that to the host. Returns what
+        to call when the host has waited: it orders later work after the sum was taken, as the user may zero it."""
 
 
 class Bucket:
@@ -92,11 +89,6 @@ class Bucket:
         self.keeps_full = sharding.keeps_full_gradients
         self._allocate_gradients()
         self.zero_copy = self._may_be_zero_copy()
-
-    @property
-    def holders(self) -> tuple[int, int]:
-        """The number of ranks that have this rank's state, and the number of this rank among them."""
-        return self.sharding.holders(cut=self.flat.cut)
 
     def gradient_to_apply(self) -> Tensor:
         """Return ``grad_shard``. At stage 3, where no gradient has come, it is zeros in new memory."""
@@ -237,12 +229,9 @@ class Bucket:
         streams.keep(grad for _, grad in sources)
         del sources, found  # what was packed goes before memory is taken to receive into
         allocate(self.grad_buffer)
-        # With state on the host, what was copied there of this shard is about to be out of date.
-        if (follower := self.follower) is not None:
-            follower.reduction_begins()
         with span("reduce_scatter", self):
             handle = self._reduce(full, self.grad_shard, lend, accumulate=accumulate, scale=sum_scale)
-        if follower is not None:
+        if (follower := self.follower) is not None:
             # On a GPU a stream beside this one takes the sum as it arrives. Else the host does, when it has waited.
             on_arrival = follower.reduction_launched(handle)
         if unpacked:
@@ -318,7 +307,6 @@ class Bucket:
     def clear(self) -> None:
         """Drop every gradient; at stage 3 their memory, too."""
         self.slots.clear()
-        self.packing.refused.clear()
         if self.flat.sharded:
             self.leave_memory()
             deallocate(self.grad_buffer)

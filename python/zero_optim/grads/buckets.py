@@ -48,11 +48,13 @@ class Buckets:
         slot_of: by parameter: its bucket, the bucket's number, and the number of its slot there.
         slot_params: [slots] int64, the index of the parameter of each slot, bucket by bucket.
         nonfinite: [slots] int32, in the order of ``slot_params``: whether this rank's last gradient was not finite.
+        refused: by parameter, why this rank could not use a gradient. The next step raises, whatever the layout is.
     """
 
     def __init__(self, labels: Sequence[str], sharding: Sharding, make: MakeBuckets) -> None:
         self._labels, self._sharding, self._make = labels, sharding, make
         self._in_place: set[int] = set()  # buckets whose parameters were found in place in this backward
+        self.refused: dict[int, str] = {}
         self.parts: list[list[int]] = []
         self.all: list[Bucket] = []
 
@@ -70,7 +72,7 @@ class Buckets:
         self.slot_params = torch.tensor([slot.param for slot in slots], dtype=torch.int64, device=device)
         self.nonfinite = torch.zeros(len(slots), dtype=torch.int32, device=device)
         for bucket, flags in zip(buckets, self.nonfinite.split([len(b.params) for b in buckets]), strict=True):
-            bucket.packing.nonfinite = flags
+            bucket.packing.nonfinite, bucket.packing.refused = flags, self.refused
         self.slot_of = {
             slot.param: (bucket, number, index)
             for number, bucket in enumerate(self.all)
@@ -95,7 +97,6 @@ class Buckets:
         marks = torch.zeros(len(self._labels), dtype=torch.int32, device=device)
         marks[self.slot_params] = self.nonfinite
         terms = {bucket.layout.slots[index].param for bucket in self.all for index in bucket.packing.terms}
-        refused = self.refused  # the next step raises for them, whatever the layout is by then
         for bucket in self.all:
             bucket.release_parameters()
         with self._sharding.world.raising_together("laying out the buckets", device):  # memory may be lacking
@@ -109,9 +110,6 @@ class Buckets:
             bucket.make_room()
         while reduced:  # one bucket at a time: whole gradients take memory
             self._move_gradients(reduced.pop(0))
-        for param in refused.keys() & self.slot_of.keys():
-            bucket, _, index = self.slot_of[param]
-            bucket.packing.refused[index] = refused[param]
 
     def _move_gradients(self, old: Bucket) -> None:
         """Collective. Copy this rank's part of every reduced gradient in ``old`` into the bucket that has it now."""
@@ -172,12 +170,6 @@ class Buckets:
                 "zero_optim.integrations has ShardedTrainer (transformers) in place of Trainer, prepare (accelerate) "
                 "and ShardedStrategy (lightning)"
             )
-
-    @property
-    def refused(self) -> dict[int, str]:
-        """By parameter index, why this rank could not use a gradient."""
-        slots = [(bucket, index) for bucket in self.all for index in bucket.packing.refused]
-        return {bucket.layout.slots[index].param: bucket.packing.refused[index] for bucket, index in slots}
 
     def used(self) -> bytearray:
         """One byte a parameter index: 1 where this rank has put a gradient for it into its bucket."""

@@ -32,7 +32,8 @@ class Packing:
     Attributes:
         nonfinite: [slots] int32, 1 where the gradient that this rank last packed was not finite; ``Buckets`` gives it.
         terms: slots whose gradients, in any reduction until now, were terms of a sum over the tensor-parallel ranks.
-        refused: by slot, why this rank's gradient was left out. The others' count, and the exchange raises on all.
+        refused: by parameter, why this rank's gradient was left out; ``Buckets`` gives it. The others' count, and the
+            exchange raises on all.
     """
 
     def __init__(self, layout: BucketLayout, flat: FlatParams, labels: Sequence[str], sharding: Sharding) -> None:
@@ -100,17 +101,17 @@ class Packing:
         self.sum_terms([*sorted({*terms, *dropped}), *self._marked], full)
 
     def _checked_or_refused(self, index: int, grad: Tensor) -> Tensor:
-        device = self._flat.device
+        device, param = self._flat.device, self._layout.slots[index].param
         if grad.layout is torch.strided and grad.dtype in self._dtypes and grad.device == device:
             return grad.detach().contiguous()
         dense = "Leave the parameter's grad_dtype and device as they are"
         remedy = dense if grad.layout is torch.strided else "For an embedding, build it with sparse=False"
         message = (
-            f"the gradient of {self._labels[self._layout.slots[index].param]} is {grad.dtype} {grad.layout} on "
+            f"the gradient of {self._labels[param]} is {grad.dtype} {grad.layout} on "
             f"{grad.device}; expected a dense {' or '.join(sorted(map(str, self._dtypes)))} on {device}. {remedy}"
         )
         # Alone, a rank raises at once. Of several, to raise here would leave the others waiting in the reduction.
         if not self._sharding.agrees:
             raise GradientError(message)
-        self.refused[index] = message
+        self.refused[param] = message
         return self._absent

@@ -195,8 +195,6 @@ class ByUnits:
     Nothing is counted or observed: a unit that this rank has skipped is reduced all the same, in its turn.
     """
 
-    learned = Learned.ALL
-
     def __init__(self, schedule: UnitSchedule) -> None:
         self._schedule = schedule
         self._buckets: Sequence[Bucket] = ()

@@ -438,6 +438,8 @@ class Reducer:
         self.layout.nonfinite.zero_()
         for main_grad in self.main_grads.values():  # that of a backward that raised is in no ``.grad``
             main_grad.zero_()
+        if set_to_none:
+            self.layout.refused.clear()
         for bucket in self.buckets:
             bucket.clear() if set_to_none else bucket.zero()
         self._streams.forget()

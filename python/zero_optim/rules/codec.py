@@ -15,23 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from zero_kernels import ROW
-from zero_kernels.codecs import (
-    decode_bf16,
-    decode_int8,
-    decode_root8,
-    encode_bf16,
-    encode_int8,
-    encode_root8,
-    encode_stochastic_in_update,
-    join_master,
-    split_master,
-)
+from zero_kernels.codecs import FORMS, encode_stochastic_in_update, join_master, split_master
 
 from ..params.storage_order import StorageOrder
 
@@ -78,7 +68,8 @@ class StateTensor:
 
 
 class Codec:
-    """A form in which state is stored. A codec is one of the subclasses below.
+    """A form in which state is stored, by the arithmetic of ``zero_kernels/codecs.py``. A codec is one of the
+    subclasses below.
 
     Three things hold for each. Zeros are stored as zeros. Decoded values do not change when they are encoded and
     decoded again: so state may be loaded any number of times. NaN stays NaN.
@@ -86,22 +77,16 @@ class Codec:
     Attributes:
         name: as checkpoints record it.
         suffix, dtype: of the tensor that is stored in place of another, with a value an element.
-        scaled: whether one fp32 scale a row is stored beside it.
         reads_parameter: whether the parameter is a part of the stored form, which is a master's then; ``decode`` gets
             it behind the other parts.
         stochastic: whether updates round by noise, for which they are given keys of rows.
-        encode: encodes whole rows, [rows, 128] fp32: into [rows, 128], and [rows, 1] of a scale. The last row of a
-            parameter may come alone, and without what is behind its last element.
     """
 
     name = ""
     suffix = ""
     dtype: torch.dtype
-    scaled = False
     reads_parameter = False
     stochastic = False
-    encode: Callable[[Tensor], Sequence[Tensor]]
-    _decode: Callable[..., Tensor]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and other.name == self.name
@@ -110,14 +95,21 @@ class Codec:
         return hash(self.name)
 
     def parts(self, tensor: StateTensor) -> tuple[StateTensor, ...]:
-        """The tensors that are stored in place of ``tensor``, under other names; the first has a value an element."""
+        """The tensors that are stored in place of ``tensor``, under other names; the first has a value an element, and
+        a second one scale a row."""
         stored = StateTensor(f"{tensor.name}_{self.suffix}", dtype=self.dtype)
-        return (stored, StateTensor(f"{tensor.name}_scale", per=Per.ROW)) if self.scaled else (stored,)
+        scaled = not self.reads_parameter and FORMS[self.dtype].scaled
+        return (stored, StateTensor(f"{tensor.name}_scale", per=Per.ROW)) if scaled else (stored,)
+
+    def encode(self, values: Tensor) -> Sequence[Tensor]:
+        """Encode whole rows, [rows, 128] fp32: into [rows, 128], and [rows, 1] of a scale. The last row of a parameter
+        may come alone, and without what is behind its last element."""
+        return FORMS[self.dtype].encode(values)
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         """Decode to [rows, 128] fp32: the values that were encoded, as the codec has rounded them. An element depends
         on what is stored of it and of its row alone."""
-        return self._decode(*parts)
+        return FORMS[self.dtype].decode(*parts)
 
     def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
         """Encode ``values`` that an update has made. ``columns``: of the table, [rows, 1], and the keys of rows;
@@ -149,54 +141,38 @@ def _rows_of(flat: Tensor) -> Tensor:
 class Int8(Codec):
     """For values of either sign, as a first moment: values that are small beside their row's largest survive.
 
-    With s the largest magnitude of the row, x = v / s and y = 2 x / (1 + abs(x)), the nearest integer to 127 y is
-    stored. Close to 0 its steps are s / 254, close to s they are s / 64. Each operation is rounded to fp32. Finite
-    values are clamped to 2^64 - 2^40, the root of the largest fp32. A row with inf or NaN is decoded to NaN.
+    With s the largest magnitude of the row, steps close to 0 are s / 254, and close to s they are s / 64. A row with
+    inf or NaN is decoded to NaN.
     """
 
     name = suffix = "int8"
-    dtype, scaled = torch.int8, True
-    encode, _decode = staticmethod(encode_int8), staticmethod(decode_int8)
+    dtype = torch.int8
 
 
 class Root8(Codec):
-    """For values that are not negative, as a second moment: 8 bits for the root of each.
-
-    With s the largest root of the row, the nearest integer to 255 root(v) / s is stored, and 1 at least where v is not
-    0: an update divides by the root, and must not divide by 0 where there was more. Each operation is rounded to fp32.
-    inf is stored as the largest fp32, less its last bit. A row with NaN is decoded to NaN.
-    """
+    """For values that are not negative, as a second moment: 8 bits for the root of each. Only 0 is stored as 0: an
+    update divides by the root, and must not divide by 0 where there was more. A row with NaN is decoded to NaN."""
 
     name = suffix = "root8"
-    dtype, scaled = torch.uint8, True
-    encode, _decode = staticmethod(encode_root8), staticmethod(decode_root8)
+    dtype = torch.uint8
 
 
 class Bf16(Codec):
-    """For any values, in bf16: the range of fp32, and 8 bits of precision. An update rounds each value stochastically:
-    to one of its two neighbours, so that the mean is the value. What is loaded, or set, is rounded to nearest even.
-
-    The noise is made of the place of the row in its parameter, of the parameter's place in the optimizer, the number of
-    the step, the state, and the element's place in the row. So it is the same however parameters are sharded, and goes
-    on from a checkpoint.
-    """
+    """For any values, in bf16. An update rounds each value stochastically: to one of its two neighbours, so that the
+    mean is the value, by noise that goes on from a checkpoint, however parameters are sharded. What is loaded, or set,
+    is rounded to nearest even."""
 
     name = suffix = "bf16"
     dtype, stochastic = torch.bfloat16, True
-    encode, _decode = staticmethod(encode_bf16), staticmethod(decode_bf16)
 
     def encode_in_update(self, values: Tensor, columns: Mapping[str, Tensor], state: int) -> Sequence[Tensor]:
         return encode_stochastic_in_update(values, columns, state)
 
 
 class Split(Codec):
-    """A master whose high half is the bf16 parameter itself: 16 bits are stored beside it.
-
-    The bits of the master are the parameter's, shifted left by 16, plus the stored number, of either sign. The
-    parameter is the master rounded to the nearest, to even, as everywhere. A parameter whose last bit is 0 stands for
-    65537 masters, and 16 bits count 65536. So a master that lies just between two parameters, one of 65536, is moved by
-    a unit in its last place towards the one that it is rounded to. All others are kept bit for bit, infinities and
-    subnormals among them.
+    """A master whose high half is the bf16 parameter itself, the master rounded to nearest even: 16 bits are stored
+    beside it. One of 65536 masters, which lies just between two parameters, is moved by a unit in its last place; all
+    others are kept bit for bit.
 
     An edited parameter has the old number beside it. Where the two make no number together, as may happen after a
     parameter was set to 0, the master is the parameter.
@@ -208,18 +184,15 @@ class Split(Codec):
     def encode(self, values: Tensor) -> Sequence[Tensor]:
         return split_master(values, self.dtype)[1:]
 
-    def _decode(self, low: Tensor, parameter: Tensor) -> Tensor:
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        low, parameter = parts
         return join_master(parameter, low)
 
 
 class Split8(Split):
-    """A master of 24 bits, whose high 16 are the bf16 parameter itself: 8 bits are stored beside it.
-
-    What ``Split`` stores is rounded to 256ths, to nearest even, from -127 to 127. So a master is moved by 1/512 of a
-    unit in the parameter's last place at most, and by 1/256 where it is within 1/512 of the middle between two
-    parameters. The parameter is the master rounded to the nearest before that, and what is kept of the master is
-    rounded to it, too. ``zero_kernels/codecs.py`` has the arithmetic, and what becomes of the largest numbers.
-    """
+    """A master of 24 bits, whose high 16 are the bf16 parameter itself: 8 bits are stored beside it. So a master is
+    moved by 1/512 of a unit in the parameter's last place at most, and by 1/256 where it is within 1/512 of the middle
+    between two parameters."""
 
     name, suffix = "split8", "low8"
     dtype = torch.int8

@@ -27,7 +27,6 @@ EXCHANGED_NORMS = (1.0, 2.0)
 KERNEL_NORMS = (*EXCHANGED_NORMS, math.inf)
 """Norms that ``grad_stats`` takes in one read, in one order of additions on every backend."""
 
-PART = 2**24  # elements that are widened at a time
 _CHUNK = 2**22  # elements handled at once: bounds what a power takes to some 100 MB
 
 
@@ -42,15 +41,9 @@ def unscale_in_place(buffers: Sequence[Tensor], inverse_scale: Tensor, found_inf
         alike = [buffer for buffer in buffers if buffer.dtype == dtype]
         if dtype == torch.bfloat16 and inverse_scale.is_cuda:
             for buffer in alike:
-                multiply_in_parts(buffer, inverse_scale)
+                buffer.mul_(inverse_scale)  # an element in fp32, of [1] fp32, and rounded
         else:
             torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse_scale)
-
-
-def multiply_in_parts(buffer: Tensor, factor: Tensor) -> None:
-    """Multiply ``buffer`` [numel] by ``factor``, in place."""
-    for part in buffer.split(PART):
-        part.copy_(part.float().mul_(factor))  # each product is rounded once, from fp32
 
 
 class Clip:

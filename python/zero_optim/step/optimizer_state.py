@@ -43,44 +43,35 @@ class StatePiece:
 
 
 class Versions:
-    """Version counters of the parameters: shows which ones somebody else has written since their masters were made.
-
-    An update counts up the version of every parameter, once. Versions never go down, so their sum shows whether any has
-    changed beyond that.
-    """
+    """Version counters of the parameters: shows which ones somebody else has written since their masters were made."""
 
     def __init__(self) -> None:
         self.mastered: dict[int, Tensor] = {}  # by index, those that have a master beside them
         self._all: list[Tensor] = []
-        self._versions: list[int] = []  # of those with a master, when they were last looked at one by one
-        self._updates = 0  # since then
-        self._total = 0  # that the versions have now, unless somebody else has written
+        self._versions: list[int] = []  # of those with a master, unless somebody else has written
 
     def record(self, parameters: Sequence[Tensor], mastered: Mapping[int, Tensor]) -> None:
         """Take these parameters, as they are now, as unwritten."""
         self._all, self.mastered = list(parameters), dict(mastered)
-        self.mark_stale()
-        self.written()
+        self._versions = [*map(_version_of, self.mastered.values())]
 
     def mark_stale(self) -> None:
         """Have the next ``written`` return all parameters with a master."""
-        self._versions, self._updates, self._total = [-1] * len(self.mastered), 0, -1
+        self._versions = [-1] * len(self.mastered)
 
     def written(self) -> set[int]:
         """Find the parameters with a master that were written since the last call, by index."""
-        if sum(map(_version_of, self.mastered.values())) == self._total:
+        before, self._versions = self._versions, [*map(_version_of, self.mastered.values())]
+        if self._versions == before:  # as a rule
             return set()
-        expected = [version + self._updates for version in self._versions]
-        self._versions, self._updates = list(map(_version_of, self.mastered.values())), 0
-        self._total = sum(self._versions)
-        pairs = zip(self.mastered, self._versions, expected, strict=True)
+        pairs = zip(self.mastered, self._versions, before, strict=True)
         return {index for index, now, then in pairs if now != then}
 
     def count_update(self) -> None:
-        """Count up all versions: a backward through a graph older than this update must raise."""
+        """Count up all versions: a backward through a graph older than this update must raise. The caller has asked
+        for what was ``written``."""
         torch.autograd.graph.increment_version(self._all)
-        self._updates += 1
-        self._total += len(self.mastered)
+        self._versions = [*map(_version_of, self.mastered.values())]
 
 
 class OptimizerState:

@@ -118,10 +118,8 @@ class OnHost(OnDevice):
 
     # -- the gradient --------------------------------------------------------------------------------------------
 
-    def reduction_begins(self) -> None:
-        self._source = None
-
     def reduction_launched(self, handle: Handle) -> Callable[[], object]:
+        self._source = None
         # The copy waits for the sum on its own stream, beside the rest of backward.
         with self._store.lanes.to_host.as_current():
             ordered = handle.order_current()

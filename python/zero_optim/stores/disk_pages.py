@@ -19,12 +19,10 @@ import ctypes
 import enum
 import errno
 import fcntl
-import functools
 import os
 import tempfile
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,17 +51,6 @@ Memory = ctypes.Array
 def memory_of(buffer: Tensor) -> Memory:
     """View the bytes of ``buffer``: uint8, contiguous, on the host. The caller keeps it alive."""
     return (ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())
-
-
-@functools.cache
-def checksum_function() -> Callable[[Memory], int]:
-    """CRC-32C, 12 GB/s a thread on an AMD EPYC with AVX-512; where only a Python version of it is installed, zlib's
-    CRC-32, 4 GB/s. Both release the GIL."""
-    try:
-        import google_crc32c
-    except ImportError:
-        return zlib.crc32
-    return google_crc32c.value if google_crc32c.implementation == "c" else zlib.crc32
 
 
 def set_direct(file: int) -> bool:
@@ -113,7 +100,9 @@ class PageFile:
         self._readers = ThreadPoolExecutor(THREADS, "zero-optim-read")
         self._writers = ThreadPoolExecutor(THREADS, "zero-optim-write")
         self._remove = weakref.finalize(self, _remove, self.file, self._pid, (self._readers, self._writers))
-        self._checksum = checksum_function()
+        from google_crc32c import value  # not imported with the package
+
+        self._checksum = value  # 12 GB/s a thread on an AMD EPYC with AVX-512; it releases the GIL
         try:
             self.direct = set_direct(self.file)
         except OSError as error:
@@ -292,10 +281,6 @@ class DiskBacking:
     @property
     def disk_bytes(self) -> int:
         return self.file.nbytes
-
-    def end_writes(self) -> None:
-        while self.writing:
-            self.writing[0].end_write()
 
     def close(self) -> None:
         blocks = [block for page in self.pages for block in page.blocks]

@@ -89,9 +89,6 @@ def warn_of_one_thread(threads: int, cores: Cores) -> None:
 def host_threads(count: int) -> Iterator[None]:
     """Let torch's ops use ``count`` threads within the block."""
     before = torch.get_num_threads()
-    if count == before:
-        yield
-        return
     torch.set_num_threads(count)
     try:
         yield

@@ -107,18 +107,6 @@ def read_offload(state_offload: str | None, device_budget: int | str | None = No
     raise ValueError(f"state_offload must be {_CHOICES}, got {state_offload!r}")
 
 
-def resident(pages: Sequence[int], budget: int) -> list[bool]:
-    """Choose the pages that stay on the device: in the order in which they were made, each that still fits.
-
-    ``pages``: bytes of each.
-    """
-    free, stays = budget, []
-    for nbytes in pages:
-        stays.append(nbytes <= free)
-        free -= nbytes if stays[-1] else 0
-    return stays
-
-
 def footprint(
     offload: Offload, pages: Sequence[int], mirrors: int = 0, visiting: Sequence[int] = (), *, room: int = 0
 ) -> Footprint:
@@ -134,9 +122,12 @@ def footprint(
     total = sum(pages)
     if offload.tier is Tier.CPU:
         return Footprint(0, total + mirrors, 0)
-    budget = room if offload.device_budget is None else offload.device_budget
-    stays = resident(pages, budget) if offload.tier is not Tier.DEVICE else [True] * len(pages)
-    away = [0 if there else nbytes for nbytes, there in zip(pages, stays, strict=True)]
+    free = room if offload.device_budget is None else offload.device_budget
+    away = []
+    for nbytes in pages:  # in the order in which they are made, each stays that still fits
+        stays = offload.tier is Tier.DEVICE or nbytes <= free
+        free -= nbytes if stays else 0
+        away.append(0 if stays else nbytes)
     guests = [round_up(nbytes, FRAME_ALIGNMENT) for nbytes in visiting] or [0] * len(pages)
     frames = FRAMES * max(map(operator.add, away, guests), default=0)
     device = total - sum(away) + frames

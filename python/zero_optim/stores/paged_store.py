@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,9 +85,6 @@ class HostBacking:
 
     def allocate(self, nbytes: int) -> HostPage:
         return HostPage(self.memory, self.memory.take(nbytes))
-
-    def end_writes(self) -> None:
-        """Block the host until no write to a disk is in flight. Raises OffloadError where one fails."""
 
     def close(self) -> None: ...
 
@@ -199,12 +196,13 @@ class PagedStore(StateStore):
         budget: float,
         room: Callable[[], int] | None = None,
     ) -> None:
+        super().__init__()
         self.works_on, self.lookahead, self.copied = device, backing.lookahead, backing.copied
         self.may_lose = not backing.at_once
         self._lanes, self._backing, self._room = lanes, backing, room
         self._budget = budget  # bytes that resident pages have not taken
         self._pages: dict[int, Page] = {}
-        self._allocated = self._steps = 0
+        self._steps = 0
         self._frames: list[Frame] = []  # least recently used first
 
     # -- pages ---------------------------------------------------------------------------------------------------
@@ -325,12 +323,6 @@ class PagedStore(StateStore):
             self.use_room()
             self._budget = 0  # the rest is for others, who may take it later
 
-    def wait(self) -> None:
-        """Block the host until every committed page is where it rests. Raises OffloadError where one is lost."""
-        for page in self._pages.values():
-            page.left.wait()
-        self._backing.end_writes()
-
     def residents(self) -> list[Tensor]:
         return [tensor for page in self._pages.values() for tensor in page.stays.values()]
 
@@ -429,11 +421,10 @@ class PagedStore(StateStore):
                 self._budget -= page.nbytes
                 page.backing, page.stays = None, {name: field.of(run) for name, field in page.own.items()}
                 # From now on the visiting tensors have a frame to themselves.
-                alike = {
-                    n: torch.empty(of.numel, dtype=of.dtype, device="meta") for n, (of, _) in page.visiting.items()
+                page.visiting = {
+                    name: (replace(field, offset=field.offset - page.nbytes), rests)
+                    for name, (field, rests) in page.visiting.items()
                 }
-                fields, _ = laid_out(alike)
-                page.visiting = {name: (field, page.visiting[name][1]) for name, field in fields.items()}
         # The largest page that still moves may be smaller than before, and frames with it.
         self.drop_frames()
         self.make_frames()

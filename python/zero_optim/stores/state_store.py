@@ -25,7 +25,7 @@ class StateStore:
         prefetch(1)   fetch(0)   update   commit(0)
         prefetch(2)   fetch(1)   update   commit(1)
 
-    Where pages stay, most of these calls do nothing.
+    Where pages stay, which is what this class does, most of these calls do nothing.
 
     Attributes:
         works_on: the device of the update.
@@ -40,7 +40,11 @@ class StateStore:
     lookahead: int
     keeps_views = False
     may_lose = False
-    copied: Copied
+
+    def __init__(self) -> None:
+        self.copied = Copied()
+        self._pages: dict[int, Any] = {}
+        self._allocated = 0
 
     def zeros(self, numels: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
         """Make zeros [numel] for each of ``numels``: a tensor of the same name in each page to be allocated."""
@@ -53,7 +57,10 @@ class StateStore:
             visiting: tensors that rest away from the device, and are copied in and out with the page: each with the
                 ``HostPage`` or ``DiskPage`` in which it rests. Of the tensor its dtype and length count.
         """
-        raise NotImplementedError
+        assert not visiting, "what visits comes and goes: that takes a PagedStore"
+        self._allocated += 1
+        self._pages[self._allocated] = page
+        return self._allocated
 
     def release(self, number: int) -> None:
         """Forget a page."""
@@ -66,7 +73,7 @@ class StateStore:
 
         The current stream waits for them. Two pages may be fetched at a time. Raises OffloadError for a lost page.
         """
-        raise NotImplementedError
+        return self._pages[number]
 
     def commit(self, number: int) -> None:
         """End ``fetch``: what the tensors hold is the state now."""
@@ -104,25 +111,7 @@ class StateStore:
         """Give everything back. The pages are gone."""
 
 
-class PagesStay(StateStore):
-    """The pages of a store that never move."""
-
-    def __init__(self) -> None:
-        self.copied = Copied()
-        self._pages: dict[int, Mapping[str, Tensor]] = {}
-        self._allocated = 0
-
-    def allocate(self, page: Mapping[str, Tensor], visiting: Mapping[str, Any] | None = None) -> int:
-        assert not visiting, "what visits comes and goes: that takes a PagedStore"
-        self._allocated += 1
-        self._pages[self._allocated] = page
-        return self._allocated
-
-    def fetch(self, number: int) -> Mapping[str, Tensor]:
-        return self._pages[number]
-
-
-class DeviceStore(PagesStay):
+class DeviceStore(StateStore):
     """Pages stay on the device: nothing moves, and what ``fetch`` gives is the state itself."""
 
     lookahead, keeps_views = 0, True
@@ -147,7 +136,7 @@ class DeviceStore(PagesStay):
         return {"device": sum(t.nbytes for t in self.residents() if is_there(t)), "host": 0, "disk": 0}
 
 
-class HostStore(PagesStay):
+class HostStore(StateStore):
     """Pages are in host memory and are updated there: ZeRO-Offload (Ren et al., 2021).
 
     Attributes:
