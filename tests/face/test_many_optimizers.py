@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import random
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cells import halves_of
 from harness import run_ranks
-from oracle import Hyper, MasterAdamW, accumulate, averages
+from oracle import Hyper, MasterAdamW, averages
 from torch import Tensor, nn
 from training_cases import (
     TINY_CAP_MB,
@@ -22,7 +19,6 @@ from training_cases import (
     linear_backward,
     make_gradients,
     make_parameters,
-    maybe_no_sync,
     named,
 )
 
@@ -30,7 +26,6 @@ SHAPES = ((17, 9), (300,), (1,), (12, 8), (5, 3), (40, 25), (2, 1), (130,), (64,
 OWNERS = (0, 1, 2, 0, 1, 2, 0, 1, 2)  # which optimizer has each parameter: they alternate in every backward
 DTYPES = (torch.float32, torch.bfloat16, torch.float32)  # by optimizer
 RATES = (1e-2, 3e-3, 2e-2)
-STEPS = 4
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -56,127 +51,6 @@ def _optimizers(
         )
         for number, stage in enumerate(stages)
     ]
-
-
-def _use(rank: int, step: int, stages: tuple[int, ...]) -> list[int]:
-    """The parameters that a rank uses, in its own order: others on every rank, in each step.
-
-    Rank 0 uses nothing of the last optimizer's in step 1, rank 1 nothing of the first one's, both nothing in step 2.
-    Stage 0 has its averages when backward ends: there every rank reaches every optimizer, one after the other.
-    """
-    together = 0 in stages
-    order = random.Random(10 * rank + step).sample(range(len(SHAPES)), len(SHAPES))
-    if together:
-        order.sort(key=lambda i: OWNERS[i])
-    used = [i for i in order if step == 0 or (i + rank + step) % 4]
-    unused = None if together else {1: {0: 2, 1: 0}.get(rank), 2: 1}.get(step)
-    return [i for i in used if OWNERS[i] != unused]
-
-
-def _grads(like: list[Tensor], rank: int, step: int, micro: int, stages: tuple[int, ...]) -> list[Tensor | None]:
-    used = set(_use(rank, step, stages))
-    return [g if i in used else None for i, g in enumerate(make_gradients(like, rank, step, micro, grid=2))]
-
-
-def _train(rank: int, world_size: int, stages: tuple[int, ...], micros: int) -> list[list[Tensor]]:
-    """``micros`` backwards a step, all but the last under ``no_sync`` of every optimizer."""
-    params = _parameters()
-    optimizers = _optimizers(params, stages)
-    history = []
-    for step in range(STEPS):
-        order = _use(rank, step, stages)
-        for micro in range(micros):
-            grads = _grads(params, rank, step, micro, stages)
-            with contextlib.ExitStack() as stack:
-                for optimizer in optimizers:
-                    stack.enter_context(maybe_no_sync(optimizer, micro < micros - 1))
-                linear_backward([params[i] for i in order], [grads[i] for i in order])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        history.append(copies(params))
-    for optimizer in optimizers:
-        optimizer.close()
-    return history
-
-
-@pytest.mark.parametrize(("stages", "micros"), halves_of([(0, 0, 0), (1, 1, 1), (2, 2, 2), (2, 1, 2)], [1, 2]), ids=str)
-def test_each_rank_uses_other_parts_of_each_model_in_its_own_order(stages, micros):
-    """Gradients of three optimizers become ready in turns, at stages 1 and 2 in an order that no two ranks share."""
-    oracle = MasterAdamW(_parameters(), [Hyper(lr=RATES[of]) for of in OWNERS])
-    histories = run_ranks(2, _train, stages, micros, timeout=40, one_order=False)
-    for step in range(STEPS):
-        parts = [
-            averages([_grads(oracle.params, rank, step, micro, stages) for rank in range(2)]) for micro in range(micros)
-        ]
-        total = parts[0]
-        for part in parts[1:]:
-            total = accumulate(total, part)
-        oracle.step(total)
-        for rank, history in enumerate(histories):
-            assert_bitwise(history[step], oracle.params, f"rank {rank}, after step {step}")
-
-
-def _one_of_two_models(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    """Rank 0 runs a backward of the first model alone, rank 1 of the second alone; then both of both."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    first = zero_optim.ShardedAdamW(params[:4], lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    second = zero_optim.ShardedAdamW(params[4:], lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(STEPS):
-        grads = make_gradients(params, rank, step)
-        halves = ((params[:4], grads[:4]), (params[4:], grads[4:]))
-        for number in (rank,) if step % 2 else (rank, 1 - rank):  # in another order on each rank
-            linear_backward(*halves[number])
-        for opt in (first, second):
-            opt.step()
-            opt.zero_grad()
-    first.close()
-    second.close()
-    return copies(params)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_backwards_of_two_models_in_another_order_on_each_rank(stage):
-    oracle = MasterAdamW(make_parameters(SHAPES), Hyper(lr=1e-2))
-    for step in range(STEPS):
-        local: list[list[Tensor | None]] = [list(make_gradients(oracle.params, rank, step)) for rank in range(2)]
-        if step % 2:
-            local[0][4:] = [None] * len(SHAPES[4:])
-            local[1][:4] = [None] * 4
-        oracle.step(averages(local))
-    for params in run_ranks(2, _one_of_two_models, stage, timeout=40, one_order=False):
-        assert_bitwise(params, oracle.params)
-
-
-def _beside_torchs(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Half of the model is torch's own optimizer's, with local gradients; hooks here leave it alone."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    ours = zero_optim.ShardedAdamW(params[:4], lr=1e-2, bucket_cap_mb=TINY_CAP_MB)
-    theirs = torch.optim.AdamW(params[4:], lr=1e-2)
-    alone = make_parameters(SHAPES)[4:]
-    reference = torch.optim.AdamW(alone, lr=1e-2)
-    for step in range(STEPS):
-        grads = make_gradients(params, rank, step)
-        linear_backward(params, grads)
-        linear_backward(alone, grads[4:])
-        for opt in (ours, theirs, reference):
-            opt.step()
-            opt.zero_grad()
-    ours.close()
-    assert_bitwise(params[4:], alone, "torch's own half")
-    return copies(params[:4])
-
-
-def test_beside_an_optimizer_of_torchs_on_the_rest_of_the_model():
-    oracle = MasterAdamW(make_parameters(SHAPES)[:4], Hyper(lr=1e-2))
-    for step in range(STEPS):
-        oracle.step(averages([make_gradients(oracle.params, rank, step) for rank in range(2)]))
-    for params in run_ranks(2, _beside_torchs):
-        assert_bitwise(params, oracle.params)
 
 
 # -- one owner a parameter -------------------------------------------------------------------------------------------
