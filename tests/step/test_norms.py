@@ -79,61 +79,48 @@ def _grads(like: list[Tensor], rank: int, step: int) -> list[Tensor | None]:
     return grads
 
 
-def _train(
-    rank: int, world_size: int, stage: int, clips: tuple[Clip, ...], unscale: bool | None
-) -> tuple[list[Tensor], list[float]]:
-    """``unscale``: whether ``scaler.unscale_`` is called before the clips; None: there is no scaler."""
+def _train(rank: int, world_size: int, stage: int, clips: tuple[Clip, ...]) -> tuple[list[Tensor], list[float]]:
     import zero_optim
 
     params = make_parameters(SHAPES)
     opt = zero_optim.ShardedAdamW(params, **ADAM, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    scaler = zero_optim.GradScaler(init_scale=SCALE, enabled=unscale is not None)
     norms = []
     for step in range(STEPS):
-        scaler.scale(linear_loss(params, _grads(params, rank, step))).backward()
-        if unscale:
-            scaler.unscale_(opt)
+        linear_backward(params, _grads(params, rank, step))
         for clip in clips:
             subset = {} if clip.subset is None else {"parameters": [params[i] for i in clip.subset]}
             norms.append(float(opt.clip_grad_norm_(clip.max_norm, clip.norm_type, **subset)))
-        scaler.step(opt)
-        scaler.update()
+        opt.step()
         opt.zero_grad()
     opt.close()
     return copies(params), norms
 
 
 def _train_all(
-    rank: int, world_size: int, stage: int, programs: dict[str, tuple[Clip, ...]], unscale: bool | None
+    rank: int, world_size: int, stage: int, programs: dict[str, tuple[Clip, ...]]
 ) -> dict[str, tuple[list[Tensor], list[float]]]:
-    return {name: _train(rank, world_size, stage, clips, unscale) for name, clips in programs.items()}
+    return {name: _train(rank, world_size, stage, clips) for name, clips in programs.items()}
 
 
-def _by_torch(
-    world_size: int, clips: tuple[Clip, ...], unscale: bool | None = None
-) -> tuple[list[Tensor], list[float]]:
+def _by_torch(world_size: int, clips: tuple[Clip, ...]) -> tuple[list[Tensor], list[float]]:
     params = make_parameters(SHAPES)
     adamw = torch.optim.AdamW(params, **ADAM)
-    scale = SCALE if unscale is False else 1.0
     norms = []
     for step in range(STEPS):
         for p, g in zip(params, averages([_grads(params, rank, step) for rank in range(world_size)]), strict=True):
-            p.grad = None if g is None else g * scale
+            p.grad = g
         for clip in clips:
             subset = [params[i] for i in (range(len(params)) if clip.subset is None else clip.subset)]
             norms.append(float(torch.nn.utils.clip_grad_norm_(subset, clip.max_norm, clip.norm_type)))
-        for p in params:
-            if p.grad is not None:
-                p.grad.div_(scale)
         adamw.step()
         adamw.zero_grad()
     return copies(params), norms
 
 
-def _check(world_size: int, stage: int, programs: dict[str, tuple[Clip, ...]], unscale: bool | None = None) -> None:
-    results = run_ranks(world_size, _train_all, stage, programs, unscale, timeout=90)
+def _check(world_size: int, stage: int, programs: dict[str, tuple[Clip, ...]]) -> None:
+    results = run_ranks(world_size, _train_all, stage, programs, timeout=90)
     for name, clips in programs.items():
-        params, norms = _by_torch(world_size, clips, unscale)
+        params, norms = _by_torch(world_size, clips)
         bounds = [FP32_EPS * STEPS * (4 * p.abs() + 64 * ADAM["lr"]) for p in params]
         for rank, result in enumerate(results):
             own, own_norms = result[name]
@@ -153,14 +140,6 @@ def test_clips_of_all_and_of_some_equal_torchs(stage, world_size, norm_type):
 
 def test_clips_equal_torchs_on_three_ranks():
     _check(3, 2, {name: clips for name, clips in PROGRAMS.items() if name.endswith(("3.5", "inf"))})
-
-
-@pytest.mark.parametrize("unscale", [True, False], ids=["unscaled", "still scaled"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_clips_see_the_loss_scale_exactly_when_nobody_unscaled(world_size, unscale):
-    names = ("some, 2.0", "some, inf", "two that share nothing, 1.0", "some, then all, 3.5", "all, then some, 2.0")
-    for stage in (0, 1, 2):
-        _check(world_size, stage, {name: PROGRAMS[name] for name in names}, unscale)
 
 
 def _coefficients_alone(rank: int, world_size: int, stage: int) -> tuple[bool, list[bool]]:
