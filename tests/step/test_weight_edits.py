@@ -164,43 +164,6 @@ def test_refresh_master_takes_edits_that_cannot_be_seen(world_size):
             assert_bitwise(params, oracle.params, f"stage {stage}")
 
 
-def _edit_in_a_skipped_step(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], list[Tensor]]:
-    """An edit outlives a step that was skipped, and a parameter without a gradient keeps it too."""
-    import zero_optim
-
-    params = make_parameters(SHAPES, torch.bfloat16)
-    opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    for step in range(4):
-        grads: list[Tensor | None] = list(make_gradients(params, rank, step))
-        if step == 1:
-            _copy(params)
-            grads[1].view(-1)[0] = float("inf")
-        elif step == 2:
-            grads[6] = None
-        linear_backward(params, grads)
-        opt.step()
-        opt.zero_grad()
-        if step == 1:
-            after_skip = copies(params)
-    opt.close()
-    return after_skip, copies(params)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_edit_outlives_a_skipped_step_and_a_missing_gradient(stage):
-    oracle = MasterAdamW(make_parameters(SHAPES, torch.bfloat16), Hyper(lr=LR))
-    for step in range(4):
-        grads = averages([make_gradients(oracle.params, rank, step) for rank in range(2)])
-        if step == 1:
-            _edited(oracle, EDITED)
-            edited = copies(oracle.params)
-            continue
-        oracle.step([None if step == 2 and i == 6 else g for i, g in enumerate(grads)])
-    for after_skip, params in run_ranks(2, _edit_in_a_skipped_step, stage):
-        assert_bitwise(after_skip, edited, "after the skipped step")
-        assert_bitwise(params, oracle.params, "at the end")
-
-
 # -- edits that no version counter shows -------------------------------------------------------------------------------
 
 
