@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +153,3 @@ def flip(file: Path, place: int) -> None:
     data = bytearray(file.read_bytes())
     data[place] ^= 0x10
     file.write_bytes(data)
-
-
-def drawn(seed: int) -> random.Random:
-    return random.Random(f"checkpoint {seed}")
