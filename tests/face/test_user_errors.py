@@ -178,6 +178,7 @@ BAD_OPTIONS: tuple[dict[str, Any], ...] = (
     {"stage": 4},
     {"stage": "2"},
     {"stage": 2.5},
+    {"stage": True},
     {"bucket_cap_mb": 0.0},
     {"bucket_cap_mb": -1.0},
     {"grad_reduce_dtype": torch.float64},

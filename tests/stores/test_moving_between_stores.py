@@ -14,8 +14,8 @@ from harness import run_ranks
 from sharded_cases import Given, GivenNet, full_state
 from training_cases import make_gradients
 
-from stores.trajectories import RUNS, SHAPES
-
+RUNS = (((17, 9), (300,), (1,)), ((5, 3, 2), (128,), (0,)), ((40, 25), (2, 1)), ((31,), (257,)))
+SHAPES = [shape for run in RUNS for shape in run]
 STORES: tuple[dict[str, Any], ...] = (
     {},
     {"state_offload": "paged", "device_budget": 0},
