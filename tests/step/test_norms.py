@@ -18,7 +18,6 @@ from training_cases import (
     assert_within,
     copies,
     linear_backward,
-    linear_loss,
     make_gradients,
     make_parameters,
     named,
@@ -27,7 +26,6 @@ from training_cases import (
 SHAPES = ((17, 9), (300,), (1,), (12, 8), (40, 25), (2, 1))
 ADAM = {"lr": 1e-2, "eps": 1e-1}  # a large eps lets the update feel the coefficient
 STEPS = 3
-SCALE = 64.0
 NORMS = (1.0, 2.0, math.inf, 3.5)
 SIZE = {1.0: 600.0, 2.0: 30.0, 3.5: 10.0, math.inf: 3.0}  # of the order of the norm of all gradients
 
@@ -256,63 +254,6 @@ def test_a_backward_after_clipping_discards_the_coefficient(stage, some):
     for clipped, plain, messages in run_ranks(2, _backward_after_clip, stage, some):
         assert_bitwise(clipped, plain)
         assert messages == 1
-
-
-# -- unscaled, and then no step ----------------------------------------------------------------------------------------
-
-
-def _given_up(rank: int, world_size: int, stage: int) -> tuple[list[float], list[Tensor]]:
-    """``unscale_`` and ``update`` without a step, as loops do that look at the gradients and give the batch up."""
-    import zero_optim
-
-    params = make_parameters(SHAPES)
-    opt = zero_optim.ShardedAdamW(params, lr=1e-2, stage=stage, bucket_cap_mb=TINY_CAP_MB)
-    scaler = zero_optim.GradScaler(init_scale=SCALE, growth_interval=2)
-    scales = []
-    for step in range(5):
-        grads = make_gradients(params, rank, step)
-        if step == 3 and rank == 1:
-            grads[1][7] = math.inf
-        scaler.scale(linear_loss(params, grads)).backward()
-        scaler.unscale_(opt)
-        if step not in (1, 3):
-            scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
-        scales.append(scaler.get_scale())
-    opt.close()
-    return scales, copies(params)
-
-
-def _given_up_by_torch(world_size: int) -> tuple[list[float], list[Tensor]]:
-    params = make_parameters(SHAPES)
-    adamw = torch.optim.AdamW(params, lr=1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
-    scales = []
-    for step in range(5):
-        local = [make_gradients(params, rank, step) for rank in range(world_size)]
-        if step == 3 and world_size == 2:
-            local[1][1][7] = math.inf
-        scale = float(scaler.scale(torch.ones(())))
-        for p, g in zip(params, averages(local), strict=True):
-            p.grad = g * scale
-        scaler.unscale_(adamw)
-        if step not in (1, 3):
-            scaler.step(adamw)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales, copies(params)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_unscaling_without_a_step_moves_the_scale_as_torchs(stage, world_size):
-    scales, params = _given_up_by_torch(world_size)
-    assert scales[3] == (SCALE if world_size == 2 else 2 * SCALE * 2)
-    bounds = [FP32_EPS * 3 * (2 * p.abs() + 16 * 1e-2) for p in params]
-    for own_scales, own in run_ranks(world_size, _given_up, stage):
-        assert own_scales == scales
-        assert_within(own, params, bounds, f"stage {stage}")
 
 
 def test_gradients_are_unscaled_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
