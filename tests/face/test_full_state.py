@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from training_cases import (
     assert_bitwise,
     assert_within,
     copies,
+    error_of,
     linear_backward,
     make_gradients,
     make_parameters,
@@ -331,13 +333,9 @@ def _failing_on_one_rank(rank: int, world_size: int) -> str:
         gathered = states.whole_tensors
         # They arrive, and cannot be copied to the host.
         states.whole_tensors = lambda: ((index, name, whole.to("meta")) for index, name, whole in gathered())
-    try:
-        zero_optim.full_state_dict(opt, rank=None)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        opt.close()
-    return "nothing raised"
+    found = error_of(lambda: zero_optim.full_state_dict(opt, rank=None))
+    opt.close()
+    return ": ".join(found)
 
 
 def test_a_rank_that_fails_is_named_on_the_others():
@@ -447,13 +445,8 @@ def _refusals(rank: int, world_size: int, stage: int, direct: bool) -> dict[str,
     groups = [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
     found = {}
     for case, (state, _) in _broken_states().items():
-        try:
-            if direct:
-                opt.load_state_dict(state)
-            else:
-                zero_optim.load_full_state_dict(opt, state if rank == 0 else None)
-        except zero_optim.ZeroOptimError as error:
-            found[case] = (type(error).__name__, str(error))
+        load = opt.load_state_dict if direct else partial(zero_optim.load_full_state_dict, opt)
+        found[case] = error_of(partial(load, state if direct or rank == 0 else None))
     assert_bitwise(_state_tensors(zero_optim.full_state_dict(opt, rank=None)) + copies(params), before)
     assert groups == [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
     if world_size > 1 and not direct:

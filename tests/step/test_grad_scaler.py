@@ -12,6 +12,7 @@ from training_cases import (
     TINY_CAP_MB,
     assert_bitwise,
     copies,
+    error_of,
     linear_loss,
     make_gradients,
     make_parameters,
@@ -88,13 +89,9 @@ def _torch_scaler(rank: int, world_size: int, stage: int) -> str:
     opt = zero_optim.ShardedAdamW(params, stage=stage)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     scaler.scale(linear_loss(params, make_gradients(params, rank, 0))).backward()
-    try:
-        scaler.step(opt)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        opt.close()
-    return ""
+    _, text = error_of(lambda: scaler.step(opt))
+    opt.close()
+    return text
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
