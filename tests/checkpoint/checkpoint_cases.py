@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import zero_optim
 from grid_cases import make_mesh
 from sharded_cases import full_state, gathered
 from torch import Tensor, nn
@@ -71,8 +72,6 @@ class Job:
 
 def make_zoo(job: Job, seed: int, model: nn.Module | None = None) -> tuple[nn.Module, Any]:
     """Collective. The model, sharded at stage 3, and its optimizer."""
-    import zero_optim
-
     torch.manual_seed(seed)
     model = (Zoo() if model is None else model).to(job.dtype)
     mesh = make_mesh(job.replicas, dist.get_world_size() // job.replicas) if job.replicas else None

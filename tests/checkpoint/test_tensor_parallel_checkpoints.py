@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zero_optim
 from cells import slow_where
 from checkpoint_cases import assert_bits
 from harness import run_ranks
@@ -17,6 +18,7 @@ from small_jobs import all_of
 from tensor_cases import HYPER, Block, Way, loss_of, losses, make_mesh, make_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from zero_optim import load_safetensors
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,6 @@ LOADED = (Mesh(1, 1), Mesh(2, 1, 3), Mesh(2, 2, 2), Mesh(2, 2, 3), Mesh(1, 4, 2)
 
 
 def _job(mesh: Mesh, dtype: torch.dtype, hidden: int, seed: int = 0):
-    import zero_optim
-
     way = mesh.way(dtype, hidden)
     slices, data = mesh.dimensions()
     model = make_model(way, slices, seed=seed)
@@ -78,7 +78,6 @@ def _save(
     rank: int, world_size: int, mesh: Mesh, folder: str, dtype: torch.dtype, hidden: int, hows: Iterable[str]
 ) -> dict[str, Tensor]:
     import torch.distributed.checkpoint as dcp
-    import zero_optim
 
     model, opt, way = _job(mesh, dtype, hidden)
     for number in range(2):
@@ -101,7 +100,6 @@ def _load(
 ) -> list[dict]:
     """What is there after each way to load."""
     import torch.distributed.checkpoint as dcp
-    import zero_optim
 
     found = []
     for how in hows:
@@ -179,9 +177,6 @@ def _load_on(
 
 
 def _load_exported(rank: int, world_size: int, meshes: Iterable[Mesh], folder: str) -> list[dict[str, Tensor]]:
-    import zero_optim
-    from zero_optim import load_safetensors
-
     found = []
     for mesh in meshes:
         model, opt, _ = _job(mesh, torch.float32, 24, seed=rank + 1)

@@ -7,11 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+import zero_optim
 from cells import slow_after
 from grid_cases import make_mesh, on_mesh
 from harness import run_ranks
 from sharded_cases import ON_DISK, Block, Net, Outcome, Run, loss_of, losses_and_state, make, tokens
 from training_cases import DTYPES, assert_bitwise, linear_backward, make_gradients, make_parameters
+from zero_optim import memory
 
 ACCUMULATIONS = ((1, False), (3, True), (2, False))  # micro-batches; whether all but the last are under no_sync
 
@@ -58,8 +60,6 @@ Found = tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, int]]
 
 def _sent(rank: int, world_size: int, stage: int, state_over: str) -> Found:
     """Bytes of one step, and what was planned; bytes held, and planned."""
-    from zero_optim import memory
-
     torch.manual_seed(0)
     model, opt = make(on_mesh(Run(stage=stage), make_mesh(2, world_size // 2), state_over=state_over), Net(width=128))
 
@@ -118,7 +118,6 @@ def test_state_over_all_sends_as_many_bytes_over_either_link(stage):
 
 def _gathered_behind_reductions(rank: int, world_size: int) -> list[float]:
     """Ranks differ in which second legs of the reductions they have issued as they gather over the same group."""
-    import zero_optim
     from zero_optim.comm.handle import SecondLegs
 
     _, opt = make(on_mesh(Run(stage=2), make_mesh(2, 2), state_over="all"), model := Net())
@@ -142,7 +141,6 @@ def test_a_gather_comes_after_the_second_legs_of_all_reductions():
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
-    import zero_optim
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     def told(mesh: object, stage: int = 2) -> str:
@@ -212,7 +210,6 @@ def test_which_dimension_repeats_is_told_by_name_else_the_first():
 
 def _groups_made(rank: int, world_size: int) -> list[int]:
     import torch.distributed as dist
-    import zero_optim
 
     mesh = make_mesh(2, 2)
     counts = []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import zero_optim
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, averages
 from torch import Tensor, nn
@@ -39,8 +40,6 @@ def _parameters() -> list[nn.Parameter]:
 def _optimizers(
     params: list[nn.Parameter], stages: tuple[int, ...], group: dist.ProcessGroup | None = None
 ) -> list[Any]:
-    import zero_optim
-
     return [
         zero_optim.ShardedAdamW(
             [p for p, of in zip(named(params), OWNERS, strict=True) if of == number],
@@ -59,8 +58,6 @@ def _optimizers(
 
 def _shared(rank: int, world_size: int, release: str) -> tuple[list[tuple[str, str]], list[Tensor]]:
     """Errors of the second owners of a parameter; and the weights, trained by the first, then by another."""
-    import zero_optim
-
     params = make_parameters(SHAPES)
     first = zero_optim.ShardedAdamW(named(params[:4], "first"), lr=1e-2)
     linear_backward(params[:4], make_gradients(params[:4], rank, 0))
@@ -109,8 +106,6 @@ def test_a_parameter_has_one_live_optimizer(release):
 
 def _shared_on_one_rank(rank: int, world_size: int) -> tuple[str, str]:
     """Rank 1 alone gives a parameter twice: all ranks learn of it."""
-    import zero_optim
-
     params = make_parameters(((4, 3), (5,)))
     kept = zero_optim.ShardedAdamW(named(params, "kept"))
     again = params if rank == 1 else make_parameters(((4, 3), (5,)))
@@ -128,7 +123,6 @@ def test_a_second_owner_on_one_rank_fails_all():
 
 def _closed_in_mid_round(rank: int, world_size: int) -> list[Tensor]:
     """Rank 1 finds its buffers taken when the last backward ends, rank 0 free ones. Both go on on the same ranks."""
-    import zero_optim
     from zero_optim.comm.handle import CommBuffers
 
     group, idle = dist.new_group(timeout=timedelta(seconds=5)), CommBuffers.idle

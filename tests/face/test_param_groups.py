@@ -47,8 +47,6 @@ def _mixed_parameters() -> list[nn.Parameter]:
 
 
 def _train_groups(rank: int, world_size: int, stage: int, cap: float) -> list[Tensor]:
-    import zero_optim
-
     params = _mixed_parameters()
     order = list(range(len(params)))
     groups = [_group([params[i] for i in order if i % 3 == k], hyper) for k, hyper in enumerate(GROUPS)]

@@ -34,8 +34,6 @@ class _Run:
     def __init__(
         self, rank: int, stage: int, dtype: torch.dtype, with_names: bool, seed: int = 0, shuffled: bool = False
     ) -> None:
-        import zero_optim
-
         self.rank, self.shuffled = rank, shuffled
         self.params = make_parameters(SHAPES, dtype, seed)
         entries = named(self.params) if with_names else self.params
@@ -214,8 +212,6 @@ class _Sharded:
     """A model of units. ``muon``: its matrices are Muon's, and the rest AdamW's."""
 
     def __init__(self, rank: int, stage: int, muon: bool) -> None:
-        import zero_optim
-
         self.rank, self.model = rank, GivenNet(RUNS, torch.bfloat16)
         if stage == 3:
             zero_optim.shard_module(self.model, (Given,))
@@ -236,8 +232,6 @@ class _Sharded:
 
     def seen(self) -> list[Tensor]:
         """Collective. State and parameters, whole."""
-        import zero_optim
-
         state = zero_optim.full_state_dict(self.opt, rank=None)["state"]
         tensors = [value for index in sorted(state) for value in state[index].values()]
         return copies([*tensors, *zero_optim.full_model_state_dict(self.model, rank=None).values()])

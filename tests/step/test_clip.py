@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import zero_optim
 from harness import run_ranks
 from oracle import FP32_EPS, averages
 from torch import Tensor
@@ -26,8 +27,6 @@ FILLED = tuple(shape for shape in SHAPES if 0 not in shape)  # torch's norm of n
 
 def _edited_after_a_clip(rank: int, world_size: int, stage: int, edit: str, editing: int) -> list[str]:
     """What each of three steps raises. Between clip and step of the second, the first ``editing`` ranks edit."""
-    import zero_optim
-
     params = [torch.nn.Parameter(torch.ones(600)) for _ in range(3)]
     opt = zero_optim.ShardedAdamW(named(params), lr=0.1, stage=stage, bucket_cap_mb=0.002)
     raised = []
@@ -93,8 +92,6 @@ def _sizes_and_scalers(turn: int) -> list[tuple[str, str]]:
 def _any_norm(
     rank: int, world_size: int, stage: int, turn: int
 ) -> dict[tuple[str, str], tuple[list[float], list[Tensor]]]:
-    import zero_optim
-
     results = {}
     for size, scaling in _sizes_and_scalers(turn):
         model = torch.nn.Sequential(Given())

@@ -30,8 +30,6 @@ def _poisoned(grads: list[Tensor], value: float) -> list[Tensor]:
 def _skipped_without_scaler(
     rank: int, world_size: int, stage: int, skip: bool
 ) -> tuple[list[Tensor], list[Tensor], int]:
-    import zero_optim
-
     params = make_parameters(SHAPES, torch.bfloat16)
     opt = zero_optim.ShardedAdamW(params, stage=stage, bucket_cap_mb=TINY_CAP_MB, skip_nonfinite=skip)
     linear_loss(params, make_gradients(params, rank, 0)).backward()
@@ -60,8 +58,6 @@ def test_without_a_scaler_too_unless_let_through(stage):
 
 
 def _unscaled_gradients(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    import zero_optim
-
     params = make_parameters(SHAPES, torch.float32)
     opt = zero_optim.ShardedAdamW(params, stage=stage)
     scaler = zero_optim.GradScaler(init_scale=SCALE)
@@ -83,8 +79,6 @@ def test_readable_gradients_are_really_divided(world_size, stage):
 
 
 def _torch_scaler(rank: int, world_size: int, stage: int) -> str:
-    import zero_optim
-
     params = make_parameters(SHAPES, torch.float32)
     opt = zero_optim.ShardedAdamW(params, stage=stage)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)

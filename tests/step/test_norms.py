@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import zero_optim
 from cells import pairs
 from harness import run_ranks
 from oracle import FP32_EPS, averages
@@ -79,8 +80,6 @@ def _grads(like: list[Tensor], rank: int, step: int) -> list[Tensor | None]:
 
 
 def _train(rank: int, world_size: int, stage: int, clips: tuple[Clip, ...]) -> tuple[list[Tensor], list[float]]:
-    import zero_optim
-
     params = make_parameters(SHAPES)
     opt = zero_optim.ShardedAdamW(params, **ADAM, stage=stage, bucket_cap_mb=TINY_CAP_MB)
     norms = []
@@ -143,8 +142,6 @@ def test_clips_equal_torchs_on_three_ranks():
 
 def _coefficients_alone(rank: int, world_size: int, stage: int) -> tuple[bool, list[bool]]:
     """Whether clips leave the gradients in memory as they are; whether each parameter is as if never clipped."""
-    import zero_optim
-
     results = []
     for clip in (True, False):
         params = make_parameters(SHAPES)
@@ -171,8 +168,6 @@ def test_clipping_writes_no_gradient_and_touches_no_other_parameter(stage, world
 
 def _ways_of_giving(rank: int, world_size: int) -> list[tuple[float, list[Tensor]]]:
     """A list, a generator, one tensor where one is meant, a name twice: the same parameters."""
-    import zero_optim
-
     results = []
     for way in ("list", "generator", "twice", "tensor"):
         params = make_parameters(SHAPES)
@@ -200,8 +195,6 @@ def test_ways_of_naming_what_to_clip():
 
 def _foreign(rank: int, world_size: int) -> tuple[str, str, bool]:
     """A parameter of another optimizer is refused; the step after it is an ordinary one."""
-    import zero_optim
-
     params, other = make_parameters(SHAPES), make_parameters(((7, 3),))
     opt = zero_optim.ShardedAdamW(named(params), **ADAM)
     plain = make_parameters(SHAPES)
@@ -223,8 +216,6 @@ def test_a_parameter_that_is_not_the_optimizers_is_refused_by_shape():
 
 def _backward_after_clip(rank: int, world_size: int, stage: int, some: bool) -> tuple[list[Tensor], list[Tensor], int]:
     """A backward after a clip of some, or all: it is as if they had not been clipped, and a warning says so."""
-    import zero_optim
-
     results, messages = [], 0
     for clip in (True, False):
         params = make_parameters(SHAPES)

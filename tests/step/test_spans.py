@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import zero_optim
 from harness import run_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -22,8 +23,6 @@ class Block(nn.Linear):
 
 
 def _make(stage: int) -> tuple[nn.Module, Any]:
-    import zero_optim
-
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(64, 64, bias=False) for _ in range(3)))
     if stage == 3:

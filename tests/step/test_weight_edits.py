@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import zero_optim
 from harness import run_ranks
 from oracle import Hyper, MasterAdamW, averages
 from torch import Tensor, nn
@@ -82,8 +83,6 @@ def _edit(
     rank: int, world_size: int, stage: int, dtype: torch.dtype, master: str | None, edit: str, when: str
 ) -> list[Tensor]:
     """Three steps; in the second, the weights are edited before or after backward."""
-    import zero_optim
-
     params = make_parameters(SHAPES, dtype)
     opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, master=master)
     for step in range(4):
@@ -136,8 +135,6 @@ def test_edits_through_the_parameter_hold(dtype, master, world_size):
 
 
 def _edit_data(rank: int, world_size: int, stage: int) -> list[Tensor]:
-    import zero_optim
-
     params = make_parameters(SHAPES, torch.bfloat16)
     opt = zero_optim.ShardedAdamW(params, lr=LR, stage=stage, bucket_cap_mb=TINY_CAP_MB, master="fp32")
     for step in range(3):
@@ -206,8 +203,6 @@ def _edit_unseen(
     rank: int, world_size: int, stage: int, dtype: torch.dtype, options: dict[str, Any], assigned: bool = False
 ) -> tuple[dict[str, list[Tensor]], list[str]]:
     """Parameters that are edited through ``data`` before some steps, by edit; and what is warned of."""
-    import zero_optim
-
     trained = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -280,7 +275,6 @@ def test_an_fp32_master_overwrites_an_edit_that_it_does_not_see(world_size: int)
 
 @pytest.mark.parametrize("ema_decay", [None, 0.9])
 def test_masters_follow_an_initialisation_once_and_shard_by_shard(ema_decay: float | None) -> None:
-    import zero_optim
     from zero_optim.step import shard_state
 
     params = make_parameters(SHAPES, torch.bfloat16)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zero_optim
 from training_cases import make_parameters
 from zero_optim.stores.offload import Footprint, Offload, Tier, footprint, read_nbytes, read_offload, resident
 
@@ -50,8 +51,6 @@ def test_a_wrong_choice_names_the_argument(arguments: tuple[Any, ...], words: tu
 
 
 def test_the_optimizer_refuses_a_wrong_choice() -> None:
-    import zero_optim
-
     with pytest.raises(ValueError, match="state_offload"):
         zero_optim.ShardedAdamW(make_parameters(), state_offload="disk")
 

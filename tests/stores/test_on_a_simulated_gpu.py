@@ -17,6 +17,7 @@ from order_programs import OrderProgram, train_all, wrong
 from simulated_gpu.switch import LATE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from zero_optim import shard_module
 
 NUMEL = 512
 PAGE = NUMEL * 4  # bytes
@@ -108,8 +109,6 @@ class _Streams(TorchDispatchMode):
 
 def units_from_host_memory() -> tuple[bool, list[tuple[str, int]]]:
     """Whether two forwards of a model with its parameters in host memory are right; what the second has used."""
-    from zero_optim import shard_module
-
     plain = nn.Sequential(*(nn.Linear(8, 8, device="cpu") for _ in range(3)))
     model = shard_module(copy.deepcopy(plain), (nn.Linear,), device="cuda", param_offload="cpu")
     x = torch.ones(2, 8, device="cpu")
