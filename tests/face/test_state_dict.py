@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import zero_optim
 from cells import pairs
 from harness import run_ranks
 from sharded_cases import Given, GivenNet
