@@ -14,6 +14,7 @@ from harness import run_ranks
 from small_jobs import Stateful, all_of, trained
 from torch import nn
 from zero_optim import checkpoint
+from zero_optim.errors import CollectiveError
 
 
 def _function() -> None:
@@ -78,8 +79,6 @@ ONE_BY_ONE = [  # a rank that waits for others in vain takes the process group w
 def _disagree(rank: int, world_size: int, folder: str, odd: int, *names: str) -> list[str]:
     """What is wrong, in words: after each call that is refused the checkpoint from before is whole, and loads. Without
     ``names`` it makes all calls but those of ONE_BY_ONE."""
-    from zero_optim.errors import CollectiveError
-
     model, opt = trained(0)
     checkpoint.save(f"{folder}/good", model, opt)
     checkpoint.save(f"{folder}/more", model, opt, scheduler=Stateful(1))

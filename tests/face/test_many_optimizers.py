@@ -23,6 +23,7 @@ from training_cases import (
     make_parameters,
     named,
 )
+from zero_optim.comm.handle import CommBuffers
 
 SHAPES = ((17, 9), (300,), (1,), (12, 8), (5, 3), (40, 25), (2, 1), (130,), (64,))
 OWNERS = (0, 1, 2, 0, 1, 2, 0, 1, 2)  # which optimizer has each parameter: they alternate in every backward
@@ -123,8 +124,6 @@ def test_a_second_owner_on_one_rank_fails_all():
 
 def _closed_in_mid_round(rank: int, world_size: int) -> list[Tensor]:
     """Rank 1 finds its buffers taken when the last backward ends, rank 0 free ones. Both go on on the same ranks."""
-    from zero_optim.comm.handle import CommBuffers
-
     group, idle = dist.new_group(timeout=timedelta(seconds=5)), CommBuffers.idle
     params = _parameters()
     stages = (2, 2, 2)

@@ -11,9 +11,11 @@ import pytest
 import torch
 import zero_optim
 from cells import slow_after
+from guards import no_host_reads
 from harness import run_ranks
 from tensor_cases import HYPER, Block, Gpt, Way, cut, loss_of, losses, make_mesh, make_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from zero_optim import memory
 
 
@@ -43,8 +45,6 @@ in_parts = pytest.mark.parametrize("part", slow_after(1, (0, 1)))
 
 def _shown(rank: int, stage: int) -> None:
     """Wherever a user looks, parameters and readable gradients are DTensors of the same mesh and placements."""
-    from torch.distributed.tensor import DTensor
-
     mesh = make_mesh(2, 2)
     way = Way(stage=stage)
     model = make_model(way, mesh["tp"])
@@ -153,8 +153,6 @@ def test_traffic_over_either_link_and_memory_are_as_planned(part):
 
 
 def _no_host_reads(rank: int, stage: int) -> None:
-    from guards import no_host_reads
-
     mesh = make_mesh(2, 2)
     way = Way(stage=stage, sequence=False)
     model = make_model(way, mesh["tp"])

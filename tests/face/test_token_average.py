@@ -13,6 +13,7 @@ from guards import no_host_reads
 from harness import run_ranks
 from topology_cases import TOPOLOGIES
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from training_cases import assert_bitwise, error_of, linear_loss, make_gradients, make_parameters
 from zero_optim import (
     GradientError,
@@ -252,8 +253,6 @@ def test_errors_of_the_call() -> None:
 
 def stages_that_count(rank: int, world_size: int, every: bool) -> str:
     """Two stages of a pipeline of one rank each, that count different numbers; or the last one alone does."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     params, grads = linear()
     opt = ShardedAdamW(params, mesh=mesh["dp"], pipeline=mesh["pp"])

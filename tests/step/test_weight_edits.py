@@ -26,6 +26,7 @@ from training_cases import (
     make_parameters,
     named,
 )
+from zero_optim.step import shard_state
 
 LR = 1e-2
 EDITED = (
@@ -275,8 +276,6 @@ def test_an_fp32_master_overwrites_an_edit_that_it_does_not_see(world_size: int)
 
 @pytest.mark.parametrize("ema_decay", [None, 0.9])
 def test_masters_follow_an_initialisation_once_and_shard_by_shard(ema_decay: float | None) -> None:
-    from zero_optim.step import shard_state
-
     params = make_parameters(SHAPES, torch.bfloat16)
     opt = zero_optim.ShardedAdamW(named(params), master="fp32", ema_decay=ema_decay)
     with torch.no_grad():

@@ -18,15 +18,16 @@ from simulated_gpu.switch import LATE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_optim import shard_module
+from zero_optim.checkpoint.background import SaveBuffer
+from zero_optim.errors import OffloadError
+from zero_optim.stores.host_memory import HostMemory, Lanes
+from zero_optim.stores.paged_store import HostBacking, PagedStore
 
 NUMEL = 512
 PAGE = NUMEL * 4  # bytes
 
 
 def _store(budget: float = 0, room: Any = None) -> Any:
-    from zero_optim.stores.host_memory import HostMemory, Lanes
-    from zero_optim.stores.paged_store import HostBacking, PagedStore
-
     device = torch.device("cuda", 0)
     return PagedStore(device, Lanes(device), HostBacking(HostMemory(pinned=True)), budget, room)
 
@@ -157,8 +158,6 @@ class _LastError(TorchDispatchMode):
 
 def refused() -> tuple[str, float]:
     """What a store says whose memory cannot be pinned, and what somebody else's kernel then gives."""
-    from zero_optim.errors import OffloadError
-
     x, before = torch.ones(1, device="cuda"), torch.cuda.cudart
     with _LastError() as runtime:
         torch.cuda.cudart = lambda: runtime
@@ -189,8 +188,6 @@ class _Pinned(TorchDispatchMode):
 
 def as_large_as_asked_for() -> tuple[int, list[int], bool]:
     """Of two saves in the background, how often torch pins, the bytes of their memory, and whether it is pinned."""
-    from zero_optim.checkpoint.background import SaveBuffer
-
     torch.empty(1, pin_memory=True)  # else ``is_pinned`` of this torch, which has no CUDA, asks nobody
     buffer, sizes = SaveBuffer(), []
     with _Pinned() as by_torch:
